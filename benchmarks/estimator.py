@@ -215,7 +215,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         df = table(spark, arguments.rows)
         written = Store.open(str(Path(folder) / "plain"))
-        manifest = materialize(df, ["x", "y"], written)
+        manifest, _ = materialize(df, ["x", "y"], written)
         files = tuple(written.path(name) for name in manifest.files)
         store = str(Path(folder) / "fits")
         first = measured_fit(Case(NETS["small"], arguments.rows, arguments.batch, 1, files), df, store)

@@ -19,7 +19,7 @@ import numpy as np
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)

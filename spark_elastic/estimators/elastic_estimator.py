@@ -5,27 +5,22 @@ A framework's class owns its keywords and their defaults, and says how its objec
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import os
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from pyspark.ml import Estimator
 from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, MLWritable, MLWriter
 from pyspark.sql import SparkSession
 
-from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators import saving
 from spark_elastic.estimators.fit_rows import FileRows, RowSource, TableRows
-from spark_elastic.estimators.params import REFUSED, EstimatorParams, to_names, translate_names
+from spark_elastic.estimators.params import EstimatorParams, to_names
 from spark_elastic.estimators.transformer import ElasticModel
 
 if TYPE_CHECKING:
-    from typing import Self
-
     from pyspark.sql import DataFrame
 
 Path = str | os.PathLike[str]
@@ -36,31 +31,6 @@ _UNSAVED = ("storage_options",)  # they may hold credentials
 
 class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ignore[misc,unused-ignore]
     """Its keywords are those of the framework's class."""
-
-    refused: ClassVar[Mapping[str, str]] = REFUSED
-
-    def _set_given(self, given: Mapping[str, Any]) -> None:
-        """Take the constructor's defaults, and what was given."""
-        # A user's subclass need not name the keywords again.
-        constructors = [vars(owner).get("__init__") for owner in reversed(type(self).__mro__)]
-        signatures = [inspect.signature(constructor) for constructor in constructors if constructor]
-        keywords = [k for each in signatures for k in each.parameters.values() if k.kind is k.KEYWORD_ONLY]
-        defaults = {k.name: k.default for k in keywords if k.default is not k.empty and self.hasParam(k.name)}
-        self._setDefault(settings={}, **defaults)
-        self.setParams(**given)
-
-    def setParams(self, **values: Any) -> Self:
-        """Set parameters, and fields of `ElasticConfig`, by name; those not named stay."""
-        values = translate_names(values, self.hasParam, self.refused)
-        settings = {name: value for name, value in values.items() if not self.hasParam(name)}
-        known = {field.name for field in dataclasses.fields(ElasticConfig)}
-        for name in settings.keys() - known:
-            raise InvalidInput(
-                f"{name!r} is neither a parameter of {type(self).__name__} nor a field of ElasticConfig."
-            )
-        self._set(**{name: value for name, value in values.items() if self.hasParam(name)})
-        self._set(settings={**self.getOrDefault("settings"), **settings})
-        return self
 
     def write(self) -> MLWriter:
         return _Writer(self)

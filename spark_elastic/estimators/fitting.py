@@ -1,7 +1,7 @@
-"""One fit: from rows and a checked request to the weights of a trained model, whatever the framework.
+"""One fit: from rows and a checked request to the weights of a trained model, for any framework.
 
-Owns the order: columns, store, hosts, data, training, model; each part lives elsewhere. The module and optimizer of
-the request are only read: what is trained are copies. Runs in the caller's thread.
+`train_model` decides the order: check columns, open the store, check the hosts, write the rows, train, read the
+weights. The model and optimizer of the request are only read; workers train copies. Runs in the caller's thread.
 """
 
 from __future__ import annotations
@@ -11,26 +11,24 @@ import hashlib
 import json
 import logging
 import math
-import sys
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Generic
 
 import cloudpickle
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.reading.readers import read_sample_row
-from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES
 from spark_elastic.data.store import Store, scratch_folder
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators.fit_rows import RowSource
 from spark_elastic.estimators.run_record import RunRecord, RunResult
 from spark_elastic.estimators.transformer import FitSummary, WorldRecord
-from spark_elastic.estimators.validation import FitRequest
+from spark_elastic.estimators.validation import FitRequest, O
 from spark_elastic.launch.job import LaunchResult, make_limits
 from spark_elastic.launch.job_monitor import WorldSpan
 from spark_elastic.monitoring.log_forwarding import AsyncNotifier, close_within_deadline, log_to_listener
@@ -40,12 +38,12 @@ from spark_elastic.platforms import JobSpec, Platform, make_platform, resume_aft
 from spark_elastic.protocol.types import Limits
 from spark_elastic.state.checkpoint import CheckpointPolicy, CheckpointStore
 from spark_elastic.state.run_lease import RunLease
-from spark_elastic.training.spec import Clipping, Rows, TrainSpec
+from spark_elastic.training.spec import Rows, TrainSpec
 from spark_elastic.worker.program import Program
 
 log = logging.getLogger("spark_elastic")
 
-BROUGHT = "the model, optimizer or loss"
+PAYLOAD = "the model, optimizer or loss"  # what messages call the user's objects
 UNSCALED = (
     "the learning rate is not multiplied by the world's size: a step takes the same rows whatever that is; "
     "scale_lr=True multiplies it by num_workers"
@@ -53,110 +51,35 @@ UNSCALED = (
 
 
 @dataclass(frozen=True)
-class Framework:
-    """What a fit must know of a framework.
+class Framework(Generic[O]):
+    """What a fit must know of a framework."""
 
-    packages: that executors must have. preload: modules that a warm spare has imported. suffix: of a file of weights.
-    task: from spec and what the user brought to the program of a worker.
-    """
-
+    # Packages that executors must have.
     packages: tuple[str, ...]
+    # Modules that a spare imports in advance.
     preload: tuple[str, ...]
+    # Suffix of a file of weights.
     suffix: str
-    task: Callable[[TrainSpec, Any], Program]
+    # Makes the program of a worker.
+    task: Callable[[TrainSpec, O], Program]
 
 
 @dataclass(frozen=True)
-class Fitted:
-    """weights: as the workers wrote them. features: see `_inputs`. sample: their values in a row, for a model whose
-    inputs a function makes of them; None where rows were not read again."""
+class FitResult:
+    """What a fit gives, for a framework to make its fitted model of."""
 
+    # As the workers wrote them.
     weights: bytes
+    # The feature columns as the model takes them, or as the transformation does.
     features: tuple[Column, ...]
     summary: FitSummary
+    # A row of the features for a model with a transformation, if rows were read.
     sample: list[Any] | None = None
 
 
-def fit(rows: RowSource, request: FitRequest, framework: Framework) -> Fitted:
-    """Train on `rows`. Every mistake that can be found without a Spark job is reported before the first one."""
-    rows.check(request)
-    clock = SystemClock()
-    started = clock.now()
-    run_id = request.run_id or uuid.uuid4().hex[:12]
-    platform = make_platform(rows.session, request.config)
-    with _opened(request, platform.master) as store:
-        record, result = _so_far(rows, request, store, run_id)
-        if result is not None and record is not None:
-            trained = _Trained(record, result)
-        else:
-            ledger = _ledger(request, store, run_id)
-            payload = cloudpickle.dumps(request.brought)
-            with _watched(request) as shown:
-                platform.preflight(payload, store, framework.packages, request.num_workers, BROUGHT)
-                training = _Training(platform, rows, request, framework, store, ledger, shown)
-                trained = resume_after_coordinator_loss(
-                    lambda: _trained(training, run_id), CheckpointStore(store, run_id).published
-                )
-            result = trained.result
-        weights = _weights(store, result)
-        features = _inputs(request, trained.record.load_manifest())
-    summary = FitSummary(
-        run_id=run_id,
-        epochs=tuple(result.history),
-        worlds=tuple(WorldRecord(world.seconds, world.size, world.reason) for world in trained.worlds),
-        seconds=clock.now() - started,
-        data_rows=result.data_rows,
-        digest=result.digest,
-        report=trained.report.with_rows(result.history, result.data_rows),
-    )
-    return Fitted(weights, features, summary, trained.sample)
-
-
-def _so_far(
-    rows: RowSource, request: FitRequest, store: Store, run_id: str
-) -> tuple[RunRecord | None, RunResult | None]:
-    """The run's documents, as far as they exist. It must be a run that this request may go on with (R19)."""
-    record, result = RunRecord.load(store, run_id), RunResult.load(store, run_id)
-    if record is not None:
-        record.check(request, run_id)
-    if result is not None and result.epochs != request.epochs:
-        raise InvalidInput(
-            f"run_id {run_id!r} ended after {result.epochs} epochs and this fit wants {request.epochs}: use another "
-            "run_id."
-        )
-    if record is not None:
-        rows.check_same_rows(request, record, run_id)
-    return record, result
-
-
 @dataclass(frozen=True)
-class _Training:
-    """What `_trained` needs: what is trained, on which rows, on which platform, and who is told."""
-
-    platform: Platform
-    rows: RowSource
-    request: FitRequest
-    framework: Framework
-    store: Store
-    ledger: str | None
-    shown: ProgressListener
-
-
-@contextmanager
-def _watched(request: FitRequest) -> Iterator[ProgressListener]:
-    shown = ProgressListener(
-        request.epochs,
-        listener=request.on_progress,
-        quiet=request.verbose == 0,
-        lines=request.config.show_logs,
-    )
-    with close_within_deadline(shown), log_to_listener(shown.tell, request.verbose > 1):
-        yield shown
-
-
-@dataclass(frozen=True)
-class _Trained:
-    """A run that has ended; the rest is known where this fit trained. sample: see `Fitted`."""
+class FinishedRun:
+    """A run that has ended; the last three fields are empty if another fit trained it."""
 
     record: RunRecord
     result: RunResult
@@ -165,65 +88,59 @@ class _Trained:
     sample: list[Any] | None = None
 
 
-def _trained(training: _Training, run_id: str) -> _Trained:
-    """Train from the beginning, or from the newest checkpoint of an unfinished run."""
-    request, framework, store = training.request, training.framework, training.store
-    run = RunLease.acquire(store, run_id)
-    if RunResult.load(store, run_id) is not None:  # another driver's, which ended it while this one waited
-        record, ended = _so_far(training.rows, request, store, run_id)
-        if record is not None and ended is not None:
-            return _Trained(record, ended)
-    with training.rows.materialize_rows(request, store, run) as (record, data):
-        manifest = record.load_manifest()
-        # An older driver that lost the run may still write its own.
-        result = f"runs/{run_id}/model-{run.attempt:06d}{framework.suffix}"
-        spec = _spec(request, store, data, record, run, result, training.ledger)
-        launched = _train(training, spec, run)
-        trained = _agreed([json.loads(result) for result in launched.results])
-        ended = RunResult(
-            trained["model"],
-            trained["sha256"],
-            trained["digest"],
-            request.epochs,
-            trained["history"],
-            manifest.rows,
+def train_model(rows: RowSource, request: FitRequest[O], framework: Framework[O]) -> FitResult:
+    """Train on `rows`. Every mistake that can be found without a Spark job is reported before the first one."""
+    rows.check(request)
+    clock = SystemClock()
+    started = clock.now()
+    run_id = request.run_id or uuid.uuid4().hex[:12]
+    platform = make_platform(rows.session, request.elastic)
+    with _open_store(request, platform.master) as store:
+        run = _load_finished_run(rows, request, store, run_id)
+        if run is None:
+            ledger = _ledger_folder(request, store, run_id)
+            payload = cloudpickle.dumps(request.objects)
+            with _show_progress(request) as listener:
+                platform.preflight(payload, store, framework.packages, request.config.num_workers, PAYLOAD)
+                training = Training(platform, rows, request, framework, store, run_id, ledger, listener)
+                run = resume_after_coordinator_loss(training.run, CheckpointStore(store, run_id).published)
+        weights = _read_weights(store, run.result)
+        features = shape_features(request, run.record.load_manifest())
+    return FitResult(weights, features, _summarize(run, run_id, clock.now() - started), run.sample)
+
+
+def _load_finished_run(
+    rows: RowSource, request: FitRequest[Any], store: Store, run_id: str
+) -> FinishedRun | None:
+    """The run if it has ended. Raises InvalidInput if this request may not resume it (R19, resuming a run)."""
+    record, result = RunRecord.load(store, run_id), RunResult.load(store, run_id)
+    if record is not None:
+        record.check(request, run_id)
+    if result is not None and result.epochs != request.config.epochs:
+        raise InvalidInput(
+            f"run_id {run_id!r} ended after {result.epochs} epochs and this fit wants {request.config.epochs}: use "
+            "another run_id."
         )
-        run.check()
-        ended.save(store, run_id)  # before anything goes that the run could go on with
-        sample = _sample(request, data, manifest)
-    run.release(f"runs/{run_id}/checkpoints")
-    return _Trained(record, ended, launched.worlds, launched.report, sample)
+    if record is not None:
+        rows.check_same_rows(request, record, run_id)
+    return FinishedRun(record, result) if record is not None and result is not None else None
 
 
-def _sample(request: FitRequest, data: Store, manifest: Manifest) -> list[Any] | None:
-    """See `Fitted`. It only helps `transform`, so an error here must not cost the trained model."""
-    if request.brought.transformation is None:
-        return None
-    try:
-        return read_sample_row(data, manifest, request.feature_cols)
-    except Exception as error:  # whatever it is, the model is trained
-        log.debug("no row to try the transformation on: %s", error)
-        return None
-
-
-def _agreed(results: list[dict[str, Any] | None]) -> dict[str, Any]:
-    """Rank 0's result, compared with those of the replicas (P4). None: a worker was lost after its last step."""
-    trained = results[0]
-    assert trained is not None  # or training would not have ended
-    differ = [
-        rank for rank, each in enumerate(results) if each is not None and each["digest"] != trained["digest"]
-    ]
-    if differ:  # a warning, since whoever trained for days wants to look at the model for himself
-        log.warning(
-            "the weights or the optimizer of ranks %s came to differ from rank 0's, whose model this is: look for "
-            "callbacks, hooks or layers that act otherwise on one worker than on another.",
-            differ,
-        )
-    return trained
+def _summarize(run: FinishedRun, run_id: str, seconds: float) -> FitSummary:
+    result = run.result
+    return FitSummary(
+        run_id=run_id,
+        epochs=tuple(result.history),
+        worlds=tuple(WorldRecord(world.seconds, world.size, world.reason) for world in run.worlds),
+        seconds=seconds,
+        data_rows=result.data_rows,
+        digest=result.digest,
+        report=run.report.with_rows(result.history, result.data_rows),
+    )
 
 
 @contextmanager
-def _opened(request: FitRequest, master: str) -> Iterator[Store]:
+def _open_store(request: FitRequest[Any], master: str) -> Iterator[Store]:
     """The request's store; without one, a folder of this machine for as long as the fit takes."""
     if request.store is not None:
         yield Store.open(request.store, **request.storage_options)
@@ -237,17 +154,132 @@ def _opened(request: FitRequest, master: str) -> Iterator[Store]:
         )
 
 
-def _limits(request: FitRequest, global_batch: int) -> Limits:
-    limits = make_limits(request.config, request.num_workers, request.min_workers, request.max_workers)
+def _ledger_folder(request: FitRequest[Any], store: Store, run_id: str) -> str | None:
+    if not request.elastic.ledger:
+        return None
+    if not store.is_local:
+        raise InvalidInput(f"ledger=True needs a store that is a folder; {store.url} is not one.")
+    return store.path(f"runs/{run_id}/ledger")
+
+
+@contextmanager
+def _show_progress(request: FitRequest[Any]) -> Iterator[ProgressListener]:
+    listener = ProgressListener(
+        request.config.epochs,
+        listener=request.on_progress,
+        quiet=request.verbose == 0,
+        lines=request.elastic.show_logs,
+    )
+    with close_within_deadline(listener), log_to_listener(listener.tell, request.verbose > 1):
+        yield listener
+
+
+@dataclass(frozen=True)
+class Training(Generic[O]):
+    """One training: what is trained, on which rows and platform, and who is informed."""
+
+    platform: Platform
+    rows: RowSource
+    request: FitRequest[O]
+    framework: Framework[O]
+    store: Store
+    run_id: str
+    # Folder of the ledger, if there is one.
+    ledger: str | None
+    listener: ProgressListener
+
+    def run(self) -> FinishedRun:
+        """Train from the beginning, or from the newest checkpoint of an unfinished run."""
+        lease = RunLease.acquire(self.store, self.run_id)
+        if (
+            RunResult.load(self.store, self.run_id) is not None
+        ):  # another driver ended it while this one waited
+            finished = _load_finished_run(self.rows, self.request, self.store, self.run_id)
+            if finished is not None:
+                return finished
+        with self.rows.materialize_rows(self.request, self.store, lease) as (record, data):
+            manifest = record.load_manifest()
+            launched = self.launch(self.build_spec(record, data, lease), lease)
+            trained = check_replicas([json.loads(result) for result in launched.results])
+            result = RunResult(
+                model=trained["model"],
+                sha256=trained["sha256"],
+                digest=trained["digest"],
+                epochs=self.request.config.epochs,
+                history=trained["history"],
+                data_rows=manifest.rows,
+            )
+            lease.check()
+            result.save(
+                self.store, self.run_id
+            )  # before rows and checkpoints, which could resume the run, are deleted
+            sample = _read_sample(self.request, data, manifest)
+        lease.release(f"runs/{self.run_id}/checkpoints")
+        return FinishedRun(record, result, launched.worlds, launched.report, sample)
+
+    def build_spec(self, record: RunRecord, data: Store, lease: RunLease) -> TrainSpec:
+        """What the workers are told."""
+        request, elastic = self.request, self.request.elastic
+        manifest, validation = record.load_manifest(), record.load_validation()
+        return TrainSpec(
+            config=request.config,
+            rows=Rows(data, manifest, record.build_plan(manifest)),
+            validation=None if validation is None else Rows(data, *validation),
+            features=shape_features(request, manifest),
+            store=self.store,
+            # A former driver that lost the lease may still write a model of its own.
+            result=f"runs/{self.run_id}/model-{lease.attempt:06d}{self.framework.suffix}",
+            lr_scale=record.count_initial_workers() if request.config.scale_lr else 1,
+            ledger=self.ledger,
+            checkpoints=CheckpointPolicy(self.run_id, elastic.checkpoint_steps, elastic.checkpoint_seconds),
+        )
+
+    def launch(self, spec: TrainSpec, lease: RunLease) -> LaunchResult:
+        """Run the workers until they have trained."""
+        config = self.request.config
+        # `launch` pickles the task: workers train copies of the model and the optimizer.
+        task = self.framework.task(spec, self.request.objects)
+        if config.num_workers > 1 and not config.scale_lr:
+            with AsyncNotifier() as notifier:  # a terminal that blocks must not delay the job
+                notifier.tell(partial(self.listener.tell, UNSCALED))
+        limits = make_fit_limits(self.request, spec.plan.global_batch)
+        job = JobSpec(task, limits, self.run_id, self.framework.preload, lease)
+        return self.platform.launch(job, self.listener)
+
+
+def make_fit_limits(request: FitRequest[Any], global_batch: int) -> Limits:
+    """The limits of the job: none of its worlds has more workers than a step has rows."""
+    config = request.config
+    limits = make_limits(request.elastic, config.num_workers, config.min_workers, config.max_workers)
     return dataclasses.replace(limits, max_global_batch=global_batch)
 
 
-def _inputs(request: FitRequest, manifest: Manifest) -> tuple[Column, ...]:
-    """The feature columns as the model sees them, or as the user's function does: what it returns is reshaped."""
-    columns = [manifest.column(name) for name in request.feature_cols]
-    if request.brought.transformation is not None:
+def check_replicas(results: list[dict[str, Any] | None]) -> dict[str, Any]:
+    """Rank 0's result, compared with those of the replicas (P4, identical replicas).
+
+    Args:
+        results: by rank; None for a worker that was lost after its last step.
+    """
+    trained = results[0]
+    assert trained is not None  # or training would not have ended
+    differ = [
+        rank for rank, each in enumerate(results) if each is not None and each["digest"] != trained["digest"]
+    ]
+    if differ:  # only a warning: after days of training the user wants to see the model
+        log.warning(
+            "the weights or the optimizer of ranks %s came to differ from rank 0's, whose model this is: look for "
+            "callbacks, hooks or layers that act otherwise on one worker than on another.",
+            differ,
+        )
+    return trained
+
+
+def shape_features(request: FitRequest[Any], manifest: Manifest) -> tuple[Column, ...]:
+    """The feature columns in the shapes that the model takes, or as stored for a transformation."""
+    columns = [manifest.column(name) for name in request.config.feature_cols]
+    if request.objects.transformation is not None:
         return tuple(columns)
-    shapes = request.input_shapes or [column.shape for column in columns]
+    shapes = request.config.input_shapes or [column.shape for column in columns]
     for column, shape in zip(columns, shapes, strict=True):
         if math.prod(shape) != math.prod(column.shape):
             raise InvalidInput(
@@ -259,65 +291,18 @@ def _inputs(request: FitRequest, manifest: Manifest) -> tuple[Column, ...]:
     )
 
 
-def _spec(
-    request: FitRequest,
-    store: Store,
-    data: Store,
-    record: RunRecord,
-    run: RunLease,
-    result: str,
-    ledger: str | None,
-) -> TrainSpec:
-    manifest, config, seen = record.load_manifest(), request.config, record.load_validation()
-    return TrainSpec(
-        data=data,
-        manifest=manifest,
-        plan=record.build_plan(manifest),
-        store=store,
-        result=result,
-        features=_inputs(request, manifest),
-        labels=request.label_cols,
-        weight=request.sample_weight_col,
-        batch_size=request.batch_size,
-        epochs=request.epochs,
-        seed=request.seed,
-        clipping=Clipping(request.gradient_clip_norm, request.gradient_clip_value),
-        label_shapes=request.label_shapes,
-        validation=None if seen is None else Rows(data, *seen),
-        val_batch_size=request.val_batch_size,
-        learning_rate=request.learning_rate,
-        lr_times=record.count_initial_workers(request) if request.scale_lr else 1,
-        precision=request.precision,
-        wire=request.gradient_compression,
-        reader=request.reader,
-        terminate_on_nan=request.terminate_on_nan,
-        cache_bytes=sys.maxsize if request.inmemory_cache_all else DEFAULT_CACHE_BYTES,
-        ledger=ledger,
-        checkpoints=CheckpointPolicy(run.run_id, config.checkpoint_steps, config.checkpoint_seconds),
-    )
-
-
-def _train(training: _Training, spec: TrainSpec, run: RunLease) -> LaunchResult:
-    request, framework = training.request, training.framework
-    # Pickled by `launch`: what workers train are copies of the model and the optimizer.
-    task = framework.task(spec, request.brought)
-    if request.num_workers > 1 and not request.scale_lr:
-        with AsyncNotifier() as teller:  # a terminal that blocks holds up no job
-            teller.tell(partial(training.shown.tell, UNSCALED))
-    limits = _limits(request, spec.plan.global_batch)
-    order = JobSpec(task, limits, run.run_id, framework.preload, run)
-    return training.platform.launch(order, training.shown)
-
-
-def _ledger(request: FitRequest, store: Store, run_id: str) -> str | None:
-    if not request.config.ledger:
+def _read_sample(request: FitRequest[Any], data: Store, manifest: Manifest) -> list[Any] | None:
+    """A row for `transform` to try a transformation on; an error here must not cost the trained model."""
+    if request.objects.transformation is None:
         return None
-    if not store.is_local:
-        raise InvalidInput(f"ledger=True needs a store that is a folder; {store.url} is not one.")
-    return store.path(f"runs/{run_id}/ledger")
+    try:
+        return read_sample_row(data, manifest, request.config.feature_cols)
+    except Exception as error:
+        log.debug("no row to try the transformation on: %s", error)
+        return None
 
 
-def _weights(store: Store, result: RunResult) -> bytes:
+def _read_weights(store: Store, result: RunResult) -> bytes:
     weights = store.read_bytes(result.model)
     if hashlib.sha256(weights).hexdigest() != result.sha256:
         raise StoreError(

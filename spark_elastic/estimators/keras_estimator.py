@@ -1,24 +1,21 @@
-"""`ElasticKerasEstimator`: the estimator of Spark ML for Keras models.
+"""`ElasticKerasEstimator`, the estimator of Spark ML for Keras models.
 
-Owns its keywords and their defaults. What values are allowed is `validation.py`'s and `keras_objects.py`'s, what a fit
-does `fitting.py`'s.
+Its parameters are in `params.py`; what a fit does is in `fitting.py`; its fitted model is in `keras_model.py`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any
 
 import cloudpickle
 import keras
-from pyspark import keyword_only
 from pyspark.ml.util import MLReadable, MLReader
 
-from spark_elastic.config import ElasticConfig
-from spark_elastic.estimators import fitting
 from spark_elastic.estimators.elastic_estimator import ElasticEstimator, EstimatorReader
 from spark_elastic.estimators.fit_rows import RowSource
+from spark_elastic.estimators.fitting import Framework, train_model
 from spark_elastic.estimators.keras_model import ElasticKerasModel, KerasPredictor
 from spark_elastic.estimators.keras_objects import (
     activation_of,
@@ -26,30 +23,27 @@ from spark_elastic.estimators.keras_objects import (
     check_lambdas,
     compile_model,
 )
-from spark_elastic.estimators.params import KERAS_REFUSED, KerasParams, with_horovod_names
+from spark_elastic.estimators.params import KerasParams, with_horovod_names
 from spark_elastic.estimators.transformer import try_widths
 from spark_elastic.estimators.validation import FitRequest, build_request
 from spark_elastic.keras.train.archive import Archive, iter_leaves, select_user_objects
-from spark_elastic.keras.train.task import KerasTrainTask
-
-# One fit of the Keras estimator: what is Keras's in it. Runs in the caller's thread.
-
+from spark_elastic.keras.train.task import KerasTrainTask, KerasUserObjects
 
 PACKAGES = ("tensorflow", "keras")
-KERAS = fitting.Framework(PACKAGES, PACKAGES, ".keras", KerasTrainTask)
+KERAS = Framework(PACKAGES, PACKAGES, ".keras", KerasTrainTask)
 
 
-def fit(rows: RowSource, request: FitRequest) -> ElasticKerasModel:
-    """Train on `rows`."""
-    fitted = fitting.fit(rows, request, KERAS)
-    archive = request.brought.model.with_weights(fitted.weights)
-    change = request.brought.transformation
-    shipped = None if change is None else cloudpickle.dumps(change)
-    predictor = KerasPredictor(archive, fitted.features, shipped, request.label_cols)
-    return ElasticKerasModel(predictor, fitted.summary, try_widths(predictor, fitted.sample))
+def fit_keras(rows: RowSource, request: FitRequest[KerasUserObjects]) -> ElasticKerasModel:
+    """Train on `rows`; the request's model is only read."""
+    objects = request.objects
+    result = train_model(rows, request, KERAS)
+    archive = objects.model.with_weights(result.weights)
+    transformation = None if objects.transformation is None else cloudpickle.dumps(objects.transformation)
+    predictor = KerasPredictor(archive, result.features, transformation, request.config.label_cols)
+    return ElasticKerasModel(predictor, result.summary, try_widths(predictor, result.sample))
 
 
-_CONFIGURED = ("optimizer", "loss", "metrics")  # Keras makes JSON of them
+_CONFIGURED = ("optimizer", "loss", "metrics")  # parameters that Keras serializes as JSON
 
 
 @with_horovod_names
@@ -77,66 +71,12 @@ class ElasticKerasEstimator(  # type: ignore[misc,unused-ignore]
     take part; JobFailed and its subclasses; JobCancelled; StoreError.
     """
 
-    refused: ClassVar[Mapping[str, str]] = KERAS_REFUSED
-    _input_kwargs: dict[str, Any]
-
-    @keyword_only
-    def __init__(  # noqa: PLR0913 - the keywords are the Params
-        self,
-        *,
-        model: keras.Model | Callable[[], keras.Model] | None = None,
-        optimizer: keras.optimizers.Optimizer | str | None = None,
-        learning_rate: float | None = None,
-        scale_lr: bool = False,
-        loss: Any = None,
-        loss_weights: Sequence[float] | None = None,
-        metrics: Any = None,
-        callbacks: Sequence[keras.callbacks.Callback] | None = None,
-        class_weight: Mapping[int, float] | None = None,
-        custom_objects: Mapping[str, Any] | None = None,
-        transformation_fn: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
-        feature_cols: str | Sequence[str] | None = None,
-        label_cols: str | Sequence[str] | None = None,
-        sample_weight_col: str | None = None,
-        input_shapes: Sequence[Sequence[int]] | None = None,
-        label_shapes: Sequence[Sequence[int]] | None = None,
-        prediction_col: str = "prediction",
-        probability_col: str | None = None,
-        activation: str | None = None,
-        output_cols: Sequence[str] | None = None,
-        validation: float | str | None = None,
-        batch_size: int = 32,
-        val_batch_size: int | None = None,
-        backward_passes_per_step: int = 1,
-        epochs: int = 1,
-        num_workers: int | None = None,
-        min_workers: int = 1,
-        max_workers: int | None = None,
-        store: str | None = None,
-        storage_options: Mapping[str, Any] | None = None,
-        missing: str | Mapping[str, str] = "refuse",
-        seed: int = 0,
-        shuffle: bool = True,
-        gradient_compression: str | None = None,
-        reader: str = "arrow",
-        terminate_on_nan: bool = False,
-        inmemory_cache_all: bool = False,
-        run_id: str | None = None,
-        verbose: int = 1,
-        keep_data: bool = False,
-        on_progress: Callable[[Mapping[str, Any]], None] | None = None,
-        config: ElasticConfig | None = None,
-        **settings: Any,
-    ) -> None:
-        super().__init__()
-        self._set_given(self._input_kwargs)
-
     @classmethod
     def read(cls) -> MLReader[ElasticKerasEstimator]:
         return EstimatorReader(cls)
 
     def _fit_rows(self, rows: RowSource) -> ElasticKerasModel:
-        model = fit(rows, build_request(self._values, check_keras_objects))
+        model = fit_keras(rows, build_request(self._values, check_keras_objects))
         self._copy_params_to(model, activation_of(compile_model(self._values)))
         return model
 

@@ -6,7 +6,6 @@ Nothing of the user's is changed: what is compiled anew is a copy. Knows Keras, 
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -14,12 +13,12 @@ import keras
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.torch_objects import MODEL_FACTORY_LOCK
-from spark_elastic.estimators.validation import describe_type
 from spark_elastic.keras.train.archive import Archive, iter_model_parts
 from spark_elastic.keras.train.batching import order_features, order_labels
 from spark_elastic.keras.train.objective import CompiledLosses
 from spark_elastic.keras.train.task import KerasUserObjects
 from spark_elastic.tensorflow.sync_batch_norm import SyncBatchNormalization
+from spark_elastic.training.fit_config import describe_type
 
 _BY_OURSELVES = "BackupAndRestore"
 
@@ -216,10 +215,6 @@ def _check_losses(model: Any) -> None:
 def _check_rate(model: Any, rate: Any, scales: Any) -> None:
     if rate is None and not scales:
         return
-    if rate is not None and (
-        isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < math.inf
-    ):
-        raise InvalidInput(f"learning_rate must be a number of 0 or more, or None; got {rate!r}.")
     if isinstance(model.optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule):
         raise InvalidInput(
             "the optimizer has a schedule of learning rates: leave learning_rate and scale_lr out."

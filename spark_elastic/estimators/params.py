@@ -1,20 +1,35 @@
 """The parameters of the estimators as Params of Spark ML: keywords, `setX`/`getX`, `copy`, param maps.
 
-Owns names, documentation and defaults. What values are allowed is `validation.py`'s, when `fit` is called.
+Each parameter is declared once with its documentation and stands with its default in the signature of `TorchParams`,
+`KerasParams` or both. Also Horovod's names: mapped to ours, or refused with the reason. The values are checked by
+`FitConfig` and `validation.py` when `fit` is called.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
+from pyspark import keyword_only
 from pyspark.ml.param import Param, Params
 
+from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import InvalidInput
 
+if TYPE_CHECKING:
+    from typing import Self
+
+    import keras
+    import torch
+
+    from spark_elastic.torch.callbacks import Callback
+
 P = TypeVar("P", bound=type[Params])
+T = TypeVar("T", bound="type[EstimatorParams]")
 
 
 def to_python_number(value: Any) -> Any:
@@ -96,140 +111,6 @@ def _getter(name: str) -> Callable[[Any], Any]:
     return get_param
 
 
-@with_accessors
-class ColumnParams(Params):
-    """Which columns go in and what shapes they have; shared by estimator and fitted model."""
-
-    feature_cols: Param[Sequence[str]] = declare("columns fed to the model's forward, in its order", to_names)
-    label_cols: Param[Sequence[str]] = declare("columns fed to the loss after the model's output", to_names)
-    sample_weight_col: Param[str] = declare("column of row weights, or None")
-    input_shapes: Param[Any] = declare(
-        "shape of one row of each feature column, such as [(1, 28, 28)], or None; with transformation_fn, of what it "
-        "returns",
-        to_list,
-    )
-    prediction_col: Param[str] = declare(
-        "column that `transform` adds: a double for one number per row, else an array; the class with probability_col"
-    )
-    probability_col: Param[str] = declare("column for a vector of class probabilities, or None")
-    activation: Param[str] = declare(
-        "how outputs become probabilities: softmax, sigmoid, exp or identity; by default as the loss implies"
-    )
-    output_cols: Param[Sequence[str]] = declare(
-        "a column for each output of the model instead of prediction_col, such as Horovod's LABEL__output",
-        to_optional_names,
-    )
-
-
-@with_accessors
-class EstimatorParams(ColumnParams):
-    """The parameters of the estimators of all frameworks."""
-
-    learning_rate: Param[float] = declare("learning rate of all parameter groups; None: the optimizer's own")
-    scale_lr: Param[bool] = declare(
-        "whether to multiply all learning rates by num_workers, once, as Horovod does"
-    )
-    loss_weights: Param[Sequence[float]] = declare(
-        "weight of each of several losses; None: 1/n each", to_list
-    )
-    transformation_fn: Param[Any] = declare(
-        "function of the columns of a part (a dict of arrays) to those that model and loss take, on the workers"
-    )
-    label_shapes: Param[Any] = declare("shape of one row of each label column, or None", to_list)
-    validation: Param[Any] = declare(
-        "fraction of the rows, or a column that marks them (true or above 0), for validation after each epoch"
-    )
-    batch_size: Param[int] = declare(
-        "rows per worker and backward pass; batch_size × backward_passes_per_step × num_workers rows are one step"
-    )
-    val_batch_size: Param[int] = declare("rows per worker in validation; None: batch_size")
-    backward_passes_per_step: Param[int] = declare("backward passes of a worker whose gradients are one step")
-    gradient_compression: Param[str] = declare("bf16 or fp16 for float32 gradients on the wire, or None")
-    reader: Param[str] = declare("what reads the rows: arrow or petastorm")
-    terminate_on_nan: Param[bool] = declare("whether a loss of NaN or infinity ends the training")
-    inmemory_cache_all: Param[bool] = declare(
-        "whether a worker keeps the rows that it has read, as far as memory allows"
-    )
-    epochs: Param[int] = declare("passes over the data")
-    num_workers: Param[int] = declare("workers wanted at the start")
-    min_workers: Param[int] = declare("fewest workers to go on with")
-    max_workers: Param[int] = declare("most workers ever; default num_workers")
-    store: Param[str] = declare("path or url for data and models that driver and executors share")
-    storage_options: Param[Any] = declare("fsspec's options for the store, a dict; not saved", hide_values)
-    missing: Param[Any] = declare(
-        "rows with nulls: refuse or drop; or a dict of nulls and nans (keep, refuse or drop)"
-    )
-    seed: Param[int] = declare("seed for the order of rows and the workers' random numbers")
-    shuffle: Param[bool] = declare("whether each epoch has its own order")
-    run_id: Param[str] = declare("name of the run in the store; by default a new one for each fit")
-    verbose: Param[int] = declare(
-        "0: silent; 1: progress, worlds and what workers print; 2: also the log of spark_elastic"
-    )
-    keep_data: Param[bool] = declare("keep the materialised data in the store for the next fit")
-    on_progress: Param[Any] = declare(
-        "function called on the driver with each report of progress (a dict); a slow one gets only the newest; or None"
-    )
-    config: Param[Any] = declare("an ElasticConfig, or None for the environment's")
-    settings: Param[Any] = declare("single settings of ElasticConfig that override `config`")
-
-
-@with_accessors
-class TorchParams(EstimatorParams):
-    """The other parameters of `ElasticTorchEstimator`."""
-
-    model: Param[Any] = declare("the torch.nn.Module to train (it is copied), or a function that makes one")
-    optimizer: Param[Any] = declare(
-        "a torch optimizer over the model's parameters, or a function that makes one from parameters"
-    )
-    loss: Param[Any] = declare(
-        "module or function of (output, *labels), or a list of one per label: torch's own or a functools.partial of "
-        "one; or your own that returns a loss per row or their plain mean, not weighted by class or row; sample "
-        "weights w make it sum(w * loss) / sum(w)",
-        to_list,
-    )
-    metrics: Param[Any] = declare(
-        "functions of (output, label) or torchmetrics, as a list or by name", to_list
-    )
-    callbacks: Param[Any] = declare("instances of spark_elastic.torch.callbacks.Callback", to_list)
-    train_minibatch_fn: Param[Any] = declare(
-        "function of (model, features, labels) that returns the rows' losses or their mean, in place of loss"
-    )
-    precision: Param[str] = declare(
-        "bf16 or fp16 for forward passes under autocast (fp16 with scaled gradients), or None"
-    )
-    gradient_clip_norm: Param[float] = declare(
-        "largest norm of all gradients together (clipped to it), or None"
-    )
-    gradient_clip_value: Param[float] = declare(
-        "largest absolute value of a gradient's elements (clipped to it), or None"
-    )
-
-
-@with_accessors
-class KerasParams(EstimatorParams):
-    """The other parameters of `ElasticKerasEstimator`."""
-
-    model: Param[Any] = declare("the Keras model to train (it is copied), or a function that makes one")
-    optimizer: Param[Any] = declare("a Keras optimizer or its name; None: what the model is compiled with")
-    loss: Param[Any] = declare(
-        "a Keras loss, its name, or a list or dict by output; None: what the model is compiled with", to_list
-    )
-    metrics: Param[Any] = declare(
-        "Keras metrics or their names; None: what the model is compiled with", to_list
-    )
-    callbacks: Param[Any] = declare("instances of keras.callbacks.Callback", to_list)
-    class_weight: Param[Any] = declare("weight of each class of the one label, by its number, or None")
-    custom_objects: Param[Any] = declare("classes and functions that the model consists of, by name, or None")
-
-
-class Refuses(Protocol):
-    """refused: Horovod's names that have no meaning for the estimator, each with why."""
-
-    refused: ClassVar[Mapping[str, str]]
-
-
-T = TypeVar("T", bound=type[Refuses])
-
 # Horovod's name -> ours.
 ALIASES = {"num_proc": "num_workers", "random_seed": "seed"}
 
@@ -306,6 +187,265 @@ def translate_names(
             continue
         ours[known] = value
     return ours
+
+
+@with_accessors
+class ColumnParams(Params):
+    """Which columns go in and what shapes they have; shared by estimator and fitted model."""
+
+    feature_cols: Param[Sequence[str]] = declare("columns fed to the model's forward, in its order", to_names)
+    label_cols: Param[Sequence[str]] = declare("columns fed to the loss after the model's output", to_names)
+    sample_weight_col: Param[str] = declare("column of row weights, or None")
+    input_shapes: Param[Any] = declare(
+        "shape of one row of each feature column, such as [(1, 28, 28)], or None; with transformation_fn, of what it "
+        "returns",
+        to_list,
+    )
+    prediction_col: Param[str] = declare(
+        "column that `transform` adds: a double for one number per row, else an array; the class with probability_col"
+    )
+    probability_col: Param[str] = declare("column for a vector of class probabilities, or None")
+    activation: Param[str] = declare(
+        "how outputs become probabilities: softmax, sigmoid, exp or identity; by default as the loss implies"
+    )
+    output_cols: Param[Sequence[str]] = declare(
+        "a column for each output of the model instead of prediction_col, such as Horovod's LABEL__output",
+        to_optional_names,
+    )
+
+
+@with_accessors
+class EstimatorParams(ColumnParams):
+    """The parameters of the estimators of all frameworks."""
+
+    # Horovod's names that have no meaning for the estimator, each with the reason.
+    refused: ClassVar[Mapping[str, str]] = REFUSED
+    _input_kwargs: dict[str, Any]
+
+    learning_rate: Param[float] = declare("learning rate of all parameter groups; None: the optimizer's own")
+    scale_lr: Param[bool] = declare(
+        "whether to multiply all learning rates by num_workers, once, as Horovod does"
+    )
+    loss_weights: Param[Sequence[float]] = declare(
+        "weight of each of several losses; None: 1/n each", to_list
+    )
+    transformation_fn: Param[Any] = declare(
+        "function of the columns of a part (a dict of arrays) to those that model and loss take, on the workers"
+    )
+    label_shapes: Param[Any] = declare("shape of one row of each label column, or None", to_list)
+    validation: Param[Any] = declare(
+        "fraction of the rows, or a column that marks them (true or above 0), for validation after each epoch"
+    )
+    batch_size: Param[int] = declare(
+        "rows per worker and backward pass; batch_size × backward_passes_per_step × num_workers rows are one step"
+    )
+    val_batch_size: Param[int] = declare("rows per worker in validation; None: batch_size")
+    backward_passes_per_step: Param[int] = declare("backward passes of a worker whose gradients are one step")
+    gradient_compression: Param[str] = declare("bf16 or fp16 for float32 gradients on the wire, or None")
+    reader: Param[str] = declare("what reads the rows: arrow or petastorm")
+    terminate_on_nan: Param[bool] = declare("whether a loss of NaN or infinity ends the training")
+    inmemory_cache_all: Param[bool] = declare(
+        "whether a worker keeps the rows that it has read, as far as memory allows"
+    )
+    epochs: Param[int] = declare("passes over the data")
+    num_workers: Param[int] = declare("workers wanted at the start")
+    min_workers: Param[int] = declare("fewest workers to go on with")
+    max_workers: Param[int] = declare("most workers ever; default num_workers")
+    store: Param[str] = declare("path or url for data and models that driver and executors share")
+    storage_options: Param[Any] = declare("fsspec's options for the store, a dict; not saved", hide_values)
+    missing: Param[Any] = declare(
+        "rows with nulls: refuse or drop; or a dict of nulls and nans (keep, refuse or drop)"
+    )
+    seed: Param[int] = declare("seed for the order of rows and the workers' random numbers")
+    shuffle: Param[bool] = declare("whether each epoch has its own order")
+    run_id: Param[str] = declare("name of the run in the store; by default a new one for each fit")
+    verbose: Param[int] = declare(
+        "0: silent; 1: progress, worlds and what workers print; 2: also the log of spark_elastic"
+    )
+    keep_data: Param[bool] = declare("keep the materialised data in the store for the next fit")
+    on_progress: Param[Any] = declare(
+        "function called on the driver with each report of progress (a dict); a slow one gets only the newest; or None"
+    )
+    config: Param[Any] = declare("an ElasticConfig, or None for the environment's")
+    settings: Param[Any] = declare("single settings of ElasticConfig that override `config`")
+
+    def _set_given(self, given: Mapping[str, Any]) -> None:
+        """Take the constructor's defaults, and what was given."""
+        # A user's subclass need not name the keywords again.
+        constructors = [vars(owner).get("__init__") for owner in reversed(type(self).__mro__)]
+        signatures = [inspect.signature(constructor) for constructor in constructors if constructor]
+        keywords = [k for each in signatures for k in each.parameters.values() if k.kind is k.KEYWORD_ONLY]
+        defaults = {k.name: k.default for k in keywords if k.default is not k.empty and self.hasParam(k.name)}
+        self._setDefault(settings={}, **defaults)
+        self.setParams(**given)
+
+    def setParams(self, **values: Any) -> Self:
+        """Set parameters, and fields of `ElasticConfig`, by name; those not named stay."""
+        values = translate_names(values, self.hasParam, self.refused)
+        settings = {name: value for name, value in values.items() if not self.hasParam(name)}
+        known = {field.name for field in dataclasses.fields(ElasticConfig)}
+        for name in settings.keys() - known:
+            raise InvalidInput(
+                f"{name!r} is neither a parameter of {type(self).__name__} nor a field of ElasticConfig."
+            )
+        self._set(**{name: value for name, value in values.items() if self.hasParam(name)})
+        self._set(settings={**self.getOrDefault("settings"), **settings})
+        return self
+
+
+@with_accessors
+class TorchParams(EstimatorParams):
+    """The other parameters of `ElasticTorchEstimator`."""
+
+    model: Param[Any] = declare("the torch.nn.Module to train (it is copied), or a function that makes one")
+    optimizer: Param[Any] = declare(
+        "a torch optimizer over the model's parameters, or a function that makes one from parameters"
+    )
+    loss: Param[Any] = declare(
+        "module or function of (output, *labels), or a list of one per label: torch's own or a functools.partial of "
+        "one; or your own that returns a loss per row or their plain mean, not weighted by class or row; sample "
+        "weights w make it sum(w * loss) / sum(w)",
+        to_list,
+    )
+    metrics: Param[Any] = declare(
+        "functions of (output, label) or torchmetrics, as a list or by name", to_list
+    )
+    callbacks: Param[Any] = declare("instances of spark_elastic.torch.callbacks.Callback", to_list)
+    train_minibatch_fn: Param[Any] = declare(
+        "function of (model, features, labels) that returns the rows' losses or their mean, in place of loss"
+    )
+    precision: Param[str] = declare(
+        "bf16 or fp16 for forward passes under autocast (fp16 with scaled gradients), or None"
+    )
+    gradient_clip_norm: Param[float] = declare(
+        "largest norm of all gradients together (clipped to it), or None"
+    )
+    gradient_clip_value: Param[float] = declare(
+        "largest absolute value of a gradient's elements (clipped to it), or None"
+    )
+
+    @keyword_only
+    def __init__(  # noqa: PLR0913 - the keywords are the Params
+        self,
+        *,
+        model: torch.nn.Module | Callable[[], torch.nn.Module] | None = None,
+        optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
+        learning_rate: float | None = None,
+        scale_lr: bool = False,
+        loss: Callable[..., torch.Tensor] | Sequence[Callable[..., torch.Tensor]] | None = None,
+        loss_weights: Sequence[float] | None = None,
+        metrics: Sequence[Any] | Mapping[str, Any] | None = None,
+        callbacks: Sequence[Callback] | None = None,
+        train_minibatch_fn: Callable[..., torch.Tensor] | None = None,
+        transformation_fn: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+        feature_cols: str | Sequence[str] | None = None,
+        label_cols: str | Sequence[str] | None = None,
+        sample_weight_col: str | None = None,
+        input_shapes: Sequence[Sequence[int]] | None = None,
+        label_shapes: Sequence[Sequence[int]] | None = None,
+        prediction_col: str = "prediction",
+        probability_col: str | None = None,
+        activation: str | None = None,
+        output_cols: Sequence[str] | None = None,
+        validation: float | str | None = None,
+        batch_size: int = 32,
+        val_batch_size: int | None = None,
+        backward_passes_per_step: int = 1,
+        epochs: int = 1,
+        num_workers: int | None = None,
+        min_workers: int = 1,
+        max_workers: int | None = None,
+        store: str | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        missing: str | Mapping[str, str] = "refuse",
+        seed: int = 0,
+        shuffle: bool = True,
+        gradient_clip_norm: float | None = None,
+        gradient_clip_value: float | None = None,
+        precision: str | None = None,
+        gradient_compression: str | None = None,
+        reader: str = "arrow",
+        terminate_on_nan: bool = False,
+        inmemory_cache_all: bool = False,
+        run_id: str | None = None,
+        verbose: int = 1,
+        keep_data: bool = False,
+        on_progress: Callable[[Mapping[str, Any]], None] | None = None,
+        config: ElasticConfig | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        self._set_given(self._input_kwargs)
+
+
+@with_accessors
+class KerasParams(EstimatorParams):
+    """The other parameters of `ElasticKerasEstimator`."""
+
+    refused: ClassVar[Mapping[str, str]] = KERAS_REFUSED
+
+    model: Param[Any] = declare("the Keras model to train (it is copied), or a function that makes one")
+    optimizer: Param[Any] = declare("a Keras optimizer or its name; None: what the model is compiled with")
+    loss: Param[Any] = declare(
+        "a Keras loss, its name, or a list or dict by output; None: what the model is compiled with", to_list
+    )
+    metrics: Param[Any] = declare(
+        "Keras metrics or their names; None: what the model is compiled with", to_list
+    )
+    callbacks: Param[Any] = declare("instances of keras.callbacks.Callback", to_list)
+    class_weight: Param[Any] = declare("weight of each class of the one label, by its number, or None")
+    custom_objects: Param[Any] = declare("classes and functions that the model consists of, by name, or None")
+
+    @keyword_only
+    def __init__(  # noqa: PLR0913 - the keywords are the Params
+        self,
+        *,
+        model: keras.Model | Callable[[], keras.Model] | None = None,
+        optimizer: keras.optimizers.Optimizer | str | None = None,
+        learning_rate: float | None = None,
+        scale_lr: bool = False,
+        loss: Any = None,
+        loss_weights: Sequence[float] | None = None,
+        metrics: Any = None,
+        callbacks: Sequence[keras.callbacks.Callback] | None = None,
+        class_weight: Mapping[int, float] | None = None,
+        custom_objects: Mapping[str, Any] | None = None,
+        transformation_fn: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+        feature_cols: str | Sequence[str] | None = None,
+        label_cols: str | Sequence[str] | None = None,
+        sample_weight_col: str | None = None,
+        input_shapes: Sequence[Sequence[int]] | None = None,
+        label_shapes: Sequence[Sequence[int]] | None = None,
+        prediction_col: str = "prediction",
+        probability_col: str | None = None,
+        activation: str | None = None,
+        output_cols: Sequence[str] | None = None,
+        validation: float | str | None = None,
+        batch_size: int = 32,
+        val_batch_size: int | None = None,
+        backward_passes_per_step: int = 1,
+        epochs: int = 1,
+        num_workers: int | None = None,
+        min_workers: int = 1,
+        max_workers: int | None = None,
+        store: str | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        missing: str | Mapping[str, str] = "refuse",
+        seed: int = 0,
+        shuffle: bool = True,
+        gradient_compression: str | None = None,
+        reader: str = "arrow",
+        terminate_on_nan: bool = False,
+        inmemory_cache_all: bool = False,
+        run_id: str | None = None,
+        verbose: int = 1,
+        keep_data: bool = False,
+        on_progress: Callable[[Mapping[str, Any]], None] | None = None,
+        config: ElasticConfig | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        self._set_given(self._input_kwargs)
 
 
 def with_horovod_names(owner: T) -> T:

@@ -1,9 +1,9 @@
-"""What a run of the estimator is bound to (R19), and what it came to: two documents beside its checkpoints.
+"""Two documents of a run in the store: what it is bound to (R19, resuming a run), and its result.
 
-    runs/RUN/run.json       written once, when the rows are there; a fit that goes on with the run must agree with it
+    runs/RUN/run.json       written once, when the rows are there; a fit that resumes the run must agree with it
     runs/RUN/result.json    written at the end; a fit of a finished run returns its model
 
-Pure values but for load and save.
+Values, but for `load` and `save`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from spark_elastic.data.manifest import Manifest
@@ -25,41 +25,51 @@ log = logging.getLogger("spark_elastic")
 
 FORMAT = 3  # of run.json
 
-Planned = tuple[Manifest, DataPlan]
+PlannedRows = tuple[Manifest, DataPlan]
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """data: where the rows are, "" for the store's root. manifest: the document itself, and its hash.
+    """What a run is bound to. Global batch and lanes stay, whatever number of workers resumes the run."""
 
-    The global batch and the lanes stay what they were, whatever the number of workers is when the run goes on.
-    """
-
+    # Where the rows are: a folder of the store ("": its root), or the url of existing files.
     data: str
+    # The manifest of the rows that are trained on, as JSON, and its hash.
     manifest: str
     manifest_hash: str
+    # Rows of one step.
     global_batch: int
+    # Streams that an epoch is cut into.
     lanes: int
+    # The parameters that must stay the same.
     settings: Mapping[str, Any]
-    validation: Mapping[str, Any] | None = None  # manifest, global_batch and lanes of the rows that validate
-    objects: Mapping[str, str] = field(default_factory=dict)
-    format: int = 1
+    # manifest, global_batch and lanes of the rows that are validated with; None: there are none.
+    validation: Mapping[str, Any] | None
+    # Digests of the user's objects, by the names that an error has for them.
+    objects: Mapping[str, str]
+    format: int = FORMAT
 
     @classmethod
-    def create(cls, request: FitRequest, data: str, rows: Planned, validation: Planned | None) -> RunRecord:
+    def create(
+        cls, request: FitRequest[Any], data: str, rows: PlannedRows, validation: PlannedRows | None
+    ) -> RunRecord:
         manifest, plan = rows
-        seen = (
-            None
+        return cls(
+            data=data,
+            manifest=manifest.to_json(),
+            manifest_hash=manifest.hash,
+            global_batch=plan.global_batch,
+            lanes=plan.lanes,
+            settings=request.config.run_settings(),
+            validation=None
             if validation is None
             else {
                 "manifest": validation[0].to_json(),
                 "global_batch": validation[1].global_batch,
                 "lanes": validation[1].lanes,
-            }
+            },
+            objects=request.objects.identity(),
         )
-        hashed = manifest.to_json(), manifest.hash
-        brought = request.brought.identity()
-        return cls(data, *hashed, plan.global_batch, plan.lanes, _bound(request), seen, brought, FORMAT)
 
     @classmethod
     def load(cls, store: Store, run_id: str) -> RunRecord | None:
@@ -67,7 +77,7 @@ class RunRecord:
         name = f"runs/{run_id}/run.json"
         if not store.exists(name):
             return None
-        fields = _read(store, name)
+        fields = _read_json(store, name)
         found = fields.get("format", 1)
         if found != FORMAT:
             raise StoreError(
@@ -79,16 +89,16 @@ class RunRecord:
     def save(self, store: Store, run_id: str) -> None:
         store.write_bytes(f"runs/{run_id}/run.json", json.dumps(asdict(self)).encode())
 
-    def check(self, request: FitRequest, run_id: str) -> None:
-        """Raises InvalidInput with the first setting, or thing of the user's, that is another one."""
-        for name, value in _bound(request).items():
-            before = self.settings.get(name, value)  # a setting that came after the run
+    def check(self, request: FitRequest[Any], run_id: str) -> None:
+        """Raises InvalidInput with the first setting, or object of the user's, that differs."""
+        for name, value in request.config.run_settings().items():
+            before = self.settings.get(name, value)  # a parameter may be newer than the run
             if before != value:
                 raise InvalidInput(
                     f"run_id {run_id!r} was begun with {name}={before!r} and this fit has {value!r}: "
                     "go on with the same, or use another run_id."
                 )
-        now = request.brought.identity() if self.objects else {}
+        now = request.objects.identity() if self.objects else {}
         different = [name for name, before in self.objects.items() if now.get(name) != before]
         if different == [WEIGHTS]:
             log.warning("run %s goes on with its own weights: this fit's model begins with others", run_id)
@@ -99,82 +109,57 @@ class RunRecord:
             )
 
     def load_manifest(self) -> Manifest:
-        """Raises StoreError where the document was altered."""
+        """The manifest of the rows that are trained on. Raises StoreError if the document was altered."""
         manifest = Manifest.from_json(self.manifest)
         if manifest.hash != self.manifest_hash:
             raise StoreError("The run's manifest is not the one that it was begun with: it was altered.")
         return manifest
 
     def build_plan(self, manifest: Manifest) -> DataPlan:
-        return DataPlan(
-            manifest.group_rows,
-            self.global_batch,
-            self.settings["seed"],
-            self.lanes,
-            self.settings["shuffle"],
-        )
+        """The order of the rows that are trained on."""
+        seed, shuffle = self.settings["seed"], self.settings["shuffle"]
+        return DataPlan(manifest.group_rows, self.global_batch, seed, self.lanes, shuffle)
 
-    def count_initial_workers(self, request: FitRequest) -> int:
-        """`num_workers` of the fit that began the run, which a later one need not repeat."""
-        return self.global_batch // (request.batch_size * request.backward_passes_per_step)
-
-    def load_validation(self) -> Planned | None:
-        """The rows that validate, in the order of the table."""
+    def load_validation(self) -> PlannedRows | None:
+        """The rows that are validated with, in the order of the table."""
         if self.validation is None:
             return None
         manifest = Manifest.from_json(self.validation["manifest"])
         batch, lanes = self.validation["global_batch"], self.validation["lanes"]
         return manifest, DataPlan(manifest.group_rows, batch, self.settings["seed"], lanes, shuffle=False)
 
+    def count_initial_workers(self) -> int:
+        """`num_workers` of the fit that began the run; a later fit may have another number."""
+        rows: int = self.settings["batch_size"] * self.settings["backward_passes_per_step"]
+        return self.global_batch // rows
+
 
 @dataclass(frozen=True)
 class RunResult:
-    """The end of a run. model: name of its weights in the store."""
+    """The end of a run."""
 
+    # Name of the trained weights in the store, and their SHA-256.
     model: str
     sha256: str
+    # Checksum of weights and optimizer, equal on all replicas.
     digest: str
     epochs: int
+    # One dict for each epoch.
     history: list[dict[str, Any]]
+    # Rows of the training table.
     data_rows: int
 
     @classmethod
     def load(cls, store: Store, run_id: str) -> RunResult | None:
-        """None where the run has not ended."""
+        """None while the run has not ended."""
         name = f"runs/{run_id}/result.json"
-        return cls(**_read(store, name)) if store.exists(name) else None
+        return cls(**_read_json(store, name)) if store.exists(name) else None
 
     def save(self, store: Store, run_id: str) -> None:
         store.write_bytes(f"runs/{run_id}/result.json", json.dumps(asdict(self)).encode())
 
 
-def _bound(request: FitRequest) -> dict[str, Any]:
-    return {
-        "feature_cols": list(request.feature_cols),
-        "label_cols": list(request.label_cols),
-        "sample_weight_col": request.sample_weight_col,
-        "batch_size": request.batch_size,
-        "backward_passes_per_step": request.backward_passes_per_step,
-        "scale_lr": request.scale_lr,
-        "validation": request.validation,
-        "seed": request.seed,
-        "shuffle": request.shuffle,
-        "learning_rate": request.learning_rate,
-        "gradient_clip_norm": request.gradient_clip_norm,
-        "gradient_clip_value": request.gradient_clip_value,
-        "precision": request.precision,
-        "gradient_compression": request.gradient_compression,
-        "input_shapes": _lists(request.input_shapes),
-        "label_shapes": _lists(request.label_shapes),
-    }
-
-
-def _lists(shapes: tuple[tuple[int, ...], ...] | None) -> list[list[int]] | None:
-    """As JSON gives them back."""
-    return None if shapes is None else [list(shape) for shape in shapes]
-
-
-def _read(store: Store, name: str) -> dict[str, Any]:
+def _read_json(store: Store, name: str) -> dict[str, Any]:
     try:
         fields: dict[str, Any] = json.loads(store.read_bytes(name))
     except ValueError as error:

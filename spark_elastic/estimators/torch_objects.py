@@ -9,7 +9,6 @@ import copy
 import functools
 import inspect
 import io
-import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,7 +19,6 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.validation import describe_type
 from spark_elastic.torch.callbacks import Callback, LearningRateSchedule
 from spark_elastic.torch.gradients.exchange_options import find_trainable
 from spark_elastic.torch.optimizers import build_optimizer, check_steps_alone
@@ -28,6 +26,7 @@ from spark_elastic.torch.train.lightning import check_lightning, is_lightning
 from spark_elastic.torch.train.metrics import name_metrics
 from spark_elastic.torch.train.spec import TorchUserObjects
 from spark_elastic.torch.train.state import readable
+from spark_elastic.training.fit_config import describe_type
 
 # Whether a module can be taken to the workers and saved: it is copied and pickled on the way. Looks only.
 
@@ -137,7 +136,7 @@ def check_torch_objects(values: Mapping[str, Any]) -> TorchUserObjects:
             "to themselves: leave metrics out (a LightningModule has self.log)."
         )
     losses = _losses(values["loss"], len(values["label_cols"] or ()), own_step)
-    learning_rate = _learning_rate(values["learning_rate"])
+    learning_rate = values["learning_rate"]
     callbacks = _callbacks(values["callbacks"])
     optimizer, trial = _optimizer(values["optimizer"], model, values["model"], learning_rate)
     watched = _tried(*trial, callbacks)
@@ -295,14 +294,6 @@ def _same_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -
             f"the optimizer lacks {len(missing)} of the model's {len(trainable)} trainable parameters ({shown}): add "
             "them, or set requires_grad=False on what is to stay as it is."
         )
-
-
-def _learning_rate(rate: Any) -> float | None:
-    if rate is None:
-        return None
-    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < math.inf:
-        raise InvalidInput(f"learning_rate must be a number of 0 or more, or None; got {rate!r}.")
-    return float(rate)
 
 
 def _callbacks(callbacks: Any) -> tuple[Callback, ...]:

@@ -91,7 +91,7 @@ class Evaluation:
     ) -> None:
         """sealed: called when an exchange is complete, which says that the step before it is history (R1)."""
         self._rows, self._trainer, self._sealed = rows, trainer, sealed
-        self._reader, self._loader = spec.opened(rows)
+        self._reader, self._loader = spec.open_reader(rows)
 
     def run(self, world: World, group: Group, handle: WorkerHandle) -> bool:
         """Take the steps that are left. False if it stopped at a boundary."""

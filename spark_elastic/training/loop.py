@@ -53,7 +53,7 @@ class TrainingLoop:
         }
         self._trainer.prepare({**extras, **evaluation.begun()}, self._ledger)
         self._state, self._callbacks = self._trainer.state, self._trainer.callbacks
-        self._reader, self._loader = spec.opened(spec.rows)
+        self._reader, self._loader = spec.open_reader(spec.rows)
         self._evaluation: Evaluation | None = None
         if spec.validation is not None:
             self._evaluation = Evaluation(spec, spec.validation, self._trainer, self._sealed)
@@ -117,7 +117,7 @@ class TrainingLoop:
     def _unfinished(self) -> bool:
         """Whether there is something left to do. A training that a callback ended still closes its epoch."""
         here, stopped = self._state.position, self._state.extras["stopped"] is not None
-        return here.epoch < self._spec.epochs and not (stopped and here.phase is Phase.TRAIN)
+        return here.epoch < self._spec.config.epochs and not (stopped and here.phase is Phase.TRAIN)
 
     def close(self) -> None:
         if self._checkpointing is not None:
@@ -251,7 +251,7 @@ class TrainingLoop:
             {
                 **(evaluation.figures(epochs[-1]) if epochs else {}),
                 "epoch": here.epoch,
-                "epochs": self._spec.epochs,
+                "epochs": self._spec.config.epochs,
                 "step": here.step if here.phase is Phase.TRAIN else self._spec.plan.steps,
                 "steps": self._spec.plan.steps,
                 "loss": loss,

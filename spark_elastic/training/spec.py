@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,75 +24,67 @@ from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
 from spark_elastic.state.checkpoint import CheckpointPolicy
+from spark_elastic.training.fit_config import FitConfig
 
 
 @dataclass(frozen=True)
 class Rows:
     """A data set and the order of its steps."""
 
+    # Where the files of the manifest are.
     data: Store
     manifest: Manifest
     plan: DataPlan
-
-
-@dataclass(frozen=True)
-class Clipping:
-    """norm: most that the 2-norm of all gradients may be; value: most that one element may be. None: no limit."""
-
-    norm: float | None = None
-    value: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSpec:
-    """Everything about a training but the user's objects.
+    """Everything that a worker knows of a training, but the user's objects."""
 
-    data, store: where the rows lie and where results go; the final model is written to `result`, a name in `store`.
-    checkpoints: when and for which run, None for no checkpoints. validation: rows to validate with after each
-    epoch. features: as the model sees them. label_shapes: of one row, None as they are stored. batch_size: most rows
-    of one forward pass. lr_times: what all rates are multiplied by at the training's begin. precision, wire: None,
-    "bf16" or "fp16", of forward passes and of gradients on their way. ledger: folder, None for no ledger. reader: one
-    of `data.reading.readers`. cache_bytes: of decoded rows, as far as memory goes.
-    """
-
-    data: Store
-    manifest: Manifest
-    plan: DataPlan
-    store: Store
-    result: str
-    features: tuple[Column, ...]
-    labels: tuple[str, ...]
-    weight: str | None
-    batch_size: int
-    epochs: int
-    seed: int
-    clipping: Clipping = Clipping()
-    label_shapes: tuple[tuple[int, ...], ...] | None = None
+    # The parameters of the fit.
+    config: FitConfig
+    # Rows to train on.
+    rows: Rows
+    # Rows to validate with after each epoch, if any.
     validation: Rows | None = None
-    val_batch_size: int | None = None
-    learning_rate: float | None = None
-    lr_times: int = 1
-    precision: str | None = None
-    wire: str | None = None
-    terminate_on_nan: bool = False
+    # The feature columns in the shapes that the model takes.
+    features: tuple[Column, ...]
+    # Where results and checkpoints are written.
+    store: Store
+    # Name of the final model in `store`.
+    result: str
+    # Factor for all learning rates when the training begins (`scale_lr`).
+    lr_scale: int = 1
+    # Folder of the ledger, which lists the rows of each step; None: no ledger.
     ledger: str | None = None
+    # When checkpoints are written, and for which run; None: never.
     checkpoints: CheckpointPolicy | None = None
-    reader: str = "arrow"
-    cache_bytes: int = DEFAULT_CACHE_BYTES
 
     @property
-    def rows(self) -> Rows:
-        """What is trained on."""
-        return Rows(self.data, self.manifest, self.plan)
+    def plan(self) -> DataPlan:
+        """The order of the rows that are trained on."""
+        return self.rows.plan
 
-    def opened(self, rows: Rows) -> tuple[Reader, StepLoader]:
+    def open_reader(self, rows: Rows) -> tuple[Reader, StepLoader]:
         """Reader and loader of the columns that the training uses."""
-        used = [c.name for c in self.features] + [*self.labels, *([self.weight] if self.weight else [])]
-        columns = [rows.manifest.column(name) for name in dict.fromkeys(used)]
-        reader = open_reader(
-            self.reader, rows.data, rows.manifest, [c.name for c in columns], self.cache_bytes
-        )
+        columns = [rows.manifest.column(name) for name in dict.fromkeys(self.config.used_cols)]
+        cache_bytes = sys.maxsize if self.config.inmemory_cache_all else DEFAULT_CACHE_BYTES
+        names = [column.name for column in columns]
+        reader = open_reader(self.config.reader, rows.data, rows.manifest, names, cache_bytes)
         return reader, StepLoader(rows.plan, reader, columns)
+
+
+class UserObjects(Protocol):
+    """What the user brings to a training: the framework's model, optimizer, losses and so on. Workers get a copy."""
+
+    @property
+    def transformation(self) -> Transformation | None:
+        """The user's function of the columns of a batch."""
+        ...
+
+    def identity(self) -> dict[str, str]:
+        """Digests of what a run is bound to (R19, resuming a run), by the names that an error has for it."""
+        ...
 
 
 # A rank's rows of one step, as arrays or tensors of the framework that trains. Values only.

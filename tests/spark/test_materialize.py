@@ -29,7 +29,7 @@ def materialize(df: DataFrame, columns: list[str], store: Store, rows: int | Non
     from spark_elastic.spark.dataframes.materialize import WriteOptions
     from spark_elastic.spark.dataframes.materialize import materialize as write
 
-    return write(df, columns, store, WriteOptions(rows_per_group=rows))
+    return write(df, columns, store, WriteOptions(rows_per_group=rows))[0]
 
 
 def read(store: Store, manifest: Manifest) -> dict[str, np.ndarray]:

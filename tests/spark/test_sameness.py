@@ -16,12 +16,10 @@ from pyspark.sql import functions as F
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
 from spark_elastic.spark.dataframes.materialize import (
-    How,
     ValidationSplit,
     WriteOptions,
     find_difference,
     materialize,
-    materialize_split,
 )
 from tests.spark.estimators import Net, estimator, table
 
@@ -57,19 +55,16 @@ def test_r19_a_table_made_anew_is_the_same_by_its_rows(
     spark: SparkSession, tmp_path: Path, splits: bool
 ) -> None:
     store, split = Store.open(str(tmp_path)), ValidationSplit(0.0, "v", 1) if splits else None
-    how = How(WriteOptions(), split)
+    options = WriteOptions()
     df = sided(table(spark))
-    written = (
-        [materialize(df, ["x", "y"], store, how.writing)]
-        if split is None
-        else list(materialize_split(df, ["x", "y"], store, split, how.writing))
-    )
+    rows, validation = materialize(df, ["x", "y"], store, options, split)
+    written = [rows] if validation is None else [rows, validation]
     for number, (change, says) in enumerate(CHANGES):
-        found = find_difference(sided(change(table(spark))), ["x", "y"], how, written)
+        found = find_difference(sided(change(table(spark))), ["x", "y"], options, split, written)
         assert found == says or (found is not None and says is not None and says in found), number
     if split is not None:
         other = table(spark).withColumn("v", F.col("id") % 4 == 1)
-        assert find_difference(other, ["x", "y"], how, written) == "its rows have other values"
+        assert find_difference(other, ["x", "y"], options, split, written) == "its rows have other values"
 
 
 def test_r19_no_fold_and_no_other_table_gets_a_run_s_model(spark: SparkSession, tmp_path: Path) -> None:

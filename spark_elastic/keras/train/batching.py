@@ -14,7 +14,8 @@ import numpy.typing as npt
 from spark_elastic.data.loader import StepRows
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
-from spark_elastic.training.spec import LocalBatch, TrainSpec, Transformation, transform_columns
+from spark_elastic.training.fit_config import FitConfig
+from spark_elastic.training.spec import LocalBatch, Transformation, transform_columns
 
 # Which column belongs to which input or output of a Keras model: by keys, by names, or by place. Pure; any thread.
 
@@ -100,15 +101,15 @@ class BatchBuilder:
 
     def __init__(
         self,
-        spec: TrainSpec,
+        config: FitConfig,
         inputs: Inputs,
         labels: Sequence[str],
         transformation: Transformation | None,
         class_weight: Mapping[int, float] | None,
     ) -> None:
-        self._inputs, self._labels, self._weight = inputs, tuple(labels), spec.weight
-        shapes = spec.label_shapes
-        self._shapes = None if shapes is None else dict(zip(spec.labels, shapes, strict=True))
+        self._inputs, self._labels, self._weight = inputs, tuple(labels), config.sample_weight_col
+        shapes = config.label_shapes
+        self._shapes = None if shapes is None else dict(zip(config.label_cols, shapes, strict=True))
         self._transformation, self._class_weight = transformation, class_weight
 
     def build(self, rows: StepRows) -> LocalBatch[Array]:

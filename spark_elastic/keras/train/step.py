@@ -21,8 +21,9 @@ from spark_elastic.keras.train.metrics import StepMetrics
 from spark_elastic.keras.train.objective import CompiledLosses
 from spark_elastic.keras.train.state import KerasTrainingState, value_of
 from spark_elastic.protocol.types import Position
+from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.ledger import Ledger
-from spark_elastic.training.spec import LocalBatch, TrainSpec
+from spark_elastic.training.spec import LocalBatch
 from spark_elastic.training.step_summary import StepDecision, StepSummary, exchange_summaries
 from spark_elastic.training.trainer import defer_interrupts, describe_dependent_layers
 
@@ -240,7 +241,7 @@ class TrainStep:
 
     def __init__(
         self,
-        spec: TrainSpec,
+        config: FitConfig,
         model: Any,
         state: KerasTrainingState,
         objective: CompiledLosses,
@@ -249,7 +250,7 @@ class TrainStep:
         ledger: Ledger,
     ) -> None:
         eager = bool(model.run_eagerly)
-        self._spec, self._state, self._objective, self._metrics = spec, state, objective, metrics
+        self._config, self._state, self._objective, self._metrics = config, state, objective, metrics
         self._gradients, self._apply = Gradients(model, objective, structure, eager), Apply(model, eager)
         self._moving, self._ledger = RunningStats(model), ledger
         self._count = len(model.trainable_variables)
@@ -275,13 +276,13 @@ class TrainStep:
             FloatingPointError: the loss is no number, and `terminate_on_nan`; likewise.
         """
         state, here = self._state, self._state.position
-        self._moving.begin(self._spec.seed, here.epoch, here.phase, here.step, group.rank)
+        self._moving.begin(self._config.seed, here.epoch, here.phase, here.step, group.rank)
         try:
             factors = self._objective.factors(group, share)
             self._ledger.write_ahead(group.fence, here, share.row_ids)
             gradients, loss = self._backward(share, factors)
             moved, written = self._moving.weighted_values(len(share) / share.planned)
-            sums = self._exchange.allreduce(group, [*gradients, *moved], self._spec.wire)
+            sums = self._exchange.allreduce(group, [*gradients, *moved], self._config.gradient_compression)
             self._metrics.gather(group)
             there = np.array([*(g is not None for g in gradients), *written])
             hashed, rows = self._exchange.layout_hash, len(share)
@@ -289,7 +290,7 @@ class TrainStep:
                 group,
                 StepSummary(here, version, hashed, rows, loss * share.planned, float(rows), there, ends=ends),
             )
-            if self._spec.terminate_on_nan:
+            if self._config.terminate_on_nan:
                 decision.check_finite(here)
         except BaseException:
             self._moving.restore()
@@ -309,7 +310,7 @@ class TrainStep:
         here, loss = self._state.position, 0.0
         try:
             factors = self._objective.factors(group, share)
-            for part in share.micro_batches(self._spec.val_batch_size or self._spec.batch_size):
+            for part in share.micro_batches(self._config.validation_batch):
                 losses, outputs = self._gradients.score(part, factors)
                 loss += float(losses[0])
                 self._metrics.add(part, losses[1:], outputs)
@@ -333,7 +334,7 @@ class TrainStep:
         """Sums over this rank's rows; a rank without rows runs no forward (R8)."""
         total: list[Array | None] = [None] * self._count
         loss = 0.0
-        for part in share.micro_batches(self._spec.batch_size):
+        for part in share.micro_batches(self._config.batch_size):
             gradients, losses, outputs = self._gradients(part, factors)
             total = [
                 g if t is None else t if g is None else t + g for t, g in zip(total, gradients, strict=True)

@@ -54,45 +54,47 @@ class KerasUserObjects:
 class KerasTrainTask(TrainingLoop):
     """What a worker of the estimator runs."""
 
-    def __init__(self, spec: TrainSpec, brought: KerasUserObjects) -> None:
-        super().__init__(spec, KerasTrainer(spec, brought))
+    def __init__(self, spec: TrainSpec, objects: KerasUserObjects) -> None:
+        super().__init__(spec, KerasTrainer(spec, objects))
 
 
 class KerasTrainer:
     """See `training.trainer.ModelTrainer`."""
 
-    def __init__(self, spec: TrainSpec, brought: KerasUserObjects) -> None:
+    def __init__(self, spec: TrainSpec, objects: KerasUserObjects) -> None:
         self._spec = spec
-        self._brought = brought
+        self._objects = objects
 
     def prepare(self, extras: dict[str, Any], ledger: Ledger) -> None:
-        spec, brought = self._spec, self._brought
-        keras.utils.set_random_seed(spec.seed)
-        keras.config.set_floatx(brought.model.floatx)
-        self.model = model = brought.model.load()
-        if spec.learning_rate is not None:
-            model.optimizer.learning_rate = spec.learning_rate
-        if spec.lr_times != 1:
-            model.optimizer.learning_rate = float(np.asarray(model.optimizer.learning_rate)) * spec.lr_times
+        spec, config, objects = self._spec, self._spec.config, self._objects
+        keras.utils.set_random_seed(config.seed)
+        keras.config.set_floatx(objects.model.floatx)
+        self.model = model = objects.model.load()
+        if config.learning_rate is not None:
+            model.optimizer.learning_rate = config.learning_rate
+        if spec.lr_scale != 1:
+            model.optimizer.learning_rate = float(np.asarray(model.optimizer.learning_rate)) * spec.lr_scale
         model.optimizer.build(model.trainable_variables)
-        transformed = brought.transformation is not None
+        transformed = objects.transformation is not None
         inputs = Inputs.of(model, spec.features, free=transformed)
-        change = brought.transformation
+        change = objects.transformation
         row = self._row()
-        structure, outputs = self._tried(BatchBuilder(spec, inputs, spec.labels, change, None).build(row))
-        labels = order_labels(model, outputs, spec.labels)
-        self._columns = BatchBuilder(spec, inputs, labels, change, brought.class_weight)
-        self._seen = BatchBuilder(spec, inputs, labels, change, None)  # as Keras validates
+        structure, outputs = self._tried(
+            BatchBuilder(config, inputs, config.label_cols, change, None).build(row)
+        )
+        labels = order_labels(model, outputs, config.label_cols)
+        self._columns = BatchBuilder(config, inputs, labels, change, objects.class_weight)
+        self._seen = BatchBuilder(config, inputs, labels, change, None)  # as Keras validates
         known = structure.outputs(list(self._seen.build(row).labels))
         objective = CompiledLosses(model, known, outputs)
         self._metrics = StepMetrics(model, objective.names, structure.outputs, bool(model.run_eagerly))
         self._metrics.build(known, outputs)
-        params = {"epochs": spec.epochs, "steps": spec.plan.steps, "verbose": 0}
-        self.callbacks = KerasCallbackList(brought.callbacks, model, params)
+        params = {"epochs": config.epochs, "steps": spec.plan.steps, "verbose": 0}
+        self.callbacks = KerasCallbackList(objects.callbacks, model, params)
         replicas = [*model.weights, *model.optimizer.variables]
         extras.update(losses={}, trained={})
         self.state = KerasTrainingState(replicas, self._metrics.variables, self.callbacks, extras)
-        self._train_step = TrainStep(spec, model, self.state, objective, structure, self._metrics, ledger)
+        self._train_step = TrainStep(config, model, self.state, objective, structure, self._metrics, ledger)
 
     def train_step(
         self,
@@ -148,8 +150,8 @@ class KerasTrainer:
 
     def _row(self) -> StepRows:
         """Of zeros, or one of the table's for a function of the user's, which may take nothing but pictures."""
-        data, manifest = self._spec.data, self._spec.manifest
-        if self._brought.transformation is None:
+        data, manifest = self._spec.rows.data, self._spec.rows.manifest
+        if self._objects.transformation is None:
             values = [np.zeros(column.shape, column.dtype) for column in manifest.columns]
         else:
             values = read_sample_row(data, manifest, [column.name for column in manifest.columns])

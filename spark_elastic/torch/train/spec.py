@@ -156,25 +156,25 @@ class TorchUserObjects:
         }
 
     def objective(self, spec: TrainSpec) -> LossFn:
-        columns = [*(column.name for column in spec.features), *spec.labels]
+        columns = [*(column.name for column in spec.features), *spec.config.label_cols]
         return DtypeHints(self._objective(spec, columns), columns)
 
     def _objective(self, spec: TrainSpec, columns: list[str]) -> LossFn:
-        weighted = spec.weight is not None
+        weighted = spec.config.sample_weight_col is not None
         if self.train_minibatch_fn is not None:
-            return FunctionLoss(self.train_minibatch_fn, weighted, spec.precision)
+            return FunctionLoss(self.train_minibatch_fn, weighted, spec.config.precision)
         if not self.losses:
-            return LightningLoss(weighted, trainer_plan(spec), spec.precision, columns)
+            return LightningLoss(weighted, trainer_plan(spec), spec.config.precision, columns)
         if len(self.losses) == 1:
-            return ModelLoss(self.losses[0], weighted, spec.precision, spec.labels)
+            return ModelLoss(self.losses[0], weighted, spec.config.precision, spec.config.label_cols)
         weights = self.loss_weights or (1.0 / len(self.losses),) * len(self.losses)
-        pairs = zip(spec.labels, zip(self.losses, weights, strict=True), strict=True)
-        return MultiOutputLoss(dict(pairs), weighted, spec.precision)
+        pairs = zip(spec.config.label_cols, zip(self.losses, weights, strict=True), strict=True)
+        return MultiOutputLoss(dict(pairs), weighted, spec.config.precision)
 
 
 def trainer_plan(spec: TrainSpec) -> TrainerPlan:
     """What a LightningModule may know of a training from its beginning."""
-    return TrainerPlan(max_epochs=spec.epochs, num_training_batches=spec.plan.steps)
+    return TrainerPlan(max_epochs=spec.config.epochs, num_training_batches=spec.plan.steps)
 
 
 # Columns of a step as the tensors that model and loss take: shapes and dtypes, without a copy where both fit.

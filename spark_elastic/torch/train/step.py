@@ -7,7 +7,6 @@ section. It owns no data and no loop. Main thread only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,8 +24,9 @@ from spark_elastic.torch.train.metrics import Metrics
 from spark_elastic.torch.train.precision import Scaling
 from spark_elastic.torch.train.snapshot import ForwardSnapshot, has_buffers, seeded_rng
 from spark_elastic.torch.train.state import TorchTrainingState
+from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.ledger import Ledger
-from spark_elastic.training.spec import Clipping, LocalBatch
+from spark_elastic.training.spec import LocalBatch
 from spark_elastic.training.step_summary import StepDecision, StepSummary, exchange_summaries
 from spark_elastic.training.trainer import defer_interrupts, describe_dependent_layers, output_parts
 
@@ -111,17 +111,6 @@ def _is_random(module: torch.nn.Module) -> bool:
     return isinstance(rate, float | int) and rate > 0.0  # RNNs and attention hold a number, others a module
 
 
-@dataclass(frozen=True)
-class StepOptions:
-    """batch_size: most rows in one forward pass. seed: of what forward passes draw. terminate_on_nan: a loss that is no
-    number ends the training, with the weights as they were."""
-
-    batch_size: int
-    clipping: Clipping = field(default_factory=Clipping)
-    seed: int = 0
-    terminate_on_nan: bool = False
-
-
 class TrainStep:
     """Takes steps on one state."""
 
@@ -130,7 +119,7 @@ class TrainStep:
         state: TorchTrainingState,
         objective: LossFn,
         exchange: GradientExchange,
-        rules: StepOptions,
+        config: FitConfig,
         ledger: Ledger,
         metrics: Metrics,
         scaling: Scaling,
@@ -142,7 +131,7 @@ class TrainStep:
         self._modules = tuple(state.model.modules())
         self._draws_rows = any(isinstance(module, RowDropout) for module in self._modules)
         self._buffers = BufferExchange(state.model)
-        self._rules = rules
+        self._config = config
         self._ledger = ledger
         self._metrics = metrics
         self._scaling = scaling
@@ -173,7 +162,7 @@ class TrainStep:
                 self._buffers.send(group, before, len(share), share.planned)
             self._metrics.gather(group)
             decision = exchange_summaries(group, self._trailer(share, version, loss, denominator, ends=ends))
-            if self._rules.terminate_on_nan:
+            if self._config.terminate_on_nan:
                 decision.check_finite(here)
         except BaseException:
             before.restore()
@@ -193,12 +182,12 @@ class TrainStep:
         here = self._state.position
         # Statistics of the whole step's rows need all of them in one pass, on ranks without rows as well.
         meets = shares_statistics(self._modules)
-        parts = [share] if meets else list(share.micro_batches(self._rules.batch_size))
+        parts = [share] if meets else list(share.micro_batches(self._config.batch_size))
         self._objective.begin(group, share, here)
         self._exchange.begin(group, len(parts))
         self._ledger.write_ahead(group.fence, here, share.row_ids)  # buckets go out during backward
         # Dropout of each rank its own (R9), while what an optimizer draws is the same on all.
-        with seeded_rng(self._rules.seed, here.epoch, here.phase, here.step, group.rank):
+        with seeded_rng(self._config.seed, here.epoch, here.phase, here.step, group.rank):
             loss, denominator = self._backward(parts)
         self._exchange.finish()
         return loss, denominator
@@ -226,7 +215,7 @@ class TrainStep:
         for part in parts:
             if self._draws_rows:
                 draw_rows(
-                    self._state.model, part.row_ids, self._rules.seed, here.epoch, here.phase, here.step
+                    self._state.model, part.row_ids, self._config.seed, here.epoch, here.phase, here.step
                 )
             if not len(part):
                 output = self._state.model(*part.features)  # its layers meet those of the other ranks
@@ -248,12 +237,12 @@ class TrainStep:
         if shared:
             self._buffers.apply()
         self._scaling.unscale(self._state.optimizer)
-        _clip(self._exchange.parameters, self._rules.clipping)
+        _clip(self._exchange.parameters, self._config)
         self._scaling.step(self._state.optimizer)
 
 
-def _clip(parameters: Sequence[torch.nn.Parameter], clipping: Clipping) -> None:
-    if clipping.value is not None:
-        torch.nn.utils.clip_grad_value_(parameters, clipping.value)
-    if clipping.norm is not None:
-        torch.nn.utils.clip_grad_norm_(parameters, clipping.norm)
+def _clip(parameters: Sequence[torch.nn.Parameter], config: FitConfig) -> None:
+    if config.gradient_clip_value is not None:
+        torch.nn.utils.clip_grad_value_(parameters, config.gradient_clip_value)
+    if config.gradient_clip_norm is not None:
+        torch.nn.utils.clip_grad_norm_(parameters, config.gradient_clip_norm)

@@ -25,7 +25,7 @@ from spark_elastic.torch.train.precision import Scaling
 from spark_elastic.torch.train.snapshot import seeded_rng
 from spark_elastic.torch.train.spec import BatchBuilder, TorchUserObjects, trainer_plan
 from spark_elastic.torch.train.state import TorchTrainingState, values_dumps
-from spark_elastic.torch.train.step import StepOptions, TrainStep, describe_world_dependence
+from spark_elastic.torch.train.step import TrainStep, describe_world_dependence
 from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.loop import TrainingLoop
 from spark_elastic.training.spec import TrainSpec
@@ -37,45 +37,47 @@ from spark_elastic.worker.session import get_engine
 class TorchTrainTask(TrainingLoop):
     """What a worker of the estimator runs."""
 
-    def __init__(self, spec: TrainSpec, brought: TorchUserObjects) -> None:
-        super().__init__(spec, TorchTrainer(spec, brought))
+    def __init__(self, spec: TrainSpec, objects: TorchUserObjects) -> None:
+        super().__init__(spec, TorchTrainer(spec, objects))
 
 
 class TorchTrainer:
     """See `training.trainer.ModelTrainer`."""
 
-    def __init__(self, spec: TrainSpec, brought: TorchUserObjects) -> None:
+    def __init__(self, spec: TrainSpec, objects: TorchUserObjects) -> None:
         self._spec = spec
-        self._brought = brought
+        self._objects = objects
 
     def prepare(self, extras: dict[str, Any], ledger: Ledger) -> None:
-        spec, brought = self._spec, self._brought
-        torch.manual_seed(spec.seed)
-        model = brought.model
+        spec, config, objects = self._spec, self._spec.config, self._objects
+        torch.manual_seed(config.seed)
+        model = objects.model
         if not model.training:  # as a fitted model is; parts alone are still since the user wants them to be
             model.train()
         optimizer, schedules = build_optimizer(
-            model, brought.optimizer, spec.learning_rate, spec.lr_times, trainer_plan(spec)
+            model, objects.optimizer, config.learning_rate, spec.lr_scale, trainer_plan(spec)
         )
-        self._objective, self._scaling = brought.objective(spec), Scaling(spec.precision)
+        self._objective, self._scaling = objects.objective(spec), Scaling(config.precision)
         metrics = [
-            Metrics(brought.metrics, spec.labels, self._objective.logs, prefix) for prefix in ("", "val_")
+            Metrics(objects.metrics, config.label_cols, self._objective.logs, prefix)
+            for prefix in ("", "val_")
         ]
         self._metrics = metrics
-        self.callbacks = TorchCallbackList((*schedules, *brought.callbacks), model, optimizer)
+        self.callbacks = TorchCallbackList((*schedules, *objects.callbacks), model, optimizer)
         self.state = TorchTrainingState(
             model, optimizer, [self._scaling, *metrics, *self.callbacks.callbacks], **extras
         )
         self._exchange = GradientExchange(
-            model.named_parameters(), options_from_env(wire=spec.wire), engine=get_engine
+            model.named_parameters(), options_from_env(wire=config.gradient_compression), engine=get_engine
         )
-        rules = StepOptions(spec.batch_size, spec.clipping, spec.seed, spec.terminate_on_nan)
         self._train_step = TrainStep(
-            self.state, self._objective, self._exchange, rules, ledger, metrics[0], self._scaling
+            self.state, self._objective, self._exchange, config, ledger, metrics[0], self._scaling
         )
         dtype = input_dtype(model.parameters(), torch.get_default_dtype())
-        shapes, change = spec.label_shapes, brought.transformation
-        self._columns = BatchBuilder(spec.features, spec.labels, spec.weight, dtype, shapes, change)
+        shapes, change = config.label_shapes, objects.transformation
+        self._columns = BatchBuilder(
+            spec.features, config.label_cols, config.sample_weight_col, dtype, shapes, change
+        )
 
     def train_step(
         self,
@@ -101,12 +103,12 @@ class TorchTrainer:
                 part.training = False
 
     def validation_step(self, group: Group, rows: StepRows, version: int) -> StepDecision:
-        spec, here, metrics = self._spec, self.state.position, self._metrics[1]
+        config, here, metrics = self._spec.config, self.state.position, self._metrics[1]
         share, loss, denominator = self._columns.build(rows), 0.0, 0.0
         try:
             self._objective.begin(group, share, here)
-            with torch.no_grad(), seeded_rng(spec.seed, here.epoch, here.phase, here.step, group.rank):
-                for part in share.micro_batches(spec.val_batch_size or spec.batch_size):
+            with torch.no_grad(), seeded_rng(config.seed, here.epoch, here.phase, here.step, group.rank):
+                for part in share.micro_batches(config.validation_batch):
                     scored = self._objective(self.state.model, part)
                     metrics.add(scored, part.labels)
                     loss += float(scored.total)
@@ -126,7 +128,7 @@ class TorchTrainer:
         found: dict[str, Any] = {"learning_rate": float(self.state.optimizer.param_groups[0]["lr"])}
         for metrics in self._metrics:
             found.update(metrics.results())
-        if self._spec.precision == "fp16":
+        if self._spec.config.precision == "fp16":
             found["skipped_steps"] = self._scaling.skipped
         return found
 
@@ -151,12 +153,12 @@ class TorchTrainer:
 BESIDE = ("learning_rate", "skipped_steps", "epoch", "rows", "planned", "steps", "seconds")
 
 
-def check_watched(brought: TorchUserObjects, labels: Sequence[str], validates: bool) -> None:
+def check_watched(objects: TorchUserObjects, labels: Sequence[str], validates: bool) -> None:
     """Raises InvalidInput for a number that no epoch will have. validates: there is a validation after each epoch."""
-    known = epoch_numbers(brought, labels)
-    free = tuple(f"{name}_" for name, metric in brought.metrics.items() if is_accumulator(metric))
-    adding = any(not _is_ours(callback.on_epoch_end) for callback in brought.callbacks)
-    for name in brought.watched:
+    known = epoch_numbers(objects, labels)
+    free = tuple(f"{name}_" for name, metric in objects.metrics.items() if is_accumulator(metric))
+    adding = any(not _is_ours(callback.on_epoch_end) for callback in objects.callbacks)
+    for name in objects.watched:
         plain = name.removeprefix("val_")
         if not ({name, plain} & {*known, *BESIDE} or adding or plain.startswith(free)):
             there = [*known, *(f"val_{each}" for each in known if validates)]
@@ -170,13 +172,13 @@ def check_watched(brought: TorchUserObjects, labels: Sequence[str], validates: b
             )
 
 
-def epoch_numbers(brought: TorchUserObjects, labels: Sequence[str]) -> list[str]:
+def epoch_numbers(objects: TorchUserObjects, labels: Sequence[str]) -> list[str]:
     """Losses and metrics that an epoch may have, and with `val_` before them its validation. What a metric object
     computes may have names after its own, and callbacks may add more."""
     several = len(labels) > 1
-    losses = [f"loss_{label}" for label in labels] if len(brought.losses) > 1 else []
-    outputs = [f"{name}_{label}" for name in brought.metrics for label in labels] if several else []
-    return ["loss", *losses, *brought.metrics, *outputs]
+    losses = [f"loss_{label}" for label in labels] if len(objects.losses) > 1 else []
+    outputs = [f"{name}_{label}" for name in objects.metrics for label in labels] if several else []
+    return ["loss", *losses, *objects.metrics, *outputs]
 
 
 def _is_ours(hook: object) -> bool:

@@ -16,6 +16,7 @@ from spark_elastic.data.store import Store
 from spark_elastic.keras.train.archive import Archive
 from spark_elastic.keras.train.task import KerasTrainTask, KerasUserObjects
 from spark_elastic.state.checkpoint import CheckpointPolicy
+from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.spec import Rows, TrainSpec
 from tests.component.torch.job import CLASSES, RUN, SEED, WIDTH
 
@@ -90,18 +91,19 @@ class Job:
         seen = DataPlan.for_run(manifest.group_rows, 100, 5, self.workers, 10_000, 1 << 20, shuffle=False)
         kinds = {"x": Column("x", "float64", (WIDTH,)), "y": Column("y", "int64")}
         spec = TrainSpec(
-            data=store,
-            manifest=manifest,
-            plan=plan,
+            config=FitConfig(
+                feature_cols=tuple(self.features),
+                label_cols=self.labels,
+                sample_weight_col=self.weight,
+                batch_size=self.batch_size,
+                epochs=self.epochs,
+                seed=SEED,
+            ),
+            rows=Rows(store, manifest, plan),
+            validation=Rows(store, manifest, seen) if self.validates else None,
             store=store,
             result="final.keras",
             features=tuple(kinds[name] for name in self.features),
-            labels=self.labels,
-            weight=self.weight,
-            batch_size=self.batch_size,
-            epochs=self.epochs,
-            seed=SEED,
-            validation=Rows(store, manifest, seen) if self.validates else None,
             ledger=ledger,
             checkpoints=CheckpointPolicy(RUN, self.checkpoint_steps, None),
         )

@@ -20,7 +20,8 @@ from spark_elastic.protocol.types import Limits
 from spark_elastic.state.checkpoint import CheckpointPolicy, CheckpointStore
 from spark_elastic.state.run_lease import RunLease
 from spark_elastic.testing.fakes import ProcessLauncher
-from spark_elastic.training.spec import TrainSpec
+from spark_elastic.training.fit_config import FitConfig
+from spark_elastic.training.spec import Rows, TrainSpec
 from tests.component.column_kinds import CLASSES, FEATURES, ROWS, data_in, numbers, whole, write
 from tests.component.injected_faults import await_fault, inject_faults, kill
 from tests.component.keras.job import Job, difference, weights_of
@@ -70,17 +71,18 @@ class Kinds(Job):
 
     def task(self, store: Store, manifest: Manifest, ledger: str | None = None) -> KerasTrainTask:
         spec = TrainSpec(
-            data=store,
-            manifest=manifest,
-            plan=self.plan(manifest),
+            config=FitConfig(
+                feature_cols=tuple(FEATURES),
+                label_cols=("y",),
+                sample_weight_col=None,
+                batch_size=self.batch_size,
+                epochs=self.epochs,
+                seed=SEED,
+            ),
+            rows=Rows(store, manifest, self.plan(manifest)),
             store=store,
             result="final.keras",
             features=tuple(manifest.column(name) for name in FEATURES),
-            labels=("y",),
-            weight=None,
-            batch_size=self.batch_size,
-            epochs=self.epochs,
-            seed=SEED,
             ledger=ledger,
             checkpoints=CheckpointPolicy(RUN, self.checkpoint_steps, None),
         )

@@ -74,15 +74,16 @@ class HookedJob(Job):
     def task(self, store: Store, manifest: Manifest, ledger: str | None = None) -> TorchTrainTask:
         spec = super().task(store, manifest, ledger)._spec
         seen = Rows(store, manifest, replace(self.plan(manifest), shuffle=False))
-        brought = TorchUserObjects(
+        objects = TorchUserObjects(
             copy.deepcopy(self.model),
-            at_half_the_rate,  # and `lr_times` makes it the job's own, once, whatever worlds come
+            at_half_the_rate,  # and `lr_scale` makes it the job's own, once, whatever worlds come
             losses(),
             (1.0, 0.25),
             {"hits": hits},
             (Counts(), LearningRateSchedule(per_step, every="step")),
         )
-        return TorchTrainTask(replace(spec, labels=("y", "w"), validation=seen, lr_times=2), brought)
+        config = replace(spec.config, label_cols=("y", "w"))
+        return TorchTrainTask(replace(spec, config=config, validation=seen, lr_scale=2), objects)
 
 
 def losses() -> tuple[torch.nn.Module, ...]:

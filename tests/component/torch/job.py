@@ -34,7 +34,8 @@ from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.torch import callbacks, draw_rows
 from spark_elastic.torch.train.spec import TorchUserObjects
 from spark_elastic.torch.train.task import TorchTrainTask
-from spark_elastic.training.spec import Clipping, TrainSpec
+from spark_elastic.training.fit_config import FitConfig
+from spark_elastic.training.spec import Rows, TrainSpec
 from tests.component.injected_faults import await_fault
 
 ROWS, WIDTH, CLASSES = 600, 36, 3
@@ -128,7 +129,7 @@ class Job:
     loss: Any
     shape: tuple[int, ...] = (WIDTH,)
     weight: str | None = None
-    clipping: Clipping = field(default_factory=Clipping)
+    gradient_clip_norm: float | None = None
     epochs: int = 2
     batch_size: int = 8
     workers: int = 3
@@ -143,28 +144,30 @@ class Job:
     def features(self, manifest: Manifest) -> tuple[Column, ...]:
         return (Column("x", "float64", self.shape),)
 
-    def brought(self) -> TorchUserObjects:
+    def objects(self) -> TorchUserObjects:
         return TorchUserObjects(copy.deepcopy(self.model), self.optimizer, (self.loss,))
 
     def task(self, store: Store, manifest: Manifest, ledger: str | None = None) -> TorchTrainTask:
+        features = self.features(manifest)
         spec = TrainSpec(
-            data=store,
-            manifest=manifest,
-            plan=self.plan(manifest),
+            config=FitConfig(
+                feature_cols=tuple(column.name for column in features),
+                label_cols=("y",),
+                sample_weight_col=self.weight,
+                batch_size=self.batch_size,
+                epochs=self.epochs,
+                seed=SEED,
+                gradient_clip_norm=self.gradient_clip_norm,
+                reader=self.reader,
+            ),
+            rows=Rows(store, manifest, self.plan(manifest)),
             store=store,
             result="final.pt",
-            features=self.features(manifest),
-            labels=("y",),
-            weight=self.weight,
-            batch_size=self.batch_size,
-            epochs=self.epochs,
-            seed=SEED,
-            clipping=self.clipping,
+            features=features,
             ledger=ledger,
-            reader=self.reader,
             checkpoints=CheckpointPolicy(RUN, self.checkpoint_steps, None),
         )
-        return TorchTrainTask(spec, self.brought())
+        return TorchTrainTask(spec, self.objects())
 
 
 def train_elastic(

@@ -59,8 +59,8 @@ class Kinds(Job):
     def features(self, manifest: Manifest) -> tuple[Column, ...]:
         return tuple(manifest.column(name) for name in FEATURES)
 
-    def brought(self) -> TorchUserObjects:
-        return replace(super().brought(), transformation=numbers)
+    def objects(self) -> TorchUserObjects:
+        return replace(super().objects(), transformation=numbers)
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:

@@ -14,7 +14,6 @@ from spark_elastic.data.store import Store
 from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.torch import RowDropout, SyncBatchNorm
 from spark_elastic.torch.train.task import TorchTrainTask
-from spark_elastic.training.spec import Clipping
 from tests.component.injected_faults import inject_faults, kill
 from tests.component.torch.job import (
     CLASSES,
@@ -75,7 +74,7 @@ JOBS = {
         mlp(),
         sgd,
         torch.nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0, 0.5], dtype=torch.float64)),
-        clipping=Clipping(norm=0.05),
+        gradient_clip_norm=0.05,
     ),
     "statistics of all ranks": Job(synced(), sgd, torch.nn.CrossEntropyLoss()),
     "dropout by rows": Job(dropping(), sgd, torch.nn.CrossEntropyLoss()),

@@ -70,8 +70,8 @@ class EndedJob(Job):
     def task(self, store: Store, manifest: Manifest, ledger: str | None = None) -> TorchTrainTask:
         task = super().task(store, manifest, ledger)
         seen = Rows(store, manifest, replace(self.plan(manifest), shuffle=False))
-        brought = TorchUserObjects(self.model, self.optimizer, (self.loss,), callbacks=(Ends(self.marks),))
-        return TorchTrainTask(replace(task._spec, validation=seen), brought)
+        objects = TorchUserObjects(self.model, self.optimizer, (self.loss,), callbacks=(Ends(self.marks),))
+        return TorchTrainTask(replace(task._spec, validation=seen), objects)
 
 
 def test_r06_an_end_within_an_epoch_outlives_who_asked_for_it(tmp_path: Path) -> None:

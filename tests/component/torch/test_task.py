@@ -105,8 +105,8 @@ class EndingJob(HookedJob):
     def task(self, store: Store, manifest: Manifest, ledger: str | None = None) -> TorchTrainTask:
         task = super().task(store, manifest, ledger)
         trainer: Any = task._trainer
-        brought = trainer._brought
-        trainer._brought = replace(brought, callbacks=(*brought.callbacks, Ends(self.who)))
+        objects = trainer._brought
+        trainer._brought = replace(objects, callbacks=(*objects.callbacks, Ends(self.who)))
         return task
 
 

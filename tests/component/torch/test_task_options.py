@@ -25,7 +25,7 @@ from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
 from spark_elastic.torch.train.spec import TorchUserObjects
 from spark_elastic.torch.train.task import TorchTrainTask
-from spark_elastic.training.spec import Clipping, Rows
+from spark_elastic.training.spec import Rows
 from tests.component.torch.job import ROWS, WIDTH, Job, difference, make_data
 from tests.pages import blocks
 from tests.unit.torch.worlds import in_a_world
@@ -114,14 +114,14 @@ def own_rows(model: Any, features: Any, labels: Any) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """kind: of the objective. options: fields of the spec."""
+    """kind: of the objective. options: fields of the FitConfig."""
 
     kind: str = "loss"
     dtype: torch.dtype = torch.float64
     options: dict[str, Any] = field(default_factory=dict)
     module: type[Lit] = Lit
 
-    def brought(self) -> TorchUserObjects:
+    def objects(self) -> TorchUserObjects:
         if self.kind == "lightning":
             return TorchUserObjects(self.module(self.dtype), None, ())
         if self.kind == "loss":
@@ -150,17 +150,17 @@ def trained(
     """The weights of each rank, the history, and how forwards were computed."""
     job = Job(Net(), sgd, None, epochs=EPOCHS, batch_size=50, workers=WORKERS)
     seen = Rows(store, manifest, replace(job.plan(manifest), shuffle=False))
-    spec = replace(
-        job.task(store, manifest)._spec, labels=("w",), validation=seen, checkpoints=None, **case.options
-    )
-    brought = case.brought()  # once: threads that draw at the same time get other numbers
+    spec = job.task(store, manifest)._spec
+    config = replace(spec.config, label_cols=("w",), **case.options)
+    spec = replace(spec, config=config, validation=seen, checkpoints=None)
+    objects = case.objects()  # once: threads that draw at the same time get other numbers
     world: Any = SimpleNamespace(version=0, fence=(1, 1), source=0, resume=(), receivers=())
     handle: Any = SimpleNamespace(
         membership_version=lambda: 0, report_position=lambda at: None, report_metrics=lambda n: None
     )
 
     def work(group: Group) -> tuple[Any, Any, Any]:
-        task = TorchTrainTask(spec, copy.deepcopy(brought))
+        task = TorchTrainTask(spec, copy.deepcopy(objects))
         task.prepare()
         outcome: Any = task.run(world, group, handle)
         task.close()
@@ -180,7 +180,7 @@ def plain(case: Case, store: Store, manifest: Manifest, **less: Any) -> tuple[di
     model, precision, skipped = Net(case.dtype), options.get("precision"), 0
     optimizer = sgd(model.parameters())
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
-    clip = options.get("clipping", Clipping()).value
+    clip = options.get("gradient_clip_value")
     plan = Job(Net(), sgd, None, batch_size=50, workers=WORKERS).plan(manifest)
     for epoch in range(EPOCHS):
         for step in range(plan.steps):
@@ -205,8 +205,8 @@ EXACT = [
     pytest.param(Case("lightning"), id="a LightningModule"),
     pytest.param(Case("mean"), id="train_minibatch_fn of a mean"),
     pytest.param(Case("rows"), id="train_minibatch_fn of rows"),
-    pytest.param(Case(options={"clipping": Clipping(value=0.003)}), id="gradient_clip_value"),
-    pytest.param(Case(options={"cache_bytes": sys.maxsize}), id="inmemory_cache_all"),
+    pytest.param(Case(options={"gradient_clip_value": 0.003}), id="gradient_clip_value"),
+    pytest.param(Case(options={"inmemory_cache_all": True}), id="inmemory_cache_all"),
     pytest.param(Case(options={"val_batch_size": 7}), id="val_batch_size"),
 ]
 
@@ -217,8 +217,8 @@ def test_p2_an_option_changes_nothing_that_a_plain_loop_would_not(tmp_path: Path
     ranks, history, seen = trained(case, store, manifest)
     assert difference(ranks[0], plain(case, store, manifest)[0]) < 1e-9
     assert all(torch.equal(ranks[0][name], ranks[1][name]) for name in ranks[0])
-    if case.options.get("clipping"):
-        assert difference(ranks[0], plain(case, store, manifest, clipping=Clipping())[0]) > 1e-3, (
+    if case.options.get("gradient_clip_value"):
+        assert difference(ranks[0], plain(case, store, manifest, gradient_clip_value=None)[0]) > 1e-3, (
             "nothing clipped"
         )
     if case.kind == "lightning":
@@ -263,7 +263,7 @@ def test_the_lightning_module_of_the_documentation_trains(
     monkeypatch.setitem(sys.modules, "lightning", SimpleNamespace(LightningModule=torch.nn.Module))
     (program,) = blocks("estimators.md", "python")
     exec(compile(program.replace("Linear(10", f"Linear({WIDTH}"), "estimators.md", "exec"), {"df": None})
-    case: Any = SimpleNamespace(options={}, brought=lambda: asked[0].brought)
+    case: Any = SimpleNamespace(options={}, objects=lambda: asked[0].objects)
     store, manifest = made(tmp_path, poisoned=False)
     _, history, _ = trained(case, store, manifest)
     assert {"loss", "val_loss", "val_rows"} <= history[0].keys()
@@ -306,7 +306,7 @@ def test_forwards_are_computed_in_the_precision_that_was_asked_for(
 
 @pytest.mark.parametrize("wire", ["bf16", "fp16"])
 def test_gradients_travel_in_16_bits(tmp_path: Path, wire: str) -> None:
-    case = Case(dtype=torch.float32, options={"wire": wire})
+    case = Case(dtype=torch.float32, options={"gradient_compression": wire})
     store, manifest = made(tmp_path, poisoned=False)
     ranks, _, _ = trained(case, store, manifest)
     assert all(torch.equal(ranks[0][name], ranks[1][name]) for name in ranks[0])

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from spark_elastic.config import ElasticConfig
 from spark_elastic.estimators.validation import FitRequest
-from spark_elastic.spark.dataframes.scan import MissingValues
+from spark_elastic.training.fit_config import FitConfig
 
 
 def net() -> torch.nn.Module:
@@ -70,19 +69,11 @@ def values(**changes: Any) -> dict[str, Any]:
     return good | changes
 
 
-def request(**values: Any) -> FitRequest:
-    blank = {field.name: None for field in dataclasses.fields(FitRequest)}
-    given = {
-        "config": ElasticConfig(),
-        "feature_cols": ("x",),
-        "label_cols": ("y",),
-        "brought": SimpleNamespace(transformation=None, identity=dict),
-        "missing": MissingValues(),
-        "batch_size": 4,
-        "backward_passes_per_step": 1,
-        "num_workers": 2,
-        "max_workers": 2,
-        "seed": 1,
-        "shuffle": True,
-    }
-    return FitRequest(**(blank | given | values))
+def request(**values: Any) -> FitRequest[Any]:
+    """A checked request. values: fields of the request or of its FitConfig."""
+    fields = {field.name for field in dataclasses.fields(FitConfig)}
+    given = {"feature_cols": ("x",), "label_cols": ("y",), "batch_size": 4, "num_workers": 2, "seed": 1}
+    config = {name: value for name, value in (given | values).items() if name in fields}
+    others = {name: value for name, value in values.items() if name not in fields}
+    blank = {"objects": SimpleNamespace(transformation=None, identity=dict)}
+    return FitRequest(config=FitConfig(**config), **(blank | others))

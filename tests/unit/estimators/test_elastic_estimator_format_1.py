@@ -41,13 +41,14 @@ def test_an_estimator_of_format_1_loads(monkeypatch: Any) -> None:
     assert back.uid == "ElasticTorchEstimator_cfe04cac5874"
     assert (back.getFeatureCols(), back.getPredictionCol(), back.getBatchSize()) == (["x"], "guess", 16)
     wanted = build_request(back._values, check_torch_objects)
-    assert (wanted.epochs, wanted.num_workers, wanted.max_workers, wanted.seed) == (3, 2, 4, 7)
-    assert (wanted.input_shapes, wanted.config.lease) == (((2,),), 9.0)
-    model, optimizer = wanted.brought.model, wanted.brought.optimizer
+    config = wanted.config
+    assert (config.epochs, config.num_workers, config.max_workers, config.seed) == (3, 2, 4, 7)
+    assert (config.input_shapes, wanted.elastic.lease) == (((2,),), 9.0)
+    model, optimizer = wanted.objects.model, wanted.objects.optimizer
     assert model(torch.tensor([[1.0, 1.0]])).item() == 1.5
     assert optimizer.param_groups[0]["params"] == list(model.parameters()), "it is bound to another model"
     assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]) == (0.25, 0.9)
-    assert isinstance(wanted.brought.losses[0], torch.nn.MSELoss)
-    assert list(wanted.brought.metrics) == ["l1loss"]
+    assert isinstance(wanted.objects.losses[0], torch.nn.MSELoss)
+    assert list(wanted.objects.metrics) == ["l1loss"]
     with pytest.raises(InvalidInput, match="num_workers"):
         build_request({**back._values, "num_workers": None}, check_torch_objects)

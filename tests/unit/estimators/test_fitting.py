@@ -23,8 +23,15 @@ from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.store import Store, memory_store
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators import fitting, torch_estimator
-from spark_elastic.estimators.fit_rows import release_rows_after_run
-from spark_elastic.estimators.fitting import _agreed, _inputs, _ledger, _limits, _opened
+from spark_elastic.estimators.fit_rows import delete_rows_after_run
+from spark_elastic.estimators.fitting import (
+    Training,
+    _ledger_folder,
+    _open_store,
+    check_replicas,
+    make_fit_limits,
+    shape_features,
+)
 from spark_elastic.estimators.run_record import RunResult
 from spark_elastic.estimators.torch_estimator import TORCH
 from spark_elastic.estimators.validation import FitRequest
@@ -42,7 +49,7 @@ def request(**values: Any) -> FitRequest:
 
 @pytest.mark.parametrize("master", ["local[2]", "local-cluster[3,1,1024]"])
 def test_on_one_machine_the_store_is_a_folder_for_as_long_as_the_fit(master: str) -> None:
-    with _opened(request(), master) as store:
+    with _open_store(request(), master) as store:
         store.write_bytes("runs/x/model.pt", b"1")
         assert os.path.isdir(store.root)
     assert not os.path.exists(store.root)
@@ -50,12 +57,12 @@ def test_on_one_machine_the_store_is_a_folder_for_as_long_as_the_fit(master: str
 
 def test_on_other_machines_a_store_must_be_named() -> None:
     with pytest.raises(InvalidInput, match="store is missing: the executors of yarn"):
-        with _opened(request(), "yarn"):
+        with _open_store(request(), "yarn"):
             pass
 
 
 def test_a_given_store_stays(tmp_path: Any) -> None:
-    with _opened(request(store=str(tmp_path)), "yarn") as store:
+    with _open_store(request(store=str(tmp_path)), "yarn") as store:
         assert store.root == str(tmp_path)
     assert tmp_path.exists()
 
@@ -73,7 +80,7 @@ def test_every_setting_of_the_config_that_bounds_a_job_reaches_it() -> None:
         idle_slot_timeout=10.5,
         checkpoints_kept=11,
     )
-    limits = _limits(request(config=config, num_workers=3, min_workers=2, max_workers=4), 24)
+    limits = make_fit_limits(request(elastic=config, num_workers=3, min_workers=2, max_workers=4), 24)
     for field in dataclasses.fields(Limits):
         if hasattr(config, field.name):
             assert getattr(limits, field.name) == getattr(config, field.name), field.name
@@ -92,9 +99,11 @@ def test_a_rate_that_is_not_multiplied_is_told_once(
     platform: Any = SimpleNamespace(launch=lambda order, progress: None)
     wanted = request(num_workers=workers, min_workers=1, max_workers=2, scale_lr=scales, epochs=1, verbose=1)
     plan: Any = SimpleNamespace(plan=SimpleNamespace(global_batch=8))
-    with fitting._watched(wanted) as shown:
-        training: Any = SimpleNamespace(platform=platform, request=wanted, framework=TORCH, shown=shown)
-        fitting._train(training, plan, SimpleNamespace(run_id="r"))
+    with fitting._show_progress(wanted) as shown:
+        training: Any = SimpleNamespace(
+            platform=platform, request=wanted, framework=TORCH, listener=shown, run_id="r"
+        )
+        Training.launch(training, plan, SimpleNamespace(run_id="r"))
     assert capsys.readouterr().err.count("the learning rate is not multiplied") == lines
 
 
@@ -105,11 +114,13 @@ def test_a_fit_does_not_wait_for_a_terminal_that_blocks(monkeypatch: pytest.Monk
     plan: Any = SimpleNamespace(plan=SimpleNamespace(global_batch=8))
     read = threading.Event()
     shown = SimpleNamespace(tell=lambda text: read.wait(60.0))
-    training: Any = SimpleNamespace(platform=platform, request=wanted, framework=TORCH, shown=shown)
+    training: Any = SimpleNamespace(
+        platform=platform, request=wanted, framework=TORCH, listener=shown, run_id="r"
+    )
     ended = threading.Event()
 
     def fit() -> None:
-        fitting._train(training, plan, SimpleNamespace(run_id="r"))
+        Training.launch(training, plan, SimpleNamespace(run_id="r"))
         ended.set()
 
     thread = threading.Thread(target=fit)
@@ -122,29 +133,29 @@ def test_a_fit_does_not_wait_for_a_terminal_that_blocks(monkeypatch: pytest.Monk
 
 
 def test_a_ledger_needs_a_folder(tmp_path: Path) -> None:
-    wanted = request(config=ElasticConfig(ledger=True))
+    wanted = request(elastic=ElasticConfig(ledger=True))
     with pytest.raises(InvalidInput, match="ledger=True needs a store that is a folder; memory://"):
-        _ledger(wanted, Store.open("memory://x"), "r")
-    assert _ledger(wanted, Store.open(str(tmp_path)), "r") == f"{tmp_path}/runs/r/ledger"
-    assert _ledger(request(), Store.open("memory://x"), "r") is None
+        _ledger_folder(wanted, Store.open("memory://x"), "r")
+    assert _ledger_folder(wanted, Store.open(str(tmp_path)), "r") == f"{tmp_path}/runs/r/ledger"
+    assert _ledger_folder(request(), Store.open("memory://x"), "r") is None
 
 
 def test_inputs_have_the_shapes_that_were_asked_for() -> None:
     columns = (Column("x", "float32", (4,)), Column("n", "int64"))
     manifest = Manifest(columns, (), (), fingerprint="f", content="c")
     none: Any = SimpleNamespace(transformation=None)
-    plain = request(feature_cols=("x", "n"), brought=none)
-    assert [c.shape for c in _inputs(plain, manifest)] == [(4,), ()]
-    shaped = request(feature_cols=("n", "x"), input_shapes=((1,), (2, 2)), brought=none)
-    assert [(c.name, c.shape) for c in _inputs(shaped, manifest)] == [("n", (1,)), ("x", (2, 2))]
+    plain = request(feature_cols=("x", "n"), objects=none)
+    assert [c.shape for c in shape_features(plain, manifest)] == [(4,), ()]
+    shaped = request(feature_cols=("n", "x"), input_shapes=((1,), (2, 2)), objects=none)
+    assert [(c.name, c.shape) for c in shape_features(shaped, manifest)] == [("n", (1,)), ("x", (2, 2))]
     with pytest.raises(
         InvalidInput, match=r"input_shapes says \(5,\) for column 'x', whose rows have 4 numbers"
     ):
-        _inputs(request(feature_cols=("x",), input_shapes=((5,),), brought=none), manifest)
+        shape_features(request(feature_cols=("x",), input_shapes=((5,),), objects=none), manifest)
     # The function's results are reshaped: what is stored, it says itself.
     changed: Any = SimpleNamespace(transformation=dict)
-    bytes_shaped = request(feature_cols=("x",), input_shapes=((5,),), brought=changed)
-    assert [c.shape for c in _inputs(bytes_shaped, manifest)] == [(4,)]
+    bytes_shaped = request(feature_cols=("x",), input_shapes=((5,),), objects=changed)
+    assert [c.shape for c in shape_features(bytes_shaped, manifest)] == [(4,)]
 
 
 @dataclasses.dataclass
@@ -161,7 +172,7 @@ class Rows:
             store.write_bytes(f"runs/r/{name}", b"{}")
         remove = store.filesystem.rm
         store.filesystem.rm = lambda path, recursive: (self.note("remove ", path), remove(path, recursive))
-        with release_rows_after_run(wanted, store, run, "runs/r/rows"):
+        with delete_rows_after_run(wanted, store, run, "runs/r/rows"):
             yield SimpleNamespace(load_manifest=lambda: SimpleNamespace(rows=9)), store
 
     def note(self, what: str, path: str) -> None:
@@ -175,8 +186,8 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     save = RunResult.save
     trained = '{"model": "m", "sha256": "s", "digest": "d", "history": []}'
     launched = SimpleNamespace(results=[trained], worlds=(), report=None)
-    monkeypatch.setattr(fitting, "_spec", lambda *given: None)
-    monkeypatch.setattr(fitting, "_train", lambda *given: launched)
+    monkeypatch.setattr(Training, "build_spec", lambda *given: None)
+    monkeypatch.setattr(Training, "launch", lambda *given: launched)
     monkeypatch.setattr(RunResult, "save", lambda *given: (done.append("result"), save(*given)))
     return done
 
@@ -184,10 +195,10 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def trained(rows: Rows, store: Store, transformation: Any = None) -> Any:
     framework = fitting.Framework((), (), ".pt", None)  # type: ignore[arg-type]
     wanted = request(
-        store="memory://x", feature_cols=("x",), brought=SimpleNamespace(transformation=transformation)
+        store="memory://x", feature_cols=("x",), objects=SimpleNamespace(transformation=transformation)
     )
-    training = fitting._Training(None, rows, wanted, framework, store, None, None)  # type: ignore[arg-type]
-    return fitting._trained(training, "r")
+    training = Training(None, rows, wanted, framework, store, "r", None, None)  # type: ignore[arg-type]
+    return training.run()
 
 
 def test_p7_nothing_goes_before_the_result_is_there(order: list[str]) -> None:
@@ -230,7 +241,7 @@ def test_p7_a_store_that_lets_nothing_go_costs_no_result_and_no_error(
 
     store = memory_store()
     store.filesystem.rm = denied
-    monkeypatch.setattr(fitting, "_train", fails)
+    monkeypatch.setattr(Training, "launch", fails)
     with pytest.raises(ZeroDivisionError, match="of the training"):
         trained(Rows(order), store)
 
@@ -255,7 +266,7 @@ def test_p7_a_run_that_ends_while_another_fit_waits_in_its_preflight_is_not_trai
         yield store
 
     monkeypatch.setattr(fitting, "make_platform", lambda *given: OtherDriverEndsIt())
-    monkeypatch.setattr(fitting, "_opened", opened)
+    monkeypatch.setattr(fitting, "_open_store", opened)
     known = lambda store, run_id: record if store.exists("runs/r/result.json") else None  # noqa: E731
     monkeypatch.setattr(fitting.RunRecord, "load", known)
     rows: Any = SimpleNamespace(session=None, check=lambda *given: None, check_same_rows=lambda *given: None)
@@ -263,21 +274,20 @@ def test_p7_a_run_that_ends_while_another_fit_waits_in_its_preflight_is_not_trai
         run_id="r",
         epochs=1,
         num_workers=1,
-        feature_cols=(),
-        brought=SimpleNamespace(transformation=None),
+        objects=SimpleNamespace(transformation=None),
         verbose=2,
     )
     framework = fitting.Framework((), (), ".pt", None)  # type: ignore[arg-type]
-    assert fitting.fit(rows, wanted, framework).weights == b"w"
+    assert fitting.train_model(rows, wanted, framework).weights == b"w"
     assert order == ["result"], "it was trained again"
     assert "what the preflight says" in capsys.readouterr().err
 
 
 def test_p4_replicas_that_came_to_differ_are_told(caplog: pytest.LogCaptureFixture) -> None:
     same: list[Any] = [{"digest": "a", "rank": 0}, None, {"digest": "a", "rank": 2}]
-    assert _agreed(same) == same[0]
+    assert check_replicas(same) == same[0]
     assert not caplog.records
-    assert _agreed([same[0], {"digest": "b", "rank": 1}]) == same[0]
+    assert check_replicas([same[0], {"digest": "b", "rank": 1}]) == same[0]
     assert "ranks [1] came to differ" in caplog.text
 
 
@@ -286,7 +296,7 @@ def test_what_a_callback_watches_must_come_about() -> None:
     module = torch.nn.Linear(1, 1)
     wanted = request(
         label_cols=("y",),
-        brought=TorchUserObjects(module, None, (torch.nn.MSELoss(),), watched=("loss", "val_loss")),
+        objects=TorchUserObjects(module, None, (torch.nn.MSELoss(),), watched=("loss", "val_loss")),
     )
     with pytest.raises(InvalidInput, match="a callback watches 'val_loss', but nothing is validated"):
-        torch_estimator.fit(rows, wanted)
+        torch_estimator.fit_torch(rows, wanted)

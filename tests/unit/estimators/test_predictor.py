@@ -186,7 +186,7 @@ def test_a_function_is_given_the_same_in_training_and_for_predictions_and_its_re
         return {**columns, "x": columns["x"] - columns["x"].mean(1, keepdims=True)}
 
     wanted = build_request(values(transformation_fn=centred, input_shapes=[(1, 2, 2)]), check_torch_objects)
-    change, stored = wanted.brought.transformation, (Column("x", "float32", (4,)),)
+    change, stored = wanted.objects.transformation, (Column("x", "float32", (4,)),)
     x, y = np.arange(8, dtype=np.float32).reshape(2, 4) ** 2, np.zeros(2, np.float32)
     rows = StepRows(0, 0, 2, np.arange(2), {"x": x, "y": y})
     seen = BatchBuilder(stored, ("y",), None, torch.float32, None, change).build(rows).features[0]
@@ -199,7 +199,7 @@ def test_a_function_is_given_the_same_in_training_and_for_predictions_and_its_re
     with pytest.raises(InvalidInput, match=r"input_shapes says \(3, 1\) for column 'x', of which"):
         build_request(
             values(transformation_fn=centred, input_shapes=[(3, 1)]), check_torch_objects
-        ).brought.transformation(rows.columns)
+        ).objects.transformation(rows.columns)
 
 
 @pytest.mark.parametrize(

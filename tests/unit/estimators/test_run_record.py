@@ -16,7 +16,7 @@ from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators import fit_rows
 from spark_elastic.estimators.elastic_estimator import check_run_ids
 from spark_elastic.estimators.fit_rows import TableRows, build_record
-from spark_elastic.estimators.fitting import _so_far
+from spark_elastic.estimators.fitting import _load_finished_run
 from spark_elastic.estimators.run_record import RunRecord, RunResult
 from spark_elastic.estimators.validation import FitRequest
 from spark_elastic.spark.dataframes.materialize import compare_digests
@@ -85,8 +85,6 @@ def test_a_run_record_of_another_format_is_refused(fields: dict[str, Any]) -> No
         ("c0-48-ab/__validation=false", "48-ab", None),
         ("c0-48-ab", "48-cd", "its rows have other values"),
         ("c0-48-ab", "36-cd", "it had 48 rows and has 36"),
-        ("00c0", "48-cd", None),  # of an older release
-        ("00c0", "36-cd", "it had 48 rows and has 36"),
     ],
 )
 def test_what_tells_tables_apart(content: str, now: str, says: str | None) -> None:
@@ -109,18 +107,18 @@ def test_r19_another_table_is_refused_whether_the_run_has_ended_or_not(
     if ended:
         RunResult("model.pt", "s", "d", 2, [], 48).save(store, "r")
     mine: Any = TableRows("mine")  # type: ignore[arg-type]
-    assert (_so_far(mine, wanted, store, "r")[1] is not None) == ended
-    _so_far(mine, wanted, store, "r")
+    assert (_load_finished_run(mine, wanted, store, "r") is not None) == ended
+    _load_finished_run(mine, wanted, store, "r")
     assert asked == ["mine"], "known to be the same, and asked again"
     with pytest.raises(InvalidInput, match=r"begun with another table \(its rows have other values\): go on"):
-        _so_far(TableRows("fold 2"), wanted, store, "r")  # type: ignore[arg-type]
+        _load_finished_run(TableRows("fold 2"), wanted, store, "r")  # type: ignore[arg-type]
 
 
 def test_r19_a_run_of_files_is_no_table_s(monkeypatch: pytest.MonkeyPatch) -> None:
     store = memory_store()
     build_record(request(), "s3://bucket/files", ROWS, None).save(store, "r")
     with pytest.raises(InvalidInput, match="was begun by fit_on_parquet on s3://bucket/files"):
-        _so_far(TableRows(None), request(), store, "r")  # type: ignore[arg-type]
+        _load_finished_run(TableRows(None), request(), store, "r")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

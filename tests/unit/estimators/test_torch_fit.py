@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("pyspark")
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.torch_estimator import trained
+from spark_elastic.estimators.torch_estimator import load_trained_module
 from spark_elastic.estimators.torch_objects import check_torch_objects
 from spark_elastic.torch.train.task import TorchTrainer
 from tests.unit.estimators.requests import values
@@ -40,10 +40,8 @@ def test_what_a_module_keeps_beside_its_weights_comes_back() -> None:
     left = Centred(np.array([1.0, 2.0], np.float32))
     learner: Any = object.__new__(TorchTrainer)
     learner.state = SimpleNamespace(model=left)
-    request: Any = SimpleNamespace(
-        brought=check_torch_objects(values(model=Centred(np.zeros(2, np.float32))))
-    )
-    found, x = trained(request, learner.weights()), torch.rand(3, 2)
+    objects = check_torch_objects(values(model=Centred(np.zeros(2, np.float32))))
+    found, x = load_trained_module(objects.model, learner.weights()), torch.rand(3, 2)
     assert torch.equal(found(x), left(x))
 
 

@@ -30,7 +30,7 @@ def ask(**changes: Any) -> FitRequest:
 
 def test_good_values_become_a_request() -> None:
     request = ask(batch_size=16, num_workers=3, min_workers=2)
-    assert (request.global_batch, request.min_workers, request.max_workers) == (48, 2, 3)
+    assert (request.config.global_batch, request.config.min_workers, request.config.max_workers) == (48, 2, 3)
 
 
 def test_a_store_may_be_a_path() -> None:
@@ -39,18 +39,18 @@ def test_a_store_may_be_a_path() -> None:
 
 def test_shapes_may_begin_with_minus_one_as_horovods_do() -> None:
     request = ask(input_shapes=[[-1, 1, 2]], label_shapes=[(-1, 1)])
-    assert (request.input_shapes, request.label_shapes) == (((1, 2),), ((1,),))
+    assert (request.config.input_shapes, request.config.label_shapes) == (((1, 2),), ((1,),))
 
 
 def test_a_column_may_be_feature_and_label() -> None:
     request = ask(feature_cols=["x", "z"], label_cols=["x"])
-    assert (request.feature_cols, request.label_cols) == (("x", "z"), ("x",))
+    assert (request.config.feature_cols, request.config.label_cols) == (("x", "z"), ("x",))
 
 
 def test_what_callbacks_watch_is_known() -> None:
     plateau = LearningRateSchedule(torch.optim.lr_scheduler.ReduceLROnPlateau)
     callbacks = [EarlyStopping(), plateau, BestWeights("loss")]
-    assert ask(callbacks=callbacks).brought.watched == ("val_loss", "val_loss", "loss")
+    assert ask(callbacks=callbacks).objects.watched == ("val_loss", "val_loss", "loss")
     assert plateau._scheduler is None  # the user's own stays as it is
 
 
@@ -180,7 +180,7 @@ def test_an_optimizer_that_leaves_parameters_out_is_refused_by_name() -> None:
 def test_frozen_parameters_may_be_left_out() -> None:
     model = net()
     model[2].requires_grad_(False)
-    assert ask(model=model, optimizer=torch.optim.SGD(model[0].parameters(), lr=0.1)).brought.model is model
+    assert ask(model=model, optimizer=torch.optim.SGD(model[0].parameters(), lr=0.1)).objects.model is model
 
 
 def test_a_model_without_trainable_parameters_is_refused() -> None:
@@ -213,7 +213,7 @@ def test_an_optimizer_factory_is_tried_on_a_copy() -> None:
         seen.extend(parameters)
         return torch.optim.SGD(seen, lr=0.1)
 
-    assert ask(model=model, optimizer=factory).brought.optimizer is factory
+    assert ask(model=model, optimizer=factory).objects.optimizer is factory
     assert len(seen) == 4
     assert not {id(p) for p in seen} & {id(p) for p in model.parameters()}
 

@@ -73,9 +73,9 @@ def test_class_weights_are_part_of_a_loss() -> None:
 
 
 def test_an_optimizer_that_is_there_is_read_and_not_copied() -> None:
-    brought = made()
-    rates = [torch.optim.SGD(brought.model.parameters(), lr=rate) for rate in (0.1, 0.1, 0.3)]
-    first, same, other = (replace(brought, optimizer=optimizer) for optimizer in rates)
+    objects = made()
+    rates = [torch.optim.SGD(objects.model.parameters(), lr=rate) for rate in (0.1, 0.1, 0.3)]
+    first, same, other = (replace(objects, optimizer=optimizer) for optimizer in rates)
     assert differing(first, same) == []
     assert differing(first, other) == ["optimizer"]
 

@@ -18,9 +18,10 @@ from spark_elastic.torch.train.loss import ModelLoss
 from spark_elastic.torch.train.metrics import Metrics
 from spark_elastic.torch.train.precision import Scaling
 from spark_elastic.torch.train.state import TorchTrainingState
-from spark_elastic.torch.train.step import StepOptions, TrainStep
+from spark_elastic.torch.train.step import TrainStep
+from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.ledger import NullLedger
-from spark_elastic.training.spec import Clipping, LocalBatch
+from spark_elastic.training.spec import LocalBatch
 
 ROWS = 10
 X = torch.randn(ROWS, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -52,9 +53,15 @@ class Trainee:
         self.exchange = GradientExchange(self.model.named_parameters(), ExchangeOptions(bucket_bytes=64))
         self.ledger = Order()
         objective = ModelLoss(loss or nn.CrossEntropyLoss(), weighted=False)
-        rules = StepOptions(batch_size, Clipping(norm=1.0), terminate_on_nan=True)
+        config = FitConfig(
+            feature_cols=("x",),
+            label_cols=("y",),
+            batch_size=batch_size,
+            gradient_clip_norm=1.0,
+            terminate_on_nan=True,
+        )
         metrics = Metrics({}, ["y"], logs=False)
-        self.taker = TrainStep(self.state, objective, self.exchange, rules, self.ledger, metrics, Scaling())
+        self.taker = TrainStep(self.state, objective, self.exchange, config, self.ledger, metrics, Scaling())
 
     def take(self, group: Group, rows: range, then: Callable[[Any], Position] = lambda decision: NEXT) -> Any:
         part = slice(rows.start, rows.stop)
