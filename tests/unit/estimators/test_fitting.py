@@ -39,12 +39,7 @@ from spark_elastic.monitoring import log_forwarding
 from spark_elastic.protocol.types import Limits
 from spark_elastic.state.run_lease import RunLease
 from spark_elastic.torch.train.spec import TorchUserObjects
-
-
-def request(**values: Any) -> FitRequest:
-    """A request of which only some fields matter."""
-    blank = {field.name: None for field in dataclasses.fields(FitRequest)}
-    return FitRequest(**(blank | {"config": ElasticConfig(), "storage_options": {}} | values))
+from tests.unit.estimators.requests import request
 
 
 @pytest.mark.parametrize("master", ["local[2]", "local-cluster[3,1,1024]"])
@@ -274,6 +269,7 @@ def test_p7_a_run_that_ends_while_another_fit_waits_in_its_preflight_is_not_trai
         run_id="r",
         epochs=1,
         num_workers=1,
+        feature_cols=(),
         objects=SimpleNamespace(transformation=None),
         verbose=2,
     )

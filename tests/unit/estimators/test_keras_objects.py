@@ -79,7 +79,6 @@ def values(**changes: Any) -> dict[str, Any]:
             },
             "BackupAndRestore has no meaning here",
         ),
-        ({"model": lambda: net(optimizer="sgd", loss="mse"), "learning_rate": -1}, "learning_rate must be"),
         ({"model": lambda: net(optimizer="sgd", loss="mse"), "class_weight": 3}, "class_weight must be"),
         ({"model": synchronised}, "SyncBatchNormalization, whose forward passes wait"),
         ({"model": masked}, "carries a mask"),

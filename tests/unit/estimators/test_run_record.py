@@ -29,8 +29,8 @@ IDENTITY = {"model": "m", "loss": "l", WEIGHTS: "w"}
 
 
 def request(identity: dict[str, str] | None = None, **values: Any) -> FitRequest:
-    brought = SimpleNamespace(transformation=None, identity=lambda: IDENTITY | (identity or {}))
-    return file_request(**{"brought": brought, "learning_rate": 0.1, "epochs": 2, **values})
+    objects = SimpleNamespace(transformation=None, identity=lambda: IDENTITY | (identity or {}))
+    return file_request(**{"objects": objects, "learning_rate": 0.1, "epochs": 2, **values})
 
 
 def test_a_record_comes_back_as_it_was_and_agrees_with_its_request() -> None:

@@ -41,7 +41,7 @@ def test_what_a_module_keeps_beside_its_weights_comes_back() -> None:
     learner: Any = object.__new__(TorchTrainer)
     learner.state = SimpleNamespace(model=left)
     objects = check_torch_objects(values(model=Centred(np.zeros(2, np.float32))))
-    found, x = load_trained_module(objects.model, learner.weights()), torch.rand(3, 2)
+    found, x = load_trained_module(objects.model, learner.export_weights()), torch.rand(3, 2)
     assert torch.equal(found(x), left(x))
 
 

@@ -221,13 +221,13 @@ def test_an_optimizer_factory_is_tried_on_a_copy() -> None:
 def test_single_settings_go_before_the_config() -> None:
     config = ask(
         config=ElasticConfig(lease=9.0, failure_budget=2), settings={"lease": 3.0, "ledger": None}
-    ).config
+    ).elastic
     assert (config.lease, config.failure_budget, config.ledger) == (3.0, 2, False)
 
 
 def test_the_environment_fills_in_where_no_config_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPARK_ELASTIC_LEASE", "7.5")
-    config = ask(settings={"ledger": True}).config
+    config = ask(settings={"ledger": True}).elastic
     assert (config.lease, config.ledger, config.stall_after) == (7.5, True, ElasticConfig().stall_after)
 
 
