@@ -12,7 +12,7 @@ pytest.importorskip("pyspark")
 from py4j.protocol import Py4JError
 
 from spark_elastic.data.store import memory_store
-from spark_elastic.spark.dataframes.materialize import _source
+from spark_elastic.spark.dataframes.materialize import _describe_source
 from spark_elastic.spark.dataframes.store_access import check_store_access
 from spark_elastic.spark.executors import ExecutorWatch
 from spark_elastic.spark.preflight import _live_executors
@@ -47,7 +47,7 @@ def test_as_many_probes_as_cores_where_executors_are_not_counted() -> None:
 
 def test_a_plan_that_cannot_be_looked_at_is_never_the_same() -> None:
     frame: Any = SimpleNamespace(_jdf=Denied())
-    assert _source(frame) != _source(frame)
+    assert _describe_source(frame) != _describe_source(frame)
 
 
 def test_the_first_write_tells_where_the_jvms_side_cannot_be_asked() -> None:
