@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 
 from spark_elastic.clock import Clock
-from spark_elastic.protocol.driver.stall import stalls
+from spark_elastic.protocol.driver.stall import find_stalls
 from spark_elastic.protocol.events import DriverEvent, Received, WorkerStalled
 from spark_elastic.protocol.messages import Heartbeat
 from spark_elastic.protocol.types import SlotId, WorkerId, World
@@ -68,7 +68,7 @@ class StallWatch:
             members = {member.slot for member in world.members}
             self._beats = {slot: beat for slot, beat in self._beats.items() if slot in members}
         every = self._beat_every(len(self._beats))
-        for stall in stalls(world, self._beats, now, self._after, since, every, self._over):
+        for stall in find_stalls(world, self._beats, now, self._after, since, every, self._over):
             once = world.fence.generation, stall.member.worker
             if once not in self._named:
                 self._named.add(once)

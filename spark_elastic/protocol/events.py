@@ -23,7 +23,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Tick(Event):
-    """Time passed; deadlines and leases are looked at."""
+    """Time passed: deadlines and leases are checked."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,12 @@ class Received(Event):
 
 @dataclass(frozen=True)
 class LaunchEnded(Event):
-    """The Spark job of a slot is over. `cancelled`: by the user or Spark, hence never launched again. host_lost: its
-    task did not end by itself, Spark says that the executor is lost."""
+    """A slot launch, that is the Spark job that carries a slot, is over."""
 
     launch: int
     reason: str
-    cancelled: bool = False
-    executor_lost: bool = False
+    cancelled: bool = False  # by the user or Spark, so the job ends
+    executor_lost: bool = False  # its task did not end by itself: Spark says that the executor is lost
 
 
 @dataclass(frozen=True)
@@ -61,21 +60,21 @@ class HostLost(Event):
 
 @dataclass(frozen=True)
 class HostsDiscovered(Event):
-    """Discovery's newest answer: which hosts may take part, each with how many slots. None: all, without limit.
-    A host is named by its id or by its machine's name."""
+    """Discovery's newest answer: which hosts may take part."""
 
+    # Each by its id or its machine's name, and how many slots it has. None: all hosts, without limit.
     hosts: tuple[tuple[str, int], ...] | None
 
 
 @dataclass(frozen=True)
 class ConnectionLost(Event):
-    """The control connection of a worker (`worker` set) or of a slot task broke while a request was open on it.
-
-    failed: it was reset or timed out, as the network does it; that of a process that dies is closed by its kernel."""
+    """A control connection broke while a request was open on it."""
 
     slot: SlotId
-    worker: WorkerId | None = None
-    reset: bool = False
+    worker: WorkerId | None = None  # None: it is the slot task's connection
+    reset: bool = (
+        False  # the network reset it or it timed out; False: the kernel closed it, as for a process that dies
+    )
 
 
 @dataclass(frozen=True)
@@ -83,44 +82,40 @@ class ConnectionBack(Event):
     """The connection stands again."""
 
     slot: SlotId
-    worker: WorkerId | None = None
+    worker: WorkerId | None = None  # as in `ConnectionLost`
 
 
 @dataclass(frozen=True)
 class WorkerStalled(Event):
-    """A member has kept others of its world waiting; `text` says for how long, and what it was doing."""
+    """A member has kept others of its world waiting."""
 
     worker: WorkerId
     fence: Fence
-    text: str
+    text: str  # for how long, and what it was doing
 
 
 @dataclass(frozen=True)
 class DrainRequested(Event):
-    """A worker or all workers of a host shall leave at a step boundary. Exactly one of the three is set.
+    """A worker or all workers of a host shall leave at a step boundary. Exactly one of worker, host and rank is set.
 
-    host: its id or its machine's name. rank: of the newest world. The slot of a single worker is not asked for
-    again before a member is lost; what a host had to give is looked for elsewhere. by_hand: somebody asked for it, and
-    is told where it meets nobody.
+    The slot of a single worker is not asked for again before a member is lost. The slots of a host are asked for again
+    on other hosts.
     """
 
     reason: str
     worker: WorkerId | None = None
-    host: HostId | None = None
-    rank: int | None = None
-    by_user: bool = False
+    host: HostId | None = None  # its id or its machine's name
+    rank: int | None = None  # of the newest world
+    by_user: bool = False  # a user asked for it, and is told if it concerns no worker
 
 
 @dataclass(frozen=True)
 class SlotsWanted(Event):
-    """R17: another job of the application needs slots, or trains on them. Whoever has too few gives back for a while
-    what it cannot use; those that it lacks are in use, so no time is counted.
-
-    taken: nothing is to be given back.
-    """
+    """R17 (gathering): another job of the application needs slots, or trains on them. A job that has too few gives back
+    for a while what it cannot use. The slots that it lacks are in use, so no time is counted."""
 
     reason: str
-    in_use: bool = False
+    in_use: bool = False  # the other job trains: nothing is to be given back
 
 
 @dataclass(frozen=True)
@@ -156,7 +151,7 @@ def is_heartbeat(event: DriverEvent) -> bool:
 
 @dataclass(frozen=True)
 class Warm(Event):
-    """Everything is imported and the function is loaded."""
+    """Everything is imported and the user's function is loaded."""
 
 
 @dataclass(frozen=True)
@@ -173,26 +168,24 @@ class GroupFormed(Event):
 
 @dataclass(frozen=True)
 class Synced(Event):
-    """R5: received state was verified and swapped in together with its position.
-
-    position: None for a program that hands its state on while it runs: what it had stays until `Applied` tells more.
-    """
+    """R5 (staging): received state was verified and swapped in together with its position."""
 
     fence: Fence
+    # None for a program that broadcasts its state while it runs: its old position stays until `Applied` comes.
     position: Position | None
 
 
 @dataclass(frozen=True)
 class Applied(Event):
-    """A step was applied; `position` is the next one."""
+    """A step was applied."""
 
     fence: Fence
-    position: Position
+    position: Position  # the next step
 
 
 @dataclass(frozen=True)
 class Boundary(Event):
-    """R6: the trailer asked all ranks to stop here; the step before `position` is applied everywhere."""
+    """R6 (step summary): all ranks stop here; the step before is applied on each."""
 
     fence: Fence
     reason: str
@@ -200,10 +193,10 @@ class Boundary(Event):
 
 @dataclass(frozen=True)
 class GroupBroken(Event):
-    """Forming, sync or exchange failed. suspects: ranks at fault in that world, may be empty."""
+    """Forming, the broadcast of the state, or a collective failed."""
 
     fence: Fence
-    suspects: tuple[int, ...]
+    suspects: tuple[int, ...]  # ranks at fault in that world; may be empty
     reason: str
 
 
@@ -223,24 +216,24 @@ class UserRaised(Event):
 
 @dataclass(frozen=True)
 class Finished(Event):
-    """The end of training was reached; `result` is opaque JSON text."""
+    """The end of training was reached."""
 
     fence: Fence
-    result: str
+    result: str  # JSON text, opaque here
 
 
 @dataclass(frozen=True)
 class StopReceived(Event):
-    """The driver has no more use for this worker: it was acknowledged, released, or is not of this job's worlds."""
+    """The driver needs this worker no more: its result was acknowledged, or it was released or left out of the world."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class DriverSilent(Event):
-    """R12: the driver did not answer for `seconds`."""
+    """R12 (driver silence): the driver has not answered for too long."""
 
-    seconds: float
+    seconds: float  # since its newest answer
 
 
 WorkerEvent: TypeAlias = (

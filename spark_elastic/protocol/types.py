@@ -1,6 +1,6 @@
-"""The nouns of the elastic protocol: fences, positions, worlds and limits.
+"""The values of the elastic protocol: ids, fences, positions, worlds and limits.
 
-Pure values without behaviour of their own; shared by driver, workers, the wire and the simulation.
+Shared by driver, workers, the wire and the simulation.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from enum import Enum, IntEnum
 from functools import cached_property
 from typing import TypeAlias
 
-WorkerId: TypeAlias = str  # one training process, never used twice in a job: "<slot>.<n>"
-SlotId: TypeAlias = str  # one attempt of a slot task, never used twice in a job: "<job number>-<attempt>"
+WorkerId: TypeAlias = str  # one training process, never used twice in a job: "<slot>.<number>"
+SlotId: TypeAlias = str  # one attempt of a slot task, never used twice in a job: "<launch>-<attempt>"
 HostId: TypeAlias = str  # one live executor
 
 
@@ -45,10 +45,10 @@ KILLED_EXIT_CODES = (-9, -15, DRIVER_SILENT_EXIT_CODE)
 
 @dataclass(frozen=True, order=True)
 class Fence:
-    """R10: what every message carries. A driver that opens a run takes an `attempt`; worlds count generations."""
+    """R10 (fence): what every message carries."""
 
-    attempt: int
-    generation: int
+    attempt: int  # a driver that opens a run takes the next one
+    generation: int  # of the world; 0 before the first
 
 
 class Phase(IntEnum):
@@ -69,17 +69,24 @@ class Position:
 
 
 START = Position(0, Phase.TRAIN, 0)
-LAST_CHANGE = 1 << 40  # membership versions from here on mean: the job ends at this boundary
+# Set in a membership version that announces the job's end. One maximum over the ranks then agrees on the version and on
+# the end, at the same boundary: R6 (step summary).
+_JOB_ENDS = 1 << 40
 
 
-def is_last(version: int) -> bool:
-    """Whether the change of that membership version is the job's end (R6: all ranks see it at the same boundary)."""
-    return version >= LAST_CHANGE
+def next_version(version: int, job_ends: bool) -> int:
+    """The membership version of the change that is announced after `version`."""
+    return version + (_JOB_ENDS if job_ends else 1)
+
+
+def is_job_end(version: int) -> bool:
+    """Whether the change of that membership version is the job's end."""
+    return version >= _JOB_ENDS
 
 
 @dataclass(frozen=True)
 class Member:
-    """One worker's place in a world. `position` is what it brought along; None for a newcomer."""
+    """One worker's place in a world."""
 
     worker: WorkerId
     slot: SlotId
@@ -89,35 +96,34 @@ class Member:
     local_size: int
     cross_rank: int
     cross_size: int
-    position: Position | None
+    position: Position | None  # of the state that it brought along; None for a newcomer
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A state that was made durable: by a member of world `fence`, at `position`. digest: of its manifest."""
+    """A state that was made durable."""
 
-    fence: Fence
+    fence: Fence  # of the world in which a member wrote it
     position: Position
     name: str
-    digest: str
+    digest: str  # of its manifest
 
 
 @dataclass(frozen=True)
 class World:
-    """The workers of one generation, in rank order (members[i].rank == i).
-
-    `source` is the rank whose state the others take: a survivor at the highest position (R4); None where nobody
-    brings a position, that is where all begin from the same initial state. `version` is the membership version that
-    it was formed at: its members stop at a boundary once a trailer carries a higher one (R6), so that all of them
-    compare with the same number. `resume`: where nobody brings a position but checkpoints count, the newest first:
-    the source loads the first that is whole and hands it to all.
-    """
+    """The workers of one generation, in rank order (members[i].rank == i)."""
 
     fence: Fence
     members: tuple[Member, ...]
+    # The rank whose state the others take, a survivor at the highest position: R4 (survivors). None where no member
+    # brings a position and no checkpoint counts: all begin from the same initial state.
     source: int | None
     reason: str
+    # The membership version that it was formed at. Members stop at a boundary once a step summary carries a higher one,
+    # so all of them compare with the same number: R6 (step summary).
     version: int = 0
+    # Where no member brings a position, the checkpoints that count, newest first: the source loads the first that is
+    # whole and broadcasts it.
     resume: tuple[Checkpoint, ...] = ()
 
     @property
@@ -159,52 +165,39 @@ class WorkerStatus(Enum):
     RUNNING = "running"  # built the generation it is a member of
     READY = "ready"  # left its world at a known position and waits for the next
     SUCCESS = "success"
-    FAILURE = "failure"  # raised, died, or was given up
+    FAILURE = "failure"  # raised, died, or was evicted
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What bounds a job. Times in seconds.
+    """What bounds a job. Times are in seconds."""
 
-    num_workers: slots wanted at the start (R16); min_workers: fewest to go on with; max_workers: most ever.
-    gather_timeout: how long the start waits for `num_workers` once `min_workers` are there.
-    start_timeout: how long to wait for `min_workers`, at the start and after a loss.
-    lease: silence after which a worker is taken for lost. reconnect_grace: how long a broken control connection
-    alone may stay broken. same_moment: connections that break within it are judged together.
-    driver_timeout: a worker that has not heard the driver for so long has ended itself.
-    regroup_timeout: how long survivors wait for a member that runs but does not come.
-    debounce: how long a planned change waits for others to join it, where some may.
-    failure_budget within failure_window: worker failures that are their own (not of a lost host).
-    reset_limit: plain count of new worlds after the first, as Horovod counts, after which no change is planned; None:
-    unlimited.
-    cooldown_range: for how long a slot or host is not used after its first failure, and at most after many.
-    idle_slot_timeout: after so long a slot that no world needs gives its core back.
-    max_global_batch: world size never exceeds it (R8).
-    checkpoints_kept: how many count at a time.
-    max_runtime: after so long the job ends at its next step boundary; None: unlimited.
-    all_results: a success needs the result of every member (R15); False: rank 0's is the job's.
-    """
-
-    num_workers: int
-    min_workers: int
-    max_workers: int
-    gather_timeout: float = 10.0
-    start_timeout: float = 600.0
-    lease: float = 5.0
-    reconnect_grace: float = 1.0
-    driver_timeout: float = 60.0
-    disconnect_window: float = 0.05
-    regroup_timeout: float = 600.0
-    debounce: float = 0.05
-    failure_budget: int = 10
+    num_workers: int  # slots wanted at the start: R16 (start)
+    min_workers: int  # fewest to go on with
+    max_workers: int  # most ever
+    gather_timeout: float = 10.0  # how long the start waits for `num_workers` once `min_workers` are there
+    start_timeout: float = 600.0  # how long to wait for `min_workers`, at the start and after a loss
+    lease: float = 5.0  # silence after which a worker is evicted
+    reconnect_grace: float = 1.0  # how long a broken control connection alone may stay broken
+    driver_timeout: float = 60.0  # a worker that has not heard the driver for so long has ended itself
+    disconnect_window: float = 0.05  # connections that break within it count as broken at once
+    regroup_timeout: float = 600.0  # how long survivors wait for a member that runs but does not come
+    debounce: float = 0.05  # how long a planned change waits for others to be announced with it
+    failure_budget: int = (
+        10  # failures that are the workers' own (not of a lost host) within `failure_window`
+    )
     failure_window: float = 600.0
+    # New worlds after the first, as Horovod counts, after which no change is planned; None: unlimited.
     reset_limit: int | None = None
-    max_global_batch: int | None = None
+    max_global_batch: int | None = None  # the size of a world never exceeds it: R8 (weighting)
+    # For how long a slot or host is not used after its first failure, and at most after many.
     cooldown_range: tuple[float, float] = (1.0, 60.0)
-    idle_slot_timeout: float = 60.0
-    checkpoints_kept: int = 3
-    max_runtime: float | None = None
-    all_results: bool = False
+    idle_slot_timeout: float = 60.0  # after so long a slot that no world needs gives its core back
+    checkpoints_kept: int = 3  # how many count at a time
+    max_runtime: float | None = None  # after so long the job ends at its next step boundary; None: unlimited
+    all_results: bool = (
+        False  # R15 (end): a success needs every member's result; False: rank 0's is the job's
+    )
 
     @property
     def capacity(self) -> int:

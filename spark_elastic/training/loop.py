@@ -19,7 +19,7 @@ import numpy.typing as npt
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.clock import SystemClock
 from spark_elastic.data.loader import StepRows
-from spark_elastic.protocol.types import Checkpoint, Phase, Position, World, is_last
+from spark_elastic.protocol.types import Checkpoint, Phase, Position, World, is_job_end
 from spark_elastic.training import evaluation
 from spark_elastic.training.checkpointing import Checkpointing, restore
 from spark_elastic.training.evaluation import Evaluation, no_sums
@@ -199,7 +199,7 @@ class TrainingLoop:
 
     def _stops(self, world: World, version: int) -> None:
         """If this boundary is the job's last, make it durable before anybody leaves."""
-        if self._checkpointing is not None and version > world.version and is_last(version):
+        if self._checkpointing is not None and version > world.version and is_job_end(version):
             self._checkpointing.finish(world.fence, self._state)
 
     def _keep(self, world: World, applied: bool) -> None:

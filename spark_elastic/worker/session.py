@@ -11,7 +11,7 @@ import numpy as np
 
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
-from spark_elastic.protocol.types import Phase, Position, World, is_last
+from spark_elastic.protocol.types import Phase, Position, World, is_job_end
 from spark_elastic.state import object_state
 from spark_elastic.state.durable_commits import DURABLE, DurableCommits
 from spark_elastic.worker.context import EngineThread, WorkerContext, get_context
@@ -66,7 +66,7 @@ class ContextSession:
         return durable
 
     def is_job_ending(self) -> bool:
-        return is_last(self._agreed_version)
+        return is_job_end(self._agreed_version)
 
     def next_world(self, error: CollectiveError | None) -> None:
         world, group = self._handle.next_world(error)

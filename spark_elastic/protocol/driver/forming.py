@@ -32,7 +32,6 @@ from spark_elastic.protocol.driver.state import (
     WorkerRecord,
 )
 from spark_elastic.protocol.types import (
-    LAST_CHANGE,
     START,
     Fence,
     HostId,
@@ -43,6 +42,7 @@ from spark_elastic.protocol.types import (
     WorkerId,
     WorkerStatus,
     World,
+    next_version,
     slot_of,
 )
 
@@ -131,7 +131,7 @@ def _may_end(tx: Transition) -> bool:
     only_end_announced = (
         current.end_announced
         and current.world is not None
-        and current.version == current.world.version + LAST_CHANGE
+        and current.version == next_version(current.world.version, job_ends=True)
     )
     return not tx.has_survivors() or (only_end_announced and not current.break_reason)
 
@@ -182,7 +182,7 @@ def _announce(tx: Transition, over_time: str) -> None:
     if not why:
         timers.change_since = None
         return
-    current.version += LAST_CHANGE if over_time else 1
+    current.version = next_version(current.version, job_ends=bool(over_time))
     current.announced = True
     current.end_announced |= bool(over_time)
     reason = f"world {state.generation} shall stop at its next step boundary: {why}"

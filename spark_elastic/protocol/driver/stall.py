@@ -1,7 +1,7 @@
-"""Who keeps the others of a world waiting: decided from what the slots' beats say. Pure.
+"""Finds the members that keep the others of a world waiting, from the slots' heartbeats. Pure.
 
-A member waits when its main thread is in an exchange or asks for its next world. Somebody who has done that for long
-shows that somebody else has not come: one that works on, is stopped, or whose slot is silent.
+A member waits when its main thread is in a collective or asks for its next world. If a member has waited for long,
+another one has not come: it works on, is stopped, or its slot is silent.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from spark_elastic.protocol.messages import Heartbeat
 from spark_elastic.protocol.types import NOT_RUNNING, Member, SlotId, World
 
-SILENT_BEATS = 2.5  # that have not come from a slot
+MAX_MISSED_HEARTBEATS = 2.5  # of a slot that is not silent
 STATES = {
     "R": "runs (R)",
     "S": "sleeps (S)",
@@ -29,23 +29,26 @@ class Stall:
     text: str
 
 
-def stalls(
+def find_stalls(
     world: World,
-    beats: Mapping[SlotId, tuple[float, Heartbeat]],
+    heartbeats: Mapping[SlotId, tuple[float, Heartbeat]],
     now: float,
     after: float,
     since: float,
-    beat_every: float,
+    interval: float,
     over: float | None = None,
 ) -> tuple[Stall, ...]:
-    """The members that have kept another waiting for `after` seconds or more; `since`: when the world began.
+    """The members that have kept another waiting for `after` seconds or more.
 
-    beats: the newest of each slot, with the time at which it came. beat_every: seconds between two of them.
-    over: since when the world is, so that
-    those who run in it keep the next one waiting, though no other may be left who could say that it waits.
+    Args:
+        heartbeats: the newest of each slot, with the time at which it came.
+        since: when the world began.
+        interval: seconds between two heartbeats of a slot.
+        over: since when the world is over, None if it is not. Members that run on in it keep the next world waiting,
+            even if no other is left whose heartbeats could say that it waits.
     """
-    silent = SILENT_BEATS * max(1.0, beat_every)
-    fresh = {slot: beat for slot, (came, beat) in beats.items() if now - came <= silent}
+    silent = MAX_MISSED_HEARTBEATS * max(1.0, interval)
+    fresh = {slot: heartbeat for slot, (came, heartbeat) in heartbeats.items() if now - came <= silent}
     longest = min(now - since, max(_waited(member, fresh.get(member.slot)) for member in world.members))
     alone = over is not None and longest < after
     if over is not None and alone:
@@ -54,30 +57,30 @@ def stalls(
         return ()
     found = []
     for member in world.members:
-        came, beat = beats.get(member.slot, (since, None))
-        if alone and (member.slot not in fresh or beat is None or beat.state in ENDED):
-            continue  # it is lost by then, not late
-        if beat is None or member.slot not in fresh:
+        came, heartbeat = heartbeats.get(member.slot, (since, None))
+        if alone and (member.slot not in fresh or heartbeat is None or heartbeat.state in ENDED):
+            continue  # it is lost, not late
+        if heartbeat is None or member.slot not in fresh:
             how = f"its slot has been silent for {now - came:.1f} s"
-        elif beat.worker == member.worker and beat.state in NOT_RUNNING:
-            how = f"its process {STATES.get(beat.state, beat.state)}"
-        elif beat.worker == member.worker and not beat.waits and beat.seconds >= after / 2:
-            how = f"its process {STATES.get(beat.state, f'is in state {beat.state}')}"
+        elif heartbeat.worker == member.worker and heartbeat.state in NOT_RUNNING:
+            how = f"its process {STATES.get(heartbeat.state, heartbeat.state)}"
+        elif heartbeat.worker == member.worker and not heartbeat.waits and heartbeat.seconds >= after / 2:
+            how = f"its process {STATES.get(heartbeat.state, f'is in state {heartbeat.state}')}"
         else:
             continue
-        found.append(Stall(member, _sentence(member, longest, how, beat)))
+        found.append(Stall(member, _sentence(member, longest, how, heartbeat)))
     return tuple(found)
 
 
-def _waited(member: Member, beat: Heartbeat | None) -> float:
+def _waited(member: Member, heartbeat: Heartbeat | None) -> float:
     """For how long a member is known to wait; 0.0 for one that does not, or cannot say."""
-    if beat is None or beat.worker != member.worker:
+    if heartbeat is None or heartbeat.worker != member.worker:
         return 0.0
-    return beat.seconds if beat.waits and beat.state not in NOT_RUNNING else 0.0
+    return heartbeat.seconds if heartbeat.waits and heartbeat.state not in NOT_RUNNING else 0.0
 
 
-def _sentence(member: Member, waited: float, how: str, beat: Heartbeat | None) -> str:
-    stack = beat.stack if beat is not None and beat.worker == member.worker else ""
+def _sentence(member: Member, waited: float, how: str, heartbeat: Heartbeat | None) -> str:
+    stack = heartbeat.stack if heartbeat is not None and heartbeat.worker == member.worker else ""
     where = f", last seen in {stack}" if stack else ""
     return (
         f"rank {member.rank} (worker {member.worker}, host {member.host}) has kept others waiting for "

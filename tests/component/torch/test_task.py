@@ -13,7 +13,7 @@ import pytest
 from elastic_collectives import Group
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
-from spark_elastic.protocol.types import LAST_CHANGE, Checkpoint, Fence, Phase, Position
+from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position, next_version
 from spark_elastic.state.checkpoint import CheckpointPolicy, CheckpointStore
 from spark_elastic.torch.callbacks import Callback, Training
 from spark_elastic.torch.train.task import BESIDE, TorchTrainTask, epoch_numbers
@@ -163,7 +163,7 @@ def test_r18_behind_the_last_boundary_the_very_step_is_durable(
     told: list[Checkpoint] = []
 
     def work(group: Group) -> tuple[Any, Any]:
-        heard = iter([0] * (last - 1 + group.rank) + [LAST_CHANGE] * job.workers)
+        heard = iter([0] * (last - 1 + group.rank) + [next_version(0, job_ends=True)] * job.workers)
         handle: Any = SimpleNamespace(
             membership_version=lambda: next(heard),
             report_position=lambda position: None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spark_elastic.protocol.driver.stall import Stall, stalls
+from spark_elastic.protocol.driver.stall import Stall, find_stalls
 from spark_elastic.protocol.messages import Heartbeat
 from spark_elastic.protocol.types import Fence, Member, World
 
@@ -29,7 +29,7 @@ def find(
         for rank, sign in enumerate(signs)
         if sign is not None
     }
-    return stalls(WORLD, beats, NOW, AFTER, began, 1.0, over)
+    return find_stalls(WORLD, beats, NOW, AFTER, began, 1.0, over)
 
 
 def ranks(found: tuple[Stall, ...]) -> list[int]:
@@ -95,4 +95,4 @@ def test_a_silent_slot_cannot_say_that_it_waits() -> None:
 def test_what_a_slot_says_of_an_earlier_worker_is_not_this_ones() -> None:
     beats = {f"{rank}-0": (NOW, Heartbeat(f"{rank}-0", f"{rank}-0.1", *WAITING)) for rank in range(3)}
     beats["1-0"] = (NOW, Heartbeat("1-0", "1-0.0", "R", False, 50.0, "f (a.py:1)"))
-    assert not stalls(WORLD, beats, NOW, AFTER, 0.0, 1.0)
+    assert not find_stalls(WORLD, beats, NOW, AFTER, 0.0, 1.0)

@@ -17,7 +17,7 @@ from spark_elastic.protocol.messages import (
     WorkerStarted,
     WorldFormed,
 )
-from spark_elastic.protocol.types import START, Fence, Limits, is_last, slot_of
+from spark_elastic.protocol.types import START, Fence, Limits, is_job_end, slot_of
 from tests.unit.protocol.driver_bench import FOUR, Bench, name
 
 LIMITS = Limits(1, 1, 1, max_runtime=100.0)
@@ -92,7 +92,7 @@ def _stops_as_told(bench: Bench, step: int, *jobs: int) -> None:
     assert not bench.all(End)
     bench.form()
     bench.wait(0.5, beating=jobs)
-    assert is_last(bench.all(Announce)[-1].version)
+    assert is_job_end(bench.all(Announce)[-1].version)
     assert bench.all(Announce)[-1].version > bench.world.version
     bench.stop_planned(step, *(name(job) for job in jobs))
     assert bench.end.outcome is Outcome.TIME_LIMIT
@@ -103,9 +103,9 @@ def test_a_change_whose_boundary_comes_late_is_followed_by_a_world_that_is_told(
     bench.wait(98.0 - bench.now, beating=[1, 2])
     bench.warm(3)
     bench.wait(1.0, beating=[1, 2, 3])
-    assert not is_last(bench.all(Announce)[-1].version)
+    assert not is_job_end(bench.all(Announce)[-1].version)
     bench.wait(3.0, beating=[1, 2, 3])
-    assert is_last(bench.all(Announce)[-1].version), "a boundary that is not yet reached may be the last"
+    assert is_job_end(bench.all(Announce)[-1].version), "a boundary that is not yet reached may be the last"
     bench.stop_planned(50, name(1), name(2))  # it may have been on its way: nobody knows whether they knew
     assert bench.members() == [name(1), name(2), name(3)]
     _stops_as_told(bench, 51, 1, 2, 3)
