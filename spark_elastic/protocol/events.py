@@ -224,7 +224,7 @@ class Finished(Event):
 
 @dataclass(frozen=True)
 class StopReceived(Event):
-    """The driver needs this worker no more: its result was acknowledged, or it was released or left out of the world."""
+    """The driver needs this worker no more: it was acknowledged, released, or left out of the world."""
 
     reason: str
 
