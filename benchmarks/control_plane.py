@@ -35,14 +35,14 @@ from benchmarks.parts import swarm  # noqa: E402
 from benchmarks.parts.report import Row, finish, parser  # noqa: E402
 from spark_elastic.clock import SystemClock  # noqa: E402
 from spark_elastic.driver.journal import Journal  # noqa: E402
-from spark_elastic.driver.loop import DriverLoop, Effects, Inbox  # noqa: E402
+from spark_elastic.driver.loop import CommandExecutor, DriverLoop, EventQueue  # noqa: E402
 from spark_elastic.driver.ports import Post  # noqa: E402
 from spark_elastic.protocol import driver_machine  # noqa: E402
 from spark_elastic.protocol.events import DriverEvent  # noqa: E402
 from spark_elastic.protocol.slot_spec import SlotSpec  # noqa: E402
 from spark_elastic.protocol.types import Limits, World, heartbeat_interval  # noqa: E402
-from spark_elastic.rendezvous.server import Recipients, RendezvousServer  # noqa: E402
-from spark_elastic.rendezvous.serving import make_room  # noqa: E402
+from spark_elastic.rendezvous.http_server import raise_file_limit  # noqa: E402
+from spark_elastic.rendezvous.server import RendezvousServer, ServerCallbacks  # noqa: E402
 
 SIZES = (2, 8, 32, 128, 512, 2000)
 PROCESSES = 4
@@ -80,7 +80,7 @@ class Nobody:
 
 def drive(pipe: Connection, size: int) -> None:
     """Server and driver loop; answers "cpu" with seconds of processor time and events so far, ends on "end"."""
-    inbox: Inbox = Inbox()
+    inbox: EventQueue = EventQueue()
     count = [0]
 
     def post(event: DriverEvent) -> None:
@@ -89,14 +89,14 @@ def drive(pipe: Connection, size: int) -> None:
 
     limits = Limits(size, size, size, gather_timeout=600, lease=3600, regroup_timeout=600)
     clock = SystemClock()
-    make_room(size)
+    raise_file_limit(size)
     with RendezvousServer(
         swarm.KEY,
         1,
-        Recipients(post, lambda lines: None, beat_every=partial(heartbeat_interval, LEASE)),
+        ServerCallbacks(post, lambda lines: None, beat_every=partial(heartbeat_interval, LEASE)),
         clock,
     ) as server:
-        effects = Effects(server, NoLauncher(), Nobody(), lambda kept: None)
+        effects = CommandExecutor(server, NoLauncher(), Nobody(), lambda kept: None)
         loop = DriverLoop(driver_machine.initial(limits, 1), inbox, effects.carry_out, clock, Journal())
         loop.start()
         pipe.send(server.address)

@@ -20,7 +20,7 @@ import click
 import spark_elastic
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig, from_env, log_level
-from spark_elastic.driver.discovery import FixedHosts, HostPolling, parse_hosts, script
+from spark_elastic.driver.discovery import FixedHosts, HostPoller, parse_hosts, script
 from spark_elastic.driver.ports import Discovery
 from spark_elastic.errors import ElasticError, InvalidInput
 from spark_elastic.horovodrun_options import THIS_MACHINE, add_options, get_variables
@@ -262,7 +262,7 @@ def _make_discovery(wanted: RunOptions, fixed: Mapping[str, int], hosts: HostSlo
         return FixedHosts(fixed, clock, tell)
     path = wanted.host_discovery_script
     command = [os.path.abspath(path) if os.path.exists(path) else path]
-    return HostPolling(script(command, lambda text: parse_hosts(text, wanted.slots_per_host)), clock, tell)
+    return HostPoller(script(command, lambda text: parse_hosts(text, wanted.slots_per_host)), clock, tell)
 
 
 def _update_hosts(hosts: HostSlots, listed: Mapping[str, int]) -> None:

@@ -21,7 +21,7 @@ from spark_elastic import errors
 from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.discovery import Together
-from spark_elastic.driver.gathering import GatherTurn
+from spark_elastic.driver.gang_scheduler import GangScheduler
 from spark_elastic.driver.ports import Launcher
 from spark_elastic.driver.remote_launcher import DriverStarted, RemoteLauncher, SlotRequested
 from spark_elastic.errors import CoordinatorLost, InvalidInput, JobCancelled, JobFailed, NotEnoughWorkers
@@ -219,11 +219,11 @@ class _RemoteTurn:
 
     channel: StoreChannel
 
-    def gathered(self) -> None:
+    def finish_gathering(self) -> None:
         self.channel.send(SlotsGathered())
 
-    def lacks(self, slots: bool) -> None:
-        self.channel.send(SlotsLacking(slots))
+    def report_shortage(self, is_short: bool) -> None:
+        self.channel.send(SlotsLacking(is_short))
 
 
 # ---- the client
@@ -258,7 +258,7 @@ class CoordinatorClient:
         end: ChannelEnd,
         spec: SlotSpec,
         launcher: Launcher,
-        turn: GatherTurn,
+        turn: GangScheduler,
         listener: JobListener,
         clock: Clock,
     ) -> None:
@@ -353,9 +353,9 @@ class CoordinatorClient:
             case WorldStarted(size, reason):
                 show(partial(self._listener.world, size, reason))
             case SlotsGathered():
-                self._turn.gathered()
+                self._turn.finish_gathering()
             case SlotsLacking(lacking):
-                self._turn.lacks(lacking)
+                self._turn.report_shortage(lacking)
             case UserNotified(text):
                 show(partial(self._listener.tell, text))
             case RecordLogged((level, name, text, told)):

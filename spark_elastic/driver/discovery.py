@@ -157,7 +157,7 @@ class _Call:
     error: Exception | None = None
 
 
-class HostPolling:
+class HostPoller:
     """`driver.ports.Discovery` over `find() -> {host: slots}`.
 
     tell: is told every answer before the driver is, in the asking thread; what it raises counts as a failed answer.
@@ -261,7 +261,7 @@ def script(command: Sequence[str], parse: Callable[[str], Mapping[str, int]]) ->
 
 
 class FixedHosts:
-    """A listing that never changes. tell: as of `HostPolling`."""
+    """A listing that never changes. tell: as of `HostPoller`."""
 
     def __init__(
         self,
@@ -307,7 +307,7 @@ def steered(own: Discovery, hosts: str | Find | None, handle: object | None, clo
     parts = [own]
     if hosts is not None:
         find = script([hosts], lambda text: parse_hosts(text, ALL_SLOTS)) if isinstance(hosts, str) else hosts
-        parts.append(HostPolling(find, clock))
+        parts.append(HostPoller(find, clock))
     if handle is not None:
         if not isinstance(handle, JobHandle):
             raise InvalidInput(f"handle must be a spark_elastic.JobHandle; got a {type(handle).__name__}.")

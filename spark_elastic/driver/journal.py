@@ -132,7 +132,7 @@ def encode_event(event: DriverEvent) -> dict[str, Any]:
 
 
 def decode_event(value: dict[str, Any]) -> DriverEvent:
-    """Raises codec.Garbled."""
+    """Raises codec.MalformedMessage."""
     if value.get("type") not in MESSAGES:
         return typing.cast("DriverEvent", _decoded(EVENTS, value))
     fields = dict(value)
@@ -145,7 +145,7 @@ def encoded(commands: Sequence[DriverCommand]) -> list[dict[str, Any]]:
 
 
 def commands_of(values: list[dict[str, Any]]) -> Commands:
-    """Raises codec.Garbled."""
+    """Raises codec.MalformedMessage."""
     return tuple(typing.cast("DriverCommand", _decoded(COMMANDS, value)) for value in values)
 
 
@@ -155,9 +155,9 @@ def initial_of(state: DriverState) -> dict[str, Any]:
 
 
 def arguments_of(values: dict[str, Any]) -> dict[str, Any]:
-    """Those arguments again. Raises codec.Garbled."""
+    """Those arguments again. Raises codec.MalformedMessage."""
     if set(values) != set(INITIAL):
-        raise codec.Garbled(
+        raise codec.MalformedMessage(
             f"the machine begins from {sorted(INITIAL)}, and the journal has {sorted(values)}"
         )
     return {name: codec.read_as(hint, values[name], name) for name, hint in INITIAL.items()}
@@ -167,7 +167,7 @@ def _decoded(known: dict[str, type], value: dict[str, Any]) -> object:
     fields = dict(value)
     cls = known.get(fields.pop("type", ""))
     if cls is None:
-        raise codec.Garbled(f"there is no {value.get('type')!r}")
+        raise codec.MalformedMessage(f"there is no {value.get('type')!r}")
     return codec.read(cls, fields)
 
 

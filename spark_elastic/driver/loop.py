@@ -28,7 +28,7 @@ from spark_elastic.rendezvous.server import RendezvousServer
 # waking of the loop's thread costs the server's thread the interpreter, more than the rest of a beat costs it.
 
 
-class Inbox:
+class EventQueue:
     """Events in the order in which they came; None ends the loop."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class DriverLoop:
     def __init__(
         self,
         initial: tuple[driver_machine.DriverState, tuple[DriverCommand, ...]],
-        inbox: Inbox,
+        inbox: EventQueue,
         carry_out: Callable[[DriverCommand], None],
         clock: Clock,
         journal: Journal,
@@ -166,7 +166,7 @@ Publisher: TypeAlias = Callable[[tuple[Checkpoint, ...]], None]
 """Makes checkpoints count, newest first, and deletes others; returns at once."""
 
 
-class Effects:
+class CommandExecutor:
     """Maps each command to one call; nothing here decides."""
 
     def __init__(

@@ -17,7 +17,7 @@ from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.discovery import steered
 from spark_elastic.driver.journal import Journal
-from spark_elastic.driver.loop import DriverLoop, Effects, Inbox
+from spark_elastic.driver.loop import CommandExecutor, DriverLoop, EventQueue
 from spark_elastic.driver.ports import Discovery, Launcher
 from spark_elastic.driver.stall_watch import StallWatch
 from spark_elastic.errors import (
@@ -41,9 +41,9 @@ from spark_elastic.protocol.events import CancelRequested
 from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.protocol.types import Checkpoint, Limits, heartbeat_interval
 from spark_elastic.rendezvous import auth
-from spark_elastic.rendezvous.server import Recipients, RendezvousServer
-from spark_elastic.rendezvous.serving import Bind, make_room
-from spark_elastic.rendezvous.status_door import StatusDoor
+from spark_elastic.rendezvous.http_server import Bind, raise_file_limit
+from spark_elastic.rendezvous.server import RendezvousServer, ServerCallbacks
+from spark_elastic.rendezvous.status_app import StatusApp
 from spark_elastic.state.run_lease import RunLease
 
 # How a job's end is told to its caller: its results, or an error of the class that fits. Pure.
@@ -96,11 +96,11 @@ class LaunchResult:
 class SlotTurn(Protocol):
     """The job's turn to gather slots, among the jobs of its application. Called by the driver's thread."""
 
-    def gathered(self) -> None:
+    def finish_gathering(self) -> None:
         """The job has a world. Called for each world."""
         ...
 
-    def lacks(self, slots: bool) -> None:
+    def report_shortage(self, is_short: bool) -> None:
         """Called when the job begins to lack slots for its next world, or has enough again."""
         ...
 
@@ -138,24 +138,24 @@ def supervise(
     clock = SystemClock()
     discovery = steered(discovery, config.host_discovery, config.handle, clock)
     narrator = narrate or NullListener()
-    inbox: Inbox = Inbox()
+    inbox: EventQueue = EventQueue()
     pace = partial(heartbeat_interval, limits.lease)
     stalls = StallWatch(inbox.put, clock, config.stall_after, pace)
     run, turn = options.run, options.turn
     files = _open_log_files(run, config, clock)
-    hooks = () if turn is None else (turn.gathered, turn.lacks)
+    hooks = () if turn is None else (turn.finish_gathering, turn.report_shortage)
     monitor = JobMonitor(narrator, clock, clock.now(), stalls, files, *hooks)
     journal = Journal(config.journal, monitor.turn)
     key = options.key or secrets.token_bytes(32)
-    recipients = Recipients(stalls.post, monitor.lines, options.check_host, monitor.report, pace)
+    recipients = ServerCallbacks(stalls.post, monitor.lines, options.check_host, monitor.report, pace)
     bind = Bind(options.bind, config.driver_port, options.advertise, auth.chosen(config, options.encrypted))
     attempt, checkpoints = (run.attempt, run.checkpoints) if run is not None else (FIRST_ATTEMPT, ())
-    door = StatusDoor(pages(monitor.chronicle, name, clock), clock) if config.status_page else None
+    door = StatusApp(pages(monitor.chronicle, name, clock), clock) if config.status_page else None
     server = RendezvousServer(key, attempt, recipients, clock, bind, door)
-    effects = Effects(server, launcher, monitor, run.publish if run is not None else _publish_nothing)
+    effects = CommandExecutor(server, launcher, monitor, run.publish if run is not None else _publish_nothing)
     first = driver_machine.initial(limits, attempt, checkpoints)
     loop = DriverLoop(first, inbox, effects.carry_out, clock, journal)
-    make_room(limits.max_workers)
+    raise_file_limit(limits.max_workers)
     # Last in, first out; an interrupt while one closes does not spare the others.
     with ExitStack() as closing:
         closing.enter_context(isolate_log_handlers())

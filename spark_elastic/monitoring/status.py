@@ -20,7 +20,7 @@ from spark_elastic.monitoring.job_history import JobHistory
 from spark_elastic.monitoring.progress import PLACE
 from spark_elastic.monitoring.report import JobReport
 from spark_elastic.protocol.driver.state import DriverState, SlotRecord
-from spark_elastic.rendezvous.status_door import Page
+from spark_elastic.rendezvous.status_app import Page
 
 MOST_SLOTS = 400
 MOST_CHANGES = 200

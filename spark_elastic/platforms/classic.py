@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import cloudpickle
 
 from spark_elastic.driver.discovery import Together
-from spark_elastic.driver.gathering import GatherTurn
+from spark_elastic.driver.gang_scheduler import GangScheduler
 from spark_elastic.driver.ports import Discovery
 from spark_elastic.platforms.spark_platform import MakeTask, SparkPlatform
-from spark_elastic.rendezvous.serving import Bind
+from spark_elastic.rendezvous.http_server import Bind
 from spark_elastic.spark.executors import ExecutorWatch
 from spark_elastic.spark.launcher import SparkLauncher
 from spark_elastic.spark.payload import Payload, broadcast
@@ -73,7 +73,7 @@ class ClassicPlatform(SparkPlatform):
     def _make_launcher(self, make_task: MakeTask, profile: ResourceProfile | None) -> SparkLauncher:
         return SparkLauncher(self._owner(), make_task, self._clock, profile)
 
-    def _discover(self, turn: GatherTurn) -> Discovery:
+    def _discover(self, turn: GangScheduler) -> Discovery:
         return Together(ExecutorWatch(self._owner(), self._clock), turn)
 
     def _ship_package(self) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from spark_elastic import coordinator
 from spark_elastic.config import ElasticConfig
 from spark_elastic.data.store import Store
-from spark_elastic.driver.gathering import GatherTurn
+from spark_elastic.driver.gang_scheduler import GangScheduler
 from spark_elastic.driver.ports import Discovery
 from spark_elastic.driver.thread_launcher import ThreadPerSlotLauncher
 from spark_elastic.launch.job import FIRST_ATTEMPT, LaunchResult
@@ -24,7 +24,7 @@ from spark_elastic.launch.job_monitor import JobListener, NullListener
 from spark_elastic.platforms import JobSpec
 from spark_elastic.platforms.spark_platform import MakeTask, SparkPlatform
 from spark_elastic.protocol.slot_spec import SlotSpec
-from spark_elastic.rendezvous.serving import Bind
+from spark_elastic.rendezvous.http_server import Bind
 from spark_elastic.spark import connect
 from spark_elastic.spark.payload import Payload, make_program_payload
 from spark_elastic.spark.probe import ProbeSpec, make_version_check
@@ -85,14 +85,14 @@ class ConnectPlatform(SparkPlatform):
     def _make_launcher(self, make_task: MakeTask, profile: ResourceProfile | None) -> connect.ConnectLauncher:
         return connect.ConnectLauncher(self._spark, make_task, self._clock, profile)
 
-    def _discover(self, turn: GatherTurn) -> Discovery:
+    def _discover(self, turn: GangScheduler) -> Discovery:
         return turn  # the session does not tell which executors there are
 
     def _drive(
         self,
         job: JobSpec,
         launcher: ThreadPerSlotLauncher,
-        turn: GatherTurn,
+        turn: GangScheduler,
         settings: Mapping[str, str],
         listener: JobListener | None,
     ) -> LaunchResult:

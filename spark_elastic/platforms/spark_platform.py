@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.data.store import Store
-from spark_elastic.driver.gathering import GatherTurn, application_of
+from spark_elastic.driver.gang_scheduler import GangScheduler, get_job_queue
 from spark_elastic.driver.ports import Discovery
 from spark_elastic.driver.thread_launcher import ThreadPerSlotLauncher
 from spark_elastic.launch.job import DriverOptions, LaunchResult, supervise
@@ -18,7 +18,7 @@ from spark_elastic.launch.job_monitor import JobListener
 from spark_elastic.platforms import JobSpec
 from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.rendezvous import auth
-from spark_elastic.rendezvous.serving import Bind
+from spark_elastic.rendezvous.http_server import Bind
 from spark_elastic.spark.payload import Payload
 from spark_elastic.spark.probe import ProbeSpec, make_version_check
 from spark_elastic.spark.session import collect_host_facts
@@ -80,7 +80,7 @@ class SparkPlatform(ABC):
         """A launcher over the session."""
 
     @abstractmethod
-    def _discover(self, turn: GatherTurn) -> Discovery:
+    def _discover(self, turn: GangScheduler) -> Discovery:
         """What posts the changes of hosts, and of the turn, to the driver."""
 
     # ---- what is the same
@@ -100,15 +100,15 @@ class SparkPlatform(ABC):
             launcher = self._make_launcher(
                 lambda spec: SlotTask(job.complete(spec), program, memory), profile
             )
-            turn = GatherTurn(application_of(self._owner()), job.name, job.limits, self._clock)
-            with turn.lives, turn:
+            turn = GangScheduler(get_job_queue(self._owner()), job.name, job.limits, self._clock)
+            with turn.alive_lock, turn:
                 return self._drive(job, launcher, turn, settings, listener)
 
     def _drive(
         self,
         job: JobSpec,
         launcher: ThreadPerSlotLauncher,
-        turn: GatherTurn,
+        turn: GangScheduler,
         settings: Mapping[str, str],
         listener: JobListener | None,
     ) -> LaunchResult:

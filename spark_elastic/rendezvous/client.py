@@ -51,19 +51,19 @@ from spark_elastic.rendezvous.messages import (
 CONNECT_SECONDS = 5.0
 
 
-class WireClosed(Exception):
+class TransportClosed(Exception):
     """`close` was called."""
 
 
-class WireBroken(Exception):
+class TransportError(Exception):
     """No answer: could not connect, the connection broke, or time ran out."""
 
 
-class WireForeign(Exception):
+class CertificateMismatch(Exception):
     """Whoever answers has not the expected certificate."""
 
 
-class Wire:
+class HttpTransport:
     """POSTs to `address` ("host:port"). certificate: the only one to be taken, PEM; None: plain HTTP."""
 
     def __init__(self, address: str, certificate: str | None = None) -> None:
@@ -82,9 +82,9 @@ class Wire:
         """The response, read whole. seconds: how long the server may be silent.
 
         Raises:
-            WireBroken: there was none.
-            WireForeign: another certificate was shown.
-            WireClosed: `close` was called before or meanwhile.
+            TransportError: there was none.
+            CertificateMismatch: another certificate was shown.
+            TransportClosed: `close` was called before or meanwhile.
         """
         timeout = {
             "connect": min(seconds, CONNECT_SECONDS),
@@ -106,10 +106,10 @@ class Wire:
                 return response
             except (httpx.HTTPError, OSError) as error:
                 if self._closed.is_set():
-                    raise WireClosed from None
+                    raise TransportClosed from None
                 if _is_foreign(error):
-                    raise WireForeign from error
-                raise WireBroken(str(error) or type(error).__name__) from error
+                    raise CertificateMismatch from error
+                raise TransportError(str(error) or type(error).__name__) from error
 
     def close(self) -> None:
         """Free every thread that waits in `post`, at once; any thread, any number of times."""
@@ -127,7 +127,7 @@ class Wire:
     def _under_way(self) -> Iterator[None]:
         with self._lock:
             if self._closed.is_set():
-                raise WireClosed
+                raise TransportClosed
             self._active += 1
         try:
             yield
@@ -213,7 +213,7 @@ class RendezvousClient:
         self._attempt = attempt
         self._clock = clock
         self._timeout = timeout
-        self._wire = Wire(address, certificate)
+        self._wire = HttpTransport(address, certificate)
         self._closing = threading.Event()
         self._hello = threading.Lock()
         self._session: _Session | None = None
@@ -261,13 +261,13 @@ class RendezvousClient:
                 session = self._session or self._say_hello(patience)
                 credentials = auth.sign_request(self._key, path, session.name, session.next(), body)
                 response = self._post(path, credentials, body, min(held + ANSWER_SECONDS, left))
-            except WireClosed:
+            except TransportClosed:
                 raise ConnectionClosed("The connection to the driver was closed on this side.") from None
-            except WireForeign:
+            except CertificateMismatch:
                 raise Unauthorized(
                     f"Whatever answers at {self._address} does not show this job's certificate."
                 ) from None
-            except WireBroken as error:
+            except TransportError as error:
                 self._pause(patience, error)
                 continue
             if response.status_code == 401 and not patience.renewed:
@@ -281,7 +281,7 @@ class RendezvousClient:
             elif response.status_code in (401, 413):
                 self._refused(response.status_code, len(body))
             else:
-                self._pause(patience, WireBroken(f"HTTP status {response.status_code}"))
+                self._pause(patience, TransportError(f"HTTP status {response.status_code}"))
 
     def close(self) -> None:
         """Free every waiting thread at once; later requests raise `ConnectionClosed`."""
@@ -316,7 +316,7 @@ class RendezvousClient:
             if response.status_code == 401:
                 self._refused(401, 0)
             if response.status_code != 200:
-                raise WireBroken(f"HTTP status {response.status_code}")
+                raise TransportError(f"HTTP status {response.status_code}")
             self._session = _Session(str(self._verified(credentials, response)["session"]))
             return self._session
 
@@ -329,7 +329,7 @@ class RendezvousClient:
             if self._session is session:
                 self._session = None
 
-    def _pause(self, patience: _Patience, error: WireBroken) -> None:
+    def _pause(self, patience: _Patience, error: TransportError) -> None:
         """Before the next try; raises when there is no time for one."""
         pause = PAUSES[min(patience.tries, len(PAUSES) - 1)]
         patience.tries += 1

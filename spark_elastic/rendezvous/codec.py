@@ -25,7 +25,7 @@ PACKED_FROM = 4096  # bytes
 ODD = ("nan", "inf", "-inf")  # as Python writes and reads them
 
 
-class Garbled(ValueError):
+class MalformedMessage(ValueError):
     """Not what the wire speaks; the message says where."""
 
 
@@ -46,14 +46,14 @@ def loads(body: bytes) -> dict[str, Any]:
     """The JSON object in `body`.
 
     Raises:
-        Garbled: it is no JSON object.
+        MalformedMessage: it is no JSON object.
     """
     try:
         value = _DECODER.decode(body.decode())
     except (ValueError, RecursionError) as error:
-        raise Garbled(f"the body is not JSON ({type(error).__name__})") from None
+        raise MalformedMessage(f"the body is not JSON ({type(error).__name__})") from None
     if not isinstance(value, dict):
-        raise Garbled("the body is not a JSON object")
+        raise MalformedMessage("the body is not a JSON object")
     return value
 
 
@@ -66,14 +66,14 @@ def unpacked(body: bytes) -> bytes:
     """What was `packed`. Only for bodies that are proven genuine: little can become much.
 
     Raises:
-        Garbled: it was not.
+        MalformedMessage: it was not.
     """
     if body[:1] == b"{":
         return body
     try:
         return zlib.decompress(body)
     except zlib.error:
-        raise Garbled("the body is neither JSON nor packed") from None
+        raise MalformedMessage("the body is neither JSON nor packed") from None
 
 
 def encode_numbers(numbers: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def read(cls: type[T], value: object) -> T:
     """`value` (JSON types) as the dataclass `cls`.
 
     Raises:
-        Garbled: a field is missing, unknown or of another type.
+        MalformedMessage: a field is missing, unknown or of another type.
     """
     return typing.cast("T", read_as(cls, value, cls.__name__))
 
@@ -118,7 +118,7 @@ def read_as(hint: Any, value: object, where: str) -> object:
     """`value` (JSON types) as what a type hint says; `where` is its name in errors.
 
     Raises:
-        Garbled: it is of another type.
+        MalformedMessage: it is of another type.
     """
     return _reader(hint)(value, where)
 
@@ -159,18 +159,18 @@ def _scalar(hint: type) -> Reader:
         # JSON has one kind of number; Python's bool is an int, on the wire it is not.
         if type(value) is hint or (hint is float and type(value) is int):
             return value
-        raise Garbled(f"{where} must be {hint.__name__}, not {type(value).__name__}")
+        raise MalformedMessage(f"{where} must be {hint.__name__}, not {type(value).__name__}")
 
     return parse
 
 
 def _bytes(value: Any, where: str) -> bytes:
     if not isinstance(value, str):
-        raise Garbled(f"{where} must be base64 text")
+        raise MalformedMessage(f"{where} must be base64 text")
     try:
         return base64.b64decode(value.encode("ascii"), validate=True)
     except ValueError:
-        raise Garbled(f"{where} must be base64 text") from None
+        raise MalformedMessage(f"{where} must be base64 text") from None
 
 
 def _optional(readers: list[Reader]) -> Reader:
@@ -183,7 +183,7 @@ def _optional(readers: list[Reader]) -> Reader:
 def _sequence(reader: Reader) -> Reader:
     def parse(value: Any, where: str) -> tuple[Any, ...]:
         if not isinstance(value, list):
-            raise Garbled(f"{where} must be a list")
+            raise MalformedMessage(f"{where} must be a list")
         return tuple(reader(item, where) for item in value)
 
     return parse
@@ -192,7 +192,7 @@ def _sequence(reader: Reader) -> Reader:
 def _fixed(readers: list[Reader]) -> Reader:
     def parse(value: Any, where: str) -> tuple[Any, ...]:
         if not isinstance(value, list) or len(value) != len(readers):
-            raise Garbled(f"{where} must be a list of {len(readers)}")
+            raise MalformedMessage(f"{where} must be a list of {len(readers)}")
         return tuple(reader(item, where) for reader, item in zip(readers, value, strict=True))
 
     return parse
@@ -201,7 +201,7 @@ def _fixed(readers: list[Reader]) -> Reader:
 def _mapping(reader: Reader) -> Reader:
     def parse(value: Any, where: str) -> dict[str, Any]:
         if not isinstance(value, dict):
-            raise Garbled(f"{where} must be an object")
+            raise MalformedMessage(f"{where} must be an object")
         return {key: reader(item, where) for key, item in value.items()}
 
     return parse
@@ -212,7 +212,7 @@ def _enum(hint: type[Enum]) -> Reader:
         try:
             return hint(value)
         except ValueError:
-            raise Garbled(f"{where} must be one of {[m.value for m in hint]}") from None
+            raise MalformedMessage(f"{where} must be one of {[m.value for m in hint]}") from None
 
     return parse
 
@@ -229,11 +229,11 @@ def _record(cls: type) -> Reader:
 
     def parse(value: Any, where: str) -> Any:
         if not isinstance(value, dict):
-            raise Garbled(f"{where} must be an object")
+            raise MalformedMessage(f"{where} must be an object")
         if missing := required - value.keys():
-            raise Garbled(f"{where} lacks {min(missing)}")
+            raise MalformedMessage(f"{where} lacks {min(missing)}")
         if unknown := value.keys() - readers.keys():
-            raise Garbled(f"{where} has no field {min(unknown)[:40]!r}")
+            raise MalformedMessage(f"{where} has no field {min(unknown)[:40]!r}")
         return cls(**{name: readers[name](item, f"{where}.{name}") for name, item in value.items()})
 
     return parse

@@ -27,8 +27,7 @@ from spark_elastic.protocol.messages import (
 )
 from spark_elastic.protocol.types import Fence, SlotId, WorkerId
 from spark_elastic.rendezvous import codec
-from spark_elastic.rendezvous.board import Board, generation_scope
-from spark_elastic.rendezvous.gate import Call, Handler, PeerGone
+from spark_elastic.rendezvous.auth_middleware import Call, Handler, PeerDisconnected
 from spark_elastic.rendezvous.messages import (
     REQUESTS,
     Blobs,
@@ -43,6 +42,7 @@ from spark_elastic.rendezvous.messages import (
     WatchWorker,
     WorkerUpdate,
 )
+from spark_elastic.rendezvous.server_state import ServerState, generation_scope
 
 # Who is connected: turns broken and renewed long polls into events.
 #
@@ -52,7 +52,7 @@ from spark_elastic.rendezvous.messages import (
 Peer = tuple[SlotId, WorkerId | None]
 
 
-class Presence:
+class ConnectionTracker:
     """Who has a long poll open. A peer whose last one broke is lost until it asks again.
 
     A peer that dials anew before its old connection's end is seen is not lost in between.
@@ -72,10 +72,10 @@ class Presence:
     @contextmanager
     def waiting(self, peer: Peer) -> Iterator[None]:
         self._count(peer, 1)
-        broken: PeerGone | None = None
+        broken: PeerDisconnected | None = None
         try:
             yield
-        except PeerGone as gone:
+        except PeerDisconnected as gone:
             broken = gone
             raise
         finally:
@@ -106,7 +106,7 @@ class Routes:
 
     def __init__(
         self,
-        board: Board,
+        board: ServerState,
         post: Callable[[DriverEvent], None],
         clock: Clock,
         on_logs: Callable[[LogLines], None],
@@ -114,14 +114,14 @@ class Routes:
         on_report: Callable[[Report], None],
         beat_every: Callable[[int], float],
     ) -> None:
-        self._board = board
+        self._state = board
         self._post = post
         self._clock = clock
         self._on_logs = on_logs
         self._admit = admit
         self._on_report = on_report
         self._beat_every = beat_every
-        self._presence = Presence(post, clock)
+        self._presence = ConnectionTracker(post, clock)
         self._heartbeat_reply = messages.HeartbeatReply()  # the newest one
 
     def handlers(self) -> Mapping[type[Request[Any]], Handler]:
@@ -154,12 +154,12 @@ class Routes:
         message: messages.RegisterSlot = call.message
         unfit = self._admit(message.facts) or ""
         self._receive(dataclasses.replace(message, unfit=unfit))
-        refusal = self._board.ended or unfit
+        refusal = self._state.ended or unfit
         return messages.Admission(not refusal, refusal, self._beat_every(self._presence.slots))
 
     async def _heartbeat(self, call: Call) -> messages.HeartbeatReply:
         self._receive(call.message)
-        reply = messages.HeartbeatReply(self._beat_every(self._presence.slots), self._board.ended)
+        reply = messages.HeartbeatReply(self._beat_every(self._presence.slots), self._state.ended)
         if reply != self._heartbeat_reply:
             self._heartbeat_reply = reply
         return self._heartbeat_reply  # one object, so that it is encoded once
@@ -169,10 +169,10 @@ class Routes:
         message: messages.JoinWorld | messages.WorkerDone = call.message
 
         def find_answer() -> NextWorld | None:
-            stop = self._board.stop(message.worker)
+            stop = self._state.stop(message.worker)
             if stop is not None:
                 return NextWorld(stop=stop)
-            return self._board.next_world(message.worker, message.fence)
+            return self._state.next_world(message.worker, message.fence)
 
         self._presence.heard(_sender(message))
         reply = find_answer()
@@ -188,37 +188,37 @@ class Routes:
     def _stop_reason(self, message: SlotRequest[Any] | WorkerRequest[Any]) -> str | None:
         """Why the sender must end."""
         if isinstance(message, WorkerRequest):
-            return self._board.stop(message.worker)
-        return self._board.ended
+            return self._state.stop(message.worker)
+        return self._state.ended
 
     # ---- messages that the server answers by itself
 
     async def _logs(self, call: Call) -> Acknowledged:
         self._on_logs(call.message)
-        return Acknowledged(self._board.ended)
+        return Acknowledged(self._state.ended)
 
     async def _watch_slot(self, call: Call) -> SlotCommands:
         message: WatchSlot = call.message
         self._presence.heard(_sender(message))
 
         def find_commands() -> SlotCommands | None:
-            now = self._board.commands(message.slot, message.seen)
+            now = self._state.commands(message.slot, message.seen)
             return now if now.stop_worker or now.release is not None else None
 
         reply = await self._hold(call, _sender(message), message.slot, find_commands)
-        return reply or self._board.commands(message.slot, message.seen)
+        return reply or self._state.commands(message.slot, message.seen)
 
     async def _watch_worker(self, call: Call) -> WorkerUpdate:
         message: WatchWorker = call.message
         self._presence.heard(_sender(message))
 
         def find_update() -> WorkerUpdate | None:
-            now = self._board.update(message.worker)
+            now = self._state.update(message.worker)
             is_known = now.version == message.version and now.over == message.over and now.stop is None
             return None if is_known else now
 
         reply = await self._hold(call, _sender(message), message.worker, find_update)
-        return reply or self._board.update(message.worker)
+        return reply or self._state.update(message.worker)
 
     async def _report(self, call: Call) -> Acknowledged:
         message: Report = call.message
@@ -229,26 +229,26 @@ class Routes:
         message: Exchange = call.message
         self._presence.heard(_sender(message))
         self._refuse_stale(message.fence)
-        world = self._board.current(message.fence)
+        world = self._state.current(message.fence)
         member = None if world is None else world.member(message.worker)
         if world is None or member is None or member.rank != message.rank:
             raise StaleGeneration(f"{message.worker} is not rank {message.rank} of that world")
         scope = generation_scope(message.fence.generation)
-        if self._board.hand_in(scope, message.name, message.rank, message.blob):
-            self._board.waiters.wake(scope)
+        if self._state.hand_in(scope, message.name, message.rank, message.blob):
+            self._state.waiters.wake(scope)
 
         def find_blobs() -> Blobs | None:
             self._refuse_stale(message.fence)
-            return self._board.blobs(message.name)
+            return self._state.blobs(message.name)
 
         reply = await self._hold(call, _sender(message), scope, find_blobs)
         if reply is not None:
             return reply
-        absent = self._board.absent(scope, message.name)
+        absent = self._state.absent(scope, message.name)
         return Blobs(None, tuple(member.worker for member in world.members if member.rank in absent))
 
     def _refuse_stale(self, fence: Fence) -> None:
-        reason = self._board.over(fence)
+        reason = self._state.over(fence)
         if reason is not None:
             raise StaleGeneration(reason)
 
@@ -257,19 +257,19 @@ class Routes:
     async def _set(self, call: Call) -> Values:
         message: SetValues = call.message
         for key, value in zip(message.keys, message.values, strict=False):
-            self._board.values.set(message.scope, key, value)
-        self._board.waiters.wake(message.scope)
+            self._state.values.set(message.scope, key, value)
+        self._state.waiters.wake(message.scope)
         return Values()
 
     async def _get(self, call: Call) -> Values:
         message: GetValues = call.message
 
         def find_values() -> Values | None:
-            values = self._board.values.get(message.scope, message.keys)
+            values = self._state.values.get(message.scope, message.keys)
             return None if message.wait and None in values else Values(values)
 
         reply = await self._hold(call, None, message.scope, find_values)
-        return reply or Values(self._board.values.get(message.scope, message.keys))
+        return reply or Values(self._state.values.get(message.scope, message.keys))
 
     # ---- waiting
 
@@ -279,7 +279,7 @@ class Routes:
         """What `ready` gives as soon as it gives something; None after its hold.
 
         Raises:
-            PeerGone: the connection broke meanwhile (the peer, if any, is then lost).
+            PeerDisconnected: the connection broke meanwhile (the peer, if any, is then lost).
         """
         reply = ready()
         if reply is not None:
@@ -294,11 +294,11 @@ class Routes:
         gone = asyncio.ensure_future(call.gone())
         try:
             while (left := deadline - self._clock.now()) > 0:
-                wake = self._board.waiters.add(topic)
+                wake = self._state.waiters.add(topic)
                 try:
                     await asyncio.wait({wake, gone}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
                 finally:
-                    self._board.waiters.remove(topic, wake)
+                    self._state.waiters.remove(topic, wake)
                 if gone.done():
                     raise call.broken()
                 reply = ready()

@@ -19,12 +19,12 @@ from spark_elastic.clock import Clock
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.events import DriverEvent
 from spark_elastic.protocol.types import Fence, SlotId, WorkerId, World
-from spark_elastic.rendezvous.board import Board
-from spark_elastic.rendezvous.gate import Gate
+from spark_elastic.rendezvous.auth_middleware import AuthMiddleware
+from spark_elastic.rendezvous.http_server import Bind, HttpServer, dialled, listen, listen_on_loopback
 from spark_elastic.rendezvous.messages import LogLines, Report
 from spark_elastic.rendezvous.routes import Routes
-from spark_elastic.rendezvous.serving import Bind, Serving, dialled, listen, listen_beside
-from spark_elastic.rendezvous.status_door import Entrance, StatusDoor
+from spark_elastic.rendezvous.server_state import ServerState
+from spark_elastic.rendezvous.status_app import App, StatusApp
 
 # Hands workers' output on from a thread of its own, so that a terminal that blocks never holds up the server.
 #
@@ -38,7 +38,7 @@ MOST_WAITING = 16 << 20  # characters
 CLOSE_SECONDS = 2.0
 
 
-class LogPump:
+class LogForwarder:
     """Calls `deliver` with each message, in order. most_waiting: characters of lines not delivered yet."""
 
     def __init__(self, deliver: Callable[[LogLines], None], most_waiting: int = MOST_WAITING) -> None:
@@ -98,7 +98,7 @@ def _size(message: LogLines) -> int:
     return sum(map(len, message.lines))
 
 
-LEAST_KEY_BYTES = 16
+MIN_KEY_BYTES = 16
 
 
 def _unread(report: Report) -> None:
@@ -114,7 +114,7 @@ def _everyone(facts: dict[str, Any]) -> str | None:
 
 
 @dataclass(frozen=True)
-class Recipients:
+class ServerCallbacks:
     """Where the server hands things on.
 
     post: takes driver events. admit: the sentence that refuses a slot with these facts, None to let it in. Both are
@@ -139,14 +139,14 @@ class RendezvousServer:
         self,
         key: bytes,
         attempt: int,
-        to: Recipients,
+        to: ServerCallbacks,
         clock: Clock,
         bind: Bind | None = None,
-        door: StatusDoor | None = None,
+        door: StatusApp | None = None,
     ) -> None:
-        if len(key) < LEAST_KEY_BYTES:
+        if len(key) < MIN_KEY_BYTES:
             raise InvalidInput(
-                f"The job's key has {len(key)} bytes; it needs {LEAST_KEY_BYTES} random ones at least."
+                f"The job's key has {len(key)} bytes; it needs {MIN_KEY_BYTES} random ones at least."
             )
         self._bind = bind or Bind()
         if self._bind.advertise is None and _is_wildcard(self._bind.host):
@@ -154,12 +154,12 @@ class RendezvousServer:
                 f"The driver binds every interface ({self._bind.host}) and cannot tell which address executors "
                 "reach: set advertise_address or spark.driver.host."
             )
-        self._board = Board(attempt)
-        self._logs = LogPump(to.on_logs)
-        routes = Routes(self._board, to.post, clock, self._logs.put, to.admit, to.on_report, to.beat_every)
+        self._state = ServerState(attempt)
+        self._logs = LogForwarder(to.on_logs)
+        routes = Routes(self._state, to.post, clock, self._logs.put, to.admit, to.on_report, to.beat_every)
         self._has_pages = door is not None
-        self._entrance = Entrance(Gate(key, attempt, routes.handlers()), door)
-        self._serving: Serving | None = None
+        self._entrance = App(AuthMiddleware(key, attempt, routes.handlers()), door)
+        self._serving: HttpServer | None = None
         self._address = ""
 
     def start(self) -> None:
@@ -172,8 +172,8 @@ class RendezvousServer:
         self._address = dialled(self._bind, listener)
         certificate = self._bind.certificate
         tls = certificate.context if certificate else None
-        beside = listen_beside(listener) if self._has_pages else None
-        self._serving = Serving(self._entrance, listener, tls=tls, beside=beside)
+        beside = listen_on_loopback(listener) if self._has_pages else None
+        self._serving = HttpServer(self._entrance, listener, tls=tls, beside=beside)
         self._serving.start()
         self._logs.start()
 
@@ -208,27 +208,27 @@ class RendezvousServer:
 
     def publish(self, world: World) -> None:
         """Answer the joins of its members, now and later, and open its exchange."""
-        self._tell(lambda: self._board.publish(world))
+        self._tell(lambda: self._state.publish(world))
 
     def abort(self, fence: Fence, reason: str) -> None:
         """That generation is over: wake its watchers and close its exchange."""
-        self._tell(lambda: self._board.abort(fence, reason))
+        self._tell(lambda: self._state.abort(fence, reason))
 
     def announce(self, version: int, reason: str) -> None:
         """Tell every watcher the newest membership version."""
-        self._tell(lambda: self._board.announce(version, reason))
+        self._tell(lambda: self._state.announce(version, reason))
 
     def stop_worker(self, worker: WorkerId, reason: str, kill: bool = False) -> None:
         """Tell the worker and its slot that it shall end."""
-        self._tell(lambda: self._board.stop_worker(worker, reason, kill))
+        self._tell(lambda: self._state.stop_worker(worker, reason, kill))
 
     def release_slot(self, slot: SlotId, reason: str) -> None:
         """Tell the slot to end its worker and return."""
-        self._tell(lambda: self._board.release_slot(slot, reason))
+        self._tell(lambda: self._state.release_slot(slot, reason))
 
     def end(self, reason: str) -> None:
         """The job is over: every open and later request is answered with the end."""
-        self._tell(lambda: self._board.end(reason))
+        self._tell(lambda: self._state.end(reason))
 
     def _tell(self, call: Callable[[], None]) -> None:
         if self._serving is None:

@@ -20,12 +20,12 @@ from pyspark.resource import ResourceProfile
 
 from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.config import ElasticConfig
-from spark_elastic.driver.gathering import Patience, application_of
+from spark_elastic.driver.gang_scheduler import QueueTimeout, get_job_queue
 from spark_elastic.driver.ports import Post
 from spark_elastic.driver.thread_launcher import SlotEnd, ThreadPerSlotLauncher
 from spark_elastic.errors import InvalidInput, PreflightError
 from spark_elastic.protocol.slot_spec import SlotSpec
-from spark_elastic.rendezvous.serving import Bind
+from spark_elastic.rendezvous.http_server import Bind
 from spark_elastic.spark.payload import make_payload
 from spark_elastic.spark.probe import (
     ProbeSpec,
@@ -248,7 +248,7 @@ def _collect_probes(spark: SparkSession, frame: Any, tag: str, timeout: float) -
         except Exception as error:  # raised below, in the caller's thread
             errors.append(error)
 
-    patience = Patience(application_of(spark), timeout, SystemClock(), "the preflight of a job")
+    patience = QueueTimeout(get_job_queue(spark), timeout, SystemClock(), "the preflight of a job")
     thread = threading.Thread(target=work, name="spark-elastic-preflight", daemon=True)
     thread.start()
     try:

@@ -13,7 +13,7 @@ from py4j.protocol import Py4JError
 from pyspark import InheritableThread
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.driver.gathering import Patience, application_of
+from spark_elastic.driver.gang_scheduler import QueueTimeout, get_job_queue
 from spark_elastic.errors import JobCancelled, PreflightError
 from spark_elastic.spark.payload import broadcast
 from spark_elastic.spark.probe import (
@@ -91,7 +91,7 @@ def _run_probes(sc: SparkContext, task: Task, tasks: int, tag: str, timeout: flo
         finally:
             sc.removeJobTag(tag)
 
-    patience = Patience(application_of(sc), timeout, SystemClock(), "the preflight of a job")
+    patience = QueueTimeout(get_job_queue(sc), timeout, SystemClock(), "the preflight of a job")
     thread = InheritableThread(target=work, name="spark-elastic-preflight", daemon=True)
     thread.start()
     late = True

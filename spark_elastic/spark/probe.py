@@ -20,7 +20,7 @@ import spark_elastic
 from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.data.store import Store
 from spark_elastic.errors import ElasticError, PreflightError, StoreError
-from spark_elastic.rendezvous.serving import Bind, dialled, listen
+from spark_elastic.rendezvous.http_server import Bind, dialled, listen
 from spark_elastic.spark.payload import Payload
 from spark_elastic.spark.session import collect_host_facts, find_own_address
 

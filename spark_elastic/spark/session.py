@@ -18,7 +18,7 @@ from pyspark.sql import SparkSession
 import spark_elastic
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import DriverUnreachable, InvalidInput
-from spark_elastic.rendezvous.serving import Bind
+from spark_elastic.rendezvous.http_server import Bind
 
 if TYPE_CHECKING:
     from pyspark import SparkConf, SparkContext

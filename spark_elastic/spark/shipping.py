@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spark_elastic.driver.gathering import application_of
+from spark_elastic.driver.gang_scheduler import get_job_queue
 from spark_elastic.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -32,7 +32,9 @@ def ship(sc: SparkContext) -> None:
     if str(sc.master).startswith("local"):
         return
     folder = Path(str(sc._temp_dir))  # lives as long as the SparkContext, like its archives
-    with application_of(sc).shipping:  # executors fetch an archive as soon as it is added: it is written once
+    with get_job_queue(
+        sc
+    ).shipping_lock:  # executors fetch an archive as soon as it is added: it is written once
         shipped: set[str] = vars(sc).setdefault(SHIPPED, set())
         for package in PACKAGES:
             if package not in shipped:

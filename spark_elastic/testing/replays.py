@@ -21,7 +21,7 @@ from spark_elastic.protocol.commands import DriverCommand
 from spark_elastic.protocol.driver.state import DriverState
 from spark_elastic.protocol.events import DriverEvent, Received
 from spark_elastic.protocol.messages import DriverMessage
-from spark_elastic.rendezvous.codec import Garbled
+from spark_elastic.rendezvous.codec import MalformedMessage
 
 
 class ReplayDiffers(AssertionError):
@@ -119,10 +119,10 @@ def _jobs(path: Path) -> Iterator[Job]:
                     yield job
                 job, torn = _begun(line), 0
             elif job is None or torn:
-                raise Garbled(f"line {torn or number} does not belong to a job")
+                raise MalformedMessage(f"line {torn or number} does not belong to a job")
             else:
                 job[2].append(JournalTurn(number, decode_event(line["event"]), commands_of(line["commands"])))
-        except (Garbled, KeyError, TypeError) as error:
+        except (MalformedMessage, KeyError, TypeError) as error:
             raise InvalidInput(
                 f"{path} is not a journal that this release can read: line {number}: {error}. "
                 "Replay it with the release that wrote it."
@@ -133,7 +133,7 @@ def _jobs(path: Path) -> Iterator[Job]:
 
 def _begun(line: dict[str, Any]) -> Job:
     if line["journal"] != FORMAT:
-        raise Garbled(f"it has format {line['journal']!r}, and this release knows {FORMAT}")
+        raise MalformedMessage(f"it has format {line['journal']!r}, and this release knows {FORMAT}")
     return arguments_of(line["initial"]), commands_of(line["commands"]), []
 
 

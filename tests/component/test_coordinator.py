@@ -19,7 +19,7 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.coordinator import CLIENT, COORDINATOR, Coordinator, CoordinatorClient
 from spark_elastic.data.store import Store
-from spark_elastic.driver.gathering import Application, GatherTurn
+from spark_elastic.driver.gang_scheduler import GangScheduler, JobQueue
 from spark_elastic.errors import CoordinatorLost
 from spark_elastic.launch.job import LaunchResult
 from spark_elastic.launch.job_monitor import NullListener
@@ -93,7 +93,7 @@ class Task:
 
     def follow(self, launcher: ProcessLauncher, narrate: NullListener) -> LaunchResult:
         end = ChannelEnd(self.store, "channels/1", KEY, CLIENT, COORDINATOR)
-        turn = GatherTurn(Application(), "test", Limits(1, 1, 1), SystemClock())
+        turn = GangScheduler(JobQueue(), "test", Limits(1, 1, 1), SystemClock())
         spec = SlotSpec(address="", key=KEY, attempt=1, job_name="test")
         client = CoordinatorClient(end, spec, launcher, turn, narrate, SystemClock())
         return client.follow(self.carry, ElasticConfig())

@@ -1,11 +1,11 @@
-"""Two jobs of one application over the cores of one small cluster: real driver machines and real turns (R17)."""
+"""Two jobs of one queue over the cores of one small cluster: real driver machines and real turns (R17)."""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
 
-from spark_elastic.driver.gathering import Application, GatherTurn
+from spark_elastic.driver.gang_scheduler import GangScheduler, JobQueue
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import Abort, End, LaunchSlot, Outcome, Publish, ReleaseSlot
 from spark_elastic.protocol.messages import DriverMessage, Heartbeat, JoinWorld, RegisterSlot, WorkerStarted
@@ -34,14 +34,14 @@ class Cores:
 class Job(Bench):
     """Its slots come up at once, and its workers come back from a broken world at the step that is `step`."""
 
-    def __init__(self, cores: Cores, application: Application, name: str, clock: FakeClock) -> None:
+    def __init__(self, cores: Cores, queue: JobQueue, name: str, clock: FakeClock) -> None:
         super().__init__(LIMITS)
         self.cores, self.clock, self.step = cores, clock, 7
         self.running: set[int] = set()
         self.late = ""  # the slot of a member that does not come back from its world
         self._lacked = False
-        self.turn = GatherTurn(application, name, LIMITS, clock)
-        self.turn.lives.acquire()
+        self.turn = GangScheduler(queue, name, LIMITS, clock)
+        self.turn.alive_lock.acquire()
         self.turn.__enter__()
         self._looked = clock.now()
         self._obey()
@@ -51,7 +51,7 @@ class Job(Bench):
         self.on(played)
         if self.state.lacks_slots != self._lacked:
             self._lacked = self.state.lacks_slots
-            self.turn.lacks(self._lacked)
+            self.turn.report_shortage(self._lacked)
         self._obey()
 
     def _obey(self) -> None:
@@ -62,14 +62,14 @@ class Job(Bench):
                 case ReleaseSlot(_, slot):
                     self._ends(int(slot.partition("-")[0]))
                 case Publish():
-                    self.turn.gathered()
+                    self.turn.finish_gathering()
                     self.form()
                 case Abort():
                     for member in self.world.members:
                         if member.worker in self.state.workers and member.slot != self.late:
                             self.play(JoinWorld(member.worker, self.fence, at(self.step)))
                 case End():
-                    self.turn.lives.release()
+                    self.turn.alive_lock.release()
 
     def begins(self, number: int) -> None:
         self.running.add(number)
@@ -95,7 +95,7 @@ class Job(Bench):
         self.play(on.Tick(0))
         if self.clock.now() - self._looked >= LIMITS.gather_timeout:
             self._looked = self.clock.now()
-            wanted = self.turn.wanted()
+            wanted = self.turn.find_slot_request()
             if wanted is not None:
                 self.play(on.SlotsWanted(0, wanted.holder, wanted.taken))
 
@@ -111,10 +111,10 @@ def _pass(seconds: float, clock: FakeClock, cores: Cores, *jobs: Job) -> None:
 
 def _two_that_train() -> tuple[FakeClock, Cores, Job, Job]:
     """On all the cores there are."""
-    application, clock, cores = Application(), FakeClock(), Cores(free=6)
-    first = Job(cores, application, "first", clock)
+    queue, clock, cores = JobQueue(), FakeClock(), Cores(free=6)
+    first = Job(cores, queue, "first", clock)
     cores.start()
-    second = Job(cores, application, "second", clock)
+    second = Job(cores, queue, "second", clock)
     cores.start()
     return clock, cores, first, second
 

@@ -23,7 +23,7 @@ from spark_elastic.coordinator import (
     check_config,
 )
 from spark_elastic.data.store import memory_store
-from spark_elastic.driver.gathering import Application, GatherTurn
+from spark_elastic.driver.gang_scheduler import GangScheduler, JobQueue
 from spark_elastic.driver.remote_launcher import DriverStarted
 from spark_elastic.errors import CoordinatorLost, InvalidInput, JobFailed, NotEnoughWorkers, WorkerFailed
 from spark_elastic.launch.job_monitor import NullListener, WorldSpan
@@ -52,9 +52,9 @@ def test_what_belongs_to_the_clients_machine_is_refused(setting: dict[str, Any])
         check_config(ElasticConfig(**setting))
 
 
-def lone_turn(clock: FakeClock) -> GatherTurn:
+def lone_turn(clock: FakeClock) -> GangScheduler:
     """Of the only job of its application."""
-    return GatherTurn(Application(), "job", Limits(1, 1, 1), clock)
+    return GangScheduler(JobQueue(), "job", Limits(1, 1, 1), clock)
 
 
 def test_the_clients_addresses_are_not_the_tasks() -> None:
@@ -189,7 +189,7 @@ def test_r17_the_clients_turn_learns_that_the_coordinator_lacks_slots() -> None:
     turn = lone_turn(clock)
     end = ChannelEnd(memory_store(), "m", b"key", CLIENT, COORDINATOR)
     client = CoordinatorClient(end, SPEC, launcher, turn, NullListener(), clock)
-    with turn.lives, turn:
+    with turn.alive_lock, turn:
         client._on_message(SlotsGathered())
         client._on_message(SlotsLacking(True))
         client._on_message(WorldStarted(2, "all are there"))  # its listener is behind

@@ -20,10 +20,10 @@ from spark_elastic.protocol.messages import DriverMessage
 from spark_elastic.protocol.types import Fence, Member, Position, World
 from spark_elastic.rendezvous import auth
 from spark_elastic.rendezvous.client import RendezvousClient
+from spark_elastic.rendezvous.http_server import Bind
 from spark_elastic.rendezvous.messages import LogLines, Report
-from spark_elastic.rendezvous.server import Recipients, RendezvousServer
-from spark_elastic.rendezvous.serving import Bind
-from spark_elastic.rendezvous.status_door import StatusDoor
+from spark_elastic.rendezvous.server import RendezvousServer, ServerCallbacks
+from spark_elastic.rendezvous.status_app import StatusApp
 
 KEY = b"0123456789abcdef0123456789abcdef"
 ATTEMPT = 7
@@ -108,7 +108,7 @@ class Driver:
 
     def until_polls(self, number: int) -> None:
         """Returns when the server holds that many long polls open."""
-        waiters = self.server._board.waiters
+        waiters = self.server._state.waiters
         deadline = time.monotonic() + PATIENCE
         while (held := self.in_loop(lambda: sum(map(len, waiters._by_topic.values())))) != number:
             assert time.monotonic() < deadline, f"{held} long polls are open, not {number}"
@@ -125,12 +125,12 @@ class Driver:
 def start_driver(
     bind: Bind | None = None,
     admit: Callable[[dict[str, Any]], str | None] = lambda facts: None,
-    door: StatusDoor | None = None,
+    door: StatusApp | None = None,
 ) -> Driver:
     events: queue.Queue[DriverEvent] = queue.Queue()
     logs: queue.Queue[LogLines] = queue.Queue()
     reports: queue.Queue[Report] = queue.Queue()
-    recipients = Recipients(events.put, logs.put, admit, reports.put, lambda slots: BEAT_EVERY)
+    recipients = ServerCallbacks(events.put, logs.put, admit, reports.put, lambda slots: BEAT_EVERY)
     server = RendezvousServer(KEY, ATTEMPT, recipients, SystemClock(), bind, door)
     server.start()
     return Driver(server, events, logs, reports)
@@ -139,7 +139,7 @@ def start_driver(
 def start_driver_with_pages() -> Driver:
     """With a status page, and a first world of one worker."""
     clock = SystemClock()
-    made = start_driver(door=StatusDoor(pages(JobHistory(clock.now()), "job", clock), clock))
+    made = start_driver(door=StatusApp(pages(JobHistory(clock.now()), "job", clock), clock))
     made.server.publish(world(1, "0-0.1"))
     return made
 

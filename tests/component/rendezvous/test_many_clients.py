@@ -10,15 +10,15 @@ import pytest
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.driver.journal import Journal
-from spark_elastic.driver.loop import DriverLoop, Inbox
+from spark_elastic.driver.loop import DriverLoop, EventQueue
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import Abort, DriverCommand, Publish
 from spark_elastic.protocol.messages import JoinWorld, RegisterSlot, WorkerStarted, WorldFormed
 from spark_elastic.protocol.types import Limits, Phase, Position, World
-from spark_elastic.rendezvous.board import Board, Waiters
 from spark_elastic.rendezvous.client import RendezvousClient, exchange_blobs
 from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, Exchange
-from spark_elastic.rendezvous.server import Recipients, RendezvousServer
+from spark_elastic.rendezvous.server import RendezvousServer, ServerCallbacks
+from spark_elastic.rendezvous.server_state import ServerState, Waiters
 
 WORKERS = 200
 ROUNDS = 3
@@ -28,10 +28,10 @@ KEY = b"many clients' key, 32 bytes long"
 @pytest.fixture
 def address() -> Iterator[str]:
     """Of a server whose driver is the real machine in its real loop."""
-    inbox: Inbox = Inbox()
+    inbox: EventQueue = EventQueue()
     clock = SystemClock()
     limits = Limits(WORKERS, WORKERS, WORKERS, gather_timeout=120, lease=120, regroup_timeout=120)
-    server = RendezvousServer(KEY, 1, Recipients(inbox.put, lambda lines: None), clock)
+    server = RendezvousServer(KEY, 1, ServerCallbacks(inbox.put, lambda lines: None), clock)
 
     def carry_out(command: DriverCommand) -> None:
         if isinstance(command, Publish):
@@ -80,9 +80,9 @@ def test_many_clients_come_into_one_world_again_and_again(
     """What the server does for an exchange grows with the ranks, not with their pairs."""
     built: list[str] = []
     wakes: list[str] = []
-    hand_in, wake = Board.hand_in, Waiters.wake
+    hand_in, wake = ServerState.hand_in, Waiters.wake
 
-    def counting_hand_in(self: Board, scope: str, name: str, rank: int, blob: bytes) -> bool:
+    def counting_hand_in(self: ServerState, scope: str, name: str, rank: int, blob: bytes) -> bool:
         complete = hand_in(self, scope, name, rank, blob)
         built.extend([scope] * complete)
         return complete
@@ -91,7 +91,7 @@ def test_many_clients_come_into_one_world_again_and_again(
         wakes.append(topic)
         wake(self, topic)
 
-    monkeypatch.setattr(Board, "hand_in", counting_hand_in)
+    monkeypatch.setattr(ServerState, "hand_in", counting_hand_in)
     monkeypatch.setattr(Waiters, "wake", counting_wake)
     together = threading.Barrier(WORKERS)
     with ThreadPoolExecutor(WORKERS) as pool:

@@ -12,12 +12,12 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.errors import DriverUnreachable, InvalidInput, Unauthorized
 from spark_elastic.protocol.messages import Heartbeat
 from spark_elastic.rendezvous.client import RendezvousClient
+from spark_elastic.rendezvous.http_server import Bind
 from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, WatchSlot
-from spark_elastic.rendezvous.server import Recipients, RendezvousServer
-from spark_elastic.rendezvous.serving import Bind
+from spark_elastic.rendezvous.server import RendezvousServer, ServerCallbacks
 from tests.component.rendezvous.driver_side import ATTEMPT, KEY, PATIENCE, Driver, start_driver
 
-RECIPIENTS = Recipients(lambda event: None, lambda lines: None)
+RECIPIENTS = ServerCallbacks(lambda event: None, lambda lines: None)
 
 
 @pytest.fixture

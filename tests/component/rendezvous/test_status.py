@@ -17,19 +17,19 @@ import pytest
 from spark_elastic.clock import SystemClock
 from spark_elastic.monitoring.job_history import JobHistory
 from spark_elastic.monitoring.status import pages
-from spark_elastic.rendezvous.server import Recipients, RendezvousServer
-from spark_elastic.rendezvous.serving import Bind
-from spark_elastic.rendezvous.status_door import StatusDoor
+from spark_elastic.rendezvous.http_server import Bind
+from spark_elastic.rendezvous.server import RendezvousServer, ServerCallbacks
+from spark_elastic.rendezvous.status_app import StatusApp
 
 PREFIX = "/driver-proxy/4040"
 ELSEWHERE = "127.0.0.2"  # for an address of this machine that localhost is not
 
 
 @contextmanager
-def serving(bind: Bind | None = None) -> Iterator[tuple[RendezvousServer, StatusDoor]]:
+def serving(bind: Bind | None = None) -> Iterator[tuple[RendezvousServer, StatusApp]]:
     clock = SystemClock()
-    door = StatusDoor(pages(JobHistory(clock.now()), "job", clock), clock)
-    recipients = Recipients(lambda event: None, lambda lines: None)
+    door = StatusApp(pages(JobHistory(clock.now()), "job", clock), clock)
+    recipients = ServerCallbacks(lambda event: None, lambda lines: None)
     with RendezvousServer(bytes(32), 1, recipients, clock, bind, door) as server:
         yield server, door
 
@@ -101,7 +101,7 @@ def test_oversized_requests_are_refused_and_the_next_one_answered(size: int) -> 
 
 
 def test_without_a_door_there_is_no_page() -> None:
-    recipients = Recipients(lambda event: None, lambda lines: None)
+    recipients = ServerCallbacks(lambda event: None, lambda lines: None)
     with RendezvousServer(bytes(32), 1, recipients, SystemClock()) as server:
         assert httpx.get(f"http://{server.address}/status/").status_code == 401
 
@@ -126,7 +126,7 @@ def test_a_port_of_somebody_else_on_localhost_is_left_to_him() -> None:
 
 
 def test_without_pages_nothing_listens_on_localhost() -> None:
-    recipients = Recipients(lambda event: None, lambda lines: None)
+    recipients = ServerCallbacks(lambda event: None, lambda lines: None)
     with RendezvousServer(bytes(32), 1, recipients, SystemClock(), Bind(ELSEWHERE)) as server:
         host, port = on_localhost(server).split(":")
         with pytest.raises(ConnectionRefusedError):

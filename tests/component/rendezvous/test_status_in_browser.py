@@ -20,8 +20,8 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.monitoring.status import pages
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.messages import Heartbeat
-from spark_elastic.rendezvous.server import Recipients, RendezvousServer
-from spark_elastic.rendezvous.status_door import StatusDoor
+from spark_elastic.rendezvous.server import RendezvousServer, ServerCallbacks
+from spark_elastic.rendezvous.status_app import StatusApp
 from tests.unit.monitoring.played_job import STARTED, PlayedJob
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: ./build.sh browser")
@@ -117,8 +117,8 @@ def job() -> Played:
 @pytest.fixture
 def url(job: Played) -> Iterator[str]:
     clock = SystemClock()
-    door = StatusDoor(pages(job.chronicle, "digits", PlayedClock(job)), clock)
-    recipients = Recipients(lambda event: None, lambda lines: None)
+    door = StatusApp(pages(job.chronicle, "digits", PlayedClock(job)), clock)
+    recipients = ServerCallbacks(lambda event: None, lambda lines: None)
     with RendezvousServer(bytes(32), 1, recipients, clock, door=door) as server:
         yield door.url(server.url)
 
@@ -179,8 +179,8 @@ def test_in_a_frame_of_another_origin_where_the_browser_takes_no_cookie(
 
 def test_a_server_that_is_gone_is_said(job: Played, screen: Screen) -> None:
     clock = SystemClock()
-    door = StatusDoor(pages(job.chronicle, "digits", PlayedClock(job)), clock)
-    recipients = Recipients(lambda event: None, lambda lines: None)
+    door = StatusApp(pages(job.chronicle, "digits", PlayedClock(job)), clock)
+    recipients = ServerCallbacks(lambda event: None, lambda lines: None)
     job.start([1, 2, 3])
     with RendezvousServer(bytes(32), 1, recipients, clock, door=door) as server:
         screen.page.goto(door.url(server.url))

@@ -20,9 +20,9 @@ from spark_elastic.monitoring.status import pages
 from spark_elastic.protocol import events
 from spark_elastic.protocol.messages import Heartbeat
 from spark_elastic.rendezvous import auth
+from spark_elastic.rendezvous.http_server import Bind
 from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, WatchSlot
-from spark_elastic.rendezvous.serving import Bind
-from spark_elastic.rendezvous.status_door import StatusDoor
+from spark_elastic.rendezvous.status_app import StatusApp
 from tests.component.rendezvous.driver_side import PATIENCE, Driver, read_all, start_driver
 
 
@@ -32,13 +32,13 @@ def certificate() -> auth.Certificate:
 
 
 @pytest.fixture
-def door() -> StatusDoor:
+def door() -> StatusApp:
     clock = SystemClock()
-    return StatusDoor(pages(JobHistory(clock.now()), "job", clock), clock)
+    return StatusApp(pages(JobHistory(clock.now()), "job", clock), clock)
 
 
 @pytest.fixture
-def driver(certificate: auth.Certificate, door: StatusDoor) -> Iterator[Driver]:
+def driver(certificate: auth.Certificate, door: StatusApp) -> Iterator[Driver]:
     made = start_driver(Bind(certificate=certificate), door=door)
     yield made
     made.close()
@@ -88,7 +88,7 @@ def test_plain_requests_get_nothing(driver: Driver) -> None:
 
 
 def test_the_status_page_speaks_it_too(
-    driver: Driver, door: StatusDoor, certificate: auth.Certificate
+    driver: Driver, door: StatusApp, certificate: auth.Certificate
 ) -> None:
     url = door.url(driver.server.url)
     assert url.startswith("https://")

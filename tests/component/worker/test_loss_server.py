@@ -17,7 +17,7 @@ import pytest
 
 from spark_elastic.protocol.messages import WorkerExited
 from spark_elastic.rendezvous import auth
-from spark_elastic.rendezvous.gate import GateLimits
+from spark_elastic.rendezvous.auth_middleware import RequestLimits
 from spark_elastic.rendezvous.messages import VERSION, WatchSlot, path_of
 from tests.component.rendezvous.driver_side import Stranger
 from tests.component.worker.losses import Job, sizes
@@ -115,7 +115,7 @@ def test_p6_whoever_lacks_the_key_gets_nothing_and_the_job_goes_on(fault: Fault)
             genuine=insider.request(path_of(WatchSlot), genuine.encode(), recorded)[0],
             replayed=thief.request(path_of(WatchSlot), genuine.encode(), recorded)[0],
             oversized=insider.request(
-                path_of(WorkerExited), b"", large, more={"content-length": str(GateLimits().body + 1)}
+                path_of(WorkerExited), b"", large, more={"content-length": str(RequestLimits().body + 1)}
             )[0],
         )
 

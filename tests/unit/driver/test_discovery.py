@@ -10,7 +10,7 @@ import pytest
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.driver import discovery
-from spark_elastic.driver.discovery import FixedHosts, HostPolling, JobHandle, parse_hosts, script, steered
+from spark_elastic.driver.discovery import FixedHosts, HostPoller, JobHandle, parse_hosts, script, steered
 from spark_elastic.driver.ports import Post
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.events import CancelRequested, DrainRequested, DriverEvent, HostsDiscovered
@@ -42,7 +42,7 @@ def test_changes_are_posted_and_nothing_else() -> None:
     answers: list[dict[str, int]] = [{"a": 1}, {"a": 1}, {"a": 1, "b": 2}, {"a": 1, "b": 2}, {"b": 2}]
     told: list[Mapping[str, int]] = []
     posted: SimpleQueue[DriverEvent] = SimpleQueue()
-    polling = HostPolling(lambda: answers.pop(0) if len(answers) > 1 else answers[0], CLOCK, told.append)
+    polling = HostPoller(lambda: answers.pop(0) if len(answers) > 1 else answers[0], CLOCK, told.append)
     polling.start(posted.put)
     try:
         assert [_listed(posted.get(timeout=10)) for _ in range(3)] == [{"a": 1}, {"a": 1, "b": 2}, {"b": 2}]
@@ -64,7 +64,7 @@ def test_a_later_failure_keeps_the_last_answer_and_warns(caplog: pytest.LogCaptu
         return {"a": calls if calls > 3 else 1}
 
     posted: SimpleQueue[DriverEvent] = SimpleQueue()
-    polling = HostPolling(find, CLOCK)
+    polling = HostPoller(find, CLOCK)
     with caplog.at_level(logging.WARNING):
         polling.start(posted.put)
         try:
@@ -92,7 +92,7 @@ def test_a_call_that_hangs_holds_nobody_up_and_its_answer_is_taken_when_it_comes
         monkeypatch.setattr(discovery, "ANSWER_WITHIN", 0.05)  # from the second call on
         posted.put(event)
 
-    polling = HostPolling(find, CLOCK)
+    polling = HostPoller(find, CLOCK)
     polling.start(post)
     try:
         assert _listed(posted.get(timeout=10)) == {"a": 1}
@@ -109,7 +109,7 @@ def test_a_call_that_hangs_holds_nobody_up_and_its_answer_is_taken_when_it_comes
 @pytest.mark.parametrize("answer", [{"a": -1}, {"a": "two"}, {3: 1}])
 def test_nonsense_is_refused(answer: dict[str, int]) -> None:
     with pytest.raises(InvalidInput, match="names of hosts and numbers of their slots"):
-        HostPolling(lambda: answer, CLOCK).start(lambda event: None)
+        HostPoller(lambda: answer, CLOCK).start(lambda event: None)
 
 
 def test_a_script_is_asked(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_script_is_asked(tmp_path: Path) -> None:
     assert script([str(path)], lambda text: parse_hosts(text, 5))() == {"a": 2, "b": 5}
     path.write_text("#!/bin/sh\necho no quota >&2\nexit 3\n")
     with pytest.raises(InvalidInput, match="ended with code 3: no quota"):
-        HostPolling(script([str(path)], parse_hosts), CLOCK).start(lambda event: None)
+        HostPoller(script([str(path)], parse_hosts), CLOCK).start(lambda event: None)
     with pytest.raises(InvalidInput, match="did not run"):
         script([str(tmp_path / "none.sh")], parse_hosts)()
 

@@ -7,7 +7,7 @@ import pytest
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.driver.journal import Journal
-from spark_elastic.driver.loop import DriverLoop, Inbox
+from spark_elastic.driver.loop import DriverLoop, EventQueue
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import DriverCommand, End, LaunchSlot, Outcome
 from spark_elastic.protocol.events import CancelRequested, Received
@@ -17,8 +17,8 @@ from spark_elastic.protocol.types import Limits
 
 def make(
     done: list[DriverCommand], limits: Limits, journal: Journal | None = None
-) -> tuple[DriverLoop, Inbox]:
-    inbox: Inbox = Inbox()
+) -> tuple[DriverLoop, EventQueue]:
+    inbox: EventQueue = EventQueue()
     initial = driver_machine.initial(limits, 1)
     return DriverLoop(initial, inbox, done.append, SystemClock(), journal or Journal()), inbox
 
@@ -60,7 +60,7 @@ def test_ticks_are_not_starved_by_a_busy_inbox() -> None:
 
 
 def test_a_defect_in_carrying_out_ends_the_job(caplog: pytest.LogCaptureFixture) -> None:
-    inbox: Inbox = Inbox()
+    inbox: EventQueue = EventQueue()
 
     def broken(command: DriverCommand) -> None:
         raise RuntimeError("no room")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.driver.discovery import HostPolling
+from spark_elastic.driver.discovery import HostPoller
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import Abort, Announce, End, Outcome, Publish, ReleaseSlot, StopWorker
@@ -197,4 +197,4 @@ def test_shutdown_on_initial_discovery_failure() -> None:
         raise RuntimeError("no cluster manager")
 
     with pytest.raises(InvalidInput, match="failed at its first call: no cluster manager"):
-        HostPolling(find, SystemClock()).start(lambda event: None)
+        HostPoller(find, SystemClock()).start(lambda event: None)

@@ -74,7 +74,7 @@ def test_every_request_and_reply_has_a_reader_and_a_path_of_its_own(
     request_class: type[Request[Any]],
 ) -> None:
     for cls in (request_class, reply_of(request_class)):
-        with pytest.raises(codec.Garbled, match=cls.__name__):
+        with pytest.raises(codec.MalformedMessage, match=cls.__name__):
             codec.read(cls, None)
     assert [path_of(cls) for cls in REQUESTS].count(path_of(request_class)) == 1
 
@@ -103,7 +103,7 @@ def test_every_request_and_reply_has_a_reader_and_a_path_of_its_own(
     ],
 )
 def test_what_does_not_fit_is_named(cls: type[Any], value: object, where: str) -> None:
-    with pytest.raises(codec.Garbled) as refused:
+    with pytest.raises(codec.MalformedMessage) as refused:
         codec.read(cls, value)
     assert where in str(refused.value)
 
@@ -112,7 +112,7 @@ def test_what_does_not_fit_is_named(cls: type[Any], value: object, where: str) -
     "body", [b"", b"1", b"[1]", b"{", b"\xff", b"[" * 10**6, b'{"a": NaN}', b'{"a": Infinity}']
 )
 def test_what_is_no_json_object_is_refused(body: bytes) -> None:
-    with pytest.raises(codec.Garbled):
+    with pytest.raises(codec.MalformedMessage):
         codec.loads(body)
 
 
@@ -127,9 +127,9 @@ def test_a_tuple_of_fixed_form_has_each_part_checked() -> None:
     hint = tuple[tuple[str, int], ...] | None
     assert codec.read_as(hint, [["a", 1], ["b", 2]], "hosts") == (("a", 1), ("b", 2))
     assert codec.read_as(hint, None, "hosts") is None
-    with pytest.raises(codec.Garbled, match="hosts must be int, not str"):
+    with pytest.raises(codec.MalformedMessage, match="hosts must be int, not str"):
         codec.read_as(hint, [["a", "b"]], "hosts")
-    with pytest.raises(codec.Garbled, match="hosts must be a list of 2"):
+    with pytest.raises(codec.MalformedMessage, match="hosts must be a list of 2"):
         codec.read_as(hint, [["a", 1, 2]], "hosts")
 
 
@@ -139,7 +139,7 @@ def test_what_is_large_travels_packed() -> None:
     assert len(codec.packed(large)) < 1000
     for text in (small, large):
         assert codec.unpacked(codec.packed(text)) == text
-    with pytest.raises(codec.Garbled):
+    with pytest.raises(codec.MalformedMessage):
         codec.unpacked(b"neither")
 
 

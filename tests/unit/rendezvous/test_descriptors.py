@@ -7,7 +7,7 @@ import resource
 import pytest
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.rendezvous import serving
+from spark_elastic.rendezvous import http_server
 
 
 @pytest.fixture
@@ -20,9 +20,9 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 def test_the_soft_limit_is_raised_where_it_is_too_low(limits: list[tuple[int, int]]) -> None:
-    serving.make_room(20)
+    http_server.raise_file_limit(20)
     assert limits == [(1024, 20_000)]
-    serving.make_room(2000)
+    http_server.raise_file_limit(2000)
     soft, hard = limits[-1]
     assert 12_000 < soft < 13_000
     assert hard == 20_000
@@ -30,15 +30,15 @@ def test_the_soft_limit_is_raised_where_it_is_too_low(limits: list[tuple[int, in
 
 def test_no_limit_is_enough(limits: list[tuple[int, int]]) -> None:
     limits.append((resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    serving.make_room(10**6)
+    http_server.raise_file_limit(10**6)
     assert len(limits) == 2
 
 
 def test_a_hard_limit_that_is_too_low_is_said_with_what_would_fit(limits: list[tuple[int, int]]) -> None:
     with pytest.raises(InvalidInput, match=r"for 5000 workers.*ulimit -Hn.*max_workers to (\d+)") as raised:
-        serving.make_room(5000)
+        http_server.raise_file_limit(5000)
     fits = int(str(raised.value).rsplit("max_workers to ", 1)[1].split()[0])
     assert 3000 < fits < 3300
-    serving.make_room(fits - 5)
+    http_server.raise_file_limit(fits - 5)
     with pytest.raises(InvalidInput):
-        serving.make_room(fits + 5)
+        http_server.raise_file_limit(fits + 5)

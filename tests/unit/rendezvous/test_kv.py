@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from spark_elastic.errors import InvalidInput, StaleGeneration
-from spark_elastic.rendezvous.board import Bounds, KeyValues, generation_scope
+from spark_elastic.rendezvous.server_state import Bounds, KeyValueStore, generation_scope
 
 
 def test_scopes_do_not_see_each_other() -> None:
-    store = KeyValues()
+    store = KeyValueStore()
     store.set("a", "k", b"1")
     store.set("b", "k", b"2")
     assert store.get("a", ["k", "l"]) == (b"1", None)
@@ -20,7 +20,7 @@ def test_scopes_do_not_see_each_other() -> None:
 
 
 def test_a_generation_takes_values_only_while_it_is_open() -> None:
-    store, scope = KeyValues(), generation_scope(3)
+    store, scope = KeyValueStore(), generation_scope(3)
     with pytest.raises(StaleGeneration):
         store.set(scope, "k", b"1")
     store.open(scope)
@@ -33,7 +33,7 @@ def test_a_generation_takes_values_only_while_it_is_open() -> None:
 
 
 def test_reading_an_unknown_scope_makes_none() -> None:
-    store = KeyValues(Bounds(scopes=1))
+    store = KeyValueStore(Bounds(scopes=1))
     assert store.get("a", ["k"]) == (None,)
     store.set("b", "k", b"1")
     with pytest.raises(InvalidInput, match="scopes"):
@@ -44,14 +44,14 @@ def test_reading_an_unknown_scope_makes_none() -> None:
     "bounds", [Bounds(value_bytes=3), Bounds(key_bytes=0), Bounds(total_bytes=3), Bounds(keys=0)]
 )
 def test_every_bound_holds(bounds: Bounds) -> None:
-    store = KeyValues(bounds)
+    store = KeyValueStore(bounds)
     with pytest.raises(InvalidInput):
         store.set("a", "k", b"1234")
     assert store.get("a", ["k"]) == (None,)
 
 
 def test_room_that_is_given_back_can_be_used_again() -> None:
-    store = KeyValues(Bounds(total_bytes=4, keys=1))
+    store = KeyValueStore(Bounds(total_bytes=4, keys=1))
     for _ in range(3):
         store.set("a", "k", b"1234")
         store.set("a", "k", b"12")

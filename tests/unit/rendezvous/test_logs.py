@@ -6,7 +6,7 @@ import queue
 import threading
 
 from spark_elastic.rendezvous.messages import LogLines
-from spark_elastic.rendezvous.server import LogPump
+from spark_elastic.rendezvous.server import LogForwarder
 
 
 def _lines(*lines: str) -> LogLines:
@@ -15,7 +15,7 @@ def _lines(*lines: str) -> LogLines:
 
 def test_messages_come_in_order_and_close_delivers_the_rest() -> None:
     got: list[LogLines] = []
-    pump = LogPump(got.append)
+    pump = LogForwarder(got.append)
     pump.start()
     sent = [_lines(str(n)) for n in range(100)]
     for message in sent:
@@ -33,7 +33,7 @@ def test_a_blocked_reader_costs_lines_that_are_counted() -> None:
         free.wait()
         got.put(message)
 
-    pump = LogPump(deliver, most_waiting=2)
+    pump = LogForwarder(deliver, most_waiting=2)
     pump.start()
     pump.put(_lines("a"))
     assert taken.wait(10)
@@ -55,7 +55,7 @@ def test_a_reader_that_raises_goes_on_reading() -> None:
         got.put(message.lines[0])
         raise OSError("the terminal is gone")
 
-    pump = LogPump(deliver)
+    pump = LogForwarder(deliver)
     pump.start()
     pump.put(_lines("a"))
     pump.put(_lines("b"))

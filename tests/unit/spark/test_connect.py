@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import InvalidInput, PreflightError
-from spark_elastic.rendezvous.serving import Bind
+from spark_elastic.rendezvous.http_server import Bind
 from spark_elastic.spark import connect
 from spark_elastic.spark.probe import ProbeSpec
 from spark_elastic.spark.session import has_context

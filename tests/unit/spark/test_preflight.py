@@ -46,7 +46,7 @@ class Others:
         self.free = threading.Event()
         self._holder = holder
 
-    def training(self) -> str | None:
+    def find_training_job(self) -> str | None:
         if self._holder is not None:
             self.free.set()
         return self._holder
@@ -56,10 +56,10 @@ class FullCluster:
     """A SparkContext whose cores are in use until the others let go of them."""
 
     def __init__(self, others: Others) -> None:
-        self._spark_elastic_application = others
+        self._spark_elastic_job_queue = others
 
     def collect(self) -> list[str]:
-        assert self._spark_elastic_application.free.wait(30)
+        assert self._spark_elastic_job_queue.free.wait(30)
         return ["answer"]
 
     def parallelize(self, *rows: Any) -> FullCluster:
@@ -72,7 +72,7 @@ class FullCluster:
     getLocalProperty = addJobTag = removeJobTag = setLocalProperty
 
     def cancelJobsWithTag(self, tag: str) -> None:
-        self._spark_elastic_application.free.set()
+        self._spark_elastic_job_queue.free.set()
 
 
 def test_probes_wait_for_a_job_that_trains() -> None:

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("pyspark")
 
 from spark_elastic.errors import PreflightError
-from spark_elastic.rendezvous.serving import Bind, dialled, listen
+from spark_elastic.rendezvous.http_server import Bind, dialled, listen
 from spark_elastic.spark.probe import Probe, check_reports, make_version_check
 from spark_elastic.spark.session import collect_host_facts
 

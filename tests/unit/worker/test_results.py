@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.rendezvous.gate import GateLimits
+from spark_elastic.rendezvous.auth_middleware import RequestLimits
 from spark_elastic.worker.program import RESULT_AT_MOST, check_result_size, decode_result, encode_result
 
 
@@ -39,7 +39,7 @@ def test_what_cannot_be_made_again_here_is_one_sentence() -> None:
 
 
 def test_a_result_too_large_for_a_message_is_one_sentence() -> None:
-    assert len(encode_result(bytes(RESULT_AT_MOST - 1000), 0)) < GateLimits().body
+    assert len(encode_result(bytes(RESULT_AT_MOST - 1000), 0)) < RequestLimits().body
     with pytest.raises(InvalidInput, match=r"on rank 3 returned a bytes of 5\.0 MiB, and at most 5 MiB"):
         encode_result(bytes(RESULT_AT_MOST), 3)
 

@@ -41,13 +41,17 @@ KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
 PROVEN = "spark_elastic.proven"  # in a request's scope: to be called by the door that knows its sender
 FAILED = "spark_elastic.failed"  # too: whether its connection ended by an error of the network, not by its sender's end
-MOST_STRANGERS = 2048
+MAX_UNAUTHENTICATED = 2048
 
 
-def most_strangers() -> int:
+def max_unauthenticated() -> int:
     """Connections that have not proven anything yet: a quarter of the files that this process may open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MOST_STRANGERS if soft == resource.RLIM_INFINITY else max(16, min(MOST_STRANGERS, soft // 4))
+    return (
+        MAX_UNAUTHENTICATED
+        if soft == resource.RLIM_INFINITY
+        else max(16, min(MAX_UNAUTHENTICATED, soft // 4))
+    )
 
 
 def proven(scope: Scope) -> None:
@@ -70,7 +74,7 @@ def keep_alive(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-class _Whole:
+class _CoalescingTransport:
     """A transport that sends head and body of an answer by one system call: the call is a third of its cost."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
@@ -97,14 +101,15 @@ class _Whole:
 
 
 class Connection(H11Protocol):
-    """Closes itself when the head of a request is not there `head_seconds` after its first byte (or the connect).
+    """A connection with a deadline: it closes itself if the head of a request is incomplete `head_seconds` after the
+    first byte (or the connect).
 
-    With one stranger more than `most_strangers` the one that came first is hung up on: each counts from `accepted` on,
-    before anything was read and, with TLS, before anything was agreed on.
+    Connections that have not authenticated themselves are counted from `on_accepted` on, before anything is read and
+    before any TLS handshake. With more than `max_unauthenticated` of them, the oldest is closed.
     """
 
     head_seconds: ClassVar[float] = 10.0
-    most_strangers = staticmethod(most_strangers)
+    max_unauthenticated = staticmethod(max_unauthenticated)
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -117,7 +122,7 @@ class Connection(H11Protocol):
     def accepted(self, connection: socket.socket) -> None:
         """The event loop has it from the listening socket."""
         self._strangers[self] = connection
-        if len(self._strangers) > self.most_strangers():
+        if len(self._strangers) > self.max_unauthenticated():
             first = next(iter(self._strangers))
             first._hang_up(self._strangers.pop(first))
 
@@ -128,7 +133,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._stands = True
-        super().connection_made(cast("asyncio.Transport", _Whole(transport, self.loop)))
+        super().connection_made(cast("asyncio.Transport", _CoalescingTransport(transport, self.loop)))
         keep_alive(transport.get_extra_info("socket"))
         self._await_head()
 
@@ -221,7 +226,7 @@ def listen(bind: Bind) -> socket.socket:
     return listener
 
 
-def listen_beside(listener: socket.socket) -> socket.socket | None:
+def listen_on_loopback(listener: socket.socket) -> socket.socket | None:
     """The same port for those who dial localhost, as proxies of notebooks do.
 
     None where `listener` is dialled by that already, or the port there is somebody else's.
@@ -283,7 +288,7 @@ def _accepted(connection: socket.socket, protocol: Any, begun: asyncio.Future[No
             begun.add_done_callback(lambda _: protocol.begun())
 
 
-class Serving:
+class HttpServer:
     """Serves `app` on `listener` and `beside` it, both of which it owns, until closed.
 
     tls: the server's context; None: plain HTTP.
@@ -454,7 +459,7 @@ PER_WORKER = 6  # connections: two long polls, and beats, log lines, reports, a 
 SPARE = 256  # for what else the driver's process opens
 
 
-def make_room(workers: int) -> None:
+def raise_file_limit(workers: int) -> None:
     """Raise this process's soft limit to what the server needs for so many workers, where it is lower.
 
     Raises:

@@ -40,7 +40,7 @@ def generation_scope(generation: int) -> str:
     return f"{GENERATION}{generation}"
 
 
-class KeyValues:
+class KeyValueStore:
     """scope -> key -> bytes. Methods raise `StaleGeneration` for a generation's scope that is not open, and
     `InvalidInput` where a bound would be exceeded."""
 
@@ -125,12 +125,12 @@ class Waiters:
             self.wake(topic)
 
 
-class Board:
+class ServerState:
     """The current world, aborts, versions, orders and the end. Every change wakes those whom it concerns."""
 
     def __init__(self, attempt: int) -> None:
         self.attempt = attempt
-        self.values = KeyValues()
+        self.values = KeyValueStore()
         self.waiters = Waiters()
         self.ended: str | None = None
         self._handed_in: Counter[str] = Counter()  # by name of the exchange, in the current world

@@ -15,10 +15,10 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.errors import Unauthorized
 from spark_elastic.protocol.messages import Acknowledged, Heartbeat
 from spark_elastic.rendezvous import auth
+from spark_elastic.rendezvous.auth_middleware import AuthMiddleware, Call, RequestLimits
 from spark_elastic.rendezvous.client import RendezvousClient
-from spark_elastic.rendezvous.gate import Call, Gate, GateLimits
+from spark_elastic.rendezvous.http_server import Bind, Connection, HttpServer, listen
 from spark_elastic.rendezvous.messages import REQUESTS, VERSION, path_of
-from spark_elastic.rendezvous.serving import Bind, Connection, Serving, listen
 from tests.component.rendezvous.driver_side import ATTEMPT, KEY, PATIENCE, Driver, Stranger, parse, read_all
 
 BEAT = json.dumps({"v": VERSION, "attempt": ATTEMPT, "message": {"slot": "1-0", "worker": "", "state": ""}})
@@ -117,7 +117,7 @@ def test_a_reply_without_the_key_is_not_believed() -> None:
 
     listener = listen(Bind())
     address = f"127.0.0.1:{listener.getsockname()[1]}"
-    serving = Serving(impostor, listener)
+    serving = HttpServer(impostor, listener)
     serving.start()
     client = RendezvousClient(address, KEY, ATTEMPT, SystemClock())
     with pytest.raises(Unauthorized, match="does not hold this job's key"):
@@ -127,7 +127,7 @@ def test_a_reply_without_the_key_is_not_believed() -> None:
 
 
 def test_a_body_beyond_the_limit_is_refused_before_it_is_read(stranger: Stranger) -> None:
-    limit = GateLimits().body
+    limit = RequestLimits().body
     header = stranger.signed(PATH, b"")
     status, body = stranger.request(PATH, b"", header, more={"content-length": str(limit + 1)})
     assert (status, body) == (413, b"")
@@ -191,9 +191,9 @@ def serving_in_haste(connection: type[Connection]) -> Iterator[int]:
     async def beat(call: Call) -> object:
         return Acknowledged()
 
-    gate = Gate(KEY, ATTEMPT, {Heartbeat: beat}, GateLimits(body_seconds=0.1))
+    gate = AuthMiddleware(KEY, ATTEMPT, {Heartbeat: beat}, RequestLimits(body_seconds=0.1))
     listener = listen(Bind())
-    serving = Serving(gate, listener, connection)
+    serving = HttpServer(gate, listener, connection)
     serving.start()
     yield listener.getsockname()[1]
     serving.close()
@@ -233,7 +233,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(impatient_with_bodies: int)
 
 class _Narrow(Connection):
     head_seconds = 600.0
-    most_strangers = staticmethod(lambda: 3)
+    max_unauthenticated = staticmethod(lambda: 3)
 
 
 @pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "tls"])
@@ -247,8 +247,11 @@ def test_strangers_cannot_take_all_connections(encrypted: bool) -> None:
     listener = listen(Bind())
     port = listener.getsockname()[1]
     certificate = auth.made() if encrypted else None
-    serving = Serving(
-        Gate(KEY, ATTEMPT, {Heartbeat: beat}), listener, _Narrow, certificate and certificate.context
+    serving = HttpServer(
+        AuthMiddleware(KEY, ATTEMPT, {Heartbeat: beat}),
+        listener,
+        _Narrow,
+        certificate and certificate.context,
     )
     serving.start()
     honest = (
@@ -297,7 +300,9 @@ def test_strangers_whose_tls_fails_are_forgotten() -> None:
         return Acknowledged()
 
     listener = listen(Bind())
-    serving = Serving(Gate(KEY, ATTEMPT, {Heartbeat: nothing}), listener, _Narrow, auth.made().context)
+    serving = HttpServer(
+        AuthMiddleware(KEY, ATTEMPT, {Heartbeat: nothing}), listener, _Narrow, auth.made().context
+    )
     serving.start()
     try:
         with socket.create_connection(listener.getsockname(), timeout=PATIENCE) as first:

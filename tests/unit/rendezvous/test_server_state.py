@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from spark_elastic.protocol.messages import NextWorld
 from spark_elastic.protocol.types import Fence, Member, World
-from spark_elastic.rendezvous.board import Board
 from spark_elastic.rendezvous.messages import SlotCommands, WorkerStop
+from spark_elastic.rendezvous.server_state import ServerState
 
 
 def _world(generation: int, *workers: str) -> World:
@@ -14,7 +14,7 @@ def _world(generation: int, *workers: str) -> World:
 
 
 def test_r10_an_older_abort_is_ignored() -> None:
-    board = Board(1)
+    board = ServerState(1)
     board.publish(_world(1, "1-0.1"))
     board.publish(_world(2, "1-0.1"))
     board.abort(Fence(1, 1), "late")
@@ -23,7 +23,7 @@ def test_r10_an_older_abort_is_ignored() -> None:
 
 
 def test_the_first_reason_of_an_abort_stays() -> None:
-    board = Board(1)
+    board = ServerState(1)
     board.publish(_world(1, "1-0.1"))
     board.abort(Fence(1, 1), "first")
     board.abort(Fence(1, 1), "second")
@@ -31,7 +31,7 @@ def test_the_first_reason_of_an_abort_stays() -> None:
 
 
 def test_the_end_is_over_everything() -> None:
-    board = Board(1)
+    board = ServerState(1)
     board.publish(_world(1, "1-0.1"))
     board.end("done")
     board.end("done again")
@@ -41,7 +41,7 @@ def test_the_end_is_over_everything() -> None:
 
 
 def test_the_order_to_stop_a_worker_reaches_its_slot() -> None:
-    board = Board(1)
+    board = ServerState(1)
     board.stop_worker("7-2.3", "a", kill=False)
     board.stop_worker("7-2.4", "b", kill=True)
     orders = (WorkerStop("7-2.3", "a", False), WorkerStop("7-2.4", "b", True))

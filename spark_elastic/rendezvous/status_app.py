@@ -19,7 +19,7 @@ from urllib.parse import parse_qs
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from spark_elastic.clock import Clock
-from spark_elastic.rendezvous.serving import proven
+from spark_elastic.rendezvous.http_server import proven
 
 log = logging.getLogger("spark_elastic.rendezvous")
 
@@ -43,7 +43,7 @@ class Page:
     policy: str = "default-src 'none'"
 
 
-class StatusDoor:
+class StatusApp:
     """ASGI application. pages: by path below `ROOT`; "" is the one that people open."""
 
     def __init__(self, pages: Mapping[str, Page], clock: Clock) -> None:
@@ -146,10 +146,10 @@ class StatusDoor:
         return body
 
 
-class Entrance:
+class App:
     """One port, two doors: requests that `door` minds go there, all others to the gate."""
 
-    def __init__(self, gate: ASGIApp, door: StatusDoor | None) -> None:
+    def __init__(self, gate: ASGIApp, door: StatusApp | None) -> None:
         self._gate = gate
         self._door = door
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from spark_elastic.rendezvous.status_door import BURST, FRESH, Entrance, Page, StatusDoor
+from spark_elastic.rendezvous.status_app import BURST, FRESH, App, Page, StatusApp
 from spark_elastic.testing import FakeClock
 
 
@@ -28,7 +28,7 @@ class Visitor:
         self.made = 0
         kinds = {"": "text/html", "data": "application/json", "metrics": "text/plain"}
         pages = {name: Page(kind, self._make) for name, kind in kinds.items()}
-        self.door = StatusDoor({**pages, "broken": Page("text/plain", self._break)}, self.clock)
+        self.door = StatusApp({**pages, "broken": Page("text/plain", self._break)}, self.clock)
 
     def _make(self) -> bytes:
         self.made += 1
@@ -62,7 +62,7 @@ class Visitor:
             "query_string": query.encode(),
             "headers": [(name.encode(), value.encode()) for name, value in headers],
         }
-        asyncio.run(Entrance(gate, self.door)(scope, receive, send))
+        asyncio.run(App(gate, self.door)(scope, receive, send))
         return answer
 
     def enter(self, path: str = "/status/") -> Answer:

@@ -18,13 +18,13 @@ from starlette.types import Message, Receive, Scope, Send
 from spark_elastic.errors import InvalidInput, StaleGeneration
 from spark_elastic.protocol.messages import Request
 from spark_elastic.rendezvous import auth, codec
+from spark_elastic.rendezvous.http_server import failed, proven
 from spark_elastic.rendezvous.messages import MAX_BODY_BYTES, MAX_POLL_SECONDS, VERSION, path_of
-from spark_elastic.rendezvous.serving import failed, proven
 
 log = logging.getLogger("spark_elastic.rendezvous")
 
 
-class PeerGone(Exception):
+class PeerDisconnected(Exception):
     """The connection broke while its request was open. failed: by an error of the network; see `connection.failed`."""
 
     def __init__(self, failed: bool = False) -> None:
@@ -54,23 +54,23 @@ class Call:
         while (await self.receive())["type"] != "http.disconnect":
             pass
 
-    def broken(self) -> PeerGone:
+    def broken(self) -> PeerDisconnected:
         """What there is to raise once it has."""
-        return PeerGone(failed(self.scope))
+        return PeerDisconnected(failed(self.scope))
 
 
 Handler = Callable[[Call], Awaitable[object]]
 
 
 @dataclass(frozen=True)
-class GateLimits:
+class RequestLimits:
     """body: bytes at most. body_seconds: time to send it."""
 
     body: int = MAX_BODY_BYTES
     body_seconds: float = 10.0
 
 
-class Gate:
+class AuthMiddleware:
     """ASGI application over `handlers`, one per request class."""
 
     def __init__(
@@ -78,12 +78,12 @@ class Gate:
         key: bytes,
         attempt: int,
         handlers: Mapping[type[Request[Any]], Handler],
-        limits: GateLimits | None = None,
+        limits: RequestLimits | None = None,
     ) -> None:
         self._key = key
         self._attempt = attempt
         self._handlers = {path_of(cls): (cls, handler) for cls, handler in handlers.items()}
-        self._limits = limits or GateLimits()
+        self._limits = limits or RequestLimits()
         self._sessions = auth.Sessions()
         self._last: dict[type, tuple[object, bytes]] = {}  # the newest reply of each kind
 
@@ -106,7 +106,7 @@ class Gate:
         except Refused as refused:
             await _send(send, refused.status, b"", [(b"connection", b"close")])
             return
-        except (PeerGone, asyncio.CancelledError):
+        except (PeerDisconnected, asyncio.CancelledError):
             return  # nobody hears an answer: the connection broke, or the ending loop breaks it off
         signature = auth.sign_reply(self._key, credentials, status, text).encode()
         await _send(send, status, text, [(auth.REPLY_HEADER.encode(), signature)])
@@ -137,7 +137,7 @@ class Gate:
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        raise PeerGone
+                        raise PeerDisconnected
                     parts.append(message.get("body", b""))
                     size += len(parts[-1])
                     if size > limit:
@@ -160,9 +160,9 @@ class Gate:
             return 200, self._encode(await handler(call))
         except StaleGeneration as stale_error:
             return 200, _text("stale", str(stale_error))
-        except (codec.Garbled, InvalidInput) as error:
+        except (codec.MalformedMessage, InvalidInput) as error:
             return 400, _text("error", f"Request {path} was refused: {error}.")
-        except PeerGone:
+        except PeerDisconnected:
             raise
         except Exception as error:
             log.exception("answering %s failed", path)
@@ -179,17 +179,17 @@ class Gate:
     def _hold(self, envelope: dict[str, Any]) -> float:
         asked = envelope.get("hold", MAX_POLL_SECONDS)
         if type(asked) not in (int, float):
-            raise codec.Garbled("hold must be a number of seconds")
+            raise codec.MalformedMessage("hold must be a number of seconds")
         return min(MAX_POLL_SECONDS, max(0.0, float(asked)))
 
     def _stale(self, envelope: dict[str, Any]) -> str | None:
         version, attempt = envelope.get("v"), envelope.get("attempt")
         if version != VERSION:
-            raise codec.Garbled(
+            raise codec.MalformedMessage(
                 f"it speaks version {version!r} and the driver speaks {VERSION}: install one release"
             )
         if type(attempt) is not int:
-            raise codec.Garbled("attempt must be int")
+            raise codec.MalformedMessage("attempt must be int")
         if attempt == self._attempt:
             return None
         return (

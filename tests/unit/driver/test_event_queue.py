@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from spark_elastic.driver.loop import Inbox
+from spark_elastic.driver.loop import EventQueue
 from spark_elastic.protocol.events import CancelRequested, Received
 from spark_elastic.protocol.messages import Heartbeat
 
@@ -28,7 +28,7 @@ class Bell(threading.Event):
 
 
 def test_events_keep_their_order() -> None:
-    inbox = Inbox()
+    inbox = EventQueue()
     for event in (BEAT, CANCEL, BEAT, None):
         inbox.put(event)
     assert [inbox.get(5.0) for _ in range(4)] == [BEAT, CANCEL, BEAT, None]
@@ -38,7 +38,7 @@ def test_events_keep_their_order() -> None:
 
 @pytest.mark.parametrize(("event", "woken"), [(BEAT, False), (CANCEL, True), (None, True)])
 def test_a_beat_wakes_nobody(event: Heartbeat | CancelRequested | None, woken: bool) -> None:
-    inbox, bell, taken = Inbox(), Bell(), threading.Event()
+    inbox, bell, taken = EventQueue(), Bell(), threading.Event()
     inbox._bell = bell
 
     def take() -> None:
@@ -55,6 +55,6 @@ def test_a_beat_wakes_nobody(event: Heartbeat | CancelRequested | None, woken: b
 
 
 def test_a_beat_is_taken_when_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    inbox = Inbox()
+    inbox = EventQueue()
     monkeypatch.setattr(inbox._bell, "wait", lambda seconds: inbox.put(BEAT))
     assert inbox.get(0.5) is BEAT

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.driver.gathering import Application, GatherTurn, Patience, Wanted
+from spark_elastic.driver.gang_scheduler import GangScheduler, JobQueue, QueueTimeout, SlotRequest
 from spark_elastic.errors import NotEnoughWorkers
 from spark_elastic.protocol.events import DriverEvent, SlotsWanted
 from spark_elastic.protocol.types import Limits
@@ -22,55 +22,55 @@ CLOCK = SystemClock()
 
 
 @contextmanager
-def _turn(application: Application, name: str, limits: Limits = LIMITS) -> Iterator[GatherTurn]:
-    turn = GatherTurn(application, name, limits, CLOCK)
-    with turn.lives, turn:
+def _turn(queue: JobQueue, name: str, limits: Limits = LIMITS) -> Iterator[GangScheduler]:
+    turn = GangScheduler(queue, name, limits, CLOCK)
+    with turn.alive_lock, turn:
         yield turn
 
 
 def test_r17_one_job_gathers_at_a_time() -> None:
-    application = Application()
+    queue = JobQueue()
     entered = threading.Event()
 
     def second() -> None:
-        with _turn(application, "second"):
+        with _turn(queue, "second"):
             entered.set()
 
-    with _turn(application, "first") as first:
+    with _turn(queue, "first") as first:
         thread = threading.Thread(target=second)
         thread.start()
         assert not entered.wait(0.2)
-        first.gathered()  # its world stands; it goes on beside the next
+        first.finish_gathering()  # its world stands; it goes on beside the next
         assert entered.wait(10.0)
         thread.join(10.0)
-    with _turn(application, "third"):
-        assert len(application.jobs) == 1
+    with _turn(queue, "third"):
+        assert len(queue.jobs) == 1
 
 
 def test_r17_a_job_that_fails_ends_its_turn() -> None:
-    application = Application()
-    with pytest.raises(ValueError), _turn(application, "first"):
+    queue = JobQueue()
+    with pytest.raises(ValueError), _turn(queue, "first"):
         raise ValueError
-    with _turn(application, "second"):
+    with _turn(queue, "second"):
         pass
-    assert not application.jobs
+    assert not queue.jobs
 
 
-@pytest.mark.parametrize("where", ["__exit__", "_leave", "gathered"])
+@pytest.mark.parametrize("where", ["__exit__", "_leave", "finish_gathering"])
 def test_r17_a_job_that_is_interrupted_while_it_ends_keeps_no_turn(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    application = Application()
+    queue = JobQueue()
 
-    def interrupted(self: GatherTurn, *error: object) -> None:
+    def interrupted(self: GangScheduler, *error: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(GatherTurn, where, interrupted)
-        with pytest.raises(KeyboardInterrupt), _turn(application, "first") as first:
+        patched.setattr(GangScheduler, where, interrupted)
+        with pytest.raises(KeyboardInterrupt), _turn(queue, "first") as first:
             first._trains = True
-    assert application.training() is None
-    with _turn(application, "second", replace(LIMITS, start_timeout=0.1)):
+    assert queue.find_training_job() is None
+    with _turn(queue, "second", replace(LIMITS, start_timeout=0.1)):
         pass
 
 
@@ -78,34 +78,34 @@ def test_r17_nor_does_one_that_is_interrupted_as_its_turn_begins() -> None:
     class Interrupted(Condition):
         def __exit__(self, *error: Any) -> None:
             super().__exit__(*error)
-            if application.gathering is first and first in application.jobs:
+            if queue.gathering is first and first in queue.jobs:
                 raise KeyboardInterrupt
 
-    application = Application()
-    first = GatherTurn(application, "first", LIMITS, CLOCK)
-    application.change = Interrupted()
-    with pytest.raises(KeyboardInterrupt), first.lives, first:
+    queue = JobQueue()
+    first = GangScheduler(queue, "first", LIMITS, CLOCK)
+    queue.condition = Interrupted()
+    with pytest.raises(KeyboardInterrupt), first.alive_lock, first:
         pass
-    with _turn(application, "second", replace(LIMITS, start_timeout=0.1)):
+    with _turn(queue, "second", replace(LIMITS, start_timeout=0.1)):
         pass
 
 
 def test_r17_who_waits_too_long_is_told_for_whom() -> None:
-    application = Application()
-    with _turn(application, "first"):
-        late = GatherTurn(application, "second", replace(LIMITS, start_timeout=0.1), CLOCK)
+    queue = JobQueue()
+    with _turn(queue, "first"):
+        late = GangScheduler(queue, "second", replace(LIMITS, start_timeout=0.1), CLOCK)
         told = "while job first of the same application was gathering"
-        with pytest.raises(NotEnoughWorkers, match=told), late.lives, late:
+        with pytest.raises(NotEnoughWorkers, match=told), late.alive_lock, late:
             pass
-        assert len(application.jobs) == 1
+        assert len(queue.jobs) == 1
 
 
 def test_r17_slots_are_given_back_while_others_are_there_and_no_world_is() -> None:
-    application = Application()
+    queue = JobQueue()
     posted: SimpleQueue[DriverEvent] = SimpleQueue()
-    with _turn(application, "first") as first:
-        first.gathered()
-        with _turn(application, "second") as second:
+    with _turn(queue, "first") as first:
+        first.finish_gathering()
+        with _turn(queue, "second") as second:
             second.start(posted.put)
             event = posted.get(timeout=10.0)
             assert isinstance(event, SlotsWanted)
@@ -115,7 +115,7 @@ def test_r17_slots_are_given_back_while_others_are_there_and_no_world_is() -> No
 
 def test_r17_a_job_alone_keeps_its_slots() -> None:
     posted: SimpleQueue[DriverEvent] = SimpleQueue()
-    with _turn(Application(), "only") as turn:
+    with _turn(JobQueue(), "only") as turn:
         turn.start(posted.put)
         with pytest.raises(Empty):
             posted.get(timeout=0.3)
@@ -123,29 +123,29 @@ def test_r17_a_job_alone_keeps_its_slots() -> None:
 
 
 def test_r17_no_time_is_counted_while_another_job_trains(caplog: pytest.LogCaptureFixture) -> None:
-    application, clock = Application(), FakeClock()
-    patience = Patience(application, 600.0, clock, "the next")
-    with _turn(application, "first") as first:
+    queue, clock = JobQueue(), FakeClock()
+    timeout = QueueTimeout(queue, 600.0, clock, "the next")
+    with _turn(queue, "first") as first:
         clock.advance(599.0)
-        assert not patience.over()
-        first.gathered()
+        assert not timeout.is_expired()
+        first.finish_gathering()
         for _ in range(10):
             clock.advance(599.0)
-            assert not patience.over()
+            assert not timeout.is_expired()
     clock.advance(599.0)
-    assert not patience.over()
+    assert not timeout.is_expired()
     clock.advance(1.0)
-    assert patience.over()
+    assert timeout.is_expired()
     assert [record.getMessage() for record in caplog.records] == [
         "the next waits while job first of the same application trains: cancel its Spark jobs to end that"
     ]
 
 
 def test_r17_jobs_that_wait_for_their_turn_take_no_slots_away() -> None:
-    application = Application()
+    queue = JobQueue()
     posted: SimpleQueue[DriverEvent] = SimpleQueue()
-    with _turn(application, "only") as turn:
-        application.jobs.append(GatherTurn(application, "waits", LIMITS, CLOCK))
+    with _turn(queue, "only") as turn:
+        queue.jobs.append(GangScheduler(queue, "waits", LIMITS, CLOCK))
         turn.start(posted.put)
         with pytest.raises(Empty):
             posted.get(timeout=0.3)
@@ -153,19 +153,19 @@ def test_r17_jobs_that_wait_for_their_turn_take_no_slots_away() -> None:
 
 
 def test_r17_of_jobs_that_are_short_after_a_loss_the_later_give_way_to_the_first() -> None:
-    application, clock = Application(), FakeClock()
-    first, second, third = (GatherTurn(application, name, LIMITS, clock) for name in ("a", "b", "c"))
+    queue, clock = JobQueue(), FakeClock()
+    first, second, third = (GangScheduler(queue, name, LIMITS, clock) for name in ("a", "b", "c"))
     with ExitStack() as jobs:
         for turn in (first, second, third):
-            jobs.enter_context(turn.lives)
+            jobs.enter_context(turn.alive_lock)
             jobs.enter_context(turn)
-            turn.gathered()
-        first.lacks(True)
-        third.lacks(True)
-        assert third.wanted() is None, "it may find its next world at once"
+            turn.finish_gathering()
+        first.report_shortage(True)
+        third.report_shortage(True)
+        assert third.find_slot_request() is None, "it may find its next world at once"
         clock.advance(LIMITS.gather_timeout)
-        assert first.wanted() == Wanted("b", taken=True)
-        assert second.wanted() is None
-        assert third.wanted() == Wanted("a", taken=False)
-        first.lacks(False)
-        assert third.wanted() == Wanted("a", taken=True)
+        assert first.find_slot_request() == SlotRequest("b", in_use=True)
+        assert second.find_slot_request() is None
+        assert third.find_slot_request() == SlotRequest("a", in_use=False)
+        first.report_shortage(False)
+        assert third.find_slot_request() == SlotRequest("a", in_use=True)
