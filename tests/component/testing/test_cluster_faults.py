@@ -44,7 +44,7 @@ elastic(loop, get_session)(ObjectState(step=0))
 """
 
 
-def test_blows_fall_once_and_the_world_goes_on(tmp_path: Path) -> None:
+def test_each_fault_is_injected_once_and_the_world_takes_all_steps(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     folder = str(tmp_path / "faults")

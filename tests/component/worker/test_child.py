@@ -1,4 +1,4 @@
-"""A training process that finds no way on ends by its own word, with a traceback."""
+"""The end of a training process whose program fails: exit code, traceback, atexit functions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from spark_elastic.protocol.slot_spec import SlotSpec, WorkerIdentity
 from spark_elastic.worker.child import Child
 
 
-def life(payload: bytes) -> tuple[list[str], int]:
-    """What a child without a driver writes, and its exit code."""
+def run_child(payload: bytes) -> tuple[list[str], int]:
+    """(lines, exit code) of a child without a driver."""
     lines: list[str] = []
     ends: queue.Queue[int] = queue.Queue()
 
@@ -32,20 +32,20 @@ def life(payload: bytes) -> tuple[list[str], int]:
     return lines, code
 
 
-def test_what_escapes_everything_is_an_exit_code_and_a_traceback() -> None:
-    lines, code = life(b"garbage")
+def test_an_unhandled_exception_of_a_child_gives_an_exit_code_and_a_traceback() -> None:
+    lines, code = run_child(b"garbage")
     assert code == 1
     assert lines[-1].startswith("spark_elastic.errors.DriverUnreachable: The driver's rendezvous server")
 
 
 class SaysGoodbye:
     def prepare(self) -> None:
-        atexit.register(threading.Event().wait)  # the last of them, and it never ends
+        atexit.register(threading.Event().wait)  # runs last and never ends
         atexit.register(print, "goodbye")
 
 
-def test_what_is_registered_for_its_end_runs_and_does_not_keep_it() -> None:
-    lines, code = life(cloudpickle.dumps(SaysGoodbye()))
+def test_atexit_functions_run_for_a_limited_time() -> None:
+    lines, code = run_child(cloudpickle.dumps(SaysGoodbye()))
     assert code == 1
     assert "goodbye" in lines
 
@@ -55,6 +55,6 @@ class Loads:
         atexit.register(lambda: sys.stdout.write(f"left alone: {gc.get_freeze_count()}\n"))
 
 
-def test_the_collector_leaves_alone_what_was_loaded() -> None:
-    lines, _ = life(cloudpickle.dumps(Loads()))
+def test_the_garbage_collector_ignores_objects_of_imports() -> None:
+    lines, _ = run_child(cloudpickle.dumps(Loads()))
     assert any(int(line.removeprefix("left alone:")) > 10_000 for line in lines if "left alone" in line)

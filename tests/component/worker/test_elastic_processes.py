@@ -103,7 +103,7 @@ def test_a_killed_slot_costs_no_step_and_another_takes_its_place() -> None:
     assert sizes(job.run())[:2] == [3, 2]
 
 
-def test_a_killed_child_is_followed_by_its_warm_spare() -> None:
+def test_a_killed_worker_is_replaced_by_its_warm_spare() -> None:
     job = Job(Held(20, 0.02), size=2, until=lambda now: len(now.sizes) >= 2 == now.sizes[-1])
 
     def inject_fault() -> None:
@@ -120,7 +120,7 @@ def test_a_killed_child_is_followed_by_its_warm_spare() -> None:
     assert len(seen) >= 2
 
 
-def test_a_stopped_child_is_given_up_after_the_lease() -> None:
+def test_a_stopped_worker_is_evicted_after_its_lease() -> None:
     job = held_job()
     stopped: list[psutil.Process] = []
 
@@ -134,7 +134,7 @@ def test_a_stopped_child_is_given_up_after_the_lease() -> None:
     assert not stopped[0].is_running()
 
 
-def test_two_die_at_once() -> None:
+def test_training_survives_two_simultaneous_losses() -> None:
     job = held_job()
 
     def inject_fault() -> None:
@@ -146,7 +146,7 @@ def test_two_die_at_once() -> None:
     assert 1 in sizes(result) or 2 in sizes(result)
 
 
-def test_all_die_at_once_and_the_job_starts_again() -> None:
+def test_the_job_starts_again_when_all_workers_die_at_once() -> None:
     job = held_job(size=2)
 
     def inject_fault() -> None:
@@ -202,7 +202,7 @@ class BrokenOnce(CountingProgram):
         return super().run(world, group, session)
 
 
-def test_an_exception_on_one_worker_is_borne() -> None:
+def test_an_exception_on_one_worker_does_not_end_the_job() -> None:
     cloudpickle.register_pickle_by_value(sys.modules[BrokenOnce.__module__])
     program = BrokenOnce(40, 0.03)
     result = run(launcher(program, room=2), 2, Watcher())
@@ -221,13 +221,13 @@ class Mumbler(Watcher):
         raise OSError("the terminal is gone")
 
 
-def test_a_narrator_that_fails_harms_no_job(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_job_survives_a_failing_listener(caplog: pytest.LogCaptureFixture) -> None:
     program = CountingProgram(20, 0.03)
     assert_exact(run(launcher(program, room=2), 2, Mumbler()), program)
     assert "the narrator failed" in caplog.text
 
 
-def test_a_taken_driver_port_is_one_sentence() -> None:
+def test_a_driver_port_in_use_gives_one_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         config = ElasticConfig(driver_port=port)

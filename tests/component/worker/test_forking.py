@@ -1,4 +1,4 @@
-"""Training processes that a real fork server makes: like spawned ones in every respect, and the slot's own."""
+"""Training processes from a real fork server: like spawned ones in every respect, and children of the slot."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ TORCH = ("torch", "torch._dynamo")
 
 @pytest.fixture(autouse=True)
 def no_fork_server() -> Iterator[None]:
-    """None of an earlier test, and none left behind."""
+    """No server of an earlier test, and none left behind."""
     fork_server_cache.close()
     yield
     fork_server_cache.close()
 
 
-class Told:
+class PrintingProgram:
     """A program whose `prepare` prints what `tell` returns."""
 
     def __init__(self, tell: Callable[[], object]) -> None:
@@ -47,7 +47,7 @@ class Told:
 
 
 class Life:
-    """A child without a driver; it waits for its activation once it is warm."""
+    """A child without a driver, which becomes warm and then waits for its activation."""
 
     def __init__(
         self,
@@ -56,10 +56,10 @@ class Life:
         threads: int | None = None,
         forked: bool | None = None,
     ) -> None:
-        """forked: whether it will be, if the imports do not say so."""
+        """forked: whether the process is forked; by default if there are imports."""
         self._forked = bool(imports) if forked is None else forked
         cloudpickle.register_pickle_by_value(sys.modules[__name__])
-        payload = cloudpickle.dumps(Told(tell))
+        payload = cloudpickle.dumps(PrintingProgram(tell))
         self.lines: queue.Queue[str] = queue.Queue()
         self._warm: queue.Queue[None] = queue.Queue()
         self._ends: queue.Queue[int] = queue.Queue()
@@ -109,7 +109,7 @@ def told(imports: tuple[str, ...], tell: Callable[[], object]) -> Any:
 
 
 def self_portrait() -> dict[str, object]:
-    """All that a process can be told from another by."""
+    """All properties by which processes can be distinguished."""
     import faulthandler
     import gc
     import multiprocessing
@@ -148,14 +148,14 @@ def self_portrait() -> dict[str, object]:
     }  # fmt: skip
 
 
-def test_it_is_like_a_spawned_one() -> None:
+def test_a_forked_process_looks_like_a_spawned_one() -> None:
     forked, spawned = (told(imports, self_portrait) for imports in (FORKED, SPAWNED))
     assert fork_server_cache.pid is not None
     assert forked["parent"] == os.getpid()
     assert forked == spawned
 
 
-def test_its_exit_code_is_the_slots() -> None:
+def test_the_slot_gets_the_exit_code_of_a_forked_process() -> None:
     with Life(FORKED, lambda: sys.exit(3)) as life:
         assert life.end() == 3
     with Life(FORKED, lambda: os.kill(os.getpid(), signal.SIGKILL)) as life:
@@ -166,14 +166,14 @@ def test_its_exit_code_is_the_slots() -> None:
         assert life.end() == -signal.SIGKILL
 
 
-def test_it_ends_with_its_input() -> None:
+def test_a_forked_process_ends_with_its_standard_input() -> None:
     with Life(FORKED, lambda: None) as life:
         life.warm()
         life.child._input.put(None)
         assert life.end() == 0
 
 
-def test_one_server_serves_one_process_after_another() -> None:
+def test_one_fork_server_serves_several_processes() -> None:
     with Life(FORKED, lambda: None) as first:
         first.warm()
         server = fork_server_cache.pid
@@ -183,7 +183,7 @@ def test_one_server_serves_one_process_after_another() -> None:
         assert fork_server_cache.pid == server
 
 
-def test_another_environment_takes_another_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_environment_needs_another_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
     servers = []
 
     def threads() -> object:
@@ -213,7 +213,7 @@ SLOT = """
 """
 
 
-def test_it_and_its_server_end_with_the_slot(tmp_path: Path) -> None:
+def test_a_forked_process_and_its_server_end_with_the_slot(tmp_path: Path) -> None:
     script = tmp_path / "slot.py"
     script.write_text(textwrap.dedent(SLOT.format(path=[str(Path(__file__).parent), *sys.path])))
     slot = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE)
@@ -227,7 +227,7 @@ def test_it_and_its_server_end_with_the_slot(tmp_path: Path) -> None:
     assert not alive
 
 
-def test_it_outlives_its_server_and_the_next_has_another() -> None:
+def test_a_forked_process_outlives_its_server_and_the_next_process_gets_a_new_server() -> None:
     with Life(FORKED, lambda: None) as first:
         process, server = first.warm(), fork_server_cache.pid
         assert server is not None
@@ -241,16 +241,16 @@ def test_it_outlives_its_server_and_the_next_has_another() -> None:
         assert first.end() == 0
 
 
-def test_a_server_that_dies_before_the_fork_is_done_without(
+def test_a_process_is_spawned_if_the_fork_server_dies_before_the_fork(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module(tmp_path, monkeypatch, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    create_module(tmp_path, monkeypatch, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     with Life(("written",), lambda: None, forked=False) as life:
         assert life.warm().ppid() == os.getpid()
 
 
-def module(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    """One with the name `written`, for the server to import."""
+def create_module(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """Create a module with the name `written`, for the server to import."""
     (folder / "written.py").write_text(text)
     monkeypatch.syspath_prepend(folder)
 
@@ -259,10 +259,10 @@ THREAD = "import threading; threading.Thread(target=threading.Event().wait, daem
 
 
 @pytest.mark.parametrize(("text", "why"), [(THREAD, "2 threads run in it"), ("1 / 0", "division by zero")])
-def test_where_a_fork_is_not_safe_it_is_spawned(
+def test_a_process_is_spawned_where_a_fork_is_not_safe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, text: str, why: str
 ) -> None:
-    module(tmp_path, monkeypatch, text)
+    create_module(tmp_path, monkeypatch, text)
     with caplog.at_level(logging.DEBUG, "spark_elastic.worker"):
         with Life(("written",), lambda: None, forked=False) as life:
             assert life.warm().ppid() == os.getpid()
@@ -270,21 +270,23 @@ def test_where_a_fork_is_not_safe_it_is_spawned(
         caplog.clear()
         with Life(("written",), lambda: None, forked=False) as life:
             assert life.warm().ppid() == os.getpid()
-        assert not caplog.text, "it was asked again"
+        assert not caplog.text, "the failed server got another request"
 
 
-def test_where_the_slot_cannot_adopt_it_is_spawned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process that nobody adopted has not read what the other one needs."""
+def test_a_process_is_spawned_if_the_slot_cannot_adopt_the_forked_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The process that was not adopted has not read the input that the spawned one needs."""
     monkeypatch.setattr(forking, "PR_SET_CHILD_SUBREAPER", forking.PR_GET_CHILD_SUBREAPER)
     with Life(FORKED, lambda: "spawned", forked=False) as life:
         assert life.told() == "spawned"
 
 
-def test_one_that_is_killed_before_it_exists_never_does(
+def test_a_process_killed_before_its_fork_is_never_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module(tmp_path, monkeypatch, "import time; time.sleep(2.0)")
-    with Life(("written",), lambda: "born") as life:
+    create_module(tmp_path, monkeypatch, "import time; time.sleep(2.0)")
+    with Life(("written",), lambda: "started") as life:
         assert life.child.state() == ""
         begin = time.monotonic()
         life.child.kill()
@@ -295,27 +297,29 @@ def test_one_that_is_killed_before_it_exists_never_does(
         assert life.lines.empty()
 
 
-def test_what_imports_say_each_process_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module(tmp_path, monkeypatch, "print('written was imported')")
+def test_each_forked_process_prints_what_the_imports_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create_module(tmp_path, monkeypatch, "print('written was imported')")
     for _ in range(2):
         with Life(("written",), lambda: "then") as life:
             assert life.lines.get(timeout=60.0) == "written was imported"
             assert life.told() == "then"
 
 
-def test_an_idle_server_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module(tmp_path, monkeypatch, "import __main__; __main__.IDLE_SECONDS = 0.5")
+def test_an_idle_fork_server_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    create_module(tmp_path, monkeypatch, "import __main__; __main__.IDLE_SECONDS = 0.5")
     with Life(("written",), lambda: None) as life:
         life.warm()
         time.sleep(1.0)
-        assert fork_server_cache.pid is not None, "it has a process"
+        assert fork_server_cache.pid is not None, "a server with a process ended"
     deadline = time.monotonic() + 20.0
     while fork_server_cache.pid is not None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
-def chances() -> list[object]:
+def random_numbers() -> list[object]:
     import multiprocessing
     import random
 
@@ -327,7 +331,7 @@ def chances() -> list[object]:
 
 
 def trained() -> object:
-    """With rows from processes, as a user's program has them."""
+    """Train with a DataLoader's processes, as user programs do."""
     imported = "torch._dynamo" in sys.modules
     import torch
     from torch.utils.data import DataLoader, TensorDataset
@@ -341,12 +345,12 @@ def trained() -> object:
         net(batch).sum().backward()
         step.step()
         seen += float(batch.sum())
-    return [[imported, seen, torch.get_num_threads()], chances()]
+    return [[imported, seen, torch.get_num_threads()], random_numbers()]
 
 
 @pytest.mark.native
 @pytest.mark.timeout(180)
-def test_forked_processes_train_with_torch_and_share_no_chance() -> None:
+def test_forked_processes_train_with_torch_and_have_different_seeds() -> None:
     with Life(TORCH, trained, 2) as first, Life(TORCH, trained, 2) as second:
         (result, one), (_, other) = first.told(), second.told()
     assert result == [True, 28.0, 2]

@@ -29,7 +29,7 @@ def killed(result: LaunchResult) -> int:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_loss_while_a_world_forms(world: int, fault: Fault) -> None:
+def test_training_survives_a_loss_while_a_world_forms(world: int, fault: Fault) -> None:
     job = Job(Held(30, 0.02), until=lambda now: len(now.sizes) > world)
     job.at_step(10, lambda: kill_worker(job, 2))
     job.at_world(world, lambda: fault(kill_worker, job, 0))
@@ -39,7 +39,7 @@ def test_a_loss_while_a_world_forms(world: int, fault: Fault) -> None:
 
 
 @pytest.mark.parametrize("role", ["source", "receiver"])
-def test_a_loss_during_sync(role: str, fault: Fault) -> None:
+def test_training_survives_a_loss_during_sync(role: str, fault: Fault) -> None:
     """The source dies while it hands over its state, or the newcomer while it takes it."""
     job = Job(SlowSync(20, 0.02), size=3, room=2)
     job.at_step(1, lambda: job.cluster.add_room(1))
@@ -50,7 +50,7 @@ def test_a_loss_during_sync(role: str, fault: Fault) -> None:
     assert not any("from the beginning: nobody" in line for line in result.event_log)
 
 
-def test_a_second_loss_while_the_survivors_regroup(fault: Fault) -> None:
+def test_training_survives_a_second_loss_while_the_survivors_regroup(fault: Fault) -> None:
     job = Job(SlowReturn(20, 0.02), size=4)
     job.at_step(3, lambda: kill_worker(job, 0))
     job.at_line("comes back slowly", lambda: fault(kill_worker, job, 1))
@@ -60,7 +60,7 @@ def test_a_second_loss_while_the_survivors_regroup(fault: Fault) -> None:
 
 
 @pytest.mark.scenario("G7")
-def test_a_newcomer_during_a_reset(fault: Fault) -> None:
+def test_a_newcomer_can_join_during_a_reset(fault: Fault) -> None:
     job = Job(SlowReturn(20, 0.02), size=4, room=3, until=lambda now: now.sizes[-1] == 4, faults=fault.on)
     job.at_step(3, lambda: kill_worker(job, 0))
     job.at_line("comes back slowly", lambda: fault(job.cluster.add_room, 1))
@@ -70,7 +70,7 @@ def test_a_newcomer_during_a_reset(fault: Fault) -> None:
 
 
 @pytest.mark.scenario("G7")
-def test_two_events_within_a_second(fault: Fault) -> None:
+def test_training_survives_two_membership_changes_within_a_second(fault: Fault) -> None:
     """One host leaves as planned and another dies; two slots are free again afterwards."""
     job = Job(Held(20, 0.02), until=lambda now: now.sizes[-1] == 3 > min(now.sizes), faults=fault.on)
 
@@ -87,7 +87,7 @@ def test_two_events_within_a_second(fault: Fault) -> None:
 
 
 @pytest.mark.scenario("G7")
-def test_an_addition_that_is_undone_stops_nobody(fault: Fault) -> None:
+def test_a_newcomer_that_leaves_again_stops_no_worker(fault: Fault) -> None:
     """The host that comes is drained before its worker is warm; what stops for a newcomer is for the next host's."""
     job = Job(Held(20, 0.02), size=3, room=2, faults=fault.on)
     came: set[int] = set()
@@ -106,7 +106,7 @@ def test_an_addition_that_is_undone_stops_nobody(fault: Fault) -> None:
     assert sizes(result) in ([2], [2, 3])
 
 
-def test_a_loss_of_all_slots_but_one(fault: Fault) -> None:
+def test_training_survives_the_loss_of_all_slots_but_one(fault: Fault) -> None:
     job = Job(Held(20, 0.02), until=lambda now: len(now.sizes) >= 2)
 
     def inject_fault() -> None:
@@ -120,7 +120,7 @@ def test_a_loss_of_all_slots_but_one(fault: Fault) -> None:
 
 
 @pytest.mark.scenario("G8")
-def test_fewer_than_min_workers_wait_for_another_and_go_on(fault: Fault) -> None:
+def test_fewer_than_min_workers_wait_for_another_worker_and_continue(fault: Fault) -> None:
     job = Job(Held(20, 0.02), until=lambda now: len(now.sizes) >= 2, faults=fault.on)
 
     def inject_fault() -> None:
@@ -134,7 +134,7 @@ def test_fewer_than_min_workers_wait_for_another_and_go_on(fault: Fault) -> None
 
 
 @pytest.mark.scenario("G9")
-def test_many_resets_inside_one_epoch(fault: Fault) -> None:
+def test_training_survives_many_resets_within_one_epoch(fault: Fault) -> None:
     job = Job(Held(50, 0.03), until=lambda now: len(now.sizes) >= 5, faults=fault.on)
     for number, step in enumerate((10, 20, 30, 40)):
         job.at_step(step, partial(fault, kill_worker, job, number % 2), world=number + 1)
@@ -144,7 +144,7 @@ def test_many_resets_inside_one_epoch(fault: Fault) -> None:
 
 
 @pytest.mark.scenario("G4")
-def test_a_silent_host_is_given_up_and_fenced_when_it_wakes(fault: Fault) -> None:
+def test_a_silent_host_is_evicted_and_fenced_when_it_wakes(fault: Fault) -> None:
     """Slot and worker stop, no connection breaks; when they go on, the old worker is no part of anything."""
     job = Job(Held(20, 0.02), until=lambda now: 3 in now.sizes[2:], faults=fault.on)
     frozen: list[psutil.Process] = []

@@ -72,7 +72,7 @@ class Greedy(CountingProgram):
         return super().run(world, group, session)
 
 
-def test_memory_that_runs_out_is_named_and_ends_the_job_after_two_repeats(box: Box, fault: Fault) -> None:
+def test_running_out_of_memory_is_named_and_ends_the_job_after_two_repeats(box: Box, fault: Fault) -> None:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     job = Job(Greedy(box, bool(fault(lambda: True))), size=2)
     with pytest.raises(OutOfMemory, match=r"out of memory 3 times .*spark\.executor\.memoryOverhead"):

@@ -48,7 +48,9 @@ def break_server(job: Job) -> None:
         broken.shutdown(socket.SHUT_RDWR)
 
 
-def test_r12_the_server_dies_together_with_a_worker(fault: Fault, caplog: pytest.LogCaptureFixture) -> None:
+def test_r12_training_survives_the_death_of_the_server_together_with_a_worker(
+    fault: Fault, caplog: pytest.LogCaptureFixture
+) -> None:
     job = Job(Held(30, 0.03))
 
     def inject_fault() -> None:
@@ -80,7 +82,7 @@ class HeldUp(Job):
         time.sleep(seconds)
 
 
-def test_r12_a_server_that_is_held_up_for_longer_than_a_lease_loses_nobody(fault: Fault) -> None:
+def test_r12_a_server_stopped_for_longer_than_a_lease_evicts_no_worker(fault: Fault) -> None:
     last = 150
     job = HeldUp(Held(last + 1, 0.03), until=lambda now: not job.seconds and now.step == last)
     job.at_step(10, lambda: fault(job.hold_up, 5.0))
@@ -91,7 +93,7 @@ def test_r12_a_server_that_is_held_up_for_longer_than_a_lease_loses_nobody(fault
 
 
 @pytest.mark.scenario("G12")
-def test_p6_whoever_lacks_the_key_gets_nothing_and_the_job_goes_on(fault: Fault) -> None:
+def test_p6_a_client_without_the_key_gets_nothing_and_the_job_continues(fault: Fault) -> None:
     job = Job(Held(30, 0.03), size=2, faults=fault.on)
     answers: dict[str, int] = {}
 

@@ -32,7 +32,7 @@ def entry(result: LaunchResult, text: str) -> str:
 
 
 @pytest.mark.scenario("G4")
-def test_p5_a_stopped_worker_is_named_with_its_last_stack_before_it_is_given_up(
+def test_p5_a_stopped_worker_is_named_with_its_last_stack_before_its_eviction(
     caplog: pytest.LogCaptureFixture, fault: Fault
 ) -> None:
     job = Job(Held(60, 0.03), until=lambda now: len(now.sizes) >= 2, faults=fault.on)
@@ -47,7 +47,7 @@ def test_p5_a_stopped_worker_is_named_with_its_last_stack_before_it_is_given_up(
     assert entry(result, "world 1 is over")
 
 
-def test_p5_a_worker_that_hangs_is_named_and_the_error_of_who_waited_says_what_it_was_doing(
+def test_p5_a_hanging_worker_and_its_stack_are_named_in_the_errors_of_its_peers(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """C code holds its interpreter's lock for ever: no thread of Python's could tell where it is; its slot beats."""

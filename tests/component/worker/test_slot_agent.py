@@ -107,7 +107,7 @@ class Announced(CountingProgram):
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("imports", [(), ("json",)], ids=["spawned", "forked"])
 @pytest.mark.usefixtures("no_fork_server")
-def test_every_crash_finds_a_warm_spare(driver: Driver, imports: tuple[str, ...]) -> None:
+def test_a_warm_spare_follows_each_crash(driver: Driver, imports: tuple[str, ...]) -> None:
     spares: list[int] = []
 
     def play() -> None:
@@ -136,7 +136,7 @@ class Crashing(CountingProgram):
         ctypes.string_at(0)
 
 
-def test_a_crash_of_native_code_is_told_with_the_python_lines_it_was_called_from(driver: Driver) -> None:
+def test_a_crash_in_native_code_is_reported_with_its_python_frames(driver: Driver) -> None:
     def play() -> None:
         exited = driver.heard(WorkerExited)
         assert exited.reason == "killed by signal 11"
@@ -176,7 +176,7 @@ def test_no_worker_leaves_a_temporary_folder_behind(driver: Driver) -> None:
     assert not any(folder.exists() for folder in folders)
 
 
-def test_a_worker_that_dies_before_its_spare_is_due_is_followed_by_a_cold_one_with_a_spare(
+def test_a_worker_that_dies_before_its_spare_is_due_is_replaced_by_a_cold_one(
     driver: Driver,
 ) -> None:
     def play() -> None:
@@ -192,7 +192,7 @@ def test_a_worker_that_dies_before_its_spare_is_due_is_followed_by_a_cold_one_wi
     assert serve(driver, Announced(1), play, spare_after=1000.0) == "enough"
 
 
-def test_memory_that_grows_is_told_once(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_growing_memory_shortage_is_reported_once(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slot_agent, "MEMORY_CHECK_EVERY", 0.05)
     looks: list[tuple[int, int | None]] = []
 
@@ -221,7 +221,7 @@ class LeavesOneBehind(CountingProgram):
         sys.stdout.write(f"left behind: {left.pid}\n")
 
 
-def test_what_a_worker_leaves_behind_does_not_hold_its_slot(driver: Driver) -> None:
+def test_processes_that_a_worker_leaves_behind_do_not_block_its_slot(driver: Driver) -> None:
     """Data loaders and the like outlive a killed worker for a while; its slot ends without them."""
     left: list[psutil.Process] = []
     released: list[float] = []
@@ -271,7 +271,7 @@ class PrintsMuch(CountingProgram):
         sys.exit(3)
 
 
-def test_all_that_a_worker_prints_arrives_however_much_it_is(driver: Driver) -> None:
+def test_all_output_of_a_worker_arrives_whatever_its_amount(driver: Driver) -> None:
     told = ""
 
     def play() -> None:
@@ -296,7 +296,7 @@ class SaysGoodbye(Announced):
         super().prepare()
 
 
-def test_a_worker_that_is_told_to_end_with_its_slot_has_its_last_words(driver: Driver) -> None:
+def test_the_last_lines_of_a_worker_that_is_told_to_end_arrive(driver: Driver) -> None:
     def play() -> None:
         worker = driver.heard(WorkerStarted).worker
         driver.logs.get(timeout=20.0)
@@ -307,14 +307,14 @@ def test_a_worker_that_is_told_to_end_with_its_slot_has_its_last_words(driver: D
     assert driver.logs.get(timeout=20.0).lines == ("goodbye",)
 
 
-def test_a_refused_slot_starts_nothing(driver: Driver) -> None:
+def test_a_refused_slot_starts_no_worker(driver: Driver) -> None:
     driver.server.end("the job is over")
     assert serve(driver, CountingProgram(1), lambda: None) == "the job is over"
     driver.heard(RegisterSlot)
     assert driver.events.empty()
 
 
-def test_r14_a_slot_whose_host_is_unfit_starts_nothing_and_waits_to_be_sent_back() -> None:
+def test_r14_a_slot_on_an_unfit_host_starts_no_worker_and_waits_for_its_release() -> None:
     driver = start_driver(admit=lambda facts: "host-4 has no torch")
 
     def play() -> None:
@@ -329,7 +329,7 @@ def test_r14_a_slot_whose_host_is_unfit_starts_nothing_and_waits_to_be_sent_back
         driver.close()
 
 
-def test_a_slot_whose_driver_is_gone_ends_with_its_address(driver: Driver) -> None:
+def test_a_slot_whose_driver_is_gone_names_the_drivers_address(driver: Driver) -> None:
     def play() -> None:
         driver.heard(WorkerStarted)
         await_children(2)

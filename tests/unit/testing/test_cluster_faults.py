@@ -66,7 +66,7 @@ def test_a_slow_worker_is_late_for_a_while(tmp_path: Path, pause: dict[str, floa
     assert clock.now() == late
 
 
-def test_a_cut_breaks_connections_and_leaves_listeners(tmp_path: Path) -> None:
+def test_a_cut_breaks_connections_but_not_listening_sockets(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         with socket.create_connection(server.getsockname()) as here, server.accept()[0] as there:
             ClusterFaults([InjectedFault("cut", step=0)], str(tmp_path / "f")).inject(0, 0, 1)
@@ -76,14 +76,14 @@ def test_a_cut_breaks_connections_and_leaves_listeners(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["kill executor", "drain"])
-def test_executors_are_killed_where_there_are_some(kind: str, tmp_path: Path) -> None:
+def test_killing_an_executor_is_refused_without_one(kind: str, tmp_path: Path) -> None:
     faults = ClusterFaults([InjectedFault(kind, step=0)], str(tmp_path / "f"))  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match="local-cluster"):
         faults.inject(0, 0, 1)
     assert faults.read_injected() == []
 
 
-def test_kinds_are_checked(tmp_path: Path) -> None:
+def test_an_unknown_kind_of_fault_is_refused(tmp_path: Path) -> None:
     assert len(KINDS) == 7
     with pytest.raises(InvalidInput, match="kill executor"):
         ClusterFaults([InjectedFault("explode", step=0)], str(tmp_path))  # type: ignore[arg-type]

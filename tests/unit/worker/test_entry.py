@@ -1,8 +1,11 @@
+"""The header and the end of a training process; what user code forks ends where that code ends."""
+
 from __future__ import annotations
 
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -20,7 +23,7 @@ def test_a_header_survives_the_pipe(span: tuple[int, int] | None) -> None:
     assert Header.from_line(header.to_line()) == header
 
 
-def test_where_ctrl_c_is_ignored_the_programs_own_processes_can_be_interrupted() -> None:
+def test_a_programs_own_processes_can_be_interrupted_where_the_worker_ignores_ctrl_c() -> None:
     program = """
 import os, signal, subprocess
 from spark_elastic.worker.entry import stop_ignoring_interrupts
@@ -41,3 +44,45 @@ finally:
         check=False,
     )
     assert (done.stdout, done.stderr) == (f"{-signal.SIGINT}\n", "")
+
+
+SCRIPT = """
+from spark_elastic.worker.script import Script
+Script.read(sys.argv[1])()
+"""
+FUNCTION = """
+from elastic_collectives.fakes import FakeFabric
+from spark_elastic.worker.context import get_context
+from spark_elastic.worker.function_program import FunctionProgram
+from spark_elastic.worker.program import WorkerHandle
+from tests.unit.ops.workers import become
+
+become(FakeFabric(1).group(0))
+handle = WorkerHandle(lambda: 0, lambda at: None, lambda told: None, lambda error: None)
+def train():
+    exec(open(sys.argv[1]).read())
+FunctionProgram(train).run(get_context().world, get_context().group, handle)
+"""
+
+
+@pytest.mark.parametrize("program", [SCRIPT, FUNCTION])
+@pytest.mark.parametrize(
+    ("last_line", "code"),
+    [("sys.exit(0)", 0), ("sys.exit(5)", 5), ("raise ValueError('of the fork')", 1), ("", 0)],
+)
+def test_a_process_forked_by_user_code_ends_where_that_code_ends(
+    program: str, last_line: str, code: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import os, sys\n"
+        "forked = os.fork()\n"
+        f"if forked == 0:\n    print('the fork', flush=True)\n    {last_line or 'pass'}\n"
+        "else:\n    print(os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]), flush=True)\n"
+    )
+    worker = f"import sys\n{program}\nprint('the worker')\n"
+    done = subprocess.run(
+        [sys.executable, "-c", worker, str(path)], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.split("\n") == ["the fork", str(code), "the worker", ""]
+    assert ("ValueError: of the fork" in done.stderr) is ("ValueError" in last_line)

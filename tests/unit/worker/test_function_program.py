@@ -26,7 +26,9 @@ def train() -> dict[int, list[int]]:
     return get_process_set_ids_and_ranks()
 
 
-def test_a_function_that_begins_again_adds_its_process_sets_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_that_is_called_again_can_add_its_process_sets_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     per_thread(monkeypatch)
     program, handle = (
         FunctionProgram(train),
@@ -66,7 +68,7 @@ os._exit(0)
 """
 
 
-def test_a_function_that_begins_again_makes_its_process_group_of_torch_again() -> None:
+def test_a_function_that_is_called_again_can_create_its_torch_process_group_again() -> None:
     done = subprocess.run(
         [sys.executable, "-c", TALKS], check=False, capture_output=True, text=True, timeout=60
     )

@@ -1,17 +1,23 @@
-"""What a worker's loop makes of what its program does."""
+"""How a worker's loop handles what its program and the driver do."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from spark_elastic.errors import DriverUnreachable
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
+from spark_elastic.protocol.commands import Exit
 from spark_elastic.protocol.driver.forming import RankAssignment, assign_ranks
-from spark_elastic.protocol.types import Fence, World
+from spark_elastic.protocol.events import UserRaised
+from spark_elastic.protocol.messages import Acknowledged, NextWorld, WorkerDone
+from spark_elastic.protocol.types import DRIVER_SILENT_EXIT_CODE, START, Fence, World
+from spark_elastic.rendezvous.messages import Report, WatchWorker, WorkerUpdate
 from spark_elastic.worker.program import Completed, WorkerExit
 from tests.unit.worker.loops import build_loop
 
@@ -28,30 +34,30 @@ class _Group:
         self.abort = self.aborted.append
 
 
-def test_r10_an_abort_that_the_control_thread_carries_out_late_spares_the_next_world() -> None:
-    """Between its word and its deed the main thread has gone on."""
+def test_r10_a_late_abort_does_not_abort_the_next_world() -> None:
+    """The main thread forms the next world between the driver's message and the abort."""
     loop, groups = build_loop(), [_Group(), _Group()]
 
-    def go_on(generation: int) -> None:
+    def enter_world(generation: int) -> None:
         loop._group, loop._world = groups[generation - 1], _world(generation)  # type: ignore[assignment]
 
     for event in (on.Warm(0), on.WorldReceived(0, _world(1)), on.GroupFormed(0, Fence(1, 1))):
         loop._post(event)
-    go_on(1)
+    enter_world(1)
     post = loop._post
 
-    def held_up(event: on.WorkerEvent) -> tuple[do.WorkerCommand, ...]:
+    def post_late(event: on.WorkerEvent) -> tuple[do.WorkerCommand, ...]:
         commands = post(event)
-        go_on(2)
+        enter_world(2)
         return commands
 
-    loop._post = held_up  # type: ignore[method-assign]
+    loop._post = post_late  # type: ignore[method-assign]
     loop.handle_event(on.AbortReceived(0, Fence(1, 1), "world 1 is over"))
     assert groups[1].aborted == []
 
 
-def test_a_result_that_no_message_takes_ends_the_job_with_a_sentence() -> None:
-    """Refused by the server, it would end the process in the middle of its last word."""
+def test_a_result_too_large_for_a_message_counts_as_an_exception_of_user_code() -> None:
+    """Otherwise the server would refuse the message and the process would crash."""
     program: Any = SimpleNamespace(run=lambda *world: Completed("x" * 9_000_000))
     loop, world = build_loop(program), _world(1)
     loop._group, loop._world = SimpleNamespace(), world  # type: ignore[assignment]
@@ -61,8 +67,8 @@ def test_a_result_that_no_message_takes_ends_the_job_with_a_sentence() -> None:
 
 
 @pytest.mark.parametrize("raised", [asyncio.CancelledError, KeyboardInterrupt, GeneratorExit, BaseException])
-def test_what_user_code_raises_is_told_whatever_its_class(raised: type[BaseException]) -> None:
-    """As a bare exit code it would be tried again until the budget is used up."""
+def test_exceptions_of_user_code_are_reported_whatever_their_class(raised: type[BaseException]) -> None:
+    """Otherwise it would be a mere exit code, and be retried until the failure budget is used up."""
 
     def run(*world: object) -> Completed:
         raise raised("why")
@@ -74,7 +80,7 @@ def test_what_user_code_raises_is_told_whatever_its_class(raised: type[BaseExcep
     assert f"{raised.__name__}: why" in event.traceback
 
 
-def test_the_end_of_a_function_that_was_in_other_worlds_is_no_exception_of_the_users() -> None:
+def test_worker_exit_is_not_reported_as_an_exception_of_user_code() -> None:
     def run(*world: object) -> Completed:
         raise WorkerExit(0)
 
@@ -82,3 +88,52 @@ def test_the_end_of_a_function_that_was_in_other_worlds_is_no_exception_of_the_u
     loop._group, loop._world = SimpleNamespace(), _world(1)  # type: ignore[assignment]
     with pytest.raises(WorkerExit):
         loop._run_program(do.Run("", _world(1), None))
+
+
+def test_the_newest_metrics_are_sent_before_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spark_elastic.worker.loop.REPORT_EVERY", 1000.0)
+    heard: list[Any] = []
+    over = threading.Event()
+
+    def ask(request: Any, *time: float) -> Any:
+        match request:
+            case WatchWorker():
+                over.wait(30)
+                return WorkerUpdate(0)
+            case Report():
+                heard.append(request.numbers)
+                return Acknowledged()
+        heard.append(type(request))
+        return NextWorld(stop="the job is over")
+
+    driver: Any = SimpleNamespace(ask=ask, last_answered_at=lambda: 0.0)
+    loop = build_loop(driver=driver)
+    reporter = loop._reporter
+    reporter.start()
+    loop._handle.report_metrics({"val_loss": 0.5})
+    loop._execute(do.ReportDone("", Fence(1, 1), START, "result"))
+    reporter.close()
+    over.set()
+    assert heard == [{"val_loss": 0.5}, WorkerDone]
+
+
+def test_r12_the_main_thread_ends_the_worker_when_the_driver_does_not_answer() -> None:
+    """The main thread, which waits for a world, may time out before the watching thread does."""
+
+    def ask(*what: Any) -> NextWorld:
+        raise DriverUnreachable("The driver does not answer.")
+
+    driver: Any = SimpleNamespace(ask=ask)
+    program: Any = SimpleNamespace(close=lambda: None)
+    loop = build_loop(program, driver)
+    assert loop.run() == DRIVER_SILENT_EXIT_CODE
+
+
+def test_r12_a_silent_driver_does_not_hide_an_exception_of_user_code() -> None:
+    def unreachable(*what: Any) -> None:
+        raise DriverUnreachable("The driver does not answer.")
+
+    driver: Any = SimpleNamespace(ask=unreachable)
+    loop = build_loop(driver=driver)
+    raised = UserRaised(0.0, "f", "Traceback: the user's\n")
+    assert loop._advance(raised) == Exit("user code raised", 1)

@@ -1,17 +1,18 @@
-"""A Python program of the user's runs as the shell would run it."""
+"""A user's script runs as the shell would run it, and its process group finds a free port."""
 
 from __future__ import annotations
 
+import socket
 import sys
 from pathlib import Path
 
 import pytest
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.worker.script import Module, Script
+from spark_elastic.worker.script import PORTS, Module, Script, find_free_port
 
 
-def test_a_script_runs_where_it_lies_beside_its_modules(
+def test_a_script_runs_in_place_and_imports_modules_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["before"])
@@ -45,7 +46,7 @@ def test_a_script_runs_on_a_host_that_does_not_have_it(
     assert not Path(told.read_text()).exists()
 
 
-def test_a_script_that_a_link_leads_to_has_its_own_modules_beside_it(
+def test_a_linked_script_imports_modules_beside_the_file_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["before"])
@@ -63,7 +64,9 @@ def test_a_script_that_a_link_leads_to_has_its_own_modules_beside_it(
 
 
 @pytest.mark.parametrize("here", [True, False])
-def test_a_script_says_its_encoding(here: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_is_read_in_the_encoding_that_it_declares(
+    here: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "argv", ["before"])
     path, told = tmp_path / "train.py", tmp_path / "told"
     path.write_bytes(
@@ -77,7 +80,7 @@ def test_a_script_says_its_encoding(here: bool, tmp_path: Path, monkeypatch: pyt
     assert told.read_text(encoding="utf-8") == "café"
 
 
-def test_a_script_that_exits_ill_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_with_a_nonzero_exit_code_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["before"])
     path = tmp_path / "train.py"
     path.write_text("import sys\nsys.exit('no data')\n")
@@ -87,7 +90,7 @@ def test_a_script_that_exits_ill_raises(tmp_path: Path, monkeypatch: pytest.Monk
         Script.read(str(tmp_path / "nowhere.py"))
 
 
-def test_a_module_runs_as_python_runs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_runs_as_with_python_m(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["before"])
     package, told = tmp_path / "package_to_run", tmp_path / "told"
     package.mkdir()
@@ -108,3 +111,17 @@ def test_a_module_runs_as_python_runs_it(tmp_path: Path, monkeypatch: pytest.Mon
     for name in ("nowhere", "nowhere.train", "package_to_run.nowhere", "sys"):
         with pytest.raises(InvalidInput, match=f"no module '{name}' to run"):
             Module.find(name)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_a_free_port_is_in_its_range_and_no_process_listens_on_it(address: str) -> None:
+    with socket.create_server(("127.0.0.2", 0)) as busy:  # at another address of this host
+        port = busy.getsockname()[1]
+        assert find_free_port("127.0.0.1", (port, port)) == 0
+        assert find_free_port(address, (port + 1, port + 50)) in range(port + 1, port + 51)
+
+
+def test_ports_for_process_groups_are_outside_the_range_of_outgoing_connections() -> None:
+    first, _ = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    assert PORTS[1] < int(first)
+    assert find_free_port("127.0.0.1", PORTS) in range(PORTS[0], PORTS[1] + 1)

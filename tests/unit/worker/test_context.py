@@ -1,4 +1,4 @@
-"""The engine's thread: order, errors, and when it lives."""
+"""The thread of a group's collectives: order, errors, start and end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def engine() -> Iterator[EngineThread]:
     made.close()
 
 
-def test_work_runs_in_order_in_one_thread_and_run_comes_behind_it(engine: EngineThread) -> None:
+def test_submitted_work_runs_in_order_in_one_thread_and_before_a_later_run(engine: EngineThread) -> None:
     seen: list[tuple[int, int]] = []
     gate = threading.Event()
     engine.submit(lambda: gate.wait(10))
@@ -29,7 +29,7 @@ def test_work_runs_in_order_in_one_thread_and_run_comes_behind_it(engine: Engine
     assert len({thread for _, thread in seen}) == 1
 
 
-def test_an_error_is_of_its_own_work_alone(engine: EngineThread) -> None:
+def test_an_error_reaches_only_the_future_of_its_own_work(engine: EngineThread) -> None:
     broken = engine.submit(lambda: 1 // 0)
     fine = engine.submit(lambda: 7)
     engine.drain()
@@ -38,7 +38,7 @@ def test_an_error_is_of_its_own_work_alone(engine: EngineThread) -> None:
     assert fine.result() == 7
 
 
-def test_it_needs_no_thread_before_its_first_work_and_begins_again_after_its_end(
+def test_the_engine_thread_starts_with_its_first_work_and_again_after_a_close(
     engine: EngineThread,
 ) -> None:
     threads = threading.active_count()

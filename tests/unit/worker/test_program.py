@@ -1,17 +1,23 @@
-"""Whatever user code raises reaches the user."""
+"""Exceptions of user code and results, on their way from a worker to the user."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from spark_elastic.errors import InvalidInput
+from spark_elastic.rendezvous.auth_middleware import RequestLimits
 from spark_elastic.worker import program as raised_module
 from spark_elastic.worker.program import (
     LINE_AT_MOST,
+    RESULT_AT_MOST,
     TRACEBACK_AT_MOST,
+    check_result_size,
     compute_fingerprint,
+    decode_result,
+    encode_result,
     format_traceback,
 )
 from spark_elastic.worker.script import Script
@@ -29,7 +35,7 @@ class Mute(Exception):
         raise RuntimeError("no text")
 
 
-def test_the_same_defect_has_the_same_fingerprint() -> None:
+def test_equal_exceptions_have_equal_fingerprints() -> None:
     assert compute_fingerprint(raised(ValueError("a"))) == compute_fingerprint(raised(ValueError("a")))
     assert compute_fingerprint(raised(ValueError("a"))) != compute_fingerprint(raised(ValueError("b")))
 
@@ -43,7 +49,7 @@ def test_the_same_defect_has_the_same_fingerprint() -> None:
     ],
     ids=["a file name that is no text", "no message at all", "a tensor printed whole"],
 )
-def test_any_exception_can_be_told(error: Exception, says: str) -> None:
+def test_any_exception_gives_a_traceback_that_fits_in_a_message(error: Exception, says: str) -> None:
     text = format_traceback(raised(error))
     text.encode()
     assert says in text
@@ -51,7 +57,7 @@ def test_any_exception_can_be_told(error: Exception, says: str) -> None:
     assert len(compute_fingerprint(raised(error))) == 16
 
 
-def test_of_a_long_traceback_begin_and_end_are_kept() -> None:
+def test_a_long_traceback_keeps_its_beginning_and_end() -> None:
     text = format_traceback(raised(ValueError("\n".join(f"row {n} is bad" for n in range(50_000)))))
     assert text.startswith("Traceback (most recent call last)")
     assert "ValueError: row 0 is bad" in text
@@ -60,7 +66,7 @@ def test_of_a_long_traceback_begin_and_end_are_kept() -> None:
     assert TRACEBACK_AT_MOST <= len(text) < TRACEBACK_AT_MOST + 100
 
 
-def test_a_traceback_begins_with_the_users_code(tmp_path: Path) -> None:
+def test_a_traceback_begins_at_the_users_first_frame(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text("def step():\n    return 1 / 0\n\n\nstep()\n")
     with pytest.raises(ZeroDivisionError) as caught:
@@ -77,7 +83,7 @@ def as_number(text: str) -> int:
     return int(text)
 
 
-def test_code_beside_ours_is_the_users() -> None:
+def test_code_in_a_folder_with_a_similar_name_counts_as_the_users() -> None:
     beside = f"{Path(raised_module.__file__).parents[1]}_of_mine.py"
     code = compile("def step():\n    int('x')\nstep()", beside, "exec")
     with pytest.raises(ValueError, match="invalid literal") as caught:
@@ -87,10 +93,50 @@ def test_code_beside_ours_is_the_users() -> None:
     assert format_traceback(caught.value.with_traceback(ours.tb_next)).count(beside) == 2
 
 
-def test_a_traceback_without_users_code_is_whole() -> None:
+def test_a_traceback_without_user_code_has_all_its_frames() -> None:
     with pytest.raises(InvalidInput) as caught:
         Script.read("missing.py")
     ours = caught.value.__traceback__
     assert ours is not None
     assert ours.tb_next is not None
     assert "script.py" in format_traceback(caught.value.with_traceback(ours.tb_next))
+
+
+def test_any_picklable_result_comes_back_equal() -> None:
+    for value in (None, {"a": (1, 2.5)}, "text", b"bytes"):
+        assert decode_result(encode_result(value, 0), 0) == value
+    assert decode_result(encode_result(np.arange(3), 0), 0).tolist() == [0, 1, 2]
+    assert decode_result(encode_result(lambda x: x + 1, 0), 0)(2) == 3
+
+
+def test_the_result_of_a_worker_that_ended_without_one_is_none() -> None:
+    assert decode_result("null", 0) is None
+
+
+def test_a_result_that_cannot_be_pickled_is_refused_with_a_sentence() -> None:
+    with pytest.raises(InvalidInput, match="generator that cannot be pickled"):
+        encode_result((number for number in range(3)), 0)
+
+
+class _StaysAway(Exception):
+    """As many a class of exceptions does, it pickles and does not come back."""
+
+    def __init__(self, what: str, where: str) -> None:
+        super().__init__(what)
+
+
+def test_a_result_that_cannot_be_unpickled_is_refused_with_a_sentence() -> None:
+    with pytest.raises(InvalidInput, match=r"on rank 3 .* cannot be read here \(TypeError: .*'where'"):
+        decode_result(encode_result(_StaysAway("back", "nowhere"), 3), 3)
+
+
+def test_a_returned_value_that_is_too_large_is_refused_with_a_sentence() -> None:
+    assert len(encode_result(bytes(RESULT_AT_MOST - 1000), 0)) < RequestLimits().body
+    with pytest.raises(InvalidInput, match=r"on rank 3 returned a bytes of 5\.0 MiB, and at most 5 MiB"):
+        encode_result(bytes(RESULT_AT_MOST), 3)
+
+
+def test_a_result_larger_than_the_servers_limit_is_refused_with_a_sentence() -> None:
+    check_result_size("x" * (7 << 20))
+    with pytest.raises(InvalidInput, match=r"takes 8\.6 MiB in a message, and at most 8 MiB"):
+        check_result_size('"' * 4_500_000)

@@ -1,4 +1,4 @@
-"""What hand-written training tells of itself: its own numbers, beside the count of its commits."""
+"""Numbers that hand-written training reports, and the resources of its slot."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def told() -> Iterator[list[Any]]:
     set_context(None)
 
 
-def test_numbers_stay_beside_the_count_of_commits(told: list[Any]) -> None:
+def test_reported_numbers_stay_when_a_commit_is_reported(told: list[Any]) -> None:
     spark_elastic.report(loss=np.float32(0.5), epoch=2)
     session = get_session()
     assert session is not None
@@ -44,10 +44,24 @@ def test_numbers_stay_beside_the_count_of_commits(told: list[Any]) -> None:
     ("given", "says"),
     [({"loss": "low"}, "loss is a str and no number"), ({"steps": 3}, "counts steps itself")],
 )
-def test_what_is_no_number_is_refused(given: dict[str, Any], says: str) -> None:
+def test_report_refuses_values_that_are_no_numbers_and_reserved_names(
+    given: dict[str, Any], says: str
+) -> None:
     with pytest.raises(InvalidInput, match=says):
         spark_elastic.report(**given)
 
 
-def test_elsewhere_it_does_nothing() -> None:
+def test_report_does_nothing_in_a_process_that_is_no_worker() -> None:
     spark_elastic.report(loss=0.5)
+
+
+@pytest.fixture
+def worker() -> Iterator[None]:
+    yield
+    set_context(None)
+
+
+def test_task_resources_are_those_of_the_workers_slot(worker: None) -> None:
+    assert spark_elastic.task_resources() == {}
+    set_context(WorkerContext("w", resources={"gpu": ("2",)}))
+    assert spark_elastic.task_resources() == {"gpu": ("2",)}

@@ -1,4 +1,4 @@
-"""R12, R18: a worker and a slot whose driver is silent end after `driver_timeout`, not after twice that."""
+"""R12 (driver silence): a worker and a slot end after `driver_timeout` without an answer, not after twice that."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHORT = 0.4  # seconds before its end, a refused request has no time for another
 
 
 class Refused:
-    """Answers once, after which connections are refused for as long as a request may take."""
+    """A driver that answers once and then refuses connections."""
 
     def __init__(self, answer: WorkerUpdate | SlotCommands, clock: FakeClock) -> None:
         self._answer: Any = answer
@@ -40,24 +40,24 @@ class Refused:
         return answer
 
 
-def test_r12_a_worker_lives_for_one_timeout_after_the_drivers_last_word() -> None:
-    clock, heard = FakeClock(), []
+def test_r12_a_worker_ends_one_timeout_after_the_drivers_last_answer() -> None:
+    clock, events = FakeClock(), []
 
     def handle_event(event: object) -> None:
-        heard.append(event)
+        events.append(event)
         watch.close()
 
     driver = Refused(WorkerUpdate(0), clock)
     watch = DriverWatch("1-0.1", cast("Any", driver), clock, TIMEOUT)
     watch._watch(handle_event)
-    (silent,) = heard
+    (silent,) = events
     assert isinstance(silent, DriverSilent)
     assert silent.seconds == pytest.approx(silent.now - driver.at)
     assert TIMEOUT <= silent.seconds < 1.2 * TIMEOUT
 
 
-def test_r12_a_poll_that_is_held_is_no_silence() -> None:
-    """Others were heard while it was: the slot's beats."""
+def test_r12_a_long_poll_that_is_held_is_no_silence() -> None:
+    """Answers to the slot's heartbeats arrive meanwhile."""
     clock, ends = FakeClock(), []
 
     def handle_event(event: object) -> None:
@@ -77,7 +77,7 @@ def test_r12_a_poll_that_is_held_is_no_silence() -> None:
     assert ends[0] >= driver.at + TIMEOUT > 3 * TIMEOUT
 
 
-def test_r12_a_slot_ends_after_one_timeout() -> None:
+def test_r12_a_slot_ends_one_timeout_after_the_drivers_last_answer() -> None:
     clock = FakeClock()
     driver = Refused(SlotCommands(0), clock)
     spec = SlotSpec(address="", key=b"", attempt=1, driver_timeout=TIMEOUT)

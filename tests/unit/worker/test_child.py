@@ -1,0 +1,177 @@
+"""The lines of a training process, where it crashed, and whether the kernel killed it for its memory."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spark_elastic.testing.fakes import FakeClock
+from spark_elastic.worker.child import (
+    LINE_AT_MOST,
+    PROGRESS_BAR_EVERY,
+    CrashLocation,
+    OomKillCounter,
+    find_oom_counter,
+    read_lines,
+)
+
+
+class _Slowly(io.BytesIO):
+    """A pipe whose writer takes half as long, from one write to the next, as passes between two states shown."""
+
+    def __init__(self, *writes: bytes, clock: FakeClock) -> None:
+        super().__init__()
+        self._writes = iter(writes)
+        self._clock = clock
+
+    def read1(self, size: int | None = -1, /) -> bytes:
+        self._clock.advance(PROGRESS_BAR_EVERY / 2)
+        return next(self._writes, b"")
+
+
+@pytest.mark.parametrize(
+    ("printed", "told"),
+    [
+        (b"one\n\n  two  \nthree", ["one", "", "  two  ", "three"]),
+        (b"as on Windows\r\nlast\r\n", ["as on Windows", "last"]),
+        (b"\xff\xfe\n\xc3\xa9", ["��", "é"]),
+        (b"", []),
+    ],
+)
+def test_lines_of_a_process_are_passed_on_as_printed(printed: bytes, told: list[str]) -> None:
+    assert list(read_lines(io.BytesIO(printed), FakeClock())) == told
+
+
+@pytest.mark.parametrize("more", [0, 1, 7])
+def test_a_line_too_long_for_a_message_is_passed_on_in_parts(more: int) -> None:
+    printed = "é" * (2 * LINE_AT_MOST + more)
+    *told, last = read_lines(io.BytesIO(f"{printed}\nlast\n".encode()), FakeClock())
+    assert last == "last"
+    assert "".join(told) == printed
+    assert [len(line) for line in told] == [LINE_AT_MOST, LINE_AT_MOST, more][: 3 if more else 2]
+
+
+def test_a_progress_bar_is_passed_on_about_once_a_second_and_in_its_last_state() -> None:
+    clock = FakeClock()
+    states = [f"\r{number}/6".encode() for number in range(7)]
+    assert list(read_lines(_Slowly(*states, b"\ndone\n", clock=clock), clock)) == [
+        "0/6",
+        "2/6",
+        "4/6",
+        "6/6",
+        "done",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("printed", "told"),
+    [
+        (b"1%\r2%\r3%\r", ["1%", "3%"]),
+        (b"1%\r2%\r3%\r\n", ["1%", "3%"]),
+        (b"1%\r2%\r\r\nnext\n", ["1%", "2%", "next"]),
+        (b"1%\r2%\rdone\n", ["1%", "done"]),  # on a terminal it is written over, too
+    ],
+)
+def test_a_progress_bar_that_ends_each_state_with_a_return_is_passed_on_in_its_last_state(
+    printed: bytes, told: list[str]
+) -> None:
+    assert list(read_lines(io.BytesIO(printed), FakeClock())) == told
+
+
+PROGRAM = """
+import ctypes, faulthandler, threading, time
+faulthandler.enable()
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+print("a line without meaning", flush=True)
+def forward():
+    ctypes.string_at(0)
+def train():
+    forward()
+train()
+"""
+
+
+def site_of(program: str) -> CrashLocation:
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    site = CrashLocation()
+    for line in ended.stdout.splitlines():
+        site.read_line(line)
+    return site
+
+
+def test_a_crash_location_has_the_innermost_frames_of_the_crashed_thread() -> None:
+    site = site_of(PROGRAM)
+    innermost, *callers = site.wait(0.0).split("; called from ")
+    assert innermost.endswith(", in string_at")
+    assert callers == ["<string>, line 7, in forward", "<string>, line 9, in train"]
+
+
+def test_a_python_traceback_gives_no_crash_location() -> None:
+    site = site_of("raise ValueError")
+    assert site.wait(0.01) == ""
+
+
+def test_a_crash_location_is_not_waited_for_after_the_last_line() -> None:
+    site = CrashLocation()
+    site.close()
+    assert site.wait(60.0) == ""
+
+
+V2 = "0::/pod/box\n"
+V1 = "9:name=systemd:/\n4:memory:/pod/box\n1:cpu:/\n0::/\n"
+
+
+def machine(root: Path, groups: str, **counters: str) -> Path:
+    """Files by path, with "__" for "/"; `groups`: this process's."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text(groups)
+    for name, text in counters.items():
+        file = root / name.replace("__", "/").replace("_DOT_", ".")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("groups", "file"),
+    [
+        (V2, "sys__fs__cgroup__pod__box__memory_DOT_events"),
+        (V2, "sys__fs__cgroup__memory_DOT_events"),  # a container's own group, seen from inside
+        (V1, "sys__fs__cgroup__memory__pod__box__memory_DOT_oom_control"),
+        (V1, "sys__fs__cgroup__memory__memory_DOT_oom_control"),
+        ("", "proc__vmstat"),
+    ],
+)
+def test_the_counter_of_memory_kills_closest_to_the_process_is_found(
+    groups: str, file: str, tmp_path: Path
+) -> None:
+    counters = {"proc__vmstat": "oom_kill 7\n", file: "low 0\noom 1\noom_kill 7\n"}
+    root = machine(tmp_path, groups, **counters)
+    assert find_oom_counter(root) == root / file.replace("__", "/").replace("_DOT_", ".")
+
+
+def test_a_killed_process_ran_out_of_memory_only_if_the_counter_rose(tmp_path: Path) -> None:
+    file = machine(tmp_path, V2, sys__fs__cgroup__pod__box__memory_DOT_events="oom 1\noom_kill 1\n")
+    kills = OomKillCounter(file)
+    events = tmp_path / "sys/fs/cgroup/pod/box/memory.events"
+    assert not kills.is_oom_kill(-9)
+    events.write_text("oom 2\noom_kill 2\n")
+    assert kills.is_oom_kill(-9)
+    assert not kills.is_oom_kill(-9)
+    events.write_text("oom 2\noom_kill 3\n")
+    assert not kills.is_oom_kill(1)
+    assert not kills.is_oom_kill(-9), "that rise was before this process ended"
+
+
+def test_without_a_counter_no_kill_is_taken_for_lack_of_memory(tmp_path: Path) -> None:
+    assert not OomKillCounter(tmp_path).is_oom_kill(-9)
