@@ -1,7 +1,7 @@
-"""Slots over a session of Spark Connect: a `mapInArrow` job with one row for each, under a tag of the launch.
+"""Slots and probes over a session of Spark Connect: `mapInArrow` jobs, one thread each, under a tag of the launch.
 
-There is no SparkContext here: no broadcasts, so that the program is a file of the session; and no view of executors,
-so that hosts are known by their slots' registrations alone. The driver stands beside the client. One thread per job.
+Such a session has no SparkContext. Without broadcasts, a large program is a file of the session. Without a list of
+executors, the driver learns of hosts from the registrations of their slots.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def read_settings(spark: SparkSession) -> dict[str, str]:
 def _setting(spark: SparkSession, name: str) -> str | None:
     try:
         return spark.conf.get(name, None)
-    except Exception as error:  # of gRPC or py4j: some servers refuse to tell
-        log.debug("%s is not told: %s", name, error)
+    except Exception as error:  # of gRPC or py4j: some servers refuse
+        log.debug("the setting %s cannot be read: %s", name, error)
         return None
 
 
@@ -91,7 +91,7 @@ def driver_host(spark: SparkSession) -> str | None:
 
 
 def choose_bind(spark: SparkSession, config: ElasticConfig) -> Bind:
-    """Where the driver listens: on this machine's address on the way to the server, unless the configuration says."""
+    """Where the driver listens: as the configuration says, else on this machine's address on the way to the server."""
     if hasattr(spark, "_jsparkSession"):  # a classic session, whose SparkContext is denied
         server = driver_host(spark) or LOOPBACK
     else:
@@ -102,17 +102,17 @@ def choose_bind(spark: SparkSession, config: ElasticConfig) -> Bind:
 
 
 def find_plaintext_server(spark: SparkSession) -> str | None:
-    """The server's host where the client speaks to it without TLS; None where it does not, or cannot say."""
+    """The server's host if the client speaks to it without TLS; None if not, or if that is unknown."""
     client: Any = None if hasattr(spark, "_jsparkSession") else spark.client
     secure = getattr(getattr(client, "_builder", None), "secure", True)  # no public name says so
     return None if secure else str(client.host)
 
 
 def check_call(config: ElasticConfig, number: int | None) -> int:
-    """The number of workers. Says what cannot work before any job.
+    """Check a call before any job is launched. Returns the number of workers.
 
     Raises:
-        InvalidInput: with that.
+        InvalidInput: it cannot work over Spark Connect.
     """
     if number is None:
         raise InvalidInput("over Spark Connect the number of workers cannot be looked up: give num_workers.")
@@ -124,10 +124,12 @@ def check_call(config: ElasticConfig, number: int | None) -> int:
 
 
 def preflight(spark: SparkSession, spec: ProbeSpec, number: int, timeout: float) -> str | None:
-    """As `preflight.preflight`, by as many probes as there will be workers; also whether they reach one another.
+    """As `preflight.preflight`, with as many probes as workers, which also check whether they reach one another.
 
-    timeout: seconds for all of them, while no other job of the application trains. Returns why executors cannot reach
-    the client, None where they can.
+    Returns why executors cannot reach the client, or None.
+
+    Args:
+        timeout: seconds for all probes; they do not count while another job of the application trains.
 
     Raises:
         PreflightError: a host cannot run the job, or the time was over.
@@ -156,19 +158,19 @@ def preflight(spark: SparkSession, spec: ProbeSpec, number: int, timeout: float)
 
 
 class DriverTask(Protocol):
-    """A job's driver, as the body of a task."""
+    """The driver of a job, as the body of a task."""
 
     def run_driver(self, host: str) -> None:
-        """host: this machine's address, as others know it."""
+        """Drive the job to its end. host: the address of this machine, as other machines know it."""
         ...
 
     def wait_standby(self) -> None:
-        """Return once nobody conducts."""
+        """Return once no other attempt of the task drives the job."""
         ...
 
 
 class ConnectLauncher(ThreadPerSlotLauncher):
-    """`driver.ports.Launcher` over a session of Spark Connect. make_task, profile: as for `SparkLauncher`."""
+    """`driver.ports.Launcher` over a session of Spark Connect. Its arguments are those of `SparkLauncher`."""
 
     def __init__(
         self,
@@ -226,8 +228,11 @@ class ConnectLauncher(ThreadPerSlotLauncher):
 
 
 def _run_coordinator_task(coordinator: DriverTask, towards: str | None) -> str:
-    """How the coordinator ended. Spark's retry returns without a new one, and so does its speculative copy: but only
-    once the first is gone, since Spark kills that as soon as the copy has returned."""
+    """Run the coordinator in the task's first attempt. Returns how it ended.
+
+    A later attempt (a retry of Spark's, or a speculative copy) starts no coordinator. It returns only when the first is
+    gone: Spark kills the first attempt as soon as another returns.
+    """
     context = TaskContext.get()
     if context is None or context.attemptNumber() == 0:
         coordinator.run_driver(find_own_address(towards))
@@ -237,7 +242,7 @@ def _run_coordinator_task(coordinator: DriverTask, towards: str | None) -> str:
 
 
 def _collect_probes(spark: SparkSession, frame: Any, tag: str, timeout: float) -> list[Any]:
-    """A job's rows; interrupted when the time is over or the caller is."""
+    """The rows of a job, which is interrupted if the time is over or the caller is interrupted."""
     rows: list[Any] = []
     errors: list[Exception] = []
 
@@ -275,5 +280,5 @@ def _interrupt(spark: SparkSession, tag: str) -> None:
 
 
 def _make_frame(spark: SparkSession, rows: int) -> Any:
-    """One row in each partition."""
+    """A DataFrame with one row in each partition."""
     return spark.range(0, rows, 1, rows)

@@ -1,7 +1,6 @@
-"""Discovery: Spark's own view of its executors, polled; new ones, losses and decommissioning are posted to the
-driver.
+"""Discovery over Spark: polls the scheduler's list of executors, in a thread, and posts what changed to the driver.
 
-One thread. A hint only, if a valuable one: slots and workers report themselves, and broken connections are seen first.
+The driver does not depend on it: slots and workers report themselves, and broken connections are seen earlier.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class ExecutorWatch:
 
     def start(self, post: Post) -> None:
         try:
-            if not hasattr_java(self._sc, "getExecutorIds"):
+            if not _has_backend_method(self._sc, "getExecutorIds"):
                 return
         except (Py4JError, AttributeError) as error:
             log.info("%s; hosts are known by their slots' registrations alone", describe_denial(error))
@@ -50,7 +49,9 @@ class ExecutorWatch:
             self._thread.join(END_WAIT)
 
     def _watch(self, post: Post) -> None:
-        known: set[str] | None = None  # those of the beginning may have been asked for slots already
+        known: set[str] | None = (
+            None  # None: the first poll posts nothing, as slots may run on those executors already
+        )
         draining: set[str] = set()
         while not self._closing.wait(POLL_EVERY):
             try:
@@ -58,9 +59,8 @@ class ExecutorWatch:
                 present = set(_strings(backend.getExecutorIds()))
                 leaving = {host for host in present - draining if not backend.isExecutorActive(host)}
             except (Py4JError, AttributeError, OSError) as error:
-                log.debug(
-                    "the scheduler does not answer: %s", error
-                )  # a stopped context ends the job elsewhere
+                # If the context was stopped, the slots' own jobs end with it.
+                log.debug("the scheduler does not answer: %s", error)
                 continue
             now = self._clock.now()
             for host in sorted(set() if known is None else present - known):
@@ -78,13 +78,13 @@ def _backend(sc: SparkContext) -> Any:
 
 
 def describe_denial(error: Exception) -> str:
-    """That a cluster keeps users from Spark's inner parts, in a line."""
+    """A line that says that the cluster denies users access to Spark's scheduler."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return f"this cluster does not let users look at its executors ({lines[-1].strip()[:200]})"
 
 
-def hasattr_java(sc: SparkContext, method: str) -> bool:
-    """Whether the scheduler backend has that method; the local one has not."""
+def _has_backend_method(sc: SparkContext, method: str) -> bool:
+    """Whether the scheduler backend has that method; that of local mode has not."""
     names = {m.getName() for m in _backend(sc).getClass().getMethods()}
     return method in names
 

@@ -1,6 +1,6 @@
-"""Bytes for tasks: by a broadcast, or where there are none inside the plan of a job, or as a file of the session.
+"""Bytes that tasks need: sent as a broadcast, inside the plan of a job, or as a file of the session.
 
-Also for transform, which imports neither engine nor trainer. Any thread.
+Predictions use it as well, on executors that import neither engine nor trainer. Any thread.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from pyspark import Broadcast, SparkContext
     from pyspark.sql import SparkSession
 
-INLINE_AT_MOST = 4 << 20  # bytes; Spark Connect takes messages of 128 MB, and each job is one
+INLINE_AT_MOST = 4 << 20  # bytes; Spark Connect accepts messages of 128 MB, and each job is one
 
 
 class Payload(Protocol):
-    """What brings bytes to a task: a broadcast, or one of the next."""
+    """Brings bytes to a task: a broadcast, or one of the classes below."""
 
     @property
     def value(self) -> bytes: ...
@@ -34,7 +34,7 @@ class Payload(Protocol):
 
 @dataclass(frozen=True)
 class InlinePayload:
-    """What a task brings along itself."""
+    """Bytes inside the pickled task."""
 
     value: bytes
 
@@ -43,20 +43,23 @@ class InlinePayload:
 class ArtifactPayload:
     """Bytes that an executor fetches once, as a file of the session."""
 
+    # The file's name in the session.
     name: str
 
     @property
     def value(self) -> bytes:
-        from pyspark import SparkFiles  # an executor has it, a client of Spark Connect alone has not
+        from pyspark import SparkFiles  # executors have it, Spark Connect's own client has not
 
         return Path(SparkFiles.get(self.name)).read_bytes()
 
 
 @dataclass(frozen=True)
 class SplitPayload:
-    """A program's bulk, which may lie in a file, and pickled what no file may hold."""
+    """A pickled program in two parts, so that no secret lies in a file that others may read."""
 
+    # The program without its secrets; may lie in a file.
     bulk: InlinePayload | ArtifactPayload
+    # The secrets, pickled.
     secrets: bytes = field(repr=False)
 
     @property
@@ -65,7 +68,7 @@ class SplitPayload:
 
 
 def broadcast(sc: SparkContext, content: bytes, what: str) -> Broadcast[bytes]:
-    """Fetched once by each executor.
+    """A broadcast, which each executor fetches once.
 
     Raises:
         InvalidInput: Spark's driver has no memory for it.
@@ -85,7 +88,7 @@ def broadcast(sc: SparkContext, content: bytes, what: str) -> Broadcast[bytes]:
 
 
 def make_payload(spark: SparkSession, content: bytes) -> InlinePayload | ArtifactPayload:
-    """By a file of the session where they are many."""
+    """A payload without a SparkContext: inline, or a file of the session if `content` is large."""
     if len(content) <= INLINE_AT_MOST:
         return InlinePayload(content)
     name = f"spark_elastic-{hashlib.sha256(content).hexdigest()}"
@@ -97,8 +100,8 @@ def make_payload(spark: SparkSession, content: bytes) -> InlinePayload | Artifac
 
 
 def make_program_payload(spark: SparkSession, program: object) -> InlinePayload | SplitPayload:
-    """As `carried`; a file, which others may read, holds neither the values of its environment nor the options of its
-    stores."""
+    """A payload with a pickled program. The secrets that stay out of files are the values of the program's environment
+    and its stores with their options."""
     content = cloudpickle.dumps(program)
     if len(content) <= INLINE_AT_MOST:
         return InlinePayload(content)
@@ -109,7 +112,7 @@ def make_program_payload(spark: SparkSession, program: object) -> InlinePayload 
 
 
 class _SecretPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Leaves secrets out, and keeps them in the order of their numbers."""
+    """Replaces secrets by numbers, and collects them in the order of the numbers."""
 
     def __init__(self, file: io.BytesIO, environment: object) -> None:
         super().__init__(file)
@@ -127,7 +130,7 @@ class _SecretPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 class _PickledParts:
-    """Pickled, it becomes the program when it is loaded."""
+    """Its pickle loads as the program."""
 
     def __init__(self, bulk: bytes, secrets: bytes) -> None:
         self._parts = bulk, secrets
@@ -137,6 +140,8 @@ class _PickledParts:
 
 
 class _SecretUnpickler(pickle.Unpickler):
+    """Puts the secrets back in the place of their numbers."""
+
     def __init__(self, bulk: bytes, secrets: bytes) -> None:
         super().__init__(io.BytesIO(bulk))
         self._secrets = pickle.loads(secrets)

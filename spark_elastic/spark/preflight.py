@@ -1,7 +1,6 @@
-"""Before anything is materialised or launched: can each host run this job? Versions, the pickled program, the way to
-the driver, the store.
+"""Checks over a SparkContext whether each host can run a job, before rows are materialised or slots launched.
 
-One Spark job of short tasks, each a `probe.Probe`; the calling thread waits for it.
+A preflight is a Spark job of short tasks, each a `probe.Probe`; the calling thread waits for it.
 """
 
 from __future__ import annotations
@@ -31,17 +30,19 @@ from spark_elastic.spark.session import collect_host_facts, set_description
 if TYPE_CHECKING:
     from pyspark import SparkContext
 
-ROUNDS = 3  # tries to reach every executor; busy ones are judged when their slot joins
+ROUNDS = 3  # jobs of probes to reach every executor; busy ones are checked when their slot registers
 
 
 def preflight(sc: SparkContext, spec: ProbeSpec, timeout: float) -> list[dict[str, str]]:
     """Probe the live executors; returns the facts of each.
 
-    timeout: seconds until some executor must have answered, while no other job of the application trains.
+    Args:
+        timeout: seconds in which executors must answer; they do not count while another job of the application trains.
 
     Raises:
         InvalidInput: the program is too large for Spark's driver.
-        PreflightError: a host cannot run the job, or none answered. StoreError: the driver cannot write the store.
+        PreflightError: a host cannot run the job, or none answered.
+        StoreError: the driver cannot write to the store.
     """
     program = broadcast(sc, spec.payload, spec.what)
     try:
@@ -55,7 +56,7 @@ def preflight(sc: SparkContext, spec: ProbeSpec, timeout: float) -> list[dict[st
 
 
 def _probe_executors(sc: SparkContext, task: Task, tag: str, timeout: float) -> list[ProbeReport]:
-    """Spark deals tasks out in turns, so that as many tasks as executors reach each that is idle."""
+    """Spark assigns tasks to executors in turns: as many tasks as executors reach each idle executor."""
     reports: list[ProbeReport] = []
     for attempt in range(1, ROUNDS + 1):
         executors = _live_executors(sc)
@@ -71,13 +72,13 @@ def _probe_executors(sc: SparkContext, task: Task, tag: str, timeout: float) -> 
 def _live_executors(sc: SparkContext) -> int:
     try:
         registered = len(sc._jsc.sc().statusTracker().getExecutorInfos())
-    except (Py4JError, AttributeError):  # where users are denied that: as many as there are cores
+    except (Py4JError, AttributeError):  # users are denied access: one probe for each core
         return sc.defaultParallelism
     return max(1, registered - 1)  # the driver is one of them
 
 
 def _run_probes(sc: SparkContext, task: Task, tasks: int, tag: str, timeout: float) -> list[Any]:
-    """One Spark job, cancelled when the time is over or the caller is interrupted."""
+    """Run one Spark job; cancel it if the time is over or the caller is interrupted."""
     answers: list[Any] = []
     errors: list[Exception] = []
 
@@ -112,7 +113,7 @@ def _run_probes(sc: SparkContext, task: Task, tasks: int, tag: str, timeout: flo
 
 
 def _translate_error(error: Exception) -> Exception:
-    """Spark's own words for a Python that it cannot work with, or for a cancelled job, as ours."""
+    """Our error for Spark's words about an unsuitable Python or a cancelled job; any other error as it is."""
     text = str(error)
     versions = re.search(
         r"Python in worker has different version:? (.+?) than that in driver:? (.+?), PySpark", text

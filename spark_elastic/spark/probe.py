@@ -1,6 +1,6 @@
-"""One probe of a host: does it load the program, see the store, reach the driver and the other hosts, can it encrypt?
+"""A probe of a host: can it load the program, use the store, encrypt, and reach the driver and the other hosts?
 
-A probe runs as a short Spark task. What it finds it returns as sentences, and `preflight` judges them.
+A probe runs as a short Spark task and returns a `ProbeReport`; `check_reports` turns the first fault into an error.
 """
 
 from __future__ import annotations
@@ -24,43 +24,89 @@ from spark_elastic.rendezvous.http_server import Bind, dialled, listen
 from spark_elastic.spark.payload import Payload
 from spark_elastic.spark.session import collect_host_facts, find_own_address
 
-# Do executors reach one another? Probes of one job exchange addresses through the store and dial each other.
-#
-# Blocks in the task's thread for a few seconds at most. Probes that do not run side by side have nothing to say.
+Task: TypeAlias = Callable[[Iterable[int]], Iterator[Any]]
+
+PROBES = "probes"  # folder of the store
+HOLD_SECONDS = 0.2  # for which a probe keeps its core, so that the next one goes to another executor
+REACH_SECONDS = 5.0  # for a connection to the driver
+PEERS_SECONDS = 5.0  # for probes that have not come, and for those that have not finished
+DIAL_SECONDS = 3.0  # for a connection to another probe
+LOOK_EVERY = 0.1  # seconds between two looks into the store
 
 
-MEET_SECONDS = 5.0  # for those who have not come, and those who have not finished
-DIAL_SECONDS = 3.0
-LOOK_EVERY = 0.1  # seconds
+@dataclass(frozen=True)
+class ProbeSpec:
+    """What the probes of a job check."""
+
+    # cloudpickle of what workers will load.
+    payload: bytes
+    # Checked to be the same for driver and hosts; None: there is none.
+    store: Store | None = None
+    # Frameworks that the job uses.
+    needs: tuple[str, ...] = ()
+    # Where the job's server will listen; None: whether hosts reach it is not checked.
+    bind: Bind | None = None
+    # The payload in words, for errors.
+    what: str = "the program"
+    # Workers talk inside TLS.
+    encrypted: bool = False
+
+
+@dataclass(frozen=True)
+class ProbeReport:
+    """What a probe found."""
+
+    # Host name and versions: `session.collect_host_facts`.
+    facts: dict[str, str]
+    # Id of the executor's process, to count executors of one host.
+    process: int
+    # Name of the object that the probe wrote to the store.
+    written: str
+    # Why the host cannot run the job, in one sentence, or None.
+    fault: str | None
+    # Why the host cannot reach the driver, in one sentence, or None.
+    unreached: str | None = None
+
+    @property
+    def executor(self) -> tuple[str, int]:
+        return self.facts["host"], self.process
 
 
 @dataclass(frozen=True)
 class PeerCheck:
-    """A folder of the store, and this probe's address."""
+    """Whether executors reach one another: probes of one job exchange addresses through the store and dial each other.
+
+    Probes that do not run at the same time find no fault.
+    """
 
     store: Store
+    # The folder of the check.
     folder: str
+    # Of this probe.
     address: str
 
     def run(self, expected: int, clock: Clock) -> str | None:
-        """The address of another that cannot be dialled; None where there is none. expected: probes in all."""
-        # The kernel takes connections by itself.
-        door = listen(Bind(self.address))
+        """Blocks for a few seconds at most. Returns the address of a probe that cannot be dialled, or None.
+
+        Args:
+            expected: number of probes, this one included.
+        """
+        listener = listen(Bind(self.address))  # the kernel accepts connections by itself
         own = f"{self.folder}/{uuid.uuid4().hex}"
         try:
-            self.store.write_bytes(own, dialled(Bind(self.address), door).encode())
-            there = self._wait_for_names("", expected, clock) - {own}
-            refused = next((name for name in sorted(there) if not self._is_reachable(name)), None)
+            self.store.write_bytes(own, dialled(Bind(self.address), listener).encode())
+            others = self._wait_for_names("", expected, clock) - {own}
+            refused = next((name for name in sorted(others) if not self._is_reachable(name)), None)
             self.store.write_bytes(f"{own}.done", b"")
-            self._wait_for_names(".done", len(there) + 1, clock)
+            self._wait_for_names(".done", len(others) + 1, clock)
             return None if refused is None else self._address(refused)
         finally:
             self.store.delete(own)
-            door.close()
+            listener.close()
 
     def _wait_for_names(self, ending: str, expected: int, clock: Clock) -> set[str]:
-        """What has that ending, once it is so many, or the time is over."""
-        deadline = clock.now() + MEET_SECONDS
+        """The names with that ending, as soon as there are `expected`, or those that are there after a while."""
+        deadline = clock.now() + PEERS_SECONDS
         while True:
             names = {name for name in self.store.list(self.folder) if name.endswith(".done") is bool(ending)}
             if len(names) >= expected or clock.now() > deadline:
@@ -68,7 +114,7 @@ class PeerCheck:
             clock.sleep(LOOK_EVERY)
 
     def _is_reachable(self, name: str) -> bool:
-        """Whether it answers, or is gone by now."""
+        """Whether that probe answers; also True if it has ended by now."""
         address = self._address(name)
         if address is None:
             return True
@@ -86,59 +132,21 @@ class PeerCheck:
             return None
 
 
-Task: TypeAlias = Callable[[Iterable[int]], Iterator[Any]]
-
-HOLD_SECONDS = 0.2  # a probe keeps its core so long, so that the next one goes to another executor
-REACH_SECONDS = 5.0  # for a connection to the driver
-PROBES = "probes"
-
-
-@dataclass(frozen=True)
-class ProbeSpec:
-    """What is looked at.
-
-    payload: cloudpickle of what workers will load; what: it in words. needs: frameworks that the job uses. bind: where
-    the job's server will listen; None: whether hosts reach it is not looked at. encrypted: workers talk inside TLS.
-    """
-
-    payload: bytes
-    store: Store | None = None
-    needs: tuple[str, ...] = ()
-    bind: Bind | None = None
-    what: str = "the program"
-    encrypted: bool = False
-
-
-@dataclass(frozen=True)
-class ProbeReport:
-    """What a probe found. process: tells executors apart. fault: one sentence, or None. unreached: the same, of the way
-    to the driver."""
-
-    facts: dict[str, str]
-    process: int
-    written: str
-    fault: str | None
-    unreached: str | None = None
-
-    @property
-    def executor(self) -> tuple[str, int]:
-        return self.facts["host"], self.process
-
-
 @dataclass(frozen=True)
 class Probe:
-    """The body of a spec task. It returns what went wrong; raising would only make Spark try again.
-
-    what, encrypted: as of `ProbeSpec`. driver: the address that workers will dial. together: so many probes see, at
-    `towards`, whether they reach one another; 0: not looked at.
-    """
+    """The body of a probe's task. It returns what went wrong: if it raised, Spark would try again."""
 
     store: Store | None
+    # Names this preflight's objects in the store.
     token: str
+    # As in `ProbeSpec`.
     what: str = ProbeSpec.what
+    # The address that workers will dial; None: not checked.
     driver: str | None = None
     encrypted: bool = False
+    # Number of probes that check whether they reach one another; 0: not checked.
     together: int = 0
+    # A host that all executors reach: their own addresses are those on the way to it.
     towards: str | None = None
 
     def report(self, number: int, program: bytes) -> ProbeReport:
@@ -159,8 +167,8 @@ class Probe:
     def _check_peers(self, host: str) -> str | None:
         if self.store is None or self.together < 2:
             return None
-        meeting = PeerCheck(self.store, f"{PROBES}/{self.token}/meeting", find_own_address(self.towards))
-        refused = meeting.run(self.together, SystemClock())
+        folder, address = f"{PROBES}/{self.token}/peers", find_own_address(self.towards)
+        refused = PeerCheck(self.store, folder, address).run(self.together, SystemClock())
         return refused and (
             f"host {host} cannot reach {refused}, another executor: workers exchange gradients directly, which "
             "serverless compute does not allow; use a cluster whose executors reach one another, or num_workers=1."
@@ -179,7 +187,7 @@ class Probe:
             cloudpickle.loads(program)
         except Exception as error:  # whatever user classes raise while they are unpickled
             return (
-                f"host {host} cannot load {self.what} ({_kind(error)}): ship their modules with "
+                f"host {host} cannot load {self.what} ({_describe_error(error)}): ship their modules with "
                 "--py-files or install them there."
             )
         return None
@@ -214,12 +222,13 @@ class Probe:
             if self.store.read_bytes(name) != self.token.encode():
                 return f"host {host} reads something else than it wrote in the store {self.store.url}."
         except (ElasticError, OSError) as error:
-            return f"host {host} cannot write to the store {self.store.url} ({_kind(error)}): give it the right to."
+            kind = _describe_error(error)
+            return f"host {host} cannot write to the store {self.store.url} ({kind}): give it the right to."
         return None
 
 
 def make_probe_task(probe: Probe, program: Payload) -> Task:
-    """The probe as a nested function, which travels by value, so that it starts even where our package is missing."""
+    """The probe as a nested function, which is pickled by value: it starts even where our package is missing."""
     packed = pickle.dumps(probe)
 
     def run(numbers: Iterable[int]) -> Iterator[Any]:
@@ -234,7 +243,7 @@ def make_probe_task(probe: Probe, program: Payload) -> Task:
 
 @contextmanager
 def open_probe(spec: ProbeSpec) -> Iterator[Probe]:
-    """A probe whose store and driver are there to be found as long as the block runs.
+    """A probe that finds the driver's object in the store, and its listening socket, as long as the block runs.
 
     Raises:
         StoreError: the driver cannot write the store. InvalidInput: `bind` cannot be bound.
@@ -242,27 +251,30 @@ def open_probe(spec: ProbeSpec) -> Iterator[Probe]:
     token, store, bind = uuid.uuid4().hex, spec.store, spec.bind
     if store is not None:
         store.write_bytes(f"{PROBES}/{token}/driver", token.encode())
-    # Nobody need answer at this door: the kernel takes connections by itself.
-    door = listen(bind) if bind is not None else None
+    listener = listen(bind) if bind is not None else None  # the kernel accepts connections by itself
     try:
-        driver = dialled(bind, door) if bind is not None and door is not None else None
+        driver = dialled(bind, listener) if bind is not None and listener is not None else None
         yield Probe(store, token, spec.what, driver, spec.encrypted)
     finally:
-        if door is not None:
-            door.close()
+        if listener is not None:
+            listener.close()
         if store is not None:
             store.remove_tree(f"{PROBES}/{token}")
 
 
-def _kind(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-# What the answers of probes mean for a job: the first reason against it, as an error.
+# ---- what the reports of probes mean for a job
 
 
 def require_report(answer: Any) -> ProbeReport:
-    """Raises PreflightError where a probe found no spark_elastic to load."""
+    """The answer of a probe.
+
+    Raises:
+        PreflightError: the host has no spark_elastic, so that the probe could not be loaded.
+    """
     if isinstance(answer, ProbeReport):
         return answer
     host, reason = answer
@@ -275,16 +287,21 @@ def require_report(answer: Any) -> ProbeReport:
 
 def check_reports(
     reports: list[ProbeReport],
-    judge: Callable[[Mapping[str, Any]], str | None],
+    check_versions: Callable[[Mapping[str, Any]], str | None],
     store: Store | None,
     reached: bool = True,
 ) -> None:
-    """Raises PreflightError with what the first host lacks, or where the driver does not see what a host wrote.
+    """Check what all hosts found.
 
-    reached: hosts must reach the driver.
+    Args:
+        check_versions: as of `make_version_check`.
+        reached: hosts must reach the driver.
+
+    Raises:
+        PreflightError: a host has a fault, or the driver does not see what a host wrote to the store.
     """
     # Versions first: they explain why a program does not load.
-    faults = [*(judge(report.facts) for report in reports), *(report.fault for report in reports)]
+    faults = [*(check_versions(report.facts) for report in reports), *(report.fault for report in reports)]
     for fault in [*faults, *(report.unreached for report in reports if reached)]:
         if fault is not None:
             raise PreflightError(fault)
@@ -299,13 +316,9 @@ def check_reports(
             ) from error
 
 
-# Which hosts may take part in a job, from their versions alone. Pure.
-#
-# What must match: spark_elastic exactly (hosts speak its wire format), Python to the minor (cloudpickle carries
-# bytecode), numpy and the frameworks to the major (where pickles and kernels change; a driver and its executors may
-# well have different builds of one release line).
-
-
+# Packages whose versions must match: spark_elastic exactly (hosts speak its wire format), Python to the minor version
+# (cloudpickle carries bytecode), numpy and the frameworks to the major version (pickles and kernels change there, and
+# driver and executors may have different builds of one release line).
 # Package -> how many leading parts of its version must be equal; None: all of it.
 MUST_MATCH: dict[str, int | None] = {
     "spark_elastic": None,
@@ -321,30 +334,34 @@ ALWAYS_NEEDED = ("spark_elastic", "python", "numpy")
 def make_version_check(
     driver: Mapping[str, Any], needs: tuple[str, ...] = ()
 ) -> Callable[[Mapping[str, Any]], str | None]:
-    """A judge of hosts: given a host's facts, why it cannot take part in a job of this driver, or None.
+    """A check of hosts: given a host's facts, why it cannot take part in a job of this driver, or None.
 
-    needs: frameworks that the job uses. One that it does not use may be missing or of any version.
+    Args:
+        driver: the facts of this process.
+        needs: frameworks that the job uses; any other may be missing or of any version.
     """
     packages = [p for p in MUST_MATCH if p in ALWAYS_NEEDED or p in needs]
 
-    def judge(host: Mapping[str, Any]) -> str | None:
+    def check(host: Mapping[str, Any]) -> str | None:
         for package in packages:
-            here, there = driver.get(package), host.get(package)
-            if here is None or (there is not None and _agree(str(here), str(there), MUST_MATCH[package])):
+            own, theirs = driver.get(package), host.get(package)
+            if own is None or (theirs is not None and _agree(str(own), str(theirs), MUST_MATCH[package])):
                 continue
             name = host.get("host", "unknown")
-            if there is None:
-                return f"host {name} has no {package}, and the driver has {here}: install {package} {here} there."
+            if theirs is None:
+                return (
+                    f"host {name} has no {package}, and the driver has {own}: install {package} {own} there."
+                )
             return (
-                f"host {name} has {package} {there}, and the driver has {here}: "
-                f"install {package} {here} on one of them to match."
+                f"host {name} has {package} {theirs}, and the driver has {own}: "
+                f"install {package} {own} on one of them to match."
             )
         return None
 
-    return judge
+    return check
 
 
-def _agree(here: str, there: str, parts: int | None) -> bool:
+def _agree(own: str, theirs: str, parts: int | None) -> bool:
     if parts is None:
-        return here == there
-    return here.split(".")[:parts] == there.split(".")[:parts]
+        return own == theirs
+    return own.split(".")[:parts] == theirs.split(".")[:parts]

@@ -1,6 +1,6 @@
-"""Settings by which Spark itself would end or harm a job: told at its start. Pure but for `warn`, which logs.
+"""What Spark's settings mean for a job: settings that harm it, the memory beside an executor, a GPU for each slot.
 
-What each of them does, and what does not matter, is in docs/spark-settings.md.
+docs/spark-settings.md says what each setting does, and which do not matter. Imports no py4j.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from spark_elastic.data.reading.row_group_cache import cgroup_limit
 
 log = logging.getLogger("spark_elastic.spark")
 
-FEW_FAILURES = 100  # lost executors that an elastic job may well live through
+# ---- settings by which Spark itself would end or harm a job
+
+FEW_FAILURES = 100  # lost executors; an elastic job may well survive more
 YARN_DEFAULT = "spark.executor.maxNumFailures"
 YARN_OLD = "spark.yarn.max.executor.failures"
 VALIDITY = ("spark.executor.failuresValidityInterval", "spark.yarn.executor.failuresValidityInterval")
 ADDRESS_SPACE = "spark.executor.pyspark.memory"
-# Each of them encrypts what Spark's driver sends to executors, tasks among it.
+# Each of these encrypts what Spark's driver sends to executors, tasks included.
 ENCRYPTION = (
     "spark.network.crypto.enabled",
     "spark.authenticate.enableSaslEncryption",
@@ -32,23 +34,24 @@ ENCRYPTION = (
 
 
 def is_ssl_enabled(settings: Mapping[str, str]) -> bool:
-    """Spark's own servers speak TLS, so that ours do unless the configuration says otherwise."""
+    """Whether Spark's own servers speak TLS: then ours do, too, unless the configuration says otherwise."""
     return settings.get("spark.ssl.enabled", "false").lower() == "true"
 
 
 def warn_about_settings(settings: Mapping[str, str], application: object, plain: str | None = None) -> None:
     """Log what `remarks` finds, a line each, once an application: its context or session keeps what was told."""
-    told: set[str] = vars(application).setdefault("_spark_elastic_warned", set())
+    warned: set[str] = vars(application).setdefault("_spark_elastic_warned", set())
     for remark in find_harmful_settings(settings, plain):
-        if remark not in told:
-            told.add(remark)
+        if remark not in warned:
+            warned.add(remark)
             log.warning("%s", remark)
 
 
 def find_harmful_settings(settings: Mapping[str, str], plain: str | None = None) -> list[str]:
-    """What Spark decides for the whole application, and what limits workers unseen; a sentence each.
+    """Settings that end the whole application, expose the job's key or limit workers unnoticed; a sentence each.
 
-    plain: host of a Spark Connect server to which the session speaks without TLS.
+    Args:
+        plain: host of a Spark Connect server to which the session speaks without TLS.
     """
     found = []
     if plain is not None and not _is_loopback(plain):
@@ -86,22 +89,18 @@ def _is_loopback(host: str) -> bool:
 
 def _check_failure_count(settings: Mapping[str, str]) -> list[str]:
     """On YARN and Kubernetes Spark ends an application whose executors failed too often, whatever its jobs think."""
-    said = settings.get(YARN_DEFAULT, settings.get(YARN_OLD))
-    forgets = any(name in settings for name in VALIDITY)
-    if forgets or (said is not None and said.isdigit() and int(said) >= FEW_FAILURES):
+    limit = settings.get(YARN_DEFAULT, settings.get(YARN_OLD))
+    expire = any(name in settings for name in VALIDITY)
+    if expire or (limit is not None and limit.isdigit() and int(limit) >= FEW_FAILURES):
         return []
-    count = f"{said} executors" if said is not None else "few executors (twice their number by default)"
+    count = f"{limit} executors" if limit is not None else "few executors (twice their number by default)"
     return [
         f"Spark ends the whole application after the failure of {count}, and no job can prevent it: set "
         f"{YARN_DEFAULT} to 1000, or {VALIDITY[0]} to 10m."
     ]
 
 
-# Whether what a slot starts fits beside the executor: measured on its processes, compared with Spark's settings.
-#
-# `room_of` reads the settings on the driver; `find_shortage` is called by the slot's main thread on the executor. Bytes
-# throughout. Must not know how workers are started.
-
+# ---- memory: whether the processes of the slots fit beside the executor. All sizes are in bytes.
 
 MEBIBYTE = 1 << 20
 UNITS = {"b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
@@ -110,28 +109,31 @@ LEAST_OVERHEAD = 384 * MEBIBYTE
 
 @dataclass(frozen=True)
 class ExecutorMemory:
-    """heap: of the executor's JVM. beside: what the cluster manager grants beside it, None where it grants nothing.
+    """What Spark's settings grant to an executor. The driver reads it; slots compare their processes with it."""
 
-    slots: of one executor.
-    """
-
+    # Of the executor's JVM.
     heap: int
-    beside: int | None
+    # What the cluster manager grants beside the JVM; None: it does not count.
+    overhead: int | None
+    # Slots of one executor.
     slots: int
 
     def find_shortage(
         self, worker: int, spare: int | None = None, server: int | None = None, proc: Path = Path("/proc")
     ) -> str | None:
-        """Why the processes of the executor's slots will not fit, all slots being like this one; None where they do.
+        """Why the processes of the executor's slots will not fit, if all slots are like this one; None if they do.
 
-        worker, spare: process ids; without a spare: there will be one, like the worker. server: of their fork server.
+        Args:
+            worker: a process id, as the other arguments.
+            spare: None: none runs yet, and it will be like the worker.
+            server: the fork server of worker and spare; None: they are spawned.
         """
         try:
             mapped = int((proc / str(worker) / "statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
             pids = [worker, worker if spare is None else spare] + ([] if server is None else [server])
             sizes = [_share_of(proc / str(pid)) for pid in pids]
         except (OSError, ValueError):
-            return None  # it has ended, which is told elsewhere
+            return None  # it has ended; the slot notices that elsewhere
         most, _ = resource.getrlimit(resource.RLIMIT_AS)
         return explain_shortage(
             self,
@@ -143,33 +145,39 @@ class ExecutorMemory:
 
 
 def _share_of(process: Path) -> int:
-    """Its memory; of what it shares with others, segments among that, its part."""
+    """The memory of a process; of what it shares with others, such as shared segments, its part."""
     fields = dict(line.split(":", 1) for line in (process / "smaps_rollup").read_text().splitlines()[1:])
     return int(fields["Pss"].split()[0]) * 1024
 
 
 def explain_shortage(
-    room: ExecutorMemory, need: int, mapped: int, address_space: int | None, limit: int | None
+    memory: ExecutorMemory, need: int, mapped: int, address_space: int | None, limit: int | None
 ) -> str | None:
-    """need: all processes of an executor's slots. mapped: by one. address_space: its limit. limit: of a cgroup."""
+    """Why memory will not suffice, in a sentence, or None.
+
+    Args:
+        need: by all processes of an executor's slots.
+        mapped: address space that one process has mapped; address_space: the limit of that.
+        limit: of the control group.
+    """
     if address_space is not None and mapped * 5 > address_space * 4:
         return (
             f"a worker has mapped {_mib(mapped)} of the {_mib(address_space)} that spark.executor.pyspark.memory "
             "lets it map: raise that, or unset it and raise spark.executor.memoryOverhead."
         )
-    beside = room.beside
+    beside = memory.overhead
     if limit is not None:
-        beside = min(limit - room.heap, limit if beside is None else beside)
+        beside = min(limit - memory.heap, limit if beside is None else beside)
     if beside is None or need <= beside:
         return None
     return (
-        f"the {room.slots} workers of an executor and their spares take {_mib(need)} by now, and there are "
+        f"the {memory.slots} workers of an executor and their spares take {_mib(need)} by now, and there are "
         f"{_mib(max(0, beside))} beside its JVM: set spark.executor.memoryOverhead to {_mib(need * 3 // 2)} or more."
     )
 
 
 def read_executor_memory(settings: Mapping[str, str]) -> ExecutorMemory:
-    """What the settings of an application grant; on YARN and Kubernetes the overhead, elsewhere nothing is counted."""
+    """What the settings of an application grant. YARN and Kubernetes limit the overhead, other managers do not."""
     heap = parse_size(settings.get("spark.executor.memory", "1g"))
     cores, cpus = settings.get("spark.executor.cores", "1"), settings.get("spark.task.cpus", "1")
     slots = max(1, int(cores) // max(1, int(cpus)))
@@ -179,9 +187,8 @@ def read_executor_memory(settings: Mapping[str, str]) -> ExecutorMemory:
     master = settings.get("spark.master", "")
     if master != "yarn" and not master.startswith("k8s://"):
         return ExecutorMemory(heap, None, slots)
-    default = (
-        "0.1" if master == "yarn" else "0.4"
-    )  # Kubernetes grants more to programs that are not the JVM's
+    # Kubernetes grants more to programs that do not run in the JVM.
+    default = "0.1" if master == "yarn" else "0.4"
     share = float(settings.get("spark.executor.memoryOverheadFactor", default))
     said = settings.get("spark.executor.memoryOverhead")
     overhead = max(LEAST_OVERHEAD, int(heap * share)) if said is None else parse_size(said)
@@ -191,7 +198,7 @@ def read_executor_memory(settings: Mapping[str, str]) -> ExecutorMemory:
 
 
 def parse_size(text: str) -> int:
-    """Spark's way to write a size, mebibytes where there is no unit: 512m, 2g, 1024."""
+    """A size as Spark writes it: 512m, 2g, or 1024 for mebibytes."""
     text = text.strip().lower()
     if len(text) > 2 and text.endswith("b") and text[-2] in UNITS:
         text = text[:-1]
@@ -211,14 +218,18 @@ TASK_GPUS = "spark.task.resource.gpu.amount"
 
 
 def needs_whole_gpu(settings: Mapping[str, str]) -> bool:
-    """Whether executors have GPUs of which a task gets none, or a part."""
+    """Whether executors have GPUs, and a task gets none of them or a part of one."""
     return int(settings.get(EXECUTOR_GPUS, "0")) > 0 and float(settings.get(TASK_GPUS, "0")) < 1
 
 
 def make_slot_profile(
     settings: Mapping[str, str], take: Callable[[ResourceProfile], object]
 ) -> ResourceProfile | None:
-    """The profile of slots; None: the application's own. take: makes Spark accept it, or raises."""
+    """The resource profile of slots; None: the application's own.
+
+    Args:
+        take: makes Spark accept a profile, or raises.
+    """
     if not needs_whole_gpu(settings):
         return None
     cpus = int(settings.get("spark.task.cpus", "1"))

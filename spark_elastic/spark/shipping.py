@@ -1,8 +1,7 @@
-"""Sends this package to executors that do not have it: `ElasticConfig(ship=True)`.
+"""Sends this package to executors that do not have it: `ElasticConfig(ship=True)`. Runs in the caller's thread.
 
-Spark unpacks an archive once per executor, also on those that come later, into a folder that heads each Python
-worker's `sys.path`; so a package under its own name is importable there, compiled parts included. Runs in the caller's
-thread. Must not know what is launched.
+Spark unpacks an archive once per executor, also on later ones, into the folder that comes first in `sys.path` of each
+Python worker. A package under its own name is importable there, compiled parts included.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ if TYPE_CHECKING:
 # cloudpickle: what the driver has pickled is best read by the same release.
 PACKAGES = ("spark_elastic", "elastic_collectives", "cloudpickle")
 LEFT_OUT = ("__pycache__",)
-SHIPPED = "_spark_elastic_shipped"  # which, kept by the SparkContext, which an archive can be added to once
+SHIPPED = "_spark_elastic_shipped"  # attribute of the SparkContext: the packages that were added to it
 
 
 def ship(sc: SparkContext) -> None:
-    """Send the packages, once for each SparkContext; in local mode the driver is the executor, and has them.
+    """Send the packages, once for each SparkContext. In local mode the driver is the executor, and has them.
 
-    numpy, and the framework that is trained with, must be there: their builds belong to the machine.
+    numpy and the framework must be installed on executors: their builds depend on the machine.
     """
     if str(sc.master).startswith("local"):
         return
@@ -39,7 +38,7 @@ def ship(sc: SparkContext) -> None:
         for package in PACKAGES:
             if package not in shipped:
                 archive = folder / f"spark_elastic-ship-{package}.zip"
-                pack(_home(package), archive)
+                pack(_find_folder(package), archive)
                 sc.addArchive(f"{archive}#{package}")
                 shipped.add(package)
 
@@ -52,7 +51,7 @@ def pack(package: Path, archive: Path) -> None:
                 target.write(file, file.relative_to(package))
 
 
-def _home(package: str) -> Path:
+def _find_folder(package: str) -> Path:
     spec = find_spec(package)
     places = list(spec.submodule_search_locations or []) if spec is not None else []
     if not places or not Path(places[0]).is_dir():

@@ -49,4 +49,4 @@ def test_one_that_comes_alone_has_nothing_to_say() -> None:
     clock = FakeClock()
     alone = PeerCheck(memory_store(), "meeting", "127.0.0.1")
     assert alone.run(2, clock) is None
-    assert clock.now() >= meeting.MEET_SECONDS
+    assert clock.now() >= meeting.PEERS_SECONDS
