@@ -47,7 +47,7 @@ def train(looked: str) -> None:
     assert len(os.environ["TOKEN"]) == 17, "the worker has it"
 
     def loop(state: Any) -> None:
-        assert get_context().group._origin.endpoint.encrypted, "the mesh is inside TLS as well"
+        assert get_context().group._spec.endpoint.encrypted, "the mesh is inside TLS as well"
         while state.step < 10:
             state.step += 1
             state.commit()

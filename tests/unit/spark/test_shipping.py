@@ -14,7 +14,7 @@ pytest.importorskip("pyspark")
 import elastic_collectives
 from spark_elastic.errors import InvalidInput
 from spark_elastic.spark import shipping
-from spark_elastic.spark.shipping import PACKAGES, _home, pack
+from spark_elastic.spark.shipping import PACKAGES, _find_folder, pack
 
 
 def test_a_package_travels_whole_and_without_caches(tmp_path: Path) -> None:
@@ -31,12 +31,12 @@ def test_a_package_travels_whole_and_without_caches(tmp_path: Path) -> None:
 
 
 def test_all_that_is_sent_can_be_found() -> None:
-    assert all((_home(package) / "__init__.py").is_file() for package in PACKAGES)
+    assert all((_find_folder(package) / "__init__.py").is_file() for package in PACKAGES)
 
 
 def test_a_package_that_the_driver_does_not_have_as_files_is_named() -> None:
     with pytest.raises(InvalidInput, match="ship=True needs no_such_package as a folder of files"):
-        _home("no_such_package")
+        _find_folder("no_such_package")
 
 
 class Context:
