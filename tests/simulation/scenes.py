@@ -35,7 +35,7 @@ def scene(*faults: Fault, seed: int = 1, hosts: int = 4, steps: int = 12, **limi
 def weather(hosts: int) -> None:
     """Play a storm. The simulation judges the rest: every row once, replicas identical, invariants at each world."""
     report = simulate(storm(seed=1, hosts=hosts))
-    assert report.end.outcome is Outcome.SUCCESS, report.story
+    assert report.end.outcome is Outcome.SUCCESS, report.event_log
     sizes = [world.size for world in report.worlds]
     workers = 10 * hosts
     assert sizes[0] == workers

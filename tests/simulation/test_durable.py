@@ -15,14 +15,14 @@ from spark_elastic.protocol.worker_machine import StepResult, WorkerState
 from spark_elastic.state import checkpoint
 from spark_elastic.state.run_lease import RunLease
 from tests.simulation.scenes import scene
-from tests.simulator.fault_plan import DRIVER_TIMEOUT, Fault, FaultPlan, Kind, Moment, Share
+from tests.simulator.fault_plan import DRIVER_TIMEOUT, Fault, FaultKind, FaultPlan, Moment, Share
 from tests.simulator.invariants import Violation
 from tests.simulator.simulation import simulate
 
 Commands = tuple[do.DriverCommand, ...]
-ALL_KILLED = Fault(Kind.KILL_WORKER, Moment.PUBLISHED, nth=3, share=Share.ALL)
-DAMAGED = Fault(Kind.DAMAGE, Moment.PUBLISHED, nth=3)
-TAKEN_OVER = Fault(Kind.TAKE_OVER, Moment.PUBLISHED, nth=2)
+ALL_KILLED = Fault(FaultKind.KILL_WORKER, Moment.PUBLISHED, nth=3, share=Share.ALL)
+CORRUPTED = Fault(FaultKind.CORRUPT_CHECKPOINT, Moment.PUBLISHED, nth=3)
+TAKEN_OVER = Fault(FaultKind.TAKE_OVER, Moment.PUBLISHED, nth=2)
 
 
 def durable(*faults: Fault, every: int = 2, **of_scene: Any) -> FaultPlan:
@@ -39,14 +39,14 @@ def test_p7_all_workers_are_lost_and_the_newest_checkpoint_is_taken() -> None:
     ("moment", "nth"), [(Moment.WRITING, 3), (Moment.WRITTEN, 3), (Moment.PUBLISHED, 3), (Moment.APPLIED, 30)]
 )
 def test_p7_another_driver_goes_on_wherever_the_first_dies(moment: Moment, nth: int, silent: bool) -> None:
-    report = simulate(durable(Fault(Kind.KILL_DRIVER, moment, nth, silent=silent)))
+    report = simulate(durable(Fault(FaultKind.KILL_DRIVER, moment, nth, silent=silent)))
     assert report.end.outcome is do.Outcome.SUCCESS
     assert report.worlds[-1].fence.attempt == 2
     assert report.worlds[-1].resume
 
 
 def test_p7_a_damaged_checkpoint_gives_way_to_the_one_before() -> None:
-    report = simulate(durable(DAMAGED, replace(ALL_KILLED, after=0.001)))
+    report = simulate(durable(CORRUPTED, replace(ALL_KILLED, after=0.001)))
     assert report.end.outcome is do.Outcome.SUCCESS
     assert report.worlds[-1].resume
 
@@ -55,7 +55,7 @@ def test_r10_a_driver_that_lost_its_run_ends() -> None:
     report = simulate(durable(TAKEN_OVER))
     assert report.end.outcome is do.Outcome.SUCCESS
     assert report.worlds[-1].fence.attempt == 2
-    assert "was taken over by another driver" in report.story
+    assert "was taken over by another driver" in report.event_log
 
 
 # ---- the invariants can fail
@@ -98,7 +98,7 @@ def _with_resume(state: DriverState, event: on.DriverEvent, step: int) -> tuple[
 
 def test_r18_a_driver_that_does_not_wait_for_old_members_is_caught() -> None:
     """A world of one is given up while its host is cut off, and trains on; another worker waits."""
-    cut = Fault(Kind.CUT_HOST, Moment.FORWARD, duration=4.0)
+    cut = Fault(FaultKind.CUT_OFF_HOST, Moment.FORWARD, duration=4.0)
     plans = [scene(cut, seed=seed, hosts=2, num_workers=1, max_workers=2, steps=200) for seed in range(6)]
     for plan in plans:
         simulate(plan)
@@ -107,7 +107,7 @@ def test_r18_a_driver_that_does_not_wait_for_old_members_is_caught() -> None:
 
 def test_r18_a_driver_that_takes_sparks_word_for_proof_is_caught() -> None:
     """All hosts are cut off the driver, and Spark calls their executors lost while they train on."""
-    lost = Fault(Kind.LOSE_SIGHT, Moment.PUBLISHED, nth=3, share=Share.ALL, duration=12.0)
+    lost = Fault(FaultKind.PARTITION_AND_REPLACE, Moment.PUBLISHED, nth=3, share=Share.ALL, duration=12.0)
     plans = [durable(lost, seed=seed, steps=600, driver_timeout=DRIVER_TIMEOUT) for seed in range(6)]
     for plan in plans:
         report = simulate(plan)
@@ -138,7 +138,7 @@ def test_p1_a_resume_one_step_too_far_is_caught() -> None:
 
 def test_p7_damage_that_nobody_sees_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "_check", lambda data, digest, name: None)
-    assert _caught(durable(DAMAGED, replace(ALL_KILLED, after=0.001)), match="damaged checkpoint")
+    assert _caught(durable(CORRUPTED, replace(ALL_KILLED, after=0.001)), match="damaged checkpoint")
 
 
 def test_r10_a_driver_that_publishes_what_it_lost_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,13 +16,13 @@ from spark_elastic.protocol.messages import JoinWorld, WorkerDone
 from spark_elastic.protocol.types import Fence, Position
 from spark_elastic.protocol.worker_machine import Stage, StepResult, WorkerState
 from tests.simulation.scenes import scene
-from tests.simulator.driver import Step
-from tests.simulator.fault_plan import Fault, FaultPlan, Kind, Moment, random_plan
+from tests.simulator.fault_plan import Fault, FaultKind, FaultPlan, Moment, random_plan
 from tests.simulator.invariants import Violation
+from tests.simulator.server import Step
 from tests.simulator.simulation import WorkerStep, simulate
 
-KILLED = Fault(Kind.KILL_WORKER, Moment.APPLIED, nth=6, target=0)
-JOINED = Fault(Kind.ADD_HOST, Moment.EXCHANGE, nth=4)
+KILLED = Fault(FaultKind.KILL_WORKER, Moment.APPLIED, nth=6, target=0)
+JOINED = Fault(FaultKind.ADD_HOST, Moment.EXCHANGE, nth=4)
 Commands = tuple[do.DriverCommand, ...]
 
 
@@ -120,7 +120,7 @@ WORKERS: dict[str, tuple[WorkerStep, tuple[Fault, ...]]] = {
     "a newcomer trains without state": (_without_sync, (JOINED,)),
     "a position before its state": (
         _claims_early,
-        (KILLED, Fault(Kind.KILL_WORKER, Moment.SYNCING, nth=2, target=0)),
+        (KILLED, Fault(FaultKind.KILL_WORKER, Moment.SYNCING, nth=2, target=0)),
     ),
     "a step that is not counted": (_deaf, ()),
 }

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from spark_elastic.protocol.commands import Outcome
-from tests.simulator.fault_plan import Kind, random_plan
+from tests.simulator.fault_plan import FaultKind, random_plan
 from tests.simulator.simulation import Report, simulate
 
 PLANS = 1000
@@ -27,13 +27,15 @@ def test_random_plans(first: int) -> None:
     assert ends[Outcome.SUCCESS] >= CHUNK * 0.7, ends
     for report in reports:
         if report.end.outcome is Outcome.USER_ERROR:
-            assert {Kind.RAISE, Kind.POISON} & {fault.kind for fault in report.struck}, report.story
+            assert {FaultKind.RAISE, FaultKind.RAISE_AT_ROW} & {fault.kind for fault in report.injected}, (
+                report.event_log
+            )
 
 
 def test_the_plans_are_what_they_claim() -> None:
     plans = [random_plan(seed) for seed in range(PLANS)]
     kinds = Counter(fault.kind for plan in plans for fault in plan.faults)
-    assert all(kinds[kind] >= 10 for kind in Kind), kinds
+    assert all(kinds[kind] >= 10 for kind in FaultKind), kinds
     assert max(plan.limits.max_workers for plan in plans) == 64
     assert sum(plan.checkpoint_every is not None for plan in plans) > PLANS / 4
 

@@ -6,7 +6,7 @@ import pytest
 
 from spark_elastic.protocol.commands import Outcome
 from tests.simulation.scenes import scene
-from tests.simulator.fault_plan import Fault, Kind, Moment, Share
+from tests.simulator.fault_plan import Fault, FaultKind, Moment, Share
 from tests.simulator.simulation import simulate
 
 SEEDS = range(8)
@@ -17,14 +17,14 @@ SEEDS = range(8)
 def test_r01_death_at_any_point_of_a_step_costs_no_step(moment: Moment, target: int) -> None:
     """Some have the step and others not; the history stays whole (the simulation judges it)."""
     for seed in SEEDS:
-        report = simulate(scene(Fault(Kind.KILL_WORKER, moment, nth=3, target=target), seed=seed))
-        assert report.end.outcome is Outcome.SUCCESS, report.story
-        assert report.seconds < 6.0, report.story
+        report = simulate(scene(Fault(FaultKind.KILL_WORKER, moment, nth=3, target=target), seed=seed))
+        assert report.end.outcome is Outcome.SUCCESS, report.event_log
+        assert report.seconds < 6.0, report.event_log
 
 
 def test_r04_state_comes_from_survivors_and_the_late_come_as_newcomers() -> None:
     """A stopped member is left out; it comes back without a step, ranked after those who stayed."""
-    report = simulate(scene(Fault(Kind.STOP_WORKER, Moment.EXCHANGE, nth=5, target=0, duration=60.0)))
+    report = simulate(scene(Fault(FaultKind.STOP_WORKER, Moment.EXCHANGE, nth=5, target=0, duration=60.0)))
     assert report.end.outcome is Outcome.SUCCESS
     stopped = report.worlds[0].members[0].worker
     after = report.worlds[1]
@@ -39,12 +39,12 @@ def test_r05_a_laggard_whose_sync_broke_keeps_its_old_position() -> None:
     for seed in range(60):
         report = simulate(
             scene(
-                Fault(Kind.KILL_WORKER, Moment.COMPLETE, nth=9, target=3),
-                Fault(Kind.KILL_WORKER, Moment.SYNCING, nth=2, target=0),
+                Fault(FaultKind.KILL_WORKER, Moment.COMPLETE, nth=9, target=3),
+                Fault(FaultKind.KILL_WORKER, Moment.SYNCING, nth=2, target=0),
                 seed=seed,
             )
         )
-        assert report.end.outcome is Outcome.SUCCESS, report.story
+        assert report.end.outcome is Outcome.SUCCESS, report.event_log
         apart += any(len({m.position for m in w.members if m.position}) > 1 for w in report.worlds)
     assert apart > 3  # the scene happens
 
@@ -52,9 +52,11 @@ def test_r05_a_laggard_whose_sync_broke_keeps_its_old_position() -> None:
 def test_r06_all_ranks_stop_at_one_boundary_and_nobody_redoes_a_step() -> None:
     """Scale up: every old member brings the same position into the next world."""
     for seed in SEEDS:
-        plan = scene(Fault(Kind.ADD_HOST, Moment.APPLIED, nth=6), seed=seed, hosts=3, steps=40, num_workers=3)
+        plan = scene(
+            Fault(FaultKind.ADD_HOST, Moment.APPLIED, nth=6), seed=seed, hosts=3, steps=40, num_workers=3
+        )
         report = simulate(plan)
-        assert [world.size for world in report.worlds] == [3, 4], report.story
+        assert [world.size for world in report.worlds] == [3, 4], report.event_log
         assert len({m.position for m in report.worlds[1].members[:3]}) == 1
         assert report.worlds[1].version > report.worlds[0].version
 
@@ -62,25 +64,27 @@ def test_r06_all_ranks_stop_at_one_boundary_and_nobody_redoes_a_step() -> None:
 def test_r12_a_pause_of_the_driver_stops_nothing() -> None:
     """All connections break at once and come back within the lease: nobody is evicted."""
     for seed in SEEDS:
-        report = simulate(scene(Fault(Kind.HICCUP, Moment.EXCHANGE, nth=9, duration=1.5), seed=seed))
-        assert len(report.worlds) == 1, report.story
+        report = simulate(
+            scene(Fault(FaultKind.MASS_DISCONNECT, Moment.EXCHANGE, nth=9, duration=1.5), seed=seed)
+        )
+        assert len(report.worlds) == 1, report.event_log
 
 
 def test_r13_poison_ends_the_job_with_its_traceback() -> None:
-    report = simulate(scene(Fault(Kind.POISON, Moment.EXCHANGE, nth=5, target=7)))
+    report = simulate(scene(Fault(FaultKind.RAISE_AT_ROW, Moment.EXCHANGE, nth=5, target=7)))
     assert report.end.outcome is Outcome.USER_ERROR
-    assert "poison at step 7" in report.end.detail
+    assert "failing row at step 7" in report.end.detail
     assert len(report.worlds) == 2
 
 
 def test_r13_one_exception_of_one_worker_is_borne() -> None:
-    report = simulate(scene(Fault(Kind.RAISE, Moment.EXCHANGE, nth=5, target=2)))
+    report = simulate(scene(Fault(FaultKind.RAISE, Moment.EXCHANGE, nth=5, target=2)))
     assert report.end.outcome is Outcome.SUCCESS
 
 
 def test_r14_a_second_attempt_is_an_extra_slot() -> None:
     for seed in SEEDS:
-        second = Fault(Kind.SPECULATE, Moment.EXCHANGE, nth=5, target=1)
+        second = Fault(FaultKind.SECOND_ATTEMPT, Moment.EXCHANGE, nth=5, target=1)
         report = simulate(scene(second, seed=seed, hosts=5))
         assert report.end.outcome is Outcome.SUCCESS
         assert len(report.worlds) == 1  # the world is full: it parks
@@ -90,7 +94,7 @@ def test_r14_a_second_attempt_is_an_extra_slot() -> None:
 @pytest.mark.parametrize("target", [0, 1, 3])
 def test_r15_a_loss_while_some_are_done_ends_well(target: int, whole: bool) -> None:
     for seed in SEEDS:
-        late = Fault(Kind.KILL_WORKER, Moment.CLOSING, nth=2, after=0.01, target=target)
+        late = Fault(FaultKind.KILL_WORKER, Moment.CLOSING, nth=2, after=0.01, target=target)
         report = simulate(scene(late, seed=seed, all_results=whole))
         assert report.end.outcome is Outcome.SUCCESS
         assert "null" not in (report.end.results if whole else report.end.results[:1])
@@ -111,28 +115,28 @@ def test_too_few_workers_end_the_job_with_a_sentence() -> None:
 
 
 def test_all_lost_begins_from_nothing_and_says_so() -> None:
-    report = simulate(scene(Fault(Kind.KILL_WORKER, Moment.EXCHANGE, nth=20, share=Share.ALL)))
+    report = simulate(scene(Fault(FaultKind.KILL_WORKER, Moment.EXCHANGE, nth=20, share=Share.ALL)))
     assert report.end.outcome is Outcome.SUCCESS
     assert report.worlds[1].source is None
     assert "training begins from nothing" in report.worlds[1].reason
 
 
-@pytest.mark.parametrize("kind", [Kind.KILL_WORKER, Kind.KILL_SLOT, Kind.KILL_HOST])
-def test_all_but_one_lost_goes_on_from_the_last(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [FaultKind.KILL_WORKER, FaultKind.KILL_SLOT, FaultKind.KILL_HOST])
+def test_all_but_one_lost_goes_on_from_the_last(kind: FaultKind) -> None:
     for seed in SEEDS:
         report = simulate(
             scene(Fault(kind, Moment.EXCHANGE, nth=20, share=Share.ALL_BUT_ONE, target=1), seed=seed)
         )
         assert report.end.outcome is Outcome.SUCCESS
-        assert report.worlds[1].position is not None, report.story
+        assert report.worlds[1].position is not None, report.event_log
 
 
 def test_a_drained_host_leaves_at_a_boundary() -> None:
     for seed in SEEDS:
         report = simulate(
-            scene(Fault(Kind.DRAIN_HOST, Moment.EXCHANGE, nth=8, target=1, duration=9.0), seed=seed)
+            scene(Fault(FaultKind.DRAIN_HOST, Moment.EXCHANGE, nth=8, target=1, duration=9.0), seed=seed)
         )
-        assert "over" not in report.worlds[1].reason, report.story
+        assert "over" not in report.worlds[1].reason, report.event_log
         gone = report.worlds[0].size - 1
         assert report.worlds[1].size == gone
         assert len({m.position for m in report.worlds[1].members}) == 1
@@ -140,21 +144,21 @@ def test_a_drained_host_leaves_at_a_boundary() -> None:
 
 def test_a_drain_of_everybody_waits_for_somebody_to_hand_the_state_to() -> None:
     for seed in SEEDS:
-        everybody = Fault(Kind.DRAIN_WORKER, Moment.EXCHANGE, nth=8, share=Share.ALL)
-        report = simulate(scene(everybody, Fault(Kind.ADD_HOST, after=0.9), seed=seed))
+        everybody = Fault(FaultKind.DRAIN_WORKER, Moment.EXCHANGE, nth=8, share=Share.ALL)
+        report = simulate(scene(everybody, Fault(FaultKind.ADD_HOST, after=0.9), seed=seed))
         assert report.end.outcome is Outcome.SUCCESS
-        assert all(world.source is not None for world in report.worlds[1:]), report.story
+        assert all(world.source is not None for world in report.worlds[1:]), report.event_log
 
 
 def test_a_planned_stop_and_a_loss_at_once() -> None:
     for seed in range(40):
         report = simulate(
             scene(
-                Fault(Kind.ADD_HOST, Moment.EXCHANGE, nth=4),
-                Fault(Kind.KILL_WORKER, Moment.WARMING, nth=4, after=0.3 + seed * 0.01, target=seed % 3),
+                Fault(FaultKind.ADD_HOST, Moment.EXCHANGE, nth=4),
+                Fault(FaultKind.KILL_WORKER, Moment.WARMING, nth=4, after=0.3 + seed * 0.01, target=seed % 3),
                 seed=seed,
                 hosts=3,
                 num_workers=3,
             )
         )
-        assert report.end.outcome is Outcome.SUCCESS, report.story
+        assert report.end.outcome is Outcome.SUCCESS, report.event_log

@@ -9,26 +9,26 @@ from enum import Enum
 from spark_elastic.protocol.types import Limits, Phase, Position
 
 
-class Kind(Enum):
+class FaultKind(Enum):
     KILL_WORKER = "kill the training process"
     KILL_SLOT = "kill the slot task"
     KILL_HOST = "kill the host"
     STOP_WORKER = "SIGSTOP the training process"
-    CUT_HOST = "cut the host off driver and peers"
-    LOSE_SIGHT = "no packet of the host arrives, and Spark calls its executor lost"
+    CUT_OFF_HOST = "cut the host off driver and peers"
+    PARTITION_AND_REPLACE = "no packet of the host arrives, and Spark calls its executor lost"
     SLOW_HOST = "slow the host down"
     ADD_HOST = "a host joins"
     DRAIN_HOST = "drain the host"
     DRAIN_WORKER = "drain the worker"
     RAISE = "user code raises once"
-    POISON = "user code raises at one row, always"
-    HICCUP = "the driver's server loses all connections"
-    SPECULATE = "the cluster starts a second attempt of a slot job"
+    RAISE_AT_ROW = "user code raises at one row, always"
+    MASS_DISCONNECT = "the driver's server loses all connections"
+    SECOND_ATTEMPT = "the cluster starts a second attempt of a slot job"
     CRASH = "the training process crashes"
-    UNLIST = "discovery does not list the host for a while"
+    UNDISCOVER = "discovery does not list the host for a while"
     KILL_DRIVER = "the driver dies, and another opens the run"
     TAKE_OVER = "another driver opens the run of one that lives"
-    DAMAGE = "the newest checkpoint is damaged in the store"
+    CORRUPT_CHECKPOINT = "the newest checkpoint is damaged in the store"
 
 
 class Moment(Enum):
@@ -63,7 +63,7 @@ class Fault:
     """`kind` strikes `share` of the targets, beginning at number `target`, `after` seconds after the `nth` such
     moment. duration: of what passes again, in seconds. silent: without a broken connection (power loss)."""
 
-    kind: Kind
+    kind: FaultKind
     moment: Moment = Moment.TIME
     nth: int = 1
     after: float = 0.0
@@ -185,31 +185,31 @@ DURABLE_SHARE = 0.3  # of the random plans
 DURABLE_MOMENTS = (Moment.WRITING, Moment.WRITTEN, Moment.PUBLISHED)
 MOMENTS = tuple(moment for moment in Moment if moment not in DURABLE_MOMENTS)
 DURABLE_KINDS = (
-    (Kind.KILL_DRIVER, Share.ONE),
-    (Kind.KILL_DRIVER, Share.ONE),
-    (Kind.TAKE_OVER, Share.ONE),
-    (Kind.DAMAGE, Share.ONE),
-    (Kind.KILL_WORKER, Share.ALL),
-    (Kind.KILL_SLOT, Share.ALL),
-    (Kind.STOP_WORKER, Share.ALL),
-    (Kind.LOSE_SIGHT, Share.ALL),
+    (FaultKind.KILL_DRIVER, Share.ONE),
+    (FaultKind.KILL_DRIVER, Share.ONE),
+    (FaultKind.TAKE_OVER, Share.ONE),
+    (FaultKind.CORRUPT_CHECKPOINT, Share.ONE),
+    (FaultKind.KILL_WORKER, Share.ALL),
+    (FaultKind.KILL_SLOT, Share.ALL),
+    (FaultKind.STOP_WORKER, Share.ALL),
+    (FaultKind.PARTITION_AND_REPLACE, Share.ALL),
 )
 KINDS = (
-    (Kind.KILL_WORKER, 6),
-    (Kind.KILL_SLOT, 3),
-    (Kind.KILL_HOST, 3),
-    (Kind.STOP_WORKER, 3),
-    (Kind.CUT_HOST, 3),
-    (Kind.SLOW_HOST, 1),
-    (Kind.ADD_HOST, 3),
-    (Kind.DRAIN_HOST, 2),
-    (Kind.DRAIN_WORKER, 2),
-    (Kind.RAISE, 2),
-    (Kind.POISON, 1),
-    (Kind.HICCUP, 2),
-    (Kind.SPECULATE, 2),
-    (Kind.CRASH, 4),
-    (Kind.UNLIST, 3),
+    (FaultKind.KILL_WORKER, 6),
+    (FaultKind.KILL_SLOT, 3),
+    (FaultKind.KILL_HOST, 3),
+    (FaultKind.STOP_WORKER, 3),
+    (FaultKind.CUT_OFF_HOST, 3),
+    (FaultKind.SLOW_HOST, 1),
+    (FaultKind.ADD_HOST, 3),
+    (FaultKind.DRAIN_HOST, 2),
+    (FaultKind.DRAIN_WORKER, 2),
+    (FaultKind.RAISE, 2),
+    (FaultKind.RAISE_AT_ROW, 1),
+    (FaultKind.MASS_DISCONNECT, 2),
+    (FaultKind.SECOND_ATTEMPT, 2),
+    (FaultKind.CRASH, 4),
+    (FaultKind.UNDISCOVER, 3),
 )
 
 
@@ -244,7 +244,9 @@ def storm(seed: int, hosts: int = 1000, slots_per_host: int = 10) -> FaultPlan:
     rng = random.Random(seed)
     workers = hosts * slots_per_host
 
-    def wave(kind: Kind, share: float, at: float, duration: float = 1.0, silent: bool = False) -> list[Fault]:
+    def wave(
+        kind: FaultKind, share: float, at: float, duration: float = 1.0, silent: bool = False
+    ) -> list[Fault]:
         return [
             Fault(
                 kind,
@@ -257,11 +259,11 @@ def storm(seed: int, hosts: int = 1000, slots_per_host: int = 10) -> FaultPlan:
         ]
 
     faults = (
-        *wave(Kind.KILL_HOST, 0.125, CALM),
-        *wave(Kind.KILL_HOST, 0.125, CALM, silent=True),
-        *wave(Kind.DRAIN_HOST, 0.05, CALM + 1.0),
-        *wave(Kind.CUT_HOST, 0.05, CALM + 1.0, duration=0.8),
-        Fault(Kind.KILL_HOST, after=CALM + 3.5, target=rng.randrange(hosts), share=Share.ALL_BUT_ONE),
+        *wave(FaultKind.KILL_HOST, 0.125, CALM),
+        *wave(FaultKind.KILL_HOST, 0.125, CALM, silent=True),
+        *wave(FaultKind.DRAIN_HOST, 0.05, CALM + 1.0),
+        *wave(FaultKind.CUT_OFF_HOST, 0.05, CALM + 1.0, duration=0.8),
+        Fault(FaultKind.KILL_HOST, after=CALM + 3.5, target=rng.randrange(hosts), share=Share.ALL_BUT_ONE),
     )
     limits = Limits(
         num_workers=workers,

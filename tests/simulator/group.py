@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 COLLECTIVE_TIMEOUT = 4.0  # seconds that a rank waits for its peers
 # Probability that a peer names who broke; others are freed by the cascade, without a name.
-SEES_DIRECTLY = 0.5
+NAMES_SUSPECT = 0.5
 
 
 LARGE = 100  # members
 
 
-class Doing(Enum):
+class Activity(Enum):
     NOTHING = "nothing"
     FORMING = "forming"
     SYNCING = "syncing"
@@ -37,7 +37,7 @@ class Doing(Enum):
     APPLYING = "applying"  # has the result; nothing can interrupt it
 
 
-WAITING = (Doing.FORMING, Doing.SYNCING, Doing.EXCHANGE)
+WAITING = (Activity.FORMING, Activity.SYNCING, Activity.EXCHANGE)
 
 
 class SimGroup:
@@ -47,9 +47,9 @@ class SimGroup:
         self.sim = sim
         self.world = world
         self.inside: dict[str, SimWorker] = {}
-        self.doing: dict[str, Doing] = {}
-        self._count: Counter[Doing] = Counter()  # of `doing`
-        self._untold: dict[
+        self.activity: dict[str, Activity] = {}
+        self._count: Counter[Activity] = Counter()  # of `doing`
+        self._unaware: dict[
             str, SimWorker
         ] = {}  # have not heard that anybody left; kept for large worlds only
         self.broken: dict[str, str] = {}  # worker -> why its end of the group is of no more use
@@ -61,28 +61,28 @@ class SimGroup:
 
     def form(self, worker: SimWorker) -> None:
         self.inside[worker.name] = worker
-        self._untold[worker.name] = worker
-        self._begin(worker, Doing.FORMING)
+        self._unaware[worker.name] = worker
+        self._begin(worker, Activity.FORMING)
         self.sim.moment(Moment.FORMING)
-        if self._all(Doing.FORMING):
-            self._complete(Doing.FORMING, self._formed)
+        if self._all(Activity.FORMING):
+            self._complete(Activity.FORMING, self._formed)
 
     def sync(self, worker: SimWorker) -> None:
-        if not self._begin(worker, Doing.SYNCING):
+        if not self._begin(worker, Activity.SYNCING):
             return
         self.sim.moment(Moment.SYNCING)
-        if self._all(Doing.SYNCING):
+        if self._all(Activity.SYNCING):
             assert self.world.source is not None
             source = self.inside[self.world.members[self.world.source].worker]
-            chain, position = source.chain, self.world.position
+            weights, position = source.weights, self.world.position
             if self.world.resume:
-                position, chain = self.sim.run.load(self.world)
+                position, weights = self.sim.run.load(self.world)
             assert position is not None
-            self._complete(Doing.SYNCING, lambda w: self._synced(w, chain, position), slowest=0.05)
+            self._complete(Activity.SYNCING, lambda w: self._synced(w, weights, position), slowest=0.05)
 
     def forward(self, worker: SimWorker) -> None:
         """Compute; then contribute."""
-        self._does(worker, Doing.FORWARD)
+        self._set_activity(worker, Activity.FORWARD)
         self.sim.moment(Moment.FORWARD)
         worker.later(
             self.sim.jitter(self.sim.plan.forward) * worker.slot.host.slowness,
@@ -90,20 +90,20 @@ class SimGroup:
         )
 
     def abort(self, worker: SimWorker, reason: str) -> None:
-        """The worker's end of the group is poisoned; who waits in it is freed."""
+        """The worker's end of the group is exception_at; who waits in it is freed."""
         self.broken.setdefault(worker.name, reason)
-        if self.doing.get(worker.name) in WAITING:
+        if self.activity.get(worker.name) in WAITING:
             self._break(worker, (), reason)
 
     def close(self, worker: SimWorker) -> None:
         """Its sockets close: those who still need it break."""
         if self.inside.pop(worker.name, None) is not None:
-            self._does(worker, None)
+            self._set_activity(worker, None)
             self.arrived.pop(worker.name, None)
-            self._untold.pop(worker.name, None)
-            self._left(worker)
+            self._unaware.pop(worker.name, None)
+            self._notify_peers(worker)
 
-    def died(self, worker: SimWorker) -> None:
+    def close_dead(self, worker: SimWorker) -> None:
         self.close(worker)
 
     def still_waiting(self, for_seconds: float) -> list[str]:
@@ -112,14 +112,14 @@ class SimGroup:
         return [
             name
             for name, worker in self.inside.items()
-            if self.doing.get(name) in WAITING and worker.reachable_since < reachable
+            if self.activity.get(name) in WAITING and worker.reachable_since < reachable
         ]
 
     # ---- collectives
 
-    def _begin(self, worker: SimWorker, what: Doing) -> bool:
+    def _begin(self, worker: SimWorker, what: Activity) -> bool:
         """Enter a collective; False where the group is broken, which the worker is told."""
-        self._does(worker, what)
+        self._set_activity(worker, what)
         if worker.name in self.broken:
             self._break(worker, (), self.broken[worker.name])
             return False
@@ -127,80 +127,80 @@ class SimGroup:
         worker.later(COLLECTIVE_TIMEOUT, lambda: self._timed_out(worker, what, epoch))
         return True
 
-    def _does(self, worker: SimWorker, what: Doing | None) -> None:
+    def _set_activity(self, worker: SimWorker, what: Activity | None) -> None:
         """None: it is not inside any more."""
-        before = self.doing.pop(worker.name, None)
+        before = self.activity.pop(worker.name, None)
         if before is not None:
             self._count[before] -= 1
         if what is not None:
-            self.doing[worker.name] = what
+            self.activity[worker.name] = what
             self._count[what] += 1
 
-    def _all(self, what: Doing) -> bool:
+    def _all(self, what: Activity) -> bool:
         return len(self.inside) == self.world.size == self._count[what]
 
-    def _complete(self, what: Doing, finish: Callable[[SimWorker], None], slowest: float = 0.005) -> None:
+    def _complete(self, what: Activity, finish: Callable[[SimWorker], None], slowest: float = 0.005) -> None:
         """Everybody is there: each gets the result in its own time, unless its end breaks before."""
         self.epoch += 1
         for worker in tuple(self.inside.values()):
             worker.later(self.sim.rng.uniform(0.0002, slowest), partial(self._deliver, worker, what, finish))
 
-    def _deliver(self, worker: SimWorker, what: Doing, finish: Callable[[SimWorker], None]) -> None:
-        if self.doing.get(worker.name) is what and worker.name not in self.broken:
-            self._does(worker, Doing.NOTHING)
+    def _deliver(self, worker: SimWorker, what: Activity, finish: Callable[[SimWorker], None]) -> None:
+        if self.activity.get(worker.name) is what and worker.name not in self.broken:
+            self._set_activity(worker, Activity.NOTHING)
             finish(worker)
 
-    def _timed_out(self, worker: SimWorker, what: Doing, epoch: int) -> None:
-        if self.doing.get(worker.name) is what and self.epoch == epoch:
-            late = tuple(m.rank for m in self.world.members if self.doing.get(m.worker) is not what)
+    def _timed_out(self, worker: SimWorker, what: Activity, epoch: int) -> None:
+        if self.activity.get(worker.name) is what and self.epoch == epoch:
+            late = tuple(m.rank for m in self.world.members if self.activity.get(m.worker) is not what)
             self.broken.setdefault(worker.name, "timeout")
             self._break(worker, late, f"ranks {late} did not come within {COLLECTIVE_TIMEOUT} s")
 
-    def _left(self, gone: SimWorker) -> None:
+    def _notify_peers(self, gone: SimWorker) -> None:
         member = self.world.member(gone.name)
         assert member is not None
-        for worker in self._hearers():
-            named = (member.rank,) if self.sim.rng.random() < SEES_DIRECTLY else ()
+        for worker in self._witnesses():
+            named = (member.rank,) if self.sim.rng.random() < NAMES_SUSPECT else ()
             reason = f"rank {member.rank} closed its connection"
             worker.later(self.sim.rng.uniform(0.0005, 0.01), partial(self._peer_broke, worker, named, reason))
 
-    def _hearers(self) -> tuple[SimWorker, ...]:
+    def _witnesses(self) -> tuple[SimWorker, ...]:
         """Who sees somebody leave: everybody; in a large world everybody once, for the second news changes nothing."""
         if self.world.size <= LARGE:
             return tuple(self.inside.values())
-        untold, self._untold = tuple(self._untold.values()), {}
+        untold, self._unaware = tuple(self._unaware.values()), {}
         return untold
 
     def _peer_broke(self, worker: SimWorker, suspects: tuple[int, ...], reason: str) -> None:
         if worker.name not in self.inside:
             return
         self.broken.setdefault(worker.name, reason)
-        if self.doing.get(worker.name) in WAITING:
+        if self.activity.get(worker.name) in WAITING:
             self._break(worker, suspects, reason)
 
     def _break(self, worker: SimWorker, suspects: tuple[int, ...], reason: str) -> None:
-        self._does(worker, Doing.NOTHING)
-        worker.keeper.broke()
-        worker.happens(on.GroupBroken(self.sim.now, self.world.fence, suspects, reason))
+        self._set_activity(worker, Activity.NOTHING)
+        worker.checkpointer.broke()
+        worker.handle(on.GroupBroken(self.sim.now, self.world.fence, suspects, reason))
 
     # ---- what a rank gets
 
     def _formed(self, worker: SimWorker) -> None:
-        worker.slot.desk.formed(worker, self.world.fence)
-        worker.later(0.002, lambda: worker.happens(on.GroupFormed(self.sim.now, self.world.fence)))
+        worker.slot.server.formed(worker, self.world.fence)
+        worker.later(0.002, lambda: worker.handle(on.GroupFormed(self.sim.now, self.world.fence)))
 
-    def _synced(self, worker: SimWorker, chain: tuple[int, int], position: Position) -> None:
+    def _synced(self, worker: SimWorker, weights: tuple[int, int], position: Position) -> None:
         """R5: state and position change together."""
         member = self.world.member(worker.name)
         assert member is not None
         if member.rank in self.world.receivers:
-            worker.chain = chain
-        elif worker.chain != chain:
+            worker.weights = weights
+        elif worker.weights != weights:
             raise Violation(f"{worker.name} and rank {self.world.source} differ at {position} (P4)")
-        worker.happens(on.Synced(self.sim.now, self.world.fence, position))
+        worker.handle(on.Synced(self.sim.now, self.world.fence, position))
 
     def _contribute(self, worker: SimWorker) -> None:
-        if worker.name not in self.inside or not self._begin(worker, Doing.EXCHANGE):
+        if worker.name not in self.inside or not self._begin(worker, Activity.EXCHANGE):
             return
         position = worker.position
         if not self.arrived:
@@ -212,14 +212,14 @@ class SimGroup:
         if len(self.arrived) == self.world.size:
             newest = max(self.arrived.values())
             self.arrived = {}
-            self._complete(Doing.EXCHANGE, partial(self._exchanged, newest=newest), slowest=0.02)
+            self._complete(Activity.EXCHANGE, partial(self._exchanged, newest=newest), slowest=0.02)
 
     def _exchanged(self, worker: SimWorker, newest: int) -> None:
         """The trailer is back (R6): apply, then stop where a newer version than the world's was in it."""
-        self._does(worker, Doing.APPLYING)
+        self._set_activity(worker, Activity.APPLYING)
         self.sim.moment(Moment.COMPLETE)
         if worker.position.phase is Phase.CLOSE:
-            worker.keeper.sealed(self.world.fence)
+            worker.checkpointer.sealed(self.world.fence)
             worker.finish(self.world)
         else:
             worker.later(self.sim.jitter(0.002), lambda: self._apply(worker, newest > self.world.version))
@@ -229,8 +229,8 @@ class SimGroup:
             return
         worker.apply(self.world)
         self.sim.moment(Moment.APPLIED)
-        self._does(worker, Doing.NOTHING)
+        self._set_activity(worker, Activity.NOTHING)
         if stop:
-            worker.happens(on.Boundary(self.sim.now, self.world.fence, "the membership changes"))
+            worker.handle(on.Boundary(self.sim.now, self.world.fence, "the membership changes"))
         else:
             worker.train()

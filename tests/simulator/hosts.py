@@ -19,26 +19,26 @@ from tests.simulator.fault_plan import Moment
 from tests.simulator.invariants import Violation
 
 if TYPE_CHECKING:
-    from tests.simulator.driver import SimDesk
     from tests.simulator.group import SimGroup
+    from tests.simulator.server import SimServer
     from tests.simulator.simulation import Simulation
 
 
 # When a simulated worker writes checkpoints: in the order in which `training.checkpointing` and its writer do.
 
 
-Chain = tuple[int, int]
+Weights = tuple[int, int]
 
 
-class SimKeeper:
+class SimCheckpointer:
     """Rank 0 copies its state after a step that is due, writes the copy once the step is sealed (R1), one at a time,
     and tells the driver."""
 
     def __init__(self, worker: SimWorker) -> None:
         self._worker = worker
         self._steps = 0
-        self._copied: tuple[Position, Chain] | None = None
-        self._waiting: tuple[Fence, Position, Chain] | None = None
+        self._copied: tuple[Position, Weights] | None = None
+        self._waiting: tuple[Fence, Position, Weights] | None = None
         self._writing = False
 
     def applied(self) -> None:
@@ -48,7 +48,7 @@ class SimKeeper:
         self._steps += 1
         if self._steps >= every:
             self._steps = 0
-            self._copied = self._worker.position, self._worker.chain
+            self._copied = self._worker.position, self._worker.weights
 
     def sealed(self, fence: Fence) -> None:
         copied, self._copied = self._copied, None
@@ -64,16 +64,16 @@ class SimKeeper:
             return
         job, self._waiting, self._writing = self._waiting, None, True
         seconds = self._worker.sim.rng.uniform(0.005, 0.2)
-        self._worker.later(seconds / 2, partial(self._half_written, *job))
-        self._worker.later(seconds, partial(self._written, *job))
+        self._worker.later(seconds / 2, partial(self._write_half, *job))
+        self._worker.later(seconds, partial(self._finish_write, *job))
 
-    def _half_written(self, fence: Fence, position: Position, chain: Chain) -> None:
+    def _write_half(self, fence: Fence, position: Position, weights: Weights) -> None:
         self._worker.sim.run.write_half(fence, position)
         self._worker.sim.moment(Moment.WRITING)
 
-    def _written(self, fence: Fence, position: Position, chain: Chain) -> None:
-        checkpoint = self._worker.sim.run.write(fence, position, chain)
-        self._worker.slot.desk.wrote(self._worker, checkpoint)
+    def _finish_write(self, fence: Fence, position: Position, weights: Weights) -> None:
+        checkpoint = self._worker.sim.run.write(fence, position, weights)
+        self._worker.slot.server.wrote(self._worker, checkpoint)
         self._writing = False
         self._worker.sim.moment(Moment.WRITTEN)
         self._write()
@@ -81,7 +81,7 @@ class SimKeeper:
 
 PATIENCE = 3.0  # seconds that a worker told to stop gets before its slot kills it
 REPEAT = 3.0  # seconds after which an unanswered question is asked again
-EMPTY_CHAIN = (0, 0)
+INITIAL_WEIGHTS = (0, 0)
 
 
 @dataclass
@@ -106,39 +106,39 @@ class SimHost:
 class SimSlot:
     """One attempt of a slot task with its training process."""
 
-    def __init__(self, sim: Simulation, desk: SimDesk, name: str, job: int, host: SimHost) -> None:
+    def __init__(self, sim: Simulation, server: SimServer, name: str, job: int, host: SimHost) -> None:
         self.sim, self.name, self.job, self.host = sim, name, job, host
-        self.desk = desk
+        self.server = server
         self.alive = True
         self.started = 0
         self.worker: SimWorker | None = None
         host.slots.append(self)
         host.living += 1
-        desk.registers(self)
+        server.register(self)
         sim.at(0.005, self.start_worker)
-        sim.at(self._beat_every(), self.beat)
+        sim.at(self._heartbeat_interval(), self.send_heartbeat)
 
-    def _beat_every(self) -> float:
-        return heartbeat_interval(self.sim.plan.limits.lease, len(self.desk.state.slots))
+    def _heartbeat_interval(self) -> float:
+        return heartbeat_interval(self.sim.plan.limits.lease, len(self.server.state.slots))
 
     def start_worker(self) -> None:
-        if not self.alive or self.desk.over:
+        if not self.alive or self.server.over:
             return
         self.started += 1
         self.worker = SimWorker(self.sim, f"{self.name}.{self.started}", self)
-        self.desk.started(self, self.worker.name)
+        self.server.started(self, self.worker.name)
 
-    def beat(self) -> None:
+    def send_heartbeat(self) -> None:
         if self.alive:
             worker = self.worker
             state = "" if worker is None or not worker.alive else "T" if worker.stopped else "S"
-            self.desk.beats(self, worker.name if worker is not None else "", state)
-            self.sim.at(self._beat_every(), self.beat)
+            self.server.send_heartbeat(self, worker.name if worker is not None else "", state)
+            self.sim.at(self._heartbeat_interval(), self.send_heartbeat)
 
     def exited(self, worker: SimWorker, code: int) -> None:
         """Its child ended: report it, promote the spare."""
         if self.alive and worker is self.worker:
-            self.desk.exited(self, worker.name, code)
+            self.server.exited(self, worker.name, code)
             self.sim.at(0.01, self.start_worker)
 
     def gone(self) -> None:
@@ -158,7 +158,7 @@ class SimSlot:
 class SimWorker:
     """A training process: the real machine, carried out in simulated time.
 
-    chain: its weights, as (steps applied, hash of all of them in order): one step lost, doubled or out of order
+    weights: its weights, as (steps applied, hash of all of them in order): one step lost, doubled or out of order
     shows. version: newest membership version that it heard of.
     """
 
@@ -166,16 +166,16 @@ class SimWorker:
         self.sim, self.name, self.slot = sim, name, slot
         self.alive, self.stopped, self.connected = True, False, False
         self.state, _ = worker_machine.initial(name, slot.name)
-        self.chain = EMPTY_CHAIN
+        self.weights = INITIAL_WEIGHTS
         self.version = 0
         self.group: SimGroup | None = None
         self.question: Callable[[], None] | None = None
-        self.keeper = SimKeeper(self)
+        self.checkpointer = SimCheckpointer(self)
         self.raises = ""  # fingerprint of what user code raises next
         self.woke = sim.now
         self._frozen: list[Callable[[], None]] = []
         sim.moment(Moment.WARMING)
-        self.later(sim.rng.uniform(0.02, 0.4), lambda: self.happens(on.Warm(sim.now)))
+        self.later(sim.rng.uniform(0.02, 0.4), lambda: self.handle(on.Warm(sim.now)))
 
     @property
     def position(self) -> Position:
@@ -213,7 +213,7 @@ class SimWorker:
     def stop(self) -> None:
         self.stopped = True
 
-    def proceed(self) -> None:
+    def resume(self) -> None:
         self.stopped = False
         self.woke = self.sim.now
         frozen, self._frozen = self._frozen, []
@@ -226,14 +226,14 @@ class SimWorker:
             return
         self.alive = False
         if self.group is not None:
-            self.group.died(self)
-        self.slot.desk.vanished(self)
+            self.group.close_dead(self)
+        self.slot.server.close_connection(self)
         if not quiet:
             self.sim.at(self.sim.rng.uniform(0.003, 0.02), lambda: self.slot.exited(self, code))
 
     # ---- the machine
 
-    def happens(self, event: on.WorkerEvent) -> None:
+    def handle(self, event: on.WorkerEvent) -> None:
         """Ask the machine and carry out what it says."""
         if not self.alive:
             return
@@ -244,7 +244,7 @@ class SimWorker:
     def _carry_out(self, command: do.WorkerCommand) -> None:
         match command:
             case do.Join():
-                self.ask(lambda: self.slot.desk.joins(self, command))
+                self.ask(lambda: self.slot.server.joins(self, command))
             case do.Form():
                 self.question = None
                 if self.group is not None:
@@ -264,9 +264,9 @@ class SimWorker:
                     self.group.close(self)
                     self.group = None
             case do.ReportFailure():
-                self.slot.desk.failed(self, command)
+                self.slot.server.failed(self, command)
             case do.ReportDone():
-                self.ask(lambda: self.slot.desk.done(self, command))
+                self.ask(lambda: self.slot.server.done(self, command))
             case do.Exit(_, code):
                 self.sim.at(0.003, lambda: self.die(code))
 
@@ -282,12 +282,12 @@ class SimWorker:
     def train(self) -> None:
         if self.group is None or not self.alive:
             return
-        fingerprint = self.raises or self.sim.poisoned(self)
+        fingerprint = self.raises or self.sim.exception_at(self)
         if fingerprint:
             self.raises = ""
             self.later(
                 0.01,
-                lambda: self.happens(on.UserRaised(self.sim.now, fingerprint, f"ValueError: {fingerprint}")),
+                lambda: self.handle(on.UserRaised(self.sim.now, fingerprint, f"ValueError: {fingerprint}")),
             )
         else:
             self.group.forward(self)
@@ -295,15 +295,13 @@ class SimWorker:
     def apply(self, world: World) -> None:
         """One step, whole."""
         position = self.position
-        self.keeper.sealed(world.fence)
+        self.checkpointer.sealed(world.fence)
         self.sim.applied(self, world, position)
-        self.chain = (self.chain[0] + 1, hash((self.chain[1], position.epoch, position.step)))
-        self.happens(on.Applied(self.sim.now, world.fence, self.sim.plan.successor(position)))
-        self.keeper.applied()
+        self.weights = (self.weights[0] + 1, hash((self.weights[1], position.epoch, position.step)))
+        self.handle(on.Applied(self.sim.now, world.fence, self.sim.plan.successor(position)))
+        self.checkpointer.applied()
 
     def finish(self, world: World) -> None:
-        result = f"{self.chain[0]}:{self.chain[1]}"
-        self.later(
-            self.sim.jitter(0.02), lambda: self.happens(on.Finished(self.sim.now, world.fence, result))
-        )
+        result = f"{self.weights[0]}:{self.weights[1]}"
+        self.later(self.sim.jitter(0.02), lambda: self.handle(on.Finished(self.sim.now, world.fence, result)))
         self.sim.moment(Moment.CLOSING)

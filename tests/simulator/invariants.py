@@ -1,6 +1,6 @@
 """What must always hold of the driver machine, checked after every step, and of the steps that workers applied.
 
-Judges simulations and tests; pure. Each violation's message ends with the story: the last events and commands.
+Judges simulations and tests; pure. Each violation's message ends with the event_log: the last events and commands.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from spark_elastic.protocol import events as on
 from spark_elastic.protocol.driver.state import DriverState, Stage
 from spark_elastic.protocol.types import Checkpoint, Fence, Position, WorkerId, WorkerStatus, World
 
-STORY = 80  # lines kept
+EVENTS_IN_LOG = 80  # lines kept
 LARGE = 100  # slots or workers; with so many or fewer the records are looked at after every event
 
 
@@ -22,10 +22,10 @@ class Violation(AssertionError):
     """A promise of the protocol is broken."""
 
 
-class Story:
+class EventLog:
     """The last events and commands, a line each."""
 
-    def __init__(self, most: int = STORY) -> None:
+    def __init__(self, most: int = EVENTS_IN_LOG) -> None:
         self._lines: deque[tuple[str, object]] = deque(maxlen=most)  # put into words once they are read
 
     def event(self, event: on.DriverEvent) -> None:
@@ -61,8 +61,8 @@ def _short(item: object) -> str:
 class DriverInvariants:
     """Follows one driver machine. successor: the position after one step, to compare survivors' positions by."""
 
-    def __init__(self, successor: Callable[[Position], Position], story: Story | None = None) -> None:
-        self.story = story or Story()
+    def __init__(self, successor: Callable[[Position], Position], event_log: EventLog | None = None) -> None:
+        self.event_log = event_log or EventLog()
         self._successor = successor
         self._named: set[str] = set()  # workers and slots that an event spoke of
         self._aborted: set[int] = set()
@@ -82,10 +82,10 @@ class DriverInvariants:
         A small state's records are looked at after every event; a large one's at each world and now and then.
         """
         if event is not None:
-            self.story.event(event)
+            self.event_log.event(event)
             self._learn(event)
         for command in commands:
-            self.story.command(command)
+            self.event_log.command(command)
             self._require(bool(command.reason), "a command without a reason")
             self._check_command(command, before, after)
             if isinstance(command, do.Publish) and event is not None:
@@ -102,7 +102,7 @@ class DriverInvariants:
 
     def _require(self, holds: bool, what: str) -> None:
         if not holds:
-            raise Violation(f"{what}\n{self.story.text()}")
+            raise Violation(f"{what}\n{self.event_log.text()}")
 
     def _learn(self, event: on.DriverEvent) -> None:
         for name in ("worker", "slot"):
@@ -223,7 +223,7 @@ class DriverInvariants:
         self._require(not homeless, f"workers without a slot: {homeless}")
 
 
-class History:
+class StepHistory:
     """Which steps were applied, by whom, in which world, from which rows; judged at the end (P1)."""
 
     def __init__(self) -> None:
@@ -255,11 +255,11 @@ class History:
 # What must always hold of checkpoints, whatever dies: P7 and the rules R10 and R18. Used by the simulation; pure.
 
 
-class Durability:
+class CheckpointInvariants:
     """Follows one run over all its drivers."""
 
-    def __init__(self, story: Story) -> None:
-        self._story = story
+    def __init__(self, event_log: EventLog) -> None:
+        self._event_log = event_log
         self._holder = 0
         self._acknowledged: dict[str, Checkpoint] = {}
         self._damaged: set[str] = set()
@@ -308,7 +308,7 @@ class Durability:
 
     def _require(self, holds: bool, what: str) -> None:
         if not holds:
-            raise Violation(f"{what}\n{self._story.text()}")
+            raise Violation(f"{what}\n{self._event_log.text()}")
 
 
 def _order(checkpoint: Checkpoint) -> tuple[object, ...]:

@@ -22,15 +22,15 @@ from spark_elastic.protocol import events as on
 from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position, World
 from spark_elastic.state.checkpoint import CheckpointStore, name_of
 from spark_elastic.state.run_lease import RunLease
-from tests.simulator.driver import SimDesk, Step
-from tests.simulator.fault_plan import DRIVER_TIMEOUT, Fault, FaultPlan, Kind, Moment
+from tests.simulator.fault_injection import FaultInjection
+from tests.simulator.fault_plan import DRIVER_TIMEOUT, Fault, FaultKind, FaultPlan, Moment
 from tests.simulator.group import SimGroup
-from tests.simulator.hosts import EMPTY_CHAIN, SimHost, SimSlot, SimWorker
-from tests.simulator.invariants import Durability, History, Story, Violation
-from tests.simulator.strikes import Strikes
+from tests.simulator.hosts import INITIAL_WEIGHTS, SimHost, SimSlot, SimWorker
+from tests.simulator.invariants import CheckpointInvariants, EventLog, StepHistory, Violation
+from tests.simulator.server import SimServer, Step
 
 if TYPE_CHECKING:
-    from tests.simulator.driver import SimDesk
+    from tests.simulator.server import SimServer
 
 
 # The durable side of a simulation: a run in a store of its own, the drivers that open it.
@@ -41,16 +41,16 @@ if TYPE_CHECKING:
 
 RUN = "simulated"
 PART = "state"
-Chain = tuple[int, int]
+Weights = tuple[int, int]
 
 
 class SimRun:
     """make: a driver that holds the run."""
 
-    def __init__(self, sim: Simulation, make: Callable[[RunLease], SimDesk]) -> None:
+    def __init__(self, sim: Simulation, make: Callable[[RunLease], SimServer]) -> None:
         self.sim = sim
-        self.durability = Durability(sim.story)
-        self.desks: list[SimDesk] = []
+        self.checkpoint_invariants = CheckpointInvariants(sim.event_log)
+        self.servers: list[SimServer] = []
         self._make = make
         self._store = memory_store()
         self._checkpoints = CheckpointStore(self._store, RUN)
@@ -58,25 +58,25 @@ class SimRun:
     def open(self) -> None:
         """A driver takes the run, and goes on from what counts."""
         held = RunLease.acquire(self._store, RUN)
-        self.durability.opened(held.attempt)
-        self.desks.append(self._make(held))
-        self.desks[-1].open()
+        self.checkpoint_invariants.opened(held.attempt)
+        self.servers.append(self._make(held))
+        self.servers[-1].open()
 
     def close(self) -> None:
         """The run is over; whoever lost it is still there, and somebody ends it."""
-        for desk in self.desks[:-1]:
-            if not desk.over:
-                desk.post(on.CancelRequested(0, "the run is over"))
+        for server in self.servers[:-1]:
+            if not server.over:
+                server.post(on.CancelRequested(0, "the run is over"))
 
     # ---- what befalls drivers and store
 
     def kill_driver(self, silent: bool) -> None:
         """Its slots end with it, or, where nothing tells them, once they have not heard it for long enough; another
         driver opens the run."""
-        desk, rng = self.desks[-1], self.sim.rng
-        desk.dead = True
+        server, rng = self.servers[-1], self.sim.rng
+        server.dead = True
         for slot in self.sim.slots.values():
-            if slot.desk is desk:
+            if slot.server is server:
                 delay = DRIVER_TIMEOUT if silent else rng.uniform(0.0, 0.5)
                 self.sim.at(delay, partial(slot.end, "its driver is gone", failed=True))
         self.sim.at(rng.uniform(0.05, 2.0), self.open)
@@ -90,23 +90,23 @@ class SimRun:
     def damage_newest(self) -> None:
         """Damage the newest checkpoint that counts, if an older one that counts is whole."""
         listed = self._checkpoints.published()
-        if len(listed) > 1 and not self.durability.is_damaged(listed[1].name):
+        if len(listed) > 1 and not self.checkpoint_invariants.is_damaged(listed[1].name):
             self._store.write_bytes(self._object(listed[0].name), b"[0, 0, 0, 0, 0]")
-            self.durability.damaged(listed[0].name)
+            self.checkpoint_invariants.damaged(listed[0].name)
 
     # ---- checkpoints
 
     def write_half(self, fence: Fence, position: Position) -> None:
         self._store.write_bytes(self._object(name_of(fence, position)), b"[0,")
 
-    def write(self, fence: Fence, position: Position, chain: Chain) -> Checkpoint:
-        data = json.dumps([position.epoch, position.phase, position.step, *chain]).encode()
+    def write(self, fence: Fence, position: Position, weights: Weights) -> Checkpoint:
+        data = json.dumps([position.epoch, position.phase, position.step, *weights]).encode()
         return self._checkpoints.write(fence, position, {PART: data})
 
-    def load(self, world: World) -> tuple[Position, Chain]:
+    def load(self, world: World) -> tuple[Position, Weights]:
         """What the world begins from."""
         checkpoint, parts = self._checkpoints.read_newest(world.resume)
-        self.durability.taken(world, checkpoint)
+        self.checkpoint_invariants.taken(world, checkpoint)
         epoch, phase, step, count, text = json.loads(parts[PART])
         return Position(epoch, Phase(phase), step), (count, text)
 
@@ -121,13 +121,13 @@ AFTERWARDS = 30.0  # simulated seconds in which everybody must be gone after the
 
 @dataclass(frozen=True)
 class Report:
-    """What became of a plan. seconds: simulated. struck: the faults that found their moment."""
+    """What became of a plan. seconds: simulated. injected: the faults that found their moment."""
 
     end: do.End
     worlds: tuple[World, ...]
     seconds: float
-    struck: tuple[Fault, ...]
-    story: str
+    injected: tuple[Fault, ...]
+    event_log: str
 
 
 def simulate(
@@ -142,7 +142,7 @@ def simulate(
     """
     sim = Simulation(plan, driver_step, worker_step)
     try:
-        return sim.play()
+        return sim.run_to_end()
     except Violation as error:
         raise Violation(f"seed {plan.seed}: {error}\nplan: {plan}") from error
 
@@ -161,41 +161,41 @@ class Simulation:
         self.hosts: list[SimHost] = []
         self.slots: dict[str, SimSlot] = {}
         self.released: dict[str, str] = {}
-        self._jobs: deque[tuple[SimDesk, int]] = deque()  # that wait for room
+        self._jobs: deque[tuple[SimServer, int]] = deque()  # that wait for room
         self._rooms: list[tuple[int, int, SimHost]] = []  # heap: the roomiest host first; may be out of date
-        self._there: SimSlot | None = None  # one of those that are not gone yet
-        self._of_job: dict[tuple[SimDesk, int], list[SimSlot]] = {}
+        self._last_present: SimSlot | None = None  # one of those that are not gone yet
+        self._of_job: dict[tuple[SimServer, int], list[SimSlot]] = {}
         self._shares: dict[tuple[int, Position], tuple[int, ...]] = {}
         self._attempts: dict[int, int] = {}
         self.groups: dict[Fence, SimGroup] = {}
-        self._history = History()
-        self.story = Story()
-        self.run = SimRun(self, lambda held: SimDesk(self, driver_step, held, self.story))
-        self._strikes = Strikes(self)
+        self._history = StepHistory()
+        self.event_log = EventLog()
+        self.run = SimRun(self, lambda held: SimServer(self, driver_step, held, self.event_log))
+        self._faults = FaultInjection(self)
 
     @property
-    def desk(self) -> SimDesk:
+    def server(self) -> SimServer:
         """The newest driver's."""
-        return self.run.desks[-1]
+        return self.run.servers[-1]
 
-    def play(self) -> Report:
+    def run_to_end(self) -> Report:
         """To the end of the job, and until everybody has gone."""
         for _ in range(self.plan.hosts):
             self.add_host()
         self.run.open()
-        self._strikes.arm()
-        self._play_until(lambda: self.desk.end is not None, DEADLINE, "the job did not end")
+        self._faults.arm()
+        self._run_until(lambda: self.server.end is not None, DEADLINE, "the job did not end")
         seconds = self.now
-        self._judge()
+        self._check_result()
         self.run.close()
-        self._play_until(self._all_gone, self.now + AFTERWARDS, "still there after the end")
-        assert self.desk.end is not None
+        self._run_until(self._all_gone, self.now + AFTERWARDS, "still there after the end")
+        assert self.server.end is not None
         return Report(
-            self.desk.end,
-            tuple(world for desk in self.run.desks for world in desk.worlds),
+            self.server.end,
+            tuple(world for server in self.run.servers for world in server.worlds),
             seconds,
-            tuple(self._strikes.struck),
-            self.story.text(),
+            tuple(self._faults.injected),
+            self.event_log.text(),
         )
 
     # ---- time
@@ -208,22 +208,22 @@ class Simulation:
         return typical * self.rng.uniform(0.5, 1.5)
 
     def moment(self, moment: Moment) -> None:
-        self._strikes.notice(moment)
+        self._faults.notice(moment)
 
-    def _play_until(self, done: Callable[[], bool], deadline: float, what: str) -> None:
+    def _run_until(self, done: Callable[[], bool], deadline: float, what: str) -> None:
         while not done():
             if not self._queue or self._queue[0][0] > deadline:
                 waiting = ", ".join(f"{w.name} {w.state.stage.value}" for w in self.workers() if w.alive)
-                raise Violation(f"{what} by {deadline:g} s (alive: {waiting})\n{self.story.text()}")
+                raise Violation(f"{what} by {deadline:g} s (alive: {waiting})\n{self.event_log.text()}")
             self.now, _, act = heapq.heappop(self._queue)
             act()
 
     def _all_gone(self) -> bool:
-        if self._there is None or not self._there.alive or self._there.host.cut:
+        if self._last_present is None or not self._last_present.alive or self._last_present.host.cut:
             # They go in the order in which they came, so the last one is looked at longest.
             there = (slot for slot in reversed(self.slots.values()) if slot.alive and not slot.host.cut)
-            self._there = next(there, None)
-        return self._there is None
+            self._last_present = next(there, None)
+        return self._last_present is None
 
     # ---- the cluster
 
@@ -233,18 +233,18 @@ class Simulation:
         self.offer(host)
         self.at(0.01, self._schedule)
 
-    def launch(self, desk: SimDesk, job: int) -> None:
-        self.at(0.02, lambda: self._queue_job(desk, job))
+    def launch(self, server: SimServer, job: int) -> None:
+        self.at(0.02, lambda: self._queue_job(server, job))
 
-    def _queue_job(self, desk: SimDesk, job: int) -> None:
-        self._jobs.append((desk, job))
+    def _queue_job(self, server: SimServer, job: int) -> None:
+        self._jobs.append((server, job))
         self._schedule()
 
     def _schedule(self) -> None:
         while self._jobs:
-            desk, job = self._jobs[0]
-            host = None if desk.over else self._roomiest()
-            if host is None and not desk.over:
+            server, job = self._jobs[0]
+            host = None if server.over else self._roomiest()
+            if host is None and not server.over:
                 return
             self._jobs.popleft()
             if host is None:
@@ -252,8 +252,8 @@ class Simulation:
             attempt = self._attempts.get(job, -1) + 1
             self._attempts[job] = attempt
             name = f"{job}-{attempt}"
-            slot = self.slots[name] = SimSlot(self, desk, name, job, host)
-            self._of_job.setdefault((desk, job), []).append(slot)
+            slot = self.slots[name] = SimSlot(self, server, name, job, host)
+            self._of_job.setdefault((server, job), []).append(slot)
 
     def offer(self, host: SimHost) -> None:
         """It may have more room than before."""
@@ -271,12 +271,12 @@ class Simulation:
 
     def second_attempt(self, slot: SimSlot) -> None:
         """Speculation, or a retry: the cluster runs a slot job once more (R14)."""
-        self._queue_job(slot.desk, slot.job)
+        self._queue_job(slot.server, slot.job)
 
     def attempt_over(self, slot: SimSlot, reason: str, failed: bool) -> None:
         """An attempt of a slot job is gone. As Spark has it: one that returned ends the job and its other attempts,
         one that failed leaves them alone or, with retries, is followed by another."""
-        rivals = [s for s in self._of_job[slot.desk, slot.job] if s.alive]
+        rivals = [s for s in self._of_job[slot.server, slot.job] if s.alive]
         if failed and rivals:
             return
         if failed and self.plan.retries:
@@ -287,7 +287,7 @@ class Simulation:
             if rival.worker is not None:
                 rival.worker.die(-9, quiet=True)
         ended = on.LaunchEnded(0, slot.job, reason)
-        self.at(self.rng.uniform(0.02, 0.5), lambda: slot.desk.post(ended))
+        self.at(self.rng.uniform(0.02, 0.5), lambda: slot.server.post(ended))
         self.at(0.6, self._schedule)
 
     def workers(self) -> list[SimWorker]:
@@ -306,9 +306,9 @@ class Simulation:
 
     # ---- the program
 
-    def poisoned(self, worker: SimWorker) -> str:
+    def exception_at(self, worker: SimWorker) -> str:
         """What user code raises on this worker's share of its step, "" for nothing."""
-        return self._strikes.poisoned(worker)
+        return self._faults.exception_at(worker)
 
     def applied(self, worker: SimWorker, world: World, position: Position) -> None:
         if position.phase is Phase.TRAIN:
@@ -324,25 +324,25 @@ class Simulation:
             self._shares[key] = tuple(row for share in shares for row in share)
         return self._shares[key]
 
-    def _judge(self) -> None:
+    def _check_result(self) -> None:
         """P1 and P4 at the end of a job that ended well."""
-        end = self.desk.end
+        end = self.server.end
         assert end is not None
         if end.outcome is not do.Outcome.SUCCESS:
             return
         try:
             self._history.check(self.plan.expected())
         except Violation as error:
-            raise Violation(f"{error}\n{self.story.text()}") from error
-        chain = EMPTY_CHAIN
+            raise Violation(f"{error}\n{self.event_log.text()}") from error
+        weights = INITIAL_WEIGHTS
         for position in self.plan.positions():
-            chain = (chain[0] + 1, hash((chain[1], position.epoch, position.step)))
+            weights = (weights[0] + 1, hash((weights[1], position.epoch, position.step)))
         whole = self.plan.limits.all_results
-        wrong = [result for result in end.results if result not in ("null", f"{chain[0]}:{chain[1]}")]
+        wrong = [result for result in end.results if result not in ("null", f"{weights[0]}:{weights[1]}")]
         if wrong or "null" in (end.results if whole else end.results[:1]):
             raise Violation(
-                f"the final weights are not those of the plan: {end.results}\n{self.story.text()}"
+                f"the final weights are not those of the plan: {end.results}\n{self.event_log.text()}"
             )
 
 
-__all__ = ["Kind", "Report", "Simulation", "simulate"]
+__all__ = ["FaultKind", "Report", "Simulation", "simulate"]

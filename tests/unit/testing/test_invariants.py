@@ -3,12 +3,12 @@ from __future__ import annotations
 import pytest
 
 from spark_elastic.protocol.types import Fence
-from tests.simulator.invariants import History, Violation
+from tests.simulator.invariants import StepHistory, Violation
 from tests.unit.protocol.driver_bench import at
 
 
-def _history() -> History:
-    history = History()
+def _history() -> StepHistory:
+    history = StepHistory()
     history.applied(Fence(1, 1), at(0), (0, 1))
     history.applied(Fence(1, 1), at(1), (2, 3))
     history.applied(Fence(1, 2), at(1), (3, 2))  # one that died had applied it alone

@@ -14,14 +14,14 @@ from spark_elastic.protocol.driver.state import DriverState, Stage
 from spark_elastic.protocol.events import DriverEvent
 from spark_elastic.protocol.messages import JoinWorld
 from spark_elastic.testing import ReplayDiffers, replay
-from tests.simulator.fault_plan import Kind, random_plan
+from tests.simulator.fault_plan import FaultKind, random_plan
 from tests.simulator.simulation import simulate
 
 
 def _journal_of(seed: int, path: Path) -> None:
     """A simulated job of one driver, journalled as the driver loop does it."""
     plan = random_plan(seed)
-    others = (Kind.KILL_DRIVER, Kind.TAKE_OVER)
+    others = (FaultKind.KILL_DRIVER, FaultKind.TAKE_OVER)
     plan = replace(plan, faults=tuple(fault for fault in plan.faults if fault.kind not in others))
     journal = Journal(str(path))
     journal.begin(*driver_machine.initial(plan.limits, 1))

@@ -1,7 +1,7 @@
 """The simulated rendezvous: the network between hosts and driver, and the driver machine with its invariants.
 
-Messages are delayed, reordered and doubled; those of a host that is cut off are said once it is back. It answers as
-the real server does: from what was published, as long as that answers the question.
+Messages are delayed, reordered and duplicated; those of a host that is cut off arrive once it is back. The server
+answers as the real one does: from what was published, if that answers the question, else from the machine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from spark_elastic.protocol.messages import (
 from spark_elastic.protocol.types import Checkpoint, Fence, World
 from spark_elastic.state.run_lease import CheckpointList, RunLease
 from tests.simulator.fault_plan import Moment
-from tests.simulator.invariants import DriverInvariants, Story, Violation
+from tests.simulator.invariants import DriverInvariants, EventLog, Violation
 from tests.simulator.stamping import stamp
 
 if TYPE_CHECKING:
@@ -39,21 +39,21 @@ if TYPE_CHECKING:
     from tests.simulator.simulation import Simulation
 
 TICK = 0.05
-PUBLISHING = 0.02  # seconds from the machine's order to the store's list; in the order of the orders
-PROMPT = 0.5  # seconds after an abort in which nobody waits in that world any more
+PUBLISHING = 0.02  # seconds from the machine's command to the list in the store; commands stay in order
+ABORT_TIMEOUT = 0.5  # seconds after an abort, by which no reachable worker waits in that world any more
 Step = Callable[[DriverState, on.DriverEvent], tuple[DriverState, tuple[do.DriverCommand, ...]]]
 
 
-class SimDesk:
-    """Where everything that is said to the driver arrives."""
+class SimServer:
+    """The driver's process: it receives messages, runs the machine and carries out its commands."""
 
-    def __init__(self, sim: Simulation, driver_step: Step, held: RunLease, story: Story) -> None:
+    def __init__(self, sim: Simulation, driver_step: Step, held: RunLease, event_log: EventLog) -> None:
         self.sim = sim
         self.step = driver_step
         self.run = held
-        self.invariants = DriverInvariants(sim.plan.successor, story)
-        self.story = story
-        self.dead = False  # its process; nothing that is said to it is heard
+        self.invariants = DriverInvariants(sim.plan.successor, event_log)
+        self.event_log = event_log
+        self.dead = False  # its process ended: messages to it are lost
         self.end: do.End | None = None
         self.worlds: list[World] = []
         self.aborted: dict[Fence, str] = {}
@@ -99,12 +99,12 @@ class SimDesk:
                     self.aborted[fence] = reason
                     self.sim.moment(Moment.REGROUPING)
                     for worker in self._workers():
-                        self._tell(worker, partial(self._abort, worker, fence, reason))
-                    self.sim.at(PROMPT, partial(self._must_be_free, fence))
+                        self._send_to_worker(worker, partial(self._abort, worker, fence, reason))
+                    self.sim.at(ABORT_TIMEOUT, partial(self._check_no_waiters, fence))
                 case do.Announce(_, version):
                     self.version = version
                     for worker in self._workers():
-                        self._tell(worker, partial(self._hear_version, worker, version))
+                        self._send_to_worker(worker, partial(self._receive_version, worker, version))
                 case do.StopWorker():
                     self._stop(command)
                 case do.ReleaseSlot(reason, slot):
@@ -115,45 +115,47 @@ class SimDesk:
                     self.end = command
 
     def _workers(self) -> list[SimWorker]:
-        return [worker for worker in self.sim.workers() if worker.slot.desk is self]
+        return [worker for worker in self.sim.workers() if worker.slot.server is self]
 
-    # ---- what slots say
+    # ---- messages of slots
 
-    def registers(self, slot: SimSlot) -> None:
-        self._say(slot.host, lambda: self.post(RegisterSlot(slot.name, slot.host.name, slot.job)), 0.001)
+    def register(self, slot: SimSlot) -> None:
+        self._send(slot.host, lambda: self.post(RegisterSlot(slot.name, slot.host.name, slot.job)), 0.001)
 
     def started(self, slot: SimSlot, worker: str) -> None:
-        self._say(slot.host, lambda: self.post(WorkerStarted(slot.name, worker)))
+        self._send(slot.host, lambda: self.post(WorkerStarted(slot.name, worker)))
 
-    def beats(self, slot: SimSlot, worker: str, state: str) -> None:
-        if not slot.host.cut:  # nobody repeats a beat
-            self._say(slot.host, lambda: self.post(Heartbeat(slot.name, worker, state)))
+    def send_heartbeat(self, slot: SimSlot, worker: str, state: str) -> None:
+        if not slot.host.cut:  # a lost heartbeat is not repeated
+            self._send(slot.host, lambda: self.post(Heartbeat(slot.name, worker, state)))
 
     def exited(self, slot: SimSlot, worker: str, code: int) -> None:
-        self._say(slot.host, lambda: self.post(WorkerExited(slot.name, worker, code)))
+        self._send(slot.host, lambda: self.post(WorkerExited(slot.name, worker, code)))
 
-    # ---- what workers say
+    # ---- messages of workers
 
     def joins(self, worker: SimWorker, join: do.Join) -> None:
         event = JoinWorld(worker.name, join.fence, join.position, join.suspects, join.reason, join.planned)
-        self._say(worker.slot.host, lambda: self._asked(worker, join.fence, event))
+        self._send(worker.slot.host, lambda: self._receive_question(worker, join.fence, event))
 
     def done(self, worker: SimWorker, report: do.ReportDone) -> None:
         event = WorkerDone(worker.name, report.fence, report.position, report.result)
-        self._say(worker.slot.host, lambda: self._asked(worker, report.fence, event))
+        self._send(worker.slot.host, lambda: self._receive_question(worker, report.fence, event))
 
     def formed(self, worker: SimWorker, fence: Fence) -> None:
-        self._say(worker.slot.host, lambda: self.post(WorldFormed(worker.name, fence)))
+        self._send(worker.slot.host, lambda: self.post(WorldFormed(worker.name, fence)))
 
     def failed(self, worker: SimWorker, report: do.ReportFailure) -> None:
         event = WorkerFailed(worker.name, report.fence, report.position, report.fingerprint, report.traceback)
-        self._say(worker.slot.host, lambda: self.post(event), most=0.002)
+        self._send(worker.slot.host, lambda: self.post(event), most=0.002)
 
     def wrote(self, worker: SimWorker, checkpoint: Checkpoint) -> None:
         event = CheckpointWritten(worker.name, checkpoint)
-        self._say(worker.slot.host, lambda: self.post(event))
+        self._send(worker.slot.host, lambda: self.post(event))
 
-    def _asked(self, worker: SimWorker, fence: Fence | None, message: JoinWorld | WorkerDone) -> None:
+    def _receive_question(
+        self, worker: SimWorker, fence: Fence | None, message: JoinWorld | WorkerDone
+    ) -> None:
         if self.dead:
             return
         self.held[worker.name] = (worker, fence)
@@ -161,7 +163,7 @@ class SimDesk:
             self.post(message)
 
     def _answer(self, name: str) -> bool:
-        """Answer a question that is held, if there is an answer."""
+        """Answer a question that waits, if there is an answer. Returns whether there was."""
         worker, fence = self.held[name]
         stop = self.stops.get(name)
         world = self.worlds[-1] if self.worlds else None
@@ -172,17 +174,17 @@ class SimDesk:
         else:
             return False
         del self.held[name]
-        self._tell(worker, lambda: self._answered(worker, event))
+        self._send_to_worker(worker, lambda: self._deliver_answer(worker, event))
         return True
 
-    def _answered(self, worker: SimWorker, event: on.WorkerEvent) -> None:
-        worker.happens(replace(event, now=self.sim.now))
-        self.catch_up(worker)
+    def _deliver_answer(self, worker: SimWorker, event: on.WorkerEvent) -> None:
+        worker.handle(replace(event, now=self.sim.now))
+        self.send_missed(worker)
 
     # ---- connections
 
-    def vanished(self, worker: SimWorker) -> None:
-        """The process is gone: the server sees its connection end, if it had one and the network stands."""
+    def close_connection(self, worker: SimWorker) -> None:
+        """The process is gone: the server sees its connection end, unless the host is cut off."""
         if worker.connected and not worker.slot.host.cut and not self.sim.silent:
             self.sim.at(0.001, lambda: self.post(on.ConnectionLost(0, worker.slot.name, worker.name)))
 
@@ -199,55 +201,55 @@ class SimDesk:
             self.sim.at(self.sim.rng.uniform(0, 0.01), lambda: self.post(event))
 
     def heal(self, slot: SimSlot) -> None:
-        """Both ask again, and hear what they have missed."""
+        """Slot and worker ask again, and receive what they have missed."""
         worker = slot.worker
-        self._say(slot.host, lambda: self.post(on.ConnectionBack(0, slot.name)))
+        self._send(slot.host, lambda: self.post(on.ConnectionBack(0, slot.name)))
         if worker is not None and worker.alive and worker.connected:
-            self._say(slot.host, lambda: self.post(on.ConnectionBack(0, slot.name, worker.name)))
+            self._send(slot.host, lambda: self.post(on.ConnectionBack(0, slot.name, worker.name)))
             if worker.question is not None:
                 worker.later(self.sim.rng.uniform(0, 0.2), lambda: worker.question and worker.question())
-            self.catch_up(worker)
+            self.send_missed(worker)
         order = self.stops.get(worker.name) if worker is not None else None
         if order is not None:
             self._stop(order)
         if slot.name in self.sim.released:
             self._release(slot.name, self.sim.released[slot.name])
 
-    def catch_up(self, worker: SimWorker) -> None:
+    def send_missed(self, worker: SimWorker) -> None:
         """The worker's long poll: is its world over, is there a newer version, shall it stop?"""
         if worker.state.fence in self.aborted:
             fence = worker.state.fence
-            self._tell(worker, lambda: self._abort(worker, fence, self.aborted[fence]))
-        self._tell(worker, partial(self._hear_version, worker, self.version))
+            self._send_to_worker(worker, lambda: self._abort(worker, fence, self.aborted[fence]))
+        self._send_to_worker(worker, partial(self._receive_version, worker, self.version))
 
-    def _say(self, host: SimHost, act: Callable[[], None], most: float = 0.01) -> None:
-        """host -> driver."""
+    def _send(self, host: SimHost, act: Callable[[], None], most: float = 0.01) -> None:
+        """host -> driver; kept while the host is cut off."""
         if host.cut:
-            host.pending.append(lambda: self._say(host, act, most))
+            host.pending.append(lambda: self._send(host, act, most))
             return
         for _ in range(1 + (self.sim.rng.random() < self.sim.plan.duplicates)):
             self.sim.at(self.sim.rng.uniform(0.0002, most), act)
 
-    def _tell(self, worker: SimWorker, act: Callable[[], None]) -> None:
+    def _send_to_worker(self, worker: SimWorker, act: Callable[[], None]) -> None:
         """driver -> worker; lost where the host is cut off."""
         delay = self.sim.rng.uniform(0.0002, 0.01)
         worker.later(delay, lambda: None if worker.slot.host.cut or self.dead else act())
 
-    # ---- what the driver says
+    # ---- commands of the machine
 
     def _publish(self, world: World) -> None:
         if len(self.worlds) > 500:
-            raise Violation(f"500 worlds and no end\n{self.story.text()}")
+            raise Violation(f"500 worlds and no end\n{self.event_log.text()}")
         self.worlds.append(world)
         if world.resume or world.source is None:
-            training = [w.name for w in self._workers() if self._trains_beside(w, world)]
-            self.sim.run.durability.begins(world, training)
+            training = [w.name for w in self._workers() if self._trains_in_parallel(w, world)]
+            self.sim.run.checkpoint_invariants.begins(world, training)
         for member in world.members:
             if member.worker in self.held:
                 self._answer(member.worker)
 
-    def _trains_beside(self, worker: SimWorker, world: World) -> bool:
-        """Whether its older world may still take a step: that needs all members, so none may have gone on."""
+    def _trains_in_parallel(self, worker: SimWorker, world: World) -> bool:
+        """Whether its older world may still take a step. A step needs all members, so none may be in a later world."""
         if not worker.trains_before(world.fence) or worker.group is None:
             return False
         its = worker.group.world
@@ -264,20 +266,21 @@ class SimDesk:
         except JobCancelled as taken:
             self.post(on.CancelRequested(0, str(taken)))
             return
-        self.sim.run.durability.acknowledged(self.run.attempt, kept)
+        self.sim.run.checkpoint_invariants.acknowledged(self.run.attempt, kept)
         self.sim.moment(Moment.PUBLISHED)
 
     def _abort(self, worker: SimWorker, fence: Fence, reason: str) -> None:
-        worker.happens(on.AbortReceived(self.sim.now, fence, reason))
+        worker.handle(on.AbortReceived(self.sim.now, fence, reason))
 
-    def _must_be_free(self, fence: Fence) -> None:
-        waiting = self.sim.groups[fence].still_waiting(PROMPT) if fence in self.sim.groups else []
+    def _check_no_waiters(self, fence: Fence) -> None:
+        waiting = self.sim.groups[fence].still_waiting(ABORT_TIMEOUT) if fence in self.sim.groups else []
         if waiting and not self.over:
             raise Violation(
-                f"{waiting} still wait in world {fence.generation}, aborted {PROMPT} s ago\n{self.story.text()}"
+                f"{waiting} still wait in world {fence.generation}, aborted {ABORT_TIMEOUT} s ago\n"
+                f"{self.event_log.text()}"
             )
 
-    def _hear_version(self, worker: SimWorker, version: int) -> None:
+    def _receive_version(self, worker: SimWorker, version: int) -> None:
         worker.version = max(worker.version, version)
 
     def _stop(self, order: do.StopWorker) -> None:
@@ -286,7 +289,7 @@ class SimDesk:
         if worker is None or not worker.alive:
             return
         self.held.pop(order.worker, None)
-        self._tell(worker, lambda: worker.happens(on.StopReceived(self.sim.now, order.reason)))
+        self._send_to_worker(worker, lambda: worker.handle(on.StopReceived(self.sim.now, order.reason)))
         wait = 0.005 if order.kill else 0.005 + 3.0
         self.sim.at(wait, lambda: None if worker.slot.host.cut else worker.die(-9))
 
