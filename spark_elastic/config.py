@@ -287,11 +287,10 @@ class OperationConfig:
     asked for an operation, or not brought their gradients. wait_at_most: until a handle, or an exchange of gradients,
     gives up; None: the job's `collective_timeout`. stuck_after: until ranks that all wait for different operations are
     told. timeline: a trace to begin with. timeline_mark_cycles: rounds are marked in it. bucket_bytes: of gradients
-    that are exchanged at once; 0: of each alone; None: 8, 25 or 64 MiB, whichever is the quickest in a world's first 15
-    steps. log_level: what of the process's own log is printed; None: warnings.
+    that are exchanged at once; 0: of each alone. log_level: what of the process's own log is printed; None: warnings.
     """
 
-    bucket_bytes: int | None = None
+    bucket_bytes: int = 25 << 20
     fusion_threshold: int = 64 << 20
     warn_after: float = 10.0
     wait_at_most: float | None = None
@@ -320,8 +319,6 @@ def operations_from_env(environment: Mapping[str, str] | None = None) -> Operati
     values["wait_at_most"] = values.get("wait_at_most") or None
     if values.get("timeline") == "DYNAMIC":
         del values["timeline"]
-    if environment.get("HOROVOD_AUTOTUNE") == "0":
-        values.setdefault("bucket_bytes", 25 << 20)
     if "log_level" in values:
         values["log_level"] = log_level(values["log_level"])
     if "bucket_bytes" in values:

@@ -57,10 +57,12 @@ REFUSED: tuple[tuple[tuple[str, ...], bool, str], ...] = (
         "lines of the log have no time of their own; --prefix-output-with-timestamp puts it before what workers print",
     ),
 )
-# Options that ask for what is so anyway: Gloo's algorithms, no cache of checks, a log without times.
+# Options that change nothing: Gloo's algorithms, no cache of checks, constant buffer sizes, a log without times.
 ALWAYS_ON: tuple[tuple[str, ...], ...] = (
     ("--gloo",),
     ("--disable-cache",),
+    ("--autotune",),
+    ("--no-autotune",),
     ("--log-without-timestamp", "--log-hide-timestamp"),
 )
 # Option -> its click arguments, and the variables of the training processes that follow from its value. Ours are set
@@ -72,10 +74,6 @@ PASSED_ON: dict[str, tuple[dict[str, Any], Callable[[Any], dict[str, object]]]] 
             "help": "MiB that travel together; 0: each operation and gradient alone.",
         },
         lambda mb: dict.fromkeys(("SPARK_ELASTIC_FUSION_THRESHOLD", "SPARK_ELASTIC_BUCKET_BYTES"), mb << 20),
-    ),
-    "--autotune/--no-autotune": (
-        {"help": "Tune the size of gradient buckets, or keep one; default: tune."},
-        lambda on: {"HOROVOD_AUTOTUNE": int(on)},
     ),
     "--timeline-filename": (
         {"help": "File for a Chrome trace of all operations, written by rank 0."},

@@ -36,7 +36,7 @@ def elastic(func: Callable[..., R], get_session: Callable[[], WorkerSession | No
             return func(state, *args, **kwargs)
         _enter(state, session)
         try:
-            return _rounds(lambda: func(state, *args, **kwargs), state, session)
+            return _sync(lambda: func(state, *args, **kwargs), state, session)
         finally:
             state.attach(None)
 
@@ -57,7 +57,7 @@ def _enter(state: State, session: WorkerSession) -> None:
     kept[STATE], kept[ENTERED] = state, True
 
 
-def _rounds(func: Callable[[], R], state: State, session: WorkerSession) -> R:
+def _sync(func: Callable[[], R], state: State, session: WorkerSession) -> R:
     changed = False
     while True:
         error: CollectiveError | None = None

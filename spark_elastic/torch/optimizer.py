@@ -156,7 +156,7 @@ class AdasumSync:
 
     def _exchange_trailer(self, group: Group, rows: int) -> StepDecision:
         everything = np.ones(len(self._parameters), np.bool_)
-        return exchange_trailer(group, self._layout, everything, ~everything, 0, rows)
+        return exchange_trailer(group, self._layout, everything, ~everything, rows)
 
 
 def _allreduce_adasum(group: Group, change: torch.Tensor) -> torch.Tensor:
@@ -254,7 +254,7 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
     if op is Adasum:
         distributed._deltas = AdasumSync(named, process_set)
     else:
-        distributed._rounds = GradientSync(named, terms, passes, process_set)
+        distributed._sync = GradientSync(named, terms, passes, process_set)
     worker = get_context()
     if scale_lr:
         multiply_rates(optimizer, process_set.size() if process_set.included() else 1)
@@ -300,7 +300,7 @@ def _find_groups(
 class _Distributed(DistributedBase):
     """What is added to the optimizer's own class. Never instantiated by itself."""
 
-    _rounds: GradientSync
+    _sync: GradientSync
     _skips: bool = False
 
     @disable_compile
@@ -310,7 +310,7 @@ class _Distributed(DistributedBase):
         Raises:
             CollectiveError: the exchange broke; gradients are None, parameters and optimizer as they were.
         """
-        self._rounds.run()
+        self._sync.run()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -339,26 +339,26 @@ class _Distributed(DistributedBase):
     def _step_supports_amp_scaling(self) -> bool:
         """torch's name. A `GradScaler` asks in its `step`, whatever it found on this rank; what it does to gradients
         leaves no other trace."""
-        exchange = self._rounds.exchange
+        exchange = self._sync.exchange
         if exchange.is_open and exchange.group is not None and exchange.group.size > 1:
             raise exchange.reject_changed_gradients()
         return bool(self.__dict__.get("_step_supports_amp_scaling", False))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Gradients become None, whatever `set_to_none` says: one that no rank computes is None after `step`, too."""
-        self._rounds.clear()
-        mine = set(self._rounds.exchange.parameters)
+        self._sync.clear()
+        mine = set(self._sync.exchange.parameters)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter not in mine:
                     parameter.grad = None
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        self._rounds.set_backward_passes(passes)
+        self._sync.set_backward_passes(passes)
 
     def close(self) -> None:
         """End the engine thread and let go of the gradients; for processes that outlive their training."""
-        self._rounds.close()
+        self._sync.close()
 
     def _compute_and_exchange(self, closure: Callable[[], Any]) -> Any:
         value = closure()
@@ -367,7 +367,7 @@ class _Distributed(DistributedBase):
 
     @disable_compile
     def _exchange_once(self) -> None:
-        rounds = self._rounds
+        rounds = self._sync
         if self._skips and rounds.exchange.is_open:
             raise InvalidInput(
                 "gradients are not exchanged yet: call synchronize() before skip_synchronize()."
@@ -380,7 +380,7 @@ class _Distributed(DistributedBase):
 def has_unapplied(optimizer: torch.optim.Optimizer) -> bool:
     """Whether gradients have come for a `DistributedOptimizer` since its newest step."""
     return isinstance(optimizer, _Distributed) and (
-        optimizer._rounds.has_unsynced_gradients or optimizer._rounds.done
+        optimizer._sync.has_unsynced_gradients or optimizer._sync.done
     )
 
 

@@ -30,11 +30,10 @@ class _Head(NamedTuple):
     rows: int
     loss: float
     denominator: float
-    bucket_bytes: int
     ends: bool
 
 
-_FORM = struct.Struct("<QQqqqqQqddq?")
+_FORM = struct.Struct("<QQqqqqQqdd?")
 
 
 class StepSummary(NamedTuple):
@@ -42,7 +41,7 @@ class StepSummary(NamedTuple):
 
     version: newest membership version it heard of. rows: of its share. loss: sum of its rows' losses; denominator:
     what the sum over all ranks is divided by (R8). present, found_sparse: which parameters got a gradient, and which
-    got one with rows missing (None: none), one bool each. bucket_bytes: the next step's layout, as rank 0 wishes.
+    got one with rows missing (None: none), one bool each.
     ends: a callback wants training to end after this step; rank 0's value counts for all.
     """
 
@@ -54,7 +53,6 @@ class StepSummary(NamedTuple):
     denominator: float
     present: npt.NDArray[np.bool_]
     found_sparse: npt.NDArray[np.bool_] | None = None
-    bucket_bytes: int = 0
     ends: bool = False
 
 
@@ -67,7 +65,6 @@ class StepDecision(NamedTuple):
     denominator: float
     present: npt.NDArray[np.bool_]
     found_sparse: npt.NDArray[np.bool_]
-    bucket_bytes: int
     ends: bool = False
 
     def check_finite(self, here: Position) -> None:
@@ -97,7 +94,6 @@ def exchange_summaries(group: Group, mine: StepSummary) -> StepDecision:
         mine.rows,
         mine.loss,
         mine.denominator,
-        mine.bucket_bytes,
         mine.ends,
     )
     found_sparse = np.zeros_like(mine.present) if mine.found_sparse is None else mine.found_sparse
@@ -120,7 +116,6 @@ def exchange_summaries(group: Group, mine: StepSummary) -> StepDecision:
         denominator=_in_order(head.denominator for head in heads),
         present=anywhere[:count],
         found_sparse=anywhere[count:],
-        bucket_bytes=heads[0].bucket_bytes,
         ends=heads[0].ends,
     )
 

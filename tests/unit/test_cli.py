@@ -123,7 +123,7 @@ def test_every_option_of_horovodrun_is_taken_or_refused() -> None:
         ("--fusion-threshold-mb 16", "fusion_threshold", 16 << 20),
         ("--fusion-threshold-mb 16", "bucket_bytes", 16 << 20),
         ("--no-autotune", "bucket_bytes", 25 << 20),
-        ("--autotune", "bucket_bytes", None),
+        ("--autotune", "bucket_bytes", 25 << 20),
         ("--timeline-filename t.json", "timeline", "t.json"),
         ("--timeline-mark-cycles", "timeline_mark_cycles", True),
         ("--no-timeline-mark-cycles", "timeline_mark_cycles", False),
@@ -138,7 +138,6 @@ def test_what_concerns_operations_reaches_the_training_processes_and_wins(
     options: str, setting: str, value: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inherited = {
-        "HOROVOD_AUTOTUNE": "0" if options == "--autotune" else "1",
         "HOROVOD_TIMELINE_MARK_CYCLES": "1",
         "HOROVOD_STALL_CHECK_DISABLE": "1" if options == "--stall-check" else "0",
         "HOROVOD_STALL_CHECK_TIME_SECONDS": "20",

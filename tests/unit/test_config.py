@@ -159,8 +159,7 @@ def test_an_unknown_setting_is_refused_with_what_there_is() -> None:
         ({}, {}),
         ({"HOROVOD_FUSION_THRESHOLD": "1024"}, {"fusion_threshold": 1024, "bucket_bytes": 1024}),
         ({"HOROVOD_FUSION_THRESHOLD": "0"}, {"fusion_threshold": 0, "bucket_bytes": 1}),
-        ({"HOROVOD_AUTOTUNE": "0"}, {"bucket_bytes": 25 << 20}),
-        ({"HOROVOD_AUTOTUNE": "0", "SPARK_ELASTIC_BUCKET_BYTES": "9"}, {"bucket_bytes": 9}),
+        ({"SPARK_ELASTIC_BUCKET_BYTES": "9"}, {"bucket_bytes": 9}),
         (
             {"HOROVOD_FUSION_THRESHOLD": "1024", "SPARK_ELASTIC_FUSION_THRESHOLD": "7"},
             {"fusion_threshold": 7, "bucket_bytes": 1024},

@@ -1,4 +1,4 @@
-"""How gradients are cut into buckets: a pure function of names, shapes, dtypes and bucket size (R7).
+"""How gradients are cut into buckets: a pure function of names, shapes, dtypes and bucket size (R7, layout).
 
 PURE: no framework, no thread. Buckets follow the order in which backward produces gradients, last parameter first;
 the first bucket is small, so that its exchange can begin early. A bucket holds one dtype, on one device.
@@ -19,13 +19,13 @@ ALIGN = 64  # bytes between the beginnings of two gradients: a cache line
 
 @dataclass(frozen=True)
 class Spec:
-    """A parameter: its name, shape, and dtype as torch names it. place: the device that its gradient lies on."""
+    """A parameter."""
 
     name: str
     shape: tuple[int, ...]
-    dtype: str
-    itemsize: int
-    place: str = "cpu"
+    dtype: str  # as torch names it
+    itemsize: int  # bytes
+    place: str = "cpu"  # the device of its gradient
 
     @property
     def kind(self) -> tuple[str, str]:
@@ -39,26 +39,31 @@ class Spec:
 
 @dataclass(frozen=True)
 class Slice:
-    """Where a parameter lies in its bucket: elements [offset, offset + numel). `index`: its number in the model."""
+    """Where a parameter lies in its bucket: elements [offset, offset + numel)."""
 
-    index: int
+    index: int  # its number among the parameters
     offset: int
     numel: int
 
 
 @dataclass(frozen=True)
 class Bucket:
+    """Gradients that are summed by one collective."""
+
     dtype: str
-    numel: int
+    numel: int  # elements, padding included
     slices: tuple[Slice, ...]
 
 
 def layout(
     specs: Sequence[Spec], bucket_bytes: int, groups: Sequence[Sequence[int]] = (), skip: Container[int] = ()
 ) -> tuple[Bucket, ...]:
-    """Buckets of about `bucket_bytes` in launch order; a parameter larger than that has a bucket of its own.
+    """Return buckets of about `bucket_bytes` in the order in which they are sent.
 
-    groups: numbers of parameters that lie in one bucket (for each dtype), whatever its size. skip: that lie in none.
+    Args:
+        bucket_bytes: a larger parameter has a bucket of its own.
+        groups: numbers of parameters that lie in one bucket (for each dtype), whatever its size.
+        skip: numbers of parameters that lie in no bucket.
     """
     grouped = {index for group in groups for index in group}
     free = [i for i in reversed(range(len(specs))) if i not in grouped and i not in skip]
@@ -94,12 +99,12 @@ def _pack(specs: Sequence[Spec], order: Iterable[int], bucket_bytes: int | None)
 
 
 def even_groups(count: int, number: int) -> tuple[tuple[int, ...], ...]:
-    """`count` parameters in `number` groups of neighbours, as even as can be."""
+    """Divide `count` parameters into `number` groups of neighbours of about the same size."""
     ends = [count * part // number for part in range(number + 1)]
     return tuple(tuple(range(a, b)) for a, b in itertools.pairwise(ends) if a < b)
 
 
-def layout_hash(specs: Sequence[Spec], buckets: Sequence[Bucket], terms: str = "") -> int:
-    """64 bits that differ where two ranks would cut differently, or do something else with what they have cut."""
-    text = repr([(s.name, s.shape, s.dtype) for s in specs]) + repr(buckets) + terms
+def layout_hash(specs: Sequence[Spec], buckets: Sequence[Bucket], options: str = "") -> int:
+    """Return 64 bits that differ if two ranks cut their gradients differently or exchange them with other options."""
+    text = repr([(s.name, s.shape, s.dtype) for s in specs]) + repr(buckets) + options
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")

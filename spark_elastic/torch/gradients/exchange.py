@@ -1,17 +1,17 @@
-"""Gradients of one step, summed over the world while backward still runs.
+"""Gradients of one step, summed over the world while backward still runs, as DDP's reducer does.
 
-Gradients become views of flat buckets as they arrive, so that nothing is copied out. Hooks tell which gradients are
-there; complete buckets are dispatched strictly in the layout's order (R7). The training thread owns everything here;
+Gradients become views of flat buckets as they arrive, so that nothing is copied out. Hooks count them; complete buckets
+are sent strictly in the order of the layout (R7, layout). The training thread owns everything here;
 during backward the hooks do, one at a time, since autograd has a thread for each device. A failed exchange changes no
-parameter: only the memory of the buckets is void. A step that is given up half-way is drained before the next one
+parameter: only the contents of the buckets are void. A step that is given up half-way is drained before the next one
 begins. Layout and memory belong to one group, and change only when a step is opened.
 """
 
 from __future__ import annotations
 
-import statistics
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 from weakref import finalize, ref
@@ -21,12 +21,10 @@ import numpy.typing as npt
 import torch
 
 from elastic_collectives import Group
-from spark_elastic.clock import SystemClock
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.timeline import Timeline
-from spark_elastic.torch.gradients import dispatch as sparse
-from spark_elastic.torch.gradients.buckets import BUCKET_BYTES, Bucket, layout, layout_hash
-from spark_elastic.torch.gradients.dispatch import Dispatch, Fusion
+from spark_elastic.torch.gradients.buckets import Bucket, layout, layout_hash
+from spark_elastic.torch.gradients.dispatch import BucketMemory, Dispatch, coalesce_rows
 from spark_elastic.torch.gradients.exchange_options import (
     DEFAULT_OPTIONS,
     ExchangeOptions,
@@ -35,46 +33,14 @@ from spark_elastic.torch.gradients.exchange_options import (
 )
 from spark_elastic.worker.context import EngineThread
 
-# Finds the quickest bucket size: sizes are tried in a world's first steps and timed by rank 0's clock.
-
-
-CANDIDATES = (BUCKET_BYTES, 8 << 20, 64 << 20)
-STEPS = 5  # of each; the first has new memory and is not counted
-MARGIN = 0.97  # of the default's time: what another one must reach to be taken
-
-
-class Tuner:
-    """`wish` is the size for the next step. total: bytes of all gradients; sizes above it are not tried."""
-
-    def __init__(self, total: int) -> None:
-        self._left = [size for size in CANDIDATES if size < total] if total > min(CANDIDATES) else []
-        self._times: dict[int, list[float]] = {}
-        self.wish = self._left[0] if self._left else BUCKET_BYTES
-
-    def took(self, seconds: float) -> None:
-        """A step with the wished size, from the beginning of its first pass to the end of its exchange."""
-        if not self._left:
-            return
-        times = self._times.setdefault(self.wish, [])
-        times.append(seconds)
-        if len(times) < STEPS:
-            return
-        del self._left[0]
-        self.wish = self._left[0] if self._left else self._quickest()
-
-    def _quickest(self) -> int:
-        medians = {size: statistics.median(times[1:]) for size, times in self._times.items()}
-        best = min(medians, key=medians.__getitem__)
-        first = next(iter(medians))
-        return best if medians[best] < MARGIN * medians[first] else first
-
-
-# Hooks on gradients that do not keep their owner alive. The garbage collector cannot look into what autograd holds, so
-# an object that is referenced from there would never be freed.
+Marks = npt.NDArray[np.bool_]
 
 
 def weak_method(method: Callable[..., None]) -> Callable[..., None]:
-    """Calls that method as long as its object lives; nothing from then on."""
+    """Return a function that calls a method while its object lives, and does nothing afterwards.
+
+    The garbage collector cannot look into what autograd holds: an object that is referenced there is never freed.
+    """
     owner, function = ref(method.__self__), method.__func__  # type: ignore[attr-defined]
 
     def call(*arguments: object) -> None:
@@ -86,69 +52,74 @@ def weak_method(method: Callable[..., None]) -> Callable[..., None]:
 
 
 def hook_gradients(
-    parameters: Sequence[torch.nn.Parameter], arrived: Callable[[int], None]
+    parameters: Sequence[torch.nn.Parameter], on_gradient: Callable[[int], None]
 ) -> Callable[[], Any]:
-    """From now on `arrived`, a method, is called with a parameter's number once a backward pass has added its gradient.
+    """Call `on_gradient`, a method, with the number of a parameter whenever a backward pass has added its gradient.
 
-    Returns what ends that; so does the end of the method's object.
+    Returns a function that removes the hooks; they are also removed when the object of the method is freed.
     """
-    tell = weak_method(arrived)
+    call = weak_method(on_gradient)
     handles = [
-        parameter.register_post_accumulate_grad_hook(lambda tensor, number=number: tell(number))  # type: ignore[no-untyped-call]
+        parameter.register_post_accumulate_grad_hook(lambda tensor, number=number: call(number))  # type: ignore[no-untyped-call]
         for number, parameter in enumerate(parameters)
     ]
-    end = finalize(arrived.__self__, lambda: [handle.remove() for handle in handles])  # type: ignore[attr-defined]
-    end.atexit = False
-    return end
+    remove = finalize(on_gradient.__self__, lambda: [handle.remove() for handle in handles])  # type: ignore[attr-defined]
+    remove.atexit = False
+    return remove
+
+
+@dataclass
+class _Step:
+    """What has come and gone in one step."""
+
+    passes: int  # backward passes until `finish`
+    arrivals: list[int]  # by parameter: passes that have added a gradient
+    found_sparse: Marks  # by parameter: whether its gradient came sparse
+    missing: list[int]  # by bucket: gradients that it still lacks
+    versions: list[int | None]  # by bucket: its version after the newest gradient
+    dispatch: Dispatch | None  # None: this process trains alone
+    sent: int = 0  # buckets that were handed to `dispatch`
+    is_open: bool = True
 
 
 class GradientExchange:
     """The gradients of one model's parameters, exchanged over groups that come and go.
 
-    A step: `begin`, backward passes, `finish`; then gradients hold the sums over all ranks and `apply` may follow.
+    A step: `begin`, backward passes, `finish`; then gradients hold the sums over all ranks and may be applied.
     Gradients that arrive outside of a step are not counted. `close` detaches the gradients from the buckets.
     """
 
     def __init__(
         self,
         named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
-        terms: ExchangeOptions = DEFAULT_OPTIONS,
+        options: ExchangeOptions = DEFAULT_OPTIONS,
         opener: Callable[[], None] | None = None,
         engine: Callable[[], EngineThread | None] = lambda: None,
         timeline: Callable[[], Timeline | None] = lambda: None,
         overlaps: Callable[[], bool] = lambda: True,
     ) -> None:
-        """opener: called at a gradient that comes while no step is open, to `open` one; for loops that call nothing
-        before backward. engine: the thread that serves the group at a step's opening; None: one of its own.
-        timeline: what the exchanges of a step are written to. overlaps: whether buckets go out while backward runs, not
-        in `finish` alone."""
+        """
+        Args:
+            opener: calls `open` before a gradient counts; for loops that call nothing before backward.
+            engine: returns the thread that serves the group when a step is opened; None: a thread of its own.
+            timeline: returns where to write the exchanges of a step.
+            overlaps: whether buckets are sent while backward runs, and not only in `finish`.
+        """
         self._names, self._parameters, self._frozen = find_trainable(named_parameters)
         self._specs = build_specs(self._names, self._parameters)
-        self._terms = terms
-        self._bucket_bytes = terms.bucket_bytes  # of the next step
+        self._options = options
+        self._opener, self._overlaps = opener, overlaps
+        self._get_engine, self._get_timeline = engine, timeline
+        self._own_engine = EngineThread()
+        self._group: Group | None = None  # of the newest step
+        self._compared: Group | None = None  # the group whose ranks have compared parameters and options
         self._sparse: frozenset[int] = frozenset()  # parameters that lie in no bucket; the same on all ranks
-        self._found_sparse = np.zeros(len(self._specs), np.bool_)
-        self._laid: object = None  # what the layout was made from: group, bucket size, sparse parameters
-        self._tuner = Tuner(0)
-        self._clock = SystemClock()
-        self._began = 0.0
-        self._fusion: Fusion | None = None  # None: alone, and gradients stay where autograd puts them
-        self._group: Group | None = None
-        self._agreed: Group | None = None
+        self._memory: BucketMemory | None = None  # None: alone, and gradients stay where autograd puts them
+        self._laid_out_for: object = None  # what the layout was made from: group and sparse parameters
         self._lay_out_buckets(None)
-        self._opener = opener
-        self._overlaps = overlaps
-        self._arrivals = [0] * len(self._parameters)
-        self._waiting: list[int] = []  # by bucket: how many gradients it still lacks
-        self._versions: list[int | None] = []  # by bucket: its version after its newest gradient
-        self._launched = 0
-        self._passes = 0
-        self._open = False
-        self._own = EngineThread()
-        self._engine_now = engine
-        self._timeline_now = timeline
-        self._dispatch: Dispatch | None = None  # of the newest step; None: it trains alone
-        self._arriving = threading.RLock()
+        self._step = self._make_step(0, None)
+        self._step.is_open = False
+        self._hook_lock = threading.RLock()
         self._unhook = hook_gradients(self._parameters, self._on_gradient)
 
     def __enter__(self) -> GradientExchange:
@@ -164,36 +135,32 @@ class GradientExchange:
         return self._parameters
 
     @property
-    def present(self) -> npt.NDArray[np.bool_]:
+    def present(self) -> Marks:
         """Which parameters got a gradient in this step, in the order of `parameters`."""
-        return np.array(self._arrivals) > 0
+        return np.array(self._step.arrivals) > 0
 
     @property
-    def sparse_parameters(self) -> npt.NDArray[np.bool_]:
+    def found_sparse(self) -> Marks:
         """Which gradients came sparse in this step, in the order of `parameters`."""
-        return self._found_sparse.copy()
-
-    @property
-    def bucket_bytes(self) -> int:
-        """The bucket size in bytes that this rank wishes for the next step."""
-        return self._tuner.wish if self._terms.tuned else self._bucket_bytes
+        return self._step.found_sparse.copy()
 
     @property
     def has_gradients(self) -> bool:
         """Whether any gradient of the newest step is still there."""
         return any(
-            times and p.grad is not None for times, p in zip(self._arrivals, self._parameters, strict=True)
+            count and p.grad is not None
+            for count, p in zip(self._step.arrivals, self._parameters, strict=True)
         )
 
     @property
     def is_open(self) -> bool:
         """Whether a step was opened, and neither finished nor abandoned."""
-        return self._open
+        return self._step.is_open
 
     @property
     def is_partly_sent(self) -> bool:
-        """Whether a step is open and some of its buckets have gone out."""
-        return self._open and self._launched > 0
+        """Whether a step is open and some of its buckets were sent."""
+        return self._step.is_open and self._step.sent > 0
 
     @property
     def group(self) -> Group | None:
@@ -201,36 +168,44 @@ class GradientExchange:
         return self._group
 
     def begin(self, group: Group | None, passes: int) -> None:
-        """Open a step without gradients. group: None trains alone. passes: backward passes until `finish`; 0 on a
-        rank without rows."""
+        """Open a step without gradients.
+
+        Args:
+            group: None trains alone.
+            passes: backward passes until `finish`; 0 on a rank without rows.
+        """
         self.clear()
         self.open(group, passes)
 
     def open(self, group: Group | None, passes: int) -> None:
-        """Open a step; the gradients that are there stay. Arguments as for `begin`."""
+        """Open a step; gradients that are there stay. Arguments as for `begin`."""
         self.abandon()
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise InvalidInput(
                     f"parameter {name!r} was frozen when training began: let it require a gradient from the start."
                 )
-        engine = self._engine_now() or self._own
+        engine = self._get_engine() or self._own_engine
         if group is not self._group:  # newcomers do not know what the former world agreed on
-            self._sparse, self._bucket_bytes = frozenset(), self._terms.bucket_bytes
-            total = sum(spec.numel * spec.itemsize for spec in self._specs) if self._terms.tuned else 0
-            self._tuner = Tuner(total)
+            self._sparse = frozenset()
         self._lay_out_buckets(group)
-        self._group, self._passes, self._launched, self._open = group, passes, 0, True
-        self._arrivals = [0] * len(self._parameters)
-        self._began = self._clock.now()
-        self._found_sparse[:] = False
-        self._dispatch = None
+        self._group = group
+        self._step = self._make_step(passes, engine)
+
+    def _make_step(self, passes: int, engine: EngineThread | None) -> _Step:
         buckets: Sequence[Bucket] = ()
-        if self._fusion is not None:
-            buckets = self._fusion.buckets
-            self._dispatch = Dispatch(self._fusion, self._names, self._terms, engine, self._timeline_now())
-        self._waiting = [len(bucket.slices) * passes for bucket in buckets]
-        self._versions = [None] * len(buckets)
+        dispatch = None
+        if self._memory is not None and engine is not None:
+            buckets = self._memory.buckets
+            dispatch = Dispatch(self._memory, self._names, self._options, engine, self._get_timeline())
+        return _Step(
+            passes,
+            arrivals=[0] * len(self._parameters),
+            found_sparse=np.zeros(len(self._parameters), np.bool_),
+            missing=[len(bucket.slices) * passes for bucket in buckets],
+            versions=[None] * len(buckets),
+            dispatch=dispatch,
+        )
 
     def clear(self) -> None:
         """Give up the open step, if any, and drop all gradients."""
@@ -238,57 +213,57 @@ class GradientExchange:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def apply_agreement(self, found_sparse: npt.NDArray[np.bool_], bucket_bytes: int) -> None:
-        """Take over what the trailer of a step agreed on: sparse gradients, and the next steps' bucket size."""
-        if self._terms.sparse == "kept":
+    def apply_agreement(self, found_sparse: Marks) -> None:
+        """Take over which gradients are sparse on any rank, as all ranks agreed at the end of a step."""
+        if self._options.sparse == "kept":
             for index in np.flatnonzero(found_sparse).tolist():
                 gradient = self._parameters[index].grad
                 if gradient is not None and not gradient.is_sparse:
                     self._parameters[index].grad = gradient.to_sparse(1)
             self._sparse |= set(np.flatnonzero(found_sparse).tolist())
-        self._bucket_bytes = bucket_bytes
 
     def finish(self) -> None:
-        """Send what has not gone out (unused parameters, ranks without rows) and wait for all sums.
+        """Send what was not sent (unused parameters, ranks without rows) and wait for all sums.
 
         Raises:
-            MismatchError: in the first step of a world, ranks have other parameters or terms than rank 0.
+            MismatchError: in the first step of a world, ranks have other parameters or options than rank 0.
             CollectiveError: the group broke; the gradients are void.
-            InvalidInput: gradients were changed since they arrived; the group is of no more use.
+            InvalidInput: gradients were changed since they arrived; the group cannot be used any more.
         """
+        step = self._step
         self._check_unchanged()
-        for index, arrivals in enumerate(self._arrivals):
+        for index, arrivals in enumerate(step.arrivals):
             if not arrivals:
                 self._move_to_bucket(index)
-        while self._launched < len(self._waiting):
+        while step.sent < len(step.missing):
             self._send_next_bucket()
-        if self._dispatch is not None and self._fusion is not None:
-            self._dispatch.reduce_last()
-            self._send_sparse(self._dispatch)
-            self._dispatch.wait()
-            self._fusion.receive()
-            for index, gradient in self._dispatch.rows.items():
+        if step.dispatch is not None and self._memory is not None:
+            step.dispatch.reduce_last()
+            self._send_sparse(step.dispatch)
+            step.dispatch.wait()
+            self._memory.receive()
+            for index, gradient in step.dispatch.rows.items():
                 self._parameters[index].grad = gradient
-        self._tuner.took(self._clock.now() - self._began)
-        self._open = False
+        step.is_open = False
 
     def drain(self) -> None:
-        """Wait until the buckets that have gone out are back, or broke."""
-        if self._dispatch is not None:
-            self._dispatch.drain()
+        """Wait until the buckets that were sent are back, or failed."""
+        if self._step.dispatch is not None:
+            self._step.dispatch.drain()
 
     def abandon(self) -> None:
-        """Give up the open step, if any: nothing of it is under way when this returns. Its group is of no more use
-        once buckets have gone out, since the peers wait for the rest."""
+        """Give up the open step, if any; nothing of it is in progress when this returns. If buckets were sent, the
+        group is aborted, since the peers wait for the rest."""
         if self.is_partly_sent and self._group is not None:
             self._group.abort("a step was given up in the middle of its exchange")
         self.drain()
-        self._open = False
+        self._step.is_open = False
 
     def reject_changed_gradients(self, name: str = "") -> InvalidInput:
         """Give up the open step, since gradients were changed after backward. Returns the error to raise.
 
-        name: of a parameter near the change.
+        Args:
+            name: of a parameter near the change.
         """
         self.abandon()
         return InvalidInput(
@@ -303,68 +278,70 @@ class GradientExchange:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
 
-    def drop_absent(self, present: npt.NDArray[np.bool_]) -> None:
-        """Set gradients that no rank had to None, as in a plain loop (R8)."""
+    def drop_absent(self, present: Marks) -> None:
+        """Set gradients that no rank computed to None, as in a plain loop (R8, weighting)."""
         for parameter, there in zip(self._parameters, present, strict=True):
             if not there:
                 parameter.grad = None
 
     def close(self) -> None:
         self.abandon()
-        self._own.close()
+        self._own_engine.close()
         self._unhook()
         self.clear()
-        self._fusion = self._laid = self._dispatch = None
+        self._memory = self._laid_out_for = self._step.dispatch = None
 
     def _lay_out_buckets(self, group: Group | None) -> None:
-        """Lay out the buckets as agreed on, in the memory of `group`; nothing to do if they lie so already."""
+        """Lay out the buckets in the memory of `group`, unless they lie there already."""
         home = group if group is not None and group.size > 1 else None
-        agreed = home, self._bucket_bytes, self._sparse
-        if self._laid == agreed:
+        wanted = home, self._sparse
+        if self._laid_out_for == wanted:
             return
-        buckets = layout(self._specs, self._bucket_bytes, self._terms.groups, self._sparse)
-        self.layout_hash = layout_hash(self._specs, buckets, self._terms.description)
-        former, self._laid = self._fusion, agreed
-        self._fusion = None if home is None else Fusion(self._parameters, buckets, home)
+        buckets = layout(self._specs, self._options.bucket_bytes, self._options.groups, self._sparse)
+        self.layout_hash = layout_hash(self._specs, buckets, self._options.description)
+        former, self._laid_out_for = self._memory, wanted
+        self._memory = None if home is None else BucketMemory(self._parameters, buckets, home)
         if former is not None:
-            former.hand_over(self._parameters, self._fusion)
+            former.hand_over(self._parameters, self._memory)
 
     def _on_gradient(self, index: int) -> None:
         """Hook: autograd has added this parameter's gradient. Runs in the backward thread of its device."""
-        with self._arriving:
+        with self._hook_lock:
             if self._opener is not None:
                 self._opener()
-            if self._open:
+            if self._step.is_open:
                 self._count_gradient(index)
 
     def _count_gradient(self, index: int) -> None:
-        if self._arrivals[index] == self._passes:
+        step = self._step
+        if step.arrivals[index] == step.passes:
             raise InvalidInput(
-                f"the gradient of parameter {self._names[index]!r} came more than {self._passes} times in one step: "
+                f"the gradient of parameter {self._names[index]!r} came more than {step.passes} times in one step: "
                 "call step() after that many backward passes, and use checkpointing with use_reentrant=False."
             )
         self._move_to_bucket(index)
-        self._arrivals[index] += 1
-        if self._fusion is not None and index not in self._sparse:
-            number = self._fusion.bucket_of[index]
-            self._waiting[number] -= 1
-            self._versions[number] = self._fusion.version(number)
-            if not self._waiting[number]:
+        step.arrivals[index] += 1
+        if self._memory is not None and index not in self._sparse:
+            number = self._memory.bucket_of[index]
+            step.missing[number] -= 1
+            step.versions[number] = self._memory.version(number)
+            if not step.missing[number]:
                 self._send_complete_buckets()
 
     def _send_complete_buckets(self) -> None:
-        while self._launched < len(self._waiting) and self._waiting[self._launched] == 0 and self._overlaps():
+        step = self._step
+        while step.sent < len(step.missing) and step.missing[step.sent] == 0 and self._overlaps():
             self._send_next_bucket()
 
     def _check_unchanged(self) -> None:
         """Buckets are summed while backward runs, so a later change would count on this rank only, or not at all."""
-        if self._fusion is None:
+        if self._memory is None:
             return
-        for number, version in enumerate(self._versions):
-            if version is not None and version != self._fusion.version(number):
-                raise self.reject_changed_gradients(self._names[self._fusion.buckets[number].slices[0].index])
-        for index, (parameter, view) in enumerate(zip(self._parameters, self._fusion.views, strict=True)):
-            if parameter.grad is not view and view is not None and self._arrivals[index]:
+        for number, version in enumerate(self._step.versions):
+            if version is not None and version != self._memory.version(number):
+                raise self.reject_changed_gradients(self._names[self._memory.buckets[number].slices[0].index])
+        for index, (parameter, view) in enumerate(zip(self._parameters, self._memory.views, strict=True)):
+            if parameter.grad is not view and view is not None and self._step.arrivals[index]:
                 raise self.reject_changed_gradients(self._names[index])
 
     def _move_to_bucket(self, index: int) -> None:
@@ -373,7 +350,7 @@ class GradientExchange:
         gradient = parameter.grad
         if gradient is not None and gradient.is_sparse:
             gradient = self._prepare_sparse(index, gradient)
-        view = None if self._fusion is None else self._fusion.views[index]
+        view = None if self._memory is None else self._memory.views[index]
         if view is None:
             parameter.grad = gradient
         elif gradient is not view:
@@ -384,33 +361,33 @@ class GradientExchange:
             parameter.grad = view
 
     def _prepare_sparse(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        """What is exchanged for a sparse gradient: its checked self, or its dense form."""
-        if self._terms.sparse == "refused":
+        """Return what to exchange for a sparse gradient: itself with each row listed once, or its dense form."""
+        if self._options.sparse == "refused":
             raise InvalidInput(f"parameter {self._names[index]!r} has a sparse gradient: use sparse=False.")
-        if self._terms.sparse == "kept":
-            self._found_sparse[index] = True
-            gradient = sparse.coalesce_rows(self._names[index], gradient)
-            if self._fusion is None or index in self._sparse:
+        if self._options.sparse == "kept":
+            self._step.found_sparse[index] = True
+            gradient = coalesce_rows(self._names[index], gradient)
+            if self._memory is None or index in self._sparse:
                 return gradient
         return gradient.detach().to_dense()
 
     def _send_next_bucket(self) -> None:
-        number, dispatch = self._launched, self._dispatch
-        self._launched += 1
+        number, dispatch = self._step.sent, self._step.dispatch
+        self._step.sent += 1
         assert dispatch is not None  # or there would be no bucket
         self._compare_once(dispatch)
         dispatch.send(number)
 
     def _compare_once(self, dispatch: Dispatch) -> None:
-        """Before anything else goes to a new group: compare parameters and terms."""
-        if self._group is not self._agreed:
+        """Compare parameters and options before anything else goes to a new group."""
+        if self._group is not self._compared:
             dispatch.compare(self.layout_hash, self._specs)
-            self._agreed = self._group
+            self._compared = self._group
 
     def _send_sparse(self, dispatch: Dispatch) -> None:
-        """Dispatch the gradients that lie in no bucket, in the order of the parameters."""
+        """Send the gradients that lie in no bucket, in the order of the parameters."""
         for index in sorted(self._sparse):
             self._compare_once(dispatch)
             parameter = self._parameters[index]
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            dispatch.gather(index, sparse.coalesce_rows(self._names[index], gradient))
+            dispatch.gather(index, coalesce_rows(self._names[index], gradient))

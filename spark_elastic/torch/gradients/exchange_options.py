@@ -1,4 +1,4 @@
-"""How gradients are exchanged: divided, compressed, cut into buckets. Values only."""
+"""How gradients are exchanged: divided, compressed, cut into buckets; and which parameters take part. Values only."""
 
 from __future__ import annotations
 
@@ -17,59 +17,52 @@ from spark_elastic.torch.gradients.buckets import BUCKET_BYTES, Spec
 
 @dataclass(frozen=True)
 class ExchangeOptions:
-    """How gradients are exchanged; the same on all ranks.
-
-    bucket_bytes, groups: see `buckets.layout`; tuned: the tuner finds another size. average: divide by the world's
-    size; predivide: by so much before the sum and by the rest after it. wire: how float32 travels, None for as it is.
-    compressor: a user's own, that surrounds the exchange of each gradient that has all its rows, on the host.
-    sparse: gradients with rows missing are "refused", made "dense", or "kept", from a world's second step on.
-    warn_after, wait_at_most: see `stalls.inspected`.
-    """
+    """How gradients are exchanged; the same on all ranks."""
 
     bucket_bytes: int = BUCKET_BYTES
-    tuned: bool = False
-    groups: tuple[tuple[int, ...], ...] = ()
-    average: bool = False
-    predivide: float = 1.0
-    wire: str | None = None
+    groups: tuple[
+        tuple[int, ...], ...
+    ] = ()  # numbers of parameters that travel together: see `buckets.layout`
+    average: bool = False  # divide by the size of the group
+    predivide: float = 1.0  # divide by this much before the sum, and by the rest after it
+    wire: str | None = None  # the engine's format of float32; None: as it is
+    # A compressor of the user's, called on the host for each gradient that has all its rows.
     compressor: type[Compressor] | None = None
-    sparse: str = "refused"
-    warn_after: float = math.inf
-    wait_at_most: float | None = None
+    sparse: str = (
+        "refused"  # gradients with missing rows: "refused", made "dense", or "kept" from the second step on
+    )
+    warn_after: float = math.inf  # seconds; see `ops.stall.watch_collective`
+    wait_at_most: float | None = None  # seconds; likewise
 
     def factors(self, size: int) -> tuple[float, float]:
-        """Factors (before, after) the sum."""
+        """Return the factors (before, after) the sum."""
         return 1.0 / self.predivide, self.predivide / (size if self.average else 1.0)
 
     @property
     def description(self) -> str:
         """What all ranks must have in common, in words."""
-        said = ["averaged" if self.average else "summed"]
+        parts = ["averaged" if self.average else "summed"]
         if self.predivide != 1.0:
-            said.append(f"divided by {self.predivide!r} before")
+            parts.append(f"divided by {self.predivide!r} before")
         if self.wire is not None:
-            said.append(f"sent as {self.wire}")
+            parts.append(f"sent as {self.wire}")
         if self.compressor is not None:
-            said.append(f"compressed by {self.compressor.__qualname__}")
-        return ", ".join([*said, f"sparse ones {self.sparse}"])
+            parts.append(f"compressed by {self.compressor.__qualname__}")
+        return ", ".join([*parts, f"sparse ones {self.sparse}"])
 
 
-DEFAULT_OPTIONS = ExchangeOptions()  # summed as they are
+DEFAULT_OPTIONS = ExchangeOptions()  # gradients are summed as they are
 
 
 def options_from_env(**others: Any) -> ExchangeOptions:
-    """With the bucket size and the stall check of this process's settings."""
+    """Return options with the bucket size and the stall check of this process's settings."""
     limits = operations_from_env()
     return ExchangeOptions(
-        bucket_bytes=limits.bucket_bytes or BUCKET_BYTES,
-        tuned=limits.bucket_bytes is None,
+        bucket_bytes=limits.bucket_bytes,
         warn_after=limits.warn_after,
         wait_at_most=limits.wait_at_most,
         **others,
     )
-
-
-# Which parameters take part in exchanges, and their description for the layout. Looks only; no thread.
 
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -78,10 +71,10 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def find_trainable(
     named: Iterable[tuple[str, torch.nn.Parameter]],
 ) -> tuple[list[str], list[torch.nn.Parameter], list[tuple[str, torch.nn.Parameter]]]:
-    """(names, parameters, frozen ones)
+    """Return (names, parameters that require a gradient, names and parameters of the frozen ones).
 
     Raises:
-        InvalidInput: there is none, or one cannot be exchanged.
+        InvalidInput: no parameter requires a gradient, or one cannot be exchanged.
     """
     names, parameters, frozen = [], [], []
     for name, parameter in named:

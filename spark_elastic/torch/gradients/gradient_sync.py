@@ -1,7 +1,7 @@
-"""The exchanges of a hand-written loop's gradients, step by step, over the groups of the process's current worker.
+"""The gradients of a hand-written loop, synchronized step by step over the groups of the current worker.
 
-Every step takes the group anew, since groups change between worlds; a process that is no worker trains alone, and so
-does one that is not in the process set. Training thread only.
+Every step takes the group anew, since groups change between worlds. A process that is no worker trains alone, and so
+does one that is not in the process set. The training thread owns everything here.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class Joinable(Protocol):
     """What `join` needs of an optimizer that is in use."""
 
     def steps(self) -> int:
-        """Exchanges of this rank's own gradients in the current world; 0 for one that trains alone.
+        """Return the exchanges of this rank's own gradients in the current world; 0 if it trains alone.
 
         Raises:
-            InvalidInput: there are gradients that were not exchanged.
+            InvalidInput: this rank has gradients that were not exchanged.
         """
         ...
 
     def run_without_data(self) -> bool:
-        """Take part in an exchange after this rank has joined. False once no rank has data any more.
+        """Take part in an exchange after this rank has joined. Returns False once no rank has data any more.
 
         Raises:
             CollectiveError: the exchange broke.
@@ -51,24 +51,25 @@ class Joinable(Protocol):
 
 
 class GradientSync:
-    """The exchanges of one optimizer. `done`: the present gradients have been exchanged."""
+    """Synchronizes the gradients of one optimizer."""
 
     def __init__(
         self,
         named: list[tuple[str, torch.nn.Parameter]],
-        terms: ExchangeOptions,
+        options: ExchangeOptions,
         passes: int,
         process_set: ProcessSet = global_process_set,
     ) -> None:
         self._passes = passes
         self._process_set = process_set
         self.exchange = GradientExchange(
-            named, terms, weak_method(self._open), get_engine, get_timeline, _is_only_optimizer
+            named, options, weak_method(self._open), get_engine, get_timeline, _is_only_optimizer
         )
-        self.done = False
-        # In which the newest step was opened; in its process set there may be nobody but this rank.
-        self._world: Group | None = None
-        self._steps: tuple[Group | None, int] = (None, 0)  # exchanges in that group
+        self.done = False  # the present gradients are those of all ranks
+        self._world: Group | None = (
+            None  # the world of the newest step, even if the process set has this rank only
+        )
+        self._steps: tuple[Group | None, int] = (None, 0)  # a group, and the steps synchronized in it
         get_optimizers_in_use().add(self)
 
     def _open(self) -> None:
@@ -96,7 +97,7 @@ class GradientSync:
 
     @property
     def has_unsynced_gradients(self) -> bool:
-        """Whether gradients have come that no step has exchanged."""
+        """Whether there are gradients of this rank that were not synchronized."""
         return self.exchange.is_open and self.exchange.has_gradients
 
     def clear(self) -> None:
@@ -109,32 +110,35 @@ class GradientSync:
         self.done = False
 
     def run(self) -> None:
-        """Exchange the present gradients.
+        """Replace the present gradients by those of all ranks.
 
         Raises:
             CollectiveError: the exchange broke; gradients are None, parameters and optimizer as they were.
-            InvalidInput: another optimizer has to step first.
+            InvalidInput: another optimizer must step first.
         """
-        swap = self.exchange
+        exchange = self.exchange
         try:
             if self.is_stale():
                 raise CollectiveError((), "the world changed between backward() and step()")
             self._open()
             self._check_order()
-            there = np.array([parameter.grad is not None for parameter in swap.parameters])
-            with world_ranks_in_errors(swap.group):
-                swap.finish()
-                present = self._trailer(swap.group, there) if swap.group is not None else there
+            there = np.array([parameter.grad is not None for parameter in exchange.parameters])
+            with world_ranks_in_errors(exchange.group):
+                exchange.finish()
+                if exchange.group is not None:
+                    there = self._exchange_trailer(exchange.group, there, rows=1).present
         except CollectiveError:
-            swap.clear()
+            exchange.clear()
             raise
-        swap.drop_absent(present)
-        self._steps = swap.group, self._steps_in(swap.group) + 1
+        exchange.drop_absent(there)
+        self._steps = exchange.group, self._steps_in(exchange.group) + 1
         self.done = True
 
     def _check_order(self) -> None:
-        """An optimizer that was alone when its backward ran has sent what was complete, which need not be the same on
-        all ranks: nobody may come between that and the rest of it."""
+        """Check that no other optimizer is between the first and the last of its buckets.
+
+        An optimizer that was the only one during its backward has sent its complete buckets, which need not be the same
+        on all ranks: another exchange in between would meet different collectives."""
         for other in get_optimizers_in_use():
             if (
                 other is not self
@@ -158,7 +162,7 @@ class GradientSync:
         return self._steps[1] if self._steps[0] is group else 0
 
     def close(self) -> None:
-        """The optimizer is not in use any more."""
+        """Take the optimizer out of use."""
         get_optimizers_in_use().discard(self)
         self.exchange.close()
 
@@ -178,15 +182,10 @@ class GradientSync:
             self.exchange.clear()
         return decision.rows > 0
 
-    def _trailer(self, group: Group, there: Marks) -> Marks:
-        return self._exchange_trailer(group, there, rows=1).present
-
     def _exchange_trailer(self, group: Group, there: Marks, rows: int) -> StepDecision:
-        swap = self.exchange
-        decision = exchange_trailer(
-            group, swap.layout_hash, there, swap.sparse_parameters, swap.bucket_bytes, rows
-        )
-        swap.apply_agreement(decision.found_sparse, decision.bucket_bytes)
+        exchange = self.exchange
+        decision = exchange_trailer(group, exchange.layout_hash, there, exchange.found_sparse, rows)
+        exchange.apply_agreement(decision.found_sparse)
         return decision
 
 
@@ -199,21 +198,21 @@ class _Subgroups(dict[tuple[int, ...], Group]):
 
 
 def get_optimizers_in_use() -> WeakSet[Joinable]:
-    """The exchanges of all optimizers that this process uses."""
+    """Return the synchronization of each optimizer that this process uses."""
     return get_process_context().get_or_create(_OptimizersInUse)
 
 
 def _is_only_optimizer() -> bool:
-    """Whether one optimizer is in use, so that its buckets may go out during backward. With several, ranks may
-    differ in which has a bucket complete first, but not in the order of their steps. An idle one only costs time."""
+    """Whether one optimizer is in use, so that its buckets may be sent during backward. With several, the ranks may
+    differ in which optimizer completes a bucket first, but not in the order of their steps."""
     return len(get_optimizers_in_use()) == 1
 
 
 def get_training_group(process_set: ProcessSet) -> Group | None:
-    """The group that trains together now; None: this process trains alone.
+    """Return the group that trains together now; None: this process trains alone.
 
     Raises:
-        CollectiveError: between two worlds there is nobody.
+        CollectiveError: the worker is between two worlds.
     """
     worker = get_context()
     if worker is None or process_set is global_process_set:
@@ -229,7 +228,7 @@ def get_training_group(process_set: ProcessSet) -> Group | None:
 
 @contextmanager
 def world_ranks_in_errors(group: Group | None) -> Iterator[None]:
-    """Whoever is at fault in a process set's exchange is known to the driver by the world's ranks."""
+    """Translate the ranks in a CollectiveError of a process set to ranks of the world, which the driver knows."""
     try:
         yield
     except CollectiveError as error:
@@ -237,21 +236,22 @@ def world_ranks_in_errors(group: Group | None) -> Iterator[None]:
 
 
 def exchange_trailer(
-    group: Group, layout: int, present: Marks, found_sparse: Marks, bucket_bytes: int, rows: int = 1
+    group: Group, layout: int, present: Marks, found_sparse: Marks, rows: int = 1
 ) -> StepDecision:
-    """Exchange the trailer of a step in the current world, by which it also hears of planned changes (R6).
+    """Exchange the summary of a step, by which the ranks also agree on planned changes of the world (R6, step summary).
 
-    rows: 0 on a rank that has joined.
+    Args:
+        rows: 0 on a rank that has joined.
     """
     worker = get_context()
     version = 0 if worker is None or worker.handle is None else worker.handle.membership_version()
-    mine = StepSummary(START, version, layout, rows, 0.0, 1.0, present, found_sparse, bucket_bytes)
+    mine = StepSummary(START, version, layout, rows, 0.0, 1.0, present, found_sparse)
     decision = exchange_summaries(group, mine)
-    if worker is not None and worker.group is group:  # what a part of the world heard is no agreement of all
+    if worker is not None and worker.group is group:  # a process set cannot agree for the whole world
         worker.group_context.record_agreed_version(decision.version)
     return decision
 
 
 def _number(ranks: tuple[int, ...]) -> int:
-    """The number of the subgroup's channel: the same on all members, and no other channel's."""
+    """Return the engine's channel of the subgroup: the same on all members, and used by nothing else."""
     return 1 + int.from_bytes(hashlib.sha256(f"gradients {ranks}".encode()).digest()[:7], "little")

@@ -172,7 +172,7 @@ class TrainStep:
             before_apply()
             self._apply(decision, share.planned, shared)
             self._metrics.commit()
-            self._exchange.apply_agreement(decision.found_sparse, decision.bucket_bytes)
+            self._exchange.apply_agreement(decision.found_sparse)
             state.position = after(decision)
             self._ledger.record_applied(group.fence, here, group.size)
         return decision
@@ -203,8 +203,7 @@ class TrainStep:
             loss=loss,
             denominator=denominator,
             present=self._exchange.present,
-            found_sparse=self._exchange.sparse_parameters,
-            bucket_bytes=self._exchange.bucket_bytes,
+            found_sparse=self._exchange.found_sparse,
             ends=ends,
         )
 

@@ -15,7 +15,6 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from spark_elastic.ops.reduction import Compressor
 from spark_elastic.torch import Adasum, Compression, DistributedOptimizer, Sum
-from spark_elastic.torch.gradients import exchange
 from tests.unit.torch.loops import Here, X, adam, enter, net, plain, weights
 from tests.unit.torch.worlds import in_a_world
 
@@ -172,30 +171,6 @@ def test_adasum_leaves_parameters_as_they_were_when_the_exchange_breaks(here: He
         assert torch.equal(weights(model), weights(net()))
 
     in_a_world(2, work)
-
-
-def test_p2_a_layout_that_changes_in_mid_training_changes_nothing(
-    here: Here, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(exchange, "CANDIDATES", (256, 64, 320))
-    steps = 3 * exchange.STEPS + 2
-
-    def work(group: Group) -> tuple[torch.Tensor, set[int]]:
-        enter(here, group)
-        model, layouts = net(), set()
-        opt: Any = DistributedOptimizer(adam(model.parameters()), model.named_parameters())
-        for _ in range(steps):
-            model(X[group.rank * 6 :][:6]).pow(2).mean().backward()
-            opt.step()
-            layouts.add(opt._rounds.exchange.layout_hash)
-            opt.zero_grad()
-        opt.close()
-        return weights(model), layouts
-
-    (first, layouts), (second, _) = in_a_world(2, work)
-    assert len(layouts) > 1
-    assert torch.equal(first, second)
-    assert torch.allclose(first, plain([X] * steps, adam), rtol=0, atol=1e-12)
 
 
 @pytest.mark.gpu

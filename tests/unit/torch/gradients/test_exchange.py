@@ -105,7 +105,7 @@ def test_r07_hooks_of_several_devices_come_one_at_a_time(monkeypatch: pytest.Mon
     lacking, launch = list[int](), GradientExchange._send_next_bucket
 
     def seen(exchange: GradientExchange) -> None:
-        lacking.append(exchange._waiting[exchange._launched])
+        lacking.append(exchange._step.missing[exchange._step.sent])
         launch(exchange)
 
     monkeypatch.setattr(GradientExchange, "_send_next_bucket", seen)

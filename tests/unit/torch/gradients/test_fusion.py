@@ -11,13 +11,13 @@ import torch
 from spark_elastic.torch import tensors
 from spark_elastic.torch.gradients import dispatch as fusion
 from spark_elastic.torch.gradients.buckets import layout
-from spark_elastic.torch.gradients.dispatch import Fusion
+from spark_elastic.torch.gradients.dispatch import BucketMemory
 from spark_elastic.torch.gradients.exchange_options import build_specs
 from spark_elastic.worker.context import ProcessContext
 
 
 class Memory:
-    """What a `Fusion` asks of a group when it is made."""
+    """What a `BucketMemory` asks of a group when it is made."""
 
     def buffer(self, nbytes: int) -> Any:
         return np.zeros(nbytes, np.uint8)
@@ -33,7 +33,7 @@ def test_once_it_is_said_that_gradients_of_gpus_go_through_the_host(
     parameters = [torch.nn.Parameter(torch.ones(3, device=device)) for _ in range(2)]
     buckets = layout(build_specs(["a", "b"], parameters), bucket_bytes=1)
     for _ in range(2):  # in the next world, too, it is known
-        Fusion(parameters, buckets, group)  # type: ignore[arg-type]
+        BucketMemory(parameters, buckets, group)  # type: ignore[arg-type]
     assert len(buckets) == 2
     assert [record.getMessage().partition(",")[0] for record in caplog.records] == [
         "tensors of GPUs are exchanged through the host"
