@@ -106,10 +106,8 @@ def _serve_until_forked(slot: socket.socket, failure: str) -> list[int]:
     try:
         with slot:
             _serve(slot, failure)
-    except (
-        _InForkedProcess
-    ) as born:  # handled here, or it would be the context of everything that the process raises
-        return born.descriptors
+    except _InForkedProcess as forked:  # caught here, or it would be the context of later exceptions
+        return forked.descriptors
     return []
 
 

@@ -308,9 +308,7 @@ class ForkedProcess:
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             return None  # it was not adopted and ends by itself
-        if (
-            not started
-        ):  # the server died meanwhile, and the process may or may not have begun to read its input
+        if not started:  # the server died meanwhile; the process may have begun to read its input
             process.send_signal(signal.SIGKILL)
         return process
 

@@ -68,9 +68,8 @@ class FunctionProgram:
         worker = get_context()
         assert worker is not None
         handle.persistent.pop(ENTERED, None)
-        if (
-            self._ran
-        ):  # not before the first call, which may use what its modules created when they were imported
+        # Not before the first call, which may use what its modules created when they were imported.
+        if self._ran:
             start_call()
             destroy_process_group()
         self._ran = True

@@ -147,9 +147,7 @@ class WorkerLoop:
             began = self._clock.now()
             try:
                 answer = self._execute(command)
-            except (
-                DriverUnreachable
-            ) as error:  # not a crash: this thread may see it before `DriverWatch` does
+            except DriverUnreachable as error:  # no crash; this thread may notice before `DriverWatch`
                 sys.stderr.write(f"worker {self._identity.worker} ends: {error}\n")
                 now = self._clock.now()
                 answer = on.DriverSilent(now, now - began)
@@ -260,14 +258,13 @@ class WorkerLoop:
         except WorkerExit:
             raise
         except BaseException as error:
-            # Reported to the driver whatever its class; the driver decides (R13, poison).
+            # Reported to the driver whatever its class; the driver decides (R13, deterministic failures).
             return on.UserRaised(self._clock.now(), compute_fingerprint(error), format_traceback(error))
 
     def _train(self, world: World, group: Group) -> on.WorkerEvent:
         outcome = self._program.run(world, group, self._handle)
-        now = (
-            self._clock.now()
-        )  # `world` is not used from here on: the program may have gone on to a later one
+        # `world` is not used from here on: the program may have gone on to a later one.
+        now = self._clock.now()
         if isinstance(outcome, Completed):
             check_result_size(outcome.result)
             return on.Finished(now, self._fence(), outcome.result)

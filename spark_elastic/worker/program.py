@@ -34,7 +34,7 @@ ENVELOPE = 4096  # bytes that the rest of that message needs at most
 
 @dataclass(frozen=True)
 class Stopped:
-    """The program stopped at a step boundary because a planned change was announced (R6, trailer)."""
+    """The program stopped at a step boundary because a planned change was announced (R6, step summary)."""
 
     reason: str
 
@@ -54,7 +54,7 @@ Outcome: TypeAlias = Stopped | Completed
 class WorkerHandle:
     """What a running program may use of its worker."""
 
-    # The newest membership version that this worker knows; part of each step's trailer.
+    # The newest membership version that this worker knows; part of each step's summary.
     membership_version: Callable[[], int]
     # To be called after each change of the position; cheap, without I/O.
     report_position: Callable[[Position], None]
@@ -96,7 +96,7 @@ class Program(Protocol):
         ...
 
     def sync(self, world: World, group: Group) -> Position | None:
-        """Send or receive the state of `world.source`: into staging, verified, then swapped (R5, sync into staging).
+        """Send or receive the state of `world.source`: into staging, verified, then swapped (R5, staging).
 
         Returns the position of the state that the program then has. None: it synchronizes inside `run` and reports its
         position there.
@@ -196,7 +196,7 @@ def decode_result(text: str, rank: int) -> Any:
     """The value; None for `null`, which stands for a worker that ended without a result.
 
     Raises:
-        InvalidInput: the value cannot be made here again.
+        InvalidInput: the value cannot be unpickled here.
     """
     encoded = json.loads(text)
     if encoded is None:

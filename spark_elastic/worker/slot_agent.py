@@ -71,7 +71,7 @@ class SlotAgent:
         self._spare: Child | None = None
         self._stopping: Child | None = None  # the worker that was told to end
         self._started = 0
-        self._memory_kills = OomKillCounter()
+        self._oom_kills = OomKillCounter()
         self._heartbeat_every = 1.0
         self._closing = threading.Event()
         self._lines_complete = threading.Event()
@@ -96,9 +96,8 @@ class SlotAgent:
         try:
             if answer.accepted:
                 self._promote()
-            while (
-                True
-            ):  # a refused slot waits as well: a return would end the task's other attempts (R14, duplicates)
+            # A refused slot waits as well: a return would end the task's other attempts (R14, duplicates).
+            while True:
                 reason = self._events.get()()
                 if reason is not None:
                     return reason
@@ -131,7 +130,7 @@ class SlotAgent:
         elif child is self._active:
             assert child.worker is not None
             try:
-                out_of_memory = self._memory_kills.is_oom_kill(code)
+                out_of_memory = self._oom_kills.is_oom_kill(code)
                 crashed_at = child.find_crash_location(code)
                 reason = _describe_exit(code, out_of_memory)
                 self._client.ask(
