@@ -105,7 +105,7 @@ class GroupContext(Scope):
         self._agreed_version: int | None = None
 
     def record_agreed_version(self, version: int) -> None:
-        """An exchange brought every rank the same newest membership version (R6, step summary)."""
+        """An exchange brought every rank the same newest membership version: R6 (step summary)."""
         self._agreed_version = max(version, self._agreed_version or 0)
 
     def take_agreed_version(self) -> int | None:

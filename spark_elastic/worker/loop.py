@@ -258,7 +258,7 @@ class WorkerLoop:
         except WorkerExit:
             raise
         except BaseException as error:
-            # Reported to the driver whatever its class; the driver decides (R13, deterministic failures).
+            # Reported to the driver whatever its class; the driver decides: R13 (deterministic failures).
             return on.UserRaised(self._clock.now(), compute_fingerprint(error), format_traceback(error))
 
     def _train(self, world: World, group: Group) -> on.WorkerEvent:
@@ -303,8 +303,8 @@ class WorkerLoop:
 class DriverWatch:
     """Follows the driver from a daemon thread, by long polls: aborts, the membership version, orders to stop.
 
-    It never touches the program. When the driver was silent for `driver_timeout`, it ends the worker (R12, driver
-    silence).
+    It never touches the program. When the driver was silent for `driver_timeout`, it ends the worker:
+    R12 (driver silence).
     """
 
     def __init__(self, worker: WorkerId, driver: DriverClient, clock: Clock, driver_timeout: float) -> None:

@@ -34,7 +34,7 @@ ENVELOPE = 4096  # bytes that the rest of that message needs at most
 
 @dataclass(frozen=True)
 class Stopped:
-    """The program stopped at a step boundary because a planned change was announced (R6, step summary)."""
+    """The program stopped at a step boundary because a planned change was announced: R6 (step summary)."""
 
     reason: str
 
@@ -66,7 +66,7 @@ class WorkerHandle:
     next_world: Callable[[CollectiveError | None], tuple[World, Group]]
     # Objects by name that outlive one call of a user's function.
     persistent: dict[str, Any] = field(default_factory=dict)
-    # Tells the driver, which decides whether the checkpoint counts (R18, publication). One short request; any thread.
+    # Tells the driver, which decides whether the checkpoint counts: R18 (publication). One short request; any thread.
     report_checkpoint: Callable[[Checkpoint], object] = lambda checkpoint: None
 
 
@@ -96,7 +96,7 @@ class Program(Protocol):
         ...
 
     def sync(self, world: World, group: Group) -> Position | None:
-        """Send or receive the state of `world.source`: into staging, verified, then swapped (R5, staging).
+        """Send or receive the state of `world.source`: into staging, verified, then swapped: R5 (staging).
 
         Returns the position of the state that the program then has. None: it synchronizes inside `run` and reports its
         position there.

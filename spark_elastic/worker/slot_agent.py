@@ -96,7 +96,7 @@ class SlotAgent:
         try:
             if answer.accepted:
                 self._promote()
-            # A refused slot waits as well: a return would end the task's other attempts (R14, duplicates).
+            # A refused slot waits as well: a return would end the task's other attempts: R14 (duplicates).
             while True:
                 reason = self._events.get()()
                 if reason is not None:
@@ -218,7 +218,7 @@ class SlotAgent:
         self._events.put(lambda: self._handle_exit(child, code))
 
     def _watch(self) -> None:
-        """Poll for commands. The slot ends when the driver was silent for `driver_timeout` (R12, driver silence)."""
+        """Poll for commands. The slot ends when the driver was silent for `driver_timeout`: R12 (driver silence)."""
         seen = 0
         began = self._clock.now()
         while not self._closing.is_set():

@@ -161,7 +161,7 @@ def _format_frame(path: str, line: str, function: str) -> str:
 class WaitRecordingClient:
     """A driver client that records requests which wait for other workers as waits.
 
-    The slot's heartbeats, which no long poll delays, count as signs of life of the driver too (R12, driver silence).
+    The slot's heartbeats, which no long poll delays, count as signs of life of the driver too: R12 (driver silence).
     """
 
     _WAITING = JoinWorld, Exchange, WorkerDone
