@@ -1,6 +1,6 @@
-"""Composition root: puts server, driver loop, launcher and discovery together and waits for the end of the job.
+"""The composition root of a job: connects server, driver loop, launcher and discovery, and waits for the job's end.
 
-Over any launcher: `platforms` has those of Spark, `local` that of plain processes.
+It works over any launcher: `platforms` has those of Spark, `local` the one of plain processes.
 """
 
 from __future__ import annotations
@@ -46,37 +46,10 @@ from spark_elastic.rendezvous.server import RendezvousServer, ServerCallbacks
 from spark_elastic.rendezvous.status_app import StatusApp
 from spark_elastic.state.run_lease import RunLease
 
-# How a job's end is told to its caller: its results, or an error of the class that fits. Pure.
-
-
-def unpack_results(end: End) -> tuple[str, ...]:
-    """What the workers returned, in rank order.
-
-    Raises:
-        JobFailed: with its subclasses; JobCancelled: the user or Spark ended it.
-    """
-    match end.outcome:
-        case Outcome.SUCCESS:
-            return end.results
-        case Outcome.USER_ERROR:
-            raise WorkerFailed(f"{end.reason}\n{end.detail}")
-        case Outcome.NOT_ENOUGH_WORKERS:
-            raise NotEnoughWorkers(end.reason)
-        case Outcome.OUT_OF_MEMORY:
-            raise OutOfMemory(f"{end.reason}\n{end.detail}".rstrip())
-        case Outcome.FAILURE_BUDGET | Outcome.RESET_LIMIT:
-            raise FailureBudgetExceeded(f"{end.reason}\n{end.detail}".rstrip())
-        case Outcome.TIME_LIMIT:
-            raise TimeLimitReached(end.reason)
-        case Outcome.CANCELLED:
-            raise JobCancelled(end.reason)
-    raise JobFailed(end.reason)
-
-
 log = logging.getLogger("spark_elastic")
 
 STOP_WITHIN = 5.0  # seconds in which a job is gone once it ends, however it ends
-FIRST_ATTEMPT = 1
+FIRST_ATTEMPT = 1  # of a job without a run
 
 
 @dataclass(frozen=True)
@@ -132,44 +105,54 @@ def supervise(
     limits: Limits,
     config: ElasticConfig,
     name: str,
-    narrate: JobListener | None = None,
+    listener: JobListener | None = None,
 ) -> LaunchResult:
-    """Drive one job to its end over any launcher. Blocks; Ctrl-C ends the job within `STOP_WITHIN` seconds."""
-    clock = SystemClock()
+    """Drive one job to its end over any launcher. Blocks; Ctrl-C ends the job within `STOP_WITHIN` seconds.
+
+    Raises:
+        JobFailed: with its subclasses.
+        JobCancelled: the user or Spark ended the job.
+    """
+    clock, run, turn = SystemClock(), options.run, options.turn
     discovery = steered(discovery, config.host_discovery, config.handle, clock)
-    narrator = narrate or NullListener()
-    inbox: EventQueue = EventQueue()
+    events: EventQueue = EventQueue()
+
+    # What people see of the job.
     pace = partial(heartbeat_interval, limits.lease)
-    stalls = StallWatch(inbox.put, clock, config.stall_after, pace)
-    run, turn = options.run, options.turn
+    stalls = StallWatch(events.put, clock, config.stall_after, pace)
     files = _open_log_files(run, config, clock)
     hooks = () if turn is None else (turn.finish_gathering, turn.report_shortage)
-    monitor = JobMonitor(narrator, clock, clock.now(), stalls, files, *hooks)
+    monitor = JobMonitor(listener or NullListener(), clock, clock.now(), stalls, files, *hooks)
     journal = Journal(config.journal, monitor.turn)
+    status = StatusApp(pages(monitor.chronicle, name, clock), clock) if config.status_page else None
+
+    # The server and the driver's loop.
     key = options.key or secrets.token_bytes(32)
-    recipients = ServerCallbacks(stalls.post, monitor.lines, options.check_host, monitor.report, pace)
     bind = Bind(options.bind, config.driver_port, options.advertise, auth.chosen(config, options.encrypted))
     attempt, checkpoints = (run.attempt, run.checkpoints) if run is not None else (FIRST_ATTEMPT, ())
-    door = StatusApp(pages(monitor.chronicle, name, clock), clock) if config.status_page else None
-    server = RendezvousServer(key, attempt, recipients, clock, bind, door)
-    effects = CommandExecutor(server, launcher, monitor, run.publish if run is not None else _publish_nothing)
-    first = driver_machine.initial(limits, attempt, checkpoints)
-    loop = DriverLoop(first, inbox, effects.carry_out, clock, journal)
+    callbacks = ServerCallbacks(stalls.post, monitor.lines, options.check_host, monitor.report, pace)
+    server = RendezvousServer(key, attempt, callbacks, clock, bind, status)
+    executor = CommandExecutor(
+        server, launcher, monitor, run.publish if run is not None else _publish_nothing
+    )
+    state = driver_machine.initial(limits, attempt, checkpoints)
+    loop = DriverLoop(state, events, executor.carry_out, clock, journal)
+
     raise_file_limit(limits.max_workers)
-    # Last in, first out; an interrupt while one closes does not spare the others.
+    # Closed in reverse order; an interrupt while one closes does not keep the others from closing.
     with ExitStack() as closing:
         closing.enter_context(isolate_log_handlers())
         closing.enter_context(monitor.teller)
         if run is not None:
             closing.callback(run.close)
-            run.start(lambda reason: inbox.put(CancelRequested(clock.now(), reason)))
+            run.start(lambda reason: events.put(CancelRequested(clock.now(), reason)))
         if files is not None:
             closing.callback(files.close)
             files.start()
         closing.callback(server.close)
         server.start()
-        if door is not None:
-            monitor.announces(f"the status page of {name}: {door.url(server.url)}")
+        if status is not None:
+            monitor.announces(f"the status page of {name}: {status.url(server.url)}")
         closing.callback(loop.close)
         closing.callback(discovery.close)
         closing.callback(_close_launcher, launcher)
@@ -182,17 +165,17 @@ def supervise(
             job_name=name,
             certificate=server.certificate,
         )
-        launcher.start(spec, inbox.put)
-        discovery.start(inbox.put)
+        launcher.start(spec, events.put)
+        discovery.start(events.put)
         loop.start()
         end = _await_end(loop)
     report = monitor.chronicle.report(clock.now())
     try:
-        returned = _unpack_results_of_run(end, run)
+        results = _unpack_results_of_run(end, run)
     except (JobFailed, JobCancelled) as error:
         error.report = report
         raise
-    return LaunchResult(returned, tuple(monitor.worlds), tuple(journal.format_entries()), report)
+    return LaunchResult(results, tuple(monitor.worlds), tuple(journal.format_entries()), report)
 
 
 def make_limits(config: ElasticConfig, num_workers: int, min_workers: int, max_workers: int) -> Limits:
@@ -202,8 +185,8 @@ def make_limits(config: ElasticConfig, num_workers: int, min_workers: int, max_w
     return Limits(num_workers, min_workers, max_workers, **settings)
 
 
-def _publish_nothing(kept: tuple[Checkpoint, ...]) -> None:
-    """A job without a run has nowhere to write, and writes nothing."""
+def _publish_nothing(checkpoints: tuple[Checkpoint, ...]) -> None:
+    """A job without a run has no list of checkpoints."""
 
 
 def _open_log_files(run: RunLease | None, config: ElasticConfig, clock: Clock) -> LogFiles | None:
@@ -218,8 +201,33 @@ def _close_launcher(launcher: Launcher) -> None:
         log.warning("still running at Spark %.0f s after the job's end: %s", STOP_WITHIN, ", ".join(left))
 
 
+def unpack_results(end: End) -> tuple[str, ...]:
+    """What the workers returned, in rank order.
+
+    Raises:
+        JobFailed: the subclass that fits the outcome.
+        JobCancelled: the user or Spark ended the job.
+    """
+    match end.outcome:
+        case Outcome.SUCCESS:
+            return end.results
+        case Outcome.USER_ERROR:
+            raise WorkerFailed(f"{end.reason}\n{end.detail}")
+        case Outcome.NOT_ENOUGH_WORKERS:
+            raise NotEnoughWorkers(end.reason)
+        case Outcome.OUT_OF_MEMORY:
+            raise OutOfMemory(f"{end.reason}\n{end.detail}".rstrip())
+        case Outcome.FAILURE_BUDGET | Outcome.RESET_LIMIT:
+            raise FailureBudgetExceeded(f"{end.reason}\n{end.detail}".rstrip())
+        case Outcome.TIME_LIMIT:
+            raise TimeLimitReached(end.reason)
+        case Outcome.CANCELLED:
+            raise JobCancelled(end.reason)
+    raise JobFailed(end.reason)
+
+
 def _unpack_results_of_run(end: End, run: RunLease | None) -> tuple[str, ...]:
-    """As `results`. A job whose run another driver took over fails of what that one does to the run's checkpoints."""
+    """As `unpack_results`; but if another driver has taken the run over, that is the error: it caused the failure."""
     try:
         return unpack_results(end)
     except JobFailed:

@@ -34,7 +34,7 @@ def test_those_of_the_beginning_are_no_news(monkeypatch: pytest.MonkeyPatch) -> 
     context: Any = SimpleNamespace(
         _jsc=SimpleNamespace(sc=lambda: SimpleNamespace(schedulerBackend=lambda: backend))
     )
-    monkeypatch.setattr(executors, "hasattr_java", lambda sc, method: True)
+    monkeypatch.setattr(executors, "_has_backend_method", lambda sc, method: True)
     monkeypatch.setattr(executors, "POLL_EVERY", 0.001)
     posted: SimpleQueue[DriverEvent] = SimpleQueue()
     watch = executors.ExecutorWatch(context, FakeClock())
