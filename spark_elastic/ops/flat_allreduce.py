@@ -6,6 +6,7 @@ The thread that fills a buffer owns it.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,13 +47,13 @@ class FlatBuffer:
         ranges: dict[np.dtype[Any], tuple[int, int]] = {}  # by dtype: the same of all its arrays
         end = 0
         for kind in dict.fromkeys(kinds):
-            begin = end
+            begin = last = end
             for index, shape in enumerate(shapes):
                 if kinds[index] == kind:
-                    nbytes = math.prod(shape) * kind.itemsize
-                    spans[index] = end, end + nbytes
-                    end += -(-nbytes // ALIGN) * ALIGN
-            ranges[kind] = begin, end
+                    last = end + math.prod(shape) * kind.itemsize
+                    spans[index] = end, last
+                    end = -(-last // ALIGN) * ALIGN
+            ranges[kind] = begin, last
         memory = allocate(end)
         # One flat array per dtype: what collectives take. Between the views lie up to ALIGN - 1 bytes of padding.
         self.flat: list[Array] = [memory[begin:end].view(kind) for kind, (begin, end) in ranges.items()]
@@ -82,3 +83,40 @@ class FlatBuffer:
         for flat in self.flat:
             if len(flat):
                 group.allreduce(flat, op=op, compression=compression if flat.dtype == np.float32 else None)
+
+
+class FlatAllreduce:
+    """Sums arrays of fixed shapes over the ranks, in the shared memory of a group."""
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str]) -> None:
+        """
+        Args:
+            dtypes: of each array; what is not float64 is summed as float32.
+        """
+        self._shapes = list(shapes)
+        self._dtypes = ["float64" if dtype == "float64" else "float32" for dtype in dtypes]
+        self.layout_hash = zlib.crc32(repr((self._shapes, self._dtypes)).encode())
+        self._group: Group | None = None  # the group that owns the memory of `_buffer`
+        self._buffer: FlatBuffer | None = None
+
+    def allreduce(self, group: Group, arrays: Sequence[Array | None], wire: str | None) -> list[Array]:
+        """Return the sums over all ranks, in rank order. The next call overwrites them.
+
+        Args:
+            arrays: None stands for zeros.
+            wire: the wire format of float32; None: as it is.
+
+        Raises:
+            CollectiveError: the group broke; the contents of the buffer are void.
+        """
+        if self._buffer is None or group is not self._group:
+            # All ranks do so at the same place among their collectives, as `Group.buffer` demands.
+            self._buffer, self._group = FlatBuffer(self._shapes, self._dtypes, group.buffer), group
+        self._buffer.fill(arrays)
+        if group.size > 1:
+            self._buffer.allreduce(group, compression=wire)
+        return self._buffer.views
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._group = self._buffer = None

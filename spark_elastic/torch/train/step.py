@@ -7,15 +7,14 @@ section. It owns no data and no loop. Main thread only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from elastic_collectives import Group
+from spark_elastic.ops.flat_allreduce import FlatBuffer
 from spark_elastic.protocol.types import Position
 from spark_elastic.torch.gradients.exchange import GradientExchange
 from spark_elastic.torch.layers import RowDropout, SyncBatchNorm, draw_rows
@@ -47,38 +46,31 @@ class BufferExchange:
         """before: the forward pass. rows: of this rank's share, out of `planned`; a rank without rows adds nothing."""
         named = [(name, b) for name, b in self._model.named_buffers() if not b.is_complex()]
         written = np.array([before.has_changed(name, b) for name, b in named], np.int64)
-        _all_reduced(group, written, "max")  # all ranks send the same ones
+        if len(written):
+            group.allreduce(written, op="max")  # all ranks send the same ones
         sent = [b for (_, b), flag in zip(named, written, strict=True) if flag]
         self._floats = [b for b in sent if b.is_floating_point()]
         self._integers = [b for b in sent if not b.is_floating_point()]
-        self._mean = _flat(self._floats, torch.float64)
         # Zeros, not values times zero, which are NaN where a mask holds infinities.
-        self._mean = self._mean * (rows / planned) if rows else np.zeros_like(self._mean)
-        _all_reduced(group, self._mean, "sum")
-        self._most = _flat(self._integers, torch.int64)
-        _all_reduced(group, self._most, "max")
+        self._means = _copy_to_flat(self._floats, torch.float64, rows / planned if rows else None)
+        self._means.allreduce(group)
+        self._maxima = _copy_to_flat(self._integers, torch.int64)
+        self._maxima.allreduce(group, "max")
 
     def apply(self) -> None:
-        _write(self._floats, self._mean)
-        _write(self._integers, self._most)
+        with torch.no_grad():
+            for buffers, flat in ((self._floats, self._means), (self._integers, self._maxima)):
+                for buffer, view in zip(buffers, flat.views, strict=True):
+                    buffer.copy_(torch.from_numpy(view))
 
 
-def _all_reduced(group: Group, array: npt.NDArray[Any], op: str) -> None:
-    if len(array):  # an allreduce of nothing would still wait for the other ranks
-        group.allreduce(array, op=op)
-
-
-def _flat(buffers: list[torch.Tensor], dtype: torch.dtype) -> npt.NDArray[Any]:
-    parts = [buffer.detach().reshape(-1).to(dtype) for buffer in buffers]
-    return torch.cat(parts).numpy() if parts else torch.empty(0, dtype=dtype).numpy()
-
-
-def _write(buffers: list[torch.Tensor], flat: npt.NDArray[Any]) -> None:
-    end = 0
-    with torch.no_grad():
-        for buffer in buffers:
-            buffer.copy_(torch.from_numpy(flat[end : end + buffer.numel()]).view(buffer.shape))
-            end += buffer.numel()
+def _copy_to_flat(buffers: list[torch.Tensor], dtype: torch.dtype, factor: float | None = 1.0) -> FlatBuffer:
+    """Copy buffers, times `factor`, to one flat buffer. factor: None stands for zeros."""
+    arrays = [None if factor is None else buffer.detach().to(dtype).numpy() for buffer in buffers]
+    name = str(dtype).removeprefix("torch.")
+    flat = FlatBuffer([tuple(buffer.shape) for buffer in buffers], [name] * len(buffers))
+    flat.fill([array if array is None or factor == 1.0 else array * factor for array in arrays])
+    return flat
 
 
 # Layers that make a step depend on how its rows are split over workers (R9). Pure looking at a module; no thread.

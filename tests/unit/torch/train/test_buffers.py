@@ -48,7 +48,7 @@ def test_written_buffers_are_averaged_and_others_keep_their_bits() -> None:
             assert torch.equal(holder.get_buffer(name), Holder().get_buffer(name))
 
 
-def test_what_nobody_writes_to_does_not_travel() -> None:
+def test_buffers_that_no_rank_has_changed_are_not_sent() -> None:
     class Masked(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -57,7 +57,12 @@ def test_what_nobody_writes_to_does_not_travel() -> None:
             self.register_buffer("mean", torch.zeros(3))
 
     sent: list[tuple[int, str]] = []
-    group: Any = SimpleNamespace(allreduce=lambda array, op: sent.append((len(array), op)))
+
+    def allreduce(array: Any, op: str, compression: str | None = None) -> None:
+        assert compression is None
+        sent.append((len(array), op))
+
+    group: Any = SimpleNamespace(allreduce=allreduce)
     model = Masked()
     exchange, before = BufferExchange(model), ForwardSnapshot(model, model.modules())
     exchange.send(group, before, 1, 1)
