@@ -46,7 +46,7 @@ class Job(Bench):
         self._looked = clock.now()
         self._obey()
 
-    def run_to_end(self, played: on.DriverEvent | DriverMessage) -> None:
+    def post(self, played: on.DriverEvent | DriverMessage) -> None:
         self.now = self.clock.now()
         self.on(played)
         if self.state.lacks_slots != self._lacked:
@@ -67,37 +67,37 @@ class Job(Bench):
                 case Abort():
                     for member in self.world.members:
                         if member.worker in self.state.workers and member.slot != self.late:
-                            self.run_to_end(JoinWorld(member.worker, self.fence, at(self.step)))
+                            self.post(JoinWorld(member.worker, self.fence, at(self.step)))
                 case End():
                     self.turn.alive_lock.release()
 
     def begins(self, number: int) -> None:
         self.running.add(number)
         slot, worker = f"{number}-0", f"{number}-0.1"
-        self.run_to_end(RegisterSlot(slot, f"h{number}", number))
-        self.run_to_end(WorkerStarted(slot, worker))
-        self.run_to_end(JoinWorld(worker, None, None))
+        self.post(RegisterSlot(slot, f"h{number}", number))
+        self.post(WorkerStarted(slot, worker))
+        self.post(JoinWorld(worker, None, None))
 
     def _ends(self, number: int) -> None:
         if number in self.running:
             self.running.discard(number)
             self.cores.free += 1
-            self.run_to_end(on.LaunchEnded(0, number, "released"))
+            self.post(on.LaunchEnded(0, number, "released"))
 
     def loses(self, number: int) -> None:
         """Slot and core."""
         self.running.discard(number)
-        self.run_to_end(on.LaunchEnded(0, number, "executor lost", executor_lost=True))
+        self.post(on.LaunchEnded(0, number, "executor lost", executor_lost=True))
 
     def tick(self) -> None:
         for number in sorted(self.running):
-            self.run_to_end(Heartbeat(f"{number}-0", f"{number}-0.1", "S"))
-        self.run_to_end(on.Tick(0))
+            self.post(Heartbeat(f"{number}-0", f"{number}-0.1", "S"))
+        self.post(on.Tick(0))
         if self.clock.now() - self._looked >= LIMITS.gather_timeout:
             self._looked = self.clock.now()
             wanted = self.turn.find_slot_request()
             if wanted is not None:
-                self.run_to_end(on.SlotsWanted(0, wanted.holder, wanted.taken))
+                self.post(on.SlotsWanted(0, wanted.holder, wanted.in_use))
 
 
 def _pass(seconds: float, clock: FakeClock, cores: Cores, *jobs: Job) -> None:
@@ -129,7 +129,7 @@ def test_r17_of_two_jobs_that_are_short_after_one_loss_the_first_goes_on_and_the
     assert len(second.all(Publish)) == 1
     _pass(2 * LIMITS.start_timeout, clock, cores, first, second)
     assert not second.all(End), "the slots are taken, not missing"
-    first.run_to_end(on.CancelRequested(0, "it is done"))
+    first.post(on.CancelRequested(0, "it is done"))
     _pass(40.0, clock, cores, second)
     assert (len(second.all(Publish)), second.world.size, second.world.position) == (2, 3, at(7))
 
@@ -151,7 +151,7 @@ def test_r17_nothing_is_given_back_to_a_job_that_has_its_slots_and_waits_for_a_l
     clock, cores, first, second = _two_that_train()
     first.late = "1-0"
     member = next(member for member in first.world.members if member.slot != first.late)
-    first.run_to_end(JoinWorld(member.worker, first.fence, at(7), reason="its peer is silent"))
+    first.post(JoinWorld(member.worker, first.fence, at(7), reason="its peer is silent"))
     second.loses(1)
     _pass(3 * LIMITS.gather_timeout, clock, cores, first, second)
     assert len(first.all(Publish)) == 1

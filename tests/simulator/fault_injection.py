@@ -189,7 +189,7 @@ class FaultInjection:
         self._replace_host()
 
     def _lose_executor(self, host: SimHost) -> None:
-        heard_of = {(slot.server, slot.job) for slot in host.slots if slot.alive}
+        heard_of = {(slot.server, slot.launch) for slot in host.slots if slot.alive}
         self.sim.server.post(on.HostLost(0, host.name, "its heartbeats timed out"))
         for server, job in heard_of:
             server.post(on.LaunchEnded(0, job, "its executor is lost", executor_lost=True))

@@ -1,4 +1,4 @@
-"""Seeded plans of what goes wrong and when: values that a simulation (or a test on real processes) plays."""
+"""Seeded plans of faults and their times: values for a simulation."""
 
 from __future__ import annotations
 
@@ -60,38 +60,34 @@ class Share(Enum):
 
 @dataclass(frozen=True)
 class Fault:
-    """`kind` strikes `share` of the targets, beginning at number `target`, `after` seconds after the `nth` such
-    moment. duration: of what passes again, in seconds. silent: without a broken connection (power loss)."""
+    """One fault that is injected once."""
 
     kind: FaultKind
     moment: Moment = Moment.TIME
-    nth: int = 1
-    after: float = 0.0
-    target: int = 0
-    share: Share = Share.ONE
-    duration: float = 1.0
-    silent: bool = False
+    nth: int = 1  # such moment
+    after: float = 0.0  # seconds after that moment
+    target: int = 0  # number of the first target
+    share: Share = Share.ONE  # of the targets
+    duration: float = 1.0  # seconds, of a fault that passes
+    silent: bool = False  # without a broken connection, as in a loss of power
 
 
 @dataclass(frozen=True)
 class FaultPlan:
-    """A job and its misfortunes. steps: of an epoch; rows: of a step; forward: seconds that its computing takes.
-    replace_after: seconds after which another host comes for a lost one, None for never. retries: the cluster itself
-    starts a failed slot task again. checkpoint_every: steps from one checkpoint to the next, None for no checkpoints.
-    """
+    """A job and its faults."""
 
     seed: int
     limits: Limits
     hosts: int
     slots_per_host: int
     epochs: int = 1
-    steps: int = 10
-    rows: int = 96
-    forward: float = 0.03
+    steps: int = 10  # of an epoch
+    rows: int = 96  # of a step
+    forward: float = 0.03  # seconds that computing a step takes
     faults: tuple[Fault, ...] = field(default=())
-    replace_after: float | None = 1.0
-    retries: bool = False
-    checkpoint_every: int | None = None
+    replace_after: float | None = 1.0  # seconds after which another host replaces a lost one; None: never
+    retries: bool = False  # the cluster itself starts a failed slot task again
+    checkpoint_every: int | None = None  # steps from one checkpoint to the next; None: no checkpoints
     duplicates: float = 0.02  # probability that a message comes twice
 
     def successor(self, position: Position) -> Position:
@@ -159,7 +155,7 @@ def random_plan(seed: int) -> FaultPlan:
 
 
 def _with_checkpoints(rng: random.Random, plan: FaultPlan) -> FaultPlan:
-    """Of a durable run, whose drivers die, too."""
+    """The plan with checkpoints, and with faults that concern them and the driver."""
     limits = replace(plan.limits, checkpoints_kept=rng.choice((1, 2, 3)), driver_timeout=DRIVER_TIMEOUT)
     faults = tuple(_durable_fault(rng) for _ in range(rng.choice((1, 2, 2, 3))))
     every = rng.choice((1, 2, 3, 5))
@@ -231,16 +227,16 @@ def _random_fault(rng: random.Random) -> Fault:
     )
 
 
-# Storms: plans in which a large cluster loses and gains hosts by the hundred, for `simulate`. Pure values.
-
-
-STEP = 0.8  # seconds that a step computes: the storm blows over few steps
-CALM = 3.0  # seconds from the beginning until the first host is lost
+STORM_STEP = 0.8  # seconds that a step of a storm computes, so that the storm lasts few steps
+STORM_START = 3.0  # seconds from the beginning until the first host is lost
 
 
 def storm(seed: int, hosts: int = 1000, slots_per_host: int = 10) -> FaultPlan:
-    """A worker in each slot; then a quarter of the hosts is lost within 0.2 s, half of them without a word, and while
-    others take their place more are drained or cut off; in the end all but one die, and others come again."""
+    """A plan in which a large cluster loses and gains hosts by the hundred.
+
+    Each slot has a worker. Then a quarter of the hosts is lost within 0.2 s, half of them silently. While others
+    replace them, more are drained or cut off. In the end all but one die and are replaced again.
+    """
     rng = random.Random(seed)
     workers = hosts * slots_per_host
 
@@ -259,11 +255,13 @@ def storm(seed: int, hosts: int = 1000, slots_per_host: int = 10) -> FaultPlan:
         ]
 
     faults = (
-        *wave(FaultKind.KILL_HOST, 0.125, CALM),
-        *wave(FaultKind.KILL_HOST, 0.125, CALM, silent=True),
-        *wave(FaultKind.DRAIN_HOST, 0.05, CALM + 1.0),
-        *wave(FaultKind.CUT_OFF_HOST, 0.05, CALM + 1.0, duration=0.8),
-        Fault(FaultKind.KILL_HOST, after=CALM + 3.5, target=rng.randrange(hosts), share=Share.ALL_BUT_ONE),
+        *wave(FaultKind.KILL_HOST, 0.125, STORM_START),
+        *wave(FaultKind.KILL_HOST, 0.125, STORM_START, silent=True),
+        *wave(FaultKind.DRAIN_HOST, 0.05, STORM_START + 1.0),
+        *wave(FaultKind.CUT_OFF_HOST, 0.05, STORM_START + 1.0, duration=0.8),
+        Fault(
+            FaultKind.KILL_HOST, after=STORM_START + 3.5, target=rng.randrange(hosts), share=Share.ALL_BUT_ONE
+        ),
     )
     limits = Limits(
         num_workers=workers,
@@ -275,6 +273,6 @@ def storm(seed: int, hosts: int = 1000, slots_per_host: int = 10) -> FaultPlan:
         failure_budget=workers,
     )
     return FaultPlan(
-        seed, limits, hosts, slots_per_host, steps=4, rows=2 * workers, forward=STEP, faults=faults,
+        seed, limits, hosts, slots_per_host, steps=4, rows=2 * workers, forward=STORM_STEP, faults=faults,
         replace_after=1.0, duplicates=0.01,
     )  # fmt: skip

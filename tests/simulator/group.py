@@ -1,6 +1,7 @@
 """The group of one simulated world: forming, sync, exchanges, and how they break.
 
-Death at any point leaves some ranks with a step's result and others without (R1); whoever has it applies it whole.
+A death at any point leaves some ranks with a step's result and others without it. A rank that has the result applies it
+whole: R1 (sealed steps).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from tests.simulator.simulation import Simulation
 
 COLLECTIVE_TIMEOUT = 4.0  # seconds that a rank waits for its peers
-# Probability that a peer names who broke; others are freed by the cascade, without a name.
+# Probability that a peer names the rank that broke. Others are woken as the group breaks, without a name.
 NAMES_SUSPECT = 0.5
 
 
@@ -41,7 +42,7 @@ WAITING = (Activity.FORMING, Activity.SYNCING, Activity.EXCHANGE)
 
 
 class SimGroup:
-    """One rank each of the world's members, as far as they came."""
+    """The members of a world that have come to form its group."""
 
     def __init__(self, sim: Simulation, world: World) -> None:
         self.sim = sim
@@ -49,10 +50,8 @@ class SimGroup:
         self.inside: dict[str, SimWorker] = {}
         self.activity: dict[str, Activity] = {}
         self._count: Counter[Activity] = Counter()  # of `doing`
-        self._unaware: dict[
-            str, SimWorker
-        ] = {}  # have not heard that anybody left; kept for large worlds only
-        self.broken: dict[str, str] = {}  # worker -> why its end of the group is of no more use
+        self._unaware: dict[str, SimWorker] = {}  # have not seen a peer leave; used in large worlds only
+        self.broken: dict[str, str] = {}  # worker -> why its end of the group is broken
         self.arrived: dict[str, int] = {}  # worker -> membership version that it contributed
         self.position: Position | None = None  # of the exchange that is under way
         self.epoch = 0  # counts collectives, so that a timer knows whether its one is over
@@ -96,7 +95,7 @@ class SimGroup:
             self._break(worker, (), reason)
 
     def close(self, worker: SimWorker) -> None:
-        """Its sockets close: those who still need it break."""
+        """Its sockets close, and those of the peers that still need it break."""
         if self.inside.pop(worker.name, None) is not None:
             self._set_activity(worker, None)
             self.arrived.pop(worker.name, None)
@@ -107,7 +106,7 @@ class SimGroup:
         self.close(worker)
 
     def still_waiting(self, for_seconds: float) -> list[str]:
-        """Who waits in this group although it ran and was reachable for so long."""
+        """Workers that wait in this group although they ran and were reachable for so long."""
         reachable = self.sim.now - for_seconds
         return [
             name
@@ -118,7 +117,7 @@ class SimGroup:
     # ---- collectives
 
     def _begin(self, worker: SimWorker, what: Activity) -> bool:
-        """Enter a collective; False where the group is broken, which the worker is told."""
+        """Enter a collective. False if the group is broken, which the worker learns."""
         self._set_activity(worker, what)
         if worker.name in self.broken:
             self._break(worker, (), self.broken[worker.name])
@@ -128,7 +127,7 @@ class SimGroup:
         return True
 
     def _set_activity(self, worker: SimWorker, what: Activity | None) -> None:
-        """None: it is not inside any more."""
+        """None: the worker is not inside any more."""
         before = self.activity.pop(worker.name, None)
         if before is not None:
             self._count[before] -= 1
@@ -140,7 +139,7 @@ class SimGroup:
         return len(self.inside) == self.world.size == self._count[what]
 
     def _complete(self, what: Activity, finish: Callable[[SimWorker], None], slowest: float = 0.005) -> None:
-        """Everybody is there: each gets the result in its own time, unless its end breaks before."""
+        """All members are there: each gets the result at its own time, unless its end breaks before."""
         self.epoch += 1
         for worker in tuple(self.inside.values()):
             worker.later(self.sim.rng.uniform(0.0002, slowest), partial(self._deliver, worker, what, finish))
@@ -165,7 +164,8 @@ class SimGroup:
             worker.later(self.sim.rng.uniform(0.0005, 0.01), partial(self._peer_broke, worker, named, reason))
 
     def _witnesses(self) -> tuple[SimWorker, ...]:
-        """Who sees somebody leave: everybody; in a large world everybody once, for the second news changes nothing."""
+        """The workers that see a peer leave: all of them; in a large world each only once, since a second time changes
+        nothing."""
         if self.world.size <= LARGE:
             return tuple(self.inside.values())
         untold, self._unaware = tuple(self._unaware.values()), {}
@@ -190,7 +190,7 @@ class SimGroup:
         worker.later(0.002, lambda: worker.handle(on.GroupFormed(self.sim.now, self.world.fence)))
 
     def _synced(self, worker: SimWorker, weights: tuple[int, int], position: Position) -> None:
-        """R5: state and position change together."""
+        """R5 (staging): state and position change together."""
         member = self.world.member(worker.name)
         assert member is not None
         if member.rank in self.world.receivers:
@@ -215,7 +215,7 @@ class SimGroup:
             self._complete(Activity.EXCHANGE, partial(self._exchanged, newest=newest), slowest=0.02)
 
     def _exchanged(self, worker: SimWorker, newest: int) -> None:
-        """The trailer is back (R6): apply, then stop where a newer version than the world's was in it."""
+        """R6 (step summary): apply, then stop if the summary has a newer version than the world's."""
         self._set_activity(worker, Activity.APPLYING)
         self.sim.moment(Moment.COMPLETE)
         if worker.position.phase is Phase.CLOSE:

@@ -24,15 +24,19 @@ if TYPE_CHECKING:
     from tests.simulator.simulation import Simulation
 
 
-# When a simulated worker writes checkpoints: in the order in which `training.checkpointing` and its writer do.
-
-
+PATIENCE = 3.0  # seconds that a worker told to stop gets before its slot kills it
+REPEAT = 3.0  # seconds after which an unanswered question is asked again
+# Steps applied, and a hash of all of them in order: a step that is lost, doubled or out of order shows.
 Weights = tuple[int, int]
+INITIAL_WEIGHTS: Weights = (0, 0)
 
 
 class SimCheckpointer:
-    """Rank 0 copies its state after a step that is due, writes the copy once the step is sealed (R1), one at a time,
-    and tells the driver."""
+    """Writes a worker's checkpoints, in the order in which `training.checkpointing` and its writer do.
+
+    Rank 0 copies its state after a step that is due. Once the step is sealed, under R1 (sealed steps), it writes the
+    copy, one at a time, and reports it to the driver.
+    """
 
     def __init__(self, worker: SimWorker) -> None:
         self._worker = worker
@@ -79,25 +83,20 @@ class SimCheckpointer:
         self._write()
 
 
-PATIENCE = 3.0  # seconds that a worker told to stop gets before its slot kills it
-REPEAT = 3.0  # seconds after which an unanswered question is asked again
-INITIAL_WEIGHTS = (0, 0)
-
-
 @dataclass
 class SimHost:
-    """living: slots. cut: off the driver, else since `healed`. pending: what it will say once it is back."""
+    """An executor's machine."""
 
     name: str
     number: int
-    capacity: int
-    living: int = 0
+    capacity: int  # slots that it takes
+    living: int = 0  # slots that are alive
     alive: bool = True
-    cut: bool = False
-    healed: float = 0.0
-    slowness: float = 1.0
-    slots: list[SimSlot] = field(default_factory=list)
-    pending: list[Callable[[], None]] = field(default_factory=list)
+    cut: bool = False  # off the driver
+    healed: float = 0.0  # when it was last cut off no more
+    slowness: float = 1.0  # factor on the time that a step takes
+    slots: list[SimSlot] = field(default_factory=list)  # all that it ever had
+    pending: list[Callable[[], None]] = field(default_factory=list)  # messages that it sends once it is back
 
     def room(self) -> int:
         return self.capacity - self.living if self.alive else 0
@@ -106,8 +105,8 @@ class SimHost:
 class SimSlot:
     """One attempt of a slot task with its training process."""
 
-    def __init__(self, sim: Simulation, server: SimServer, name: str, job: int, host: SimHost) -> None:
-        self.sim, self.name, self.job, self.host = sim, name, job, host
+    def __init__(self, sim: Simulation, server: SimServer, name: str, launch: int, host: SimHost) -> None:
+        self.sim, self.name, self.launch, self.host = sim, name, launch, host
         self.server = server
         self.alive = True
         self.started = 0
@@ -136,7 +135,7 @@ class SimSlot:
             self.sim.at(self._heartbeat_interval(), self.send_heartbeat)
 
     def exited(self, worker: SimWorker, code: int) -> None:
-        """Its child ended: report it, promote the spare."""
+        """Its child ended: report it, and start another in its place."""
         if self.alive and worker is self.worker:
             self.server.exited(self, worker.name, code)
             self.sim.at(0.01, self.start_worker)
@@ -147,7 +146,11 @@ class SimSlot:
         self.sim.offer(self.host)
 
     def end(self, reason: str, failed: bool = False) -> None:
-        """The slot task is gone, and its child with it. failed: it did not return."""
+        """The slot task is gone, and its child with it.
+
+        Args:
+            failed: it did not return.
+        """
         if self.alive:
             self.gone()
             if self.worker is not None:
@@ -156,18 +159,14 @@ class SimSlot:
 
 
 class SimWorker:
-    """A training process: the real machine, carried out in simulated time.
-
-    weights: its weights, as (steps applied, hash of all of them in order): one step lost, doubled or out of order
-    shows. version: newest membership version that it heard of.
-    """
+    """A training process: it carries out the real machine's commands in simulated time."""
 
     def __init__(self, sim: Simulation, name: str, slot: SimSlot) -> None:
         self.sim, self.name, self.slot = sim, name, slot
         self.alive, self.stopped, self.connected = True, False, False
         self.state, _ = worker_machine.initial(name, slot.name)
         self.weights = INITIAL_WEIGHTS
-        self.version = 0
+        self.version = 0  # the newest membership version that it received
         self.group: SimGroup | None = None
         self.question: Callable[[], None] | None = None
         self.checkpointer = SimCheckpointer(self)
@@ -189,19 +188,19 @@ class SimWorker:
 
     @property
     def reachable_since(self) -> float:
-        """Since when it runs and hears the driver."""
+        """Since when it runs and can receive the driver's messages."""
         never = self.stopped or self.slot.host.cut
         return self.sim.now if never else max(self.woke, self.slot.host.healed)
 
     def trains_before(self, fence: Fence) -> bool:
-        """Whether it is in a world before that one and does not wait for the next."""
+        """Whether it is in an older world and does not wait for the next."""
         busy = self.state.stage in (Stage.FORMING, Stage.SYNCING, Stage.RUNNING)
         return self.alive and busy and self.group is not None and self.group.world.fence < fence
 
     # ---- time
 
     def later(self, delay: float, act: Callable[[], None]) -> None:
-        """Do it then, if still alive; once continued, if stopped."""
+        """Act after the delay if the process is alive; if it is stopped by then, once it is continued."""
         self.sim.at(delay, lambda: self._due(act))
 
     def _due(self, act: Callable[[], None]) -> None:
@@ -221,7 +220,11 @@ class SimWorker:
             self._due(act)
 
     def die(self, code: int, quiet: bool = False) -> None:
-        """quiet: nobody is left to report the exit."""
+        """The process ends.
+
+        Args:
+            quiet: no slot is left that reports the exit.
+        """
         if not self.alive:
             return
         self.alive = False

@@ -23,10 +23,10 @@ class Violation(AssertionError):
 
 
 class EventLog:
-    """The last events and commands, a line each."""
+    """The last events and commands, one line each."""
 
     def __init__(self, most: int = EVENTS_IN_LOG) -> None:
-        self._lines: deque[tuple[str, object]] = deque(maxlen=most)  # put into words once they are read
+        self._lines: deque[tuple[str, object]] = deque(maxlen=most)  # formatted once they are read
 
     def event(self, event: on.DriverEvent) -> None:
         if not isinstance(event, on.Tick) and not on.is_heartbeat(event):
@@ -59,14 +59,14 @@ def _short(item: object) -> str:
 
 
 class DriverInvariants:
-    """Follows one driver machine. successor: the position after one step, to compare survivors' positions by."""
+    """Follows one driver machine."""
 
     def __init__(self, successor: Callable[[Position], Position], event_log: EventLog | None = None) -> None:
         self.event_log = event_log or EventLog()
-        self._successor = successor
+        self._successor = successor  # the position after one step, to compare survivors' positions by
         self._named: set[str] = set()  # workers and slots that an event spoke of
         self._aborted: set[int] = set()
-        self._jobs: set[int] = set()
+        self._launches: set[int] = set()
         self._ended = False
         self._unchecked = 0  # events since the state was looked at
 
@@ -77,9 +77,11 @@ class DriverInvariants:
         after: DriverState,
         commands: Sequence[do.DriverCommand],
     ) -> None:
-        """Raises Violation. `event`: None for the machine's first commands.
+        """Raises Violation. The records of a small state are checked after every event; those of a large one at each
+        world and now and then.
 
-        A small state's records are looked at after every event; a large one's at each world and now and then.
+        Args:
+            event: None for the machine's first commands.
         """
         if event is not None:
             self.event_log.event(event)
@@ -110,7 +112,7 @@ class DriverInvariants:
             if value is not None:
                 self._named.add(value)
         if isinstance(event, on.LaunchEnded):
-            self._jobs.discard(event.launch)
+            self._launches.discard(event.launch)
 
     def _check_command(self, command: do.DriverCommand, before: DriverState, after: DriverState) -> None:
         if self._ended:
@@ -129,10 +131,12 @@ class DriverInvariants:
                 self._require(worker in self._named, "an order to a worker that nobody spoke of")
             case do.ReleaseSlot(_, slot):
                 self._require(slot in self._named, "an order to a slot that nobody spoke of")
-            case do.LaunchSlot(_, job):
-                self._require(job not in self._jobs, "a job number used twice")
-                self._jobs.add(job)
-                self._require(len(self._jobs) <= after.limits.max_workers, "more slot jobs than max_workers")
+            case do.LaunchSlot(_, launch):
+                self._require(launch not in self._launches, "a launch number used twice")
+                self._launches.add(launch)
+                self._require(
+                    len(self._launches) <= after.limits.max_workers, "more slot launches than max_workers"
+                )
             case do.End():
                 self._ended = True
 
@@ -224,7 +228,7 @@ class DriverInvariants:
 
 
 class StepHistory:
-    """Which steps were applied, by whom, in which world, from which rows; judged at the end (P1)."""
+    """Which steps were applied in which world from which rows; checked at the end (P1)."""
 
     def __init__(self) -> None:
         self._applied: dict[Position, dict[Fence, tuple[int, ...]]] = {}
@@ -252,11 +256,11 @@ class StepHistory:
             )
 
 
-# What must always hold of checkpoints, whatever dies: P7 and the rules R10 and R18. Used by the simulation; pure.
-
-
 class CheckpointInvariants:
-    """Follows one run over all its drivers."""
+    """What must always hold of checkpoints, whatever dies: P7, R10 (fence) and R18 (publication).
+
+    Follows one run over all its drivers.
+    """
 
     def __init__(self, event_log: EventLog) -> None:
         self._event_log = event_log
@@ -265,28 +269,32 @@ class CheckpointInvariants:
         self._damaged: set[str] = set()
 
     def opened(self, attempt: int) -> None:
-        """A driver took the run."""
+        """A driver acquired the run."""
         self._require(
             attempt > self._holder, f"attempt {attempt} was taken after attempt {self._holder} (R10)"
         )
         self._holder = attempt
 
     def acknowledged(self, attempt: int, kept: Sequence[Checkpoint]) -> None:
-        """The store has the list of that driver: from here on its newest is durable."""
+        """The store has that driver's list: from now on its newest checkpoint is durable."""
         self._require(
             attempt == self._holder, f"attempt {attempt} published, {self._holder} holds the run (R10)"
         )
         self._acknowledged.update({checkpoint.name: checkpoint for checkpoint in kept})
 
     def damaged(self, name: str) -> None:
-        """Its bytes in the store are not what was written."""
+        """The checkpoint's bytes in the store are not those that were written."""
         self._damaged.add(name)
 
     def is_damaged(self, name: str) -> bool:
         return name in self._damaged
 
     def begins(self, world: World, still_training: Sequence[WorkerId]) -> None:
-        """A world to which nobody brings state. still_training: members of older worlds of the same driver."""
+        """A world to which no member brings state begins.
+
+        Args:
+            still_training: members of older worlds of the same driver.
+        """
         self._require(
             not still_training,
             f"world {world.fence.generation} begins while {', '.join(still_training)} train on (R18)",
@@ -295,7 +303,7 @@ class CheckpointInvariants:
         self._require(not lost, f"training begins from nothing although {lost} was acknowledged (P7)")
 
     def taken(self, world: World, checkpoint: Checkpoint) -> None:
-        """The world begins from it. What a driver does that lost the run is nobody's loss."""
+        """The world begins from the checkpoint. A driver that lost the run may begin from an old one."""
         self._require(checkpoint.name not in self._damaged, f"damaged checkpoint {checkpoint.name} was taken")
         newest = self._newest()
         of_holder = world.fence.attempt == self._holder
@@ -312,5 +320,5 @@ class CheckpointInvariants:
 
 
 def _order(checkpoint: Checkpoint) -> tuple[object, ...]:
-    """R18: newest is the highest fence, then the furthest step."""
+    """R18 (publication): the newest has the highest fence, then the highest step."""
     return checkpoint.fence, checkpoint.position

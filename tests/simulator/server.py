@@ -91,8 +91,8 @@ class SimServer:
     def _carry_out(self, commands: tuple[do.DriverCommand, ...]) -> None:
         for command in commands:
             match command:
-                case do.LaunchSlot(_, job):
-                    self.sim.launch(self, job)
+                case do.LaunchSlot(_, launch):
+                    self.sim.launch(self, launch)
                 case do.Publish(_, world):
                     self._publish(world)
                 case do.Abort(reason, fence):
@@ -120,7 +120,7 @@ class SimServer:
     # ---- messages of slots
 
     def register(self, slot: SimSlot) -> None:
-        self._send(slot.host, lambda: self.post(RegisterSlot(slot.name, slot.host.name, slot.job)), 0.001)
+        self._send(slot.host, lambda: self.post(RegisterSlot(slot.name, slot.host.name, slot.launch)), 0.001)
 
     def started(self, slot: SimSlot, worker: str) -> None:
         self._send(slot.host, lambda: self.post(WorkerStarted(slot.name, worker)))

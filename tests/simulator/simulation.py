@@ -19,7 +19,7 @@ from spark_elastic.data.store import memory_store
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import driver_machine, worker_machine
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position, World
+from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position, World, slot_of
 from spark_elastic.state.checkpoint import CheckpointStore, name_of
 from spark_elastic.state.run_lease import RunLease
 from tests.simulator.fault_injection import FaultInjection
@@ -33,19 +33,16 @@ if TYPE_CHECKING:
     from tests.simulator.server import SimServer
 
 
-# The durable side of a simulation: a run in a store of its own, the drivers that open it.
-#
-# Store, lists and attempts are the real ones (`spark_elastic.state`), over memory; what takes time takes simulated
-# time.
-
-
 RUN = "simulated"
 PART = "state"
 Weights = tuple[int, int]
 
 
 class SimRun:
-    """make: a driver that holds the run."""
+    """A durable run in a store of its own, and the drivers that open it one after the other.
+
+    Store, checkpoint lists and leases are the real ones of `spark_elastic.state`, over memory, in simulated time.
+    """
 
     def __init__(self, sim: Simulation, make: Callable[[RunLease], SimServer]) -> None:
         self.sim = sim
@@ -56,23 +53,23 @@ class SimRun:
         self._checkpoints = CheckpointStore(self._store, RUN)
 
     def open(self) -> None:
-        """A driver takes the run, and goes on from what counts."""
+        """A driver acquires the run, and goes on from the checkpoints that count."""
         held = RunLease.acquire(self._store, RUN)
         self.checkpoint_invariants.opened(held.attempt)
         self.servers.append(self._make(held))
         self.servers[-1].open()
 
     def close(self) -> None:
-        """The run is over; whoever lost it is still there, and somebody ends it."""
+        """The run is over: end the drivers that lost it and live on."""
         for server in self.servers[:-1]:
             if not server.over:
                 server.post(on.CancelRequested(0, "the run is over"))
 
-    # ---- what befalls drivers and store
+    # ---- faults of drivers and store
 
     def kill_driver(self, silent: bool) -> None:
-        """Its slots end with it, or, where nothing tells them, once they have not heard it for long enough; another
-        driver opens the run."""
+        """The driver dies and another opens the run. The slots of the first end with it or, if their connections do not
+        break, after the driver's timeout."""
         server, rng = self.servers[-1], self.sim.rng
         server.dead = True
         for slot in self.sim.slots.values():
@@ -82,7 +79,7 @@ class SimRun:
         self.sim.at(rng.uniform(0.05, 2.0), self.open)
 
     def take_over(self) -> None:
-        """Another driver opens the run although this one lives; it has hosts of its own."""
+        """Another driver, with hosts of its own, opens the run although this one lives."""
         for _ in range(self.sim.plan.hosts):
             self.sim.add_host()
         self.open()
@@ -104,7 +101,7 @@ class SimRun:
         return self._checkpoints.write(fence, position, {PART: data})
 
     def load(self, world: World) -> tuple[Position, Weights]:
-        """What the world begins from."""
+        """The position and weights that the world begins from."""
         checkpoint, parts = self._checkpoints.read_newest(world.resume)
         self.checkpoint_invariants.taken(world, checkpoint)
         epoch, phase, step, count, text = json.loads(parts[PART])
@@ -116,17 +113,17 @@ class SimRun:
 
 WorkerStep = Callable[[worker_machine.WorkerState, on.WorkerEvent], worker_machine.StepResult]
 DEADLINE = 600.0  # simulated seconds in which every plan must end
-AFTERWARDS = 30.0  # simulated seconds in which everybody must be gone after the end
+SHUTDOWN_TIMEOUT = 30.0  # simulated seconds after the end in which all slots must be gone
 
 
 @dataclass(frozen=True)
 class Report:
-    """What became of a plan. seconds: simulated. injected: the faults that found their moment."""
+    """The outcome of a plan."""
 
     end: do.End
     worlds: tuple[World, ...]
-    seconds: float
-    injected: tuple[Fault, ...]
+    seconds: float  # simulated
+    injected: tuple[Fault, ...]  # the faults whose moment came
     event_log: str
 
 
@@ -135,10 +132,14 @@ def simulate(
     driver_step: Step = driver_machine.step,
     worker_step: WorkerStep = worker_machine.step,
 ) -> Report:
-    """Play the plan. driver_step, worker_step: the machines, or wrappers that break a rule.
+    """Run the plan to its end.
+
+    Args:
+        driver_step: the driver's machine, or a wrapper that breaks a rule.
+        worker_step: the same for the worker's.
 
     Raises:
-        Violation: an invariant or the history is broken, or nothing ends; its message holds seed and story.
+        Violation: an invariant or the step history is broken, or the job does not end. Its message has seed and log.
     """
     sim = Simulation(plan, driver_step, worker_step)
     try:
@@ -148,7 +149,7 @@ def simulate(
 
 
 class Simulation:
-    """The event queue, the hosts, and what the program did."""
+    """The event queue, the cluster, and the steps that the program applied."""
 
     def __init__(self, plan: FaultPlan, driver_step: Step, worker_step: WorkerStep) -> None:
         self.plan = plan
@@ -161,10 +162,10 @@ class Simulation:
         self.hosts: list[SimHost] = []
         self.slots: dict[str, SimSlot] = {}
         self.released: dict[str, str] = {}
-        self._jobs: deque[tuple[SimServer, int]] = deque()  # that wait for room
+        self._waiting_launches: deque[tuple[SimServer, int]] = deque()  # that wait for room
         self._rooms: list[tuple[int, int, SimHost]] = []  # heap: the roomiest host first; may be out of date
         self._last_present: SimSlot | None = None  # one of those that are not gone yet
-        self._of_job: dict[tuple[SimServer, int], list[SimSlot]] = {}
+        self._slots_of_launch: dict[tuple[SimServer, int], list[SimSlot]] = {}
         self._shares: dict[tuple[int, Position], tuple[int, ...]] = {}
         self._attempts: dict[int, int] = {}
         self.groups: dict[Fence, SimGroup] = {}
@@ -175,11 +176,11 @@ class Simulation:
 
     @property
     def server(self) -> SimServer:
-        """The newest driver's."""
+        """The newest driver."""
         return self.run.servers[-1]
 
     def run_to_end(self) -> Report:
-        """To the end of the job, and until everybody has gone."""
+        """Run to the end of the job, and until all slots are gone."""
         for _ in range(self.plan.hosts):
             self.add_host()
         self.run.open()
@@ -188,7 +189,7 @@ class Simulation:
         seconds = self.now
         self._check_result()
         self.run.close()
-        self._run_until(self._all_gone, self.now + AFTERWARDS, "still there after the end")
+        self._run_until(self._all_gone, self.now + SHUTDOWN_TIMEOUT, "still there after the end")
         assert self.server.end is not None
         return Report(
             self.server.end,
@@ -220,7 +221,7 @@ class Simulation:
 
     def _all_gone(self) -> bool:
         if self._last_present is None or not self._last_present.alive or self._last_present.host.cut:
-            # They go in the order in which they came, so the last one is looked at longest.
+            # Slots go in the order in which they came, so the last one stays longest.
             there = (slot for slot in reversed(self.slots.values()) if slot.alive and not slot.host.cut)
             self._last_present = next(there, None)
         return self._last_present is None
@@ -233,30 +234,30 @@ class Simulation:
         self.offer(host)
         self.at(0.01, self._schedule)
 
-    def launch(self, server: SimServer, job: int) -> None:
-        self.at(0.02, lambda: self._queue_job(server, job))
+    def launch(self, server: SimServer, launch: int) -> None:
+        self.at(0.02, lambda: self._queue_launch(server, launch))
 
-    def _queue_job(self, server: SimServer, job: int) -> None:
-        self._jobs.append((server, job))
+    def _queue_launch(self, server: SimServer, launch: int) -> None:
+        self._waiting_launches.append((server, launch))
         self._schedule()
 
     def _schedule(self) -> None:
-        while self._jobs:
-            server, job = self._jobs[0]
+        while self._waiting_launches:
+            server, launch = self._waiting_launches[0]
             host = None if server.over else self._roomiest()
             if host is None and not server.over:
                 return
-            self._jobs.popleft()
+            self._waiting_launches.popleft()
             if host is None:
                 continue
-            attempt = self._attempts.get(job, -1) + 1
-            self._attempts[job] = attempt
-            name = f"{job}-{attempt}"
-            slot = self.slots[name] = SimSlot(self, server, name, job, host)
-            self._of_job.setdefault((server, job), []).append(slot)
+            attempt = self._attempts.get(launch, -1) + 1
+            self._attempts[launch] = attempt
+            name = f"{launch}-{attempt}"
+            slot = self.slots[name] = SimSlot(self, server, name, launch, host)
+            self._slots_of_launch.setdefault((server, launch), []).append(slot)
 
     def offer(self, host: SimHost) -> None:
-        """It may have more room than before."""
+        """The host may have more room than before."""
         if host.room() > 0 and not host.cut:
             heapq.heappush(self._rooms, (-host.room(), host.number, host))
 
@@ -270,13 +271,13 @@ class Simulation:
         return None
 
     def second_attempt(self, slot: SimSlot) -> None:
-        """Speculation, or a retry: the cluster runs a slot job once more (R14)."""
-        self._queue_job(slot.server, slot.job)
+        """Speculation, or a retry: the cluster runs a launch's task once more. See R14 (duplicates)."""
+        self._queue_launch(slot.server, slot.launch)
 
     def attempt_over(self, slot: SimSlot, reason: str, failed: bool) -> None:
-        """An attempt of a slot job is gone. As Spark has it: one that returned ends the job and its other attempts,
+        """An attempt of a launch's task is gone. As in Spark, one that returned ends the launch and its other attempts;
         one that failed leaves them alone or, with retries, is followed by another."""
-        rivals = [s for s in self._of_job[slot.server, slot.job] if s.alive]
+        rivals = [s for s in self._slots_of_launch[slot.server, slot.launch] if s.alive]
         if failed and rivals:
             return
         if failed and self.plan.retries:
@@ -286,7 +287,7 @@ class Simulation:
             rival.gone()
             if rival.worker is not None:
                 rival.worker.die(-9, quiet=True)
-        ended = on.LaunchEnded(0, slot.job, reason)
+        ended = on.LaunchEnded(0, slot.launch, reason)
         self.at(self.rng.uniform(0.02, 0.5), lambda: slot.server.post(ended))
         self.at(0.6, self._schedule)
 
@@ -295,7 +296,7 @@ class Simulation:
         return [s.worker for s in self.slots.values() if s.worker is not None and s.worker.alive]
 
     def worker(self, name: str) -> SimWorker | None:
-        slot = self.slots.get(name.rpartition(".")[0])
+        slot = self.slots.get(slot_of(name))
         worker = slot.worker if slot is not None else None
         return worker if worker is not None and worker.name == name else None
 
@@ -315,7 +316,7 @@ class Simulation:
             self._history.applied(world.fence, position, self._rows(world, position))
 
     def _rows(self, world: World, position: Position) -> tuple[int, ...]:
-        """The union of the ranks' shares (PROTOCOL, "The data plan, exactly")."""
+        """The union of the ranks' rows (docs/protocol.md, "The data plan")."""
         key = world.size, position
         if key not in self._shares:
             rows = self.plan.rows_of(position)
