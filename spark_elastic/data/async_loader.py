@@ -1,7 +1,7 @@
-"""Horovod's data loaders: one over batches of your own, and a mixin that has them made ahead, in the background.
+"""Horovod's data loaders: a base class, and a mixin that makes batches in advance in a background thread.
 
-Know nothing of tables, steps and worlds. An iteration belongs to one consumer thread; `_iterate` runs in a thread of
-the iteration, which ends with it or with `close_async_loader`.
+They know nothing of tables, steps and worlds. An iteration belongs to one consumer thread; `_iterate` runs in a thread
+of the iteration, which ends with it or with `close_async_loader`.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-END_WAIT = 10.0  # seconds for the thread to finish the batch it is at
+END_WAIT = 10.0  # seconds for the thread to finish its batch
 
 
 class BaseDataLoader(ABC):
-    """Iterating makes one epoch's batches."""
+    """Iterating over it gives the batches of one epoch."""
 
     @abstractmethod
     def _iterate(self) -> Iterable[Any]:
         """The batches of one epoch."""
 
     def _process_batch(self, batch: Any) -> Any:
-        """What the consumer is given for a batch; called in its thread."""
+        """What the consumer gets for a batch; called in the consumer's thread."""
         return batch
 
     def __iter__(self) -> Iterator[Any]:
@@ -40,42 +40,44 @@ class AsyncDataLoaderMixin:
     def __init__(
         self, async_loader_queue_size: int = 64, debug_data_loader: bool = False, *args: Any, **kwargs: Any
     ) -> None:
-        """async_loader_queue_size: batches that may lie ready; 0: no thread. debug_data_loader: each is logged (INFO).
-
-        Further arguments are those of the other base class.
+        """
+        Args:
+            async_loader_queue_size: batches that may be ready in advance; 0: no thread.
+            debug_data_loader: log each batch (INFO).
+            args, kwargs: for the other base class.
         """
         self.async_loader_queue_size = async_loader_queue_size
         self.debug_data_loader = debug_data_loader
-        self._open: list[_Ahead] = []
+        self._open: list[_BackgroundBatches] = []
         super().__init__(*args, **kwargs)
 
     def __iter__(self) -> Iterator[Any]:
-        loader: Any = self  # what the other base class brings
+        loader: Any = self  # methods of the other base class
         if self.async_loader_queue_size <= 0:
             yield from map(loader._process_batch, loader._iterate())
             return
-        ahead = _Ahead(loader._iterate, self.async_loader_queue_size, self.debug_data_loader)
-        self._open.append(ahead)
-        ahead.start()
+        batches = _BackgroundBatches(loader._iterate, self.async_loader_queue_size, self.debug_data_loader)
+        self._open.append(batches)
+        batches.start()
         try:
-            yield from map(loader._process_batch, ahead)
+            yield from map(loader._process_batch, batches)
         finally:
-            self._open.remove(ahead)
-            ahead.close()
+            self._open.remove(batches)
+            batches.close()
 
     def close_async_loader(self) -> None:
-        """End the iterations under way; their threads are gone when it returns."""
-        for ahead in list(self._open):
-            ahead.close()
+        """End all running iterations and their threads."""
+        for batches in list(self._open):
+            batches.close()
 
 
-class _Ahead:
-    """The batches of one iteration, of which a thread makes up to `room` ahead. Ends at once when it is closed."""
+class _BackgroundBatches:
+    """The batches of one iteration; a thread makes up to `room` of them in advance."""
 
-    def __init__(self, batches: Callable[[], Iterable[Any]], room: int, told: bool) -> None:
+    def __init__(self, batches: Callable[[], Iterable[Any]], room: int, verbose: bool) -> None:
         self._batches = batches
         self._room = room
-        self._level = logging.INFO if told else logging.DEBUG
+        self._level = logging.INFO if verbose else logging.DEBUG
         self._changed = threading.Condition()
         self._ready: deque[Any] = deque()
         self._ended = False
@@ -97,7 +99,7 @@ class _Ahead:
     def __iter__(self) -> Iterator[Any]:
         while True:
             with self._changed:
-                # As long as the user's own code takes, as it would without a thread.
+                # Without a deadline: the user's code may take as long as it would without a thread.
                 self._changed.wait_for(lambda: self._ready or self._ended)
                 if not self._ready:
                     break
@@ -113,7 +115,7 @@ class _Ahead:
                 if not self._put(batch):
                     return
                 log.log(self._level, "batch %d is ready", number)
-        except BaseException as error:  # raised where the batches are used
+        except BaseException as error:  # the consumer's thread raises it
             self._failed = error
         finally:
             with self._changed:
@@ -121,7 +123,7 @@ class _Ahead:
                 self._changed.notify_all()
 
     def _put(self, batch: Any) -> bool:
-        """False once it is closed."""
+        """Add a batch once there is room. False if the iteration was closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._ended or len(self._ready) < self._room)
             if not self._ended:

@@ -1,7 +1,7 @@
-"""What a data set is: its files, row groups and columns, as one JSON document beside it in the store.
+"""The manifest of a data set: its files, row groups and columns, as one JSON document beside it in the store.
 
-Owns the document's form and its hash, to which a run is bound (R19). Knows neither Spark nor how files are read.
-Values; any thread.
+A run is bound to the manifest's hash (R19, resuming a run). Knows neither Spark nor how files are read. Values; any
+thread.
 """
 
 from __future__ import annotations
@@ -24,53 +24,53 @@ VERSION = 2
 
 @dataclass(frozen=True)
 class Column:
-    """A column as arrays see it: each row is an array of `shape` (() for a scalar) of numpy's `dtype`.
-
-    Raw columns, which a transformation makes numbers of: `object` (bytes or strings), `datetime64[D]` and `[us]`.
-    """
+    """A column as numpy arrays."""
 
     name: str
+    # numpy's dtype. Raw columns, which a transformation turns into numbers, have `object` (bytes or strings),
+    # `datetime64[D]` or `datetime64[us]`.
     dtype: str
+    # Shape of one row, () for a scalar.
     shape: tuple[int, ...] = ()
 
     @property
     def is_raw(self) -> bool:
-        """Whether no tensor can be made of it as it is."""
+        """Whether a transformation must turn it into numbers."""
         return np.dtype(self.dtype).kind in "OM"
 
     @property
     def row_bytes(self) -> int:
-        """Decoded bytes of one row; of bytes and strings only the pointer, since their lengths differ."""
+        """Decoded bytes of one row; for bytes and strings only the pointer, since lengths differ."""
         return np.dtype(self.dtype).itemsize * math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class RowGroup:
-    """A row group: the number of its file, its index there, its rows, and its encoded bytes before compression.
+    """A row group of a file, or a part of a large row group of an existing file."""
 
-    A large row group of a foreign file is several of these: `rows` rows from row `first` on, of `of` rows that the
-    file's row group has (0: it is all of it).
-    """
-
+    # Number of the file in the manifest, and of the row group in the file.
     file: int
     index: int
     rows: int
+    # Encoded bytes before compression.
     bytes: int
+    # First row of a part, and rows of the whole row group; 0: this is the whole row group.
     first_row: int = 0
     parent_rows: int = 0
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A data set: names of Parquet files in the store, and their row groups in the order of the table's rows.
-
-    `fingerprint` says what it was made from, `content` is a digest of all values and where they are.
-    """
+    """A data set."""
 
     columns: tuple[Column, ...]
+    # Names of Parquet files in the store.
     files: tuple[str, ...]
+    # In the order of the table's rows.
     row_groups: tuple[RowGroup, ...]
+    # Identifies what it was made from.
     fingerprint: str
+    # Digest of all values and their places.
     content: str
 
     @cached_property
@@ -85,7 +85,7 @@ class Manifest:
 
     @cached_property
     def hash(self) -> str:
-        """The content's address: no names, no encodings, so that equal rows written again have it too."""
+        """Hash of the content without names and encodings: equal rows written again have the same."""
         content = {
             "version": VERSION,
             "columns": [asdict(column) for column in self.columns],
@@ -105,7 +105,7 @@ class Manifest:
         """Bytes of the largest row group in memory, of all columns or of those named."""
         columns: Sequence[Column] = self.columns if names is None else [self.column(name) for name in names]
         row = sum(column.row_bytes for column in columns)
-        # How long bytes and strings are, the files alone know.
+        # The lengths of bytes and strings are known from the files alone.
         objects = any(column.dtype == "object" for column in columns)
         return max((group.rows * row + objects * group.bytes for group in self.row_groups), default=0)
 
@@ -116,7 +116,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Manifest:
-        """Read a document; StoreError if it is no manifest, is of another version, or was altered."""
+        """Read a document; StoreError if it is not a manifest of this version, or was altered."""
         try:
             content = json.loads(text)
             version = content["version"]
@@ -147,5 +147,5 @@ class Manifest:
         return cls.from_json(store.read_bytes(name))
 
     def save(self, store: Store, name: str) -> None:
-        """Publish the manifest under that name, whole or not at all."""
+        """Publish the manifest under that name."""
         store.write_bytes(name, self.to_json().encode())

@@ -1,8 +1,8 @@
 """Which rows a step of an epoch takes, and which of them a rank takes: arithmetic, pure.
 
-Owns the order of an epoch and its cut into lanes, steps and shares (docs/protocol.md, "The data plan, exactly").
-Knows no file, no column and no thread; progress is the step's number alone. `DataPlan` is a value. `EpochPermutation`
-keeps permutations and belongs to the one thread that uses it.
+An epoch is a permutation of the rows that is cut into lanes: a fixed number of row streams that each step takes a few
+rows of, so that only as many row groups as lanes are open at a time (docs/protocol.md, "The data plan, exactly").
+Progress is the step's number alone. `DataPlan` is a value; an `EpochPermutation` belongs to one thread.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ def permutation(length: int, *words: int) -> Int64s:
     algorithms can disagree.
     """
     counters = np.arange(1, length + 1, dtype=np.uint64)
-    keys = _mixed(np.uint64(_seeded(words)) + counters * np.uint64(_GOLDEN))
+    keys = _splitmix64(np.uint64(_absorb_words(words)) + counters * np.uint64(_GOLDEN))
     return np.argsort(keys).astype(np.int64, copy=False)
 
 
 def draw_uniform(rows: Int64s, count: int, *words: int) -> npt.NDArray[np.float64]:
     """(rows, count) numbers in [0, 1) that depend on each row's number and `words` alone, as `permutation` does."""
-    seeds = _mixed(np.uint64(_seeded(words)) + rows.astype(np.uint64) * np.uint64(_GOLDEN))
+    seeds = _splitmix64(np.uint64(_absorb_words(words)) + rows.astype(np.uint64) * np.uint64(_GOLDEN))
     counters = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
-    return (_mixed(seeds[:, None] + counters) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return (_splitmix64(seeds[:, None] + counters) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def _seeded(words: Sequence[int]) -> int:
+def _absorb_words(words: Sequence[int]) -> int:
     state = 0
-    for word in words:  # as `_mixed` does; a number at a time, numpy takes ten times as long
+    for word in words:  # as `_splitmix64` does; for single numbers numpy takes ten times as long
         x = (state + word + _GOLDEN) & _WORD
         x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
         x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _WORD
@@ -55,7 +55,7 @@ def _seeded(words: Sequence[int]) -> int:
     return state
 
 
-def _mixed(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def _splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """SplitMix64's output function."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -64,15 +64,13 @@ def _mixed(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 @dataclass(frozen=True)
 class RankRows:
-    """One rank's rows of one step, in the step's order.
-
-    `groups[j]` is the row group and `rows[j]` the row inside it. The share is rows `start ... start + len(rows)` of
-    the step's `planned` rows.
-    """
+    """One rank's rows of one step, in the step's order."""
 
     step: int
+    # Rows of the step over all ranks; this rank takes `start ... start + len(rows)` of them.
     planned: int
     start: int
+    # (n,) the row group of each row, and the row's number inside it.
     groups: Int64s
     rows: Int64s
 
@@ -82,21 +80,22 @@ class RankRows:
 
 @dataclass(frozen=True)
 class LaneRows:
-    """What one lane gives to a rank in steps that follow one another: `width` rows of each step, at the same places of
-    its share, from `place` on. runs: row groups and rows inside them, all steps' together, step by step."""
+    """The rows of one lane that a rank takes in consecutive steps."""
 
+    # The rows are rows `offset ... offset + width` of the rank's share of each step.
     offset: int
     width: int
+    # (row group, rows inside it), step by step.
     runs: tuple[tuple[int, Int64s], ...]
 
 
 @dataclass(frozen=True)
 class RankBlock:
-    """One rank's rows of the steps `step ... step + count`, which have `planned` rows each, over all ranks. Its share
-    of each is the rows from `start` on, `length` of them."""
+    """One rank's rows of the steps `step ... step + count`, which have equally many rows."""
 
     step: int
     count: int
+    # Rows of each step over all ranks; this rank takes `start ... start + length` of them.
     planned: int
     start: int
     length: int
@@ -110,17 +109,18 @@ class RankBlock:
 
 @dataclass(frozen=True)
 class DataPlan:
-    """The rows of every step of every epoch. All of its fields stay as they are for the whole run (R19).
+    """The rows of every step of every epoch. All fields stay the same for the whole run (R19, resuming a run)."""
 
-    `row_groups`: rows of each row group, in the manifest's order; `global_batch`: the most rows a step may take;
-    `lanes`: streams that an epoch is cut into. With `shuffle=False` groups and rows keep the manifest's order.
-    """
-
+    # Rows of each row group, in the manifest's order.
     row_groups: tuple[int, ...]
+    # The most rows that a step may take.
     global_batch: int
     seed: int
+    # Row streams that an epoch is cut into.
     lanes: int
+    # Whether groups and rows are shuffled, or keep the manifest's order.
     shuffle: bool = True
+    # The epoch that `share` was last asked for.
     _last: list[EpochPermutation] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -137,7 +137,7 @@ class DataPlan:
             )
 
     def __reduce__(self) -> tuple[type[DataPlan], tuple[Any, ...]]:
-        # A value travels without what was computed from it.
+        # Only the fields are pickled, not what was computed from them.
         return DataPlan, (self.row_groups, self.global_batch, self.seed, self.lanes, self.shuffle)
 
     @classmethod
@@ -192,7 +192,7 @@ class DataPlan:
         return self.base_rows * step + min(step, self.longer_steps)
 
     def permute_epoch(self, epoch: int) -> EpochPermutation:
-        """A new order of an epoch, for one thread. Costs a permutation of the row groups."""
+        """The permutation of an epoch, for one thread. Costs a permutation of the row groups."""
         return EpochPermutation(self, epoch)
 
     def share(self, epoch: int, step: int, rank: int, size: int) -> RankRows:
@@ -212,13 +212,13 @@ class DataPlan:
 
     @cached_property
     def lane_bounds(self) -> list[tuple[int, int]]:
-        """Each lane's places in every step, from the first to behind the last; at the end those of the rows that only
-        longer steps have, which are as good as a lane of one place."""
+        """For each lane its rows of a step, as (first, behind the last). The row that only longer steps have is last, a
+        lane of its own."""
         cuts = [lane * self.base_rows // self.lanes for lane in range(self.lanes + 1)]
         return [*pairwise(cuts), (self.base_rows, self.base_rows + 1)]
 
     def count_equal_steps(self, step: int) -> int:
-        """How many steps, from this one on, have as many rows."""
+        """How many consecutive steps from this one on have equally many rows."""
         return (self.longer_steps if step < self.longer_steps else self.steps) - step
 
     def _check_step(self, step: int) -> None:
@@ -229,7 +229,7 @@ class DataPlan:
 class EpochPermutation:
     """The order of one epoch's rows: row groups shuffled, rows shuffled inside each, lazily. For one thread.
 
-    Keeps the permutations of the row groups that lanes are in, and no more. Lanes in the same one share it.
+    Keeps only the permutations of the row groups that lanes are in; lanes in the same row group share it.
     """
 
     def __init__(self, plan: DataPlan, epoch: int) -> None:
@@ -244,20 +244,20 @@ class EpochPermutation:
 
     @property
     def open_groups(self) -> Collection[int]:
-        """The row groups that the lanes are in, at the end of what was last asked for."""
+        """The row groups that the lanes are in after the last call."""
         return self._permuted.keys()
 
     def share(self, step: int, rank: int, size: int) -> RankRows:
-        """The rows that `rank` of `size` takes in a step: places floor(n·rank/size) to floor(n·(rank+1)/size)."""
+        """The rows of `rank` in a step of n rows: floor(n·rank/size) to floor(n·(rank+1)/size)."""
         block = self.block(step, 1, rank, size)
         runs = [run for lane in block.lanes for run in lane.runs]
         groups = np.repeat([group for group, _ in runs], [len(rows) for _, rows in runs])
         return RankRows(
-            step, block.planned, block.start, groups.astype(np.int64), _joined([r for _, r in runs])
+            step, block.planned, block.start, groups.astype(np.int64), _concatenate([r for _, r in runs])
         )
 
     def block(self, first: int, count: int, rank: int, size: int) -> RankBlock:
-        """The same of `count` steps that are `alike`, together: rows of a lane that follow one another."""
+        """The same for `count` steps with equally many rows (`DataPlan.count_equal_steps`)."""
         if not 0 <= rank < size:
             raise InvalidInput(f"Rank {rank} is not in a world of {size}.")
         planned = self.plan.step_size(first)
@@ -273,7 +273,7 @@ class EpochPermutation:
     def _runs(
         self, lane: int, first: int, count: int, taken: tuple[int, int]
     ) -> tuple[tuple[int, Int64s], ...]:
-        """What a lane gives to `count` steps; taken: of its places in a step, from the first to behind the last."""
+        """A lane's rows of `count` steps. taken: the part of its rows of each step, as (first, behind the last)."""
         low, high = self.plan.lane_bounds[lane]
         width, runs = high - low, []
         begin = at = self.plan.steps * low + first * width  # in the epoch's order
@@ -283,7 +283,7 @@ class EpochPermutation:
             past = min(end, self._starts[slot + 1])
             group, origin = self._groups[slot], self._starts[slot]
             rows = self._rows_of(lane, group)[at - origin : past - origin]
-            if taken != (0, width):  # the other ranks' places lie between those of this rank
+            if taken != (0, width):  # other ranks take the rows between
                 places = np.arange(at - begin, past - begin) % width
                 rows = rows[(places >= taken[0]) & (places < taken[1])]
             if len(rows):
@@ -303,5 +303,5 @@ class EpochPermutation:
         return self._permuted[group]
 
 
-def _joined(parts: Sequence[Int64s]) -> Int64s:
+def _concatenate(parts: Sequence[Int64s]) -> Int64s:
     return np.concatenate(parts) if parts else np.empty(0, np.int64)

@@ -1,8 +1,8 @@
 """Horovod's `ElasticSampler` for map-style datasets: one integer of progress, divided anew in every world.
 
-The order is the plan's shuffle of one row group. Ranks take turns in what is left of it, so that a step of B rows
-per rank is the next B·size rows of the epoch, whatever the world: with a fixed global batch, steps do not depend on
-the world's size. Rank and size are asked for at each `reset`. Used by one thread.
+The order is the plan's shuffle of one row group. Rank r takes every size-th remaining row from r on, so that a step of
+B rows per rank is the next B·size rows of the epoch: with a fixed global batch, steps do not depend on the world's
+size. `reset` asks for rank and size. Used by one thread.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from spark_elastic.errors import InvalidInput
 class ElasticSampler:
     """Indices of this rank's rows that are still to be processed in the epoch.
 
-    pad: all ranks have equally many, so that their loops take equally many steps: where the rows do not divide by
-    `size`, the last step of the epoch has up to size - 1 of its own rows twice. Without, no row comes twice, and where
-    fewer than `size` rows are left for the last step the highest ranks have none: their loops end one step earlier.
-    num_samples, total_size: of this rank and of all, since the last `reset`.
+    With `pad` all ranks have equally many rows, so that their loops take equally many steps: if the rows do not divide
+    by `size`, the last step of the epoch repeats up to size - 1 of its rows. Without `pad` no row comes twice; if fewer
+    than `size` rows are left for the last step, the highest ranks end one step earlier. `num_samples` and `total_size`
+    count the rows of this rank and of all ranks since the last `reset`.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class ElasticSampler:
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch: call it at the end of the one before, so that a new world does not replay a finished one."""
+        """Begin an epoch. Call it at the end of the last one, so that a new world does not repeat a finished epoch."""
         self.epoch = epoch
         self.processed_num = 0
         self.reset()
@@ -66,7 +66,7 @@ class ElasticSampler:
         self.reset()
 
     def reset(self) -> None:
-        """Divide what is left of the epoch anew: after the world changed."""
+        """Divide the remaining rows of the epoch over the current world."""
         self.rank, self.num_replicas = self._ask_rank(), self._ask_size()
         if not 0 <= self.rank < self.num_replicas:
             raise InvalidInput(f"Rank {self.rank} is not in a world of {self.num_replicas}.")

@@ -1,7 +1,10 @@
-"""Where data and checkpoints live: whole objects by name under one root, over fsspec.
+"""Where data and checkpoints are: whole objects by name under one root, over fsspec.
 
-Owns: names relative to the root, writes that appear whole or not at all, and one sentence for each failure. Knows
-nothing of what the objects hold. Picklable, so that it travels to workers; any thread may use it.
+A `Store` writes objects that appear whole or not at all, and turns the errors of all file systems into StoreError. It
+is picklable, so that workers get it; any thread may use it. `list_entries` and `remove_old_entries` know the folders
+that this package writes there: `data/FINGERPRINT`, `runs/RUN`, `probes/TOKEN`, `mail/JOB`. A run that has not ended can
+be resumed: neither it nor the rows that it reads are removed unasked (R19, resuming a run). `scratch_folder` is a
+temporary folder of this machine.
 """
 
 from __future__ import annotations
@@ -27,16 +30,13 @@ from fsspec.implementations.memory import MemoryFileSystem
 from spark_elastic.clock import SystemClock
 from spark_elastic.errors import InvalidInput, StoreError
 
-# Files that appear whole or not at all, as far as their file system has hard links and renames. Any thread.
-
-
-TEMPORARY = ".part-"  # how the names of files begin that are still being written
-# What mounts of object stores answer where they have no hard links, and some where they have no rename.
+TEMPORARY = ".part-"  # prefix of files that are still being written
+# What mounts of object stores answer to a hard link, and some to a rename.
 _NO_SUCH_OPERATION = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
 def create_file(path: str, data: bytes) -> bool:
-    """A new local file, unless there is one of that name; of several who try at once, one gets True."""
+    """Create a local file unless it exists; of several processes that try at once, one gets True."""
     folder = os.path.dirname(path)
     os.makedirs(folder, exist_ok=True)
     temporary = _temporary(folder)
@@ -59,7 +59,7 @@ def create_file(path: str, data: bytes) -> bool:
 
 
 def replace_file(filesystem: Any, path: str, data: bytes, *, local: bool) -> None:
-    """Write a file of an fsspec file system, in place of the one of that name."""
+    """Write a file of an fsspec file system, or replace it, whole or not at all where the file system can rename."""
     temporary = _temporary(path.rpartition("/")[0])
     try:
         with filesystem.open(temporary, "wb") as file:
@@ -79,7 +79,7 @@ def _temporary(folder: str) -> str:
 
 
 def _create_without_link(path: str, data: bytes) -> bool:
-    """The name is taken at once, and the content comes a moment later."""
+    """The file exists at once; its content follows a moment later."""
     try:
         with open(path, "xb") as file:
             file.write(data)
@@ -93,30 +93,30 @@ def _rename(filesystem: Any, temporary: str, path: str, data: bytes, *, local: b
         if local:
             os.replace(temporary, path)
             return
-        # HDFS does not rename onto a file; for a moment there is none, never a part of one.
+        # HDFS does not rename onto a file: for a moment there is no file, but never a part of one.
         if filesystem.exists(path):
             filesystem.rm_file(path)
         filesystem.mv(temporary, path)
     except (OSError, NotImplementedError) as error:
         if not _is_unsupported(error):
             raise
-        # Without a rename a reader may see a part for a moment; checksums in what points to the file tell it.
+        # Without a rename a reader may see a part for a moment; it finds out by the checksum that it knows.
         with filesystem.open(path, "wb") as file:
             file.write(data)
         filesystem.rm_file(temporary)
 
 
 def _is_unsupported(error: Exception) -> bool:
-    """Whether the file system has no such operation at all, rather than that this one failed."""
+    """Whether the file system lacks the operation, rather than that this call failed."""
     return isinstance(error, NotImplementedError) or getattr(error, "errno", None) in _NO_SUCH_OPERATION
 
 
-# Here one put is whole or not at all, and a rename is a copy.
+# File systems where one put appears whole or not at all, and a rename is a copy.
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "memory"}
 
 
 def parse_store_url(given: object) -> str:
-    """A store as an argument named it. Raises InvalidInput for what is neither path nor url."""
+    """The url or path of an argument. Raises InvalidInput for anything else."""
     text = os.fspath(given) if isinstance(given, str | os.PathLike) else None
     if not isinstance(text, str):
         raise InvalidInput(
@@ -128,10 +128,11 @@ def parse_store_url(given: object) -> str:
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """An object that was listed. changed: seconds since 1970, None where the store does not say."""
+    """An object of a listing."""
 
     name: str
     bytes: int
+    # When it was last written, in seconds since 1970; None if the store does not say.
     modified: float | None
 
 
@@ -161,14 +162,15 @@ class Store:
             filesystem, root = url_to_fs(url, **storage_options)
         except (ImportError, ValueError) as error:
             raise StoreError(f"The store {url} cannot be opened: {error}") from error
-        # As it was given, since clients drop the account or name node that Spark needs; a local path gets its scheme.
+        # The url stays as given: clients drop the account or name node that Spark needs. A local path gets a scheme.
         shown = url.rstrip("/") if "://" in url else filesystem.unstrip_protocol(root)
         return cls(shown, filesystem, root.rstrip("/"))
 
     def clean(self, older_than: float, unfinished: bool = False) -> Sequence[StoreEntry]:
-        """Remove, and return, what this package wrote here and nobody has written to for `older_than` seconds.
+        """Remove, and return, the entries of this package that were not written to for `older_than` seconds.
 
-        unfinished: also runs that could be taken up again, and their rows.
+        Args:
+            unfinished: also remove runs that could be resumed, and their rows.
         """
         return remove_old_entries(self, older_than, SystemClock().wall(), unfinished)
 
@@ -190,24 +192,24 @@ class Store:
 
     def read_bytes(self, name: str) -> bytes:
         """All of an object."""
-        with self._told("read", name):
+        with self._translate_errors("read", name):
             return cast("bytes", self.filesystem.cat_file(self.path(name)))
 
     def read_tail(self, name: str, length: int) -> bytes:
         """The last `length` bytes of an object, or all of a shorter one."""
-        with self._told("read", name):
+        with self._translate_errors("read", name):
             path = self.path(name)
             size = self.filesystem.size(path)
             return cast("bytes", self.filesystem.cat_file(path, start=max(0, size - length), end=size))
 
     def open_read(self, name: str) -> BinaryIO:
         """A seekable file over an object; the caller closes it."""
-        with self._told("read", name):
+        with self._translate_errors("read", name):
             return cast("BinaryIO", self.filesystem.open(self.path(name), "rb"))
 
     def write_bytes(self, name: str, data: bytes) -> None:
-        """Write an object, or replace it; no reader ever sees a part of it."""
-        with self._told("write", name):
+        """Write an object, or replace it; readers never see a part of it."""
+        with self._translate_errors("write", name):
             path = self.path(name)
             if _protocols(self.filesystem) & _OBJECT_STORES:
                 self.filesystem.pipe_file(path, data)
@@ -216,18 +218,18 @@ class Store:
             replace_file(self.filesystem, path, data, local=self.is_local)
 
     def write_verified(self, name: str, data: bytes) -> None:
-        """Write an object, and read it back where the store is no local file system: somebody will rely on it (R15)."""
+        """Write an object and, unless the store is local, read it back: R15 (checkpoints) relies on it."""
         self.write_bytes(name, data)
         if not self.is_local and self.read_bytes(name) != data:
             raise StoreError(f"The store {self.url} does not give back what was written to {name!r}.")
 
     def create_exclusive(self, name: str, data: bytes) -> bool:
-        """Write an object unless there is one of that name; of several who try at once, one gets True.
+        """Create an object unless it exists; of several processes that try at once, one gets True.
 
-        Atomic on local file systems, and where fsspec's client can ask for it (S3, GCS, memory). Elsewhere an object
-        that appears between the look and the write is replaced.
+        Atomic on local file systems and where fsspec's client supports it (S3, GCS, memory). Elsewhere an object that
+        appears between the check and the write is replaced.
         """
-        with self._told("create", name):
+        with self._translate_errors("create", name):
             path = self.path(name)
             if self.is_local:
                 return create_file(path, data)
@@ -237,7 +239,7 @@ class Store:
                 self.filesystem.pipe_file(path, data, mode="create")
             except FileExistsError:
                 return False
-            except (TypeError, NotImplementedError, ValueError):  # a client that knows no such mode
+            except (TypeError, NotImplementedError, ValueError):  # a client without this mode
                 self.filesystem.invalidate_cache()
                 if self.filesystem.exists(path):
                     return False
@@ -245,27 +247,27 @@ class Store:
             return True
 
     def exists(self, name: str) -> bool:
-        """Whether there is an object or a folder of that name."""
-        with self._told("look for", name):
+        """Whether an object or a folder of that name exists."""
+        with self._translate_errors("look for", name):
             self.filesystem.invalidate_cache()
             return bool(self.filesystem.exists(self.path(name)))
 
     def find(self, name: str = "") -> Sequence[ObjectInfo]:
         """All objects under a folder, at any depth, by name."""
-        with self._told("list", name):
+        with self._translate_errors("list", name):
             self.filesystem.invalidate_cache()
             folder = self.path(name)
             found = self.filesystem.find(folder, detail=True)
             start = len(self.root) + 1
             return [
-                ObjectInfo(path[start:], int(info.get("size") or 0), _changed(info))
+                ObjectInfo(path[start:], int(info.get("size") or 0), _modified_time(info))
                 for path, info in sorted(found.items())
                 if not path.rpartition("/")[2].startswith(TEMPORARY)
             ]
 
     def list(self, name: str = "") -> list[str]:
-        """The names directly under a folder, sorted; none where there is no folder."""
-        with self._told("list", name):
+        """The names directly under a folder, sorted; none if there is no folder."""
+        with self._translate_errors("list", name):
             self.filesystem.invalidate_cache()
             try:
                 found = self.filesystem.ls(self.path(name), detail=False)
@@ -276,26 +278,26 @@ class Store:
             return sorted(prefix + each for each in names if not each.startswith(TEMPORARY))
 
     def delete(self, name: str) -> None:
-        """Delete an object; nothing happens where there is none."""
-        with self._told("delete", name):
+        """Delete an object if it exists."""
+        with self._translate_errors("delete", name):
             try:
                 self.filesystem.rm_file(self.path(name))
             except FileNotFoundError:
                 return
 
     def remove_tree(self, name: str) -> None:
-        """Delete a folder and all under it; nothing happens where there is none."""
+        """Delete a folder and everything under it, if it exists."""
         if not name:
             raise InvalidInput("A store's root is never removed: name a folder in it.")
-        with self._told("delete", name):
+        with self._translate_errors("delete", name):
             try:
                 self.filesystem.rm(self.path(name), recursive=True)
             except FileNotFoundError:
                 return
 
     @contextmanager
-    def _told(self, verb: str, name: str) -> Iterator[None]:
-        """The one place where errors of file systems become ours; each client library has its own classes."""
+    def _translate_errors(self, verb: str, name: str) -> Iterator[None]:
+        """Raise StoreError for any error of a file system; each client library has its own classes."""
         try:
             yield
         except (StoreError, InvalidInput):
@@ -314,8 +316,8 @@ def _protocols(filesystem: fsspec.AbstractFileSystem) -> set[str]:
     return {protocol} if isinstance(protocol, str) else set(protocol)
 
 
-def _changed(info: Mapping[str, Any]) -> float | None:
-    """Each client has its own name for it."""
+def _modified_time(info: Mapping[str, Any]) -> float | None:
+    """When an object was last written; each client has its own name for it."""
     for key in ("mtime", "LastModified", "last_modified", "updated", "created"):
         found = info.get(key)
         if isinstance(found, datetime):
@@ -327,47 +329,46 @@ def _changed(info: Mapping[str, Any]) -> float | None:
     return None
 
 
-# Temporary folders that do not outlive their process for long: what a killed one could not remove, another takes away.
-#
-# A folder's name says whose it is: boot, namespace of process ids, process and when that was started. Only what is
-# surely of a dead process is removed, so that neither a process id that is used again nor a folder that several
-# machines or containers share leads astray. Any thread, any process.
-
-
 PREFIX = "spark_elastic"
-DEAD = "ZX"  # states of a process that has ended, though nobody may have asked for its exit code
+DEAD = "ZX"  # states of a process that has ended, though its parent has not asked for the exit code
 
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A folder for as long as the block takes."""
+    """A temporary folder for as long as the block takes. Another process removes it if this one is killed.
+
+    Its name identifies the owner by boot, process id namespace, process id and start time, so that only folders of dead
+    processes are removed, even if several machines or containers share the parent folder.
+    """
     remove_stale_folders()
     me = os.getpid()
-    with tempfile.TemporaryDirectory(prefix=f"{_here()}-{me}-{_started(me)}-") as folder:
+    with tempfile.TemporaryDirectory(prefix=f"{_owner_prefix()}-{me}-{_process_start(me)}-") as folder:
         yield Path(folder)
 
 
 def remove_stale_folders() -> None:
-    """Remove the folders that dead processes of this machine have left."""
-    here = _here()
+    """Remove the scratch folders of dead processes of this machine."""
+    prefix = _owner_prefix()
     try:
-        found = list(Path(tempfile.gettempdir()).glob(f"{here}-*-*-*"))
+        found = list(Path(tempfile.gettempdir()).glob(f"{prefix}-*-*-*"))
     except OSError:
-        return  # there is no place for temporary files
+        return  # there is no folder for temporary files
     for folder in found:
-        pid, started, _ = folder.name.removeprefix(f"{here}-").split("-", 2)
-        if pid.isdigit() and _started(int(pid)) != started:
-            shutil.rmtree(folder, ignore_errors=True)  # another may be at it as well, or it is another user's
+        pid, started, _ = folder.name.removeprefix(f"{prefix}-").split("-", 2)
+        if pid.isdigit() and _process_start(int(pid)) != started:
+            shutil.rmtree(
+                folder, ignore_errors=True
+            )  # another process may remove it as well, or another user owns it
 
 
-def _here() -> str:
-    """The beginning of all names that processes give which this one can see."""
+def _owner_prefix() -> str:
+    """The prefix of the folders of all processes that this process can see."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")[:8]
     return f"{PREFIX}-{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
 
 
-def _started(pid: int) -> str:
-    """When a process was started, in ticks since the boot; "" where it does not live."""
+def _process_start(pid: int) -> str:
+    """When a process was started, in ticks since the boot; "" if it is not alive."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -380,20 +381,20 @@ _KINDS = {"data": "data", "runs": "run", "probes": "probe", "channels": "channel
 
 @dataclass(frozen=True)
 class StoreEntry:
-    """A folder of the store. kind: data, run, probe or channel. changed: of its newest object, seconds since 1970.
-
-    needed: it is an unfinished run, or rows that one reads.
-    """
+    """A folder of this package in a store."""
 
     name: str
+    # data, run, probe or mail
     kind: str
     bytes: int
+    # When its newest object was written, in seconds since 1970; None if the store does not say.
     modified: float | None
+    # Whether it is an unfinished run, or rows that one reads.
     needed: bool
 
 
 def list_entries(store: Store) -> list[StoreEntry]:
-    """Everything that this package wrote there, by name."""
+    """Everything that this package wrote to the store, by name."""
     sizes: dict[str, int] = {}
     changed: dict[str, float | None] = {}
     runs: set[str] = set()
@@ -420,10 +421,12 @@ def list_entries(store: Store) -> list[StoreEntry]:
 def remove_old_entries(
     store: Store, older_than: float, now: float, unfinished: bool = False
 ) -> list[StoreEntry]:
-    """Remove what was last written more than `older_than` seconds before `now`, and return it.
+    """Remove, and return, the entries that were last written more than `older_than` seconds before `now`.
 
-    unfinished: also runs that could be taken up again, and their rows. Where the store does not say when something was
-    written, it stays.
+    Entries without a known time stay.
+
+    Args:
+        unfinished: also remove runs that could be resumed, and their rows.
     """
     if older_than < 0:
         raise InvalidInput(f"older_than is {older_than} seconds: it must not be negative.")
@@ -437,7 +440,7 @@ def remove_old_entries(
 
 
 def _rows_of(store: Store, run: str) -> Iterator[str]:
-    """Data sets outside of a run's own folder that it reads."""
+    """The data sets outside of its own folder that a run reads."""
     try:
         manifest = json.loads(json.loads(store.read_bytes(f"{run}/run.json"))["manifest"])
         files: list[str] = manifest["files"]
@@ -447,9 +450,6 @@ def _rows_of(store: Store, run: str) -> Iterator[str]:
         parts = name.split("/")
         if parts[0] == "data" and len(parts) > 2:
             yield "/".join(parts[:2])
-
-
-# A store in memory that belongs to whoever opened it; fsspec's own is shared by the whole process. Any thread.
 
 
 class _Memory(MemoryFileSystem):  # type: ignore[misc] # fsspec has no types
@@ -462,5 +462,5 @@ class _Memory(MemoryFileSystem):  # type: ignore[misc] # fsspec has no types
 
 
 def memory_store() -> Store:
-    """An empty one."""
+    """A new, empty store in memory; fsspec's own is shared by the whole process."""
     return Store("memory://private", _Memory(), "")

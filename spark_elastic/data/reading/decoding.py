@@ -1,6 +1,7 @@
-"""Columns of Arrow as numpy arrays of a fixed shape, without a copy where the layout allows it.
+"""From Parquet and Arrow to numpy arrays of a fixed shape, without a copy where the layout allows it.
 
-Owns what each Arrow type becomes and every check that its rows have one shape. Also reads the footers of Parquet files.
+Maps Arrow's types to numpy's, checks that all rows have one shape, opens Parquet files and reads their footers. Any
+thread.
 """
 
 from __future__ import annotations
@@ -20,9 +21,6 @@ from spark_elastic.data.manifest import Column, RowGroup
 from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
 
-# What a loader needs of a reader: row groups as arrays. Arrow's is in `arrow_reader`; others may be written.
-
-
 ColumnArrays = dict[str, npt.NDArray[np.generic]]
 
 
@@ -37,15 +35,15 @@ class Reader(Protocol):
         ...
 
     def prefetch(self, group: int) -> bool:
-        """It will be fetched soon: read it now. False if there is no room for it. Raises as `fetch` does."""
+        """Read a row group that will be fetched soon. False if there is no room for it. Raises as `fetch` does."""
         ...
 
     def release(self, group: int | None = None) -> None:
-        """It is not fetched again for a while, and where it is None, none is: such are the first to be forgotten."""
+        """The row group (None: any) is not needed for a while, so that it may be evicted."""
         ...
 
     def close(self) -> None:
-        """Let files and memory go."""
+        """Close files and free memory."""
         ...
 
 
@@ -65,7 +63,7 @@ def is_list(arrow: pa.DataType) -> bool:
 
 
 def dtype_of(arrow: pa.DataType) -> str | None:
-    """Numpy's dtype of a scalar type, `object` and `datetime64` for what needs a transformation; None for others."""
+    """Numpy's dtype of a scalar type, `object` and `datetime64` for types that need a transformation; else None."""
     if types.is_dictionary(arrow):
         return dtype_of(arrow.value_type)
     if types.is_boolean(arrow) or types.is_integer(arrow) or types.is_floating(arrow):
@@ -87,9 +85,10 @@ def dtype_of(arrow: pa.DataType) -> str | None:
 def decode_columns(
     table: pa.Table | pa.RecordBatch, columns: tuple[Column, ...], constants: Mapping[str, str]
 ) -> ColumnArrays:
-    """Column -> read-only array (rows, *shape). `constants`: values that a file's path says of all its rows.
+    """Column -> read-only array (rows, *shape). constants: columns whose one value is in the file's path.
 
-    ValueError for nulls, with their number, and for rows of another shape.
+    Raises:
+        ValueError: nulls, with their number, or rows of another shape.
     """
     names = set(table.schema.names)
     return {
@@ -101,7 +100,7 @@ def decode_columns(
 
 
 def nbytes(rows: ColumnArrays) -> int:
-    """Memory of decoded rows, that of bytes and strings included."""
+    """Bytes of decoded rows, including those of strings."""
     return sum(array.nbytes + (_lengths(array) if array.dtype == object else 0) for array in rows.values())
 
 
@@ -196,20 +195,12 @@ def _vectors(values: Any, column: Column) -> Array:
     return array
 
 
-# How every Parquet file is opened. Knows nothing of what is read from it. Any thread.
-
-
 def open_parquet(source: Any, pre_buffer: bool = False, buffer_size: int = 0) -> pq.ParquetFile:
-    """source: an open file, which stays the caller's. Spark's timestamps (INT96) are read as it means them, in
-    microseconds: Arrow's nanoseconds wrap around outside of the years 1677 to 2262."""
+    """Open a Parquet file over `source`, which the caller closes. Spark's timestamps (INT96) are read as microseconds:
+    Arrow's nanoseconds overflow outside of the years 1677 to 2262."""
     return pq.ParquetFile(
         source, pre_buffer=pre_buffer, buffer_size=buffer_size, coerce_int96_timestamp_unit="us"
     )
-
-
-# The footers of Parquet files: rows and row groups of each file, read once, by the driver.
-#
-# Owns what footers and paths say of files. Knows nothing of columns or of Spark. Any thread.
 
 
 _FIRST_READ = 64 << 10  # one read gets nearly every footer
@@ -217,7 +208,7 @@ _TRAILER = 8  # the footer's length and the magic word
 
 
 def read_footers(store: Store, names: Sequence[str]) -> tuple[tuple[str, ...], tuple[RowGroup, ...]]:
-    """The files that have rows, in the order of `names`, and their row groups; StoreError where one is no Parquet."""
+    """The files that have rows, in the order of `names`, and their row groups; StoreError if one is not Parquet."""
     files: list[str] = []
     groups: list[RowGroup] = []
     for name in names:
@@ -234,7 +225,7 @@ def read_footers(store: Store, names: Sequence[str]) -> tuple[tuple[str, ...], t
 
 
 def read_footer(store: Store, name: str) -> pq.FileMetaData:
-    """One file's footer; StoreError where it is no Parquet."""
+    """One file's footer; StoreError if it is not Parquet."""
     try:
         return pq.read_metadata(pa.BufferReader(_footer(store, name)))
     except pa.ArrowException as error:
@@ -242,13 +233,13 @@ def read_footer(store: Store, name: str) -> pq.FileMetaData:
 
 
 def partition_values(name: str) -> dict[str, str]:
-    """What a file's path says of all its rows, as in `year=2024/part-0.parquet`."""
+    """Columns in a file's path, as in `year=2024/part-0.parquet`."""
     pairs = (folder.partition("=") for folder in name.split("/")[:-1])
     return {unquote(key): unquote(value) for key, equals, value in pairs if equals}
 
 
 def _footer(store: Store, name: str) -> bytes:
-    """The footer with its trailer, which alone is enough for Arrow to read the metadata."""
+    """The footer with its trailer, which is all that Arrow needs to read the metadata."""
     tail = store.read_tail(name, _FIRST_READ)
     length = int.from_bytes(tail[-_TRAILER:-4], "little") + _TRAILER
     if length > len(tail):

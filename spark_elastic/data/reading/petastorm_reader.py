@@ -1,8 +1,8 @@
-"""Row groups by petastorm 0.12 or 0.13: for jobs that must read as they did before. Rows are promised, not speed.
+"""Reads row groups by petastorm 0.12 or 0.13, for jobs that must read as they did before; it is not fast.
 
-Petastorm takes no list of row groups, but a shard of a file's n row groups out of n is exactly one of them. Each fetch
-therefore opens a reader of its own. Timestamps are read by Arrow, since petastorm makes nanoseconds of them, which wrap
-around outside of the years 1677 to 2262. Any thread may fetch; one reads at a time.
+Petastorm takes no list of row groups, but one shard out of n of a file with n row groups is exactly one of them. Each
+fetch therefore opens a petastorm reader. Arrow reads timestamps, since petastorm makes nanoseconds of them, which
+overflow outside of the years 1677 to 2262. Any thread may fetch; one reads at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from spark_elastic.errors import InvalidInput, StoreError
 
 
 class PetastormReader(GroupReader):
-    """A reader of petastorm's for each row group; no nested arrays and no structs."""
+    """Opens a petastorm reader for each row group; reads no nested arrays and no structs."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class PetastormReader(GroupReader):
         self._own = [column for column in self.columns if column.name not in self._timestamps]
         self._arrow = ArrowReader(store, manifest, self._timestamps, cache_bytes=0)
 
-    def _let_go(self) -> None:
+    def _close_resources(self) -> None:
         self._sizes.clear()
         self._arrow.close()
 
@@ -58,7 +58,7 @@ class PetastormReader(GroupReader):
             timestamps = self._arrow.fetch(group) if self._timestamps else {}
         except (StoreError, InvalidInput):
             raise
-        except Exception as error:  # petastorm's own, pyarrow's, pandas': whatever reading raises
+        except Exception as error:  # of petastorm, pyarrow or pandas
             reason = f"{type(error).__name__}: {error}"
             raise StoreError(
                 f"petastorm cannot read row group {entry.index} of {name!r} in the store {self._store.url} ({reason})."

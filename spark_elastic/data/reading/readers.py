@@ -1,4 +1,4 @@
-"""The readers there are, by name. Knows what each needs, not how it reads; imports petastorm only when asked for it."""
+"""The readers by name. Imports petastorm, an optional package, only for its reader."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ READERS = ("arrow", "petastorm")
 
 
 def check_reader(name: str) -> None:
-    """InvalidInput unless there is a reader of that name and it can be imported here."""
+    """Raise InvalidInput unless there is a reader of that name that can be imported here."""
     if name not in READERS:
         raise InvalidInput(f"There is no reader {name!r}: choose one of {', '.join(READERS)}.")
     if name == "petastorm":
         try:
-            import spark_elastic.data.reading.petastorm_reader  # noqa: F401 - only for those who ask for it
-        except Exception as error:  # an old library over a new one fails in many ways
+            import spark_elastic.data.reading.petastorm_reader  # noqa: F401 - an optional package
+        except Exception as error:  # with unsupported versions beside it, petastorm fails in many ways
             raise InvalidInput(
                 f"petastorm cannot be imported ({type(error).__name__}: {error}): it needs pyarrow 14 or older and "
                 "numpy 1 (pip install 'spark_elastic[petastorm]'); the reader 'arrow' has no such need."
@@ -39,7 +39,7 @@ def open_reader(
 ) -> Reader:
     """The reader of that name over `columns` (all, if none are named); see `check_reader` for what it raises.
 
-    cache_bytes: of decoded row groups; where the data set fits, it is read once.
+    cache_bytes: for decoded row groups; a data set that fits is read once.
     """
     check_reader(name)
     if name == "petastorm":
@@ -50,7 +50,7 @@ def open_reader(
 
 
 def read_sample_row(store: Store, manifest: Manifest, columns: Sequence[str]) -> list[Any]:
-    """The columns' values in one row, out of the smallest row group: something to try a function of rows on."""
+    """One row of the smallest row group, for a function of rows to be tried on: its value in each column."""
     groups = manifest.row_groups
     with closing(open_reader("arrow", store, manifest, columns)) as reader:
         found = reader.fetch(min(range(len(groups)), key=lambda number: groups[number].rows))

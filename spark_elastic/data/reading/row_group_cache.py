@@ -1,7 +1,7 @@
-"""Decoded row groups, bounded in bytes: those that nobody reads from any more are the first to go.
+"""A cache of decoded row groups, bounded in bytes and by the memory that this process may still take.
 
-Owns the memory of a reader and the order of its threads: any may fetch, one decodes at a time. A bound above
-DEFAULT_CACHE_BYTES is what the cache may come to while a quarter of the memory is left. Knows no files.
+Any thread may fetch; one decodes at a time. A bound above DEFAULT_CACHE_BYTES holds only while a quarter of the memory
+(of the machine, the container, the address space) is free. Knows no files.
 """
 
 from __future__ import annotations
@@ -16,13 +16,8 @@ from pathlib import Path
 from spark_elastic.data.reading.decoding import ColumnArrays, nbytes
 from spark_elastic.errors import StoreError
 
-# How much memory this process may still take: of the machine, of its container, of its own address space.
-#
-# Looks only. Any thread.
-
-
 NEVER_LIMITED = 1 << 60  # cgroup v1 says "no limit" by a number near 2**63
-_GROUPS = (  # limit, use, and what of it is only a cache of files
+_GROUPS = (  # files with the limit, the use, and the table and key of the page cache in it
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     (
         "memory/memory.limit_in_bytes",
@@ -34,7 +29,7 @@ _GROUPS = (  # limit, use, and what of it is only a cache of files
 
 
 def available_memory(root: Path = Path("/")) -> tuple[int, int] | None:
-    """(bytes left, limit in bytes) of the tightest limit; None if none is known. root: of /proc and /sys."""
+    """(free bytes, limit in bytes) of the tightest limit; None if none is known. root: of /proc and /sys."""
     found = (_of_machine(root), _of_group(root / "sys/fs/cgroup"), _of_address_space(root))
     return min((room for room in found if room is not None), default=None)
 
@@ -93,26 +88,26 @@ def _table(file: Path) -> dict[str, int]:
 DEFAULT_CACHE_BYTES = 128 << 20  # with it a worker stays below 1 GB: benchmarks/memory.py
 
 
-KEPT_FREE = 4  # one part in so many of the memory: for activations, checkpoints and others on the host
+FREE_SHARE = 4  # 1/4 of the memory stays free: for activations, checkpoints and other processes
 
 log = logging.getLogger("spark_elastic")
 
 
 class RowGroupCache:
-    """A cache of decoded row groups by number. They are in use from when they are fetched until they are released.
+    """Decoded row groups by number. A row group is in use from `fetch` until `release`.
 
-    If there are too many bytes, the one released last goes first, and when all are in use the one fetched last before
-    the newest, which stays even if it exceeds the bound by itself. Rows are read over and over in about one order:
-    what was wanted last is wanted last again, and if the oldest went, nothing would stay until its turn comes.
+    Above the bound it evicts the row group that was released last; if all are in use, the one that was fetched before
+    the newest. The newest stays even if it exceeds the bound by itself. Epochs read row groups in about the same order:
+    the last one used is the last one needed again, while evicting the oldest would leave nothing to reuse.
     """
 
     def __init__(self, limit: int, room: Callable[[], tuple[int, int] | None] = available_memory) -> None:
-        """room: (bytes of memory left, of how many), looked at before the cache grows above the default."""
+        """room: gives (free bytes, limit) of the memory; called before the cache grows above the default."""
         self._limit, self._room = limit, room
-        self._allowed = DEFAULT_CACHE_BYTES  # and more where there was room for it
+        self._allowed = DEFAULT_CACHE_BYTES  # grows while there is memory
         self._changed = threading.Condition()
         self._decoding = False
-        self._waiting = 0  # who fetches what is not there yet
+        self._waiting = 0  # threads that wait in `fetch`
         self._in_use: dict[int, tuple[ColumnArrays, int]] = {}
         self._released: dict[int, tuple[ColumnArrays, int]] = {}
         self._bytes = 0
@@ -123,21 +118,23 @@ class RowGroupCache:
         return len(self._in_use) + len(self._released)
 
     def fetch(self, group: int, decode: Callable[[int], ColumnArrays]) -> ColumnArrays:
-        """A row group from memory, or decoded now."""
+        """A row group from the cache, or decoded now."""
         with self._changed:
             found = self._get(group)
             if found is None:
-                found = self._awaited(group)
+                found = self._wait_for(group)
             if found is not None:
                 return found
             if self._closed:
                 raise StoreError("The reader is closed: open a new one.")
             self._decoding = True
-        return self._decoded(group, decode)
+        return self._decode_and_keep(group, decode)
 
     def prefetch(self, group: int, decode: Callable[[int], ColumnArrays]) -> bool:
-        """Decode a row group that will be fetched soon, once nobody waits for another. False if there is no room for it
-        beside those in use."""
+        """Decode a row group that will be fetched soon, once no thread waits in `fetch`.
+
+        Returns False if there is no room for it beside those in use.
+        """
         with self._changed:
             self._changed.wait_for(lambda: not self._decoding and not self._waiting)
             if self._get(group) is not None or self._closed:
@@ -145,11 +142,11 @@ class RowGroupCache:
             if not self._has_room():
                 return False
             self._decoding = True
-        self._decoded(group, decode)
+        self._decode_and_keep(group, decode)
         return True
 
     def release(self, group: int | None = None) -> None:
-        """Nobody reads from it any more; where it is None, from any that is there now."""
+        """End the use of a row group, or of all if it is None."""
         with self._changed:
             if group is None:
                 self._released.update(self._in_use)
@@ -157,15 +154,15 @@ class RowGroupCache:
             elif group in self._in_use:
                 self._released[group] = self._in_use.pop(group)
 
-    def close(self, let_go: Callable[[], None]) -> None:
-        """Wait for a decoding thread, then forget everything and call `let_go`; nothing is decoded any more."""
+    def close(self, on_close: Callable[[], None]) -> None:
+        """Wait for a decoding thread, drop everything and call `on_close`; nothing is decoded any more."""
         with self._changed:
             self._closed = True
             self._changed.wait_for(lambda: not self._decoding)
             self._in_use.clear()
             self._released.clear()
             self._bytes = 0
-        let_go()
+        on_close()
 
     def _get(self, group: int) -> ColumnArrays | None:
         entry = self._in_use.pop(group, None) or self._released.pop(group, None)
@@ -174,8 +171,8 @@ class RowGroupCache:
         self._in_use[group] = entry
         return entry[0]
 
-    def _awaited(self, group: int) -> ColumnArrays | None:
-        """Wait while others decode, until it is there or it is the caller's turn to decode it."""
+    def _wait_for(self, group: int) -> ColumnArrays | None:
+        """Wait while others decode. None if the caller is to decode it."""
         self._waiting += 1
         try:
             while self._decoding:
@@ -188,8 +185,8 @@ class RowGroupCache:
             self._waiting -= 1
             self._changed.notify_all()
 
-    def _decoded(self, group: int, decode: Callable[[int], ColumnArrays]) -> ColumnArrays:
-        """Of all threads, one is here at a time: that which set `_decoding`."""
+    def _decode_and_keep(self, group: int, decode: Callable[[int], ColumnArrays]) -> ColumnArrays:
+        """Called by the one thread that has set `_decoding`."""
         try:
             rows = decode(group)
             with self._changed:
@@ -211,10 +208,10 @@ class RowGroupCache:
         if self._allowed < self._bytes <= self._limit:
             self._grow()
         while self._bytes > self._limit and len(self) > 1:
-            self._bytes -= self._dropped()
+            self._bytes -= self._evict()
 
-    def _dropped(self) -> int:
-        """Forget one; its bytes."""
+    def _evict(self) -> int:
+        """Drop one row group and return its bytes."""
         if self._released:
             _, (_, freed) = self._released.popitem()
         else:
@@ -222,9 +219,9 @@ class RowGroupCache:
         return freed
 
     def _grow(self) -> None:
-        """Allow what the cache holds while enough memory is left; else limit it for good to what was allowed last."""
+        """Allow the present size if enough memory is free; else limit the cache for good to the last allowed size."""
         room = self._room()
-        if room is None or room[0] * KEPT_FREE > room[1]:
+        if room is None or room[0] * FREE_SHARE > room[1]:
             self._allowed = self._bytes
             return
         self._limit = self._allowed

@@ -271,7 +271,7 @@ class Separate(Rows):
 
 
 def test_p5_an_error_is_told_while_another_row_group_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "WORTH_A_THREAD", 0)
+    monkeypatch.setattr(loader, "MIN_GROUP_BYTES_FOR_THREAD", 0)
     reader = Separate()
     reader.broken = StoreError("the disk is gone")
     reader.gate.clear()
@@ -284,7 +284,7 @@ def test_p5_an_error_is_told_while_another_row_group_is_decoded(monkeypatch: pyt
 
 
 def test_close_ends_what_decodes_ahead_before_who_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "WORTH_A_THREAD", 0)
+    monkeypatch.setattr(loader, "MIN_GROUP_BYTES_FOR_THREAD", 0)
     reader = Separate()
     reader.gate.clear()
     stream = StepLoader(PLAN, reader, COLUMNS).steps(0, 0, 0, 1)
@@ -328,7 +328,7 @@ class Keeping(Rows):
 def test_a_row_group_is_decoded_once_for_each_lane_however_many_steps_it_has(
     batch: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loader, "WORTH_A_THREAD", 0 if threads == 2 else 1 << 40)
+    monkeypatch.setattr(loader, "MIN_GROUP_BYTES_FOR_THREAD", 0 if threads == 2 else 1 << 40)
     plan = DataPlan((100,) * 50, batch, seed=5, lanes=8)
     reader = Keeping(plan)
     made = StepLoader(plan, reader, COLUMNS, Prefetch(steps=2))
