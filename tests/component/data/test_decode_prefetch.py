@@ -76,7 +76,7 @@ def test_so_many_lie_decoded_until_one_is_fetched(ahead: DecodePrefetcher, reade
     until(lambda: len(reader.ahead) == 3)
     assert ahead.fetch(0)["x"][0] == 0
     until(lambda: len(reader.ahead) == 4)
-    assert not ahead._may_go_on()
+    assert not ahead._can_decode()
     assert reader.ahead == [0, 1, 2, 3]
 
 

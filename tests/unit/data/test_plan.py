@@ -154,7 +154,7 @@ def test_splitmix64_is_the_published_one() -> None:
     from spark_elastic.data import plan
 
     counters = np.arange(1, 4, dtype=np.uint64) * np.uint64(plan._GOLDEN) + np.uint64(1234567)
-    assert plan._mixed(counters).tolist() == [
+    assert plan._splitmix64(counters).tolist() == [
         6457827717110365317, 3203168211198807973, 9817491932198370423,
     ]  # fmt: skip
 

@@ -66,7 +66,7 @@ def test_a_process_id_that_is_used_again_is_told_from_who_had_it(place: Path) ->
 
 def test_folders_of_other_machines_boots_and_namespaces_are_left(place: Path) -> None:
     with scratch_folder() as mine:
-        name = mine.name.replace(store._here(), "spark_elastic-01234567-1")
+        name = mine.name.replace(store._owner_prefix(), "spark_elastic-01234567-1")
     (place / name.replace(str(os.getpid()), "1")).mkdir()
     remove_stale_folders()
     assert len(list(place.iterdir())) == 1

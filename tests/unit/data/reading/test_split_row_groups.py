@@ -42,8 +42,8 @@ def test_what_was_not_used_for_longest_goes_before_the_disk_is_full(
         for _ in range(2):  # what is gone is cut again
             found = np.concatenate([reader.fetch(group)["x"] for group in range(pieces)])
             assert np.array_equal(found, np.arange(ROWS * GROUPS))
-            assert len(reader._pieces._held) == held
-    assert not reader._pieces._held
+            assert len(reader._split_groups._groups_by_key) == held
+    assert not reader._split_groups._groups_by_key
 
 
 def test_a_full_disk_is_named_with_what_to_change(
