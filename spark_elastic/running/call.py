@@ -1,6 +1,6 @@
-"""`spark_elastic.run`: any function, or a script, on elastic workers. Runs in the caller's thread.
+"""`spark_elastic.run`: a function or a script on elastic workers. Runs in the caller's thread.
 
-`Call` is a checked call that has not begun; `over` runs it on any cluster, `run` on Spark.
+`prepare` checks a call and returns a `Call`, which `run_on_spark` or, on another kind of cluster, `run_on` executes.
 """
 
 from __future__ import annotations
@@ -41,24 +41,20 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
-# What `run` returns. Pure.
-
-
 T = TypeVar("T")
 
 
 class Results(list[T]):
-    """What the function returned on each worker, in rank order: a list, and the job's report.
-
-    report: where the job's time went, and what losses cost.
-    """
+    """What the function returned on each worker, a list in rank order, and the job's report."""
 
     def __init__(self, returned: Iterable[T], report: JobReport) -> None:
         super().__init__(returned)
+        # Where the job's time went, and what losses cost.
         self.report = report
 
 
-# What takes seconds to import, and for which a whole world would otherwise await a newcomer.
+# Module that a function uses -> modules to preload. They take seconds to import, for which a world would otherwise
+# wait for each new worker.
 SLOW = {
     "torch": ("torch", "torch._dynamo"),
     "spark_elastic.torch": ("torch", "torch._dynamo", "spark_elastic.torch"),
@@ -67,7 +63,7 @@ SLOW = {
     "keras": ("keras",),
     "spark_elastic.keras": ("keras", "spark_elastic.keras"),
 }
-BACKEND = "KERAS_BACKEND"  # where a function sets it, Keras is not to be imported before
+BACKEND = "KERAS_BACKEND"  # a function that sets it must do so before Keras is imported
 
 
 @overload
@@ -105,18 +101,20 @@ def run(
     """Run `fn(*args, **kwargs)` on elastic workers over Spark. Returns their results in rank order, and the job's
     `report`.
 
-    fn: a function, or the path of a script that runs as `__main__`, followed by its arguments. The function that it
-    passes to `spark_elastic.torch.elastic.run` goes on through losses; all other code starts again, from the beginning
-    of `fn`, in the world after a loss.
-    arguments: num_workers (default: Spark's default parallelism), min_workers (1), max_workers (num_workers), env,
-    stdout, verbose, prefix_output_with_timestamp, preload, run_id and store (commits are made durable, and a call
-    with the same run_id goes on from the newest one), storage_options (fsspec's for the store, such as credentials),
-    all fields of `ElasticConfig`, and the arguments of Horovod's `run_elastic` under their names.
+    Args:
+        fn: a function, or the path of a script that runs as `__main__`, followed by its arguments. The function that
+            it passes to `spark_elastic.torch.elastic.run` goes on through losses; all other code starts again, from
+            the beginning of `fn`, in the world after a loss.
+        arguments: num_workers (default: Spark's default parallelism), min_workers (1), max_workers (num_workers), env,
+            stdout, verbose, prefix_output_with_timestamp, preload, run_id and store (commits are made durable, and a
+            call with the same run_id goes on from the newest one), storage_options (fsspec's for the store, such as
+            credentials), all fields of `ElasticConfig`, and the arguments of Horovod's `run_elastic` under their names.
 
     Raises:
         InvalidInput: an argument is wrong, or `fn` captures what exists only on Spark's driver.
         PreflightError: a host cannot load `fn`, lacks a package, or cannot reach the driver.
-        JobFailed: and its subclasses. JobCancelled: the user or Spark ended the job.
+        JobFailed: with its subclasses.
+        JobCancelled: the user or Spark ended the job.
     """
     call = prepare(fn, given, arguments, config)
     from spark_elastic.spark.session import get_session
@@ -126,27 +124,29 @@ def run(
 
 @dataclass(frozen=True)
 class Call:
-    """A checked call of `run`."""
+    """A checked call of `run`, which has not begun."""
 
     program: FunctionProgram
     options: options.Options
+    # Modules that a spare imports before it is warm.
     preload: tuple[str, ...]
+    # Of the function or script.
     name: str
 
     def run_on_spark(self, spark: SparkSession) -> Results[Any]:
         platform = make_platform(spark, self.options.config)
         limits = self.make_limits(platform.workers(self.options.num_workers))
         name = f"{self.name}-{uuid.uuid4().hex[:8]}"
-        order = JobSpec(self.program, limits, name, self.preload)
+        job = JobSpec(self.program, limits, name, self.preload)
         what = "the function or its arguments"
         run_id, store = self.options.run_id, self.open_store()
-        with self.open_output() as narrator:
-            platform.preflight(self.program.pickled_call, store, order.needs, limits.num_workers, what)
+        with self.open_output() as listener:
+            platform.preflight(self.program.pickled_call, store, job.needs, limits.num_workers, what)
             if run_id is None or store is None:
-                return decode_results(platform.launch(order, narrator))
+                return decode_results(platform.launch(job, listener))
             return resume_after_coordinator_loss(
                 lambda: decode_results(
-                    platform.launch(dataclasses.replace(order, run=self.take_run()), narrator)
+                    platform.launch(dataclasses.replace(job, run=self.take_run()), listener)
                 ),
                 CheckpointStore(store, run_id).published,
             )
@@ -156,17 +156,19 @@ class Call:
         launcher: Launcher,
         discovery: Discovery,
         default_workers: int,
-        site: DriverOptions | None = None,
+        options: DriverOptions | None = None,
     ) -> Results[Any]:
         """As `over_spark`, on a cluster of another kind. default_workers: where the call does not name a number."""
         limits = self.make_limits(default_workers)
         config = self.options.config
-        site = site or DriverOptions(run=self.take_run())
-        with self.open_output() as narrator:
-            return decode_results(supervise(launcher, discovery, site, limits, config, self.name, narrator))
+        options = options or DriverOptions(run=self.take_run())
+        with self.open_output() as listener:
+            return decode_results(
+                supervise(launcher, discovery, options, limits, config, self.name, listener)
+            )
 
     def take_run(self) -> RunLease | None:
-        """The run, which is this driver's from here on; None without a `run_id`.
+        """Take over the run for this driver. Returns None if the call has no `run_id`.
 
         Raises:
             StoreError: the store cannot be read or written.
@@ -183,9 +185,9 @@ class Call:
 
     @contextmanager
     def open_output(self) -> Iterator[OutputListener]:
-        """The narrator of the job that runs inside the block."""
+        """The listener of the job that runs inside the block: it prints what happens."""
         chosen = self.options
-        narrator = OutputListener(
+        listener = OutputListener(
             sys.stdout if chosen.stdout is None else chosen.stdout,
             SystemClock(),
             timestamps=chosen.prefix_output_with_timestamp,
@@ -193,14 +195,17 @@ class Call:
             lines=chosen.config.show_logs,
             limit=LineRateLimiter() if chosen.stdout is None else None,
         )
-        with close_within_deadline(narrator), log_to_listener(narrator.tell, chosen.verbose > 1):
-            yield narrator
+        with close_within_deadline(listener), log_to_listener(listener.tell, chosen.verbose > 1):
+            yield listener
 
 
 def prepare(
     fn: Any, given: Sequence[Any], arguments: Mapping[str, Any], config: ElasticConfig | None = None
 ) -> Call:
-    """Check a call, before anything is launched. given: what follows `fn` by position.
+    """Check a call, before anything is launched.
+
+    Args:
+        given: what follows `fn` by position.
 
     Raises:
         InvalidInput: as `run`.
@@ -240,18 +245,20 @@ def _open_checkpointing(chosen: options.Options) -> tuple[Store, CheckpointPolic
 
 
 def decode_results(launched: LaunchResult) -> Results[Any]:
-    """By rank, of the last world's members."""
+    """The results of the members of the last world, by rank."""
     return Results(map(decode_result, launched.results, itertools.count()), launched.report)
 
 
 def _place_positional(
     given: Sequence[Any], args: Any, kwargs: Any, named: dict[str, Any]
 ) -> tuple[Sequence[Any], Mapping[str, Any], dict[str, Any]]:
-    """Horovod's order: args, kwargs, the number of workers."""
-    slots = ("args", "kwargs", "num_workers")
-    if len(given) > len(slots):
-        raise InvalidInput(f"run() takes {', '.join(slots)} after the function by position; name the others.")
-    placed = dict(zip(slots, given, strict=False))
+    """`args`, `kwargs` and all named arguments, after those that were given by position, in Horovod's order."""
+    positions = ("args", "kwargs", "num_workers")
+    if len(given) > len(positions):
+        raise InvalidInput(
+            f"run() takes {', '.join(positions)} after the function by position; name the others."
+        )
+    placed = dict(zip(positions, given, strict=False))
     if ("args" in placed and args) or ("kwargs" in placed and kwargs):
         raise InvalidInput("args and kwargs are given by position or by name, not both.")
     args, kwargs = placed.get("args", args), placed.get("kwargs", kwargs)
@@ -267,7 +274,7 @@ def _place_positional(
 
 
 def _find_slow_modules(fn: Callable[..., Any]) -> tuple[str, ...]:
-    """Slow modules that a function uses, as far as can be seen."""
+    """The modules to preload for a function, as far as its code shows them."""
     while isinstance(fn, partial):
         fn = fn.func
     fn = getattr(fn, "__wrapped__", fn)
@@ -280,9 +287,8 @@ def _find_slow_modules(fn: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def _find_slow_imports(source: bytes) -> tuple[str, ...]:
-    text = source.decode(
-        "utf-8", "replace"
-    )  # the names of these modules are the same in any encoding of a program
+    """The modules to preload for a script."""
+    text = source.decode("utf-8", "replace")  # these names are the same in any encoding of a program
     modules = set(re.findall(r"^\s*(?:import|from)\s+([\w.]+)", text, re.MULTILINE))
     return _expand_slow(modules, BACKEND in text)
 

@@ -1,5 +1,8 @@
-"""What a function drags along and cannot take to a worker: a SparkSession and its kin. Found while pickling, so that
-exactly what would be shipped is looked at, and named as the user named it. Imports no Spark."""
+"""Finds objects that a function captures and that exist only on Spark's driver, such as a SparkSession.
+
+The search happens while the function is pickled, so it looks at exactly what would be shipped; errors call an object by
+its name in the user's code. Imports no Spark.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ def dumps(call: object) -> bytes:
         _Pickler(buffer, call).dump(call)
     except InvalidInput:
         raise
-    except Exception as error:  # objects raise anything when they are asked for their state
+    except Exception as error:  # objects may raise anything while they are pickled
         raise InvalidInput(
             f"the function or an argument cannot be pickled ({error}): create such objects inside the function."
         ) from error
@@ -58,7 +61,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no 
 
 
 def _find_driver_only_kind(value: object) -> str | None:
-    """The kind of thing that must not travel, None for all else."""
+    """The kind of an object that must not be shipped; None for any other object."""
     for parent in type(value).__mro__:
         package = parent.__module__.split(".")[0]
         if package == "py4j":
@@ -69,7 +72,7 @@ def _find_driver_only_kind(value: object) -> str | None:
 
 
 def _find_name(wanted: object, call: object) -> str:
-    """By which name the user's code knows an object; "" where it lies too deep."""
+    """The name of an object in the user's code; "" if it is nested too deeply."""
     seen: set[int] = set()
     level = [("", call)]
     for _ in range(6):

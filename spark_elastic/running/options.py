@@ -1,4 +1,4 @@
-"""The keyword arguments of `run`: settings, Horovod's names for them, and what is refused with a sentence. Pure."""
+"""The keyword arguments of `run`: its own, settings, Horovod's names, and those that it refuses with a reason. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ALIASES = {
 }
 _MESH = "workers speak to each other over the job's own mesh"
 _SPARK = "workers run where Spark's executors are; spark-elastic-run takes hosts"
-# Horovod's name -> (values that say nothing, why any other is refused).
+# Horovod's name -> (values that are accepted and ignored, why any other is refused).
 REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "use_gloo": ((None, True), _MESH),
     "use_mpi": ((None, False), _MESH),
@@ -53,40 +53,45 @@ OWN = (
     "num_workers", "min_workers", "max_workers", "env", "stdout", "verbose", "prefix_output_with_timestamp", "preload",
     "run_id", "store", "storage_options",
 )  # fmt: skip
-# Settings that say something only of a run with a name.
+# Settings that apply only to a run with a name.
 DURABLE = ("checkpoint_steps", "checkpoint_seconds", "checkpoints_kept")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """num_workers: None for Spark's default parallelism; min_workers: 1; max_workers: num_workers (R16).
+    """The arguments of a call, after their checks."""
 
-    env: variables of the training processes. stdout: where their lines go, default standard output. verbose: 0: what
-    workers print; 1: worlds, joins, losses and drains, too; 2: and the log of "spark_elastic", level INFO. preload:
-    modules imported before a worker is warm; None: what the function seems to need. run_id, store: commits are made
-    durable there under that name, and another call with it goes on. storage_options: fsspec's for the store; they may
-    hold credentials, and are neither shown nor stored.
-    """
-
+    # None: Spark's default parallelism.
     num_workers: int | None = None
+    # None: 1.
     min_workers: int | None = None
+    # None: num_workers. R16 (start) uses all three.
     max_workers: int | None = None
+    # Variables of the training processes.
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
+    # Where the workers' lines go; None: standard output.
     stdout: IO[str] | None = None
+    # 0: what workers print. 1: also worlds, joins, losses and drains. 2: also the log "spark_elastic", level INFO.
     verbose: int = 1
     prefix_output_with_timestamp: bool = False
+    # Modules that are imported before a worker is warm; None: those that the function seems to need.
     preload: tuple[str, ...] | None = None
+    # Commits are made durable in the store under this name, and another call with it goes on from them.
     run_id: str | None = None
     store: str | None = None
+    # fsspec's options for the store. They may hold credentials, and are neither shown nor stored.
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     config: ElasticConfig = field(default_factory=ElasticConfig)
 
     def open_store(self) -> Store | None:
-        """The store, where there is one. Raises StoreError."""
+        """Open the store; None if the call has none. Raises StoreError."""
         return None if self.store is None else Store.open(self.store, **self.storage_options)
 
     def resolve_workers(self, default: int) -> tuple[int, int, int]:
-        """(num_workers, min_workers, max_workers); default: of num_workers.
+        """(num_workers, min_workers, max_workers).
+
+        Args:
+            default: num_workers, if the call does not say it.
 
         Raises:
             InvalidInput: they contradict each other.
@@ -106,13 +111,16 @@ class Options:
 
 
 def parse(given: Mapping[str, Any], config: object = None) -> Options:
-    """given: keyword arguments, with ours or Horovod's names; None says nothing, but
-    checkpoint_seconds=None: not by time. config: what they are put on top of.
+    """Check the keyword arguments of a call.
 
-    Beside `elastic_timeout`, Horovod's wait for `min_workers`, `start_timeout` is the start's wait for `num_workers`.
+    With `elastic_timeout` (Horovod's wait for `min_workers`), `start_timeout` means the wait for `num_workers`.
+
+    Args:
+        given: by our names or Horovod's. None counts as not given, except in checkpoint_seconds=None: not by time.
+        config: the settings that `given` overrides.
 
     Raises:
-        InvalidInput: an unknown name, two names of one thing, or what is refused.
+        InvalidInput: a name is unknown, refused, or one of two names of one setting.
     """
     if config is not None and not isinstance(config, ElasticConfig):
         raise InvalidInput(f"config must be an ElasticConfig; got {config!r}.")
