@@ -1,6 +1,6 @@
 """The command line tool `spark-elastic-run`: a script on elastic workers of this machine, without Spark.
 
-Owns the options, Horovod's names among them; what they do lives elsewhere. Runs in the main thread of its process.
+It defines the options, with Horovod's names. Runs in the main thread of its process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from spark_elastic.monitoring.progress import LineRateLimiter, OutputListener
 from spark_elastic.running.call import prepare
 from spark_elastic.worker.script import Module
 
-HERE = "localhost"
+LOCALHOST = "localhost"
 LEVELS = ("trace", "debug", "info", "warning", "error", "critical", "fatal")
 SOME = click.IntRange(min=1)
 
@@ -100,13 +100,13 @@ SOME = click.IntRange(min=1)
 @click.pass_context
 def run(context: click.Context, /, **options: Any) -> None:
     """Run COMMAND, as in `python train.py --lr 0.1` or `python -m train`, on elastic workers of this machine."""
-    code = _report_errors(lambda: execute(RunOptions(**options, environment=get_variables(context))))
+    code = _run_and_report(lambda: execute(RunOptions(**options, environment=get_variables(context))))
     sys.exit(code)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What the command line asks for."""
+    """The options of a command line, under their names there; None: not given."""
 
     command: tuple[str, ...]
     num_proc: int | None = None
@@ -128,63 +128,64 @@ class RunOptions:
     prefix_output_with_timestamp: bool = False
     log_level: str | None = None
     verbose: bool = False
+    # Variables of the training processes that follow from options.
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def execute(wanted: RunOptions) -> None:
-    """Run it to its end.
+def execute(options: RunOptions) -> None:
+    """Run the job to its end.
 
     Raises:
         InvalidInput: the command line asks for something that does not exist.
         JobFailed: with its subclasses.
     """
-    if not (wanted.log_level or wanted.verbose):
-        _execute(wanted)
+    if not (options.log_level or options.verbose):
+        _execute(options)
         return
-    logging.getLogger("spark_elastic").setLevel(log_level(wanted.log_level or "info"))
+    logging.getLogger("spark_elastic").setLevel(log_level(options.log_level or "info"))
     with log_to_stream(sys.stderr):
-        _execute(wanted)
+        _execute(options)
 
 
-def _execute(wanted: RunOptions) -> None:
-    program, arguments = _parse_program(wanted.command)
-    fixed = _parse_fixed_hosts(wanted)
-    number = sum(fixed.values()) if wanted.num_proc is None and fixed else wanted.num_proc
+def _execute(options: RunOptions) -> None:
+    program, arguments = _parse_program(options.command)
+    fixed = _parse_fixed_hosts(options)
+    number = sum(fixed.values()) if options.num_proc is None and fixed else options.num_proc
     if number is None:
         raise InvalidInput("spark-elastic-run needs -np, the number of workers to start with.")
     named: dict[str, Any] = {
         "num_workers": number,
-        "min_workers": wanted.min_np,
-        "max_workers": wanted.max_np,
-        "run_id": wanted.run_id,
-        "store": wanted.store,
-        "checkpoint_steps": wanted.checkpoint_steps,
-        "env": _make_environment(wanted),
+        "min_workers": options.min_np,
+        "max_workers": options.max_np,
+        "run_id": options.run_id,
+        "store": options.store,
+        "checkpoint_steps": options.checkpoint_steps,
+        "env": _make_environment(options),
     }
     call = prepare(
         program,
         arguments,
         {name: value for name, value in named.items() if value is not None},
-        _make_config(wanted),
+        _make_config(options),
     )
     hosts, clock = HostSlots(), SystemClock()
     config = call.options.config
     launcher = LocalLauncher(call.program, hosts, clock, call.preload)
-    folder = _make_output_folder(wanted.output_filename)
+    folder = _make_output_folder(options.output_filename)
     limits = call.make_limits(number)
     limit = LineRateLimiter() if sys.stdout.isatty() else None
-    shown = OutputListener(
-        sys.stdout, clock, wanted.prefix_output_with_timestamp, wanted.verbose, config.show_logs, limit
+    output = OutputListener(
+        sys.stdout, clock, options.prefix_output_with_timestamp, options.verbose, config.show_logs, limit
     )
-    with close_within_deadline(FileListener(shown, folder)) as narration:
-        discovery = _make_discovery(wanted, fixed or {HERE: limits.max_workers}, hosts)
+    with close_within_deadline(FileListener(output, folder)) as listener:
+        discovery = _make_discovery(options, fixed or {LOCALHOST: limits.max_workers}, hosts)
         supervise(
-            launcher, discovery, DriverOptions(run=call.take_run()), limits, config, call.name, narration
+            launcher, discovery, DriverOptions(run=call.take_run()), limits, config, call.name, listener
         )
 
 
 def _make_output_folder(path: str | None) -> Path | None:
-    """Made before anything is printed, all of which would be missing in one that cannot be made."""
+    """Create the folder for the output before anything is printed, so that nothing is missing in it."""
     folder = Path(path) if path else None
     try:
         if folder is not None:
@@ -196,25 +197,25 @@ def _make_output_folder(path: str | None) -> Path | None:
     return folder
 
 
-def _make_environment(wanted: RunOptions) -> dict[str, str]:
+def _make_environment(options: RunOptions) -> dict[str, str]:
     """Variables of the training processes, in addition to this process's own."""
-    level = {"SPARK_ELASTIC_LOG_LEVEL": wanted.log_level} if wanted.log_level else {}
-    return {**wanted.environment, **level}
+    level = {"SPARK_ELASTIC_LOG_LEVEL": options.log_level} if options.log_level else {}
+    return {**options.environment, **level}
 
 
-def _make_config(wanted: RunOptions) -> ElasticConfig:
-    cooldown = wanted.blacklist_cooldown_range
+def _make_config(options: RunOptions) -> ElasticConfig:
+    cooldown = options.blacklist_cooldown_range
     return from_env(
-        reset_limit=wanted.reset_limit,
-        start_timeout=wanted.elastic_timeout,
-        gather_timeout=wanted.start_timeout,
+        reset_limit=options.reset_limit,
+        start_timeout=options.elastic_timeout,
+        gather_timeout=options.start_timeout,
         cooldown_range=tuple(cooldown) if cooldown else None,
-        collective_timeout=wanted.gloo_timeout_seconds,
+        collective_timeout=options.gloo_timeout_seconds,
     )
 
 
 def _parse_program(command: tuple[str, ...]) -> tuple[str | Module, tuple[str, ...]]:
-    """The script and its arguments, or a module; an interpreter before it must be the one that runs this."""
+    """The script or module to run, and its arguments. An interpreter before it must be this process's own."""
     first = command[0]
     if Path(first).suffix == ".py":
         return first, command[1:]
@@ -229,7 +230,7 @@ def _parse_program(command: tuple[str, ...]) -> tuple[str | Module, tuple[str, .
             "from there."
         )
     rest = command[1:]
-    while rest and rest[0] == "-u":  # what workers print is never held back
+    while rest and rest[0] == "-u":  # the output of workers is never buffered
         rest = rest[1:]
     if rest[:1] == ("-m",) and len(rest) > 1:
         return Module.find(*rest[1:]), ()
@@ -241,28 +242,28 @@ def _parse_program(command: tuple[str, ...]) -> tuple[str | Module, tuple[str, .
     return rest[0], rest[1:]
 
 
-def _parse_fixed_hosts(wanted: RunOptions) -> dict[str, int]:
-    given = [name for name in ("hosts", "hostfile", "host_discovery_script") if getattr(wanted, name)]
+def _parse_fixed_hosts(options: RunOptions) -> dict[str, int]:
+    given = [name for name in ("hosts", "hostfile", "host_discovery_script") if getattr(options, name)]
     if len(given) > 1:
         raise InvalidInput("give one of -H, --hostfile and --host-discovery-script.")
-    text = wanted.hosts or ""
-    if wanted.hostfile:
+    text = options.hosts or ""
+    if options.hostfile:
         try:
-            text = Path(wanted.hostfile).read_text(encoding="utf-8")
+            text = Path(options.hostfile).read_text(encoding="utf-8")
         except OSError as error:
-            raise InvalidInput(f"the host file {wanted.hostfile} cannot be read: {error}.") from error
-    return parse_hosts(text, wanted.slots_per_host)
+            raise InvalidInput(f"the host file {options.hostfile} cannot be read: {error}.") from error
+    return parse_hosts(text, options.slots_per_host)
 
 
-def _make_discovery(wanted: RunOptions, fixed: Mapping[str, int], hosts: HostSlots) -> Discovery:
-    """Asks for hosts and tells the launcher before the driver."""
+def _make_discovery(options: RunOptions, fixed: Mapping[str, int], hosts: HostSlots) -> Discovery:
+    """Discovery that tells the launcher of new hosts before it tells the driver."""
     clock = SystemClock()
     tell = partial(_update_hosts, hosts)
-    if wanted.host_discovery_script is None:
+    if options.host_discovery_script is None:
         return FixedHosts(fixed, clock, tell)
-    path = wanted.host_discovery_script
+    path = options.host_discovery_script
     command = [os.path.abspath(path) if os.path.exists(path) else path]
-    return HostPoller(script(command, lambda text: parse_hosts(text, wanted.slots_per_host)), clock, tell)
+    return HostPoller(script(command, lambda text: parse_hosts(text, options.slots_per_host)), clock, tell)
 
 
 def _update_hosts(hosts: HostSlots, listed: Mapping[str, int]) -> None:
@@ -274,8 +275,8 @@ def _update_hosts(hosts: HostSlots, listed: Mapping[str, int]) -> None:
     hosts.update(listed)
 
 
-def _report_errors(job: Callable[[], None]) -> int:
-    """The exit code: 0, or 1 after printing what went wrong."""
+def _run_and_report(job: Callable[[], None]) -> int:
+    """Run the job. Returns the exit code: 0, or 1 after printing the error."""
     try:
         job()
     except ElasticError as error:

@@ -1,6 +1,6 @@
-"""Options of `horovodrun` that `spark-elastic-run` hands to the training processes, and those that it refuses.
+"""Options of `horovodrun` that `spark-elastic-run` passes on to the training processes, ignores or refuses.
 
-Owns their names and what becomes of them; knows nothing of the job. Runs in the main thread of the command line.
+Runs in the main thread of the command line.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NO_MPI = f"{_MESH}, and there is no MPI in it"
 THIS_MACHINE = "it starts processes of this machine only; for a cluster there is spark_elastic.run over Spark"
 _LEVELS = "the way between workers follows from where they are, and nothing is to be chosen"
 _TUNING = "tuning tries three sizes of buckets in a world's first 15 steps and has no settings"
-# Options of horovodrun that mean nothing here: (names, takes a value, why it is refused).
+# Options that are refused: (names, takes a value, why).
 REFUSED: tuple[tuple[tuple[str, ...], bool, str], ...] = (
     (("-cb", "--check-build"), False, "nothing is compiled for a framework, so there is no build to check"),
     (
@@ -65,8 +65,8 @@ ALWAYS_ON: tuple[tuple[str, ...], ...] = (
     ("--no-autotune",),
     ("--log-without-timestamp", "--log-hide-timestamp"),
 )
-# Option -> its click arguments, and the variables of the training processes that follow from its value. Ours are set
-# where there are any, since those win over Horovod's, as an option should over a variable.
+# Option -> its click arguments, and the variables of the training processes that follow from its value. Where a variable
+# of ours exists, it is set in place of Horovod's, since ours wins, and an option should win over a variable.
 PASSED_ON: dict[str, tuple[dict[str, Any], Callable[[Any], dict[str, object]]]] = {
     "--fusion-threshold-mb": (
         {
@@ -103,13 +103,15 @@ _VARIABLES = "variables of the training processes"
 
 
 def add_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The command with these options, none of which becomes an argument of its function."""
-    for option, (arguments, follows) in reversed(PASSED_ON.items()):  # the last that is put on is shown first
+    """Add these options to a command; none of them becomes an argument of its function."""
+    for option, (arguments, follows) in reversed(
+        PASSED_ON.items()
+    ):  # click shows the option first that was added last
         command = click.option(
             option, **arguments, default=None, expose_value=False, callback=partial(_pass_on, follows)
         )(command)
-    for asked in ALWAYS_ON:
-        command = click.option(*asked, is_flag=True, hidden=True, expose_value=False)(command)
+    for names in ALWAYS_ON:
+        command = click.option(*names, is_flag=True, hidden=True, expose_value=False)(command)
     for names, takes_value, why in REFUSED:
         command = click.option(
             *names, is_flag=not takes_value, hidden=True, expose_value=False, callback=partial(_refuse, why),
@@ -119,7 +121,7 @@ def add_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def get_variables(context: click.Context) -> dict[str, str]:
-    """What the options of this command line set in the environment of the training processes."""
+    """The variables that the options of this command line set for the training processes."""
     return dict(context.meta.get(_VARIABLES, {}))
 
 

@@ -1,6 +1,6 @@
-"""The command line tool `spark-elastic`: what a store holds, and what of it may go.
+"""The command line tool `spark-elastic`: lists what a store holds, and removes old entries.
 
-Owns the options and how entries are shown; what may go is `data.store`'s. Runs in the main thread of its process.
+It defines the options and prints the entries. `data.store` decides what may be removed. Runs in the main thread.
 """
 
 from __future__ import annotations
