@@ -65,8 +65,8 @@ ALWAYS_ON: tuple[tuple[str, ...], ...] = (
     ("--no-autotune",),
     ("--log-without-timestamp", "--log-hide-timestamp"),
 )
-# Option -> its click arguments, and the variables of the training processes that follow from its value. Where a variable
-# of ours exists, it is set in place of Horovod's, since ours wins, and an option should win over a variable.
+# Option -> its click arguments, and the variables of the training processes that follow from its value. If a variable
+# of ours exists, it is set in place of Horovod's: ours wins, and an option should win over a variable.
 PASSED_ON: dict[str, tuple[dict[str, Any], Callable[[Any], dict[str, object]]]] = {
     "--fusion-threshold-mb": (
         {

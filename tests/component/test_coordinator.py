@@ -1,4 +1,4 @@
-"""A job whose coordinator speaks to its client by letters alone, over real processes of this machine."""
+"""A job whose coordinator speaks to its client through a store alone, over real processes of this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A program that lasts as long as it shall, a narrator that acts as the job goes on, and what a result must be."""
+"""A program that lasts as long as it shall, a listener that acts as the job goes on, and what a result must be."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Held(CountingProgram):
 
 
 class Story:
-    """A narrator that does what a scenario says: each act once its turn has come, by steps and by the world."""
+    """A listener that does what a scenario says: each act once its turn has come, by steps and by the world."""
 
     def __init__(
         self, *acts: tuple[int, int | None, Callable[[], object]], over: tuple[Path, int] | None = None

@@ -35,7 +35,7 @@ GROUP = "the users own group"
 
 
 class Running:
-    """A narrator that knows when training has begun."""
+    """A listener that knows when training has begun."""
 
     def __init__(self) -> None:
         self.begun = threading.Event()
@@ -82,9 +82,9 @@ class Job:
         self.ended_at = time.monotonic()
 
 
-def launch_for_ever(spark: SparkSession, narrator: Running) -> None:
+def launch_for_ever(spark: SparkSession, listener: Running) -> None:
     program = CountingProgram(steps=1_000_000, seconds=0.02)
-    ClassicPlatform(spark, ElasticConfig()).launch(JobSpec(program, Limits(2, 1, 2), "for-ever"), narrator)
+    ClassicPlatform(spark, ElasticConfig()).launch(JobSpec(program, Limits(2, 1, 2), "for-ever"), listener)
 
 
 def assert_nothing_is_left(spark: SparkSession, cluster: StandaloneCluster) -> None:
@@ -121,16 +121,16 @@ def test_cancelling_at_spark_ends_the_job(
 
 def test_an_interrupted_cell_ends_the_job(spark: SparkSession, spark_cluster: StandaloneCluster) -> None:
     """What a notebook does: SIGINT to the process, KeyboardInterrupt in the main thread."""
-    narrator = Running()
+    listener = Running()
 
     def interrupt() -> None:
-        if narrator.begun.wait(200):
+        if listener.begun.wait(200):
             os.kill(os.getpid(), signal.SIGINT)
 
     helper = threading.Thread(target=interrupt)
     helper.start()
     with pytest.raises(KeyboardInterrupt):
-        launch_for_ever(spark, narrator)
+        launch_for_ever(spark, listener)
     helper.join()
     assert_nothing_is_left(spark, spark_cluster)
     assert_a_new_launch_works(spark)

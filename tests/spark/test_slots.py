@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow]
 
 
 class Striker:
-    """A narrator that strikes at given steps, once each."""
+    """A listener that strikes at given steps, once each."""
 
     def __init__(self, strikes: dict[int, Callable[[], None]] | None = None) -> None:
         self._strikes = dict(strikes or {})

@@ -45,9 +45,9 @@ def local(program: Held, kind: type[L]) -> L:
     return kind(program, NumberedHosts(2, 1), SystemClock())
 
 
-def train(cluster: LocalLauncher, narrator: JobListener) -> LaunchResult:
+def train(cluster: LocalLauncher, listener: JobListener) -> LaunchResult:
     limits = Limits(2, 1, 2, lease=TIMEOUT, driver_timeout=TIMEOUT)
-    return supervise(cluster, Together(), DriverOptions(), limits, CONFIG, "test", narrator)
+    return supervise(cluster, Together(), DriverOptions(), limits, CONFIG, "test", listener)
 
 
 class Blocking(NullListener):
@@ -95,13 +95,13 @@ def release_later(program: Held, began: threading.Event, read: threading.Event) 
 
 def test_a_listener_that_blocks_costs_no_world() -> None:
     program, began, read = Held(steps=20), threading.Event(), threading.Event()
-    narrator = Blocking(began, read)
+    listener = Blocking(began, read)
     later = release_later(program, began, read)
-    result = train(local(program, LocalLauncher), narrator)
+    result = train(local(program, LocalLauncher), listener)
     later.join()
     assert [world.size for world in result.worlds] == [2]
-    assert narrator.newest["step"] >= 19, "the newest is heard in the end"
-    assert any(text.startswith("world of 2: started") for text in narrator.told)
+    assert listener.newest["step"] >= 19, "the newest is heard in the end"
+    assert any(text.startswith("world of 2: started") for text in listener.told)
 
 
 def test_a_terminal_that_nobody_reads_costs_no_world() -> None:

@@ -33,7 +33,7 @@ CLOCK = SystemClock()
 
 
 class AtStep(NullListener):
-    """A narrator that does something at a step, in a thread of its own. then: called in each world but the first."""
+    """A listener that does something at a step, in a thread of its own. then: called in each world but the first."""
 
     def __init__(self, step: int, act: Callable[[], object], then: Callable[[], None] = lambda: None) -> None:
         self._step = step
@@ -53,11 +53,11 @@ class AtStep(NullListener):
 
 
 def _run(
-    program: CountingProgram, launcher: LocalLauncher, narrator: AtStep, **settings: Any
+    program: CountingProgram, launcher: LocalLauncher, listener: AtStep, **settings: Any
 ) -> LaunchResult:
     discovery = FixedHosts({"a": 1, "b": 1}, CLOCK)
     limits, config = Limits(2, 1, 2, gather_timeout=60.0), ElasticConfig(**settings)
-    result = supervise(launcher, discovery, DriverOptions(), limits, config, "test", narrator)
+    result = supervise(launcher, discovery, DriverOptions(), limits, config, "test", listener)
     sums = {json.loads(text)["sum"] for text in result.results if text != "null"}
     assert sums == {program.expected_sum()}
     return result
@@ -85,8 +85,8 @@ def test_a_function_that_lists_fewer_hosts_drains_the_others() -> None:
     program = Held(30, 0.03)
     launcher = LocalLauncher(program, HostSlots({"a": 1, "b": 1}), CLOCK)
     listed = {"a": 1, "b": 1}
-    narrator = AtStep(10, lambda: listed.pop("a"), then=program.release)
-    result = _run(program, launcher, narrator, host_discovery=lambda: dict(listed))
+    listener = AtStep(10, lambda: listed.pop("a"), then=program.release)
+    result = _run(program, launcher, listener, host_discovery=lambda: dict(listed))
     assert [world.size for world in result.worlds] == [2, 1]
 
 

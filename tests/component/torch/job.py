@@ -71,7 +71,7 @@ class NoDiscovery:
 
 @dataclass
 class Follower:
-    """A narrator that lets a test wait for progress."""
+    """A listener that lets a test wait for progress."""
 
     on_step: Callable[[int, int], None] = lambda epoch, step: None
     worlds: list[int] = field(default_factory=list)

@@ -129,7 +129,7 @@ class Job:
     def close(self) -> None:
         """Nothing."""
 
-    # ---- narrator
+    # ---- listener
 
     def log(self, rank: int | None, line: str) -> None:
         self._meet(lambda now: replace(now, said=(*now.said, line)))

@@ -46,7 +46,7 @@ class NoDiscovery:
 
 
 class Watcher(NullListener):
-    """A narrator that keeps the lines."""
+    """A listener that keeps the lines."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[int | None, str]] = []
@@ -212,7 +212,7 @@ def test_an_exception_on_one_worker_does_not_end_the_job() -> None:
 
 
 class Mumbler(Watcher):
-    """A narrator that fails at everything."""
+    """A listener that fails at everything."""
 
     def progress(self, numbers: Mapping[str, Any]) -> None:
         raise OSError("the terminal is gone")
