@@ -119,7 +119,7 @@ def test_a_job_with_a_coordinator_lives_through_the_loss_of_a_slot(
 
 
 @pytest.mark.faults
-def test_a_copy_of_the_coordinators_task_waits_for_its_end(tmp_path: Path) -> None:
+def test_a_copy_of_the_coordinators_task_waits_for_the_first_to_end(tmp_path: Path) -> None:
     """Spark takes the result of whichever attempt returns first, and kills the other."""
     program = Held(steps=5)
     cluster = ProcessLauncher(program, SystemClock(), room=2)
@@ -141,7 +141,7 @@ def test_a_copy_of_the_coordinators_task_waits_for_its_end(tmp_path: Path) -> No
 
 
 @pytest.mark.faults
-def test_a_coordinator_that_is_killed_is_named(tmp_path: Path) -> None:
+def test_a_killed_coordinator_is_named_in_the_error(tmp_path: Path) -> None:
     cluster = ProcessLauncher(CountingProgram(steps=2000, seconds=0.02), SystemClock(), room=2)
     task = Task(tmp_path)
     with pytest.raises(CoordinatorLost, match="which ran in a task, was lost: exit -9"):

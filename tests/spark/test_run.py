@@ -86,7 +86,7 @@ def test_a_captured_session_broadcast_or_frame_is_refused_by_its_name(spark: Spa
             spark_elastic.run(fn, spark=spark)
 
 
-def test_what_hosts_lack_is_told_before_any_slot_starts(
+def test_a_host_that_lacks_a_package_is_named_before_any_slot_starts(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "only_beside_the_driver.py").write_text("def train():\n    return 1\n")

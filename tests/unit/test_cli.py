@@ -61,7 +61,7 @@ def test_a_zero_is_refused(option: str, script: str) -> None:
         ("--config-file c.yaml", "SPARK_ELASTIC_<NAME>"),
     ],
 )
-def test_what_means_nothing_here_is_refused(options: str, sentence: str, script: str) -> None:
+def test_options_without_a_meaning_here_are_refused(options: str, sentence: str, script: str) -> None:
     result = CliRunner().invoke(cli.run, [*options.split(), "-np", "2", "python", script])
     assert isinstance(result.exception, InvalidInput)
     assert sentence in str(result.exception)
@@ -134,7 +134,7 @@ def test_every_option_of_horovodrun_is_taken_or_refused() -> None:
         ("--log-level TRACE", "log_level", "DEBUG"),
     ],
 )
-def test_what_concerns_operations_reaches_the_training_processes_and_wins(
+def test_options_of_operations_reach_the_training_processes_and_win_over_variables(
     options: str, setting: str, value: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inherited = {
@@ -148,12 +148,14 @@ def test_what_concerns_operations_reaches_the_training_processes_and_wins(
     assert getattr(operations_from_env(environment), setting) == value
 
 
-def test_nothing_is_handed_on_that_was_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_that_were_not_given_set_no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = _wanted(monkeypatch, "--log-hide-timestamp", "--gloo", "-np", "2", "python", "train.py")
     assert cli._make_environment(wanted) == {}
 
 
-def test_the_variables_are_those_of_the_program(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_options_are_in_the_programs_environment(
+    script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given: list[object] = []
     prepare = cli.prepare
 

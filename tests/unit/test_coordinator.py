@@ -47,7 +47,7 @@ SPEC = SlotSpec(address="", key=b"key", attempt=1, job_name="job")
         {"host_discovery": "./hosts.sh"},
     ],
 )
-def test_what_belongs_to_the_clients_machine_is_refused(setting: dict[str, Any]) -> None:
+def test_settings_of_the_clients_machine_are_refused_for_a_coordinator(setting: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput, match="does not work where executors cannot reach the client"):
         check_config(ElasticConfig(**setting))
 
@@ -57,12 +57,12 @@ def lone_turn(clock: FakeClock) -> GangScheduler:
     return GangScheduler(JobQueue(), "job", Limits(1, 1, 1), clock)
 
 
-def test_the_clients_addresses_are_not_the_tasks() -> None:
+def test_a_coordinator_does_not_use_the_clients_addresses() -> None:
     config = check_config(ElasticConfig(advertise_address="client", bind_address="0.0.0.0", lease=7.0))
     assert (config.advertise_address, config.bind_address, config.lease) == (None, None, 7.0)
 
 
-def test_what_fails_there_is_raised_here() -> None:
+def test_an_error_of_the_coordinator_is_raised_at_the_client() -> None:
     with pytest.raises(WorkerFailed, match="no such luck") as failed:
         _unpack_end(JobEndedInError("WorkerFailed", "no such luck", JobReport(seconds=3.0).to_json()))
     assert failed.value.report.seconds == 3.0
@@ -70,7 +70,7 @@ def test_what_fails_there_is_raised_here() -> None:
         _unpack_end(JobEndedInError("Unknown", "of a later release"))
 
 
-def test_a_coordinator_that_nobody_takes_has_a_deadline() -> None:
+def test_a_coordinator_that_no_executor_takes_has_a_deadline() -> None:
     clock, taken = FakeClock(), threading.Event()
     store = memory_store()
 
@@ -155,7 +155,7 @@ def test_a_failure_of_the_coordinators_own_reaches_its_client(monkeypatch: pytes
         _unpack_end(heard[-1])
 
 
-def test_results_come_whole() -> None:
+def test_results_of_a_coordinator_survive_the_channel() -> None:
     end = JobSucceeded(("1", "2"), (WorldSpan(0.5, 2, "start"),), JobReport(3.0).to_json())
     found = _unpack_end(codec.read(JobSucceeded, codec.plain(end)))
     assert (found.results, found.worlds) == (("1", "2"), (WorldSpan(0.5, 2, "start"),))
@@ -163,7 +163,7 @@ def test_results_come_whole() -> None:
 
 
 @pytest.mark.parametrize(("losses", "kept"), [(5, True), (MOST_IDLE - 1, False)])
-def test_a_run_goes_on_as_long_as_it_comes_further(losses: int, kept: bool) -> None:
+def test_a_run_resumes_as_long_as_it_advances(losses: int, kept: bool) -> None:
     tries: list[int] = []
 
     def attempt() -> str:
@@ -176,7 +176,7 @@ def test_a_run_goes_on_as_long_as_it_comes_further(losses: int, kept: bool) -> N
     assert len(tries) == losses + 1
 
 
-def test_a_run_that_stands_still_ends() -> None:
+def test_a_run_that_does_not_advance_ends_with_the_loss() -> None:
     def attempt() -> None:
         raise CoordinatorLost("gone")
 

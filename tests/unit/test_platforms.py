@@ -37,7 +37,7 @@ def test_a_session_with_a_context_is_classic() -> None:
 
 
 @pytest.mark.parametrize("unreached", [UNREACHED, None])
-def test_the_driver_is_in_a_task_where_the_client_is_out_of_reach(
+def test_the_driver_runs_in_a_task_if_executors_cannot_reach_the_client(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, unreached: str | None
 ) -> None:
     monkeypatch.setattr(connect, "preflight", lambda *arguments: unreached)
@@ -59,7 +59,7 @@ def test_the_driver_is_in_a_task_where_the_client_is_out_of_reach(
     )
 
 
-def test_what_a_coordinator_in_a_task_cannot_have_is_said_before_it_starts(
+def test_settings_that_a_coordinator_cannot_have_are_refused_in_the_preflight(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(connect, "preflight", lambda *arguments: UNREACHED)
@@ -68,7 +68,7 @@ def test_what_a_coordinator_in_a_task_cannot_have_is_said_before_it_starts(
         platform.preflight(b"", memory_store(), (), 2, "it")
 
 
-def test_without_a_store_a_client_out_of_reach_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_client_without_a_store_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     report: Any = SimpleNamespace(unreached=UNREACHED)
     monkeypatch.setattr(connect, "_collect_probes", lambda *arguments: [{"answer": b""}])
     monkeypatch.setattr(connect, "require_report", lambda answer: report)

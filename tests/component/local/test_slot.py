@@ -14,7 +14,7 @@ from tests.component.rendezvous.driver_side import ATTEMPT, KEY, start_driver
 
 
 @pytest.mark.parametrize("key", [KEY, bytes(32)], ids=["released", "refused"])
-def test_why_a_slot_ended_is_the_slots_own_word(key: bytes) -> None:
+def test_a_slots_process_says_why_the_slot_ended(key: bytes) -> None:
     """The driver quotes it where workers are missing."""
     driver = start_driver(admit=lambda facts: "localhost has no torch")
     posted: queue.SimpleQueue[DriverEvent] = queue.SimpleQueue()
@@ -33,7 +33,7 @@ def test_why_a_slot_ended_is_the_slots_own_word(key: bytes) -> None:
         driver.close()
 
 
-def test_ctrl_c_is_the_drivers_to_answer() -> None:
+def test_a_slots_process_ignores_ctrl_c() -> None:
     """A terminal signals all processes; those of a slot would end with a traceback each, before they are told to."""
     driver = start_driver(admit=lambda facts: "so that it starts no worker")
     posted: queue.SimpleQueue[DriverEvent] = queue.SimpleQueue()

@@ -81,7 +81,7 @@ def test_w26_a_drained_worker_costs_no_step_and_its_core_is_free() -> None:
     assert any("its core is wanted elsewhere" in line for line in result.event_log)
 
 
-def test_a_function_that_lists_fewer_hosts_drains_the_others() -> None:
+def test_hosts_that_a_discovery_function_no_longer_lists_are_drained() -> None:
     program = Held(30, 0.03)
     launcher = LocalLauncher(program, HostSlots({"a": 1, "b": 1}), CLOCK)
     listed = {"a": 1, "b": 1}
@@ -97,7 +97,7 @@ def test_a_job_is_ended_by_its_handle() -> None:
         _run(program, launcher, AtStep(3, lambda: handle.cancel("enough is enough")), handle=handle)
 
 
-def test_a_run_id_goes_on_behind_a_killed_command(tmp_path: Path) -> None:
+def test_a_run_id_resumes_after_its_command_was_killed(tmp_path: Path) -> None:
     """`spark-elastic-run --run-id`: killed once a commit is durable, the same command goes on after that commit."""
     durable = ("--run-id", "mine", "--store", str(tmp_path / "store"), "--checkpoint-steps", "5")
     fault, folders = Fault(on=True), [tmp_path / name for name in ("first", "second")]

@@ -34,7 +34,7 @@ def test_a_success_has_its_results() -> None:
 
 
 @pytest.mark.parametrize("outcome", [outcome for outcome in Outcome if outcome is not Outcome.SUCCESS])
-def test_an_end_is_an_error_with_its_reason(outcome: Outcome) -> None:
+def test_a_failed_job_is_an_error_with_its_reason(outcome: Outcome) -> None:
     kind = ENDS[outcome]
     with pytest.raises((JobFailed, JobCancelled), match=r"\Athe reason") as caught:
         unpack_results(End("the reason", outcome, detail="Traceback of it"))

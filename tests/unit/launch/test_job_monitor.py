@@ -52,7 +52,7 @@ class FullDisk(Listener):
         super().log(rank, line)
 
 
-def test_a_narrator_that_fails_at_each_line_is_told_of_once_until_it_goes_on(
+def test_a_listener_that_fails_at_each_line_is_logged_once_until_it_recovers(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     clock, listener = FakeClock(), FullDisk()

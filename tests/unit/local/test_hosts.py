@@ -14,7 +14,7 @@ def test_hosts_are_filled_in_their_order() -> None:
     assert [hosts.acquire(job) for job in (1, 2, 3)] == ["a", "a", "b"]
 
 
-def test_a_host_that_lets_no_slot_in_does_not_get_every_one() -> None:
+def test_a_host_whose_slots_end_does_not_get_all_others() -> None:
     hosts = HostSlots({"a": 2, "b": 2, "c": 1})
     tried = []
     for job in range(4):
@@ -25,7 +25,7 @@ def test_a_host_that_lets_no_slot_in_does_not_get_every_one() -> None:
     assert tried == ["a", "b", "c", "a"]
 
 
-def test_who_waits_gets_what_becomes_free_and_what_is_new() -> None:
+def test_a_waiting_slot_gets_room_that_is_released_or_added() -> None:
     hosts = HostSlots({"a": 1})
     got: SimpleQueue[str | None] = SimpleQueue()
     assert hosts.acquire(1) == "a"
@@ -44,7 +44,7 @@ def test_who_waits_gets_what_becomes_free_and_what_is_new() -> None:
         thread.join(10)
 
 
-def test_only_names_of_this_machine_are_its_own() -> None:
+def test_only_names_of_this_machine_count_as_this_machine() -> None:
     here = {"localhost": 1, "127.0.0.2": 1, socket.gethostname(): 1}
     assert find_remote_hosts(here) == []
     assert find_remote_hosts({**here, "192.0.2.7": 1}) == ["192.0.2.7"]

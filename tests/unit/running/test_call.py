@@ -25,7 +25,7 @@ def test_r15_a_call_needs_the_result_of_every_worker() -> None:
     assert (limits.num_workers, limits.all_results, limits.regroup_timeout) == (3, True, 45.0)
 
 
-def test_what_the_preflight_logs_is_told_as_what_the_job_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_log_of_the_preflight_is_shown_like_that_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     def says(what: str) -> Any:
         return lambda *given: logging.getLogger("spark_elastic.spark").info(what)
 
@@ -40,7 +40,7 @@ def test_what_the_preflight_logs_is_told_as_what_the_job_logs(monkeypatch: pytes
     assert "the job" in told.getvalue()
 
 
-def test_the_results_are_a_list_that_has_the_job_s_report() -> None:
+def test_results_are_a_list_with_the_jobs_report() -> None:
     report = JobReport(seconds=2.0, phases={"training": 1.5})
     returned = decode_results(
         LaunchResult((encode_result("first", 0), encode_result(None, 1)), (), (), report)

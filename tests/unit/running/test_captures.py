@@ -68,13 +68,13 @@ PLACES = [in_closure, in_deep, in_object, in_partial]
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", PLACES)
-def test_a_captured_thing_of_the_driver_is_named(place: Callable[[Any], Any], kind: str) -> None:
+def test_a_captured_object_of_the_driver_is_named(place: Callable[[Any], Any], kind: str) -> None:
     with pytest.raises(InvalidInput, match=rf"'session', a {kind}, which lives on Spark's driver"):
         prepare(place(pretended(kind)), (), {})
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_as_a_default_as_an_argument_and_as_a_global(kind: str) -> None:
+def test_captured_objects_are_found_in_defaults_arguments_and_globals(kind: str) -> None:
     thing = pretended(kind)
     with pytest.raises(InvalidInput, match=kind):
         prepare(in_default(thing), (), {})
@@ -96,7 +96,7 @@ def test_java_objects_are_refused_and_plain_values_of_pyspark_are_not() -> None:
     assert captures._find_driver_only_kind(row) is None
 
 
-def test_what_does_not_pickle_is_one_sentence() -> None:
+def test_an_object_that_does_not_pickle_is_one_sentence() -> None:
     lock = __import__("threading").Lock()
     with pytest.raises(InvalidInput, match="cannot be pickled"):
         prepare(lambda: lock, (), {})
@@ -108,7 +108,7 @@ def test_what_is_shipped_is_what_cloudpickle_ships() -> None:
     assert fn(*args, **kwargs) == (3, [1, 2])
 
 
-def test_slow_imports_are_seen_before_the_worker_is_called_warm() -> None:
+def test_slow_imports_are_found_in_the_function() -> None:
     def inside() -> None:
         import torch
 
@@ -135,7 +135,7 @@ def test_slow_imports_are_seen_before_the_worker_is_called_warm() -> None:
     assert prepare(inside, (), {"preload": []}).preload == ()
 
 
-def test_positions_are_horovods() -> None:
+def test_positional_arguments_are_horovods() -> None:
     call = prepare(print, ((1,), {"sep": ""}, 3), {})
     assert call.options.num_workers == 3
     for given, named in [
@@ -150,12 +150,12 @@ def test_positions_are_horovods() -> None:
 
 
 @pytest.mark.parametrize(("fn", "word"), [(3, "function"), ("/nowhere/train.py", "script")])
-def test_neither_function_nor_script(fn: Any, word: str) -> None:
+def test_something_that_is_neither_function_nor_script_is_refused(fn: Any, word: str) -> None:
     with pytest.raises(InvalidInput, match=word):
         prepare(fn, (), {})
 
 
-def test_on_a_worker_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_on_a_worker_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["spark_elastic.running.call"], "get_context", object)
     with pytest.raises(InvalidInput, match="on a worker"):
         prepare(print, (), {})

@@ -59,7 +59,7 @@ def test_every_argument_of_horovod_is_mapped_or_refused() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(MAPPED))
-def test_mapped(name: str) -> None:
+def test_arguments_of_horovod_become_ours(name: str) -> None:
     value, where, expected = MAPPED[name]
     found: Any = parse({name: value})
     for part in where.split("."):
@@ -68,7 +68,7 @@ def test_mapped(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
-def test_refused_where_it_says_something_and_taken_where_it_says_nothing(name: str) -> None:
+def test_a_refused_argument_is_accepted_with_a_value_that_changes_nothing(name: str) -> None:
     for value in REFUSED[name][0]:
         parse({name: value})
     with pytest.raises(InvalidInput, match=name):
@@ -138,7 +138,7 @@ def test_a_config_that_is_none_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["checkpoint_steps", "checkpoint_seconds", "checkpoints_kept"])
-def test_what_is_said_of_checkpoints_needs_a_run_that_has_them(name: str, tmp_path: Path) -> None:
+def test_settings_of_checkpoints_need_a_run_id(name: str, tmp_path: Path) -> None:
     """Nothing would be durable, and the user would learn of it when all is lost."""
     with pytest.raises(InvalidInput, match=f"^{name} .* give run_id and store"):
         parse({name: 5})
@@ -162,7 +162,9 @@ def test_settings_of_the_config_are_arguments_too_and_win_over_a_config() -> Non
         ({"num_workers": 2, "min_workers": 1, "max_workers": 8}, 4, (2, 1, 8)),
     ],
 )
-def test_r16_numbers_of_workers(given: dict[str, int], default: int, expected: tuple[int, int, int]) -> None:
+def test_r16_defaults_of_the_numbers_of_workers(
+    given: dict[str, int], default: int, expected: tuple[int, int, int]
+) -> None:
     assert parse(given).resolve_workers(default) == expected
 
 

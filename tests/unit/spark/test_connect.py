@@ -59,7 +59,9 @@ class Session:
         (ElasticConfig(ship=True), 2, "ship=True does not work over Spark Connect"),
     ],
 )
-def test_what_cannot_work_is_a_sentence(config: ElasticConfig, number: int | None, sentence: str) -> None:
+def test_a_call_that_cannot_work_over_connect_is_refused(
+    config: ElasticConfig, number: int | None, sentence: str
+) -> None:
     with pytest.raises(InvalidInput, match=sentence):
         connect.check_call(config, number)
     assert connect.check_call(ElasticConfig(), 2) == 2
@@ -72,7 +74,7 @@ def test_the_driver_listens_on_the_way_to_the_server() -> None:
     assert connect.choose_bind(session, told) == Bind("0.0.0.0", 7, "driver.example")
 
 
-def test_a_session_that_denies_its_context_has_none() -> None:
+def test_a_session_that_denies_its_context_counts_as_without_one() -> None:
     class Denied:
         @property
         def sparkContext(self) -> Any:
@@ -86,7 +88,7 @@ def test_a_session_that_denies_its_context_has_none() -> None:
     assert has_context(session)
 
 
-def test_a_setting_that_is_not_told_is_left_out() -> None:
+def test_a_setting_that_the_server_refuses_is_left_out() -> None:
     class Conf:
         def get(self, name: str, default: str | None) -> str | None:
             if name == "spark.master":
@@ -98,14 +100,14 @@ def test_a_setting_that_is_not_told_is_left_out() -> None:
     assert connect.read_settings(session) == {"spark.driver.host": "h"}
 
 
-def test_probes_that_nobody_takes_are_interrupted() -> None:
+def test_probes_that_no_executor_takes_are_interrupted() -> None:
     session: Any = Session()
     with pytest.raises(PreflightError, match="no executor took a probe within 0 s"):
         connect.preflight(session, ProbeSpec(b"", bind=Bind()), 2, 0.05)
     assert session.interrupted.is_set()
 
 
-def test_a_slot_job_that_is_left_is_interrupted_at_the_end() -> None:
+def test_a_slot_job_that_still_runs_is_interrupted_at_close() -> None:
     session: Any = Session()
     ended: list[Any] = []
     launcher = connect.ConnectLauncher(session, lambda contact: None, FakeClock())  # type: ignore[arg-type, return-value]
@@ -121,7 +123,7 @@ def test_a_slot_job_that_is_left_is_interrupted_at_the_end() -> None:
 @pytest.mark.parametrize(
     ("attempt", "calls"), [(0, ["run_driver"]), (1, ["wait_standby"]), (2, ["wait_standby"])]
 )
-def test_the_first_attempt_alone_conducts(
+def test_only_the_first_attempt_of_the_task_runs_the_driver(
     monkeypatch: pytest.MonkeyPatch, attempt: int, calls: list[str]
 ) -> None:
     class Coordinator:

@@ -19,7 +19,7 @@ class Properties(dict[str, Any]):
     setLocalProperty = dict.__setitem__
 
 
-def test_what_the_caller_said_is_quoted() -> None:
+def test_a_job_description_quotes_that_of_the_caller() -> None:
     sc: Any = Properties()
     set_description(sc, "RUN slot 3")
     assert sc[DESCRIPTION] == "spark_elastic RUN slot 3"
@@ -29,7 +29,7 @@ def test_what_the_caller_said_is_quoted() -> None:
 
 
 @pytest.mark.parametrize("before", ["mine", None])
-def test_the_callers_own_description_comes_back(before: str | None) -> None:
+def test_the_callers_description_is_restored(before: str | None) -> None:
     sc: Any = Properties({DESCRIPTION: before})
     session: Any = SimpleNamespace(sparkContext=sc)
     with describe_jobs(session, "writes rows"):

@@ -29,7 +29,7 @@ class Backend:
         return True
 
 
-def test_those_of_the_beginning_are_no_news(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_executors_of_the_first_poll_are_not_posted(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Backend({"1", "2"}, {"1", "2"}, {"2", "3"})
     context: Any = SimpleNamespace(
         _jsc=SimpleNamespace(sc=lambda: SimpleNamespace(schedulerBackend=lambda: backend))

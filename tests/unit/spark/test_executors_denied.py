@@ -29,7 +29,9 @@ class Denied:
         return refused
 
 
-def test_discovery_falls_back_to_registration_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_denied_discovery_falls_back_to_registrations_and_logs_it_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level("INFO", "spark_elastic.spark")
     context: Any = SimpleNamespace(_jsc=SimpleNamespace(sc=Denied))
     watch = ExecutorWatch(context, FakeClock())
@@ -40,7 +42,7 @@ def test_discovery_falls_back_to_registration_and_says_so_once(caplog: pytest.Lo
     assert said.endswith("hosts are known by their slots' registrations alone")
 
 
-def test_as_many_probes_as_cores_where_executors_are_not_counted() -> None:
+def test_as_many_probes_as_cores_run_if_executors_cannot_be_counted() -> None:
     context: Any = SimpleNamespace(_jsc=SimpleNamespace(sc=Denied), defaultParallelism=3)
     assert _live_executors(context) == 3
 

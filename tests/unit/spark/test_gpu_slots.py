@@ -16,14 +16,14 @@ from spark_elastic.spark.settings import EXECUTOR_GPUS, TASK_GPUS, make_slot_pro
     ("executor", "task", "asked"),
     [(None, None, False), ("2", "1", False), ("2", "0.25", True), ("1", None, True), ("0", None, False)],
 )
-def test_a_slot_asks_where_spark_gives_it_none_or_a_part(
+def test_a_slot_asks_for_a_gpu_if_tasks_get_none_or_a_part(
     executor: str | None, task: str | None, asked: bool
 ) -> None:
     conf = {EXECUTOR_GPUS: executor, TASK_GPUS: task}
     assert needs_whole_gpu({name: value for name, value in conf.items() if value is not None}) is asked
 
 
-def test_a_cluster_that_refuses_is_told_of_with_its_reason(
+def test_a_cluster_without_resource_profiles_is_logged_with_its_reason(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Builder:

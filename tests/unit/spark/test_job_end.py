@@ -25,13 +25,13 @@ LOST = (
         "(org.apache.spark.SparkSQLException) [OPERATION_CANCELED] Operation has been canceled. SQLSTATE: HY008",
     ],
 )
-def test_a_cancelled_job_is_told_from_a_lost_one(text: str) -> None:
+def test_a_cancelled_job_is_distinguished_from_a_lost_one(text: str) -> None:
     end = classify_error(text)
     assert (end.cancelled, end.executor_lost) == (True, False)
     assert text.splitlines()[0] in end.reason
 
 
-def test_a_lost_executor_is_no_cancel_and_its_cause_is_one_line() -> None:
+def test_a_lost_executor_is_not_a_cancel_and_its_cause_is_one_line() -> None:
     end = classify_error(LOST)
     assert (end.cancelled, end.executor_lost) == (False, True)
     assert "\n" not in end.reason
@@ -50,5 +50,5 @@ def test_a_task_that_raised_lost_no_executor() -> None:
         "java.lang.IllegalStateException: Cannot call methods on a stopped SparkContext.",
     ],
 )
-def test_a_stopped_context_cancels(text: str) -> None:
+def test_a_stopped_context_counts_as_a_cancel(text: str) -> None:
     assert classify_error(text) == SlotEnd("the SparkContext was stopped", cancelled=True)

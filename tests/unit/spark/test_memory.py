@@ -25,7 +25,7 @@ def test_sizes_as_spark_writes_them() -> None:
     ]
 
 
-def test_overhead_counts_where_a_cluster_manager_grants_it() -> None:
+def test_overhead_counts_only_if_the_cluster_manager_limits_it() -> None:
     settings = {"spark.executor.memory": "8g", "spark.executor.cores": "4", "spark.task.cpus": "2"}
     assert read_executor_memory(settings | {"spark.master": "spark://host:1"}) == ExecutorMemory(
         8 * G, None, 2
@@ -37,7 +37,7 @@ def test_overhead_counts_where_a_cluster_manager_grants_it() -> None:
     assert read_executor_memory(settings | said) == ExecutorMemory(8 * G, 3 * G, 2)
 
 
-def test_what_does_not_fit_names_the_setting_and_an_amount() -> None:
+def test_a_memory_shortage_names_the_setting_and_an_amount() -> None:
     said = explain_shortage(ExecutorMemory(G, 384 * M, 1), 800 * M, M, None, None)
     assert said is not None
     assert "800m" in said
@@ -45,27 +45,27 @@ def test_what_does_not_fit_names_the_setting_and_an_amount() -> None:
     assert explain_shortage(ExecutorMemory(G, 800 * M, 1), 800 * M, M, None, None) is None
 
 
-def test_the_container_counts_too() -> None:
+def test_the_limit_of_the_container_counts_too() -> None:
     said = explain_shortage(ExecutorMemory(G, None, 2), 800 * M, M, None, G + 500 * M)
     assert said is not None
     assert "500m beside its JVM" in said
     assert explain_shortage(ExecutorMemory(G, None, 2), 800 * M, M, None, 4 * G) is None
 
 
-def test_an_address_space_that_is_nearly_full_is_told() -> None:
+def test_a_nearly_full_address_space_is_reported() -> None:
     said = explain_shortage(ExecutorMemory(G, None, 1), M, 900 * M, G, None)
     assert said is not None
     assert "spark.executor.pyspark.memory" in said
     assert explain_shortage(ExecutorMemory(G, None, 1), M, 700 * M, G, None) is None
 
 
-def test_a_real_process_is_measured_and_one_that_ended_is_not() -> None:
+def test_a_living_process_is_measured_and_an_ended_one_is_not() -> None:
     assert ExecutorMemory(0, 1, 1).find_shortage(os.getpid()) is not None
     assert ExecutorMemory(0, 1 << 50, 1).find_shortage(os.getpid()) is None or cgroup_limit() is not None
     assert ExecutorMemory(0, 1, 1).find_shortage(2**22 + 1) is None
 
 
-def test_what_processes_share_is_counted_once_and_a_spare_as_itself(tmp_path: Path) -> None:
+def test_shared_memory_counts_once_and_a_spare_counts_separately(tmp_path: Path) -> None:
     for pid, share in (("7", 900), ("8", 100), ("9", 50)):
         (tmp_path / pid).mkdir()
         (tmp_path / pid / "statm").write_text("5000 4000 3000 1 0 2 0\n")

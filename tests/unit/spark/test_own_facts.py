@@ -12,7 +12,7 @@ import spark_elastic
 from spark_elastic.spark.session import collect_host_facts
 
 
-def test_facts_are_of_this_process() -> None:
+def test_host_facts_are_those_of_this_process() -> None:
     found = collect_host_facts()
     assert found["python"] == platform.python_version()
     assert found["spark_elastic"] == spark_elastic.__version__

@@ -36,7 +36,7 @@ class Session:
         self.files.append(Path(path).read_bytes())
 
 
-def test_many_bytes_travel_as_a_file_of_the_session() -> None:
+def test_a_large_payload_is_a_file_of_the_session() -> None:
     session: Any = Session()
     assert make_payload(session, b"few").value == b"few"
     assert session.files == []
@@ -45,7 +45,7 @@ def test_many_bytes_travel_as_a_file_of_the_session() -> None:
     assert session.files == [many]
 
 
-def test_a_file_holds_neither_environment_nor_the_options_of_stores() -> None:
+def test_the_file_of_a_program_holds_neither_environment_nor_store_options() -> None:
     """Others may read it: it lies on the server and on executors until the session ends."""
     session: Any = Session()
     store = Store.open("memory://jobs", token="store-7f3a9c51e0")
@@ -63,7 +63,7 @@ def test_a_file_holds_neither_environment_nor_the_options_of_stores() -> None:
     assert loaded._durable[0].filesystem.storage_options == store.filesystem.storage_options
 
 
-def test_a_small_program_travels_as_it_is() -> None:
+def test_a_small_program_is_an_inline_payload() -> None:
     session: Any = Session()
     carrier = make_program_payload(session, FunctionProgram(len, (b"few",), environment={"TOKEN": "t"}))
     assert isinstance(carrier, InlinePayload)
@@ -75,7 +75,7 @@ def test_a_small_program_travels_as_it_is() -> None:
     ("java", "raised"),
     [("java.lang.OutOfMemoryError: Java heap space", InvalidInput), ("java.io.IOException", Py4JJavaError)],
 )
-def test_what_the_driver_has_no_memory_for_is_told(java: str, raised: type[Exception]) -> None:
+def test_a_broadcast_beyond_the_drivers_heap_is_an_error(java: str, raised: type[Exception]) -> None:
     class Full:
         def broadcast(self, content: bytes) -> None:
             raise Told("calling", None)

@@ -29,13 +29,13 @@ def held(store: Store, number: int) -> list[str | None]:
     return found
 
 
-def test_those_who_reach_one_another_say_nothing() -> None:
+def test_peers_that_reach_one_another_find_no_fault() -> None:
     store = memory_store()
     assert held(store, 3) == [None] * 3
     assert all(name.endswith(".done") for name in store.list("meeting"))
 
 
-def test_one_that_cannot_be_dialled_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_cannot_be_dialled_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*arguments: Any) -> None:
         raise OSError("no route")
 
@@ -44,7 +44,7 @@ def test_one_that_cannot_be_dialled_is_named(monkeypatch: pytest.MonkeyPatch) ->
     assert any(address is not None and address.startswith("127.0.0.1:") for address in said)
 
 
-def test_one_that_comes_alone_has_nothing_to_say() -> None:
+def test_a_probe_that_runs_alone_finds_no_fault() -> None:
     """Its time is over, and one that has gone by then is no fault."""
     clock = FakeClock()
     alone = PeerCheck(memory_store(), "meeting", "127.0.0.1")

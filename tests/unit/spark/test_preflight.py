@@ -15,7 +15,7 @@ from spark_elastic.spark.preflight import _run_probes, _translate_error
 LOST = "Job aborted: Lost task 0.0 in stage 0.0 (TID 0) (10.0.0.7 executor 1): PythonException: Traceback\n"
 
 
-def test_another_python_is_explained() -> None:
+def test_another_python_version_on_a_host_is_a_preflight_error() -> None:
     explained = _translate_error(
         RuntimeError(
             f"{LOST}[PYTHON_VERSION_MISMATCH] Python in worker has different version: 3.10 than that in driver: 3.11, "
@@ -28,7 +28,7 @@ def test_another_python_is_explained() -> None:
     )
 
 
-def test_a_cancelled_probe_is_a_cancelled_job() -> None:
+def test_a_cancelled_preflight_is_a_cancelled_job() -> None:
     assert isinstance(
         _translate_error(RuntimeError("Job 3 cancelled part of cancelled job group g")), JobCancelled
     )
@@ -75,12 +75,12 @@ class FullCluster:
         self._spark_elastic_job_queue.free.set()
 
 
-def test_probes_wait_for_a_job_that_trains() -> None:
+def test_the_preflight_waits_while_another_job_trains() -> None:
     sc: Any = FullCluster(Others("a long fit"))
     assert _run_probes(sc, lambda answers: answers, 2, "tag", timeout=0.0) == ["answer"]
 
 
-def test_probes_that_nobody_takes_end_the_wait() -> None:
+def test_a_preflight_without_answers_ends_at_its_timeout() -> None:
     sc: Any = FullCluster(Others(None))
     with pytest.raises(PreflightError, match="no executor took a probe within 0 s"):
         _run_probes(sc, lambda answers: answers, 2, "tag", timeout=0.0)

@@ -15,7 +15,7 @@ from spark_elastic.spark.probe import Probe, check_reports, make_version_check
 from spark_elastic.spark.session import collect_host_facts
 
 
-def test_a_probe_knocks_at_the_driver_s_door() -> None:
+def test_a_probe_dials_the_driver() -> None:
     bind = Bind("127.0.0.1")
     with listen(bind) as door:
         address = dialled(bind, door)
@@ -31,14 +31,14 @@ def test_a_probe_knocks_at_the_driver_s_door() -> None:
     assert "advertise_address" in fault
 
 
-def test_a_probe_names_what_cannot_be_loaded() -> None:
+def test_a_probe_names_a_program_that_cannot_be_loaded() -> None:
     fault = Probe(None, "t", "the function or its arguments").report(0, b"no pickle").fault
     assert fault is not None
     assert "cannot load the function or its arguments (UnpicklingError" in fault
 
 
 @pytest.mark.native
-def test_a_probe_tries_to_encrypt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_checks_encryption(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where OpenSSL is no library of the system the engine raises; Python may have its own, and HTTP speak TLS."""
     probe = Probe(None, "t", encrypted=True)
     assert probe.report(0, cloudpickle.dumps(1)).fault is None

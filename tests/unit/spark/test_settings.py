@@ -12,7 +12,7 @@ ENCRYPTED = {"spark.network.crypto.enabled": "true"}
 
 
 @pytest.mark.parametrize("master", ["yarn", "k8s://https://cluster:443"])
-def test_a_count_of_executor_failures_is_told_where_spark_keeps_one(master: str) -> None:
+def test_sparks_limit_of_executor_failures_is_logged(master: str) -> None:
     (said,) = find_harmful_settings({"spark.master": master, **ENCRYPTED})
     assert "set spark.executor.maxNumFailures to 1000" in said
     (said,) = find_harmful_settings(
@@ -30,12 +30,12 @@ def test_a_count_of_executor_failures_is_told_where_spark_keeps_one(master: str)
         {"spark.master": "yarn", "spark.executor.failuresValidityInterval": "10m", **ENCRYPTED},
     ],
 )
-def test_nothing_is_said_where_nothing_is_wrong(settings: dict[str, str]) -> None:
+def test_harmless_settings_are_not_logged(settings: dict[str, str]) -> None:
     assert find_harmful_settings(settings) == []
 
 
 @pytest.mark.parametrize("encrypted", ["spark.network.crypto.enabled", "spark.ssl.rpc.enabled"])
-def test_a_key_that_travels_in_the_clear_is_told(encrypted: str) -> None:
+def test_an_unencrypted_key_is_logged(encrypted: str) -> None:
     settings = {"spark.master": "spark://host:7077", "spark.driver.host": "10.0.0.7"}
     (said,) = find_harmful_settings(settings)
     assert "spark.network.crypto.enabled=true" in said
@@ -44,14 +44,14 @@ def test_a_key_that_travels_in_the_clear_is_told(encrypted: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "[::1]", None])
-def test_a_key_that_a_connect_client_sends_in_the_clear_is_told(host: str | None) -> None:
+def test_an_unencrypted_key_of_a_connect_client_is_logged(host: str | None) -> None:
     (said,) = find_harmful_settings(ENCRYPTED, "10.0.0.7")
     assert "the Spark Connect server 10.0.0.7 in the clear" in said
     assert "use_ssl=true" in said
     assert find_harmful_settings(ENCRYPTED, host) == []
 
 
-def test_each_remark_is_told_once_an_application(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_harmful_setting_is_logged_once_per_application(caplog: pytest.LogCaptureFixture) -> None:
     class Application:
         """Keeps what it was told."""
 
@@ -61,6 +61,6 @@ def test_each_remark_is_told_once_an_application(caplog: pytest.LogCaptureFixtur
     assert len(caplog.records) == 2
 
 
-def test_a_limit_of_the_address_space_is_told() -> None:
+def test_a_limit_of_the_address_space_is_logged() -> None:
     (said,) = find_harmful_settings({"spark.executor.pyspark.memory": "1g"})
     assert "spark.executor.memoryOverhead" in said

@@ -17,7 +17,7 @@ from spark_elastic.spark import shipping
 from spark_elastic.spark.shipping import PACKAGES, _find_folder, pack
 
 
-def test_a_package_travels_whole_and_without_caches(tmp_path: Path) -> None:
+def test_a_package_is_packed_whole_and_without_caches(tmp_path: Path) -> None:
     package, archive = Path(elastic_collectives.__file__).parent, tmp_path / "sent.zip"
     pack(package, archive)
     sent = set(zipfile.ZipFile(archive).namelist())
@@ -30,7 +30,7 @@ def test_a_package_travels_whole_and_without_caches(tmp_path: Path) -> None:
     assert "__init__.py" in sent
 
 
-def test_all_that_is_sent_can_be_found() -> None:
+def test_all_packages_to_ship_can_be_found() -> None:
     assert all((_find_folder(package) / "__init__.py").is_file() for package in PACKAGES)
 
 
@@ -77,7 +77,7 @@ def test_two_fits_at_once_send_each_package_once(tmp_path: Path, monkeypatch: py
     assert written == context.added == list(PACKAGES)
 
 
-def test_after_a_failure_what_was_sent_is_not_written_again(
+def test_after_a_failure_packages_that_were_sent_are_not_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written, context = _writes(monkeypatch), Context(tmp_path)

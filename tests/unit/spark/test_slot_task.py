@@ -18,28 +18,28 @@ def process(proc: Path, pid: int, parent: int, *words: str) -> None:
     (proc / str(pid) / "stat").write_text(f"{pid} (a name) with) S {parent} 1 1 0")
 
 
-def test_the_executor_is_the_ancestor_that_says_so(tmp_path: Path) -> None:
+def test_the_executor_id_comes_from_the_ancestors_command_line(tmp_path: Path) -> None:
     process(tmp_path, os.getpid(), 70, "python", "-m", "pyspark.daemon")
     process(tmp_path, 70, 60, "python", "-m", "pyspark.daemon")
     process(tmp_path, 60, 1, "java", "CoarseGrainedExecutorBackend", "--executor-id", "12", "--cores", "1")
     assert find_executor_id(tmp_path) == "12"
 
 
-def test_in_local_mode_it_is_the_driver(tmp_path: Path) -> None:
+def test_in_local_mode_the_executor_id_is_driver(tmp_path: Path) -> None:
     process(tmp_path, os.getpid(), 70, "python", "-m", "pyspark.daemon")
     process(tmp_path, 70, 1, "java", "SparkSubmit", "pyspark-shell")
     assert find_executor_id(tmp_path) == "driver"
 
 
-def test_ancestors_that_cannot_be_seen_do_no_harm(tmp_path: Path) -> None:
+def test_hidden_ancestors_give_the_executor_id_driver(tmp_path: Path) -> None:
     process(tmp_path, os.getpid(), 70, "python", "-m", "pyspark.daemon")
     assert find_executor_id(tmp_path) == "driver"
 
 
-def test_thefind_address_towards_a_driver_on_this_machine() -> None:
+def test_the_address_towards_a_driver_on_this_machine_is_loopback() -> None:
     assert find_address_towards("127.0.0.1", 7) == "127.0.0.1"
 
 
-def test_a_name_that_nobody_knows_is_named_with_its_port() -> None:
+def test_an_unknown_host_name_is_named_with_its_port() -> None:
     with pytest.raises(DriverUnreachable, match=r"no-such-host\.invalid:7077 .*advertise_address"):
         find_address_towards("no-such-host.invalid", 7077)

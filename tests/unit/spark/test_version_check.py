@@ -19,14 +19,14 @@ def judged(needs: tuple[str, ...] = ("torch",), **changes: Any) -> str | None:
     return make_version_check(DRIVER, needs)(host)
 
 
-def test_a_host_is_fit_for_its_own_kind() -> None:
+def test_a_host_with_the_drivers_versions_is_admitted() -> None:
     assert make_version_check(collect_host_facts(), ("torch",))(collect_host_facts()) is None
 
 
 @pytest.mark.parametrize(
     "changes", [{"python": "3.11.2"}, {"numpy": "2.1.0"}, {"torch": "2.9.1+cu121"}, {"keras": "9.0"}, {}]
 )
-def test_small_differences_do_not_matter(changes: dict[str, str]) -> None:
+def test_small_version_differences_do_not_matter(changes: dict[str, str]) -> None:
     assert judged(**changes) is None
 
 
@@ -42,7 +42,7 @@ def test_a_mismatch_names_host_package_and_both_versions(package: str, theirs: s
     assert "\n" not in sentence
 
 
-def test_what_is_missing_is_named() -> None:
+def test_a_missing_package_is_named() -> None:
     assert (
         judged(torch=None)
         == "host h1 has no torch, and the driver has 2.13.0+cpu: install torch 2.13.0+cpu there."

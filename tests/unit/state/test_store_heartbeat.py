@@ -26,7 +26,7 @@ class ActingClock(FakeClock):
         self._act(self.now())
 
 
-def test_a_count_is_there_as_long_as_the_block_runs() -> None:
+def test_a_heartbeat_exists_while_its_block_runs() -> None:
     store = memory_store()
     written: list[str] = []
     write = type(store).write_bytes
@@ -40,7 +40,7 @@ def test_a_count_is_there_as_long_as_the_block_runs() -> None:
     assert not store.exists(NAME)
 
 
-def test_who_watches_waits_until_the_count_stands_still() -> None:
+def test_the_wait_lasts_until_the_heartbeat_is_stale() -> None:
     store = memory_store()
 
     def beat(now: float) -> None:
@@ -52,13 +52,13 @@ def test_who_watches_waits_until_the_count_stands_still() -> None:
     assert clock.now() == pytest.approx(100 + STALE_AFTER, abs=STALE_AFTER)
 
 
-def test_an_absent_count_stands_still() -> None:
+def test_an_absent_heartbeat_is_stale() -> None:
     clock = FakeClock()
     wait_until_stale(memory_store(), NAME, clock)
     assert clock.now() == pytest.approx(STALE_AFTER, abs=LOOK_EVERY)
 
 
-def test_a_store_that_fails_is_no_sign_of_death(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_store_does_not_make_a_heartbeat_stale(monkeypatch: pytest.MonkeyPatch) -> None:
     store = memory_store()
     exists = type(store).exists
 
