@@ -85,7 +85,7 @@ def _answer_after_end(tx: Transition, event: on.DriverEvent) -> None:
 HANDLERS: dict[type[messages.DriverMessage | on.DriverEvent], Callable[[Transition, Any], None]] = {
     on.Tick: _tick,
     messages.RegisterSlot: slots.slot_registered,
-    messages.Heartbeat: slots.slot_beat,
+    messages.Heartbeat: slots.heartbeat,
     on.LaunchEnded: slots.launch_ended,
     on.HostAppeared: slots.host_appeared,
     on.HostLost: slots.host_lost,

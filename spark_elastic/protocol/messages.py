@@ -50,7 +50,7 @@ class Acknowledged:
 
 @dataclass(frozen=True)
 class Admission:
-    """Whether a slot may carry a worker. A refused slot stays until the driver releases it (R14, slot attempts)."""
+    """Whether a slot may carry a worker. A refused slot stays until the driver releases it: R14 (duplicates)."""
 
     accepted: bool
     # The sentence that refuses it; "" when accepted.
@@ -90,9 +90,9 @@ class RegisterSlot(SlotRequest[Admission]):
     """A slot task has started on a host."""
 
     host: HostId
-    # Number of the launch that carries it. One launch may have several attempts alive (R14, slot attempts).
+    # Number of the launch that carries it. One launch may have several attempts alive: R14 (duplicates).
     launch: int
-    # Name of its machine, which a host listing may use.
+    # Name of its machine, by which discovery may list it.
     node: str = ""
     # Why the host's software cannot take part, "" if it can. The server fills it in, from `facts`.
     unfit: str = ""
@@ -164,7 +164,7 @@ class WorldFormed(WorkerRequest[Acknowledged]):
 
 @dataclass(frozen=True)
 class WorkerFailed(WorkerRequest[Acknowledged]):
-    """User code raised an exception (R13, user errors). Sent before the worker closes its group."""
+    """User code raised an exception: R13 (deterministic failures). Sent before the worker closes its group."""
 
     fence: Fence | None
     position: Position | None
@@ -175,7 +175,7 @@ class WorkerFailed(WorkerRequest[Acknowledged]):
 
 @dataclass(frozen=True)
 class WorkerDone(WorkerRequest[NextWorld]):
-    """The worker reached the end of training (R15, completion) and keeps its state until the reply (long poll): either
+    """The worker reached the end of training, R15 (end), and keeps its state until the reply (long poll): either
     the order to stop, or another world."""
 
     fence: Fence
@@ -186,7 +186,7 @@ class WorkerDone(WorkerRequest[NextWorld]):
 
 @dataclass(frozen=True)
 class CheckpointWritten(WorkerRequest[Acknowledged]):
-    """The worker has written a checkpoint. It counts once the driver has published it (R18, durable state)."""
+    """The worker has written a checkpoint. It counts once the driver has published it: R18 (publication)."""
 
     checkpoint: Checkpoint
 

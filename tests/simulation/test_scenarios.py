@@ -49,7 +49,7 @@ def test_r05_a_laggard_whose_sync_broke_keeps_its_old_position() -> None:
     assert apart > 3  # the scene happens
 
 
-def test_r06_all_ranks_stop_at_one_boundary_and_nobody_redoes_a_step() -> None:
+def test_r06_all_ranks_stop_at_one_boundary_and_no_step_is_repeated() -> None:
     """Scale up: every old member brings the same position into the next world."""
     for seed in SEEDS:
         plan = scene(
@@ -70,7 +70,7 @@ def test_r12_a_pause_of_the_driver_stops_nothing() -> None:
         assert len(report.worlds) == 1, report.event_log
 
 
-def test_r13_poison_ends_the_job_with_its_traceback() -> None:
+def test_r13_a_deterministic_failure_ends_the_job_with_its_traceback() -> None:
     report = simulate(scene(Fault(FaultKind.RAISE_AT_ROW, Moment.EXCHANGE, nth=5, target=7)))
     assert report.end.outcome is Outcome.USER_ERROR
     assert "failing row at step 7" in report.end.detail

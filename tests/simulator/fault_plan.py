@@ -176,7 +176,7 @@ def _durable_fault(rng: random.Random) -> Fault:
     )
 
 
-DRIVER_TIMEOUT = 10.0  # R12: seconds after which a worker that does not hear the driver ends itself
+DRIVER_TIMEOUT = 10.0  # R12 (driver silence): seconds after which a worker ends itself
 DURABLE_SHARE = 0.3  # of the random plans
 DURABLE_MOMENTS = (Moment.WRITING, Moment.WRITTEN, Moment.PUBLISHED)
 MOMENTS = tuple(moment for moment in Moment if moment not in DURABLE_MOMENTS)

@@ -143,7 +143,7 @@ def mark_seen(tx: Transition, worker: WorkerRecord) -> WorkerRecord:
 
 
 def suspect(tx: Transition, suspects: tuple[WorkerId, ...]) -> None:
-    """Note workers whom peers saw break. That alone evicts nobody."""
+    """Note workers that peers saw break. That alone evicts no worker."""
     current = tx.state.current
     world = current.world
     current.suspected |= {name for name in suspects if world is not None and world.member(name) is not None}
@@ -220,13 +220,13 @@ def scan(tx: Transition) -> None:
     if _is_driver_partitioned(tx):
         connections.driver_partitioned = tx.now
         return
-    heard = connections.driver_partitioned
+    reachable_since = connections.driver_partitioned
     for worker in tuple(state.workers.values()):
         slot = state.slots.get(worker.slot)
         patience = max(lease, STARTING_LEASE) if worker.status is WorkerStatus.STARTING else lease
-        if slot is not None and tx.now - max(slot.last_seen, heard) > patience:
+        if slot is not None and tx.now - max(slot.last_seen, reachable_since) > patience:
             reason = f"its slot was silent for {tx.now - slot.last_seen:.1f} s"
-        elif tx.now - max(worker.last_seen, heard) > patience:
+        elif tx.now - max(worker.last_seen, reachable_since) > patience:
             reason = f"its process has not run for {tx.now - worker.last_seen:.1f} s"
         else:
             continue
@@ -246,7 +246,7 @@ def _evict_silent_slots(tx: Transition) -> None:
 
 
 def _is_driver_partitioned(tx: Transition) -> bool:
-    """Whether no slot was heard for half a lease, in which each sends at least one heartbeat, although connections
+    """Whether no slot was seen for half a lease, in which each sends at least one heartbeat, although connections
     stand: then the driver is cut off, or was paused. R12 (driver silence): training goes on without it until
     `driver_timeout`, after which the workers have ended themselves."""
     state = tx.state

@@ -271,7 +271,7 @@ def release_evicted(tx: Transition, slot: SlotId) -> None:
         tx.emit(ReleaseSlot(f"slot {slot} was given up: {reason}", slot))
 
 
-def slot_beat(tx: Transition, event: Heartbeat) -> None:
+def heartbeat(tx: Transition, event: Heartbeat) -> None:
     state = tx.state
     slot = state.slots.get(event.slot)
     if slot is None:
@@ -408,7 +408,7 @@ def _why_not_discovered(tx: Transition, slot: SlotRecord) -> str:
 
 
 def _allowed_slots(tx: Transition) -> set[SlotId]:
-    """Slots that discovery allows: of each host as many as it is listed with, members of the world first."""
+    """Slots that discovery allows: of each host as many as discovery lists, members of the world first."""
     state = tx.state
     if state.hosts.discovered is None:
         return {slot.slot for slot in state.slots.admitted()}
@@ -489,4 +489,4 @@ def _drain_without_target(tx: Transition, event: on.DrainRequested) -> None:
     else:
         size = state.world.size if state.world is not None else 0
         text = f"rank {event.rank} does not live in world {state.generation} of {size} workers, so nothing changes"
-    tx.emit(NotifyUser(f"a drain met nobody ({event.reason}): {text}"))
+    tx.emit(NotifyUser(f"a drain concerns no worker ({event.reason}): {text}"))

@@ -1,7 +1,7 @@
 """What the driver machine knows of a job, and the transition in which one event changes it.
 
 `DriverState` is divided into parts. Each part owns its fields, and changes its indexes and counters together with the
-records that they count. A transition works on copies of the parts, and nobody changes them once the transition is
+records that they count. A transition works on copies of the parts, which never change once the transition is
 over. All values in the fields are immutable, so shallow copies suffice.
 """
 
@@ -467,7 +467,7 @@ class FailureHistory(Part):
     kill_times: Table[SlotId, tuple[float, ...]] = field(default_factory=Table)  # of the slot's workers
     # Workers that a signal, or the end of their slot or host, took out of a world, and which world.
     externally_lost: Table[WorkerId, int] = field(default_factory=Table)
-    no_progress: int = 0  # how many worlds in a row broke, lost nobody and came no further
+    no_progress: int = 0  # how many worlds in a row broke, lost no member and came no further
     no_progress_since: float = 0.0
 
     @property

@@ -58,12 +58,12 @@ class Bench:
         self.log.extend(self.commands)
         return self.commands
 
-    def wait(self, seconds: float, beating: Sequence[int] = ()) -> None:
+    def wait(self, seconds: float, heartbeats_of: Sequence[int] = ()) -> None:
         """Let time pass in ticks; the slots of these jobs beat."""
         end = self.now + seconds
         while self.now < end - 1e-9:
             self.now = min(end, self.now + 0.05)
-            for job in beating:
+            for job in heartbeats_of:
                 slot = self.state.slots.get(f"{job}-0")
                 if slot is not None:
                     self.on(Heartbeat(slot.slot, slot.worker or "", "S"))
@@ -109,7 +109,7 @@ class Bench:
         """A world that runs."""
         self.warm(*jobs)
         if not self.all(Publish):
-            self.wait(self.limits.gather_timeout, beating=jobs)
+            self.wait(self.limits.gather_timeout, heartbeats_of=jobs)
         self.form()
 
     def regroup(self, step: int, *workers: str) -> None:

@@ -57,7 +57,7 @@ def test_r14_a_second_attempt_parks_while_the_world_is_full() -> None:
     bench.on(RegisterSlot("1-1", "h9", 1))
     bench.on(WorkerStarted("1-1", "1-1.1"))
     bench.join("1-1.1")
-    bench.wait(1.0, beating=[1, 2])
+    bench.wait(1.0, heartbeats_of=[1, 2])
     assert not bench.all(Announce)
     assert not bench.all(ReleaseSlot)
     bench.on(WorkerExited(slot_of(name(2)), name(2), -9))
@@ -86,20 +86,20 @@ def test_r16_a_world_begins_at_num_workers() -> None:
     assert bench.members() == [name(job) for job in (1, 2, 3, 4)]
 
 
-def test_r16_or_at_min_workers_after_gather_timeout() -> None:
+def test_r16_a_first_world_begins_with_min_workers_after_gather_timeout() -> None:
     bench = Bench(replace(FOUR, min_workers=2))
     bench.warm(1)
-    bench.wait(11.0, beating=[1])
+    bench.wait(11.0, heartbeats_of=[1])
     assert not bench.all(Publish)
     bench.warm(2)
     assert bench.world.size == 2
 
 
-def test_too_few_after_start_timeout_names_who_was_waited_for() -> None:
+def test_too_few_workers_after_start_timeout_end_the_job_with_the_names_of_those_awaited() -> None:
     bench = Bench(replace(FOUR, min_workers=3, start_timeout=20.0))
     bench.warm(1)
     bench.slot(2)
-    bench.wait(21.0, beating=[1, 2])
+    bench.wait(21.0, heartbeats_of=[1, 2])
     assert bench.end.outcome is Outcome.NOT_ENOUGH_WORKERS
     for part in (
         "1 workers came within 20 s and 3 are needed",
@@ -115,7 +115,7 @@ def test_survivors_below_min_workers_wait_for_others() -> None:
     bench.start(1, 2, 3, 4)
     bench.on(WorkerExited(slot_of(name(2)), name(2), -9))
     bench.regroup(3, name(1), name(3), name(4))
-    bench.wait(3.0, beating=[1, 3, 4])
+    bench.wait(3.0, heartbeats_of=[1, 3, 4])
     assert len(bench.all(Publish)) == 1
     bench.on(WorkerStarted("2-0", name(2, 2)))
     bench.join(name(2, 2))
@@ -140,7 +140,7 @@ def test_r04_a_worker_from_an_older_world_is_sent_home() -> None:
     bench.start(1, 2, 3, 4)
     bench.on(WorkerExited(slot_of(name(1)), name(1), -9))
     bench.regroup(3, name(3), name(2))
-    bench.wait(31.0, beating=[2, 3, 4])
+    bench.wait(31.0, heartbeats_of=[2, 3, 4])
     assert bench.members() == [name(2), name(3)]
     assert name(4) in [stop.worker for stop in bench.all(StopWorker) if stop.kill]
     bench.join(name(4), Fence(1, 1), at(3))
@@ -156,7 +156,7 @@ def test_r10_a_question_that_the_world_answers_changes_nothing() -> None:
     assert replace(bench.state.workers[name(2)], last_seen=0.0) == before
 
 
-def test_a_member_that_never_heard_of_its_broken_world_takes_part_in_the_next() -> None:
+def test_a_member_that_never_received_its_broken_world_takes_part_in_the_next() -> None:
     bench = Bench()
     bench.start(1, 2, 3, 4)
     bench.on(WorkerExited(slot_of(name(1)), name(1), -9))
@@ -171,11 +171,11 @@ def test_a_world_that_is_not_built_in_time_is_over() -> None:
     bench.warm(1, 2, 3, 4)
     for job in (1, 2, 3):
         bench.on(WorldFormed(name(job), bench.fence))
-    bench.wait(31.0, beating=[1, 2, 3, 4])
+    bench.wait(31.0, heartbeats_of=[1, 2, 3, 4])
     assert f"{name(4)} did not build world 1" in bench.all(Abort)[0].reason
 
 
-def test_nobody_left_begins_from_nothing_and_says_so() -> None:
+def test_without_survivors_training_begins_from_nothing_and_the_reason_says_so() -> None:
     bench = Bench(replace(FOUR, num_workers=1, max_workers=1))
     bench.start(1)
     bench.on(WorkerExited(slot_of(name(1)), name(1), -9))
@@ -205,7 +205,7 @@ def test_once_the_reset_limit_is_used_up_no_planned_change_ends_the_job(order: o
     bench.warm(4)
     if order is not None:
         bench.on(order)
-    bench.wait(1.0, beating=(1, 2, 3, 4))
+    bench.wait(1.0, heartbeats_of=(1, 2, 3, 4))
     assert len(bench.all(Announce)) == 1
     bench.on(WorkerExited(slot_of(name(3)), name(3), -9))
     bench.regroup(3, name(1), name(2))
@@ -215,7 +215,7 @@ def test_once_the_reset_limit_is_used_up_no_planned_change_ends_the_job(order: o
 # ---- planned changes
 
 
-def test_a_newcomer_is_announced_at_once_where_nobody_else_starts() -> None:
+def test_a_newcomer_is_announced_at_once_if_no_other_worker_starts() -> None:
     bench = Bench()
     bench.start(1, 2)
     bench.warm(3)
@@ -230,9 +230,9 @@ def test_newcomers_are_announced_once_after_the_debounce_and_let_in() -> None:
     bench.join(name(3))
     bench.on(on.Tick(0))
     assert not bench.all(Announce)
-    bench.wait(0.5, beating=[1, 2, 3, 4])
+    bench.wait(0.5, heartbeats_of=[1, 2, 3, 4])
     bench.join(name(4))
-    bench.wait(0.5, beating=[1, 2, 3, 4])
+    bench.wait(0.5, heartbeats_of=[1, 2, 3, 4])
     assert [announce.version for announce in bench.all(Announce)] == [1]
     bench.stop_planned(6, name(2), name(1))
     assert bench.members() == [name(job) for job in (1, 2, 3, 4)]
@@ -243,7 +243,7 @@ def test_newcomers_are_announced_once_after_the_debounce_and_let_in() -> None:
 def test_no_change_is_announced_that_would_change_nothing() -> None:
     bench = Bench(replace(FOUR, max_global_batch=2))
     bench.start(1, 2, 3)
-    bench.wait(2.0, beating=[1, 2, 3])
+    bench.wait(2.0, heartbeats_of=[1, 2, 3])
     assert bench.world.size == 2
     assert not bench.all(Announce)
 
@@ -252,7 +252,7 @@ def test_a_change_that_is_undone_harms_nothing() -> None:
     bench = Bench()
     bench.start(1, 2)
     bench.warm(3)
-    bench.wait(0.5, beating=[1, 2, 3])
+    bench.wait(0.5, heartbeats_of=[1, 2, 3])
     bench.on(WorkerExited(slot_of(name(3)), name(3), -9))
     bench.stop_planned(6, name(1), name(2))
     assert bench.members() == [name(1), name(2)]
@@ -263,7 +263,7 @@ def test_a_loss_during_a_planned_stop_is_a_loss() -> None:
     bench = Bench()
     bench.start(1, 2, 3)
     bench.warm(4)
-    bench.wait(0.5, beating=[1, 2, 3, 4])
+    bench.wait(0.5, heartbeats_of=[1, 2, 3, 4])
     bench.stop_planned(6, name(1))
     bench.on(WorkerExited(slot_of(name(2)), name(2), -9))
     assert len(bench.all(Abort)) == 1
@@ -276,20 +276,20 @@ def test_a_member_that_misses_the_planned_stop_is_left_out() -> None:
     bench = Bench(replace(FOUR, regroup_timeout=30.0))
     bench.start(1, 2)
     bench.warm(3)
-    bench.wait(0.5, beating=[1, 2, 3])
+    bench.wait(0.5, heartbeats_of=[1, 2, 3])
     bench.stop_planned(6, name(1))
-    bench.wait(61.0, beating=[1, 2, 3])
+    bench.wait(61.0, heartbeats_of=[1, 2, 3])
     assert bench.members() == [name(1), name(3)]
     assert "did not come to the planned stop" in bench.all(Abort)[0].reason
 
 
 @pytest.mark.parametrize("whole_host", [True, False])
-def test_who_drains_leaves_at_a_boundary(whole_host: bool) -> None:
+def test_a_draining_member_leaves_at_a_boundary(whole_host: bool) -> None:
     bench = Bench()
     bench.start(1, 2, 3, 4)
     target = {"host": "h2"} if whole_host else {"worker": name(2)}
     bench.on(on.DrainRequested(0, "decommissioning", **target))
-    bench.wait(0.2, beating=[1, 2, 3, 4])
+    bench.wait(0.2, heartbeats_of=[1, 2, 3, 4])
     bench.stop_planned(6, *(name(job) for job in (1, 2, 3, 4)))
     assert bench.members() == [name(1), name(3), name(4)]
     assert [type(command) for command in bench.commands] == [Publish, StopWorker, ReleaseSlot]
@@ -324,7 +324,7 @@ def test_r15_after_rank_0s_result_no_world_is_formed() -> None:
     bench.start(1, 2, 3)
     _done(bench, 1)
     bench.warm(4)
-    bench.wait(1.0, beating=[1, 2, 3, 4])
+    bench.wait(1.0, heartbeats_of=[1, 2, 3, 4])
     bench.on(WorkerExited(slot_of(name(2)), name(2), -9))
     assert not bench.all(Announce)
     assert not bench.all(Abort)
@@ -348,7 +348,7 @@ def test_r15_a_member_that_never_reports_does_not_hold_the_end_for_ever() -> Non
     bench = Bench()
     bench.start(1, 2)
     _done(bench, 1)
-    bench.wait(31.0, beating=[1, 2])
+    bench.wait(31.0, heartbeats_of=[1, 2])
     assert bench.end.outcome is Outcome.SUCCESS
     assert name(2) in bench.end.reason
 

@@ -55,11 +55,11 @@ def test_rank_and_size_with_host_added() -> None:
     bench = _bench(gather_timeout=1.0)
     bench.on(on.HostsDiscovered(0, TWO_HOSTS[:1]))
     _slots(bench, 1, 2)
-    bench.wait(1.1, beating=[1, 2])
+    bench.wait(1.1, heartbeats_of=[1, 2])
     bench.form()
     bench.on(on.HostsDiscovered(0, TWO_HOSTS))
     _slots(bench, 3, 4)
-    bench.wait(0.2, beating=[1, 2, 3, 4])
+    bench.wait(0.2, heartbeats_of=[1, 2, 3, 4])
     bench.stop_planned(5, name(1), name(2))
     assert bench.members() == [name(1), name(2), name(3), name(4)]
 
@@ -68,7 +68,7 @@ def test_rank_and_size_with_host_added() -> None:
 def test_wait_for_available_slots() -> None:
     bench = _bench(min_workers=4)
     _slots(bench, 1, 2, 3)
-    bench.wait(30.0, beating=[1, 2, 3])
+    bench.wait(30.0, heartbeats_of=[1, 2, 3])
     assert not bench.all(Publish)
     _slots(bench, 4)
     assert bench.world.size == 4
@@ -79,7 +79,7 @@ def test_wait_for_min_hosts() -> None:
     bench = _bench(min_workers=3, start_timeout=5.0)
     bench.on(on.HostsDiscovered(0, TWO_HOSTS[:1]))
     _slots(bench, 1, 2)
-    bench.wait(6.0, beating=[1, 2])
+    bench.wait(6.0, heartbeats_of=[1, 2])
     assert bench.end.outcome is Outcome.NOT_ENOUGH_WORKERS
     assert "2 workers came within 5 s and 3 are needed" in bench.end.reason
 
@@ -125,10 +125,10 @@ def test_worker_notification_manager() -> None:
     """W14: the version grows, and all workers hear it, also when a change comes while another is under way."""
     bench = _bench(max_workers=4, num_workers=2, gather_timeout=1.0)
     _slots(bench, 1, 3)
-    bench.wait(1.1, beating=[1, 3])
+    bench.wait(1.1, heartbeats_of=[1, 3])
     bench.form()
     _slots(bench, 2)
-    bench.wait(0.2, beating=[1, 2, 3])
+    bench.wait(0.2, heartbeats_of=[1, 2, 3])
     bench.on(JoinWorld(name(1), bench.fence, at(5), planned=True))
     _slots(bench, 4)
     bench.on(JoinWorld(name(3), bench.fence, at(5), planned=True))
@@ -146,7 +146,7 @@ def test_worker_notification_manager_notifications_without_assignments() -> None
     bench.form()
     bench.on(on.HostsDiscovered(0, (*TWO_HOSTS, ("host-3", 2))))
     bench.on(on.HostsDiscovered(0, TWO_HOSTS[:1]))
-    bench.wait(1.0, beating=[1, 2])
+    bench.wait(1.0, heartbeats_of=[1, 2])
     assert not bench.all(Announce)
 
 
@@ -158,7 +158,7 @@ def test_order_available_hosts() -> None:
     bench.form()
     bench.on(on.HostsDiscovered(0, tuple(reversed(TWO_HOSTS))))
     _slots(bench, 1, 2)
-    bench.wait(0.2, beating=[1, 2, 3, 4])
+    bench.wait(0.2, heartbeats_of=[1, 2, 3, 4])
     bench.stop_planned(5, name(3), name(4))
     assert bench.members() == [name(3), name(4), name(1), name(2)]
 
@@ -169,7 +169,7 @@ def test_update_available_hosts() -> None:
     _slots(bench, 1, 2, 3, 4)
     bench.form()
     bench.on(on.HostsDiscovered(0, (("host-1", 1), ("host-2", 2))))  # a slot fewer
-    bench.wait(0.2, beating=[1, 2, 3, 4])
+    bench.wait(0.2, heartbeats_of=[1, 2, 3, 4])
     bench.stop_planned(5, *(name(job) for job in (1, 2, 3, 4)))
     assert bench.members() == [name(1), name(3), name(4)]
     assert not bench.all(Abort)

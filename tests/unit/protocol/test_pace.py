@@ -20,12 +20,12 @@ from spark_elastic.protocol.types import heartbeat_interval
         (1.0, 2000, 0.4),
     ],
 )
-def test_seconds_between_two_beats(lease: float, slots: int, seconds: float) -> None:
+def test_seconds_between_two_heartbeats(lease: float, slots: int, seconds: float) -> None:
     assert heartbeat_interval(lease, slots) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("lease", [1.0, 5.0, 30.0])
-def test_r12_half_a_lease_is_never_without_a_beat(lease: float) -> None:
+def test_r12_half_a_lease_is_never_without_a_heartbeat(lease: float) -> None:
     """The driver takes itself for deaf then; and one lost beat is no lost worker."""
     for slots in (1, 10, 300, 3000, 10**6):
         assert heartbeat_interval(lease, slots) < lease / 2

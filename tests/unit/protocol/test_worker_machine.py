@@ -77,7 +77,7 @@ def test_r05_a_laggard_whose_sync_broke_reports_its_old_position() -> None:
     assert me.commands[1] == Join("reset", Fence(1, 2), at(5), ("c",), planned=False)
 
 
-def test_who_stands_where_the_source_does_hands_on_and_keeps_its_position() -> None:
+def test_a_member_at_the_sources_position_sends_state_and_keeps_its_position() -> None:
     me = Me().running(step=5)
     me.on(on.GroupBroken(0, Fence(1, 1), (), "reset"))
     me.on(on.WorldReceived(0, _world(2, a=at(5), c=None)))
@@ -159,7 +159,9 @@ def test_r15_the_done_wait_and_can_take_part_again() -> None:
     ("event", "code"),
     [(on.StopReceived(0, "done"), 0), (on.DriverSilent(0, 61.0), DRIVER_SILENT_EXIT_CODE)],
 )
-def test_r12_told_to_stop_or_left_alone_it_ends(event: on.WorkerEvent, code: int) -> None:
+def test_r12_a_worker_ends_if_it_is_told_to_stop_or_the_driver_is_silent(
+    event: on.WorkerEvent, code: int
+) -> None:
     me = Me().running()
     assert me.on(event) == [AbortGroup, Exit]
     assert me.commands[1] == Exit(me.commands[1].reason, code)

@@ -31,7 +31,7 @@ def _running(limits: object = None) -> Bench:
     return bench
 
 
-def test_a_host_that_is_not_listed_gets_no_slot() -> None:
+def test_a_host_that_discovery_does_not_list_gets_no_slot() -> None:
     bench = Bench()
     _list(bench, ("h1", 1))
     bench.slot(1)
@@ -41,7 +41,7 @@ def test_a_host_that_is_not_listed_gets_no_slot() -> None:
 
 
 @pytest.mark.scenario("U3")
-def test_a_host_gets_no_more_slots_than_listed() -> None:
+def test_a_host_gets_no_more_slots_than_discovery_lists() -> None:
     bench = Bench()
     _list(bench, ("big", 2))
     for job in (1, 2, 3):
@@ -49,7 +49,7 @@ def test_a_host_gets_no_more_slots_than_listed() -> None:
     assert set(bench.state.slots) == {"1-0", "2-0"}
 
 
-def test_a_host_may_be_listed_by_its_machines_name() -> None:
+def test_discovery_may_list_a_host_by_its_machines_name() -> None:
     bench = Bench()
     _list(bench, ("node1.cluster", 1))
     bench.on(RegisterSlot("1-0", "executor 7", 1, "node1.cluster"))
@@ -58,10 +58,10 @@ def test_a_host_may_be_listed_by_its_machines_name() -> None:
 
 
 @pytest.mark.scenario("U3")
-def test_who_is_no_longer_listed_leaves_at_a_boundary_and_nothing_is_aborted() -> None:
+def test_a_member_on_a_host_that_discovery_removes_leaves_at_a_boundary_and_nothing_is_aborted() -> None:
     bench = _running()
     _list(bench, *ALL[1:])
-    bench.wait(0.2, beating=[1, 2, 3, 4])
+    bench.wait(0.2, heartbeats_of=[1, 2, 3, 4])
     bench.stop_planned(6, *(name(job) for job in (1, 2, 3, 4)))
     assert bench.members() == [name(2), name(3), name(4)]
     assert bench.world.source == 0
@@ -80,17 +80,17 @@ def test_fewer_slots_of_a_host_send_the_last_comers_away() -> None:
         bench.join(name(job))
     bench.form()
     _list(bench, ("big", 3))
-    bench.wait(0.2, beating=[1, 2, 3, 4])
+    bench.wait(0.2, heartbeats_of=[1, 2, 3, 4])
     bench.stop_planned(6, *(name(job) for job in (1, 2, 3, 4)))
     assert bench.members() == [name(1), name(2), name(3)]
 
 
-def test_w15_removed_and_listed_again_within_the_debounce_is_nothing() -> None:
+def test_w15_a_host_that_is_removed_and_listed_again_within_the_debounce_changes_nothing() -> None:
     bench = _running(replace(FOUR, debounce=0.2))
     _list(bench, *ALL[1:])
-    bench.wait(0.1, beating=[1, 2, 3, 4])
+    bench.wait(0.1, heartbeats_of=[1, 2, 3, 4])
     _list(bench, *ALL)
-    bench.wait(1.0, beating=[1, 2, 3, 4])
+    bench.wait(1.0, heartbeats_of=[1, 2, 3, 4])
     assert not bench.all(Announce)
     assert not bench.state.workers.draining
 
@@ -101,9 +101,9 @@ def test_w15_added_and_removed_within_the_debounce_is_nothing() -> None:
     bench.start(1, 2)
     _list(bench, *ALL[:3])
     bench.warm(3)
-    bench.wait(0.1, beating=[1, 2, 3])
+    bench.wait(0.1, heartbeats_of=[1, 2, 3])
     _list(bench, *ALL[:2])
-    bench.wait(1.0, beating=[1, 2])
+    bench.wait(1.0, heartbeats_of=[1, 2])
     assert not bench.all(Announce)
     assert "3-0" in {release.slot for release in bench.all(ReleaseSlot)}
 
@@ -114,9 +114,9 @@ def test_hosts_that_are_not_needed_may_come_and_go() -> None:
     _list(bench, *ALL[:2])
     bench.start(1, 2)
     _list(bench, *ALL)
-    bench.wait(1.0, beating=[1, 2])
+    bench.wait(1.0, heartbeats_of=[1, 2])
     _list(bench, *ALL[:2])
-    bench.wait(1.0, beating=[1, 2])
+    bench.wait(1.0, heartbeats_of=[1, 2])
     assert not bench.all(Announce)
     assert len(bench.all(Publish)) == 1
 
@@ -139,7 +139,7 @@ def test_w26_a_drained_workers_slot_is_asked_for_again_once_a_member_is_lost(
     bench = Bench()
     bench.start(1, 2, 3, 4)
     bench.on(on.DrainRequested(0, "wanted elsewhere", **target))  # type: ignore[arg-type]
-    bench.wait(0.2, beating=[1, 2, 3, 4])
+    bench.wait(0.2, heartbeats_of=[1, 2, 3, 4])
     bench.stop_planned(6, *(name(job) for job in (1, 2, 3, 4)))
     assert bench.members() == [name(1), name(3), name(4)]
     bench.on(on.LaunchEnded(0, 2, "released"))
@@ -179,7 +179,7 @@ def test_a_drained_machine_takes_all_its_executors_along_and_takes_no_other() ->
         bench.join(name(job))
     bench.form()
     bench.on(on.DrainRequested(0, "maintenance", host="left"))
-    bench.wait(0.2, beating=[1, 2, 3, 4])
+    bench.wait(0.2, heartbeats_of=[1, 2, 3, 4])
     bench.stop_planned(6, *(name(job) for job in (1, 2, 3, 4)))
     assert bench.members() == [name(3), name(4)]
     bench.on(on.LaunchEnded(0, 1, "released"))
@@ -193,7 +193,7 @@ def test_a_drain_before_the_first_world_is_carried_out_in_it(order: dict[str, ob
     bench.on(on.DrainRequested(0, "wanted elsewhere", by_user=True, **order))  # type: ignore[arg-type]
     bench.start(1, 2, 3, 4)
     assert bench.members() == [name(job) for job in (1, 2, 3, 4)]
-    bench.wait(0.2, beating=[1, 2, 3, 4])
+    bench.wait(0.2, heartbeats_of=[1, 2, 3, 4])
     bench.stop_planned(6, *(name(job) for job in (1, 2, 3, 4)))
     assert bench.members() == [name(1), name(3), name(4)]
     assert not bench.all(NotifyUser)
@@ -207,7 +207,7 @@ def test_a_drain_before_the_first_world_is_carried_out_in_it(order: dict[str, ob
         ({"host": "h99"}, "no slot is on host h99"),
     ],
 )
-def test_a_drain_that_meets_nobody_is_said(order: dict[str, object], said: str) -> None:
+def test_the_user_learns_of_a_drain_that_concerns_no_worker(order: dict[str, object], said: str) -> None:
     bench = Bench()
     bench.start(1, 2, 3, 4)
     bench.on(on.DrainRequested(0, "wanted elsewhere", by_user=True, **order))  # type: ignore[arg-type]

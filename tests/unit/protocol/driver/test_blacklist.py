@@ -70,7 +70,7 @@ def test_a_slot_that_is_gone_is_forgotten_and_its_host_is_not() -> None:
     assert failed.host_until("h", 1.0) == 2.0
 
 
-def test_a_host_that_is_gone_is_forgotten() -> None:
+def test_the_blacklist_forgets_a_host_that_is_gone() -> None:
     failed = _fail(Blacklist(), "1-0", 0.0, slots=1).forget_slot("1-0")
     assert not failed.forget_host("h")
     assert failed.forget_host("g") is failed
@@ -96,9 +96,9 @@ def test_a_slot_that_crashed_comes_back_after_its_cooldown() -> None:
     bench.regroup(3, name(1), name(3), name(4))
     assert bench.members() == [name(1), name(3), name(4)]
     bench.form()
-    bench.wait(2.5, beating=[1, 2, 3, 4])
+    bench.wait(2.5, heartbeats_of=[1, 2, 3, 4])
     assert bench.state.current.version == 0
-    bench.wait(1.0, beating=[1, 2, 3, 4])
+    bench.wait(1.0, heartbeats_of=[1, 2, 3, 4])
     bench.stop_planned(9, name(1), name(3), name(4))
     assert bench.members()[-1] == name(2, 2)
     assert not bench.all(ReleaseSlot)  # so short a time it waits out
@@ -116,7 +116,7 @@ def test_a_host_that_is_out_for_long_gives_its_slots_back_and_gets_none() -> Non
     bench.on(on.LaunchEnded(0, 5, "refused"))
     bench.on(RegisterSlot("6-0", "h9", 6))
     assert "6-0" in bench.state.slots
-    bench.wait(21.0, beating=[1, 3, 4, 6])
+    bench.wait(21.0, heartbeats_of=[1, 3, 4, 6])
     bench.on(on.LaunchEnded(0, 6, "lost"))
     bench.on(RegisterSlot("7-0", "h2", 7))
     assert "7-0" in bench.state.slots
@@ -192,7 +192,7 @@ def test_a_good_host_that_was_lost_is_waited_for_though_all_others_are_blacklist
     bench.on(RegisterSlot(f"{job}-0", "h2", job))
     bench.on(WorkerStarted(f"{job}-0", name(job)))
     bench.join(name(job))
-    bench.wait(bench.limits.driver_timeout + 10.0, beating=[job])
+    bench.wait(bench.limits.driver_timeout + 10.0, heartbeats_of=[job])
     assert bench.members() == [name(job)]
 
 
@@ -210,5 +210,5 @@ def test_all_hosts_blacklisted_for_a_while_are_waited_for() -> None:
     bench.on(WorkerStarted("2-0", name(2)))
     bench.join(name(2))
     assert len(bench.all(Publish)) == 1
-    bench.wait(5.0, beating=[2])
+    bench.wait(5.0, heartbeats_of=[2])
     assert bench.members() == [name(2)]

@@ -86,7 +86,7 @@ def test_r18_old_members_that_may_live_are_waited_for() -> None:
     for job in (1, 2, 3):
         bench.on(WorkerStarted(f"{job}-0", name(job, 2)))
         bench.join(name(job, 2))
-    bench.wait(2.0, beating=[1, 2, 3])
+    bench.wait(2.0, heartbeats_of=[1, 2, 3])
     assert len(bench.all(Publish)) == 1, "a world while one of the old may be training"
     bench.on(on.LaunchEnded(0, 4, "its executor was lost"))
     assert bench.all(Publish)[-1].world.resume == (checkpoint(3),)
@@ -95,7 +95,7 @@ def test_r18_old_members_that_may_live_are_waited_for() -> None:
 def disowned(hung_up: Callable[[Bench], None] | None, after: Callable[[Bench], None] | None = None) -> Bench:
     """All four trained on at second 10; Spark lost their executors, while or before their connections ended."""
     bench = running()
-    bench.wait(10.0, beating=[1, 2, 3, 4])
+    bench.wait(10.0, heartbeats_of=[1, 2, 3, 4])
     if hung_up is not None:
         hung_up(bench)
     for job in (1, 2, 3, 4):
@@ -111,7 +111,7 @@ def goes_on_after(bench: Bench, *jobs: int) -> float:
     before, begun = len(bench.all(Publish)), bench.now
     bench.warm(*jobs)
     while len(bench.all(Publish)) == before and bench.now < begun + 100.0:
-        bench.wait(0.5, beating=jobs)
+        bench.wait(0.5, heartbeats_of=jobs)
     return bench.now - begun
 
 
@@ -164,7 +164,7 @@ def test_r18_one_connection_of_two_that_its_kernel_closed_is_proof_enough() -> N
     assert goes_on_after(disowned(None, some_are_reset), 5, 6, 7, 8) < 2.0
 
 
-def test_r18_who_dials_again_is_alive() -> None:
+def test_r18_a_worker_that_connects_again_is_alive() -> None:
     def blinks(bench: Bench) -> None:
         bench.on(on.ConnectionLost(0, "1-0", name(1)))
         bench.on(on.ConnectionBack(0, "1-0", name(1)))
@@ -174,7 +174,7 @@ def test_r18_who_dials_again_is_alive() -> None:
     assert goes_on_after(disowned(blinks), 5, 6, 7, 8) > FOUR.driver_timeout - 10
 
 
-def test_r18_spark_lost_it_long_after_it_was_last_heard_and_nobody_waits_again() -> None:
+def test_r18_an_executor_loss_long_after_the_last_heartbeat_starts_no_second_wait() -> None:
     """The driver was cut off from all: they have ended themselves while Spark's own patience lasted."""
 
     def silence(bench: Bench) -> None:

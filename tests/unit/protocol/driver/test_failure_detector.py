@@ -59,7 +59,7 @@ def test_connections(worker_cut: bool, slot_cut: bool, suspected: bool, after: f
         bench.on(on.ConnectionLost(0, "2-0"))
     if suspected:
         bench.join(name(1), bench.fence, suspects=(W2,))
-    bench.wait(after, beating=[1, 2, 3, 4])
+    bench.wait(after, heartbeats_of=[1, 2, 3, 4])
     assert (W2 not in bench.state.workers) is lost
 
 
@@ -73,9 +73,9 @@ def test_suspicion_before_the_connection_breaks_counts_as_well() -> None:
 def test_a_connection_that_is_back_in_time_is_forgotten() -> None:
     bench = _running()
     bench.on(on.ConnectionLost(0, "2-0", W2))
-    bench.wait(0.5, beating=[1, 2, 3, 4])
+    bench.wait(0.5, heartbeats_of=[1, 2, 3, 4])
     bench.on(on.ConnectionBack(0, "2-0", W2))
-    bench.wait(3.0, beating=[1, 2, 3, 4])
+    bench.wait(3.0, heartbeats_of=[1, 2, 3, 4])
     assert not bench.all(Abort)
 
 
@@ -85,7 +85,7 @@ def _cut_everybody(bench: Bench) -> None:
         bench.on(on.ConnectionLost(0, f"{job}-0"))
 
 
-def test_r12_nobody_is_evicted_for_the_servers_hiccup() -> None:
+def test_r12_a_mass_disconnect_evicts_no_worker() -> None:
     bench = _running()
     _cut_everybody(bench)
     bench.wait(3.0)
@@ -96,19 +96,19 @@ def test_r12_nobody_is_evicted_for_the_servers_hiccup() -> None:
     assert not bench.all(Abort)
 
 
-def test_r12_who_does_not_come_back_from_a_hiccup_is_lost() -> None:
+def test_r12_a_worker_that_does_not_reconnect_after_a_mass_disconnect_is_evicted() -> None:
     bench = _running()
     _cut_everybody(bench)
     bench.wait(2.0)
     for job in (1, 3, 4):
         bench.on(on.ConnectionBack(0, f"{job}-0", name(job)))
-    bench.wait(0.9, beating=(1, 3, 4))
+    bench.wait(0.9, heartbeats_of=(1, 3, 4))
     assert not bench.all(Abort)
-    bench.wait(0.2, beating=(1, 3, 4))
+    bench.wait(0.2, heartbeats_of=(1, 3, 4))
     assert W2 in bench.all(Abort)[0].reason
 
 
-def test_after_a_hiccup_the_lease_decides() -> None:
+def test_after_a_mass_disconnect_the_lease_decides() -> None:
     bench = _running()
     _cut_everybody(bench)
     bench.wait(5.5)
@@ -121,7 +121,7 @@ def test_after_a_hiccup_the_lease_decides() -> None:
 def test_a_stopped_process_does_not_renew_its_lease(letter: str, lost: bool) -> None:
     bench = _running()
     for _ in range(12):
-        bench.wait(0.5, beating=[1, 3, 4])
+        bench.wait(0.5, heartbeats_of=[1, 3, 4])
         bench.on(Heartbeat("2-0", W2, letter))
     assert (W2 not in bench.state.workers) is lost
     assert bool(bench.all(StopWorker)) is lost
@@ -131,9 +131,9 @@ def test_a_stopped_process_does_not_renew_its_lease(letter: str, lost: bool) -> 
 
 def test_a_silent_slot_loses_its_worker_after_the_lease() -> None:
     bench = _running()
-    bench.wait(4.9, beating=[1, 3, 4])
+    bench.wait(4.9, heartbeats_of=[1, 3, 4])
     assert not bench.all(Abort)
-    bench.wait(0.5, beating=[1, 3, 4])
+    bench.wait(0.5, heartbeats_of=[1, 3, 4])
     assert "its slot was silent" in bench.all(Abort)[0].reason
 
 
@@ -142,9 +142,9 @@ def test_imports_that_keep_a_host_busy_cost_no_worker() -> None:
     bench = Bench(replace(FOUR, max_workers=5))
     bench.start(1, 2, 3, 4)
     bench.slot(5)
-    bench.wait(29.0, beating=[1, 2, 3, 4])
+    bench.wait(29.0, heartbeats_of=[1, 2, 3, 4])
     assert name(5) in bench.state.workers
-    bench.wait(2.0, beating=[1, 2, 3, 4])
+    bench.wait(2.0, heartbeats_of=[1, 2, 3, 4])
     assert name(5) not in bench.state.workers
 
 
@@ -156,10 +156,10 @@ def test_a_loss_aborts_a_world_once() -> None:
     assert len(bench.all(Abort)) == 1
 
 
-def test_who_was_given_up_is_sent_home_whenever_it_speaks() -> None:
+def test_an_evicted_worker_is_told_to_stop_whenever_it_speaks() -> None:
     bench = _running()
     bench.on(on.ConnectionLost(0, "2-0", W2))
-    bench.wait(1.1, beating=[1, 3, 4])
+    bench.wait(1.1, heartbeats_of=[1, 3, 4])
     bench.join(W2, bench.fence)
     assert isinstance(bench.commands[0], StopWorker)
     bench.on(Heartbeat("2-0", W2, "S"))

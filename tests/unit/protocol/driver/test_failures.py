@@ -108,14 +108,14 @@ def test_r13_how_others_fail_since_a_peer_was_taken_is_not_the_programs_fault(
         bench.join(other, bench.fence, None)
         bench.on(WorkerStarted(f"{job}-0", name(job, 2)))
         bench.join(name(job, 2))
-        bench.wait(5.0, beating=[1, 2, 3, 4, 5])
+        bench.wait(5.0, heartbeats_of=[1, 2, 3, 4, 5])
         bench.form()
         assert not bench.all(End)
     fails(bench, name(2, 2))
     assert not bench.all(End), "the first one that proves something"
 
 
-def test_r13_where_all_raise_the_first_one_is_told() -> None:
+def test_r13_if_all_members_raise_the_job_ends_with_the_first_exception() -> None:
     bench = Bench(replace(FOUR, all_results=True))
     bench.start(1, 2)
     _raise(bench, name(2), "row 17", step=0)
@@ -125,7 +125,7 @@ def test_r13_where_all_raise_the_first_one_is_told() -> None:
     assert "ValueError: row 17" in bench.end.detail
 
 
-def test_a_program_that_nobody_can_load_ends_the_job() -> None:
+def test_a_program_that_no_worker_can_load_ends_the_job() -> None:
     bench = Bench(replace(FOUR, max_workers=2, num_workers=2))
     for job in (1, 2):
         bench.slot(job)
@@ -141,7 +141,7 @@ def test_the_budget_is_for_failures_of_workers_within_the_window() -> None:
     for started in (1, 2):
         bench.on(WorkerExited(slot_of(name(2, started)), name(2, started), -11))
         bench.on(WorkerStarted("2-0", name(2, started + 1)))
-    bench.wait(101.0, beating=[1, 2])
+    bench.wait(101.0, heartbeats_of=[1, 2])
     bench.on(WorkerExited(slot_of(name(2, 3)), name(2, 3), 1))
     assert not bench.all(End)
     for started in (4, 5):
@@ -156,7 +156,7 @@ def test_memory_that_runs_out_again_and_again_ends_the_job_with_the_setting_to_r
     bench.start(1, 2)
     exits = [WorkerExited("2-0", name(2, started), -9, "out of memory", True) for started in (1, 2, 3, 4)]
     bench.on(exits[0])
-    bench.wait(101.0, beating=[1, 2])
+    bench.wait(101.0, heartbeats_of=[1, 2])
     for started, event in enumerate(exits[1:], 2):
         assert not bench.all(End)
         bench.on(WorkerStarted("2-0", name(2, started)))
@@ -202,7 +202,7 @@ BORNE = FOUR.driver_timeout
 
 def _break_in_vain(bench: Bench, step: int | None = 3, seconds: float = BORNE) -> None:
     """All members come back to the same position; an operation was not asked for by rank 1."""
-    bench.wait(seconds, beating=[1, 2, 3])
+    bench.wait(seconds, heartbeats_of=[1, 2, 3])
     fence = bench.fence
     position = at(step) if step is not None else None
     for worker in bench.members():
@@ -212,7 +212,7 @@ def _break_in_vain(bench: Bench, step: int | None = 3, seconds: float = BORNE) -
 
 
 @pytest.mark.parametrize("step", [3, 0, None])
-def test_r13_worlds_that_break_in_vain_end_the_job_with_the_workers_own_reason(step: int | None) -> None:
+def test_r13_worlds_without_progress_end_the_job_with_the_workers_own_reason(step: int | None) -> None:
     bench = Bench()
     bench.start(1, 2)
     before = 0
@@ -235,7 +235,7 @@ def test_progress_a_loss_and_a_newcomer_each_begin_the_count_anew() -> None:
     for step in (3, 3, 3, 4, 4, 4):  # the first at each step broke after progress
         _break_in_vain(bench, step)
     bench.warm(3)  # a planned change
-    bench.wait(1.0, beating=[1, 2, 3])
+    bench.wait(1.0, heartbeats_of=[1, 2, 3])
     bench.stop_planned(4, name(1), name(2))
     assert len(bench.members()) == 3
     bench.form()
@@ -270,7 +270,7 @@ def _crash_and_come_back(bench: Bench, job: int, *others: int, at: str = AT) -> 
         bench.join(name(other), bench.fence, None)
     bench.on(WorkerStarted(f"{job}-0", name(job, 2)))
     bench.join(name(job, 2))
-    bench.wait(2.0, beating=[job, *others])
+    bench.wait(2.0, heartbeats_of=[job, *others])
     bench.form()
 
 
@@ -307,9 +307,9 @@ def test_r13_a_crash_that_is_reported_after_its_broken_connection_is_the_program
         _crash(bench, name(job))
         bench.on(WorkerStarted(f"{job}-0", name(job, 2)))
         bench.join(name(job, 2))
-        bench.wait(2.0, beating=[1, 2, 3])
+        bench.wait(2.0, heartbeats_of=[1, 2, 3])
         bench.join(name(3), bench.fence, None)
-        bench.wait(2.0, beating=[1, 2, 3])
+        bench.wait(2.0, heartbeats_of=[1, 2, 3])
         bench.form()
     assert bench.end.outcome is Outcome.USER_ERROR
 
@@ -319,7 +319,7 @@ def test_r13_a_host_that_is_not_known_any_more_is_no_second_one() -> None:
     bench.start(1, 2)
     _crash_and_come_back(bench, 2, 1)
     bench.on(on.ConnectionLost(0, "2-0", name(2, 2)))
-    bench.wait(bench.limits.reconnect_grace + 1.0, beating=[1, 2])
+    bench.wait(bench.limits.reconnect_grace + 1.0, heartbeats_of=[1, 2])
     bench.on(on.HostLost(0, "h2", "Spark lost sight of it"))
     _crash(bench, name(2, 2))
     assert not bench.all(End)
@@ -354,7 +354,7 @@ def test_r13_worlds_from_two_checkpoints_did_not_begin_at_one_position() -> None
         _crash(bench, name(1, started))
         bench.on(WorkerStarted("1-0", name(1, started + 1)))
         bench.join(name(1, started + 1))
-        bench.wait(5.0, beating=[1])
+        bench.wait(5.0, heartbeats_of=[1])
         bench.form()
     assert not bench.all(End)
     _crash(bench, name(1, 4))

@@ -20,51 +20,51 @@ def _killed(bench: Bench) -> set[str]:
     return {stop.worker for stop in bench.all(StopWorker) if stop.kill}
 
 
-def test_the_last_that_holds_the_state_is_not_given_up_while_it_works() -> None:
+def test_the_last_member_with_the_state_is_not_evicted_while_it_works() -> None:
     bench = Bench(SHORT)
     bench.start(1, 2)
     bench.on(WorkerExited(slot_of(name(2)), name(2), -9))
-    bench.wait(SHORT.regroup_timeout * LAST_STATE_FACTOR - 0.1, beating=[1, 2])
+    bench.wait(SHORT.regroup_timeout * LAST_STATE_FACTOR - 0.1, heartbeats_of=[1, 2])
     assert not _killed(bench)
     bench.regroup(7, name(1))
     assert (bench.members(), bench.world.position) == ([name(1)], at(7))
 
 
-def test_nor_is_it_while_only_newcomers_to_the_world_have_come_back() -> None:
+def test_the_last_member_with_the_state_is_not_evicted_while_only_members_without_state_came_back() -> None:
     bench = Bench(SHORT)
     bench.start(1, 2, 3)
     bench.on(WorkerExited(slot_of(name(3)), name(3), -9))
     bench.join(name(2), bench.fence, None)  # it had not taken the state yet
-    bench.wait(SHORT.regroup_timeout + 1.0, beating=[1, 2])
+    bench.wait(SHORT.regroup_timeout + 1.0, heartbeats_of=[1, 2])
     assert not _killed(bench)
 
 
-def test_it_is_given_up_at_last() -> None:
+def test_the_last_member_with_the_state_is_evicted_after_ten_regroup_timeouts() -> None:
     bench = Bench(SHORT)
     bench.start(1, 2)
     bench.on(WorkerExited(slot_of(name(2)), name(2), -9))
-    bench.wait(SHORT.regroup_timeout * LAST_STATE_FACTOR + 0.1, beating=[1, 2])
+    bench.wait(SHORT.regroup_timeout * LAST_STATE_FACTOR + 0.1, heartbeats_of=[1, 2])
     assert _killed(bench) == {name(1)}
 
 
-def test_who_works_on_is_given_up_where_another_came_with_the_state() -> None:
+def test_a_member_that_works_on_is_evicted_after_regroup_timeout_if_another_came_with_the_state() -> None:
     bench = Bench(SHORT)
     bench.start(1, 2)
     bench.join(name(2), bench.fence, at(7), suspects=(name(1),), reason="timed out after 60 s")
-    bench.wait(SHORT.regroup_timeout - 0.1, beating=[1, 2])
+    bench.wait(SHORT.regroup_timeout - 0.1, heartbeats_of=[1, 2])
     assert not _killed(bench)
-    bench.wait(0.2, beating=[1, 2])
+    bench.wait(0.2, heartbeats_of=[1, 2])
     assert _killed(bench) == {name(1)}
     assert bench.members() == [name(2)]
 
 
-def test_who_does_not_run_is_lost_by_the_lease() -> None:
+def test_a_member_that_does_not_run_is_evicted_when_its_lease_ends() -> None:
     bench = Bench(replace(SHORT, regroup_timeout=600.0))
     bench.start(1, 2)
     bench.on(WorkerExited(slot_of(name(2)), name(2), -9))
     for _ in range(int(SHORT.lease / 0.1) + 5):
         bench.on(Heartbeat("1-0", name(1), "T"))
-        bench.wait(0.1, beating=[2])
+        bench.wait(0.1, heartbeats_of=[2])
     assert name(1) in _killed(bench)
 
 
@@ -73,7 +73,7 @@ def test_building_a_world_has_its_own_bound() -> None:
     bench.warm(1, 2, 3, 4)
     for job in (1, 2, 3):
         bench.on(WorldFormed(name(job), bench.fence))
-    bench.wait(SHORT_TIMEOUT + 0.1, beating=[1, 2, 3, 4])
+    bench.wait(SHORT_TIMEOUT + 0.1, heartbeats_of=[1, 2, 3, 4])
     (abort,) = bench.all(Abort)
     assert f"{name(4)} did not build world 1 within 30 s" in abort.reason
 
@@ -84,7 +84,7 @@ def _busy_rank_0(bench: Bench, step: int) -> None:
     bench.on(on.WorkerStalled(0, zero, bench.fence, f"{zero} runs, last seen in evaluate (train.py:7)"))
     for worker in others:
         bench.join(worker, bench.fence, at(step), suspects=(zero,), reason="timed out after 60 s")
-    bench.wait(SHORT.regroup_timeout + 0.1, beating=[1, 2, 3])
+    bench.wait(SHORT.regroup_timeout + 0.1, heartbeats_of=[1, 2, 3])
     if bench.all(End):
         return
     job, started = int(zero[0]), int(zero.rpartition(".")[2])
@@ -95,7 +95,7 @@ def _busy_rank_0(bench: Bench, step: int) -> None:
 
 
 @pytest.mark.parametrize("moves", [False, True])
-def test_r13_rank_0_given_up_at_one_position_again_and_again_ends_the_job(moves: bool) -> None:
+def test_r13_repeated_evictions_of_rank_0_at_one_position_end_the_job(moves: bool) -> None:
     bench = Bench(replace(SHORT, num_workers=3, max_workers=3))
     bench.start(1, 2, 3)
     for turn in range(6):

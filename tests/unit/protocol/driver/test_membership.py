@@ -40,7 +40,9 @@ def _workers(spec: str) -> list[WorkerRecord]:
         ("A5", "N", 1, 1, "A"),
     ],
 )
-def test_compose(survivors: str, newcomers: str, least: int, most: int, chosen: str) -> None:
+def test_members_are_survivors_then_newcomers(
+    survivors: str, newcomers: str, least: int, most: int, chosen: str
+) -> None:
     limits = Limits(num_workers=most, min_workers=least, max_workers=most)
     found = choose_members(_workers(survivors), _workers(newcomers), limits)
     assert "".join(worker.worker for worker in found) == chosen

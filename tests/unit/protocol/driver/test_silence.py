@@ -21,15 +21,15 @@ def _running() -> Bench:
     return bench
 
 
-def test_r12_a_driver_that_is_cut_off_takes_nobody_for_lost() -> None:
+def test_r12_a_driver_that_is_cut_off_evicts_no_worker() -> None:
     bench = _running()
     bench.wait(30.0)
-    bench.wait(10.0, beating=ALL)
+    bench.wait(10.0, heartbeats_of=ALL)
     assert not bench.all(Abort)
     assert len(bench.state.workers) == 4
 
 
-def test_r12_beats_that_were_not_heard_at_one_time_are_no_evidence() -> None:
+def test_r12_heartbeats_that_are_all_missed_at_once_evict_no_worker() -> None:
     bench = _running()
     for job in ALL:
         bench.wait(0.25)
@@ -38,51 +38,53 @@ def test_r12_beats_that_were_not_heard_at_one_time_are_no_evidence() -> None:
     assert not bench.all(Abort)
 
 
-def test_r12_those_who_are_heard_late_after_it_get_a_lease() -> None:
+def test_r12_slots_get_a_full_lease_after_the_driver_was_cut_off() -> None:
     bench = _running()
     bench.wait(30.0)
-    bench.wait(4.0, beating=(1,))
+    bench.wait(4.0, heartbeats_of=(1,))
     assert not bench.all(Abort)
-    bench.wait(2.0, beating=(1,))
+    bench.wait(2.0, heartbeats_of=(1,))
     assert "its slot was silent" in bench.all(Abort)[0].reason
     assert set(bench.state.workers) == {name(1)}
 
 
-def test_r12_a_driver_that_slept_takes_nobody_for_lost() -> None:
+def test_r12_a_driver_that_was_paused_evicts_no_worker() -> None:
     bench = _running()
     bench.now += 30.0
     bench.on(on.Tick(0))
     for job in ALL:
         bench.wait(0.05)
         bench.on(Heartbeat(f"{job}-0", name(job), "S"))
-    bench.wait(5.0, beating=ALL)
+    bench.wait(5.0, heartbeats_of=ALL)
     assert not bench.all(Abort)
 
 
 @pytest.mark.parametrize("first", [1, 3])
-def test_r12_a_driver_that_slept_takes_one_fresh_beat_for_no_evidence_against_others(first: int) -> None:
+def test_r12_after_a_pause_of_the_driver_one_fresh_heartbeat_proves_nothing_about_other_slots(
+    first: int,
+) -> None:
     """The beats of the others still lie in its sockets when the first tick comes."""
     bench = _running()
-    bench.wait(1.0, beating=ALL)
+    bench.wait(1.0, heartbeats_of=ALL)
     bench.now += 10.0
     bench.on(Heartbeat(f"{first}-0", name(first), "S"))
     bench.on(on.Tick(0))
-    bench.wait(4.0, beating=(first,))
+    bench.wait(4.0, heartbeats_of=(first,))
     assert len(bench.state.workers) == 4
-    bench.wait(2.0, beating=(first,))
+    bench.wait(2.0, heartbeats_of=(first,))
     assert set(bench.state.workers) == {name(first)}, "a lease is enough to be heard again"
 
 
 def test_r12_a_driver_that_slept_lets_a_broken_connection_come_back() -> None:
     bench = _running()
-    bench.wait(1.0, beating=ALL)
+    bench.wait(1.0, heartbeats_of=ALL)
     bench.on(on.ConnectionLost(0, "2-0", name(2)))
     bench.now += 10.0
     bench.on(Heartbeat("1-0", name(1), "S"))
     bench.on(on.Tick(0))
     assert len(bench.state.workers) == 4
     bench.on(on.ConnectionBack(0, "2-0", name(2)))
-    bench.wait(4.0, beating=ALL)
+    bench.wait(4.0, heartbeats_of=ALL)
     assert len(bench.state.workers) == 4
 
 
@@ -93,14 +95,14 @@ def test_r12_after_the_drivers_timeout_they_have_ended_themselves() -> None:
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["first news", "given up before"])
-def test_r12_workers_that_ended_for_want_of_the_driver_are_nobodys_failures(known: bool) -> None:
+def test_r12_workers_that_ended_because_the_driver_was_silent_count_as_no_failures(known: bool) -> None:
     sixteen = range(1, 17)
     bench = Bench(Limits(16, 1, 16, failure_budget=1))
     bench.start(*sixteen)
     if not known:
         for job in sixteen:
             bench.on(on.ConnectionLost(0, f"{job}-0", name(job)))
-        bench.wait(bench.limits.reconnect_grace + 1.0, beating=sixteen)
+        bench.wait(bench.limits.reconnect_grace + 1.0, heartbeats_of=sixteen)
     for job in sixteen:
         bench.on(WorkerExited(slot_of(name(job)), name(job), DRIVER_SILENT_EXIT_CODE))
     assert not bench.state.workers
@@ -122,7 +124,7 @@ def test_a_function_that_chooses_that_code_does_not_run_for_ever() -> None:
 
 def test_one_host_that_is_cut_off_is_lost_after_the_lease() -> None:
     bench = _running()
-    bench.wait(5.5, beating=(1, 2, 3))
+    bench.wait(5.5, heartbeats_of=(1, 2, 3))
     assert set(bench.state.workers) == {name(1), name(2), name(3)}
 
 
@@ -140,10 +142,10 @@ def test_r14_a_first_attempt_that_died_unseen_keeps_its_successor_out_only_until
     bench.on(RegisterSlot("1-1", "h9", 1))
     bench.join("1-1.1")
     for _ in range(14):
-        bench.wait(1.0, beating=[2])
+        bench.wait(1.0, heartbeats_of=[2])
         bench.on(Heartbeat("1-1", "1-1.1", "S"))
     assert not bench.all(ReleaseSlot)
-    bench.wait(2.0, beating=[2])
+    bench.wait(2.0, heartbeats_of=[2])
     assert [release.slot for release in bench.all(ReleaseSlot)] == ["1-1"]
     bench.on(Heartbeat("1-0", "", ""))
     assert bench.all(ReleaseSlot)[-1].slot == "1-0"
@@ -153,23 +155,23 @@ def test_r18_a_worker_that_spoke_after_its_slot_is_waited_for_longer() -> None:
     bench = Bench(Limits(1, 1, 2, driver_timeout=10.0))
     bench.start(1)
     bench.warm(2)
-    bench.wait(4.5, beating=[2])
+    bench.wait(4.5, heartbeats_of=[2])
     bench.on(on.ConnectionBack(0, "1-0", name(1)))
-    bench.wait(11.0, beating=[2])
+    bench.wait(11.0, heartbeats_of=[2])
     assert "1-0" not in bench.state.slots
     assert len(bench.all(Publish)) == 1, (
         "it may train on until it has been without the driver for long enough"
     )
-    bench.wait(5.0, beating=[2])
+    bench.wait(5.0, heartbeats_of=[2])
     assert bench.members() == [name(2)]
 
 
-def test_a_slot_whose_connection_is_back_was_heard() -> None:
+def test_a_slot_whose_connection_is_back_counts_as_seen() -> None:
     """Its watch comes back before its next beat."""
     bench = _running()
     bench.on(on.ConnectionLost(0, "1-0"))
-    bench.wait(4.5, beating=(2, 3, 4))
+    bench.wait(4.5, heartbeats_of=(2, 3, 4))
     bench.on(on.ConnectionBack(0, "1-0"))
     bench.on(on.ConnectionBack(0, "1-0", name(1)))
-    bench.wait(1.5, beating=(2, 3, 4))
+    bench.wait(1.5, heartbeats_of=(2, 3, 4))
     assert not bench.all(Abort)

@@ -52,7 +52,7 @@ def test_a_host_with_room_that_may_not_be_used_is_asked_less_and_less() -> None:
     assert _free_of_work(bench, 600.0, "h1") < 30
 
 
-def test_a_host_that_is_listed_again_is_not_kept_waiting_by_the_jobs_that_it_refused() -> None:
+def test_a_host_that_is_listed_again_does_not_wait_for_delayed_launches() -> None:
     bench = Bench(replace(FOUR, num_workers=1, max_workers=1, start_timeout=3600.0))
     bench.on(on.HostsDiscovered(0, (("h2", 1),)))
     _free_of_work(bench, 130.0, "h1")
@@ -72,7 +72,7 @@ def test_a_host_that_appears_is_asked_at_once_and_no_more_often_than_others_afte
     assert _free_of_work(bench, 120.0, "h1") <= 5
 
 
-def test_a_host_that_appears_is_asked_although_all_others_are_blacklisted() -> None:
+def test_a_host_that_appears_gets_a_launch_although_all_others_are_blacklisted() -> None:
     bench = Bench(Limits(1, 1, 1, cooldown_range=(40.0, 60.0)))
     bench.warm(1)
     bench.on(WorkerFailed(name(1), None, None, "f", "boom"))
@@ -89,9 +89,9 @@ def test_w19_a_slot_that_no_world_needs_gives_its_core_back_until_a_member_is_lo
     bench = Bench(replace(FOUR, max_global_batch=3, idle_slot_timeout=20.0))
     bench.start(1, 2, 3)
     bench.warm(4)
-    bench.wait(15.0, beating=[1, 2, 3, 4])
+    bench.wait(15.0, heartbeats_of=[1, 2, 3, 4])
     assert not bench.all(ReleaseSlot)
-    bench.wait(6.0, beating=[1, 2, 3, 4])
+    bench.wait(6.0, heartbeats_of=[1, 2, 3, 4])
     assert [release.slot for release in bench.all(ReleaseSlot)] == ["4-0"]
     bench.on(on.LaunchEnded(0, 4, "released"))
     assert len(bench.all(LaunchSlot)) == 4
@@ -105,7 +105,7 @@ def test_r14_an_idle_second_attempt_is_not_sent_back_before_the_first() -> None:
     bench.on(RegisterSlot("1-1", "h9", 1))
     bench.join("1-1.1")
     for _ in range(10):
-        bench.wait(0.5, beating=[1, 2])
+        bench.wait(0.5, heartbeats_of=[1, 2])
         bench.on(Heartbeat("1-1", "1-1.1", "S"))
     assert not bench.all(ReleaseSlot)
 
@@ -132,7 +132,7 @@ def test_r14_a_second_attempt_that_is_not_wanted_is_sent_back_once_the_first_is_
 ) -> None:
     bench = _copied()
     bench.on(order)
-    bench.wait(2.0, beating=[1, 2])
+    bench.wait(2.0, heartbeats_of=[1, 2])
     assert not bench.all(ReleaseSlot), "Spark would end the member"
     bench.stop_planned(1, name(1), name(2))  # announced when it came
     assert bench.members() == [name(1), name(2)]
@@ -166,12 +166,12 @@ def test_r14_an_attempt_on_a_host_that_is_unfit_waits_beside_another_and_is_sent
     assert bench.all(ReleaseSlot)[-1] == ReleaseSlot("host h9 has no torch", "1-1")
 
 
-def test_r14_a_second_attempt_is_let_in_once_its_host_is_listed() -> None:
+def test_r14_a_second_attempt_is_admitted_once_discovery_lists_its_host() -> None:
     bench = _copied()
     bench.stop_planned(1, name(1), name(2))
     bench.form()
     bench.on(on.HostsDiscovered(0, (("h1", 1), ("h2", 1))))
-    bench.wait(0.5, beating=[1, 2])
+    bench.wait(0.5, heartbeats_of=[1, 2])
     bench.stop_planned(2, *bench.members())
     assert bench.members() == [name(1), name(2)]
     bench.on(WorkerStarted("1-1", "1-1.2"))
@@ -179,7 +179,7 @@ def test_r14_a_second_attempt_is_let_in_once_its_host_is_listed() -> None:
     bench.form()
     assert set(bench.state.slots.excluded) == {"1-1"}
     bench.on(on.HostsDiscovered(0, (("h1", 1), ("h2", 1), ("h9", 1))))
-    bench.wait(0.5, beating=[1, 2])
+    bench.wait(0.5, heartbeats_of=[1, 2])
     bench.stop_planned(3, *bench.members())
     assert bench.members() == [name(1), name(2), "1-1.2"]
 
@@ -193,7 +193,7 @@ def test_r14_a_second_attempt_is_let_in_once_its_hosts_cooldown_is_over() -> Non
     bench.join("1-1.1")
     assert set(bench.state.slots.excluded) == {"1-1"}
     while bench.now < 21.0:
-        bench.wait(0.5, beating=[1, 2])
+        bench.wait(0.5, heartbeats_of=[1, 2])
         bench.on(Heartbeat("1-1", "1-1.1", "S"))
     bench.stop_planned(1, name(1), name(2))
     assert bench.members() == [name(1), name(2), "1-1.1"]
@@ -205,7 +205,7 @@ def test_r14_a_member_that_drains_does_not_take_its_other_attempt_along() -> Non
     bench.form()
     assert len(bench.members()) == 3
     bench.on(on.DrainRequested(0, "decommissioned", host="h1"))
-    bench.wait(0.5, beating=[1, 2])
+    bench.wait(0.5, heartbeats_of=[1, 2])
     bench.stop_planned(2, *bench.members())
     assert bench.members() == [name(2), "1-1.1"]
     assert not bench.all(ReleaseSlot)
@@ -215,7 +215,7 @@ def test_r14_attempts_of_which_none_may_take_part_are_all_sent_back() -> None:
     bench = _copied("h9")
     bench.on(on.DrainRequested(0, "decommissioned", host="h9"))
     bench.on(on.DrainRequested(0, "decommissioned", host="h1"))
-    bench.wait(0.5, beating=[1, 2])
+    bench.wait(0.5, heartbeats_of=[1, 2])
     bench.stop_planned(2, name(1), name(2))
     bench.on(on.Tick(0))
     assert {release.slot for release in bench.all(ReleaseSlot)} == {"1-0", "1-1"}
@@ -267,11 +267,11 @@ def test_r17_slots_whose_workers_still_import_are_enough_to_begin() -> None:
     bench.slot(2)
     for _ in range(3):
         bench.on(on.SlotsWanted(0, "another fit"))
-        bench.wait(10.0, beating=[1, 2])
+        bench.wait(10.0, heartbeats_of=[1, 2])
     assert not bench.all(ReleaseSlot)
     assert not bench.all(End)
     bench.on(on.SlotsWanted(0, "another fit"))
-    bench.wait(31.0, beating=[1, 2])
+    bench.wait(31.0, heartbeats_of=[1, 2])
     assert bench.end.outcome is Outcome.NOT_ENOUGH_WORKERS, "no other job is why its workers do not get warm"
 
 
@@ -326,7 +326,7 @@ def test_r17_a_world_keeps_its_slots() -> None:
     assert not bench.all(ReleaseSlot)
 
 
-def test_r18_a_slot_that_was_told_to_end_may_live_until_its_job_is_over() -> None:
+def test_r18_a_slot_that_was_told_to_end_may_live_until_its_launch_is_over() -> None:
     """The next world without survivors waits for that."""
     bench = Bench(replace(FOUR, num_workers=2, max_workers=2))
     bench.start(1, 2)

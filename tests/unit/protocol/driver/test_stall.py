@@ -47,13 +47,13 @@ def ranks(found: tuple[Stall, ...]) -> list[int]:
         (None, "its slot has been silent for 100.0 s"),
     ],
 )
-def test_the_one_who_does_not_come_is_named(sign: Sign | None, how: str) -> None:
+def test_the_member_that_does_not_come_is_named(sign: Sign | None, how: str) -> None:
     (stall,) = find(WAITING, sign, WAITING)
     assert stall.text.startswith("rank 1 (worker 1-0.1, host host-1) has kept others waiting for 4.0 s: ")
     assert how in stall.text
 
 
-def test_who_works_on_in_a_world_that_is_over_is_named_though_nobody_waits() -> None:
+def test_a_member_that_works_on_in_a_world_that_is_over_is_named_although_no_member_waits() -> None:
     signs: tuple[Sign | None, ...] = (("S", False, 50.0), None, ("Z", False, 50.0))
     assert not find(*signs)
     assert not find(*signs, over=NOW - 2.9)
@@ -67,16 +67,16 @@ def test_two_may_be_missing() -> None:
     assert ranks(find(("T", False, 9.0), WAITING, ("R", False, 4.0))) == [0, 2]
 
 
-def test_nobody_is_named_while_nobody_has_waited_for_long() -> None:
+def test_no_member_is_named_while_none_has_waited_for_long() -> None:
     assert not find(("S", True, 2.9), ("R", False, 50.0), ("S", True, 2.9))
     assert not find(("R", False, 50.0), ("R", False, 50.0), ("R", False, 50.0))
 
 
-def test_one_who_has_just_begun_to_work_is_not_the_cause() -> None:
+def test_a_member_that_has_just_begun_to_work_is_not_named() -> None:
     assert ranks(find(WAITING, ("R", False, 50.0), ("R", False, 0.2))) == [1]
 
 
-def test_who_waits_names_nobody_who_waits_too() -> None:
+def test_members_that_wait_are_not_named() -> None:
     assert not find(WAITING, WAITING, WAITING)
 
 
@@ -84,7 +84,7 @@ def test_waiting_from_before_the_world_began_does_not_count() -> None:
     assert not find(("S", True, 60.0), ("R", False, 2.0), ("S", True, 60.0), began=NOW - 2.0)
 
 
-def test_a_stopped_member_waits_for_nobody() -> None:
+def test_a_stopped_member_does_not_count_as_waiting() -> None:
     assert not find(("T", True, 60.0), ("R", False, 60.0), ("R", False, 60.0))
 
 

@@ -49,7 +49,7 @@ def ends(commands: tuple[DriverCommand, ...]) -> list[Outcome]:
     return [command.outcome for command in commands if isinstance(command, End)]
 
 
-def test_it_is_announced_and_the_job_ends_once_all_have_come() -> None:
+def test_max_runtime_is_announced_and_the_job_ends_once_all_members_have_come() -> None:
     driver = Driver().trains()
     assert not [c for c in driver.beats(99.0) if isinstance(c, Announce)]
     said = (*driver.beats(100.0), *driver.beats(101.0))
@@ -60,7 +60,7 @@ def test_it_is_announced_and_the_job_ends_once_all_have_come() -> None:
     assert ends(came) == [Outcome.TIME_LIMIT]
 
 
-def test_who_reaches_no_boundary_is_ended_after_the_grace() -> None:
+def test_a_job_that_reaches_no_boundary_ends_after_the_last_stop_timeout() -> None:
     driver = Driver().trains()
     assert not any(ends(driver.beats(100.0 + second)) for second in range(int(LAST_STOP_TIMEOUT)))
     assert ends(driver.beats(100.0 + LAST_STOP_TIMEOUT)) == [Outcome.TIME_LIMIT]
@@ -91,20 +91,20 @@ def _stops_as_told(bench: Bench, step: int, *jobs: int) -> None:
     """The newest world is told, stops, and the job ends."""
     assert not bench.all(End)
     bench.form()
-    bench.wait(0.5, beating=jobs)
+    bench.wait(0.5, heartbeats_of=jobs)
     assert is_job_end(bench.all(Announce)[-1].version)
     assert bench.all(Announce)[-1].version > bench.world.version
     bench.stop_planned(step, *(name(job) for job in jobs))
     assert bench.end.outcome is Outcome.TIME_LIMIT
 
 
-def test_a_change_whose_boundary_comes_late_is_followed_by_a_world_that_is_told() -> None:
+def test_after_a_planned_change_that_comes_late_the_next_world_learns_that_the_time_is_up() -> None:
     bench = _two(3)
-    bench.wait(98.0 - bench.now, beating=[1, 2])
+    bench.wait(98.0 - bench.now, heartbeats_of=[1, 2])
     bench.warm(3)
-    bench.wait(1.0, beating=[1, 2, 3])
+    bench.wait(1.0, heartbeats_of=[1, 2, 3])
     assert not is_job_end(bench.all(Announce)[-1].version)
-    bench.wait(3.0, beating=[1, 2, 3])
+    bench.wait(3.0, heartbeats_of=[1, 2, 3])
     assert is_job_end(bench.all(Announce)[-1].version), "a boundary that is not yet reached may be the last"
     bench.stop_planned(50, name(1), name(2))  # it may have been on its way: nobody knows whether they knew
     assert bench.members() == [name(1), name(2), name(3)]
@@ -113,7 +113,7 @@ def test_a_change_whose_boundary_comes_late_is_followed_by_a_world_that_is_told(
 
 def test_a_loss_on_the_way_to_the_last_boundary_costs_no_checkpoint() -> None:
     bench = _two()
-    bench.wait(101.0 - bench.now, beating=[1, 2])
+    bench.wait(101.0 - bench.now, heartbeats_of=[1, 2])
     bench.on(WorkerExited(slot_of(name(2)), name(2), -9))
     assert not bench.all(End)
     bench.regroup(50, name(1))
@@ -123,16 +123,16 @@ def test_a_loss_on_the_way_to_the_last_boundary_costs_no_checkpoint() -> None:
 
 def test_a_loss_just_before_the_time_is_up_costs_no_checkpoint() -> None:
     bench = _two()
-    bench.wait(99.5 - bench.now, beating=[1, 2])
+    bench.wait(99.5 - bench.now, heartbeats_of=[1, 2])
     bench.on(WorkerExited(slot_of(name(2)), name(2), -9))
-    bench.wait(1.0, beating=[1])
+    bench.wait(1.0, heartbeats_of=[1])
     bench.regroup(50, name(1))
     _stops_as_told(bench, 51, 1)
 
 
-def test_with_nobody_left_it_ends_at_once() -> None:
+def test_without_survivors_a_job_whose_time_is_up_ends_at_once() -> None:
     bench = _two()
-    bench.wait(101.0 - bench.now, beating=[1, 2])
+    bench.wait(101.0 - bench.now, heartbeats_of=[1, 2])
     for job in (1, 2):
         bench.on(WorkerExited(slot_of(name(job)), name(job), -9))
     assert bench.end.outcome is Outcome.TIME_LIMIT
@@ -140,11 +140,11 @@ def test_with_nobody_left_it_ends_at_once() -> None:
 
 def test_survivors_that_do_not_get_so_far_are_ended_after_the_grace() -> None:
     bench = _two()
-    bench.wait(101.0 - bench.now, beating=[1, 2])
+    bench.wait(101.0 - bench.now, heartbeats_of=[1, 2])
     bench.on(WorkerExited(slot_of(name(2)), name(2), -9))
     bench.regroup(50, name(1))
     bench.form()
-    bench.wait(LAST_STOP_TIMEOUT - 2.0, beating=[1])
+    bench.wait(LAST_STOP_TIMEOUT - 2.0, heartbeats_of=[1])
     assert not bench.all(End)
-    bench.wait(2.0, beating=[1])
+    bench.wait(2.0, heartbeats_of=[1])
     assert bench.end.outcome is Outcome.TIME_LIMIT

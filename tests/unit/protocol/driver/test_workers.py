@@ -30,7 +30,7 @@ def _replace(bench: Bench, job: int, started: int) -> str:
     worker = name(job, started)
     bench.on(WorkerStarted(f"{job}-0", worker))
     bench.join(worker)
-    bench.wait(1.1, beating=[1, 2, 3, 4])
+    bench.wait(1.1, heartbeats_of=[1, 2, 3, 4])
     return worker
 
 
@@ -44,7 +44,7 @@ def test_r15_a_member_that_works_on_is_waited_for_however_long_it_takes() -> Non
     bench = _three()
     _done(bench, name(1), name(3))
     bench.warm(4)
-    bench.wait(70.0, beating=[1, 2, 3, 4])
+    bench.wait(70.0, heartbeats_of=[1, 2, 3, 4])
     assert not bench.all(End)
     assert not bench.all(Announce), "those that are done would be called again"
     _done(bench, name(2))
@@ -104,11 +104,11 @@ def test_r15_a_rank_that_raised_is_not_waited_for_for_ever() -> None:
     _raise(bench, name(2))
     _done(bench, name(1))
     assert len(bench.all(Publish)) == 1
-    bench.wait(WHOLE.gather_timeout + 0.1, beating=[1, 2])
+    bench.wait(WHOLE.gather_timeout + 0.1, heartbeats_of=[1, 2])
     assert bench.members() == [name(1)]
 
 
-def test_r15_nor_for_a_moment_where_its_slot_cools_down_for_longer() -> None:
+def test_r15_a_failed_rank_is_not_waited_for_if_its_slot_cools_down_for_longer() -> None:
     bench = Bench(replace(WHOLE, num_workers=2, max_workers=2, cooldown_range=(60.0, 60.0)))
     bench.start(1, 2)
     _raise(bench, name(2))
@@ -128,7 +128,7 @@ def test_r13_a_code_that_the_function_chose_is_like_an_exception(code: int, outc
     assert [end.outcome for end in bench.all(End)] == ([outcome] if outcome else [])
 
 
-def test_r15_in_the_middle_of_an_elastic_training_nobody_is_waited_for() -> None:
+def test_r15_in_the_middle_of_an_elastic_training_no_failed_rank_is_waited_for() -> None:
     bench = Bench(replace(WHOLE, num_workers=2, max_workers=2))
     bench.start(1, 2)
     _raise(bench, name(2), 7)
