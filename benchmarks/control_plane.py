@@ -42,7 +42,8 @@ from spark_elastic.protocol.events import DriverEvent  # noqa: E402
 from spark_elastic.protocol.slot_spec import SlotSpec  # noqa: E402
 from spark_elastic.protocol.types import Limits, World, heartbeat_interval  # noqa: E402
 from spark_elastic.rendezvous.http_server import raise_file_limit  # noqa: E402
-from spark_elastic.rendezvous.server import RendezvousServer, ServerCallbacks  # noqa: E402
+from spark_elastic.rendezvous.routes import ServerCallbacks  # noqa: E402
+from spark_elastic.rendezvous.server import RendezvousServer  # noqa: E402
 
 SIZES = (2, 8, 32, 128, 512, 2000)
 PROCESSES = 4
@@ -93,11 +94,11 @@ def drive(pipe: Connection, size: int) -> None:
     with RendezvousServer(
         swarm.KEY,
         1,
-        ServerCallbacks(post, lambda lines: None, beat_every=partial(heartbeat_interval, LEASE)),
+        ServerCallbacks(post, lambda lines: None, heartbeat_interval=partial(heartbeat_interval, LEASE)),
         clock,
     ) as server:
         effects = CommandExecutor(server, NoLauncher(), Nobody(), lambda kept: None)
-        loop = DriverLoop(driver_machine.initial(limits, 1), inbox, effects.carry_out, clock, Journal())
+        loop = DriverLoop(driver_machine.initial(limits, 1), inbox, effects.execute, clock, Journal())
         loop.start()
         pipe.send(server.address)
         while pipe.recv() == "cpu":

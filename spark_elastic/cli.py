@@ -20,7 +20,7 @@ import click
 import spark_elastic
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig, from_env, log_level
-from spark_elastic.driver.discovery import FixedHosts, HostPoller, parse_hosts, script
+from spark_elastic.driver.discovery import FixedHosts, HostPoller, create_script_finder, parse_hosts
 from spark_elastic.driver.ports import Discovery
 from spark_elastic.errors import ElasticError, InvalidInput
 from spark_elastic.horovodrun_options import THIS_MACHINE, add_options, get_variables
@@ -263,7 +263,9 @@ def _make_discovery(options: RunOptions, fixed: Mapping[str, int], hosts: HostSl
         return FixedHosts(fixed, clock, tell)
     path = options.host_discovery_script
     command = [os.path.abspath(path) if os.path.exists(path) else path]
-    return HostPoller(script(command, lambda text: parse_hosts(text, options.slots_per_host)), clock, tell)
+    return HostPoller(
+        create_script_finder(command, lambda text: parse_hosts(text, options.slots_per_host)), clock, tell
+    )
 
 
 def _update_hosts(hosts: HostSlots, listed: Mapping[str, int]) -> None:

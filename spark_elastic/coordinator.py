@@ -20,7 +20,7 @@ from typing import Any, TypeAlias, get_args
 from spark_elastic import errors
 from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.config import ElasticConfig
-from spark_elastic.driver.discovery import Together
+from spark_elastic.driver.discovery import CombinedDiscovery
 from spark_elastic.driver.gang_scheduler import GangScheduler
 from spark_elastic.driver.ports import Launcher
 from spark_elastic.driver.remote_launcher import DriverStarted, RemoteLauncher, SlotRequested
@@ -168,7 +168,9 @@ class Coordinator:
         listener = _ForwardingListener(channel)
         try:
             with StoreHeartbeat(self.end.store, self._heartbeat), forward_log(listener.record):
-                done = supervise(launcher, Together(), options, self.limits, self.config, self.name, listener)
+                done = supervise(
+                    launcher, CombinedDiscovery(), options, self.limits, self.config, self.name, listener
+                )
             channel.send(JobSucceeded(done.results, done.worlds, done.report.to_json()))
         except errors.ElasticError as error:
             has_report = isinstance(error, JobFailed | JobCancelled) and error.report is not None

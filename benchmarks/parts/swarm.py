@@ -60,7 +60,7 @@ class Line:
             reply = await reader.readexactly(int(fields["content-length"]))
         code = int(status.split()[1])
         assert auth.reply_is_genuine(KEY, credentials, code, reply, fields[auth.REPLY_HEADER]), status
-        answer: dict[str, Any] = json.loads(codec.unpacked(reply))
+        answer: dict[str, Any] = json.loads(codec.decompress(reply))
         return answer
 
 
@@ -73,7 +73,7 @@ class Session:
         self._count = 0
 
     async def hello(self) -> None:
-        credentials = auth.sign_request(KEY, auth.HELLO, auth.new_id(), 0, b"")
+        credentials = auth.sign_request(KEY, auth.HELLO, auth.create_id(), 0, b"")
         self._name = (await self._lines[0].post(auth.HELLO, b"", credentials))["session"]
 
     async def ask(self, request: Request[Any], hold: float = 0.0, watching: bool = False) -> dict[str, Any]:

@@ -93,13 +93,13 @@ class JobHandle:
         if sum(choice is not None for choice in (worker, rank, host)) != 1:
             raise InvalidInput("drain takes exactly one of worker, rank and host.")
         now = self._clock.now()
-        self._order(DrainRequested(now, reason, worker=worker, host=host, rank=rank, by_user=True))
+        self._send(DrainRequested(now, reason, worker=worker, host=host, rank=rank, by_user=True))
 
     def cancel(self, reason: str = "the user cancelled it") -> None:
         """End the job: the call that runs it raises `JobCancelled`."""
-        self._order(CancelRequested(self._clock.now(), reason))
+        self._send(CancelRequested(self._clock.now(), reason))
 
-    def _order(self, event: DriverEvent) -> None:
+    def _send(self, event: DriverEvent) -> None:
         with self._lock:
             if not self._jobs:
                 self._early.append(event)
@@ -108,9 +108,9 @@ class JobHandle:
 
     # ---- the driver's side
 
-    def of_a_job(self) -> Discovery:
+    def create_discovery(self) -> Discovery:
         """What gives a job, and no other, the orders."""
-        return _Orders(self)
+        return _HandleDiscovery(self)
 
     def begin(self, job: object, post: Post) -> None:
         with self._lock:
@@ -125,7 +125,7 @@ class JobHandle:
             self._jobs.pop(job, None)
 
 
-class _Orders:
+class _HandleDiscovery:
     """`driver.ports.Discovery` over a handle."""
 
     def __init__(self, handle: JobHandle) -> None:
@@ -140,9 +140,9 @@ class _Orders:
 
 log = logging.getLogger("spark_elastic.driver")
 
-ASK_EVERY = 1.0  # seconds
-ANSWER_WITHIN = 10.0  # seconds; a later answer to a call is still taken, and until then the last one holds
-END_WAIT = 5.0  # seconds for the asking thread at the end
+POLL_INTERVAL = 1.0  # seconds
+ANSWER_TIMEOUT = 10.0  # seconds; a later answer to a call is still taken, and until then the last one holds
+JOIN_TIMEOUT = 5.0  # seconds for the asking thread at the end
 
 Find = Callable[[], Mapping[str, int]]
 Listed = tuple[tuple[str, int], ...]
@@ -160,15 +160,16 @@ class _Call:
 class HostPoller:
     """`driver.ports.Discovery` over `find() -> {host: slots}`.
 
-    tell: is told every answer before the driver is, in the asking thread; what it raises counts as a failed answer.
+    on_answer: called with each answer before the driver gets it, in the polling thread. If it raises, the answer
+    counts as failed.
     """
 
     def __init__(
-        self, find: Find, clock: Clock, tell: Callable[[Mapping[str, int]], None] = lambda hosts: None
+        self, find: Find, clock: Clock, on_answer: Callable[[Mapping[str, int]], None] = lambda hosts: None
     ) -> None:
         self._find = find
         self._clock = clock
-        self._tell = tell
+        self._on_answer = on_answer
         self._closing = threading.Event()
         self._call: _Call | None = None
         self._last: Listed | None = None
@@ -181,7 +182,7 @@ class HostPoller:
             InvalidInput: the first answer failed or did not come.
         """
         try:
-            self._take(self._ask(), post)
+            self._handle_answer(self._poll(), post)
         except Exception as error:  # the user's function may raise anything
             raise InvalidInput(f"host discovery failed at its first call: {error}") from error
         self._thread = threading.Thread(
@@ -192,40 +193,40 @@ class HostPoller:
     def close(self) -> None:
         self._closing.set()
         if self._thread is not None:
-            self._thread.join(END_WAIT)
+            self._thread.join(JOIN_TIMEOUT)
 
     def _watch(self, post: Post) -> None:
-        while not self._closing.wait(ASK_EVERY):
+        while not self._closing.wait(POLL_INTERVAL):
             try:
-                self._take(self._ask(), post)
+                self._handle_answer(self._poll(), post)
             except Exception as error:  # the last answer holds
                 if not self._closing.is_set():
                     log.warning("host discovery failed, so its last answer holds: %s", error)
 
-    def _ask(self) -> Listed:
+    def _poll(self) -> Listed:
         """One answer; of a call that was slow to answer before, if there is one."""
         call = self._call
         if call is None:
             call = self._call = _Call()
             threading.Thread(
-                target=_run, args=(self._find, call), name="spark-elastic-find", daemon=True
+                target=_call_find, args=(self._find, call), name="spark-elastic-find", daemon=True
             ).start()
-        if not call.done.wait(ANSWER_WITHIN):
-            raise TimeoutError(f"no answer within {ANSWER_WITHIN:g} s")
+        if not call.done.wait(ANSWER_TIMEOUT):
+            raise TimeoutError(f"no answer within {ANSWER_TIMEOUT:g} s")
         self._call = None
         if call.error is not None:
             raise call.error
         return call.answer
 
-    def _take(self, listed: Listed, post: Post) -> None:
+    def _handle_answer(self, listed: Listed, post: Post) -> None:
         if listed == self._last:
             return
-        self._tell(dict(listed))
+        self._on_answer(dict(listed))
         self._last = listed
         post(HostsDiscovered(self._clock.now(), listed))
 
 
-def _run(find: Find, call: _Call) -> None:
+def _call_find(find: Find, call: _Call) -> None:
     try:
         found = dict(find())
         for host, slots in found.items():
@@ -240,13 +241,13 @@ def _run(find: Find, call: _Call) -> None:
         call.done.set()
 
 
-def script(command: Sequence[str], parse: Callable[[str], Mapping[str, int]]) -> Find:
+def create_script_finder(command: Sequence[str], parse: Callable[[str], Mapping[str, int]]) -> Find:
     """A function that runs an executable and reads the hosts off its output, one `host[:slots]` a line."""
 
     def find() -> Mapping[str, int]:
         try:
             done = subprocess.run(
-                list(command), check=False, capture_output=True, text=True, timeout=ANSWER_WITHIN
+                list(command), check=False, capture_output=True, text=True, timeout=ANSWER_TIMEOUT
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise InvalidInput(f"the host discovery script {command[0]} did not run: {error}") from error
@@ -261,27 +262,27 @@ def script(command: Sequence[str], parse: Callable[[str], Mapping[str, int]]) ->
 
 
 class FixedHosts:
-    """A listing that never changes. tell: as of `HostPoller`."""
+    """A listing that never changes. on_answer: as of `HostPoller`."""
 
     def __init__(
         self,
         hosts: Mapping[str, int],
         clock: Clock,
-        tell: Callable[[Mapping[str, int]], None] = lambda hosts: None,
+        on_answer: Callable[[Mapping[str, int]], None] = lambda hosts: None,
     ) -> None:
         self._hosts = dict(hosts)
         self._clock = clock
-        self._tell = tell
+        self._on_answer = on_answer
 
     def start(self, post: Post) -> None:
-        self._tell(self._hosts)
+        self._on_answer(self._hosts)
         post(HostsDiscovered(self._clock.now(), tuple(self._hosts.items())))
 
     def close(self) -> None:
         """Nothing to end."""
 
 
-class Together:
+class CombinedDiscovery:
     """Several discoveries as one."""
 
     def __init__(self, *discoveries: Discovery) -> None:
@@ -296,7 +297,9 @@ class Together:
             discovery.close()
 
 
-def steered(own: Discovery, hosts: str | Find | None, handle: object | None, clock: Clock) -> Discovery:
+def build_discovery(
+    own: Discovery, hosts: str | Find | None, handle: object | None, clock: Clock
+) -> Discovery:
     """A cluster's own discovery, with the user's hosts and orders beside it.
 
     hosts, handle: see `ElasticConfig.host_discovery` and `ElasticConfig.handle`.
@@ -306,10 +309,14 @@ def steered(own: Discovery, hosts: str | Find | None, handle: object | None, clo
     """
     parts = [own]
     if hosts is not None:
-        find = script([hosts], lambda text: parse_hosts(text, ALL_SLOTS)) if isinstance(hosts, str) else hosts
+        find = (
+            create_script_finder([hosts], lambda text: parse_hosts(text, ALL_SLOTS))
+            if isinstance(hosts, str)
+            else hosts
+        )
         parts.append(HostPoller(find, clock))
     if handle is not None:
         if not isinstance(handle, JobHandle):
             raise InvalidInput(f"handle must be a spark_elastic.JobHandle; got a {type(handle).__name__}.")
-        parts.append(handle.of_a_job())
-    return parts[0] if len(parts) == 1 else Together(*parts)
+        parts.append(handle.create_discovery())
+    return parts[0] if len(parts) == 1 else CombinedDiscovery(*parts)

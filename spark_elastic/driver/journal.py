@@ -31,7 +31,9 @@ log = logging.getLogger("spark_elastic.driver")
 Commands: TypeAlias = tuple[DriverCommand, ...]
 Listener: TypeAlias = Callable[[DriverEvent, Commands, DriverState | None], None]
 FORMAT = 4  # of the file
-KEPT = 10_000  # entries in memory; a week of ticks and beats is not worth keeping, so these are left out
+MAX_ENTRIES = (
+    10_000  # entries in memory; a week of ticks and beats is not worth keeping, so these are left out
+)
 
 
 class Journal:
@@ -42,7 +44,7 @@ class Journal:
 
     def __init__(self, path: str | None = None, listener: Listener | None = None) -> None:
         self._listener = listener
-        self._entries: deque[tuple[float, str, Any]] = deque(maxlen=KEPT)
+        self._entries: deque[tuple[float, str, Any]] = deque(maxlen=MAX_ENTRIES)
         self._path = path
         self._file: FileIO | None = None
         self._start: float | None = None
@@ -57,7 +59,9 @@ class Journal:
         if self._path is not None:
             self._file = _open(self._path)
         self._state = state
-        self._write({"journal": FORMAT, "initial": initial_of(state), "commands": encoded(commands)})
+        self._write(
+            {"journal": FORMAT, "initial": encode_initial(state), "commands": encode_commands(commands)}
+        )
 
     def record(self, event: DriverEvent, commands: Commands, after: DriverState | None = None) -> None:
         """Note an event and what the machine made of it. after: the state that followed, None where none did."""
@@ -68,14 +72,16 @@ class Journal:
             self._entries.append((at, "event", event.message if isinstance(event, Received) else event))
             self._entries.extend((at, "command", command) for command in commands)
         if commands or after is None or self._state is None or not after.is_same(self._state):
-            self._write({"at": round(at, 6), "event": encode_event(event), "commands": encoded(commands)})
+            self._write(
+                {"at": round(at, 6), "event": encode_event(event), "commands": encode_commands(commands)}
+            )
         self._state = after
-        self._tell(event, commands, after)
+        self._notify_listener(event, commands, after)
 
     def format_entries(self) -> list[str]:
         """One readable line per entry. Uneventful ticks and beats are left out."""
         return [
-            f"{at:9.3f} {kind:7} {type(value).__name__} {_fields(value)}"
+            f"{at:9.3f} {kind:7} {type(value).__name__} {_format_fields(value)}"
             for at, kind, value in list(self._entries)
         ]
 
@@ -84,7 +90,7 @@ class Journal:
             self._file.close()
             self._file = None
 
-    def _tell(self, event: DriverEvent, commands: Commands, after: DriverState | None) -> None:
+    def _notify_listener(self, event: DriverEvent, commands: Commands, after: DriverState | None) -> None:
         if self._listener is None:
             return
         try:
@@ -127,34 +133,34 @@ def encode_event(event: DriverEvent) -> dict[str, Any]:
     """A received message is encoded as if its fields were those of the event."""
     if isinstance(event, Received):
         message = event.message
-        return {"type": type(message).__name__, "now": event.now, **codec.plain(message)}
-    return {"type": type(event).__name__, **codec.plain(event)}
+        return {"type": type(message).__name__, "now": event.now, **codec.to_plain(message)}
+    return {"type": type(event).__name__, **codec.to_plain(event)}
 
 
 def decode_event(value: dict[str, Any]) -> DriverEvent:
     """Raises codec.MalformedMessage."""
     if value.get("type") not in MESSAGES:
-        return typing.cast("DriverEvent", _decoded(EVENTS, value))
+        return typing.cast("DriverEvent", _decode(EVENTS, value))
     fields = dict(value)
     now = typing.cast("float", codec.read_as(float, fields.pop("now", None), "now"))
-    return Received(now, typing.cast("DriverMessage", _decoded(MESSAGES, fields)))
+    return Received(now, typing.cast("DriverMessage", _decode(MESSAGES, fields)))
 
 
-def encoded(commands: Sequence[DriverCommand]) -> list[dict[str, Any]]:
-    return [{"type": type(command).__name__, **codec.plain(command)} for command in commands]
+def encode_commands(commands: Sequence[DriverCommand]) -> list[dict[str, Any]]:
+    return [{"type": type(command).__name__, **codec.to_plain(command)} for command in commands]
 
 
-def commands_of(values: list[dict[str, Any]]) -> Commands:
+def decode_commands(values: list[dict[str, Any]]) -> Commands:
     """Raises codec.MalformedMessage."""
-    return tuple(typing.cast("DriverCommand", _decoded(COMMANDS, value)) for value in values)
+    return tuple(typing.cast("DriverCommand", _decode(COMMANDS, value)) for value in values)
 
 
-def initial_of(state: DriverState) -> dict[str, Any]:
+def encode_initial(state: DriverState) -> dict[str, Any]:
     """The arguments of `driver_machine.initial`, which a fresh state still holds under the same names."""
-    return {name: codec.plain(getattr(state, name)) for name in INITIAL}
+    return {name: codec.to_plain(getattr(state, name)) for name in INITIAL}
 
 
-def arguments_of(values: dict[str, Any]) -> dict[str, Any]:
+def decode_initial(values: dict[str, Any]) -> dict[str, Any]:
     """Those arguments again. Raises codec.MalformedMessage."""
     if set(values) != set(INITIAL):
         raise codec.MalformedMessage(
@@ -163,7 +169,7 @@ def arguments_of(values: dict[str, Any]) -> dict[str, Any]:
     return {name: codec.read_as(hint, values[name], name) for name, hint in INITIAL.items()}
 
 
-def _decoded(known: dict[str, type], value: dict[str, Any]) -> object:
+def _decode(known: dict[str, type], value: dict[str, Any]) -> object:
     fields = dict(value)
     cls = known.get(fields.pop("type", ""))
     if cls is None:
@@ -182,15 +188,15 @@ INITIAL = {
 # ---- for people
 
 
-def _fields(value: Any) -> str:
+def _format_fields(value: Any) -> str:
     shown = (
         (f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if f.name not in ("now", "reason")
     )
-    text = " ".join(f"{name}={_short(item)}" for name, item in shown if item not in (None, "", ()))
+    text = " ".join(f"{name}={_format_value(item)}" for name, item in shown if item not in (None, "", ()))
     reason = getattr(value, "reason", "")
     return f"{text} ({reason})" if reason else text
 
 
-def _short(item: Any) -> str:
-    text = str(codec.plain(item))
+def _format_value(item: Any) -> str:
+    text = str(codec.to_plain(item))
     return text if len(text) <= 200 else text[:200] + "…"

@@ -33,13 +33,13 @@ class EventQueue:
 
     def __init__(self) -> None:
         self._events: deque[DriverEvent | None] = deque()
-        self._bell = threading.Event()
+        self._wakeup = threading.Event()
 
     def put(self, event: DriverEvent | None) -> None:
         """Never blocks."""
         self._events.append(event)
         if event is None or not is_heartbeat(event):
-            self._bell.set()
+            self._wakeup.set()
 
     def get(self, timeout: float) -> DriverEvent | None:
         """The oldest event; waits up to `timeout` seconds for one that is no beat.
@@ -47,9 +47,9 @@ class EventQueue:
         Raises:
             queue.Empty: there is none.
         """
-        self._bell.clear()
+        self._wakeup.clear()
         if not self._events:
-            self._bell.wait(timeout)
+            self._wakeup.wait(timeout)
         if not self._events:
             raise queue.Empty
         return self._events.popleft()
@@ -57,30 +57,30 @@ class EventQueue:
 
 log = logging.getLogger("spark_elastic.driver")
 
-TICK = 0.05  # seconds; deadlines are met within it
-END_WAIT = 5.0  # seconds for the command that is being carried out when the loop is closed
+TICK_SECONDS = 0.05  # seconds; deadlines are met within it
+JOIN_TIMEOUT = 5.0  # seconds for the command that is being carried out when the loop is closed
 
 
 class DriverLoop:
     """Runs the driver machine until it ends the job.
 
-    initial: the machine's first state and commands. inbox: where other threads put events.
-    carry_out: executes one command without blocking.
+    initial: the machine's first state and commands. events: where other threads put events.
+    execute: executes one command without blocking.
     """
 
     def __init__(
         self,
         initial: tuple[driver_machine.DriverState, tuple[DriverCommand, ...]],
-        inbox: EventQueue,
-        carry_out: Callable[[DriverCommand], None],
+        events: EventQueue,
+        execute: Callable[[DriverCommand], None],
         clock: Clock,
         journal: Journal,
     ) -> None:
         self._state, self._first = initial
-        self._carry_out = carry_out
+        self._execute_command = execute
         self._clock = clock
         self._journal = journal
-        self._inbox = inbox
+        self._events = events
         self._next_tick = 0.0
         self._ended = threading.Event()
         self._outcome: End | None = None
@@ -97,13 +97,13 @@ class DriverLoop:
         return self._outcome
 
     def cancel(self, reason: str) -> None:
-        self._inbox.put(CancelRequested(self._clock.now(), reason))
+        self._events.put(CancelRequested(self._clock.now(), reason))
 
     def close(self) -> None:
         """Stop the thread; events after this are lost."""
-        self._inbox.put(None)
+        self._events.put(None)
         if self._thread.ident is not None:
-            self._thread.join(END_WAIT)
+            self._thread.join(JOIN_TIMEOUT)
         self._journal.close()
 
     def _run(self) -> None:
@@ -131,15 +131,15 @@ class DriverLoop:
         now = self._clock.now()
         if now < self._next_tick:
             try:
-                return self._inbox.get(timeout=self._next_tick - now)
+                return self._events.get(timeout=self._next_tick - now)
             except queue.Empty:
                 now = self._clock.now()
-        self._next_tick = now + TICK
+        self._next_tick = now + TICK_SECONDS
         return Tick(now)
 
     def _execute(self, command: DriverCommand) -> None:
         log.debug("%s", command)
-        self._carry_out(command)
+        self._execute_command(command)
         if isinstance(command, End):
             self._finish(command)
 
@@ -162,7 +162,7 @@ class JobMonitor(Protocol):
     def announces(self, text: str) -> None: ...
 
 
-Publisher: TypeAlias = Callable[[tuple[Checkpoint, ...]], None]
+CheckpointPublisher: TypeAlias = Callable[[tuple[Checkpoint, ...]], None]
 """Makes checkpoints count, newest first, and deletes others; returns at once."""
 
 
@@ -170,14 +170,18 @@ class CommandExecutor:
     """Maps each command to one call; nothing here decides."""
 
     def __init__(
-        self, server: RendezvousServer, launcher: Launcher, monitor: JobMonitor, publisher: Publisher
+        self,
+        server: RendezvousServer,
+        launcher: Launcher,
+        monitor: JobMonitor,
+        publisher: CheckpointPublisher,
     ) -> None:
         self._publisher = publisher
         self._server = server
         self._launcher = launcher
         self._audience = monitor
 
-    def carry_out(self, command: do.DriverCommand) -> None:
+    def execute(self, command: do.DriverCommand) -> None:
         """Execute without blocking."""
         match command:
             case do.LaunchSlot(_, job):

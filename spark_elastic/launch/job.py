@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.config import ElasticConfig
-from spark_elastic.driver.discovery import steered
+from spark_elastic.driver.discovery import build_discovery
 from spark_elastic.driver.journal import Journal
 from spark_elastic.driver.loop import CommandExecutor, DriverLoop, EventQueue
 from spark_elastic.driver.ports import Discovery, Launcher
@@ -42,7 +42,8 @@ from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.protocol.types import Checkpoint, Limits, heartbeat_interval
 from spark_elastic.rendezvous import auth
 from spark_elastic.rendezvous.http_server import Bind, raise_file_limit
-from spark_elastic.rendezvous.server import RendezvousServer, ServerCallbacks
+from spark_elastic.rendezvous.routes import ServerCallbacks
+from spark_elastic.rendezvous.server import RendezvousServer
 from spark_elastic.rendezvous.status_app import StatusApp
 from spark_elastic.state.run_lease import RunLease
 
@@ -114,7 +115,7 @@ def supervise(
         JobCancelled: the user or Spark ended the job.
     """
     clock, run, turn = SystemClock(), options.run, options.turn
-    discovery = steered(discovery, config.host_discovery, config.handle, clock)
+    discovery = build_discovery(discovery, config.host_discovery, config.handle, clock)
     events: EventQueue = EventQueue()
 
     # What people see of the job.
@@ -128,7 +129,12 @@ def supervise(
 
     # The server and the driver's loop.
     key = options.key or secrets.token_bytes(32)
-    bind = Bind(options.bind, config.driver_port, options.advertise, auth.chosen(config, options.encrypted))
+    bind = Bind(
+        options.bind,
+        config.driver_port,
+        options.advertise,
+        auth.select_certificate(config, options.encrypted),
+    )
     attempt, checkpoints = (run.attempt, run.checkpoints) if run is not None else (FIRST_ATTEMPT, ())
     callbacks = ServerCallbacks(stalls.post, monitor.lines, options.check_host, monitor.report, pace)
     server = RendezvousServer(key, attempt, callbacks, clock, bind, status)
@@ -136,7 +142,7 @@ def supervise(
         server, launcher, monitor, run.publish if run is not None else _publish_nothing
     )
     state = driver_machine.initial(limits, attempt, checkpoints)
-    loop = DriverLoop(state, events, executor.carry_out, clock, journal)
+    loop = DriverLoop(state, events, executor.execute, clock, journal)
 
     raise_file_limit(limits.max_workers)
     # Closed in reverse order; an interrupt while one closes does not keep the others from closing.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import cloudpickle
 
-from spark_elastic.driver.discovery import Together
+from spark_elastic.driver.discovery import CombinedDiscovery
 from spark_elastic.driver.gang_scheduler import GangScheduler
 from spark_elastic.driver.ports import Discovery
 from spark_elastic.platforms.spark_platform import MakeTask, SparkPlatform
@@ -74,7 +74,7 @@ class ClassicPlatform(SparkPlatform):
         return SparkLauncher(self._owner(), make_task, self._clock, profile)
 
     def _discover(self, turn: GangScheduler) -> Discovery:
-        return Together(ExecutorWatch(self._owner(), self._clock), turn)
+        return CombinedDiscovery(ExecutorWatch(self._owner(), self._clock), turn)
 
     def _ship_package(self) -> None:
         if self._config.ship:

@@ -88,7 +88,7 @@ class SparkPlatform(ABC):
     def preflight(
         self, payload: bytes, store: Store | None, needs: tuple[str, ...], number: int, what: str
     ) -> None:
-        encrypted = auth.wanted(self._config, is_ssl_enabled(self._settings()))
+        encrypted = auth.is_tls_enabled(self._config, is_ssl_enabled(self._settings()))
         self._probe(ProbeSpec(payload, store, needs, self._bind(), what, encrypted), number)
 
     def launch(self, job: JobSpec, listener: JobListener | None = None) -> LaunchResult:

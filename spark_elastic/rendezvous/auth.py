@@ -42,7 +42,7 @@ class Credentials:
         return f"{SCHEME}{self.session}.{self.count}.{self.signature}"
 
 
-def parse(header: str) -> Credentials | None:
+def parse_credentials(header: str) -> Credentials | None:
     """None where the header has not the shape of `Credentials.header`."""
     parts = header.removeprefix(SCHEME).split(".") if header.startswith(SCHEME) else []
     if len(parts) != 3 or len(parts[0]) != 32 or len(parts[2]) != 64:
@@ -53,34 +53,34 @@ def parse(header: str) -> Credentials | None:
     return Credentials(session, int(count), signature)
 
 
-def new_id() -> str:
+def create_id() -> str:
     """32 characters that nobody can guess."""
     return secrets.token_hex(16)
 
 
 def sign_request(key: bytes, path: str, session: str, count: int, body: bytes) -> Credentials:
-    signature = _mac(key, f"request\nPOST\n{path}\n{session}\n{count}\n", body)
+    signature = _compute_mac(key, f"request\nPOST\n{path}\n{session}\n{count}\n", body)
     return Credentials(session, count, signature)
 
 
 def request_is_genuine(key: bytes, path: str, credentials: Credentials, body: bytes) -> bool:
     expected = sign_request(key, path, credentials.session, credentials.count, body)
-    return _same(expected.signature, credentials.signature)
+    return _is_same(expected.signature, credentials.signature)
 
 
 def sign_reply(key: bytes, credentials: Credentials, status: int, body: bytes) -> str:
-    return _mac(key, f"reply\n{credentials.session}\n{credentials.count}\n{status}\n", body)
+    return _compute_mac(key, f"reply\n{credentials.session}\n{credentials.count}\n{status}\n", body)
 
 
 def reply_is_genuine(key: bytes, credentials: Credentials, status: int, body: bytes, signature: str) -> bool:
-    return _same(sign_reply(key, credentials, status, body), signature)
+    return _is_same(sign_reply(key, credentials, status, body), signature)
 
 
-def _mac(key: bytes, head: str, body: bytes) -> str:
+def _compute_mac(key: bytes, head: str, body: bytes) -> str:
     return hmac.new(key, b"spark-elastic/1\n" + head.encode() + body, hashlib.sha256).hexdigest()
 
 
-def _same(a: str, b: str) -> bool:
+def _is_same(a: str, b: str) -> bool:
     return hmac.compare_digest(a.encode(), b.encode("utf-8", "replace"))
 
 
@@ -91,7 +91,7 @@ class Session:
         self._highest = 0
         self._seen = 1  # bit i: count `highest - i` was used; 0 is never used by a client
 
-    def take(self, count: int) -> bool:
+    def use(self, count: int) -> bool:
         """Use `count`; False when it was used before or is too old to tell."""
         ahead = count - self._highest
         if ahead > 0:
@@ -113,26 +113,26 @@ class Sessions:
     A replayed hello can crowd out only sessions that nobody has used yet.
     """
 
-    def __init__(self, most_unused: int = 4096, most_used: int = 65536) -> None:
+    def __init__(self, max_unused: int = 4096, max_used: int = 65536) -> None:
         self._unused: OrderedDict[str, str] = OrderedDict()  # session -> nonce of the hello
         self._by_nonce: dict[str, str] = {}
         self._used: OrderedDict[str, Session] = OrderedDict()
-        self._most_unused, self._most_used = most_unused, most_used
+        self._most_unused, self._most_used = max_unused, max_used
 
     def open(self, nonce: str) -> str:
         """A session for a genuine hello; the same one while it is unused, so that a replay makes no more."""
         session = self._by_nonce.get(nonce)
         if session is None:
-            session = self._by_nonce[nonce] = new_id()
+            session = self._by_nonce[nonce] = create_id()
             self._unused[session] = nonce
             if len(self._unused) > self._most_unused:
                 del self._by_nonce[self._unused.popitem(last=False)[1]]
         return session
 
-    def known(self, session: str) -> bool:
+    def is_known(self, session: str) -> bool:
         return session in self._used or session in self._unused
 
-    def take(self, credentials: Credentials) -> bool:
+    def use(self, credentials: Credentials) -> bool:
         """Use up the count of a genuine request; False: unknown session or a replay."""
         session = self._used.get(credentials.session)
         if session is None:
@@ -144,7 +144,7 @@ class Sessions:
             if len(self._used) > self._most_used:
                 self._used.popitem(last=False)
         self._used.move_to_end(credentials.session)
-        return session.take(credentials.count)
+        return session.use(credentials.count)
 
 
 # Certificates of the rendezvous server: made for one job, or given; and clients that take exactly one of them.
@@ -154,7 +154,7 @@ class Sessions:
 
 
 NO_CHECK_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME of OpenSSL, which Python does not name
-MAKE_SECONDS = 30.0
+OPENSSL_TIMEOUT = 30.0
 DAYS = "3650"
 
 
@@ -166,25 +166,25 @@ class Certificate:
     context: ssl.SSLContext = field(repr=False, compare=False)
 
 
-def wanted(config: ElasticConfig, encrypted: bool) -> bool:
+def is_tls_enabled(config: ElasticConfig, encrypted: bool) -> bool:
     """Server and mesh speak TLS. encrypted: what goes where `config.tls` is None."""
     return config.tls if config.tls is not None else encrypted or config.tls_certificate is not None
 
 
-def chosen(config: ElasticConfig, encrypted: bool) -> Certificate | None:
-    """The certificate of a job's server; None for plain HTTP. encrypted: as for `wanted`.
+def select_certificate(config: ElasticConfig, encrypted: bool) -> Certificate | None:
+    """The certificate of a job's server; None for plain HTTP. encrypted: as for `is_tls_enabled`.
 
     Raises:
         InvalidInput: no certificate can be read or made.
     """
-    if not wanted(config, encrypted):
+    if not is_tls_enabled(config, encrypted):
         return None
     if config.tls_certificate is None or config.tls_key is None:
-        return made()
-    return given(config.tls_certificate, config.tls_key)
+        return create_certificate()
+    return load_certificate(config.tls_certificate, config.tls_key)
 
 
-def given(certificate: str, key: str) -> Certificate:
+def load_certificate(certificate: str, key: str) -> Certificate:
     """A certificate from PEM files; after it, `certificate` may hold the chain that signed it.
 
     Raises:
@@ -192,7 +192,7 @@ def given(certificate: str, key: str) -> Certificate:
     """
     try:
         with open(certificate, encoding="ascii") as file:
-            return _loaded(file.read(), certificate, key)
+            return _load_certificate(file.read(), certificate, key)
     except (OSError, ValueError) as error:  # an SSLError is an OSError
         raise InvalidInput(
             f"tls_certificate {certificate} and tls_key {key} cannot be used ({error}): give a certificate and its "
@@ -200,7 +200,7 @@ def given(certificate: str, key: str) -> Certificate:
         ) from error
 
 
-def made() -> Certificate:
+def create_certificate() -> Certificate:
     """A new certificate, signed by itself.
 
     Raises:
@@ -214,7 +214,7 @@ def made() -> Certificate:
         )
     command = [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     command += ["-days", DAYS, "-subj", "/CN=spark_elastic", "-keyout", "-", "-out", "-"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=MAKE_SECONDS, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=OPENSSL_TIMEOUT, check=False)
     if done.returncode != 0:
         raise InvalidInput(
             f"openssl could not make a certificate ({done.stderr.strip()[-200:]}): give tls_certificate and tls_key."
@@ -223,12 +223,12 @@ def made() -> Certificate:
     try:
         os.write(descriptor, done.stdout.encode())
         place = f"/proc/self/fd/{descriptor}"
-        return _loaded(done.stdout, place, place)
+        return _load_certificate(done.stdout, place, place)
     finally:
         os.close(descriptor)
 
 
-def only(public: str) -> ssl.SSLContext:
+def create_pinned_context(public: str) -> ssl.SSLContext:
     """A context for clients that refuses every certificate but this one.
 
     Raises:
@@ -244,7 +244,7 @@ def only(public: str) -> ssl.SSLContext:
     return context
 
 
-def _loaded(text: str, certificate: str, key: str) -> Certificate:
+def _load_certificate(text: str, certificate: str, key: str) -> Certificate:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key, password=_no_password)
     begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"

@@ -18,21 +18,25 @@ from starlette.types import Message, Receive, Scope, Send
 from spark_elastic.errors import InvalidInput, StaleGeneration
 from spark_elastic.protocol.messages import Request
 from spark_elastic.rendezvous import auth, codec
-from spark_elastic.rendezvous.http_server import failed, proven
+from spark_elastic.rendezvous.http_server import mark_authenticated, was_reset
 from spark_elastic.rendezvous.messages import MAX_BODY_BYTES, MAX_POLL_SECONDS, VERSION, path_of
 
 log = logging.getLogger("spark_elastic.rendezvous")
 
 
 class PeerDisconnected(Exception):
-    """The connection broke while its request was open. failed: by an error of the network; see `connection.failed`."""
+    """The connection broke while its request was open."""
 
-    def __init__(self, failed: bool = False) -> None:
-        super().__init__(failed)
-        self.failed = failed
+    def __init__(self, reset: bool = False) -> None:
+        """
+        Args:
+            reset: the network broke it, not the end of its process; see `http_server.was_reset`.
+        """
+        super().__init__(reset)
+        self.reset = reset
 
 
-class Refused(Exception):
+class HttpRefusal(Exception):
     """Answer with `status` and nothing that a stranger could learn from."""
 
     def __init__(self, status: int) -> None:
@@ -49,14 +53,14 @@ class Call:
     receive: Receive
     hold: float
 
-    async def gone(self) -> None:
+    async def wait_disconnected(self) -> None:
         """Returns when the connection breaks."""
         while (await self.receive())["type"] != "http.disconnect":
             pass
 
-    def broken(self) -> PeerDisconnected:
+    def get_disconnect_error(self) -> PeerDisconnected:
         """What there is to raise once it has."""
-        return PeerDisconnected(failed(self.scope))
+        return PeerDisconnected(was_reset(self.scope))
 
 
 Handler = Callable[[Call], Awaitable[object]]
@@ -85,25 +89,25 @@ class AuthMiddleware:
         self._handlers = {path_of(cls): (cls, handler) for cls, handler in handlers.items()}
         self._limits = limits or RequestLimits()
         self._sessions = auth.Sessions()
-        self._last: dict[type, tuple[object, bytes]] = {}  # the newest reply of each kind
+        self._last_replies: dict[type, tuple[object, bytes]] = {}  # the newest reply of each kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
         try:
-            credentials = self._credentials(scope)
-            body = await self._body(scope, receive)
+            credentials = self._read_credentials(scope)
+            body = await self._read_body(scope, receive)
             if not auth.request_is_genuine(self._key, scope["path"], credentials, body):
-                raise Refused(401)
+                raise HttpRefusal(401)
             if scope["path"] == auth.HELLO:
-                proven(scope)
-                status, text = 200, _text("session", self._sessions.open(credentials.session))
-            elif not self._sessions.take(credentials):
-                raise Refused(401)
+                mark_authenticated(scope)
+                status, text = 200, _encode_text("session", self._sessions.open(credentials.session))
+            elif not self._sessions.use(credentials):
+                raise HttpRefusal(401)
             else:
-                proven(scope)
+                mark_authenticated(scope)
                 status, text = await self._answer(scope, body, receive)
-        except Refused as refused:
+        except HttpRefusal as refused:
             await _send(send, refused.status, b"", [(b"connection", b"close")])
             return
         except (PeerDisconnected, asyncio.CancelledError):
@@ -111,25 +115,25 @@ class AuthMiddleware:
         signature = auth.sign_reply(self._key, credentials, status, text).encode()
         await _send(send, status, text, [(auth.REPLY_HEADER.encode(), signature)])
 
-    def _credentials(self, scope: Scope) -> auth.Credentials:
+    def _read_credentials(self, scope: Scope) -> auth.Credentials:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         values = [value for name, value in headers if name == b"authorization"]
-        credentials = auth.parse(values[0].decode("latin-1")) if len(values) == 1 else None
+        credentials = auth.parse_credentials(values[0].decode("latin-1")) if len(values) == 1 else None
         if credentials is None or scope["method"] != "POST" or scope["query_string"]:
-            raise Refused(401)
+            raise HttpRefusal(401)
         path: str = scope["path"]
         if path == auth.HELLO:
             if credentials.count:
-                raise Refused(401)
-        elif path not in self._handlers or not self._sessions.known(credentials.session):
-            raise Refused(401)
+                raise HttpRefusal(401)
+        elif path not in self._handlers or not self._sessions.is_known(credentials.session):
+            raise HttpRefusal(401)
         return credentials
 
-    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+    async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
         limit = 0 if scope["path"] == auth.HELLO else self._limits.body
         for name, value in scope["headers"]:
             if name == b"content-length" and int(value) > limit:
-                raise Refused(413)
+                raise HttpRefusal(413)
         parts: list[bytes] = []
         size = 0
         try:
@@ -141,11 +145,11 @@ class AuthMiddleware:
                     parts.append(message.get("body", b""))
                     size += len(parts[-1])
                     if size > limit:
-                        raise Refused(413)
+                        raise HttpRefusal(413)
                     if not message.get("more_body"):
                         return b"".join(parts)
         except TimeoutError:
-            raise Refused(408) from None
+            raise HttpRefusal(408) from None
 
     async def _answer(self, scope: Scope, body: bytes, receive: Receive) -> tuple[int, bytes]:
         """Status and reply to a genuine request; only defects of ours end in 500."""
@@ -153,36 +157,36 @@ class AuthMiddleware:
         cls, handler = self._handlers[path]
         try:
             envelope = codec.loads(body)
-            if (stale := self._stale(envelope)) is not None:
-                return 200, _text("stale", stale)
+            if (stale := self._find_stale_reason(envelope)) is not None:
+                return 200, _encode_text("stale", stale)
             message = codec.read(cls, envelope.get("message"))
-            call = Call(message, scope, receive, self._hold(envelope))
+            call = Call(message, scope, receive, self._read_hold(envelope))
             return 200, self._encode(await handler(call))
         except StaleGeneration as stale_error:
-            return 200, _text("stale", str(stale_error))
+            return 200, _encode_text("stale", str(stale_error))
         except (codec.MalformedMessage, InvalidInput) as error:
-            return 400, _text("error", f"Request {path} was refused: {error}.")
+            return 400, _encode_text("error", f"Request {path} was refused: {error}.")
         except PeerDisconnected:
             raise
         except Exception as error:
             log.exception("answering %s failed", path)
-            return 500, _text("error", f"The driver failed to answer {path}: {error!r}.")
+            return 500, _encode_text("error", f"The driver failed to answer {path}: {error!r}.")
 
     def _encode(self, reply: object) -> bytes:
         """The same reply to many (a new world to its members) is put into words once."""
-        last, text = self._last.get(type(reply), (None, b""))
+        last, text = self._last_replies.get(type(reply), (None, b""))
         if reply is not last:
-            text = codec.packed(_text("reply", reply))
-            self._last[type(reply)] = reply, text
+            text = codec.compress(_encode_text("reply", reply))
+            self._last_replies[type(reply)] = reply, text
         return text
 
-    def _hold(self, envelope: dict[str, Any]) -> float:
+    def _read_hold(self, envelope: dict[str, Any]) -> float:
         asked = envelope.get("hold", MAX_POLL_SECONDS)
         if type(asked) not in (int, float):
             raise codec.MalformedMessage("hold must be a number of seconds")
         return min(MAX_POLL_SECONDS, max(0.0, float(asked)))
 
-    def _stale(self, envelope: dict[str, Any]) -> str | None:
+    def _find_stale_reason(self, envelope: dict[str, Any]) -> str | None:
         version, attempt = envelope.get("v"), envelope.get("attempt")
         if version != VERSION:
             raise codec.MalformedMessage(
@@ -197,7 +201,7 @@ class AuthMiddleware:
         )
 
 
-def _text(kind: str, value: object) -> bytes:
+def _encode_text(kind: str, value: object) -> bytes:
     return codec.dumps({"v": VERSION, kind: value})
 
 

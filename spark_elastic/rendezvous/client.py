@@ -74,7 +74,7 @@ class HttpTransport:
         self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         self._transport = httpx.HTTPTransport(
             trust_env=False,
-            verify=auth.only(certificate) if certificate else False,  # never the machine's certificates
+            verify=auth.create_pinned_context(certificate) if certificate else False,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=300),
         )
 
@@ -99,7 +99,7 @@ class HttpTransport:
             content=body,
             extensions={"timeout": timeout, "trace": self._trace},
         )
-        with self._under_way():
+        with self._count_request():
             try:
                 response = self._transport.handle_request(request)
                 response.read()
@@ -107,7 +107,7 @@ class HttpTransport:
             except (httpx.HTTPError, OSError) as error:
                 if self._closed.is_set():
                     raise TransportClosed from None
-                if _is_foreign(error):
+                if _is_certificate_mismatch(error):
                     raise CertificateMismatch from error
                 raise TransportError(str(error) or type(error).__name__) from error
 
@@ -118,13 +118,13 @@ class HttpTransport:
                 return
             self._closed.set()
             for connection in self._sockets:
-                _shut(connection)
+                _shut_down(connection)
             idle = self._active == 0
         if idle:
             self._transport.close()
 
     @contextmanager
-    def _under_way(self) -> Iterator[None]:
+    def _count_request(self) -> Iterator[None]:
         with self._lock:
             if self._closed.is_set():
                 raise TransportClosed
@@ -146,17 +146,17 @@ class HttpTransport:
         with self._lock:
             self._sockets.add(connection)
             if self._closed.is_set():
-                _shut(connection)
+                _shut_down(connection)
 
 
-def _is_foreign(error: BaseException | None) -> bool:
+def _is_certificate_mismatch(error: BaseException | None) -> bool:
     """What OpenSSL said lies below the errors of two libraries."""
     while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
         error = error.__cause__ or error.__context__
     return error is not None
 
 
-def _shut(connection: socket.socket) -> None:
+def _shut_down(connection: socket.socket) -> None:
     try:
         # Not an SSLSocket's own shutdown: that forgets its TLS while another thread reads through it.
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
@@ -166,10 +166,10 @@ def _shut(connection: socket.socket) -> None:
 
 R = TypeVar("R")
 
-HOLD_SHARE = 2 / 3  # of the time that is left, the most that a long poll may be held
-LEAST_SECONDS = 0.05  # an attempt that begins gets at least so long
+POLL_SHARE = 2 / 3  # of the time that is left, the most that a long poll may be held
+MIN_ATTEMPT_SECONDS = 0.05  # an attempt that begins gets at least so long
 ANSWER_SECONDS = 10.0  # how long one attempt waits for an answer, beyond the hold of a long poll
-PAUSES = (0.01, 0.05, 0.2, 0.5)  # seconds before dialling again; the last one repeats
+RETRY_DELAYS = (0.01, 0.05, 0.2, 0.5)  # seconds before dialling again; the last one repeats
 
 
 class _Session:
@@ -187,7 +187,7 @@ class _Session:
 
 
 @dataclass
-class _Patience:
+class _Retries:
     """How often and until when one request is tried. `deadline`: on the client's clock."""
 
     deadline: float
@@ -213,11 +213,11 @@ class RendezvousClient:
         self._attempt = attempt
         self._clock = clock
         self._timeout = timeout
-        self._wire = HttpTransport(address, certificate)
+        self._transport = HttpTransport(address, certificate)
         self._closing = threading.Event()
-        self._hello = threading.Lock()
+        self._session_lock = threading.Lock()
         self._session: _Session | None = None
-        self._heard = float("-inf")
+        self._last_answered = float("-inf")
 
     # ---- the key-value store
 
@@ -247,18 +247,18 @@ class RendezvousClient:
             ConnectionClosed: `close` was called.
         """
         path = path_of(type(request))
-        hold = min(hold, MAX_POLL_SECONDS, self._timeout * HOLD_SHARE)
-        patience = _Patience(
+        hold = min(hold, MAX_POLL_SECONDS, self._timeout * POLL_SHARE)
+        retries = _Retries(
             self._clock.now() + (self._timeout + hold if within is None else min(self._timeout, within))
         )
         while True:
             sent = self._clock.now()
-            left = patience.deadline - sent
+            left = retries.deadline - sent
             # Short enough for a driver that went silent to be noticed in time, at a second try too.
-            held = max(0.0, min(hold, left * HOLD_SHARE))
+            held = max(0.0, min(hold, left * POLL_SHARE))
             body = self._envelope(request, held)
             try:
-                session = self._session or self._say_hello(patience)
+                session = self._session or self._open_session(retries)
                 credentials = auth.sign_request(self._key, path, session.name, session.next(), body)
                 response = self._post(path, credentials, body, min(held + ANSWER_SECONDS, left))
             except TransportClosed:
@@ -268,25 +268,25 @@ class RendezvousClient:
                     f"Whatever answers at {self._address} does not show this job's certificate."
                 ) from None
             except TransportError as error:
-                self._pause(patience, error)
+                self._pause(retries, error)
                 continue
-            if response.status_code == 401 and not patience.renewed:
+            if response.status_code == 401 and not retries.renewed:
                 # The server forgot the session (a new one in its place): prove the key anew, once.
-                patience.renewed = True
-                self._forget(session)
+                retries.renewed = True
+                self._drop_session(session)
             elif response.status_code in (200, 400) or auth.REPLY_HEADER in response.headers:
                 reply = self._reply(request, credentials, response)
-                self._heard = max(self._heard, sent)
+                self._last_answered = max(self._last_answered, sent)
                 return reply
             elif response.status_code in (401, 413):
-                self._refused(response.status_code, len(body))
+                self._raise_refusal(response.status_code, len(body))
             else:
-                self._pause(patience, TransportError(f"HTTP status {response.status_code}"))
+                self._pause(retries, TransportError(f"HTTP status {response.status_code}"))
 
     def close(self) -> None:
         """Free every waiting thread at once; later requests raise `ConnectionClosed`."""
         self._closing.set()
-        self._wire.close()
+        self._transport.close()
 
     def __enter__(self) -> RendezvousClient:
         return self
@@ -300,40 +300,40 @@ class RendezvousClient:
     def last_answered_at(self) -> float:
         """When the driver surely heard this client last: the newest request that this attempt's
         driver answered was sent then. The answer's own time says nothing of what went there meanwhile (R18)."""
-        return self._heard
+        return self._last_answered
 
     def _envelope(self, request: Request[Any], hold: float) -> bytes:
         return codec.dumps({"v": VERSION, "attempt": self._attempt, "hold": hold, "message": request})
 
-    def _say_hello(self, patience: _Patience) -> _Session:
+    def _open_session(self, retries: _Retries) -> _Session:
         """The session of this client, opened by one of its threads."""
-        with self._hello:
+        with self._session_lock:
             if self._session is not None:
                 return self._session
-            credentials = auth.sign_request(self._key, auth.HELLO, auth.new_id(), 0, b"")
-            left = patience.deadline - self._clock.now()
+            credentials = auth.sign_request(self._key, auth.HELLO, auth.create_id(), 0, b"")
+            left = retries.deadline - self._clock.now()
             response = self._post(auth.HELLO, credentials, b"", min(ANSWER_SECONDS, left))
             if response.status_code == 401:
-                self._refused(401, 0)
+                self._raise_refusal(401, 0)
             if response.status_code != 200:
                 raise TransportError(f"HTTP status {response.status_code}")
-            self._session = _Session(str(self._verified(credentials, response)["session"]))
+            self._session = _Session(str(self._verify(credentials, response)["session"]))
             return self._session
 
     def _post(self, path: str, credentials: auth.Credentials, body: bytes, seconds: float) -> httpx.Response:
         headers = {"authorization": credentials.header()}
-        return self._wire.post(path, headers, body, max(LEAST_SECONDS, seconds))
+        return self._transport.post(path, headers, body, max(MIN_ATTEMPT_SECONDS, seconds))
 
-    def _forget(self, session: _Session) -> None:
-        with self._hello:
+    def _drop_session(self, session: _Session) -> None:
+        with self._session_lock:
             if self._session is session:
                 self._session = None
 
-    def _pause(self, patience: _Patience, error: TransportError) -> None:
+    def _pause(self, retries: _Retries, error: TransportError) -> None:
         """Before the next try; raises when there is no time for one."""
-        pause = PAUSES[min(patience.tries, len(PAUSES) - 1)]
-        patience.tries += 1
-        if self._clock.now() + pause > patience.deadline:
+        pause = RETRY_DELAYS[min(retries.tries, len(RETRY_DELAYS) - 1)]
+        retries.tries += 1
+        if self._clock.now() + pause > retries.deadline:
             raise DriverUnreachable(
                 f"The driver's rendezvous server at {self._address} does not answer ({error}): let executors reach "
                 "that host and port, or set advertise_address and driver_port to what they reach."
@@ -342,22 +342,22 @@ class RendezvousClient:
             raise ConnectionClosed("The connection to the driver was closed on this side.")
 
     def _reply(self, request: Request[R], credentials: auth.Credentials, response: httpx.Response) -> R:
-        answer = self._verified(credentials, response)
+        answer = self._verify(credentials, response)
         if "stale" in answer:
             raise StaleGeneration(str(answer["stale"]))
         if "error" in answer:
             raise InvalidInput(str(answer["error"]))
         return codec.read(reply_of(type(request)), answer.get("reply"))
 
-    def _verified(self, credentials: auth.Credentials, response: httpx.Response) -> dict[str, Any]:
+    def _verify(self, credentials: auth.Credentials, response: httpx.Response) -> dict[str, Any]:
         signature = response.headers.get(auth.REPLY_HEADER, "")
         status, body = response.status_code, response.content
         if not auth.reply_is_genuine(self._key, credentials, status, body, signature):
             raise Unauthorized(f"Whatever answers at {self._address} does not hold this job's key.")
-        answer: dict[str, Any] = json.loads(codec.unpacked(body))
+        answer: dict[str, Any] = json.loads(codec.decompress(body))
         return answer
 
-    def _refused(self, status: int, size: int) -> NoReturn:
+    def _raise_refusal(self, status: int, size: int) -> NoReturn:
         if status == 413:
             raise InvalidInput(f"The driver refuses a request of {size} bytes as too large.")
         raise Unauthorized(f"The driver at {self._address} does not accept this job's key.")

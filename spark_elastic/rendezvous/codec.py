@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 Reader = Callable[[Any, str], Any]
 
-PACKED_FROM = 4096  # bytes
-ODD = ("nan", "inf", "-inf")  # as Python writes and reads them
+COMPRESS_ABOVE = 4096  # bytes
+NON_FINITE = ("nan", "inf", "-inf")  # as Python writes and reads them
 
 
 class MalformedMessage(ValueError):
@@ -39,7 +39,7 @@ _DECODER = json.JSONDecoder(parse_constant=_no_constant)
 
 def dumps(value: object) -> bytes:
     """One line of JSON in UTF-8. What UTF-8 cannot say (a file's name in a traceback) becomes a question mark."""
-    return _ENCODER.encode(plain(value)).encode("utf-8", "replace")
+    return _ENCODER.encode(to_plain(value)).encode("utf-8", "replace")
 
 
 def loads(body: bytes) -> dict[str, Any]:
@@ -57,13 +57,13 @@ def loads(body: bytes) -> dict[str, Any]:
     return value
 
 
-def packed(text: bytes) -> bytes:
+def compress(text: bytes) -> bytes:
     """`text` as it travels: what a large world's members are told is a tenth of its size then."""
-    return zlib.compress(text, 1) if len(text) > PACKED_FROM else text
+    return zlib.compress(text, 1) if len(text) > COMPRESS_ABOVE else text
 
 
-def unpacked(body: bytes) -> bytes:
-    """What was `packed`. Only for bodies that are proven genuine: little can become much.
+def decompress(body: bytes) -> bytes:
+    """What was `compress`. Only for bodies that are proven genuine: little can become much.
 
     Raises:
         MalformedMessage: it was not.
@@ -78,19 +78,19 @@ def unpacked(body: bytes) -> bytes:
 
 def encode_numbers(numbers: Mapping[str, Any]) -> dict[str, Any]:
     """With NaN and infinities as text, since JSON has neither; `decode_numbers` reverses it."""
-    return {name: str(value) if _is_odd(value) else value for name, value in numbers.items()}
+    return {name: str(value) if _is_non_finite(value) else value for name, value in numbers.items()}
 
 
 def decode_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
     """What `encode_numbers` was given."""
-    return {name: float(value) if value in ODD else value for name, value in values.items()}
+    return {name: float(value) if value in NON_FINITE else value for name, value in values.items()}
 
 
-def _is_odd(value: Any) -> bool:
+def _is_non_finite(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """`value` as JSON types: dataclasses become objects, bytes base64."""
     if isinstance(value, Enum):
         return value.value
@@ -99,10 +99,12 @@ def plain(value: Any) -> Any:
     if isinstance(value, bytes):
         return base64.b64encode(value).decode("ascii")
     if isinstance(value, tuple | list):
-        return [plain(item) for item in value]
+        return [to_plain(item) for item in value]
     if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    return {name: plain(getattr(value, name)) for name in _names(typing.cast("Hashable", type(value)))}
+        return {str(key): to_plain(item) for key, item in value.items()}
+    return {
+        name: to_plain(getattr(value, name)) for name in _field_names(typing.cast("Hashable", type(value)))
+    }
 
 
 def read(cls: type[T], value: object) -> T:
@@ -124,7 +126,7 @@ def read_as(hint: Any, value: object, where: str) -> object:
 
 
 @functools.cache
-def _names(cls: Hashable) -> tuple[str, ...]:
+def _field_names(cls: Hashable) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(typing.cast("type", cls)))
 
 
@@ -136,7 +138,7 @@ def _reader(hint: Any) -> Reader:
     if origin is tuple:
         if arguments[-1] is Ellipsis:
             return _sequence(_reader(arguments[0]))
-        return _fixed([_reader(argument) for argument in arguments])
+        return _fixed_tuple([_reader(argument) for argument in arguments])
     if origin is dict or hint is dict:
         return _mapping(_reader(arguments[1]) if arguments else _anything)
     if hint is Any:
@@ -189,7 +191,7 @@ def _sequence(reader: Reader) -> Reader:
     return parse
 
 
-def _fixed(readers: list[Reader]) -> Reader:
+def _fixed_tuple(readers: list[Reader]) -> Reader:
     def parse(value: Any, where: str) -> tuple[Any, ...]:
         if not isinstance(value, list) or len(value) != len(readers):
             raise MalformedMessage(f"{where} must be a list of {len(readers)}")

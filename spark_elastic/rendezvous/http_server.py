@@ -3,7 +3,7 @@
 Owns the listening socket, the thread and the event loop. The socket stays bound while a new loop takes the place of
 one that died, so the port never changes and dialling clients merely wait; a socket that no longer listens is replaced
 on the same port. A second socket may listen beside it, and is let go where it breaks. Other threads hand calls over by
-`submit`, which never blocks; they run in the loop thread, in order, in this life or the next. It must not know what
+`submit`, which never blocks; they run in the loop thread, in order, in this server or the next. It must not know what
 is served.
 """
 
@@ -39,8 +39,10 @@ from spark_elastic.rendezvous.auth import Certificate
 # Seconds until a host that vanished without a word is noticed: 10 + 3 × 5. Leases are quicker; this frees descriptors.
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
-PROVEN = "spark_elastic.proven"  # in a request's scope: to be called by the door that knows its sender
-FAILED = "spark_elastic.failed"  # too: whether its connection ended by an error of the network, not by its sender's end
+AUTHENTICATED = (
+    "spark_elastic.authenticated"  # in a request's scope: to be called by the door that knows its sender
+)
+RESET = "spark_elastic.reset"  # too: whether its connection ended by an error of the network, not by its sender's end
 MAX_UNAUTHENTICATED = 2048
 
 
@@ -54,19 +56,19 @@ def max_unauthenticated() -> int:
     )
 
 
-def proven(scope: Scope) -> None:
+def mark_authenticated(scope: Scope) -> None:
     """The sender of this request is no stranger."""
-    if PROVEN in scope:
-        scope[PROVEN]()
+    if AUTHENTICATED in scope:
+        scope[AUTHENTICATED]()
 
 
-def failed(scope: Scope) -> bool:
+def was_reset(scope: Scope) -> bool:
     """Whether the connection of this request, which has ended, was reset or timed out. One whose sender died was closed
     by that machine's kernel."""
-    return FAILED in scope and bool(scope[FAILED]())
+    return RESET in scope and bool(scope[RESET]())
 
 
-def keep_alive(connection: socket.socket) -> None:
+def enable_keepalive(connection: socket.socket) -> None:
     """Let the kernel probe a silent peer, as far as the system can."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE.items():
@@ -114,63 +116,65 @@ class Connection(H11Protocol):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._head_deadline: asyncio.TimerHandle | None = None
-        self._stands = False  # it has a transport; of a TLS connection, since the handshake
-        self._failed = False  # it ended by an error
-        self._strangers: dict[Connection, socket.socket] = vars(self.server_state).setdefault("strangers", {})
-        self._served, self.app = self.app, self._introduced
+        self._is_connected = False  # it has a transport; of a TLS connection, since the handshake
+        self._was_reset = False  # it ended by an error
+        self._unauthenticated: dict[Connection, socket.socket] = vars(self.server_state).setdefault(
+            "unauthenticated", {}
+        )
+        self._served, self.app = self.app, self._serve_request
 
-    def accepted(self, connection: socket.socket) -> None:
+    def on_accepted(self, connection: socket.socket) -> None:
         """The event loop has it from the listening socket."""
-        self._strangers[self] = connection
-        if len(self._strangers) > self.max_unauthenticated():
-            first = next(iter(self._strangers))
-            first._hang_up(self._strangers.pop(first))
+        self._unauthenticated[self] = connection
+        if len(self._unauthenticated) > self.max_unauthenticated():
+            first = next(iter(self._unauthenticated))
+            first._abort(self._unauthenticated.pop(first))
 
-    def begun(self) -> None:
+    def on_handshake_done(self) -> None:
         """Its transport stands, or never will: no `connection_lost` follows a TLS handshake that failed."""
-        if not self._stands:
-            self._strangers.pop(self, None)
+        if not self._is_connected:
+            self._unauthenticated.pop(self, None)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self._stands = True
+        self._is_connected = True
         super().connection_made(cast("asyncio.Transport", _CoalescingTransport(transport, self.loop)))
-        keep_alive(transport.get_extra_info("socket"))
-        self._await_head()
+        enable_keepalive(transport.get_extra_info("socket"))
+        self._start_head_timer()
 
     def data_received(self, data: bytes) -> None:
-        if self._idle() and self._head_deadline is None:
-            self._await_head()
+        if self._is_idle() and self._head_deadline is None:
+            self._start_head_timer()
         super().data_received(data)
-        if not self._idle():
-            self._stop_waiting()
+        if not self._is_idle():
+            self._cancel_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_waiting()
-        self._strangers.pop(self, None)
-        self._failed = exc is not None
+        self._cancel_head_timer()
+        self._unauthenticated.pop(self, None)
+        self._was_reset = exc is not None
         super().connection_lost(exc)
 
-    async def _introduced(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope[PROVEN] = lambda: self._strangers.pop(self, None)
-        scope[FAILED] = lambda: self._failed
+    async def _serve_request(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[AUTHENTICATED] = lambda: self._unauthenticated.pop(self, None)
+        scope[RESET] = lambda: self._was_reset
         await self._served(scope, receive, send)
 
-    def _hang_up(self, connection: socket.socket) -> None:
-        if self._stands:
+    def _abort(self, connection: socket.socket) -> None:
+        if self._is_connected:
             self.transport.abort()
             return
         with suppress(OSError):  # it has hung up itself
             connection.shutdown(socket.SHUT_RDWR)
 
-    def _idle(self) -> bool:
+    def _is_idle(self) -> bool:
         """No request of this connection is being answered."""
         cycle: RequestResponseCycle | None = self.cycle
         return cycle is None or cycle.response_complete
 
-    def _await_head(self) -> None:
+    def _start_head_timer(self) -> None:
         self._head_deadline = self.loop.call_later(self.head_seconds, self.transport.abort)
 
-    def _stop_waiting(self) -> None:
+    def _cancel_head_timer(self) -> None:
         if self._head_deadline is not None:
             self._head_deadline.cancel()
             self._head_deadline = None
@@ -178,11 +182,11 @@ class Connection(H11Protocol):
 
 log = logging.getLogger("spark_elastic.rendezvous")
 
-RESTART_PAUSE = 0.05  # seconds between the death of a loop and the next, doubled while none comes up
-LONGEST_PAUSE = 1.0  # seconds
-CLOSE_SECONDS = 10.0
-HANDSHAKE_SECONDS = 10.0  # for TLS to be agreed on
-ACCEPT_AT_ONCE = 64  # connections
+RESTART_DELAY = 0.05  # seconds between the death of a loop and the next, doubled while none comes up
+MAX_RESTART_DELAY = 1.0  # seconds
+CLOSE_TIMEOUT = 10.0
+HANDSHAKE_TIMEOUT = 10.0  # for TLS to be agreed on
+ACCEPT_BATCH = 64  # connections
 IDLE_SECONDS = 600  # an idle connection is kept so long
 LOOPBACK = "127.0.0.1"
 
@@ -237,26 +241,26 @@ def listen_on_loopback(listener: socket.socket) -> socket.socket | None:
         return None
 
 
-def dialled(bind: Bind, listener: socket.socket) -> str:
+def format_address(bind: Bind, listener: socket.socket) -> str:
     """What clients of `listener` dial: "host:port", or "[host]:port" for IPv6."""
     host, port = (bind.advertise or bind.host).strip("[]"), listener.getsockname()[1]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-class _Life(uvicorn.Server):
-    """One run of uvicorn; says when it has begun."""
+class _UvicornRun(uvicorn.Server):
+    """One run of uvicorn. Calls `on_startup` once it serves."""
 
-    def __init__(self, config: uvicorn.Config, begun: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, on_startup: Callable[[], None]) -> None:
         super().__init__(config)
         self.servers = []
-        self._begun = begun
+        self._on_startup = on_startup
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._begun()
+        self._on_startup()
 
 
-class _Loop(asyncio.SelectorEventLoop):
+class _EventLoop(asyncio.SelectorEventLoop):
     """Gives a stranger that does not agree on TLS less time than asyncio's minute, and tells connections that they were
     accepted: a protocol hears of a socket first when TLS is agreed on. It accepts a few at a time: a whole queue at
     once could take the process's files before the first of them is hung up on.
@@ -264,28 +268,30 @@ class _Loop(asyncio.SelectorEventLoop):
 
     async def create_server(self, *arguments: Any, **named: Any) -> asyncio.Server:
         if named.get("ssl") is not None:
-            named["ssl_handshake_timeout"] = HANDSHAKE_SECONDS
+            named["ssl_handshake_timeout"] = HANDSHAKE_TIMEOUT
         return await super().create_server(*arguments, **named)
 
     def _accept_connection(
         self, factory: Any, sock: Any, tls: Any = None, server: Any = None, backlog: int = 100, *more: Any
     ) -> None:
-        super()._accept_connection(factory, sock, tls, server, min(backlog, ACCEPT_AT_ONCE), *more)  # type: ignore[misc]
+        super()._accept_connection(factory, sock, tls, server, min(backlog, ACCEPT_BATCH), *more)  # type: ignore[misc]
 
     def _make_socket_transport(self, sock: socket.socket, protocol: Any, *more: Any, **named: Any) -> Any:
-        _accepted(sock, protocol, named.get("waiter"))
+        _notify_accepted(sock, protocol, named.get("waiter"))
         return super()._make_socket_transport(sock, protocol, *more, **named)  # type: ignore[misc]
 
     def _make_ssl_transport(self, rawsock: socket.socket, protocol: Any, *more: Any, **named: Any) -> Any:
-        _accepted(rawsock, protocol, named.get("waiter"))
+        _notify_accepted(rawsock, protocol, named.get("waiter"))
         return super()._make_ssl_transport(rawsock, protocol, *more, **named)  # type: ignore[misc]
 
 
-def _accepted(connection: socket.socket, protocol: Any, begun: asyncio.Future[None] | None) -> None:
+def _notify_accepted(
+    connection: socket.socket, protocol: Any, handshake: asyncio.Future[None] | None
+) -> None:
     if isinstance(protocol, Connection):
-        protocol.accepted(connection)
-        if begun is not None:
-            begun.add_done_callback(lambda _: protocol.begun())
+        protocol.on_accepted(connection)
+        if handshake is not None:
+            handshake.add_done_callback(lambda _: protocol.on_handshake_done())
 
 
 class HttpServer:
@@ -300,19 +306,19 @@ class HttpServer:
         listener: socket.socket,
         connection: type[Connection] = Connection,
         tls: ssl.SSLContext | None = None,
-        beside: socket.socket | None = None,
+        loopback: socket.socket | None = None,
     ) -> None:
         self._app = app
         self._tls = tls
         self._connection = connection
         self._listener = listener
-        self._beside = beside
+        self._loopback = loopback
         self._address: tuple[str, int] = listener.getsockname()[:2]
-        self._inbox: deque[Callable[[], None]] = deque()
+        self._calls: deque[Callable[[], None]] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._life: _Life | None = None
+        self._uvicorn: _UvicornRun | None = None
         self._served = False  # this loop came up
-        self._begun = threading.Event()
+        self._started = threading.Event()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="spark-elastic-rendezvous", daemon=True)
 
@@ -323,13 +329,13 @@ class HttpServer:
             RuntimeError: the event loop did not come up.
         """
         self._thread.start()
-        if not self._begun.wait(CLOSE_SECONDS):
+        if not self._started.wait(CLOSE_TIMEOUT):
             self.close()
             raise RuntimeError("the rendezvous server's event loop did not come up")
 
     def submit(self, call: Callable[[], None]) -> None:
         """Run `call` in the loop thread; any thread, never blocks."""
-        self._inbox.append(call)
+        self._calls.append(call)
         loop = self._loop
         if loop is not None:
             try:
@@ -340,58 +346,58 @@ class HttpServer:
     def close(self) -> None:
         """Let open requests end, then stop the thread and free the port."""
         self._closing.set()
-        life = self._life
-        if life is not None:
-            life.should_exit = True
+        server = self._uvicorn
+        if server is not None:
+            server.should_exit = True
         if self._thread.ident is not None:
-            self._thread.join(CLOSE_SECONDS)
+            self._thread.join(CLOSE_TIMEOUT)
         self._listener.close()
-        if self._beside is not None:
-            self._beside.close()
+        if self._loopback is not None:
+            self._loopback.close()
 
     def _drain(self) -> None:
-        while self._inbox:
-            call = self._inbox.popleft()
+        while self._calls:
+            call = self._calls.popleft()
             try:
                 call()
             except Exception:  # one bad call must not lose those after it
                 log.exception("a call to the rendezvous server failed")
 
-    def _on_begun(self) -> None:
+    def _on_started(self) -> None:
         self._drain()
         self._served = True
-        self._begun.set()
-        if self._closing.is_set() and self._life is not None:
-            self._life.should_exit = True
+        self._started.set()
+        if self._closing.is_set() and self._uvicorn is not None:
+            self._uvicorn.should_exit = True
 
     def _run(self) -> None:
-        pause = RESTART_PAUSE
+        pause = RESTART_DELAY
         while not self._closing.is_set():
             self._served = False
             try:
-                self._live()
+                self._run_loop()
             except BaseException:  # whatever killed the loop, SystemExit too: the job needs the next one
                 log.exception("the rendezvous server's event loop died")
-            pause = RESTART_PAUSE if self._served else min(2 * pause, LONGEST_PAUSE)
+            pause = RESTART_DELAY if self._served else min(2 * pause, MAX_RESTART_DELAY)
             if not self._closing.wait(pause):
                 log.warning("the rendezvous server starts again on the same port")
 
     def _on_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """asyncio would try for ever to accept from a socket that is broken."""
         loop.default_exception_handler(context)
-        if isinstance(context.get("exception"), OSError) and not all(map(_listens, self._listeners())):
+        if isinstance(context.get("exception"), OSError) and not all(map(_is_listening, self._listeners())):
             loop.stop()
 
     def _listeners(self) -> list[socket.socket]:
-        return [self._listener] if self._beside is None else [self._listener, self._beside]
+        return [self._listener] if self._loopback is None else [self._listener, self._loopback]
 
-    def _live(self) -> None:
-        if not _listens(self._listener):
+    def _run_loop(self) -> None:
+        if not _is_listening(self._listener):
             self._listener.close()
             self._listener = listen(Bind(*self._address))
-        if self._beside is not None and not _listens(self._beside):
-            self._beside.close()
-            self._beside = None
+        if self._loopback is not None and not _is_listening(self._loopback):
+            self._loopback.close()
+            self._loopback = None
         config = uvicorn.Config(
             self._app,
             loop="asyncio",
@@ -409,41 +415,41 @@ class HttpServer:
         )
         config.load()
         config.ssl = self._tls
-        life = self._life = _Life(config, self._on_begun)
-        loop = self._loop = _Loop()
+        server = self._uvicorn = _UvicornRun(config, self._on_started)
+        loop = self._loop = _EventLoop()
         loop.set_exception_handler(self._on_error)
         listeners = [listener.dup() for listener in self._listeners()]
         try:
-            loop.run_until_complete(life.serve(sockets=listeners))
+            loop.run_until_complete(server.serve(sockets=listeners))
         finally:
             self._loop = None
             try:
-                _bury(loop, life)
+                _dispose(loop, server)
             finally:
                 for listener in listeners:
                     listener.close()
 
 
-def _listens(listener: socket.socket) -> bool:
+def _is_listening(listener: socket.socket) -> bool:
     try:
         return bool(listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
     except OSError:
         return False  # it was closed
 
 
-def _bury(loop: asyncio.AbstractEventLoop, life: _Life) -> None:
+def _dispose(loop: asyncio.AbstractEventLoop, server: _UvicornRun) -> None:
     """Free everything of a loop that ended in whatever way."""
     try:
-        loop.run_until_complete(_break_off(life))
+        loop.run_until_complete(_abort_connections(server))
         loop.run_until_complete(loop.shutdown_asyncgens())
     finally:
         loop.close()
 
 
-async def _break_off(life: _Life) -> None:
-    for server in life.servers:
-        server.close()
-    for connection in list(life.server_state.connections):
+async def _abort_connections(server: _UvicornRun) -> None:
+    for listening in server.servers:
+        listening.close()
+    for connection in list(server.server_state.connections):
         connection.transport.abort()
     # In the same breath: a request that saw its transport break before this would take its peer for lost.
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
@@ -455,8 +461,8 @@ async def _break_off(life: _Life) -> None:
 # Files that the driver's process may have open: a connection is one, and every worker has several.
 
 
-PER_WORKER = 6  # connections: two long polls, and beats, log lines, reports, a join at the same time
-SPARE = 256  # for what else the driver's process opens
+FILES_PER_WORKER = 6  # connections: two long polls, and beats, log lines, reports, a join at the same time
+RESERVED_FILES = 256  # for what else the driver's process opens
 
 
 def raise_file_limit(workers: int) -> None:
@@ -465,13 +471,14 @@ def raise_file_limit(workers: int) -> None:
     Raises:
         InvalidInput: the hard limit forbids it.
     """
-    needed = len(os.listdir("/proc/self/fd")) + SPARE + PER_WORKER * workers
+    needed = len(os.listdir("/proc/self/fd")) + RESERVED_FILES + FILES_PER_WORKER * workers
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
+        most = max(1, workers - -(-(needed - hard) // FILES_PER_WORKER))
         raise InvalidInput(
             f"The driver may open {hard} files and needs {needed} for {workers} workers' connections: raise its hard "
-            f"limit (ulimit -Hn) or set max_workers to {max(1, workers - -(-(needed - hard) // PER_WORKER))} or less."
+            f"limit (ulimit -Hn) or set max_workers to {most} or less."
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

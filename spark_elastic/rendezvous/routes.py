@@ -1,6 +1,6 @@
-"""What each request means: which driver event it posts, and what it is answered from the board.
+"""What each request means: which driver event it posts, and what it is answered from the state.
 
-Runs in the server's event loop thread. Handlers never block: long polls wait for the board, their own connection and
+Runs in the server's event loop thread. Handlers never block: long polls wait for the state, their own connection and
 the clock together. It must not know sockets, signatures or the driver machine.
 """
 
@@ -11,6 +11,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from spark_elastic.clock import Clock
@@ -61,27 +62,27 @@ class ConnectionTracker:
     def __init__(self, post: Callable[[DriverEvent], None], clock: Clock) -> None:
         self._post, self._clock = post, clock
         self._open: Counter[Peer] = Counter()
-        self.slots = 0  # that have a long poll open
+        self.slot_count = 0  # that have a long poll open
         self._lost: set[Peer] = set()
 
-    def heard(self, peer: Peer) -> None:
+    def mark_connected(self, peer: Peer) -> None:
         if peer in self._lost:
             self._lost.discard(peer)
             self._post(events.ConnectionBack(self._clock.now(), *peer))
 
     @contextmanager
-    def waiting(self, peer: Peer) -> Iterator[None]:
+    def track_poll(self, peer: Peer) -> Iterator[None]:
         self._count(peer, 1)
-        broken: PeerDisconnected | None = None
+        lost: PeerDisconnected | None = None
         try:
             yield
-        except PeerDisconnected as gone:
-            broken = gone
+        except PeerDisconnected as error:
+            lost = error
             raise
         finally:
-            if not self._count(peer, -1) and broken is not None:
+            if not self._count(peer, -1) and lost is not None:
                 self._lost.add(peer)
-                self._post(events.ConnectionLost(self._clock.now(), *peer, reset=broken.failed))
+                self._post(events.ConnectionLost(self._clock.now(), *peer, reset=lost.reset))
 
     def _count(self, peer: Peer, change: int) -> int:
         """Change how many long polls the peer has open; returns the new number."""
@@ -90,38 +91,49 @@ class ConnectionTracker:
         if not now:
             del self._open[peer]
         if peer[1] is None:
-            self.slots += bool(now) - bool(before)
+            self.slot_count += bool(now) - bool(before)
         return now
 
 
 R = TypeVar("R")
 
 
+def _admit_all(facts: dict[str, Any]) -> str | None:
+    return None
+
+
+def _ignore_report(report: Report) -> None:
+    """Drops it."""
+
+
+def _one_second(slots: int) -> float:
+    return 1.0
+
+
+@dataclass(frozen=True)
+class ServerCallbacks:
+    """What the server calls for events, output and decisions. No callable may block."""
+
+    # Takes the driver's events; called in the event loop's thread, as all but `on_logs` are.
+    post: Callable[[DriverEvent], None]
+    # Takes workers' output; called in a thread of its own.
+    on_logs: Callable[[LogLines], None]
+    # Given the facts of a slot's host: the sentence that refuses the slot, None to admit it.
+    admit: Callable[[dict[str, Any]], str | None] = _admit_all
+    # Takes workers' progress.
+    on_report: Callable[[Report], None] = _ignore_report
+    # Given the number of slots: seconds between two heartbeats of each.
+    heartbeat_interval: Callable[[int], float] = _one_second
+
+
 class Routes:
-    """Handlers of all requests over one board.
+    """The handlers of all requests."""
 
-    admit: the refusing sentence for a slot's facts, None to let it in. on_logs: takes workers' output; on_report:
-    their progress. No callable may block. beat_every: seconds between two beats of each of so many slots.
-    """
-
-    def __init__(
-        self,
-        board: ServerState,
-        post: Callable[[DriverEvent], None],
-        clock: Clock,
-        on_logs: Callable[[LogLines], None],
-        admit: Callable[[dict[str, Any]], str | None],
-        on_report: Callable[[Report], None],
-        beat_every: Callable[[int], float],
-    ) -> None:
-        self._state = board
-        self._post = post
+    def __init__(self, state: ServerState, callbacks: ServerCallbacks, clock: Clock) -> None:
+        self._state = state
+        self._callbacks = callbacks
         self._clock = clock
-        self._on_logs = on_logs
-        self._admit = admit
-        self._on_report = on_report
-        self._beat_every = beat_every
-        self._presence = ConnectionTracker(post, clock)
+        self._connections = ConnectionTracker(callbacks.post, clock)
         self._heartbeat_reply = messages.HeartbeatReply()  # the newest one
 
     def handlers(self) -> Mapping[type[Request[Any]], Handler]:
@@ -152,14 +164,18 @@ class Routes:
 
     async def _register(self, call: Call) -> messages.Admission:
         message: messages.RegisterSlot = call.message
-        unfit = self._admit(message.facts) or ""
+        unfit = self._callbacks.admit(message.facts) or ""
         self._receive(dataclasses.replace(message, unfit=unfit))
         refusal = self._state.ended or unfit
-        return messages.Admission(not refusal, refusal, self._beat_every(self._presence.slots))
+        return messages.Admission(
+            not refusal, refusal, self._callbacks.heartbeat_interval(self._connections.slot_count)
+        )
 
     async def _heartbeat(self, call: Call) -> messages.HeartbeatReply:
         self._receive(call.message)
-        reply = messages.HeartbeatReply(self._beat_every(self._presence.slots), self._state.ended)
+        reply = messages.HeartbeatReply(
+            self._callbacks.heartbeat_interval(self._connections.slot_count), self._state.ended
+        )
         if reply != self._heartbeat_reply:
             self._heartbeat_reply = reply
         return self._heartbeat_reply  # one object, so that it is encoded once
@@ -169,86 +185,86 @@ class Routes:
         message: messages.JoinWorld | messages.WorkerDone = call.message
 
         def find_answer() -> NextWorld | None:
-            stop = self._state.stop(message.worker)
+            stop = self._state.get_stop_reason(message.worker)
             if stop is not None:
                 return NextWorld(stop=stop)
-            return self._state.next_world(message.worker, message.fence)
+            return self._state.find_next_world(message.worker, message.fence)
 
-        self._presence.heard(_sender(message))
+        self._connections.mark_connected(_sender(message))
         reply = find_answer()
         if reply is None:
             self._receive(message)
-            reply = await self._hold(call, _sender(message), message.worker, find_answer)
+            reply = await self._poll(call, _sender(message), message.worker, find_answer)
         return reply or NextWorld()
 
     def _receive(self, message: DriverMessage) -> None:
-        self._presence.heard(_sender(message))
-        self._post(events.Received(self._clock.now(), message))
+        self._connections.mark_connected(_sender(message))
+        self._callbacks.post(events.Received(self._clock.now(), message))
 
     def _stop_reason(self, message: SlotRequest[Any] | WorkerRequest[Any]) -> str | None:
         """Why the sender must end."""
         if isinstance(message, WorkerRequest):
-            return self._state.stop(message.worker)
+            return self._state.get_stop_reason(message.worker)
         return self._state.ended
 
     # ---- messages that the server answers by itself
 
     async def _logs(self, call: Call) -> Acknowledged:
-        self._on_logs(call.message)
+        self._callbacks.on_logs(call.message)
         return Acknowledged(self._state.ended)
 
     async def _watch_slot(self, call: Call) -> SlotCommands:
         message: WatchSlot = call.message
-        self._presence.heard(_sender(message))
+        self._connections.mark_connected(_sender(message))
 
         def find_commands() -> SlotCommands | None:
-            now = self._state.commands(message.slot, message.seen)
+            now = self._state.get_commands(message.slot, message.seen)
             return now if now.stop_worker or now.release is not None else None
 
-        reply = await self._hold(call, _sender(message), message.slot, find_commands)
-        return reply or self._state.commands(message.slot, message.seen)
+        reply = await self._poll(call, _sender(message), message.slot, find_commands)
+        return reply or self._state.get_commands(message.slot, message.seen)
 
     async def _watch_worker(self, call: Call) -> WorkerUpdate:
         message: WatchWorker = call.message
-        self._presence.heard(_sender(message))
+        self._connections.mark_connected(_sender(message))
 
         def find_update() -> WorkerUpdate | None:
-            now = self._state.update(message.worker)
+            now = self._state.get_update(message.worker)
             is_known = now.version == message.version and now.over == message.over and now.stop is None
             return None if is_known else now
 
-        reply = await self._hold(call, _sender(message), message.worker, find_update)
-        return reply or self._state.update(message.worker)
+        reply = await self._poll(call, _sender(message), message.worker, find_update)
+        return reply or self._state.get_update(message.worker)
 
     async def _report(self, call: Call) -> Acknowledged:
         message: Report = call.message
-        self._on_report(dataclasses.replace(message, numbers=codec.decode_numbers(message.numbers)))
+        self._callbacks.on_report(dataclasses.replace(message, numbers=codec.decode_numbers(message.numbers)))
         return Acknowledged(self._stop_reason(message))
 
     async def _exchange(self, call: Call) -> Blobs:
         message: Exchange = call.message
-        self._presence.heard(_sender(message))
+        self._connections.mark_connected(_sender(message))
         self._refuse_stale(message.fence)
-        world = self._state.current(message.fence)
+        world = self._state.find_world(message.fence)
         member = None if world is None else world.member(message.worker)
         if world is None or member is None or member.rank != message.rank:
             raise StaleGeneration(f"{message.worker} is not rank {message.rank} of that world")
         scope = generation_scope(message.fence.generation)
-        if self._state.hand_in(scope, message.name, message.rank, message.blob):
+        if self._state.add_blob(scope, message.name, message.rank, message.blob):
             self._state.waiters.wake(scope)
 
         def find_blobs() -> Blobs | None:
             self._refuse_stale(message.fence)
-            return self._state.blobs(message.name)
+            return self._state.get_blobs(message.name)
 
-        reply = await self._hold(call, _sender(message), scope, find_blobs)
+        reply = await self._poll(call, _sender(message), scope, find_blobs)
         if reply is not None:
             return reply
-        absent = self._state.absent(scope, message.name)
+        absent = self._state.find_missing_ranks(scope, message.name)
         return Blobs(None, tuple(member.worker for member in world.members if member.rank in absent))
 
     def _refuse_stale(self, fence: Fence) -> None:
-        reason = self._state.over(fence)
+        reason = self._state.get_end_reason(fence)
         if reason is not None:
             raise StaleGeneration(reason)
 
@@ -268,12 +284,12 @@ class Routes:
             values = self._state.values.get(message.scope, message.keys)
             return None if message.wait and None in values else Values(values)
 
-        reply = await self._hold(call, None, message.scope, find_values)
+        reply = await self._poll(call, None, message.scope, find_values)
         return reply or Values(self._state.values.get(message.scope, message.keys))
 
     # ---- waiting
 
-    async def _hold(
+    async def _poll(
         self, call: Call, peer: Peer | None, topic: str, ready: Callable[[], R | None]
     ) -> R | None:
         """What `ready` gives as soon as it gives something; None after its hold.
@@ -285,13 +301,13 @@ class Routes:
         if reply is not None:
             return reply
         if peer is None:
-            return await self._wait(call, topic, ready)
-        with self._presence.waiting(peer):
-            return await self._wait(call, topic, ready)
+            return await self._wait_until_ready(call, topic, ready)
+        with self._connections.track_poll(peer):
+            return await self._wait_until_ready(call, topic, ready)
 
-    async def _wait(self, call: Call, topic: str, ready: Callable[[], R | None]) -> R | None:
+    async def _wait_until_ready(self, call: Call, topic: str, ready: Callable[[], R | None]) -> R | None:
         deadline = self._clock.now() + call.hold
-        gone = asyncio.ensure_future(call.gone())
+        gone = asyncio.ensure_future(call.wait_disconnected())
         try:
             while (left := deadline - self._clock.now()) > 0:
                 wake = self._state.waiters.add(topic)
@@ -300,7 +316,7 @@ class Routes:
                 finally:
                     self._state.waiters.remove(topic, wake)
                 if gone.done():
-                    raise call.broken()
+                    raise call.get_disconnect_error()
                 reply = ready()
                 if reply is not None:
                     return reply

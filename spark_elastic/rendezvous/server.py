@@ -12,17 +12,14 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 from spark_elastic.clock import Clock
 from spark_elastic.errors import InvalidInput
-from spark_elastic.protocol.events import DriverEvent
 from spark_elastic.protocol.types import Fence, SlotId, WorkerId, World
 from spark_elastic.rendezvous.auth_middleware import AuthMiddleware
-from spark_elastic.rendezvous.http_server import Bind, HttpServer, dialled, listen, listen_on_loopback
-from spark_elastic.rendezvous.messages import LogLines, Report
-from spark_elastic.rendezvous.routes import Routes
+from spark_elastic.rendezvous.http_server import Bind, HttpServer, format_address, listen, listen_on_loopback
+from spark_elastic.rendezvous.messages import LogLines
+from spark_elastic.rendezvous.routes import Routes, ServerCallbacks
 from spark_elastic.rendezvous.server_state import ServerState
 from spark_elastic.rendezvous.status_app import App, StatusApp
 
@@ -34,19 +31,19 @@ from spark_elastic.rendezvous.status_app import App, StatusApp
 
 log = logging.getLogger("spark_elastic.rendezvous")
 
-MOST_WAITING = 16 << 20  # characters
-CLOSE_SECONDS = 2.0
+MAX_PENDING = 16 << 20  # characters
+CLOSE_TIMEOUT = 2.0
 
 
 class LogForwarder:
-    """Calls `deliver` with each message, in order. most_waiting: characters of lines not delivered yet."""
+    """Calls `deliver` with each message, in order. max_pending: characters of lines not delivered yet."""
 
-    def __init__(self, deliver: Callable[[LogLines], None], most_waiting: int = MOST_WAITING) -> None:
+    def __init__(self, deliver: Callable[[LogLines], None], max_pending: int = MAX_PENDING) -> None:
         self._deliver = deliver
-        self._most_waiting = most_waiting
+        self._max_pending = max_pending
         self._changed = threading.Condition()  # guards the four below
         self._queue: deque[LogLines] = deque()
-        self._waiting = 0  # characters in `_queue`
+        self._pending = 0  # characters in `_queue`
         self._dropped = 0  # lines since the last one that was taken
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="spark-elastic-logs", daemon=True)
@@ -58,7 +55,7 @@ class LogForwarder:
         """Take a message or drop it; never blocks."""
         size = _size(message)
         with self._changed:
-            if self._waiting + size > self._most_waiting:
+            if self._pending + size > self._max_pending:
                 self._dropped += len(message.lines)
                 return
             if self._dropped:
@@ -66,16 +63,16 @@ class LogForwarder:
                 message = dataclasses.replace(message, lines=(note, *message.lines))
                 self._dropped = 0
             self._queue.append(message)
-            self._waiting += _size(message)
+            self._pending += _size(message)
             self._changed.notify()
 
     def close(self) -> None:
-        """Deliver what waits, for CLOSE_SECONDS at most; a reader that blocks longer is left to itself."""
+        """Deliver what waits, for CLOSE_TIMEOUT at most; a reader that blocks longer is left to itself."""
         with self._changed:
             self._closing = True
             self._changed.notify()
         if self._thread.ident is not None:
-            self._thread.join(CLOSE_SECONDS)
+            self._thread.join(CLOSE_TIMEOUT)
 
     def _run(self) -> None:
         while (message := self._next()) is not None:
@@ -90,7 +87,7 @@ class LogForwarder:
             if not self._queue:
                 return None
             message = self._queue.popleft()
-            self._waiting -= _size(message)
+            self._pending -= _size(message)
             return message
 
 
@@ -101,48 +98,20 @@ def _size(message: LogLines) -> int:
 MIN_KEY_BYTES = 16
 
 
-def _unread(report: Report) -> None:
-    """Progress that nobody follows."""
-
-
-def _each_second(slots: int) -> float:
-    return 1.0
-
-
-def _everyone(facts: dict[str, Any]) -> str | None:
-    return None
-
-
-@dataclass(frozen=True)
-class ServerCallbacks:
-    """Where the server hands things on.
-
-    post: takes driver events. admit: the sentence that refuses a slot with these facts, None to let it in. Both are
-    called in the event loop and must not block; on_report, which takes workers' progress, too. on_logs: takes workers'
-    output, in a thread of its own. beat_every: seconds between two beats of each of so many slots.
-    """
-
-    post: Callable[[DriverEvent], None]
-    on_logs: Callable[[LogLines], None]
-    admit: Callable[[dict[str, Any]], str | None] = _everyone
-    on_report: Callable[[Report], None] = _unread
-    beat_every: Callable[[int], float] = _each_second
-
-
 class RendezvousServer:
     """key: the job's secret. attempt: of the run (R10); requests of another are answered as stale.
 
-    door: to pages for people, which may dial localhost, too; None for none.
+    status_app: to pages for people, which may dial localhost, too; None for none.
     """
 
     def __init__(
         self,
         key: bytes,
         attempt: int,
-        to: ServerCallbacks,
+        callbacks: ServerCallbacks,
         clock: Clock,
         bind: Bind | None = None,
-        door: StatusApp | None = None,
+        status_app: StatusApp | None = None,
     ) -> None:
         if len(key) < MIN_KEY_BYTES:
             raise InvalidInput(
@@ -155,11 +124,12 @@ class RendezvousServer:
                 "reach: set advertise_address or spark.driver.host."
             )
         self._state = ServerState(attempt)
-        self._logs = LogForwarder(to.on_logs)
-        routes = Routes(self._state, to.post, clock, self._logs.put, to.admit, to.on_report, to.beat_every)
-        self._has_pages = door is not None
-        self._entrance = App(AuthMiddleware(key, attempt, routes.handlers()), door)
-        self._serving: HttpServer | None = None
+        self._logs = LogForwarder(callbacks.on_logs)
+        # Workers' output leaves the event loop's thread through `_logs`.
+        routes = Routes(self._state, dataclasses.replace(callbacks, on_logs=self._logs.put), clock)
+        self._has_status_page = status_app is not None
+        self._app = App(AuthMiddleware(key, attempt, routes.handlers()), status_app)
+        self._http_server: HttpServer | None = None
         self._address = ""
 
     def start(self) -> None:
@@ -169,19 +139,19 @@ class RendezvousServer:
             InvalidInput: the address cannot be bound.
         """
         listener = listen(self._bind)
-        self._address = dialled(self._bind, listener)
+        self._address = format_address(self._bind, listener)
         certificate = self._bind.certificate
         tls = certificate.context if certificate else None
-        beside = listen_on_loopback(listener) if self._has_pages else None
-        self._serving = HttpServer(self._entrance, listener, tls=tls, beside=beside)
-        self._serving.start()
+        loopback = listen_on_loopback(listener) if self._has_status_page else None
+        self._http_server = HttpServer(self._app, listener, tls=tls, loopback=loopback)
+        self._http_server.start()
         self._logs.start()
 
     def close(self) -> None:
         """Answer every open request with the end, and stop; the port is free afterwards."""
-        if self._serving is not None:
+        if self._http_server is not None:
             self.end("the driver has closed")
-            self._serving.close()
+            self._http_server.close()
             self._logs.close()
 
     def __enter__(self) -> RendezvousServer:
@@ -208,32 +178,32 @@ class RendezvousServer:
 
     def publish(self, world: World) -> None:
         """Answer the joins of its members, now and later, and open its exchange."""
-        self._tell(lambda: self._state.publish(world))
+        self._submit(lambda: self._state.publish(world))
 
     def abort(self, fence: Fence, reason: str) -> None:
         """That generation is over: wake its watchers and close its exchange."""
-        self._tell(lambda: self._state.abort(fence, reason))
+        self._submit(lambda: self._state.abort(fence, reason))
 
     def announce(self, version: int, reason: str) -> None:
         """Tell every watcher the newest membership version."""
-        self._tell(lambda: self._state.announce(version, reason))
+        self._submit(lambda: self._state.announce(version, reason))
 
     def stop_worker(self, worker: WorkerId, reason: str, kill: bool = False) -> None:
         """Tell the worker and its slot that it shall end."""
-        self._tell(lambda: self._state.stop_worker(worker, reason, kill))
+        self._submit(lambda: self._state.stop_worker(worker, reason, kill))
 
     def release_slot(self, slot: SlotId, reason: str) -> None:
         """Tell the slot to end its worker and return."""
-        self._tell(lambda: self._state.release_slot(slot, reason))
+        self._submit(lambda: self._state.release_slot(slot, reason))
 
     def end(self, reason: str) -> None:
         """The job is over: every open and later request is answered with the end."""
-        self._tell(lambda: self._state.end(reason))
+        self._submit(lambda: self._state.end(reason))
 
-    def _tell(self, call: Callable[[], None]) -> None:
-        if self._serving is None:
+    def _submit(self, call: Callable[[], None]) -> None:
+        if self._http_server is None:
             raise RuntimeError("start() the rendezvous server first")
-        self._serving.submit(call)
+        self._http_server.submit(call)
 
 
 def _is_wildcard(host: str) -> bool:

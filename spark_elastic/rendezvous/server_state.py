@@ -26,7 +26,7 @@ GENERATION = "generation/"  # begins the scopes that only `open` makes
 
 
 @dataclass(frozen=True)
-class Bounds:
+class KeyValueLimits:
     """Most scopes, keys of a scope, bytes of a key or value, and bytes of all values together."""
 
     scopes: int = 256
@@ -44,8 +44,8 @@ class KeyValueStore:
     """scope -> key -> bytes. Methods raise `StaleGeneration` for a generation's scope that is not open, and
     `InvalidInput` where a bound would be exceeded."""
 
-    def __init__(self, bounds: Bounds | None = None) -> None:
-        self._bounds = bounds or Bounds()
+    def __init__(self, bounds: KeyValueLimits | None = None) -> None:
+        self._bounds = bounds or KeyValueLimits()
         self._scopes: dict[str, dict[str, bytes]] = {}
         self._bytes = 0
 
@@ -80,7 +80,7 @@ class KeyValueStore:
         held = self._scope(scope)
         return tuple(held.get(key) for key in keys)
 
-    def missing(self, scope: str, keys: Iterable[str]) -> list[str]:
+    def find_missing(self, scope: str, keys: Iterable[str]) -> list[str]:
         held = self._scope(scope)
         return [key for key in keys if key not in held]
 
@@ -133,7 +133,7 @@ class ServerState:
         self.values = KeyValueStore()
         self.waiters = Waiters()
         self.ended: str | None = None
-        self._handed_in: Counter[str] = Counter()  # by name of the exchange, in the current world
+        self._blob_counts: Counter[str] = Counter()  # by name of the exchange, in the current world
         self._blobs: dict[str, Blobs] = {}
         self._world: World | None = None
         self._next = NextWorld()  # how its members are told of it
@@ -141,7 +141,7 @@ class ServerState:
         self._over: tuple[Fence, str] | None = None  # the newest generation that is over
         self._version, self._version_reason = 0, ""
         self._stops: dict[WorkerId, WorkerStop] = {}
-        self._orders: defaultdict[SlotId, list[WorkerStop]] = defaultdict(list)
+        self._commands: defaultdict[SlotId, list[WorkerStop]] = defaultdict(list)
         self._released: dict[SlotId, str] = {}
 
     # ---- the driver's calls
@@ -170,7 +170,7 @@ class ServerState:
     def stop_worker(self, worker: WorkerId, reason: str, kill: bool) -> None:
         slot = slot_of(worker)
         self._stops[worker] = order = WorkerStop(worker, reason, kill)
-        self._orders[slot].append(order)
+        self._commands[slot].append(order)
         self.waiters.wake(worker)
         self.waiters.wake(slot)
 
@@ -184,42 +184,42 @@ class ServerState:
             self._close_exchange()
             self.waiters.wake_all()
 
-    def hand_in(self, scope: str, name: str, rank: int, blob: bytes) -> bool:
+    def add_blob(self, scope: str, name: str, rank: int, blob: bytes) -> bool:
         """A rank's part in an exchange of the current world; True once all parts are there."""
-        if not self.values.missing(scope, [f"{name}/{rank}"]):
+        if not self.values.find_missing(scope, [f"{name}/{rank}"]):
             return False
         self.values.set(scope, f"{name}/{rank}", blob)
-        self._handed_in[name] += 1
+        self._blob_counts[name] += 1
         assert self._world is not None
-        if self._handed_in[name] < self._world.size:
+        if self._blob_counts[name] < self._world.size:
             return False
         keys = [f"{name}/{rank}" for rank in range(self._world.size)]
         self._blobs[name] = Blobs(tuple(blob or b"" for blob in self.values.get(scope, keys)))
         return True
 
-    def blobs(self, name: str) -> Blobs | None:
+    def get_blobs(self, name: str) -> Blobs | None:
         """One object for all ranks, so that it is encoded once; None while a part is missing."""
         return self._blobs.get(name)
 
-    def absent(self, scope: str, name: str) -> set[int]:
+    def find_missing_ranks(self, scope: str, name: str) -> set[int]:
         """Ranks whose part is missing."""
         size = self._world.size if self._world is not None else 0
-        return {rank for rank in range(size) if self.values.missing(scope, [f"{name}/{rank}"])}
+        return {rank for rank in range(size) if self.values.find_missing(scope, [f"{name}/{rank}"])}
 
     def _close_exchange(self) -> None:
-        self._handed_in.clear()
+        self._blob_counts.clear()
         self._blobs.clear()
         for scope in self.values.close_generations():
             self.waiters.wake(scope)
 
     # ---- what those who ask are told
 
-    def stop(self, worker: WorkerId) -> str | None:
+    def get_stop_reason(self, worker: WorkerId) -> str | None:
         """Why a worker shall end; None: it shall not."""
         order = self._stops.get(worker)
         return self.ended if order is None else order.reason
 
-    def next_world(self, worker: WorkerId, left: Fence | None) -> NextWorld | None:
+    def find_next_world(self, worker: WorkerId, left: Fence | None) -> NextWorld | None:
         """The newest world, if it has `worker` as a member and is newer than the one it left.
 
         Told even when it is over by now: the driver waits for each of its members to leave it, and one that never
@@ -230,10 +230,10 @@ class ServerState:
             return None
         return self._next if left is None or left < world.fence else None
 
-    def current(self, fence: Fence) -> World | None:
+    def find_world(self, fence: Fence) -> World | None:
         return self._world if self._world is not None and self._world.fence == fence else None
 
-    def over(self, fence: Fence) -> str | None:
+    def get_end_reason(self, fence: Fence) -> str | None:
         """Why the world of `fence` is over; None while it lives."""
         if self.ended is not None:
             return self.ended
@@ -243,12 +243,12 @@ class ServerState:
             return f"generation {fence.generation} was followed by {self._world.fence.generation}: {self._world.reason}"
         return self._aborted
 
-    def update(self, worker: WorkerId) -> WorkerUpdate:
+    def get_update(self, worker: WorkerId) -> WorkerUpdate:
         over, why = self._over or (None, "")
-        return WorkerUpdate(self._version, self._version_reason, over, why, self.stop(worker))
+        return WorkerUpdate(self._version, self._version_reason, over, why, self.get_stop_reason(worker))
 
-    def commands(self, slot: SlotId, seen: int) -> SlotCommands:
+    def get_commands(self, slot: SlotId, seen: int) -> SlotCommands:
         """Everything that `slot` was told to do after its first `seen` orders."""
-        told = self._orders.get(slot, [])
+        told = self._commands.get(slot, [])
         release = self._released.get(slot) or self.ended
         return SlotCommands(len(told), tuple(told[max(0, seen) :]), release)

@@ -19,7 +19,7 @@ from urllib.parse import parse_qs
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from spark_elastic.clock import Clock
-from spark_elastic.rendezvous.http_server import proven
+from spark_elastic.rendezvous.http_server import mark_authenticated
 
 log = logging.getLogger("spark_elastic.rendezvous")
 
@@ -27,9 +27,9 @@ ROOT = "/status/"
 METRICS = "/metrics"  # also where scrapers look by habit
 RATE = 10.0  # requests a second
 BURST = 40.0
-FRESH = 0.5  # seconds for which a page is answered again as it is
+PAGE_TTL = 0.5  # seconds for which a page is answered again as it is
 TOKEN_HEADER = b"x-status-token"
-STRANGER = b"Open the address that the job's log shows: it carries the token of this page.\n"
+UNAUTHORIZED_TEXT = b"Open the address that the job's log shows: it carries the token of this page.\n"
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -39,7 +39,7 @@ class Page:
     """make: called in the event loop's thread, hence quick. policy: its Content-Security-Policy."""
 
     kind: str
-    make: Callable[[], bytes]
+    render: Callable[[], bytes]
     policy: str = "default-src 'none'"
 
 
@@ -53,18 +53,18 @@ class StatusApp:
         if ROOT + "metrics" in self._pages:
             self._pages[METRICS] = self._pages[ROOT + "metrics"]
         self._clock = clock
-        self._visit = secrets.token_urlsafe(24).encode()
+        self._visitor_cookie = secrets.token_urlsafe(24).encode()
         # Cookies know no ports: several jobs on one host must not take each other's.
         self._cookie = f"spark_elastic_{secrets.token_hex(4)}"
-        self._made: dict[str, tuple[float, bytes]] = {}
+        self._rendered: dict[str, tuple[float, bytes]] = {}
         self._allowance, self._counted = BURST, clock.now()
 
     def url(self, server: str) -> str:
         """What people open. server: its url."""
         return f"{server}{ROOT}?token={self.token}"
 
-    def minds(self, scope: Scope) -> bool:
-        """Whether a request is for this door."""
+    def handles(self, scope: Scope) -> bool:
+        """Whether a request is for this status_app."""
         path: str = scope.get("path", "")
         return scope["type"] == "http" and scope["method"] in ("GET", "HEAD") and (
             path in (METRICS, ROOT.rstrip("/")) or path.startswith(ROOT)
@@ -90,15 +90,15 @@ class StatusApp:
             return 307, b"", [(b"location", b"status/" + (b"?" + query if query else b""))]
         by_address = self._is_token(parse_qs(query.decode("latin-1")).get("token", [""])[0].encode())
         if not by_address and not self._is_known(headers):
-            return 401, STRANGER, [*text, (b"connection", b"close")]
-        proven(scope)
+            return 401, UNAUTHORIZED_TEXT, [*text, (b"connection", b"close")]
+        mark_authenticated(scope)
         if not self._within_rate():
             return 429, b"Too many requests.\n", [*text, (b"retry-after", b"1")]
         page = self._pages.get(path)
         if page is None:
             return 404, b"There is no such page.\n", text
         try:
-            body = self._body(path, page)
+            body = self._render_page(path, page)
         except Exception:  # a page that fails must not hurt the job
             log.exception("the status page %s failed", path)
             return 500, b"The page could not be made; the driver's log says why.\n", text
@@ -107,7 +107,7 @@ class StatusApp:
             (b"content-security-policy", page.policy.encode()),
         ]
         if by_address:
-            cookie = f"{self._cookie}={self._visit.decode()}; HttpOnly; SameSite=Lax"
+            cookie = f"{self._cookie}={self._visitor_cookie.decode()}; HttpOnly; SameSite=Lax"
             if scope.get("scheme") == "https":
                 cookie += "; Secure"
             kind.append((b"set-cookie", cookie.encode()))
@@ -125,7 +125,9 @@ class StatusApp:
         except http.cookies.CookieError:
             return False
         morsel = cookies.get(self._cookie)
-        return morsel is not None and hmac.compare_digest(morsel.value.encode("latin-1"), self._visit)
+        return morsel is not None and hmac.compare_digest(
+            morsel.value.encode("latin-1"), self._visitor_cookie
+        )
 
     def _within_rate(self) -> bool:
         """A bucket that only those with the token draw from: strangers cannot empty it."""
@@ -137,24 +139,24 @@ class StatusApp:
         self._allowance -= 1
         return True
 
-    def _body(self, path: str, page: Page) -> bytes:
+    def _render_page(self, path: str, page: Page) -> bytes:
         now = self._clock.now()
-        at, body = self._made.get(path, (float("-inf"), b""))
-        if now - at >= FRESH:
-            body = page.make()
-            self._made[path] = now, body
+        at, body = self._rendered.get(path, (float("-inf"), b""))
+        if now - at >= PAGE_TTL:
+            body = page.render()
+            self._rendered[path] = now, body
         return body
 
 
 class App:
-    """One port, two doors: requests that `door` minds go there, all others to the gate."""
+    """One port, two doors: requests that `door` handles go there, all others to the gate."""
 
-    def __init__(self, gate: ASGIApp, door: StatusApp | None) -> None:
-        self._gate = gate
-        self._door = door
+    def __init__(self, auth: ASGIApp, status_app: StatusApp | None) -> None:
+        self._auth = auth
+        self._status_app = status_app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._door is not None and self._door.minds(scope):
-            await self._door(scope, receive, send)
+        if self._status_app is not None and self._status_app.handles(scope):
+            await self._status_app(scope, receive, send)
         else:
-            await self._gate(scope, receive, send)
+            await self._auth(scope, receive, send)

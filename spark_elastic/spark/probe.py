@@ -20,7 +20,7 @@ import spark_elastic
 from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.data.store import Store
 from spark_elastic.errors import ElasticError, PreflightError, StoreError
-from spark_elastic.rendezvous.http_server import Bind, dialled, listen
+from spark_elastic.rendezvous.http_server import Bind, format_address, listen
 from spark_elastic.spark.payload import Payload
 from spark_elastic.spark.session import collect_host_facts, find_own_address
 
@@ -94,7 +94,7 @@ class PeerCheck:
         listener = listen(Bind(self.address))  # the kernel accepts connections by itself
         own = f"{self.folder}/{uuid.uuid4().hex}"
         try:
-            self.store.write_bytes(own, dialled(Bind(self.address), listener).encode())
+            self.store.write_bytes(own, format_address(Bind(self.address), listener).encode())
             others = self._wait_for_names("", expected, clock) - {own}
             refused = next((name for name in sorted(others) if not self._is_reachable(name)), None)
             self.store.write_bytes(f"{own}.done", b"")
@@ -253,7 +253,7 @@ def open_probe(spec: ProbeSpec) -> Iterator[Probe]:
         store.write_bytes(f"{PROBES}/{token}/driver", token.encode())
     listener = listen(bind) if bind is not None else None  # the kernel accepts connections by itself
     try:
-        driver = dialled(bind, listener) if bind is not None and listener is not None else None
+        driver = format_address(bind, listener) if bind is not None and listener is not None else None
         yield Probe(store, token, spec.what, driver, spec.encrypted)
     finally:
         if listener is not None:

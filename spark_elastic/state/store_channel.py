@@ -130,7 +130,7 @@ class StoreChannel:
         with self._lock:
             messages, self._outbox = self._outbox, []
         if messages or self._clock.now() - self._last_sent >= SEND_EVERY:
-            plain = [{"type": type(each).__name__, **codec.plain(each)} for each in messages]
+            plain = [{"type": type(each).__name__, **codec.to_plain(each)} for each in messages]
             self._write(self._end.sign(self._next_name(), plain))
 
     def _next_name(self) -> str:

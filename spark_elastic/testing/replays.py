@@ -14,7 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from spark_elastic.driver.journal import FORMAT, arguments_of, commands_of, decode_event
+from spark_elastic.driver.journal import FORMAT, decode_commands, decode_event, decode_initial
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import DriverCommand
@@ -121,7 +121,9 @@ def _jobs(path: Path) -> Iterator[Job]:
             elif job is None or torn:
                 raise MalformedMessage(f"line {torn or number} does not belong to a job")
             else:
-                job[2].append(JournalTurn(number, decode_event(line["event"]), commands_of(line["commands"])))
+                job[2].append(
+                    JournalTurn(number, decode_event(line["event"]), decode_commands(line["commands"]))
+                )
         except (MalformedMessage, KeyError, TypeError) as error:
             raise InvalidInput(
                 f"{path} is not a journal that this release can read: line {number}: {error}. "
@@ -134,7 +136,7 @@ def _jobs(path: Path) -> Iterator[Job]:
 def _begun(line: dict[str, Any]) -> Job:
     if line["journal"] != FORMAT:
         raise MalformedMessage(f"it has format {line['journal']!r}, and this release knows {FORMAT}")
-    return arguments_of(line["initial"]), commands_of(line["commands"]), []
+    return decode_initial(line["initial"]), decode_commands(line["commands"]), []
 
 
 def _lines(path: Path) -> list[bytes]:

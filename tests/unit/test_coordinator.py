@@ -157,7 +157,7 @@ def test_a_failure_of_the_coordinators_own_reaches_its_client(monkeypatch: pytes
 
 def test_results_of_a_coordinator_survive_the_channel() -> None:
     end = JobSucceeded(("1", "2"), (WorldSpan(0.5, 2, "start"),), JobReport(3.0).to_json())
-    found = _unpack_end(codec.read(JobSucceeded, codec.plain(end)))
+    found = _unpack_end(codec.read(JobSucceeded, codec.to_plain(end)))
     assert (found.results, found.worlds) == (("1", "2"), (WorldSpan(0.5, 2, "start"),))
     assert found.report.seconds == 3.0
 

@@ -13,7 +13,7 @@ import pytest
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
-from spark_elastic.driver.discovery import Together
+from spark_elastic.driver.discovery import CombinedDiscovery
 from spark_elastic.driver.ports import Post
 from spark_elastic.launch.job import DriverOptions, LaunchResult, supervise
 from spark_elastic.launch.job_monitor import JobListener, NullListener
@@ -47,7 +47,7 @@ def local(program: Held, kind: type[L]) -> L:
 
 def train(cluster: LocalLauncher, listener: JobListener) -> LaunchResult:
     limits = Limits(2, 1, 2, lease=TIMEOUT, driver_timeout=TIMEOUT)
-    return supervise(cluster, Together(), DriverOptions(), limits, CONFIG, "test", listener)
+    return supervise(cluster, CombinedDiscovery(), DriverOptions(), limits, CONFIG, "test", listener)
 
 
 class Blocking(NullListener):

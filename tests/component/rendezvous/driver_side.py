@@ -22,7 +22,8 @@ from spark_elastic.rendezvous import auth
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.http_server import Bind
 from spark_elastic.rendezvous.messages import LogLines, Report
-from spark_elastic.rendezvous.server import RendezvousServer, ServerCallbacks
+from spark_elastic.rendezvous.routes import ServerCallbacks
+from spark_elastic.rendezvous.server import RendezvousServer
 from spark_elastic.rendezvous.status_app import StatusApp
 
 KEY = b"0123456789abcdef0123456789abcdef"
@@ -103,7 +104,7 @@ class Driver:
     def in_loop(self, look: Callable[[], R]) -> R:
         """What `look` sees in the server's event loop thread."""
         seen: queue.Queue[R] = queue.Queue()
-        self.server._tell(lambda: seen.put(look()))
+        self.server._submit(lambda: seen.put(look()))
         return seen.get(timeout=PATIENCE)
 
     def until_polls(self, number: int) -> None:
@@ -125,13 +126,13 @@ class Driver:
 def start_driver(
     bind: Bind | None = None,
     admit: Callable[[dict[str, Any]], str | None] = lambda facts: None,
-    door: StatusApp | None = None,
+    status_app: StatusApp | None = None,
 ) -> Driver:
     events: queue.Queue[DriverEvent] = queue.Queue()
     logs: queue.Queue[LogLines] = queue.Queue()
     reports: queue.Queue[Report] = queue.Queue()
     recipients = ServerCallbacks(events.put, logs.put, admit, reports.put, lambda slots: BEAT_EVERY)
-    server = RendezvousServer(KEY, ATTEMPT, recipients, SystemClock(), bind, door)
+    server = RendezvousServer(KEY, ATTEMPT, recipients, SystemClock(), bind, status_app)
     server.start()
     return Driver(server, events, logs, reports)
 
@@ -139,7 +140,7 @@ def start_driver(
 def start_driver_with_pages() -> Driver:
     """With a status page, and a first world of one worker."""
     clock = SystemClock()
-    made = start_driver(door=StatusApp(pages(JobHistory(clock.now()), "job", clock), clock))
+    made = start_driver(status_app=StatusApp(pages(JobHistory(clock.now()), "job", clock), clock))
     made.server.publish(world(1, "0-0.1"))
     return made
 
@@ -184,7 +185,7 @@ class Stranger:
         return parse(self.send(head.encode("latin-1") + b"\r\n" + body))
 
     def session(self) -> str:
-        credentials = auth.sign_request(self._key, auth.HELLO, auth.new_id(), 0, b"")
+        credentials = auth.sign_request(self._key, auth.HELLO, auth.create_id(), 0, b"")
         status, body = self.request(auth.HELLO, b"", credentials.header())
         assert status == 200
         return str(json.loads(body)["session"])

@@ -54,7 +54,7 @@ def _of_the_wire(hint: Any) -> st.SearchStrategy[Any]:
     if origin is dict:
         return st.dictionaries(NAMES, JSON, max_size=4)
     kinds = {str: NAMES, int: NUMBERS, float: st.floats(0, 1e9), bool: st.booleans()}
-    return kinds.get(hint, st.binary(max_size=40).map(codec.plain))
+    return kinds.get(hint, st.binary(max_size=40).map(codec.to_plain))
 
 
 def _messages(request: type[Request[Any]]) -> st.SearchStrategy[Any]:
@@ -76,7 +76,7 @@ def _ask(
 def with_key(asking: http.client.HTTPConnection, request_class: type[Request[Any]]) -> Asks:
     """Whoever has the key is answered, whatever it says."""
     path = path_of(request_class)
-    hello = auth.sign_request(KEY, auth.HELLO, auth.new_id(), 0, b"")
+    hello = auth.sign_request(KEY, auth.HELLO, auth.create_id(), 0, b"")
     _, body, _ = _ask(asking, "POST", auth.HELLO, b"", {"authorization": hello.header()})
     session, count = str(json.loads(body)["session"]), itertools.count(1)
 

@@ -61,7 +61,7 @@ def test_a_forged_signature_is_refused(stranger: Stranger) -> None:
         f"Elastic {session}.²5.{'0' * 64}",
         stranger.signed("/rendezvous/WorkerExited", body, session),
         stranger.signed(PATH, body + b" ", session),
-        stranger.signed(PATH, body, auth.new_id()),
+        stranger.signed(PATH, body, auth.create_id()),
     ]
     for header in forged:
         assert stranger.request(PATH, body, header) == (401, b""), header
@@ -71,7 +71,7 @@ def test_a_forged_signature_is_refused(stranger: Stranger) -> None:
 
 
 def test_a_forged_hello_is_refused(stranger: Stranger) -> None:
-    credentials = auth.sign_request(b"guess", auth.HELLO, auth.new_id(), 0, b"")
+    credentials = auth.sign_request(b"guess", auth.HELLO, auth.create_id(), 0, b"")
     assert stranger.request(auth.HELLO, b"", credentials.header()) == (401, b"")
 
 
@@ -89,7 +89,7 @@ def test_a_recorded_request_cannot_be_played_again(driver: Driver) -> None:
 
 def test_a_replayed_hello_is_worth_nothing(stranger: Stranger) -> None:
     """It names a session, and whoever lacks the key cannot use it."""
-    hello = auth.sign_request(KEY, auth.HELLO, auth.new_id(), 0, b"").header()
+    hello = auth.sign_request(KEY, auth.HELLO, auth.create_id(), 0, b"").header()
     first = stranger.request(auth.HELLO, b"", hello)
     assert stranger.request(auth.HELLO, b"", hello) == first
     session = str(json.loads(first[1])["session"])
@@ -101,7 +101,7 @@ def test_an_honest_client_whose_session_was_forgotten_says_hello_again(driver: D
     client = driver.client()
     client.ask(Heartbeat("1-0"))
     forgotten = auth.Sessions()
-    driver.in_loop(lambda: setattr(driver.server._entrance._gate, "_sessions", forgotten))
+    driver.in_loop(lambda: setattr(driver.server._app._auth, "_sessions", forgotten))
     client.ask(Heartbeat("1-0"))
     assert [driver.heard(Heartbeat).slot for _ in range(2)] == ["1-0"] * 2
 
@@ -140,7 +140,7 @@ def test_a_chunked_body_beyond_the_limit_is_cut_off(stranger: Stranger) -> None:
     header = stranger.signed(PATH, b"")
     head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\nauthorization: {header}\r\ntransfer-encoding: chunked\r\n\r\n"
     chunk = b"100000\r\n" + bytes(1 << 20) + b"\r\n"
-    # Refused while we send: either the 413 arrives or the reset that follows it.
+    # HttpRefusal while we send: either the 413 arrives or the reset that follows it.
     assert parse(stranger.send(head.encode() + chunk * 12))[0] in (0, 413)
 
 
@@ -246,7 +246,7 @@ def test_strangers_cannot_take_all_connections(encrypted: bool) -> None:
 
     listener = listen(Bind())
     port = listener.getsockname()[1]
-    certificate = auth.made() if encrypted else None
+    certificate = auth.create_certificate() if encrypted else None
     serving = HttpServer(
         AuthMiddleware(KEY, ATTEMPT, {Heartbeat: beat}),
         listener,
@@ -258,12 +258,12 @@ def test_strangers_cannot_take_all_connections(encrypted: bool) -> None:
         http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
         if certificate is None
         else http.client.HTTPSConnection(
-            "127.0.0.1", port, timeout=PATIENCE, context=auth.only(certificate.public)
+            "127.0.0.1", port, timeout=PATIENCE, context=auth.create_pinned_context(certificate.public)
         )
     )
     silent: list[socket.socket] = []
     count = itertools.count(1)
-    session = auth.new_id()
+    session = auth.create_id()
 
     def ask(path: str, body: str, number: int) -> bytes:
         header = auth.sign_request(KEY, path, session, number, body.encode()).header()
@@ -283,7 +283,7 @@ def test_strangers_cannot_take_all_connections(encrypted: bool) -> None:
         assert honest.sock is kept
         for still_there in silent[3:]:
             if certificate is not None:
-                still_there = auth.only(certificate.public).wrap_socket(still_there)
+                still_there = auth.create_pinned_context(certificate.public).wrap_socket(still_there)
                 silent.append(still_there)
             still_there.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
             assert parse(read_all(still_there))[0] == 401
@@ -301,7 +301,10 @@ def test_strangers_whose_tls_fails_are_forgotten() -> None:
 
     listener = listen(Bind())
     serving = HttpServer(
-        AuthMiddleware(KEY, ATTEMPT, {Heartbeat: nothing}), listener, _Narrow, auth.made().context
+        AuthMiddleware(KEY, ATTEMPT, {Heartbeat: nothing}),
+        listener,
+        _Narrow,
+        auth.create_certificate().context,
     )
     serving.start()
     try:

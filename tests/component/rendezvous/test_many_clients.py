@@ -17,7 +17,8 @@ from spark_elastic.protocol.messages import JoinWorld, RegisterSlot, WorkerStart
 from spark_elastic.protocol.types import Limits, Phase, Position, World
 from spark_elastic.rendezvous.client import RendezvousClient, exchange_blobs
 from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, Exchange
-from spark_elastic.rendezvous.server import RendezvousServer, ServerCallbacks
+from spark_elastic.rendezvous.routes import ServerCallbacks
+from spark_elastic.rendezvous.server import RendezvousServer
 from spark_elastic.rendezvous.server_state import ServerState, Waiters
 
 WORKERS = 200

@@ -14,7 +14,8 @@ from spark_elastic.protocol.messages import Heartbeat
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.http_server import Bind
 from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, WatchSlot
-from spark_elastic.rendezvous.server import RendezvousServer, ServerCallbacks
+from spark_elastic.rendezvous.routes import ServerCallbacks
+from spark_elastic.rendezvous.server import RendezvousServer
 from tests.component.rendezvous.driver_side import ATTEMPT, KEY, PATIENCE, Driver, start_driver
 
 RECIPIENTS = ServerCallbacks(lambda event: None, lambda lines: None)
@@ -128,7 +129,7 @@ def test_a_driver_that_falls_silent_is_named_and_heard_again_when_it_wakes(drive
         "an idle poll ends in time, though asked to be held for long"
     )
     client._timeout = 0.6
-    driver.server._tell(lambda: hang(wake))
+    driver.server._submit(lambda: hang(wake))
     try:
         with pytest.raises(DriverUnreachable, match=f"{driver.server.address} does not answer"):
             slot.ask(WatchSlot("1-0", 0), hold=20.0)

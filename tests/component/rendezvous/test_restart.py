@@ -18,7 +18,7 @@ from tests.component.rendezvous.driver_side import PATIENCE, Driver, world
 
 def _kill_loop(driver: Driver) -> None:
     """Returns when another loop has taken the place of the killed one."""
-    serving = driver.server._serving
+    serving = driver.server._http_server
     assert serving is not None
     dead = serving._loop
     assert dead is not None
@@ -63,7 +63,7 @@ def test_it_survives_being_killed_again_and_again(driver: Driver, caplog: pytest
 
 def _kill_thread(driver: Driver) -> None:
     """Raise SystemExit inside the server's thread, wherever it is."""
-    serving = driver.server._serving
+    serving = driver.server._http_server
     assert serving is not None
     ident = ctypes.c_ulong(serving._thread.ident or 0)
     assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit)) == 1
@@ -71,14 +71,14 @@ def _kill_thread(driver: Driver) -> None:
 
 def _break_socket(driver: Driver) -> None:
     """The listening socket is of no more use, as after a broken network stack."""
-    serving = driver.server._serving
+    serving = driver.server._http_server
     assert serving is not None
     serving._listener.shutdown(socket.SHUT_RDWR)
 
 
 def _close_socket(driver: Driver) -> None:
     """Somebody closed descriptors that were not his, and then the loop dies, too."""
-    serving = driver.server._serving
+    serving = driver.server._http_server
     assert serving is not None
     serving._listener.close()
     _kill_loop(driver)

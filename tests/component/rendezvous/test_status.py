@@ -18,7 +18,8 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.monitoring.job_history import JobHistory
 from spark_elastic.monitoring.status import pages
 from spark_elastic.rendezvous.http_server import Bind
-from spark_elastic.rendezvous.server import RendezvousServer, ServerCallbacks
+from spark_elastic.rendezvous.routes import ServerCallbacks
+from spark_elastic.rendezvous.server import RendezvousServer
 from spark_elastic.rendezvous.status_app import StatusApp
 
 PREFIX = "/driver-proxy/4040"
@@ -28,10 +29,10 @@ ELSEWHERE = "127.0.0.2"  # for an address of this machine that localhost is not
 @contextmanager
 def serving(bind: Bind | None = None) -> Iterator[tuple[RendezvousServer, StatusApp]]:
     clock = SystemClock()
-    door = StatusApp(pages(JobHistory(clock.now()), "job", clock), clock)
+    status_app = StatusApp(pages(JobHistory(clock.now()), "job", clock), clock)
     recipients = ServerCallbacks(lambda event: None, lambda lines: None)
-    with RendezvousServer(bytes(32), 1, recipients, clock, bind, door) as server:
-        yield server, door
+    with RendezvousServer(bytes(32), 1, recipients, clock, bind, status_app) as server:
+        yield server, status_app
 
 
 @contextmanager
@@ -67,11 +68,11 @@ def proxy(address: str) -> Iterator[str]:
 
 def test_page_data_and_metrics_behind_a_path_prefix() -> None:
     with (
-        serving() as (server, door),
+        serving() as (server, status_app),
         proxy(server.address) as prefix,
         httpx.Client(follow_redirects=True) as visitor,
     ):
-        short = visitor.get(f"{prefix}/status?token={door.token}")
+        short = visitor.get(f"{prefix}/status?token={status_app.token}")
         assert str(short.url).startswith(f"{prefix}/status/?")
         assert "<h2>Workers</h2>" in short.text
         # As the page's script asks: by a relative address, with the cookie alone.
@@ -82,8 +83,8 @@ def test_page_data_and_metrics_behind_a_path_prefix() -> None:
 
 
 def test_the_gate_stays_shut_for_holders_of_the_token() -> None:
-    with serving() as (server, door):
-        headers = {"x-status-token": door.token, "authorization": f"Bearer {door.token}"}
+    with serving() as (server, status_app):
+        headers = {"x-status-token": status_app.token, "authorization": f"Bearer {status_app.token}"}
         for path in ("/rendezvous/hello", "/rendezvous/Report", "/status/data"):
             assert httpx.post(f"http://{server.address}{path}", headers=headers).status_code == 401
         assert httpx.get(f"http://{server.address}/rendezvous/hello", headers=headers).status_code == 401
@@ -91,13 +92,13 @@ def test_the_gate_stays_shut_for_holders_of_the_token() -> None:
 
 @pytest.mark.parametrize("size", [20_000, 60_000])
 def test_oversized_requests_are_refused_and_the_next_one_answered(size: int) -> None:
-    with serving() as (server, door):
+    with serving() as (server, status_app):
         try:
             answer = httpx.get(f"http://{server.address}/status/", params={"token": "x" * size})
             assert answer.status_code in (400, 401, 414, 431)
         except httpx.HTTPError:
             pass  # cut off while still sending
-        assert httpx.get(door.url(server.url)).status_code == 200
+        assert httpx.get(status_app.url(server.url)).status_code == 200
 
 
 def test_without_a_door_there_is_no_page() -> None:
@@ -111,8 +112,8 @@ def on_localhost(server: RendezvousServer) -> str:
 
 
 def test_a_proxy_that_dials_localhost_finds_the_page_and_no_other_door() -> None:
-    with serving(Bind(ELSEWHERE)) as (server, door), proxy(on_localhost(server)) as prefix:
-        page = httpx.get(f"{prefix}/status/?token={door.token}")
+    with serving(Bind(ELSEWHERE)) as (server, status_app), proxy(on_localhost(server)) as prefix:
+        page = httpx.get(f"{prefix}/status/?token={status_app.token}")
         assert "<h2>Workers</h2>" in page.text
         assert httpx.get(f"{prefix}/status/data").status_code == 401
         assert httpx.post(f"http://{on_localhost(server)}/rendezvous/hello").status_code == 401
@@ -121,8 +122,8 @@ def test_a_proxy_that_dials_localhost_finds_the_page_and_no_other_door() -> None
 def test_a_port_of_somebody_else_on_localhost_is_left_to_him() -> None:
     with socket.create_server(("127.0.0.1", 0)) as theirs:
         port = theirs.getsockname()[1]
-        with serving(Bind(ELSEWHERE, port)) as (server, door):
-            assert httpx.get(door.url(server.url)).status_code == 200
+        with serving(Bind(ELSEWHERE, port)) as (server, status_app):
+            assert httpx.get(status_app.url(server.url)).status_code == 200
 
 
 def test_without_pages_nothing_listens_on_localhost() -> None:
@@ -134,16 +135,16 @@ def test_without_pages_nothing_listens_on_localhost() -> None:
 
 
 def test_what_breaks_on_localhost_costs_the_workers_side_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    with serving(Bind(ELSEWHERE)) as (server, door):
-        assert server._serving is not None
-        beside = server._serving._beside
+    with serving(Bind(ELSEWHERE)) as (server, status_app):
+        assert server._http_server is not None
+        beside = server._http_server._loopback
         assert beside is not None
         beside.shutdown(socket.SHUT_RDWR)
         deadline = time.monotonic() + 20
-        while server._serving._beside is not None:
+        while server._http_server._loopback is not None:
             assert time.monotonic() < deadline
             time.sleep(0.002)
         again = httpx.Client(transport=httpx.HTTPTransport(retries=5))
-        assert again.get(door.url(server.url)).status_code == 200
+        assert again.get(status_app.url(server.url)).status_code == 200
         again.close()
     assert "starts again on the same port" in caplog.text

@@ -20,7 +20,8 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.monitoring.status import pages
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.messages import Heartbeat
-from spark_elastic.rendezvous.server import RendezvousServer, ServerCallbacks
+from spark_elastic.rendezvous.routes import ServerCallbacks
+from spark_elastic.rendezvous.server import RendezvousServer
 from spark_elastic.rendezvous.status_app import StatusApp
 from tests.unit.monitoring.played_job import STARTED, PlayedJob
 
@@ -117,10 +118,10 @@ def job() -> Played:
 @pytest.fixture
 def url(job: Played) -> Iterator[str]:
     clock = SystemClock()
-    door = StatusApp(pages(job.chronicle, "digits", PlayedClock(job)), clock)
+    status_app = StatusApp(pages(job.chronicle, "digits", PlayedClock(job)), clock)
     recipients = ServerCallbacks(lambda event: None, lambda lines: None)
-    with RendezvousServer(bytes(32), 1, recipients, clock, door=door) as server:
-        yield door.url(server.url)
+    with RendezvousServer(bytes(32), 1, recipients, clock, status_app=status_app) as server:
+        yield status_app.url(server.url)
 
 
 @pytest.fixture
@@ -179,10 +180,10 @@ def test_in_a_frame_of_another_origin_where_the_browser_takes_no_cookie(
 
 def test_a_server_that_is_gone_is_said(job: Played, screen: Screen) -> None:
     clock = SystemClock()
-    door = StatusApp(pages(job.chronicle, "digits", PlayedClock(job)), clock)
+    status_app = StatusApp(pages(job.chronicle, "digits", PlayedClock(job)), clock)
     recipients = ServerCallbacks(lambda event: None, lambda lines: None)
     job.start([1, 2, 3])
-    with RendezvousServer(bytes(32), 1, recipients, clock, door=door) as server:
-        screen.page.goto(door.url(server.url))
+    with RendezvousServer(bytes(32), 1, recipients, clock, status_app=status_app) as server:
+        screen.page.goto(status_app.url(server.url))
         screen.shows("3 of 3")
     screen.shows("the job is over, or the driver cannot be reached")

@@ -28,7 +28,7 @@ from tests.component.rendezvous.driver_side import PATIENCE, Driver, read_all, s
 
 @pytest.fixture(scope="module")
 def certificate() -> auth.Certificate:
-    return auth.made()
+    return auth.create_certificate()
 
 
 @pytest.fixture
@@ -38,8 +38,8 @@ def door() -> StatusApp:
 
 
 @pytest.fixture
-def driver(certificate: auth.Certificate, door: StatusApp) -> Iterator[Driver]:
-    made = start_driver(Bind(certificate=certificate), door=door)
+def driver(certificate: auth.Certificate, status_app: StatusApp) -> Iterator[Driver]:
+    made = start_driver(Bind(certificate=certificate), status_app=door)
     yield made
     made.close()
 
@@ -57,7 +57,7 @@ def test_requests_and_long_polls_over_tls(driver: Driver) -> None:
 
 def test_another_certificate_is_refused_at_once(driver: Driver) -> None:
     """The right key does not help an impostor, nor does a certificate of the same name."""
-    client = driver.client(certificate=auth.made().public)
+    client = driver.client(certificate=auth.create_certificate().public)
     with pytest.raises(Unauthorized, match="does not show this job's certificate"):
         client.ask(Heartbeat("1-0"))
     assert driver.events.empty()
@@ -88,11 +88,11 @@ def test_plain_requests_get_nothing(driver: Driver) -> None:
 
 
 def test_the_status_page_speaks_it_too(
-    driver: Driver, door: StatusApp, certificate: auth.Certificate
+    driver: Driver, status_app: StatusApp, certificate: auth.Certificate
 ) -> None:
     url = door.url(driver.server.url)
     assert url.startswith("https://")
-    with httpx.Client(verify=auth.only(certificate.public)) as browser:
+    with httpx.Client(verify=auth.create_pinned_context(certificate.public)) as browser:
         answer = browser.get(url)
     assert answer.status_code == 200
     assert answer.headers["set-cookie"].endswith("; Secure")
@@ -112,7 +112,7 @@ def test_a_given_certificate_with_its_chain(tmp_path: Path) -> None:
         _openssl(tmp_path, f"x509 -req -in request {signed} -out {name}.pem")
     chain, key = tmp_path / "chain.pem", str(tmp_path / "key.pem")
     chain.write_text((tmp_path / "leaf.pem").read_text() + (tmp_path / "ca.pem").read_text())
-    given = auth.given(str(chain), key)
+    given = auth.load_certificate(str(chain), key)
     assert given.public == (tmp_path / "leaf.pem").read_text()
     driver = start_driver(Bind(certificate=given))
     try:
@@ -123,7 +123,7 @@ def test_a_given_certificate_with_its_chain(tmp_path: Path) -> None:
         driver.close()
     for certificate in (tmp_path / "ca.pem", tmp_path / "nowhere"):
         with pytest.raises(InvalidInput, match="cannot be used"):
-            auth.given(str(certificate), key)
+            auth.load_certificate(str(certificate), key)
 
 
 @pytest.mark.parametrize(
@@ -142,9 +142,9 @@ def test_when_there_is_a_certificate(
     config = ElasticConfig(**settings)
     if expected is None:
         with pytest.raises(InvalidInput, match="nowhere"):
-            auth.chosen(config, encrypted)
+            auth.select_certificate(config, encrypted)
     else:
-        assert (auth.chosen(config, encrypted) is not None) is expected
+        assert (auth.select_certificate(config, encrypted) is not None) is expected
 
 
 def _openssl(folder: Path, arguments: str) -> None:
@@ -154,11 +154,11 @@ def _openssl(folder: Path, arguments: str) -> None:
 def test_without_openssl_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(InvalidInput, match="tls needs the program openssl on the driver"):
-        auth.made()
+        auth.create_certificate()
     broken = tmp_path / "openssl"
     broken.write_text("#!/bin/sh\necho no curve >&2\nexit 3\n")
     broken.chmod(broken.stat().st_mode | stat.S_IXUSR)
     with pytest.raises(InvalidInput, match=r"could not make a certificate \(no curve\)"):
-        auth.made()
+        auth.create_certificate()
     with pytest.raises(InvalidInput, match="cannot be read"):
-        auth.only("nonsense")
+        auth.create_pinned_context("nonsense")

@@ -113,7 +113,7 @@ def test_p6_a_client_without_the_key_gets_nothing_and_the_job_continues(fault: F
             forged=thief.request(
                 path_of(WorkerExited), body, thief.signed(path_of(WorkerExited), body, session)
             )[0],
-            hello=thief.request(auth.HELLO, b"", thief.signed(auth.HELLO, b"", auth.new_id(), 0))[0],
+            hello=thief.request(auth.HELLO, b"", thief.signed(auth.HELLO, b"", auth.create_id(), 0))[0],
             genuine=insider.request(path_of(WatchSlot), genuine.encode(), recorded)[0],
             replayed=thief.request(path_of(WatchSlot), genuine.encode(), recorded)[0],
             oversized=insider.request(

@@ -333,7 +333,7 @@ def test_a_slot_whose_driver_is_gone_names_the_drivers_address(driver: Driver) -
     def play() -> None:
         driver.heard(WorkerStarted)
         await_children(2)
-        driver.server._serving.close()  # type: ignore[union-attr] - dies without a word
+        driver.server._http_server.close()  # type: ignore[union-attr] - dies without a word
 
     ended = serve(driver, CountingProgram(1), play, driver_timeout=5.0)
     assert driver.server.address in ended

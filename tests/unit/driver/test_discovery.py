@@ -10,7 +10,14 @@ import pytest
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.driver import discovery
-from spark_elastic.driver.discovery import FixedHosts, HostPoller, JobHandle, parse_hosts, script, steered
+from spark_elastic.driver.discovery import (
+    FixedHosts,
+    HostPoller,
+    JobHandle,
+    build_discovery,
+    create_script_finder,
+    parse_hosts,
+)
 from spark_elastic.driver.ports import Post
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.events import CancelRequested, DrainRequested, DriverEvent, HostsDiscovered
@@ -29,7 +36,7 @@ class Quiet:
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(discovery, "ASK_EVERY", 0.02)
+    monkeypatch.setattr(discovery, "POLL_INTERVAL", 0.02)
 
 
 def _listed(event: DriverEvent) -> dict[str, int]:
@@ -89,7 +96,7 @@ def test_a_call_that_hangs_holds_nobody_up_and_its_answer_is_taken_when_it_comes
     posted: SimpleQueue[DriverEvent] = SimpleQueue()
 
     def post(event: DriverEvent) -> None:
-        monkeypatch.setattr(discovery, "ANSWER_WITHIN", 0.05)  # from the second call on
+        monkeypatch.setattr(discovery, "ANSWER_TIMEOUT", 0.05)  # from the second call on
         posted.put(event)
 
     polling = HostPoller(find, CLOCK)
@@ -116,12 +123,12 @@ def test_a_script_is_asked(tmp_path: Path) -> None:
     path = tmp_path / "hosts.sh"
     path.write_text("#!/bin/sh\necho a:2\necho b\n")
     path.chmod(0o755)
-    assert script([str(path)], lambda text: parse_hosts(text, 5))() == {"a": 2, "b": 5}
+    assert create_script_finder([str(path)], lambda text: parse_hosts(text, 5))() == {"a": 2, "b": 5}
     path.write_text("#!/bin/sh\necho no quota >&2\nexit 3\n")
     with pytest.raises(InvalidInput, match="ended with code 3: no quota"):
-        HostPoller(script([str(path)], parse_hosts), CLOCK).start(lambda event: None)
+        HostPoller(create_script_finder([str(path)], parse_hosts), CLOCK).start(lambda event: None)
     with pytest.raises(InvalidInput, match="did not run"):
-        script([str(tmp_path / "none.sh")], parse_hosts)()
+        create_script_finder([str(tmp_path / "none.sh")], parse_hosts)()
 
 
 @pytest.mark.parametrize(
@@ -146,7 +153,7 @@ def test_what_is_no_list_of_hosts_is_refused(text: str) -> None:
 def test_a_handle_gives_orders_to_its_job_early_ones_too() -> None:
     handle, posted = JobHandle(), list[DriverEvent]()
     handle.drain(rank=2, reason="maintenance")
-    watch = steered(Quiet(), lambda: {"a": 1}, handle, CLOCK)
+    watch = build_discovery(Quiet(), lambda: {"a": 1}, handle, CLOCK)
     watch.start(posted.append)
     handle.drain(host="a")
     handle.cancel("enough")
@@ -161,7 +168,7 @@ def test_a_handle_gives_orders_to_its_job_early_ones_too() -> None:
 def test_a_handle_of_two_jobs_gives_its_orders_to_both_as_long_as_they_run() -> None:
     handle, first, second = JobHandle(), list[DriverEvent](), list[DriverEvent]()
     handle.drain(host="a")
-    one, other = (steered(Quiet(), None, handle, CLOCK) for _ in range(2))
+    one, other = (build_discovery(Quiet(), None, handle, CLOCK) for _ in range(2))
     one.start(first.append)
     other.start(second.append)
     handle.drain(host="b")
@@ -180,7 +187,7 @@ def test_a_drain_names_one_target(choices: dict[str, object]) -> None:
 
 def test_what_is_no_handle_is_refused() -> None:
     with pytest.raises(InvalidInput, match=r"spark_elastic\.JobHandle; got a str"):
-        steered(Quiet(), None, "handle", CLOCK)
+        build_discovery(Quiet(), None, "handle", CLOCK)
 
 
 def test_fixed_hosts_are_listed_once() -> None:

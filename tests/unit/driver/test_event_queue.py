@@ -39,7 +39,7 @@ def test_events_keep_their_order() -> None:
 @pytest.mark.parametrize(("event", "woken"), [(BEAT, False), (CANCEL, True), (None, True)])
 def test_a_beat_wakes_nobody(event: Heartbeat | CancelRequested | None, woken: bool) -> None:
     inbox, bell, taken = EventQueue(), Bell(), threading.Event()
-    inbox._bell = bell
+    inbox._wakeup = bell
 
     def take() -> None:
         inbox.get(30.0)
@@ -56,5 +56,5 @@ def test_a_beat_wakes_nobody(event: Heartbeat | CancelRequested | None, woken: b
 
 def test_a_beat_is_taken_when_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     inbox = EventQueue()
-    monkeypatch.setattr(inbox._bell, "wait", lambda seconds: inbox.put(BEAT))
+    monkeypatch.setattr(inbox._wakeup, "wait", lambda seconds: inbox.put(BEAT))
     assert inbox.get(0.5) is BEAT

@@ -89,9 +89,9 @@ def test_every_event_and_command_comes_back_as_it_was(name: str, data: st.DataOb
     value = data.draw(st.builds(known[name], **more))
     if name in codec.MESSAGES:
         value = Received(data.draw(st.floats()), value)
-    plain = codec.encoded([value])[0] if name in codec.COMMANDS else codec.encode_event(value)
+    plain = codec.encode_commands([value])[0] if name in codec.COMMANDS else codec.encode_event(value)
     plain = json.loads(json.dumps(plain))
-    back = codec.commands_of([plain])[0] if name in codec.COMMANDS else codec.decode_event(plain)
+    back = codec.decode_commands([plain])[0] if name in codec.COMMANDS else codec.decode_event(plain)
     assert repr(back) == repr(value)  # NaN differs from itself
 
 
@@ -101,9 +101,9 @@ def test_what_a_machine_begins_from_comes_back(
     limits: Limits, attempt: int, checkpoints: tuple[Checkpoint, ...]
 ) -> None:
     state = driver_machine.DriverState(limits, attempt, checkpoints=checkpoints)
-    values = json.loads(json.dumps(codec.initial_of(state)))
+    values = json.loads(json.dumps(codec.encode_initial(state)))
     expected = {"limits": limits, "attempt": attempt, "checkpoints": checkpoints}
-    assert repr(codec.arguments_of(values)) == repr(expected)
+    assert repr(codec.decode_initial(values)) == repr(expected)
 
 
 def test_a_second_job_and_a_torn_end_share_a_file(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ KEY = b"k" * 32
 
 
 def test_a_header_comes_back_as_it_was() -> None:
-    credentials = auth.sign_request(KEY, "/p", auth.new_id(), 17, b"body")
-    assert auth.parse(credentials.header()) == credentials
+    credentials = auth.sign_request(KEY, "/p", auth.create_id(), 17, b"body")
+    assert auth.parse_credentials(credentials.header()) == credentials
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_a_header_comes_back_as_it_was() -> None:
     ],
 )
 def test_other_headers_are_no_credentials(header: str) -> None:
-    assert auth.parse(header) is None
+    assert auth.parse_credentials(header) is None
 
 
 def test_a_request_signature_covers_key_path_session_count_and_body() -> None:
@@ -64,23 +64,23 @@ def test_a_reply_signature_covers_its_request_status_and_body() -> None:
 def test_a_count_is_used_once_in_whatever_order(counts: list[int]) -> None:
     session, used = auth.Session(), set[int]()
     for count in counts:
-        assert session.take(count) == (count not in used)
+        assert session.use(count) == (count not in used)
         used.add(count)
 
 
 def test_overtaking_within_the_window_is_fine_and_beyond_it_refused() -> None:
     session = auth.Session()
-    assert session.take(auth.WINDOW + 10)
-    assert session.take(11)
-    assert not session.take(11)
-    assert not session.take(10), "too old to tell whether it was used"
-    assert session.take(10**14)
-    assert not session.take(auth.WINDOW + 10)
-    assert not session.take(0)
+    assert session.use(auth.WINDOW + 10)
+    assert session.use(11)
+    assert not session.use(11)
+    assert not session.use(10), "too old to tell whether it was used"
+    assert session.use(10**14)
+    assert not session.use(auth.WINDOW + 10)
+    assert not session.use(0)
 
 
 def _take(sessions: auth.Sessions, session: str, count: int) -> bool:
-    return sessions.take(auth.Credentials(session, count, "0" * 64))
+    return sessions.use(auth.Credentials(session, count, "0" * 64))
 
 
 def test_a_repeated_hello_opens_one_session() -> None:
@@ -92,18 +92,18 @@ def test_a_repeated_hello_opens_one_session() -> None:
 
 
 def test_replayed_hellos_crowd_out_no_session_in_use() -> None:
-    sessions = auth.Sessions(most_unused=2, most_used=100)
+    sessions = auth.Sessions(max_unused=2, max_used=100)
     mine = sessions.open("mine")
     assert _take(sessions, mine, 1)
     opened = [sessions.open(str(n)) for n in range(5)]
-    assert [sessions.known(session) for session in opened] == [False, False, False, True, True]
-    assert sessions.known(mine)
+    assert [sessions.is_known(session) for session in opened] == [False, False, False, True, True]
+    assert sessions.is_known(mine)
     assert not _take(sessions, mine, 1)
     assert _take(sessions, mine, 2)
 
 
 def test_the_session_unused_for_longest_is_forgotten_and_stays_unknown() -> None:
-    sessions = auth.Sessions(most_used=2)
+    sessions = auth.Sessions(max_used=2)
     a, b, c = (sessions.open(name) for name in "abc")
     assert _take(sessions, a, 1)
     assert _take(sessions, b, 1)
@@ -115,6 +115,6 @@ def test_the_session_unused_for_longest_is_forgotten_and_stays_unknown() -> None
 
 def test_ids_are_not_repeated() -> None:
     random.seed(0)  # whatever the seed
-    first = auth.new_id()
+    first = auth.create_id()
     random.seed(0)
-    assert auth.new_id() != first
+    assert auth.create_id() != first

@@ -135,12 +135,12 @@ def test_a_tuple_of_fixed_form_has_each_part_checked() -> None:
 
 def test_what_is_large_travels_packed() -> None:
     small, large = b'{"v":1}', b'{"v":"' + b"x" * 10_000 + b'"}'
-    assert codec.packed(small) == small
-    assert len(codec.packed(large)) < 1000
+    assert codec.compress(small) == small
+    assert len(codec.compress(large)) < 1000
     for text in (small, large):
-        assert codec.unpacked(codec.packed(text)) == text
+        assert codec.decompress(codec.compress(text)) == text
     with pytest.raises(codec.MalformedMessage):
-        codec.unpacked(b"neither")
+        codec.decompress(b"neither")
 
 
 def test_what_utf8_cannot_say_does_not_stop_a_message() -> None:

@@ -9,11 +9,11 @@ from spark_elastic.testing.fakes import FakeClock
 
 def test_slots_are_counted() -> None:
     posted: list[DriverEvent] = []
-    presence = ConnectionTracker(posted.append, FakeClock())
-    with presence.waiting(("1-0", None)), presence.waiting(("1-0", "1-0.1")):
-        assert presence.slots == 1
-        with presence.waiting(("1-0", None)), presence.waiting(("2-0", None)):
-            assert presence.slots == 2
-        assert presence.slots == 1
-    assert presence.slots == 0
+    tracker = ConnectionTracker(posted.append, FakeClock())
+    with tracker.track_poll(("1-0", None)), tracker.track_poll(("1-0", "1-0.1")):
+        assert tracker.slot_count == 1
+        with tracker.track_poll(("1-0", None)), tracker.track_poll(("2-0", None)):
+            assert tracker.slot_count == 2
+        assert tracker.slot_count == 1
+    assert tracker.slot_count == 0
     assert not posted

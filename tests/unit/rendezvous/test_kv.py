@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from spark_elastic.errors import InvalidInput, StaleGeneration
-from spark_elastic.rendezvous.server_state import Bounds, KeyValueStore, generation_scope
+from spark_elastic.rendezvous.server_state import KeyValueLimits, KeyValueStore, generation_scope
 
 
 def test_scopes_do_not_see_each_other() -> None:
@@ -13,7 +13,7 @@ def test_scopes_do_not_see_each_other() -> None:
     store.set("a", "k", b"1")
     store.set("b", "k", b"2")
     assert store.get("a", ["k", "l"]) == (b"1", None)
-    assert store.missing("b", ["l", "k", "m"]) == ["l", "m"]
+    assert store.find_missing("b", ["l", "k", "m"]) == ["l", "m"]
     store.close("a")
     assert store.get("a", ["k"]) == (None,)
     store.close("a")
@@ -33,7 +33,7 @@ def test_a_generation_takes_values_only_while_it_is_open() -> None:
 
 
 def test_reading_an_unknown_scope_makes_none() -> None:
-    store = KeyValueStore(Bounds(scopes=1))
+    store = KeyValueStore(KeyValueLimits(scopes=1))
     assert store.get("a", ["k"]) == (None,)
     store.set("b", "k", b"1")
     with pytest.raises(InvalidInput, match="scopes"):
@@ -41,9 +41,15 @@ def test_reading_an_unknown_scope_makes_none() -> None:
 
 
 @pytest.mark.parametrize(
-    "bounds", [Bounds(value_bytes=3), Bounds(key_bytes=0), Bounds(total_bytes=3), Bounds(keys=0)]
+    "bounds",
+    [
+        KeyValueLimits(value_bytes=3),
+        KeyValueLimits(key_bytes=0),
+        KeyValueLimits(total_bytes=3),
+        KeyValueLimits(keys=0),
+    ],
 )
-def test_every_bound_holds(bounds: Bounds) -> None:
+def test_every_bound_holds(bounds: KeyValueLimits) -> None:
     store = KeyValueStore(bounds)
     with pytest.raises(InvalidInput):
         store.set("a", "k", b"1234")
@@ -51,7 +57,7 @@ def test_every_bound_holds(bounds: Bounds) -> None:
 
 
 def test_room_that_is_given_back_can_be_used_again() -> None:
-    store = KeyValueStore(Bounds(total_bytes=4, keys=1))
+    store = KeyValueStore(KeyValueLimits(total_bytes=4, keys=1))
     for _ in range(3):
         store.set("a", "k", b"1234")
         store.set("a", "k", b"12")

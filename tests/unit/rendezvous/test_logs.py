@@ -33,7 +33,7 @@ def test_a_blocked_reader_costs_lines_that_are_counted() -> None:
         free.wait()
         got.put(message)
 
-    pump = LogForwarder(deliver, most_waiting=2)
+    pump = LogForwarder(deliver, max_pending=2)
     pump.start()
     pump.put(_lines("a"))
     assert taken.wait(10)

@@ -14,38 +14,38 @@ def _world(generation: int, *workers: str) -> World:
 
 
 def test_r10_an_older_abort_is_ignored() -> None:
-    board = ServerState(1)
-    board.publish(_world(1, "1-0.1"))
-    board.publish(_world(2, "1-0.1"))
-    board.abort(Fence(1, 1), "late")
-    assert board.over(Fence(1, 2)) is None
-    assert board.next_world("1-0.1", Fence(1, 1)) == NextWorld(_world(2, "1-0.1"))
+    state = ServerState(1)
+    state.publish(_world(1, "1-0.1"))
+    state.publish(_world(2, "1-0.1"))
+    state.abort(Fence(1, 1), "late")
+    assert state.get_end_reason(Fence(1, 2)) is None
+    assert state.find_next_world("1-0.1", Fence(1, 1)) == NextWorld(_world(2, "1-0.1"))
 
 
 def test_the_first_reason_of_an_abort_stays() -> None:
-    board = ServerState(1)
-    board.publish(_world(1, "1-0.1"))
-    board.abort(Fence(1, 1), "first")
-    board.abort(Fence(1, 1), "second")
-    assert board.over(Fence(1, 1)) == "first"
+    state = ServerState(1)
+    state.publish(_world(1, "1-0.1"))
+    state.abort(Fence(1, 1), "first")
+    state.abort(Fence(1, 1), "second")
+    assert state.get_end_reason(Fence(1, 1)) == "first"
 
 
 def test_the_end_is_over_everything() -> None:
-    board = ServerState(1)
-    board.publish(_world(1, "1-0.1"))
-    board.end("done")
-    board.end("done again")
-    assert board.over(Fence(1, 1)) == "done"
-    assert board.stop("1-0.1") == "done"
-    assert board.commands("1-0", 0) == SlotCommands(0, (), "done")
+    state = ServerState(1)
+    state.publish(_world(1, "1-0.1"))
+    state.end("done")
+    state.end("done again")
+    assert state.get_end_reason(Fence(1, 1)) == "done"
+    assert state.get_stop_reason("1-0.1") == "done"
+    assert state.get_commands("1-0", 0) == SlotCommands(0, (), "done")
 
 
 def test_the_order_to_stop_a_worker_reaches_its_slot() -> None:
-    board = ServerState(1)
-    board.stop_worker("7-2.3", "a", kill=False)
-    board.stop_worker("7-2.4", "b", kill=True)
+    state = ServerState(1)
+    state.stop_worker("7-2.3", "a", kill=False)
+    state.stop_worker("7-2.4", "b", kill=True)
     orders = (WorkerStop("7-2.3", "a", False), WorkerStop("7-2.4", "b", True))
-    assert board.commands("7-2", 0) == SlotCommands(2, orders)
-    assert board.commands("7-2", 1) == SlotCommands(2, orders[1:])
-    assert board.commands("7-2", 2) == SlotCommands(2)
-    assert board.commands("7-3", 0) == SlotCommands(0)
+    assert state.get_commands("7-2", 0) == SlotCommands(2, orders)
+    assert state.get_commands("7-2", 1) == SlotCommands(2, orders[1:])
+    assert state.get_commands("7-2", 2) == SlotCommands(2)
+    assert state.get_commands("7-3", 0) == SlotCommands(0)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from spark_elastic.rendezvous.status_app import BURST, FRESH, App, Page, StatusApp
+from spark_elastic.rendezvous.status_app import BURST, PAGE_TTL, App, Page, StatusApp
 from spark_elastic.testing import FakeClock
 
 
@@ -28,7 +28,7 @@ class Visitor:
         self.made = 0
         kinds = {"": "text/html", "data": "application/json", "metrics": "text/plain"}
         pages = {name: Page(kind, self._make) for name, kind in kinds.items()}
-        self.door = StatusApp({**pages, "broken": Page("text/plain", self._break)}, self.clock)
+        self.status_app = StatusApp({**pages, "broken": Page("text/plain", self._break)}, self.clock)
 
     def _make(self) -> bytes:
         self.made += 1
@@ -62,11 +62,11 @@ class Visitor:
             "query_string": query.encode(),
             "headers": [(name.encode(), value.encode()) for name, value in headers],
         }
-        asyncio.run(App(gate, self.door)(scope, receive, send))
+        asyncio.run(App(gate, self.status_app)(scope, receive, send))
         return answer
 
     def enter(self, path: str = "/status/") -> Answer:
-        return self.ask(path, f"token={self.door.token}")
+        return self.ask(path, f"token={self.status_app.token}")
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_the_address_gives_a_cookie_that_opens_the_rest(visitor: Visitor) -> Non
     assert (first.status, first.body) == (200, b"made")
     assert "HttpOnly" in cookie
     assert "SameSite" in cookie
-    assert visitor.door.token not in cookie
+    assert visitor.status_app.token not in cookie
     assert "path" not in cookie.lower()  # a proxy's prefix is not ours to know
     later = visitor.ask("/status/data", headers=[("cookie", cookie.split(";")[0])])
     assert (later.status, later.headers["content-type"]) == (200, "application/json")
@@ -89,7 +89,7 @@ def test_the_address_gives_a_cookie_that_opens_the_rest(visitor: Visitor) -> Non
 
 @pytest.mark.parametrize("name", ["x-status-token", "authorization"])
 def test_the_token_opens_as_a_header_too(visitor: Visitor, name: str) -> None:
-    value = visitor.door.token if name.startswith("x") else f"Bearer {visitor.door.token}"
+    value = visitor.status_app.token if name.startswith("x") else f"Bearer {visitor.status_app.token}"
     assert visitor.ask("/metrics", headers=[(name, value)]).status == 200
 
 
@@ -118,7 +118,7 @@ def test_strangers_learn_nothing(
 
 def test_an_empty_or_foreign_cookie_of_the_right_name_is_refused(visitor: Visitor) -> None:
     name = visitor.enter().headers["set-cookie"].split("=")[0]
-    for value in ("", visitor.door.token, "ä"):
+    for value in ("", visitor.status_app.token, "ä"):
         assert visitor.ask("/status/data", headers=[("cookie", f"{name}={value}")]).status == 401
 
 
@@ -131,7 +131,7 @@ def test_headers_forbid_what_is_not_needed(visitor: Visitor) -> None:
 
 
 def test_everything_else_goes_to_the_gate(visitor: Visitor) -> None:
-    query = f"token={visitor.door.token}"
+    query = f"token={visitor.status_app.token}"
     assert visitor.ask("/rendezvous/hello", query).status == 499
     assert visitor.ask("/status/", query, method="POST").status == 499
     assert visitor.ask("/statusquo", query).status == 499
@@ -146,7 +146,7 @@ def test_a_page_is_made_at_most_every_half_second(visitor: Visitor) -> None:
     for _ in range(5):
         visitor.enter()
     assert visitor.made == 1
-    visitor.clock.sleep(FRESH)
+    visitor.clock.sleep(PAGE_TTL)
     visitor.enter()
     assert visitor.made == 2
 
@@ -167,5 +167,5 @@ def test_a_page_that_fails_is_an_answer(visitor: Visitor, caplog: pytest.LogCapt
 
 
 def test_head_sends_no_body(visitor: Visitor) -> None:
-    answer = visitor.ask("/status/", f"token={visitor.door.token}", method="HEAD")
+    answer = visitor.ask("/status/", f"token={visitor.status_app.token}", method="HEAD")
     assert (answer.body, answer.headers["content-length"]) == (b"", "4")

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("pyspark")
 
 from spark_elastic.errors import PreflightError
-from spark_elastic.rendezvous.http_server import Bind, dialled, listen
+from spark_elastic.rendezvous.http_server import Bind, format_address, listen
 from spark_elastic.spark.probe import Probe, check_reports, make_version_check
 from spark_elastic.spark.session import collect_host_facts
 
@@ -18,7 +18,7 @@ from spark_elastic.spark.session import collect_host_facts
 def test_a_probe_dials_the_driver() -> None:
     bind = Bind("127.0.0.1")
     with listen(bind) as door:
-        address = dialled(bind, door)
+        address = format_address(bind, door)
         assert Probe(None, "t", driver=address).report(0, cloudpickle.dumps(1)).unreached is None
     report = Probe(None, "t", driver=address).report(0, cloudpickle.dumps(1))
     fault = report.unreached
