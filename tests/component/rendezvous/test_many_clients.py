@@ -81,10 +81,10 @@ def test_many_clients_come_into_one_world_again_and_again(
     """What the server does for an exchange grows with the ranks, not with their pairs."""
     built: list[str] = []
     wakes: list[str] = []
-    hand_in, wake = ServerState.hand_in, Waiters.wake
+    add_blob, wake = ServerState.add_blob, Waiters.wake
 
-    def counting_hand_in(self: ServerState, scope: str, name: str, rank: int, blob: bytes) -> bool:
-        complete = hand_in(self, scope, name, rank, blob)
+    def counting_add_blob(self: ServerState, scope: str, name: str, rank: int, blob: bytes) -> bool:
+        complete = add_blob(self, scope, name, rank, blob)
         built.extend([scope] * complete)
         return complete
 
@@ -92,7 +92,7 @@ def test_many_clients_come_into_one_world_again_and_again(
         wakes.append(topic)
         wake(self, topic)
 
-    monkeypatch.setattr(ServerState, "hand_in", counting_hand_in)
+    monkeypatch.setattr(ServerState, "add_blob", counting_add_blob)
     monkeypatch.setattr(Waiters, "wake", counting_wake)
     together = threading.Barrier(WORKERS)
     with ThreadPoolExecutor(WORKERS) as pool:

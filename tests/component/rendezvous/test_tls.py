@@ -32,14 +32,14 @@ def certificate() -> auth.Certificate:
 
 
 @pytest.fixture
-def door() -> StatusApp:
+def status_app() -> StatusApp:
     clock = SystemClock()
     return StatusApp(pages(JobHistory(clock.now()), "job", clock), clock)
 
 
 @pytest.fixture
 def driver(certificate: auth.Certificate, status_app: StatusApp) -> Iterator[Driver]:
-    made = start_driver(Bind(certificate=certificate), status_app=door)
+    made = start_driver(Bind(certificate=certificate), status_app=status_app)
     yield made
     made.close()
 
@@ -90,7 +90,7 @@ def test_plain_requests_get_nothing(driver: Driver) -> None:
 def test_the_status_page_speaks_it_too(
     driver: Driver, status_app: StatusApp, certificate: auth.Certificate
 ) -> None:
-    url = door.url(driver.server.url)
+    url = status_app.url(driver.server.url)
     assert url.startswith("https://")
     with httpx.Client(verify=auth.create_pinned_context(certificate.public)) as browser:
         answer = browser.get(url)
