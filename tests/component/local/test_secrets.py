@@ -22,7 +22,7 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.ports import Post
 from spark_elastic.errors import WorkerFailed
 from spark_elastic.protocol.slot_spec import SlotSpec
-from spark_elastic.rendezvous.auth import only
+from spark_elastic.rendezvous.auth import create_pinned_context
 from spark_elastic.running.call import prepare
 from spark_elastic.testing.fakes import ProcessLauncher
 
@@ -83,7 +83,9 @@ class Traces(io.StringIO):
         found = re.search(r"(https://\S+)(\?token=\S+)", self.getvalue())
         assert found is not None
         for name in ("", "data", "metrics"):
-            with closing(urlopen(found[1] + name + found[2], context=only(self.certificate))) as answer:
+            with closing(
+                urlopen(found[1] + name + found[2], context=create_pinned_context(self.certificate))
+            ) as answer:
                 self.seen[f"status page {name}"] = answer.read()
 
 
