@@ -1,9 +1,8 @@
-"""`allreduce` and `grouped_allreduce`, under Horovod's names, eager and in graphs.
+"""`allreduce` and `grouped_allreduce` under Horovod's names, eager and in graphs. All ranks of the set must call them.
 
-To be called by all ranks of the process set. Names identify operations; those without one go in the order in which each
-rank asks for its unnamed ones. An average of integers is cut towards zero; 16-bit floats are accumulated as float32; a
-bool's sum is "or". All raise `CollectiveError` where ranks disagree or the world broke; a graph does so to whoever runs
-it.
+Names identify operations. Unnamed operations are matched by the order in which each rank requests its unnamed ones. An
+average of integers is truncated towards zero; 16-bit floats are accumulated as float32; a bool's sum is "or". All raise
+`CollectiveError` if ranks disagree or the world broke; a graph raises it in the thread that runs it.
 """
 
 from __future__ import annotations
@@ -38,15 +37,17 @@ def allreduce(  # noqa: PLR0913 - name and arguments are Horovod's
     process_set: ProcessSet = global_process_set,
     ignore_name_scope: bool = False,
 ) -> Tensor:
-    """The average (default), or what `op` says, of all ranks' tensors, of equal shapes. Differentiable.
+    """Return the average (default) or another reduction of all ranks' tensors of one shape. Differentiable.
 
-    IndexedSlices are summed or averaged by gathering them, and stay such. device_dense, device_sparse,
-    ignore_name_scope: of no use here.
+    IndexedSlices are summed or averaged by gathering them, and stay IndexedSlices. device_dense, device_sparse,
+    ignore_name_scope: not used.
     """
-    how = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set, compression)
+    options = ReduceOptions.from_args(
+        average, op, (prescale_factor, postscale_factor), process_set, compression
+    )
     if isinstance(tensor, tf.IndexedSlices):
-        return allreduce_slices(tensor, name, how)
-    return allreduce_tensors([tensor], name, how)[0]
+        return allreduce_slices(tensor, name, options)
+    return allreduce_tensors([tensor], name, options)[0]
 
 
 @no_autograph
@@ -63,34 +64,37 @@ def grouped_allreduce(  # noqa: PLR0913
     process_set: ProcessSet = global_process_set,
     ignore_name_scope: bool = False,
 ) -> list[Tensor]:
-    """`allreduce` of several tensors as one operation. Differentiable."""
-    how = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set, compression)
+    """Allreduce several tensors as one operation. Differentiable."""
+    options = ReduceOptions.from_args(
+        average, op, (prescale_factor, postscale_factor), process_set, compression
+    )
     if not tensors:
         raise InvalidInput("a grouped operation takes at least one tensor.")
     if any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
         return [
-            allreduce(t, None, "", "", compression, how.op, *how.scale, None, process_set) for t in tensors
+            allreduce(t, None, "", "", compression, options.op, *options.scale, None, process_set)
+            for t in tensors
         ]
-    return allreduce_tensors(tensors, name, how)
+    return allreduce_tensors(tensors, name, options)
 
 
 @no_autograph
-def allreduce_tensors(tensors: Sequence[Tensor], name: str | None, how: ReduceOptions) -> list[Tensor]:
-    """As one operation, differentiable: the gradient is reduced in the same way."""
+def allreduce_tensors(tensors: Sequence[Tensor], name: str | None, options: ReduceOptions) -> list[Tensor]:
+    """Allreduce tensors as one operation. Differentiable: the gradient is reduced in the same way."""
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def differentiable(*given: Tensor) -> tuple[list[Tensor], Any]:
+    def differentiable(*inputs: Tensor) -> tuple[list[Tensor], Any]:
         def gradient(*upstream: Tensor) -> list[Tensor]:
-            return allreduce_tensors(upstream, None, how)
+            return allreduce_tensors(upstream, None, options)
 
-        return _allreduce(given, name, how), gradient
+        return _allreduce(inputs, name, options), gradient
 
     return list(differentiable(*(tf.convert_to_tensor(tensor) for tensor in tensors)))
 
 
-def _allreduce(tensors: Sequence[Tensor], name: str | None, how: ReduceOptions) -> list[Tensor]:
-    wire, squeezed = compress_tensors(tensors, how)
-    dtypes = [tensor.dtype for tensor, _ in squeezed]
+def _allreduce(tensors: Sequence[Tensor], name: str | None, options: ReduceOptions) -> list[Tensor]:
+    wire, compressed = compress_tensors(tensors, options)
+    dtypes = [tensor.dtype for tensor, _ in compressed]
     names = tuple(name_of(dtype) for dtype in dtypes)
 
     def body(arrays: list[Array]) -> list[Array]:
@@ -100,49 +104,49 @@ def _allreduce(tensors: Sequence[Tensor], name: str | None, how: ReduceOptions) 
             qualify_name(ALLREDUCE, name),
             names,
             tuple(array.shape for array in results),
-            how.op.value,
-            how.scale,
+            options.op.value,
+            options.scale,
             wire,
         )
         given = [as_engine_array(array) for array in results]
-        get_queue(how.process_set).submit(request, given, awaited=True).wait()
+        get_queue(options.process_set).submit(request, given, awaited=True).wait()
         return results
 
-    results = call(body, [tensor for tensor, _ in squeezed], dtypes, [tensor.shape for tensor in tensors])
-    return [how.compression.decompress(r, ctx) for r, (_, ctx) in zip(results, squeezed, strict=True)]
+    results = call(body, [tensor for tensor, _ in compressed], dtypes, [tensor.shape for tensor in tensors])
+    return [options.compression.decompress(r, ctx) for r, (_, ctx) in zip(results, compressed, strict=True)]
 
 
 def compress_tensors(
-    tensors: Sequence[Tensor], how: ReduceOptions
+    tensors: Sequence[Tensor], options: ReduceOptions
 ) -> tuple[str | None, list[tuple[Tensor, Any]]]:
-    """(the engine's wire format, what is exchanged and what undoes its compression)"""
-    wire = how.wire_format(all(tensor.dtype == tf.float32 for tensor in tensors))
+    """Return (the engine's wire format, for each tensor what to exchange and what `decompress` needs)."""
+    wire = options.wire_format(all(tensor.dtype == tf.float32 for tensor in tensors))
     if wire is not None:
         return wire, [(tensor, None) for tensor in tensors]
-    return None, [how.compression.compress(tensor) for tensor in tensors]
+    return None, [options.compression.compress(tensor) for tensor in tensors]
 
 
-# IndexedSlices of all ranks, concatenated: their sum or average, without the rows that nobody has.
+def allreduce_slices(
+    slices: Any, name: str | None, options: ReduceOptions, allow_single: bool = False
+) -> Any:
+    """Return IndexedSlices with the rows of all ranks, each listed once. They travel uncompressed.
 
-
-def allreduce_slices(slices: Any, name: str | None, how: ReduceOptions, allow_single: bool = False) -> Any:
-    """IndexedSlices with the rows of all ranks, each listed once; they travel as they are, whatever the compression.
-
-    alone: ranks that are not in the set keep their own.
+    Args:
+        allow_single: a rank that is not in the set keeps its own rows; else that is an error.
 
     Raises:
         InvalidInput: the reduction is neither Average nor Sum.
     """
-    if how.op not in (Average, Sum):
+    if options.op not in (Average, Sum):
         raise InvalidInput(
-            f"IndexedSlices take Average and Sum, not {how.op.name}: use tf.convert_to_tensor first."
+            f"IndexedSlices take Average and Sum, not {options.op.name}: use tf.convert_to_tensor first."
         )
     given = [slices.values, slices.indices]
     names = tuple(name_of(tensor.dtype) for tensor in given)
 
     def body(arrays: list[Array]) -> list[Array]:
-        if allow_single and is_single_process(how.process_set):
-            return _each_once(arrays[0], arrays[1])
+        if allow_single and is_single_process(options.process_set):
+            return _sum_equal_indices(arrays[0], arrays[1])
         request = Request(
             ALLGATHER,
             qualify_name("slices", name),
@@ -150,23 +154,25 @@ def allreduce_slices(slices: Any, name: str | None, how: ReduceOptions, allow_si
             tuple((-1, *array.shape[1:]) for array in arrays),
         )
         rows = [as_engine_array(array) for array in arrays]
-        channel = get_queue(how.process_set)
+        channel = get_queue(options.process_set)
         values, indices = channel.submit(request, rows, awaited=True).wait()
-        factor = how.scale[0] * how.scale[1] / (how.process_set.size() if how.op is Average else 1)
-        return _each_once(values.view(arrays[0].dtype), indices, factor)
+        factor = (
+            options.scale[0] * options.scale[1] / (options.process_set.size() if options.op is Average else 1)
+        )
+        return _sum_equal_indices(values.view(arrays[0].dtype), indices, factor)
 
     shapes = [[None, *tensor.shape[1:]] for tensor in given]
     values, indices = call(body, given, [tensor.dtype for tensor in given], shapes)
     return tf.IndexedSlices(values, indices, slices.dense_shape)
 
 
-def _each_once(values: Array, indices: Array, factor: float = 1.0) -> list[Array]:
-    """(values times `factor`, indices), the values of an index summed.
+def _sum_equal_indices(values: Array, indices: Array, factor: float = 1.0) -> list[Array]:
+    """Return (values times `factor`, indices) with each index once, the values of equal indices summed.
 
-    Keras squares what is listed: with an index listed twice, Adam would depend on how rows are spread over ranks.
+    Keras squares each listed value: with an index listed twice, Adam would depend on options ranks share the rows.
     """
-    rows, places = np.unique(indices, return_inverse=True)
+    rows, positions = np.unique(indices, return_inverse=True)
     wide = np.float32 if values.dtype.itemsize < 4 else values.dtype
     summed = np.zeros((len(rows), *values.shape[1:]), wide)
-    np.add.at(summed, places.reshape(-1), values.astype(wide, copy=False))
+    np.add.at(summed, positions.reshape(-1), values.astype(wide, copy=False))
     return [(summed * summed.dtype.type(factor)).astype(values.dtype, copy=False), rows]

@@ -1,7 +1,9 @@
-"""Tensors as the numpy arrays that operations take, and memory for their results.
+"""Tensors as the numpy arrays that operations take, memory for their results, and calls of Python from graphs.
 
-TensorFlow takes over an array that a graph's call returns without copying it where it begins at a multiple of 64 bytes.
-`Memory` gives such arrays out, and uses one again only once TensorFlow has let go of it. Any thread.
+TensorFlow takes over an array that a graph's call returns without a copy if it begins at a multiple of 64 bytes.
+`Memory` hands out such arrays, and reuses one only after TensorFlow has released it. TensorFlow wraps what a call
+raises in an error of its own, so the call remembers the error and the thread that runs the graph raises it; messages
+are never parsed. The training thread traces; TensorFlow's threads run the calls.
 """
 
 from __future__ import annotations
@@ -23,16 +25,16 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.flat_allreduce import FlatBuffer, allocate_aligned
 from spark_elastic.worker.context import get_group_context, get_process_context
 
-KEPT_FROM = 1 << 20  # bytes; smaller pieces are cheaper to allocate anew
+REUSED_FROM = 1 << 20  # bytes; smaller pieces are cheaper to allocate anew
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Tensor: TypeAlias = Any  # a tf.Tensor, eager or of a graph
 
 
 def name_of(dtype: Any) -> str:
-    """As numpy and the engine call it: float32, bfloat16, bool ...
+    """Return the name that numpy and the engine use: float32, bfloat16, bool ...
 
     Raises:
-        InvalidInput: operations do not take it.
+        InvalidInput: operations do not take the dtype.
     """
     if not (dtype.is_floating or dtype.is_integer or dtype.is_bool) or dtype.is_quantized:
         raise InvalidInput(f"tensors of {dtype.name} cannot be exchanged: convert them to numbers first.")
@@ -40,22 +42,22 @@ def name_of(dtype: Any) -> str:
 
 
 def for_tensor(array: Array, dtype: Any) -> Array:
-    """The same memory, as TensorFlow knows `dtype`."""
+    """Return the same memory with the numpy dtype that TensorFlow uses for `dtype`."""
     kind = np.dtype(dtype.as_numpy_dtype)
     return array if array.dtype == kind else array.view(kind)
 
 
 def view_of(tensor: Tensor) -> Array:
-    """The memory of an eager tensor, not to be written to; a copy where it cannot be had."""
+    """Return the memory of an eager tensor, which must not be written to, or a copy if it cannot be shared."""
     if tensor.dtype == tf.bfloat16 or not tensor.device.endswith("CPU:0"):
         return np.asarray(tensor.numpy())
     return np.asarray(memoryview(tensor))
 
 
 class _Lease:
-    """What is cut from an array of it keeps it alive; it ends with the last of these arrays.
+    """The owner of a piece of memory: freed with the last array that is cut from it.
 
-    No array itself: numpy's views skip arrays between them and the owner of the memory.
+    It is no array itself, since views of numpy skip the arrays between them and the owner of the memory.
     """
 
     def __init__(self, whole: Bytes) -> None:
@@ -64,14 +66,14 @@ class _Lease:
 
 
 class Memory:
-    """Pieces of aligned memory. Without a lock: pieces come back whenever the collector runs."""
+    """Reusable pieces of aligned memory. Without a lock, since pieces come back whenever the collector runs."""
 
     def __init__(self) -> None:
-        self._free: dict[int, list[Bytes]] = {}
+        self._free: dict[int, list[Bytes]] = {}  # by size in bytes
 
     def piece(self, nbytes: int) -> Bytes:
-        """So many bytes, of any content; zeros when they are given out for the first time."""
-        if nbytes < KEPT_FROM:
+        """Return that many bytes with any content: zeros on first use."""
+        if nbytes < REUSED_FROM:
             return allocate_aligned(nbytes)
         free = self._free.setdefault(nbytes, [])
         try:
@@ -91,33 +93,27 @@ def copy_arrays(arrays: Sequence[Array]) -> FlatBuffer:
     return buffer
 
 
-# What a collective raised inside of a TensorFlow graph, which knows it as an error of its own kind only.
-#
-# A graph's call remembers what it raised, and whatever runs the graph raises that. No message is ever looked at.
-# Written by TensorFlow's threads, read by the training thread.
-
-
 @dataclass
 class _Remembered:
     error: BaseException | None = None
 
 
 def remember(error: BaseException) -> None:
-    """The first one of a world is the cause of the others."""
+    """Remember the first error of a world, which is the cause of the others."""
     remembered = _get_remembered()
     if remembered.error is None:
         remembered.error = error
 
 
 def _get_remembered() -> _Remembered:
-    """The error remembered in the current world: what an earlier world raised is no cause in the next."""
+    """Return the record of the current world: an error of an earlier world is no cause in the next one."""
     return get_group_context().get_or_create(_Remembered)
 
 
 def _raise_remembered(call_flat: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(call_flat)
     def call(function: Any, *args: Any) -> Any:
-        if not tf.executing_eagerly():  # it becomes part of another graph
+        if not tf.executing_eagerly():  # the graph becomes part of another one
             return call_flat(function, *args)
         _get_remembered().error = None
         try:
@@ -132,35 +128,33 @@ def _raise_remembered(call_flat: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-# Every graph that runs eagerly comes by here, whoever asked for it: a tf.function, `model.fit`, a ConcreteFunction, a
-# tape's gradient. TensorFlow offers no place of its own to raise another error.
+# Every graph that runs eagerly passes here: of a tf.function, `model.fit`, a ConcreteFunction, or a tape's gradient.
+# TensorFlow has no hook to raise another error.
 AtomicFunction.call_flat = _raise_remembered(AtomicFunction.call_flat)
-
-
-# Python that runs where tensors are: at once in eager mode, as one `tf.numpy_function` inside of a graph.
-#
-# Calls of one graph run in the order in which they were traced, so that unnamed operations pair up. What one raises is
-# remembered for whoever runs the graph (`failures`). Traced by the training thread, run by TensorFlow's threads.
 
 
 Body: TypeAlias = Callable[[list[Array]], Sequence[Array]]
 F = TypeVar("F", bound=Callable[..., Any])
-LAST = "_spark_elastic_last"  # on a graph: its newest call
+LAST = "_spark_elastic_last"  # attribute of a graph: its newest call
 
 
 def no_autograph(function: F) -> F:
-    """Autograph, which rewrites what a tf.function calls, leaves it and what it calls as they are."""
-    left: F = tf.autograph.experimental.do_not_convert(function)
-    return left
+    """Keep autograph, which rewrites what a tf.function calls, from rewriting this function and what it calls."""
+    unconverted: F = tf.autograph.experimental.do_not_convert(function)
+    return unconverted
 
 
 @no_autograph
 def call(body: Body, tensors: Sequence[Tensor], dtypes: Sequence[Any], shapes: Sequence[Any]) -> list[Tensor]:
-    """The results of `body`, of these dtypes and static shapes. It must neither write into the arrays that it
-    is given nor return them: TensorFlow may write into what it gets.
+    """Run `body` now in eager mode, or as one `tf.numpy_function` of the graph. Calls of one graph run in the order in
+    which they were traced, so that unnamed operations match.
+
+    Args:
+        body: must neither write into its arrays nor return them, since TensorFlow may write into results.
+        dtypes, shapes: of the results; the shapes are static ones.
 
     Raises:
-        InvalidInput: it is being compiled by XLA.
+        InvalidInput: XLA compiles the graph.
     """
     if tf.executing_eagerly():
         results = body([view_of(tensor) for tensor in tensors])
@@ -175,15 +169,15 @@ def call(body: Body, tensors: Sequence[Tensor], dtypes: Sequence[Any], shapes: S
         )
     former = getattr(graph, LAST, None)
     with tf.control_dependencies([] if former is None else [former]):
-        made = tf.numpy_function(_remember_errors(body, dtypes), list(tensors), list(dtypes))
-    setattr(graph, LAST, made[0].op)
-    for result, shape in zip(made, shapes, strict=True):
+        results = tf.numpy_function(_remember_errors(body, dtypes), list(tensors), list(dtypes))
+    setattr(graph, LAST, results[0].op)
+    for result, shape in zip(results, shapes, strict=True):
         result.set_shape(shape)
-    return list(made)
+    return list(results)
 
 
 def _remember_errors(body: Body, dtypes: Sequence[Any]) -> Callable[..., list[Array]]:
-    def guarded(*arrays: Array) -> list[Array]:
+    def run(*arrays: Array) -> list[Array]:
         try:
             results = body(list(arrays))
         except BaseException as error:
@@ -191,4 +185,4 @@ def _remember_errors(body: Body, dtypes: Sequence[Any]) -> Callable[..., list[Ar
             raise
         return [for_tensor(array, dtype) for array, dtype in zip(results, dtypes, strict=True)]
 
-    return no_autograph(guarded)
+    return no_autograph(run)

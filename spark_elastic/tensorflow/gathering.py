@@ -1,6 +1,6 @@
-"""Allgather and broadcast under Horovod's names: as in `allreduce` of names, orders and errors.
+"""Allgather, broadcast and join under Horovod's names; names, order and errors are as in `allreduce`.
 
-Gradients are those of the average of all ranks' losses, as in the last releases of Horovod.
+Gradients belong to the average of all ranks' losses, as in the last releases of Horovod.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def allgather(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """All ranks' tensors, one after the other along dimension 0, in which they may differ. Differentiable."""
+    """Concatenate all ranks' tensors along dimension 0, in which they may differ. Differentiable."""
     return grouped_allgather([tensor], name, ignore_name_scope, process_set)[0]
 
 
@@ -40,21 +40,21 @@ def grouped_allgather(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """`allgather` of several tensors as one operation. Differentiable."""
+    """Allgather several tensors as one operation. Differentiable."""
     if not tensors:
         raise InvalidInput("a grouped operation takes at least one tensor.")
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def differentiable(*given: Tensor) -> tuple[list[Tensor], Any]:
+    def differentiable(*inputs: Tensor) -> tuple[list[Tensor], Any]:
         def gradient(*upstream: Tensor) -> list[Tensor]:
-            rows = tf.stack([tf.shape(tensor)[0] for tensor in given])
+            rows = tf.stack([tf.shape(tensor)[0] for tensor in inputs])
             counts = _allgather([rows[None]], None, process_set)[0]
             mine = rank_in(process_set)
             averages = allreduce_tensors(upstream, None, ReduceOptions(Average, process_set=process_set))
             firsts = tf.reduce_sum(counts[:mine], axis=0)
             return [whole[firsts[i] : firsts[i] + rows[i]] for i, whole in enumerate(averages)]
 
-        return _allgather(given, name, process_set), gradient
+        return _allgather(inputs, name, process_set), gradient
 
     as_tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
     return list(differentiable(*(t[None] if t.shape.rank == 0 else t for t in as_tensors)))
@@ -85,16 +85,16 @@ def broadcast(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """The tensor of rank `root_rank` (of the world), on all ranks. Differentiable."""
+    """Return the tensor of rank `root_rank` of the world. Differentiable."""
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def differentiable(given: Tensor) -> tuple[Tensor, Any]:
+    def differentiable(value: Tensor) -> tuple[Tensor, Any]:
         def gradient(upstream: Tensor) -> Tensor:
             average = allreduce_tensors([upstream], None, ReduceOptions(Average, process_set=process_set))[0]
             is_root = tf.equal(rank_in(process_set), root_index(process_set, root_rank))
             return tf.where(is_root, average, tf.zeros_like(average))
 
-        return broadcast_all([given], root_rank, name, process_set)[0], gradient
+        return broadcast_all([value], root_rank, name, process_set)[0], gradient
 
     return differentiable(tf.convert_to_tensor(tensor))
 
@@ -102,7 +102,7 @@ def broadcast(
 def broadcast_all(
     tensors: Sequence[Tensor], root_rank: int, name: str | None, process_set: ProcessSet
 ) -> list[Tensor]:
-    """Several tensors as one operation."""
+    """Broadcast several tensors as one operation."""
     names = tuple(name_of(tensor.dtype) for tensor in tensors)
 
     def body(arrays: list[Array]) -> list[Array]:
@@ -128,7 +128,7 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Overwrite variables with those of rank `root_rank`, as one operation. The same variables."""
+    """Overwrite variables with those of rank `root_rank`, as one operation. Returns the same variables."""
     inner = [plain(variable) for variable in variables]
     if inner:
         values = [tf.convert_to_tensor(variable) for variable in inner]
@@ -144,11 +144,8 @@ def broadcast_variables(
     process_set: ProcessSet = global_process_set,
     inplace: bool = False,
 ) -> None:
-    """Overwrite variables, of TensorFlow or Keras, with those of `root_rank`. inplace: of no use here."""
+    """Overwrite variables, of TensorFlow or Keras, with those of `root_rank`. inplace: not used."""
     broadcast_(list(variables), root_rank, "variables", process_set)
-
-
-# Horovod's further ways to hand objects and variables on.
 
 
 def broadcast_object_fn(
@@ -157,14 +154,14 @@ def broadcast_object_fn(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[Any], Any]:
-    """A function that hands an object of `root_rank` on. session: only None, as TensorFlow 2 has no sessions."""
+    """Return a function that broadcasts an object of `root_rank`. session: only None, TensorFlow 2 has none."""
     if session is not None:
         raise InvalidInput("there are no sessions in TensorFlow 2: leave session out.")
     return lambda obj: broadcast_object(obj, root_rank, name, process_set)
 
 
 def broadcast_global_variables(root_rank: int) -> None:
-    """Not of TensorFlow 2, whose eager variables are not global.
+    """Broadcast the global variables of a TensorFlow 1 graph; eager variables are not global.
 
     Raises:
         InvalidInput: in eager mode.
@@ -176,14 +173,14 @@ def broadcast_global_variables(root_rank: int) -> None:
     broadcast_variables(tf.compat.v1.global_variables(), root_rank)
 
 
-# `join` under Horovod's name: for ranks that are out of data.
-
-
 def join() -> int:
-    """Take part in the others' reductions with nothing to add, until all have joined; the rank that joined last.
+    """Take part in the reductions of the other ranks without contributing, until all ranks have joined.
 
-    Averages divide by the world's size all the same. Gathering and broadcasting take all ranks, and so do gradients
-    with rows missing.
+    Averages still divide by the world's size. Allgather and broadcast need all ranks, and so do gradients with missing
+    rows.
+
+    Returns:
+        The rank that joined last.
 
     Raises:
         CollectiveError: the world changed.

@@ -1,7 +1,7 @@
-"""Alltoall and reducescatter under Horovod's names: as in `allreduce` of names, orders and errors.
+"""Alltoall and reducescatter under Horovod's names; names, order and errors are as in `allreduce`.
 
-Gradients are as in the last releases of Horovod: of an alltoall those of the sum of all ranks' losses, of a
-reducescatter these times the number of ranks.
+Gradients are as in the last releases of Horovod: those of an alltoall belong to the sum of all ranks' losses, those of
+a reducescatter to that sum times the number of ranks.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ def alltoall(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Rank r gets the r-th part of every rank's tensor, cut along dimension 0, in rank order. Differentiable.
+    """Send part r of the tensor, cut along dimension 0, to rank r; return the received parts in rank order.
 
-    splits: rows for each rank; then the result is (tensor, rows received from each). None: equal parts, and the tensor
-    alone.
+    Differentiable.
+
+    Args:
+        splits: rows for each rank; the result is then (tensor, rows received from each rank). None: equal parts.
     """
     given = tf.convert_to_tensor(tensor)
     if given.shape.rank == 0:
@@ -43,15 +45,15 @@ def alltoall(
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def differentiable(rows: Tensor) -> tuple[tuple[Tensor, Tensor], Any]:
-        received, came = _alltoall(rows, splits, name, process_set)
+        received, counts = _alltoall(rows, splits, name, process_set)
 
         def gradient(upstream: Tensor, _: Tensor) -> Tensor:
-            return _alltoall(upstream, came, None, process_set)[0]
+            return _alltoall(upstream, counts, None, process_set)[0]
 
-        return (received, came), gradient
+        return (received, counts), gradient
 
-    received, came = differentiable(given)
-    return received if splits is None else (received, came)
+    received, counts = differentiable(given)
+    return received if splits is None else (received, counts)
 
 
 def _alltoall(
@@ -66,12 +68,12 @@ def _alltoall(
         operation = get_queue(process_set).submit(
             request, [as_engine_array(rows)], [int(n) for n in parts[0]] if parts else None, awaited=True
         )
-        received, came = operation.wait()
-        return [received, came.astype(np.int32)]
+        received, counts = operation.wait()
+        return [received, counts.astype(np.int32)]
 
     shapes = [[None, *tensor.shape[1:]], [None]]
-    received, came = call(body, [tensor, *sent], [tensor.dtype, tf.int32], shapes)
-    return received, came
+    received, counts = call(body, [tensor, *sent], [tensor.dtype, tf.int32], shapes)
+    return received, counts
 
 
 @no_autograph
@@ -84,8 +86,8 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
-    """This rank's part of what `allreduce` gives, cut along dimension 0; the first ranks have a row more where it does
-    not divide. Differentiable for Average and Sum."""
+    """Return this rank's part of the reduced tensor, cut along dimension 0; the first ranks get one row more if the
+    rows cannot be divided evenly. Differentiable for Average and Sum."""
     scale = prescale_factor, postscale_factor
     return grouped_reducescatter([tensor], name, compression, op, process_set, *scale)[0]
 
@@ -100,29 +102,29 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """`reducescatter` of several tensors as one operation. Differentiable for Average and Sum."""
+    """Reducescatter several tensors as one operation. Differentiable for Average and Sum."""
     scale = prescale_factor, postscale_factor
-    how = ReduceOptions.from_reducescatter_args(len(tensors), op, scale, process_set, compression)
+    options = ReduceOptions.from_reducescatter_args(len(tensors), op, scale, process_set, compression)
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def differentiable(*given: Tensor) -> tuple[list[Tensor], Any]:
         def gradient(*upstream: Tensor) -> list[Tensor]:
-            return _gather_gradients(upstream, how)
+            return _gather_gradients(upstream, options)
 
-        return _reducescatter(given, name, how), gradient
+        return _reducescatter(given, name, options), gradient
 
     return list(differentiable(*(tf.convert_to_tensor(tensor) for tensor in tensors)))
 
 
-def _gather_gradients(upstream: Sequence[Tensor], how: ReduceOptions) -> list[Tensor]:
-    factor = how.reducescatter_gradient_factor(lambda: tf.cast(size_op(how.process_set), tf.float64))
-    wholes = grouped_allgather(upstream, process_set=how.process_set)
+def _gather_gradients(upstream: Sequence[Tensor], options: ReduceOptions) -> list[Tensor]:
+    factor = options.reducescatter_gradient_factor(lambda: tf.cast(size_op(options.process_set), tf.float64))
+    wholes = grouped_allgather(upstream, process_set=options.process_set)
     return [whole * tf.cast(factor, whole.dtype) for whole in wholes]
 
 
-def _reducescatter(tensors: Sequence[Tensor], name: str | None, how: ReduceOptions) -> list[Tensor]:
-    squeezed = [how.compression.compress(tensor) for tensor in tensors]
-    given = [tensor for tensor, _ in squeezed]
+def _reducescatter(tensors: Sequence[Tensor], name: str | None, options: ReduceOptions) -> list[Tensor]:
+    compressed = [options.compression.compress(tensor) for tensor in tensors]
+    given = [tensor for tensor, _ in compressed]
     names = tuple(name_of(tensor.dtype) for tensor in given)
 
     def body(arrays: list[Array]) -> Sequence[Array]:
@@ -131,12 +133,14 @@ def _reducescatter(tensors: Sequence[Tensor], name: str | None, how: ReduceOptio
             qualify_name(REDUCESCATTER, name),
             names,
             tuple(array.shape for array in arrays),
-            how.op.value,
-            how.scale,
+            options.op.value,
+            options.scale,
         )
         rows = [as_engine_array(array) for array in arrays]
-        return get_queue(how.process_set).submit(request, rows, awaited=True).wait()
+        return get_queue(options.process_set).submit(request, rows, awaited=True).wait()
 
     shapes = [[None, *tensor.shape[1:]] if tensor.shape.rank else None for tensor in given]
     parts = call(body, given, [tensor.dtype for tensor in given], shapes)
-    return [how.compression.decompress(part, ctx) for part, (_, ctx) in zip(parts, squeezed, strict=True)]
+    return [
+        options.compression.decompress(part, ctx) for part, (_, ctx) in zip(parts, compressed, strict=True)
+    ]

@@ -1,4 +1,4 @@
-"""Where this process stands, asked when a graph runs: the world may be another one than when it was traced."""
+"""Horovod's `size_op`, `rank_op` and the like, evaluated when a graph runs, maybe in another world than its trace."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ from spark_elastic.tensorflow.arrays import Tensor, call, no_autograph
 
 @no_autograph
 def size_op(process_set: ProcessSet | int = global_process_set, name: str | None = None) -> Tensor:
-    """How many ranks the set has. All functions here return scalar int32 tensors."""
-    return _number(_as_set(process_set).size)
+    """Return the number of ranks in the set. All functions here return scalar int32 tensors."""
+    return _evaluate(_as_set(process_set).size)
 
 
 @no_autograph
 def rank_op(name: str | None = None) -> Tensor:
-    """The rank of this process in the world."""
-    return _number(topology.rank)
+    """Return the rank of this process in the world."""
+    return _evaluate(topology.rank)
 
 
 def rank_in(process_set: ProcessSet) -> Tensor:
-    """The rank of this process in the set."""
-    return _number(process_set.rank)
+    """Return the rank of this process in the set."""
+    return _evaluate(process_set.rank)
 
 
 @no_autograph
 def local_size_op(name: str | None = None) -> Tensor:
-    """How many workers of the world are on this host."""
-    return _number(topology.local_size)
+    """Return the number of workers on this host."""
+    return _evaluate(topology.local_size)
 
 
 @no_autograph
 def local_rank_op(name: str | None = None) -> Tensor:
-    """The rank of this process among the workers on this host."""
-    return _number(topology.local_rank)
+    """Return the rank of this process among the workers on this host."""
+    return _evaluate(topology.local_rank)
 
 
 @no_autograph
 def process_set_included_op(process_set: ProcessSet | int = 0, name: str | None = None) -> Tensor:
-    """1 if this process is in the set, else 0."""
-    return _number(_as_set(process_set).included)
+    """Return 1 if this process is in the set, else 0."""
+    return _evaluate(_as_set(process_set).included)
 
 
-def _number(ask: Callable[[], int]) -> Tensor:
+def _evaluate(get: Callable[[], int]) -> Tensor:
     def body(arrays: list[Array]) -> list[Array]:
-        return [np.array(int(ask()), np.int32)]
+        return [np.array(int(get()), np.int32)]
 
     return call(body, [], [tf.int32], [[]])[0]
 

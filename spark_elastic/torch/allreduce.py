@@ -1,8 +1,8 @@
-"""`allreduce` in all its forms, under Horovod's names. All are to be called by all ranks of the process set.
+"""`allreduce` in all its forms, under Horovod's names. All ranks of the process set must call it.
 
-Names identify operations: ranks may ask for them in different orders. Those without one go in the order in which each
-rank asks for its unnamed ones. An average of integers is cut towards zero; 16-bit floats are accumulated as float32; a
-bool's sum is "or". All raise `CollectiveError` where ranks disagree or the world broke.
+Names identify operations: ranks may request them in different orders. Unnamed operations are matched by the order in
+which each rank requests its unnamed ones. An average of integers is truncated towards zero; 16-bit floats are
+accumulated as float32; a bool's sum is "or". All raise `CollectiveError` if ranks disagree or the world broke.
 """
 
 from __future__ import annotations
@@ -39,9 +39,11 @@ def allreduce(  # noqa: PLR0913 - name and arguments are Horovod's
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """The average (default), or what `op` says, of all ranks' tensors, of equal shapes. Differentiable."""
-    how = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set, compression)
-    return _AllReduce.apply(how, name, tensor)[0]  # type: ignore[no-any-return, no-untyped-call]
+    """Return the average (default) or another reduction of all ranks' tensors of one shape. Differentiable."""
+    options = ReduceOptions.from_args(
+        average, op, (prescale_factor, postscale_factor), process_set, compression
+    )
+    return _AllReduce.apply(options, name, tensor)[0]  # type: ignore[no-any-return, no-untyped-call]
 
 
 def allreduce_async(
@@ -53,9 +55,9 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """As `allreduce`; not differentiable."""
-    how = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set)
-    return _single(start([tensor], name, how, in_place=False))
+    """`allreduce` without waiting; not differentiable."""
+    options = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set)
+    return _single(start([tensor], name, options, in_place=False))
 
 
 def allreduce_(
@@ -67,9 +69,9 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """As `allreduce`, into `tensor`."""
-    how = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set)
-    return start([tensor], name, how, in_place=True, awaited=True)()[0]  # type: ignore[no-any-return]
+    """`allreduce` into `tensor`."""
+    options = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set)
+    return start([tensor], name, options, in_place=True, awaited=True)()[0]  # type: ignore[no-any-return]
 
 
 def allreduce_async_(
@@ -81,9 +83,9 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """As `allreduce_`; the tensor is the operation's until its handle is done."""
-    how = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set)
-    return _single(start([tensor], name, how, in_place=True))
+    """`allreduce_` without waiting. The tensor belongs to the operation until its handle is done."""
+    options = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set)
+    return _single(start([tensor], name, options, in_place=True))
 
 
 def grouped_allreduce(  # noqa: PLR0913
@@ -96,9 +98,11 @@ def grouped_allreduce(  # noqa: PLR0913
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """`allreduce` of several tensors as one operation. Differentiable."""
-    how = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set, compression)
-    return list(_AllReduce.apply(how, name, *tensors))  # type: ignore[no-untyped-call]
+    """Allreduce several tensors as one operation. Differentiable."""
+    options = ReduceOptions.from_args(
+        average, op, (prescale_factor, postscale_factor), process_set, compression
+    )
+    return list(_AllReduce.apply(options, name, *tensors))  # type: ignore[no-untyped-call]
 
 
 def grouped_allreduce_async(
@@ -110,9 +114,9 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """As `grouped_allreduce`; not differentiable."""
-    how = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set)
-    return start(tensors, name, how, in_place=False)
+    """`grouped_allreduce` without waiting; not differentiable."""
+    options = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set)
+    return start(tensors, name, options, in_place=False)
 
 
 def grouped_allreduce_(
@@ -124,9 +128,9 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """As `grouped_allreduce`, into `tensors`."""
-    how = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set)
-    return start(tensors, name, how, in_place=True, awaited=True)()  # type: ignore[no-any-return]
+    """`grouped_allreduce` into `tensors`."""
+    options = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set)
+    return start(tensors, name, options, in_place=True, awaited=True)()  # type: ignore[no-any-return]
 
 
 def grouped_allreduce_async_(
@@ -138,39 +142,39 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """As `grouped_allreduce_`."""
-    how = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set)
-    return start(tensors, name, how, in_place=True)
+    """`grouped_allreduce_` without waiting."""
+    options = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set)
+    return start(tensors, name, options, in_place=True)
 
 
 @disable_compile
 def start(
     tensors: Sequence[torch.Tensor],
     name: str | None,
-    how: ReduceOptions,
+    options: ReduceOptions,
     in_place: bool,
     awaited: bool = False,
 ) -> Handle:
-    """The handle brings a list of tensors. awaited: it is waited for at once."""
+    """Request an allreduce; its handle returns a list of tensors. awaited: the caller waits for it at once."""
     if not tensors:
         raise InvalidInput("a grouped operation takes at least one tensor.")
     working = [to_host(tensor) if in_place else copy_to_host(tensor) for tensor in tensors]
-    wire, back = _compress(working, how)
+    wire, decompress = _compress(working, options)
     request = Request(
         ALLREDUCE,
         qualify_name(ALLREDUCE, name),
         tuple(name_of(each.dtype) for each in working),
         tuple(tuple(each.shape) for each in working),
-        how.op.value,
-        how.scale,
+        options.op.value,
+        options.scale,
         wire,
     )
-    operation = get_queue(how.process_set).submit(
+    operation = get_queue(options.process_set).submit(
         request, [array_of(each) for each in working], awaited=awaited
     )
 
     def finish(_: object) -> list[torch.Tensor]:
-        results = back(working)
+        results = decompress(working)
         if in_place:
             return [copy_back(tensor, result) for tensor, result in zip(tensors, results, strict=True)]
         return [result.to(tensor.device) for tensor, result in zip(tensors, results, strict=True)]
@@ -179,22 +183,22 @@ def start(
 
 
 def _compress(
-    working: list[torch.Tensor], how: ReduceOptions
+    working: list[torch.Tensor], options: ReduceOptions
 ) -> tuple[str | None, Callable[[list[torch.Tensor]], list[torch.Tensor]]]:
-    """(the engine's wire format, what undoes the compression); `working` is what is to be exchanged from here on."""
-    wire = how.wire_format(all(tensor.dtype == torch.float32 for tensor in working))
+    """Replace `working` by what is exchanged. Returns (the engine's wire format, a function that decompresses)."""
+    wire = options.wire_format(all(tensor.dtype == torch.float32 for tensor in working))
     if wire is not None:
         return wire, lambda results: results
-    squeezed = [how.compression.compress(tensor) for tensor in working]
-    working[:] = [tensor for tensor, _ in squeezed]
+    compressed = [options.compression.compress(tensor) for tensor in working]
+    working[:] = [tensor for tensor, _ in compressed]
 
-    def back(results: list[torch.Tensor]) -> list[torch.Tensor]:
+    def decompress(results: list[torch.Tensor]) -> list[torch.Tensor]:
         return [
-            how.compression.decompress(result, ctx)
-            for result, (_, ctx) in zip(results, squeezed, strict=True)
+            options.compression.decompress(result, ctx)
+            for result, (_, ctx) in zip(results, compressed, strict=True)
         ]
 
-    return None, back
+    return None, decompress
 
 
 def _single(handle: Handle) -> Handle:
@@ -204,11 +208,11 @@ def _single(handle: Handle) -> Handle:
 class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, how: ReduceOptions, name: str | None, *tensors: torch.Tensor
+        ctx: Any, options: ReduceOptions, name: str | None, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.how = how
-        return tuple(start(tensors, name, how, in_place=False, awaited=True)())
+        ctx.options = options
+        return tuple(start(tensors, name, options, in_place=False, awaited=True)())
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, None, *_AllReduce.apply(ctx.how, None, *gradients)  # type: ignore[no-untyped-call]
+        return None, None, *_AllReduce.apply(ctx.options, None, *gradients)  # type: ignore[no-untyped-call]

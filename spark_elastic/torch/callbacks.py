@@ -1,7 +1,7 @@
-"""Callbacks of the estimator's training, and those that come with it.
+"""Callbacks of the estimator's training, those that come with it, and `progress` for code that runs inside a step.
 
 They run on all workers, which hold the same numbers, so that replicas stay equal. The public attributes of a callback
-are part of the state, which newcomers receive and checkpoints contain. Main thread only; knows no group.
+are part of the state that newcomers receive and checkpoints contain. Main thread only; knows no group.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ Logs = Mapping[str, Any]
 
 @dataclass
 class Training:
-    """What a callback sees and controls. rank and size: of the current world; rank 0 should write files.
+    """What a callback sees and controls.
 
     The optimizer's rates may be changed in any hook, weights only in `on_fit_begin` and `on_fit_end`.
     """
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
-    rank: int = 0
-    size: int = 1
-    stopped: str | None = None
+    rank: int = 0  # in the current world; rank 0 should write files
+    size: int = 1  # of the current world
+    stopped: str | None = None  # the reason, once a callback has asked to stop
 
     @property
     def learning_rate(self) -> float:
-        """That of the first parameter group; setting it sets all groups."""
+        """The rate of the first parameter group; setting it sets all groups."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     @learning_rate.setter
@@ -90,8 +90,8 @@ class Callback:
         vars(self).update(state)
 
 
-class _Watching(Callback):
-    """Tells whether a number of the epoch's logs is the best one so far."""
+class _Monitor(Callback):
+    """Finds out whether a number of the epoch's logs is the best one so far."""
 
     def __init__(self, monitor: str, mode: Literal["min", "max"], min_delta: float = 0.0) -> None:
         if mode not in ("min", "max"):
@@ -105,19 +105,23 @@ class _Watching(Callback):
         return self.monitor
 
     def update_best(self, logs: Logs) -> bool:
-        """Raises InvalidInput, with what there is, where the number is not logged."""
+        """Record the epoch's number. Returns whether it is the best one so far; a NaN never is.
+
+        Raises:
+            InvalidInput: the number is not logged.
+        """
         value = float(get_monitored(logs, self.monitor))
         if self.best is not None:
             gain = self.best - value if self.mode == "min" else value - self.best
             if not gain > self.min_delta:
                 return False
-        if value != value:  # NaN is no improvement
+        if value != value:
             return False
         self.best, self.best_epoch = value, int(logs["epoch"])
         return True
 
 
-class EarlyStopping(_Watching):
+class EarlyStopping(_Monitor):
     """Ends the training once `monitor` has not improved by more than `min_delta` for `patience` epochs."""
 
     def __init__(
@@ -137,7 +141,7 @@ class EarlyStopping(_Watching):
             training.stop(f"{self.monitor} has not improved for {self.waited} epochs")
 
 
-class BestWeights(_Watching):
+class BestWeights(_Monitor):
     """Keeps the weights of the epoch with the best `monitor` and makes them the fitted model's."""
 
     def __init__(self, monitor: str = "val_loss", mode: Literal["min", "max"] = "min") -> None:
@@ -154,10 +158,7 @@ class BestWeights(_Watching):
 
 
 class LearningRateSchedule(Callback):
-    """One of torch's schedulers: `make(optimizer)`, advanced after each "epoch" or each applied "step".
-
-    monitor: the number in the epoch's logs that `ReduceLROnPlateau` gets.
-    """
+    """One of torch's schedulers, advanced after each epoch or each applied step."""
 
     def __init__(
         self,
@@ -165,6 +166,12 @@ class LearningRateSchedule(Callback):
         every: Literal["epoch", "step"] = "epoch",
         monitor: str | None = None,
     ) -> None:
+        """
+        Args:
+            make: makes the scheduler.
+            every: "epoch" or "step".
+            monitor: the number in the epoch's logs that `ReduceLROnPlateau` gets.
+        """
         if every not in ("epoch", "step"):
             raise ValueError(f"every must be 'epoch' or 'step'; got {every!r}.")
         self._make, self._every, self._monitor = make, every, monitor
@@ -172,12 +179,12 @@ class LearningRateSchedule(Callback):
 
     @property
     def binding(self) -> tuple[Callable[[torch.optim.Optimizer], Any], str, str | None]:
-        """What a run is bound to: (what makes the scheduler, every, monitor)."""
+        """What a run stores to recognise the schedule: (make, every, monitor)."""
         return self._make, self._every, self._monitor
 
     @property
     def watches(self) -> str | None:
-        """Known once it is bound."""
+        """The monitored number; known after `bind`."""
         return (self._monitor or "val_loss") if self._plateaus else None
 
     @property
@@ -185,13 +192,13 @@ class LearningRateSchedule(Callback):
         return isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make the scheduler, which sets the optimizer's first rate: before any state is loaded."""
+        """Make the scheduler, which sets the optimizer's first rate. To be called before any state is loaded."""
         self._scheduler = self._make(optimizer)
         if self._plateaus and self._every == "step":
             raise InvalidInput("ReduceLROnPlateau looks at a number of each epoch: use every='epoch'.")
 
     def advance_step(self) -> None:
-        """A step was applied: part of it."""
+        """Advance a schedule of steps. Part of the apply section of a step."""
         if self._every == "step":
             self._scheduler.step()
 
@@ -212,31 +219,32 @@ class LearningRateSchedule(Callback):
 
 
 def get_monitored(logs: Logs, name: str) -> Any:
-    """A number of an epoch's logs."""
+    """Return a number of an epoch's logs.
+
+    Raises:
+        InvalidInput: the epoch did not log it.
+    """
     if name not in logs:
-        there = ", ".join(sorted(logs))
+        available = ", ".join(sorted(logs))
         raise InvalidInput(
-            f"a callback watches {name!r}, which the epoch has not: set its monitor to one of {there}."
+            f"a callback watches {name!r}, which the epoch has not: set its monitor to one of {available}."
         )
     return logs[name]
 
 
-# Where training stands, for user code that runs inside a step: a model's `forward`, a hook, a logger.
-
-
 @dataclass(frozen=True)
 class Progress:
-    """epoch, step: of the step being taken, from 0. generation: of the world that takes it."""
+    """The step that a worker is taking."""
 
-    epoch: int
-    step: int
-    generation: int
+    epoch: int  # from 0
+    step: int  # within the epoch, from 0
+    generation: int  # of the world that takes the step
     rank: int
     size: int
 
 
 def progress() -> Progress | None:
-    """The step that this worker is taking; None outside of training."""
+    """Return the step that this worker is taking; None outside of training."""
     worker = get_context()
     if worker is None or worker.world is None or worker.group is None or worker.position is None:
         return None

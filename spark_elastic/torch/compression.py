@@ -1,4 +1,4 @@
-"""Horovod's compressors for tensors of torch. Values only."""
+"""Horovod's compressors for torch tensors. Values only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "Non
 
 
 class FP16Compressor(Compressor):
-    """As float16: 11 bits of precision, up to 65504."""
+    """Sends tensors as float16: 11 bits of precision, up to 65504."""
 
     wire = "fp16"
 
@@ -26,7 +26,7 @@ class FP16Compressor(Compressor):
 
 
 class BF16Compressor(FP16Compressor):
-    """As bfloat16: 8 bits of precision, the range of float32."""
+    """Sends tensors as bfloat16: 8 bits of precision, the range of float32."""
 
     wire = "bf16"
 
@@ -36,7 +36,7 @@ class BF16Compressor(FP16Compressor):
 
 
 class Compression:
-    """What `compression=` takes."""
+    """The values of `compression=`."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

@@ -56,18 +56,18 @@ R = TypeVar("R")
 
 
 def run(func: Callable[..., R]) -> Callable[..., R]:
-    """`func(state, ...)` run again in each world from where its state stands, until it returns. A decorator."""
+    """Decorator: call `func(state, ...)` again in each world, from where its state stands, until it returns."""
     return elastic(func, get_session)
 
 
 def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:
-    """(type, handler class) pairs, of which a `TorchState` takes the first that fits a value."""
+    """Return (type, handler class) pairs. A `TorchState` takes the first one that fits a value."""
     own = get_process_context().state_handlers
     return list(_registry() if own is None else own)
 
 
 def set_handler_registry(registry: Sequence[tuple[type, type[StateHandler]]]) -> None:
-    """For the states that this process makes from here on."""
+    """Set the pairs for states that this process makes from now on."""
     get_process_context().state_handlers = list(registry)
 
 
@@ -76,7 +76,7 @@ def _registry() -> Registry:
 
 
 class ElasticSampler(sampler.ElasticSampler, torch.utils.data.Sampler[int]):
-    """Indices of this worker's rows that are still to be processed in the epoch, in whatever world it is.
+    """Yields the indices of this worker's rows that the epoch has not processed yet, in any world.
 
     pad: see `spark_elastic.data.sampler.ElasticSampler`.
     """
@@ -86,7 +86,7 @@ class ElasticSampler(sampler.ElasticSampler, torch.utils.data.Sampler[int]):
 
 
 class TorchState(ObjectState):
-    """Models, optimizers, schedulers, samplers and plain values by name, all parts of one snapshot."""
+    """Models, optimizers, schedulers, samplers and plain values by name, all in one snapshot."""
 
     def __init__(
         self,
@@ -103,10 +103,10 @@ class TorchState(ObjectState):
         return get_handler_registry()
 
     def in_mid_step(self) -> bool:
-        """Gradients wait for their optimizer's step."""
+        """Whether there are gradients that no optimizer step has applied."""
         found = any(has_unapplied(optimizer) for optimizer in self._optimizers())
         if found:
-            _tell_of_gradients()
+            _warn_unapplied_gradients()
         return found
 
     def save_again(self) -> None:
@@ -118,7 +118,8 @@ class TorchState(ObjectState):
         return [value for value in values if isinstance(value, torch.optim.Optimizer)]
 
     def _defer(self) -> None:
-        """What may be copied in the background: what only an optimizer of this state changes."""
+        """Let the parameters that an optimizer of this state trains be copied in the background: only its `step`, which
+        waits for the copy, changes them (R20, copies)."""
         optimizers = self._optimizers()
         for optimizer in optimizers:
             if id(optimizer) not in self._hooked:
@@ -131,31 +132,24 @@ class TorchState(ObjectState):
 
 
 @lru_cache(maxsize=1)
-def _tell_of_gradients() -> None:
-    """Once in a process."""
+def _warn_unapplied_gradients() -> None:
+    """Warn once per process."""
     log.warning(
         "commit() between backward() and the optimizer's step() saves nothing, since the gradients are part of no "
         "snapshot: the commit after the step holds their rows."
     )
 
 
-# How a hand-written training's model and optimizer become part of its state's snapshot.
-#
-# Parameters that an optimizer of the same state trains, and that optimizer's tensors, are copied in the background:
-# only
-# its `step` changes them, which waits (R20). All else is small and copied at once. Training thread only.
-
-
 class _Frozen(NamedTuple):
     """A tensor in a snapshot."""
 
-    place: Place
+    place: Place  # its bytes in the memory of the snapshot
     dtype: torch.dtype
     shape: tuple[int, ...]
 
 
 class _Views:
-    """Tensors as bytes. A view is kept as long as its tensor stays where it is: making one costs microseconds."""
+    """Views of tensors as bytes, cached while a tensor stays in its memory: to make one costs microseconds."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[torch.Tensor, int, Bytes, Callable[[], int]]] = {}
@@ -172,11 +166,11 @@ class _Views:
 
 
 class ModelStateHandler(SnapshotHandler):
-    """Parameters, buffers and extra state of a module. trained: ids of the parameters that may be copied later."""
+    """Parameters, buffers and extra state of a module."""
 
     def __init__(self, value: torch.nn.Module) -> None:
         super().__init__(value)
-        self.trained: set[int] = set()
+        self.trained: set[int] = set()  # ids of the parameters that may be copied in the background
         self._views = _Views()
         self._extra = self._with_extra()
 
@@ -244,7 +238,7 @@ class OptimizerStateHandler(SnapshotHandler):
                 self.value.state[parameter] = _thaw(kept, self.value.state.get(parameter), memory)
 
     def reset(self) -> None:
-        """Gradients of the world before are void."""
+        """Drop the gradients of the former world."""
         self.value.zero_grad()
 
     def _freeze(self, value: Any, tray: SnapshotBuilder, *, later: bool) -> Any:
@@ -260,7 +254,7 @@ class OptimizerStateHandler(SnapshotHandler):
 
 
 def _thaw(kept: Any, live: Any, memory: Bytes) -> Any:
-    """The value that was frozen; in the live tensor where it fits."""
+    """Return the value that was frozen, in the live tensor if shape and dtype fit."""
     if isinstance(kept, _Frozen):
         arrived = _tensor(kept, memory)
         if isinstance(live, torch.Tensor) and live.shape == arrived.shape and live.dtype == arrived.dtype:
@@ -276,7 +270,7 @@ def _thaw(kept: Any, live: Any, memory: Bytes) -> Any:
 
 
 def _tensor(frozen: _Frozen, memory: Bytes) -> torch.Tensor:
-    """A view of the snapshot's memory."""
+    """Return a view of the snapshot's memory."""
     offset, nbytes = frozen.place
     if not nbytes:
         return torch.empty(frozen.shape, dtype=frozen.dtype)
@@ -284,7 +278,7 @@ def _tensor(frozen: _Frozen, memory: Bytes) -> torch.Tensor:
 
 
 def _bytes_of(tensor: torch.Tensor) -> tuple[Bytes, bool]:
-    """(its bytes, whether they are the tensor's own memory and not a copy)"""
+    """Return (its bytes, whether they are the tensor's own memory and not a copy)."""
     dense = tensor.detach().cpu().contiguous().reshape(-1)
     if not dense.numel():
         return np.empty(0, np.uint8), False

@@ -1,6 +1,7 @@
-"""Allgather and broadcast under Horovod's names: as in `allreduce` of names, orders and errors.
+"""Allgather, broadcast, join and the sparse allreduce under Horovod's names.
 
-Gradients are those of the average of all ranks' losses, as in the last releases of Horovod.
+Names, order and errors are as in `allreduce`. Gradients belong to the average of all ranks' losses, as in the last
+releases of Horovod.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from spark_elastic.torch.tensors import (
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """All ranks' tensors, one after the other along dimension 0, in which they may differ. Differentiable."""
+    """Concatenate all ranks' tensors along dimension 0, in which they may differ. Differentiable."""
     return _AllGather.apply(name, process_set, tensor)[0]  # type: ignore[no-any-return, no-untyped-call]
 
 
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """As `allgather`; not differentiable."""
+    """`allgather` without waiting; not differentiable."""
     handle = grouped_allgather_async([tensor], name, process_set)
     return Handle(handle.operation, lambda outputs: handle()[0])
 
@@ -47,14 +48,14 @@ def allgather_async(
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
-    """`allgather` of several tensors as one operation. Differentiable."""
+    """Allgather several tensors as one operation. Differentiable."""
     return list(_AllGather.apply(name, process_set, *tensors))  # type: ignore[no-untyped-call]
 
 
 def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """As `grouped_allgather`; not differentiable."""
+    """`grouped_allgather` without waiting; not differentiable."""
     return _gather(tensors, name, process_set)
 
 
@@ -64,7 +65,7 @@ def _gather(
 ) -> Handle:
     if not tensors:
         raise InvalidInput("a grouped operation takes at least one tensor.")
-    # Peers read the caller's memory until the handle is done, as with all operations.
+    # Not copied: the tensors belong to the operation until its handle is done.
     hosts = [to_host(tensor) for tensor in tensors]
     rows = [host.reshape(1) if host.dim() == 0 else host for host in hosts]
     request = Request(
@@ -86,7 +87,7 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """The tensor of rank `root_rank` (of the world), on all ranks. Differentiable."""
+    """Return the tensor of rank `root_rank` of the world. Differentiable."""
     return _Broadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -96,7 +97,7 @@ def broadcast_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """As `broadcast`; not differentiable."""
+    """`broadcast` without waiting; not differentiable."""
     copy = copy_to_host(tensor)
     handle = broadcast_all([copy], root_rank, name, process_set)
     return Handle(handle.operation, lambda outputs: handle()[0].to(tensor.device))
@@ -108,7 +109,7 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """As `broadcast`, into `tensor`."""
+    """`broadcast` into `tensor`."""
     return broadcast_all([tensor], root_rank, name, process_set, awaited=True)()[0]  # type: ignore[no-any-return]
 
 
@@ -118,7 +119,7 @@ def broadcast_async_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """As `broadcast_`; the tensor is the operation's until its handle is done."""
+    """`broadcast_` without waiting. The tensor belongs to the operation until its handle is done."""
     handle = broadcast_all([tensor], root_rank, name, process_set)
     return Handle(handle.operation, lambda outputs: handle()[0])
 
@@ -131,7 +132,7 @@ def broadcast_all(
     process_set: ProcessSet,
     awaited: bool = False,
 ) -> Handle:
-    """Several tensors, in place, as one operation. awaited: it is waited for at once."""
+    """Broadcast several tensors in place, as one operation. awaited: the caller waits for it at once."""
     root = root_index(process_set, root_rank)
     working = [to_host(tensor) for tensor in tensors]
     request = Request(
@@ -183,18 +184,19 @@ class _Broadcast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         average = allreduce(gradients[0], op=Average, process_set=ctx.process_set)
-        # All ranks stay in the graph of a second derivative, whose exchange is everybody's.
+        # All ranks stay in the graph of a second derivative, whose allreduce needs all of them.
         unused = torch.tensor(not ctx.is_root, device=average.device)
         return average.masked_fill(unused, 0.0), None, None, None
-
-
-# Parameters and optimizer states from one rank to the others, under Horovod's names. Training thread only.
 
 
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[tuple[str, torch.Tensor | None] | torch.Tensor], root_rank: int
 ) -> None:
-    """Overwrite parameters with those of `root_rank`. params: a state dict, or parameters with or without names."""
+    """Overwrite parameters with those of `root_rank`.
+
+    Args:
+        params: a state dict, or parameters with or without names.
+    """
     entries = sorted(params.items()) if isinstance(params, Mapping) else params
     tensors = []
     for number, entry in enumerate(entries):
@@ -209,35 +211,35 @@ def broadcast_parameters(
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
 ) -> None:
-    """Overwrite the optimizer's state and settings with those of `root_rank`. model: of no use here."""
+    """Overwrite the optimizer's state and settings with those of `root_rank`. model: not used."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise InvalidInput("broadcast_optimizer_state does not take LBFGS: its state is not per parameter.")
     optimizer.load_state_dict(broadcast_object(optimizer.state_dict(), root_rank, "optimizer"))
 
 
-# Join and the sparse allreduce, under Horovod's names.
-
-
 def join(device: int = -1) -> int:
-    """For a rank that is out of data: take part in the others' reductions with nothing to add, until all have joined.
+    """Take part in the reductions of the other ranks without contributing, until all ranks have joined: for a rank
+    that is out of data.
 
-    Averages divide by the world's size all the same. The steps of a `DistributedOptimizer` are taken part in, not
-    applied: as with Horovod, the newest weights are those of the rank that joined last, which is what this returns.
-    device: of no use here.
+    Averages still divide by the world's size. This rank does not apply the steps of its `DistributedOptimizer`: as with
+    Horovod, the rank that joined last has the newest weights. device: not used.
+
+    Returns:
+        The rank that joined last.
 
     Raises:
-        InvalidInput: several such optimizers are in use, or gradients were not exchanged.
+        InvalidInput: several optimizers are in use, or gradients were not exchanged.
         CollectiveError: the world changed.
     """
-    rounds = list(get_optimizers_in_use())
-    if len(rounds) > 1:
+    optimizers = list(get_optimizers_in_use())
+    if len(optimizers) > 1:
         raise InvalidInput(
-            f"join() cannot tell which of {len(rounds)} optimizers the others step: close() all but one."
+            f"join() cannot tell which of {len(optimizers)} optimizers the others step: close() all but one."
         )
-    joined = get_queue().join(sum(one.steps() for one in rounds))
-    for one in rounds:
+    joined = get_queue().join(sum(one.steps() for one in optimizers))
+    for one in optimizers:
         while one.run_without_data():
-            pass  # until nobody has data
+            pass  # until no rank has data
     return int(joined.wait()[0][0])
 
 
@@ -247,7 +249,7 @@ def sparse_allreduce_async(
     op: ReduceOp = Average,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """The sum or average of sparse tensors of equal shape. Calling the handle returns the sparse result."""
+    """Sum or average sparse tensors of one shape. Calling the handle returns the sparse result."""
     if op not in (Average, Sum) or not tensor.is_sparse:
         raise InvalidInput(f"sparse_allreduce_async takes sparse tensors, and Average or Sum; got {op!r}.")
     whole = tensor.coalesce()
@@ -255,9 +257,9 @@ def sparse_allreduce_async(
     handle = grouped_allgather_async(parts, qualify_name("sparse", name), process_set)
 
     def finish(_: object) -> torch.Tensor:
-        places, values = handle()
+        indices, values = handle()
         if op is Average:
             values = values / process_set.size()
-        return torch.sparse_coo_tensor(places.t(), values, whole.shape, check_invariants=False).coalesce()
+        return torch.sparse_coo_tensor(indices.t(), values, whole.shape, check_invariants=False).coalesce()
 
     return Handle(handle.operation, finish)

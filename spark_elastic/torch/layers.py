@@ -1,4 +1,7 @@
-"""Dropout drawn by the row and the step, not by the worker that has it (R9). Training thread only."""
+"""Layers that make a step independent of how its rows are split over workers: `RowDropout` and `SyncBatchNorm`.
+
+The training thread owns everything here.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,9 @@ from spark_elastic.torch.tensors import disable_compile
 
 
 class RowDropout(torch.nn.Module):
-    """As torch.nn.Dropout over inputs of shape (rows, ...), drawn for each row from a number of its own.
+    """As torch.nn.Dropout over inputs of shape (rows, ...), drawn from the numbers of the rows (R9, scope of P2).
 
-    A training knows the rows: in `TorchTrainTask` they are told to it; a loop of one's own calls `draw_rows` before
-    each forward pass.
+    The estimators call `draw_rows` before each forward pass; a hand-written loop must call it itself.
     """
 
     def __init__(self, p: float = 0.5) -> None:
@@ -39,9 +41,9 @@ class RowDropout(torch.nn.Module):
         if not self.training or self.p == 0.0:
             return x
         if self._rows is None or len(self._rows) != len(x):
-            told = "none" if self._rows is None else str(len(self._rows))
+            count = "none" if self._rows is None else str(len(self._rows))
             raise InvalidInput(
-                f"RowDropout got {len(x)} rows and was told of {told}: call draw_rows() before each forward pass."
+                f"RowDropout got {len(x)} rows and was told of {count}: call draw_rows() before each forward pass."
             )
         numbers = draw_uniform(self._rows, math.prod(x.shape[1:]), *self._words).reshape(x.shape)
         return x * torch.from_numpy((numbers >= self.p) / (1.0 - self.p)).to(x)
@@ -51,23 +53,26 @@ class RowDropout(torch.nn.Module):
 
 
 def draw_rows(model: torch.nn.Module, rows: npt.NDArray[np.int64], *words: int) -> None:
-    """Tell the model's RowDropouts what the next forward pass draws from: (n,) row numbers, and words such as (seed,
-    epoch, step); two layers draw differently."""
+    """Set what the RowDropouts of a model draw from in the next forward pass. Two layers draw differently.
+
+    Args:
+        rows: (n,) row numbers.
+        words: such as seed, epoch and step.
+    """
     for number, module in enumerate(m for m in model.modules() if isinstance(m, RowDropout)):
         module._words, module._rows = (*words, number), rows
 
 
-# `SyncBatchNorm`: batch normalisation over the rows of all ranks, on the CPU as on GPUs. Training thread only.
-#
-# Two exchanges a step: (rows, mean, squared deviation) of each rank forward, two sums per channel backward. Ranks may
-# have different numbers of rows, or none; moments are put together in float64, in rank order (the update of Chan, Golub
-# and LeVeque), so that the result is that of one process with the whole batch, the same bits on every rank.
-
-
 class SyncBatchNorm(_BatchNorm):
-    """As torch.nn.BatchNorm1d, 2d or 3d, with the statistics of the whole batch while it trains.
+    """As torch.nn.BatchNorm1d, 2d or 3d, with the statistics of all ranks' rows while it trains, on CPU or GPU.
 
-    All ranks must take part in each forward and backward pass. process_set: the ranks that share statistics.
+    All ranks must take part in each forward and backward pass. Each step has two exchanges: (rows, mean, squared
+    deviation) of each rank forward, two sums per channel backward. Ranks may have different numbers of rows, or none;
+    moments are combined in float64, in rank order (Chan, Golub and LeVeque), so that every rank has the bits that one
+    process with the whole batch would have.
+
+    Args:
+        process_set: the ranks that share statistics.
     """
 
     def __init__(
@@ -124,7 +129,7 @@ class _Normalise(torch.autograd.Function):
         scale = (variance + eps).rsqrt()
         ctx.process_set, ctx.rows = process_set, rows
         ctx.of_bias = None if bias is None else bias.dtype
-        normal = ((x.double() - _spread(mean, x)) * _spread(scale, x)).to(_computed(x))
+        normal = ((x.double() - _spread(mean, x)) * _spread(scale, x)).to(_compute_dtype(x))
         ctx.save_for_backward(normal, scale, weight)
         result = normal if weight is None else normal * _spread(weight, x)
         result = result if bias is None else result + _spread(bias, x)
@@ -154,7 +159,7 @@ _normalise = disable_compile(_Normalise.apply)
 
 
 def _moments(x: torch.Tensor, process_set: ProcessSet) -> tuple[float, torch.Tensor, torch.Tensor]:
-    """(rows times places, mean, biased variance) of all ranks' inputs, in float64."""
+    """Return (values per channel, mean, biased variance) of all ranks' inputs, in float64."""
     over = [0, *range(2, x.dim())]
     wide = x.detach().double()
     count = float(x.numel() // x.size(1))
@@ -172,10 +177,10 @@ def _moments(x: torch.Tensor, process_set: ProcessSet) -> tuple[float, torch.Ten
 
 
 def _spread(of_channels: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """One number a channel, to be combined with (rows, channels, ...)."""
+    """Reshape one number per channel to broadcast over (rows, channels, ...)."""
     return of_channels.view(1, -1, *[1] * (x.dim() - 2))
 
 
-def _computed(x: torch.Tensor) -> torch.dtype:
-    """16-bit floats are normalised as float32."""
+def _compute_dtype(x: torch.Tensor) -> torch.dtype:
+    """Return the dtype to normalise in: float32 for 16-bit floats."""
     return torch.float32 if x.element_size() < 4 else x.dtype

@@ -1,6 +1,7 @@
 """`DistributedOptimizer` for hand-written loops: any torch optimizer whose gradients are exchanged before each step.
 
-Bucketed exchanges overlap backward; `rounds` has what a step is made of. Training thread only.
+Bucketed exchanges overlap backward: see `gradients.gradient_sync`. With op=Adasum every rank takes a step of its own,
+and the steps are combined. The training thread owns everything here.
 """
 
 from __future__ import annotations
@@ -35,13 +36,11 @@ from spark_elastic.training.step_summary import StepDecision
 from spark_elastic.worker.context import get_context
 from spark_elastic.worker.session import get_engine
 
-# An optimizer's parameters under the names that the user gave them. Looks only.
-
 
 def name_parameters(
     optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.nn.Parameter]] | None
 ) -> list[tuple[str, torch.nn.Parameter]]:
-    """The optimizer's parameters with their names, in the order of the names given."""
+    """Return the optimizer's parameters with the user's names, in the order of `named`."""
     mine = [
         (f"{i}.{j}", parameter)
         for i, group in enumerate(optimizer.param_groups)
@@ -70,11 +69,8 @@ def name_parameters(
     return [(name, parameter) for name, parameter in pairs if id(parameter) in held]
 
 
-# What every `DistributedOptimizer` refuses, by whatever it exchanges.
-
-
 class DistributedBase(torch.optim.Optimizer):
-    """The first of the classes that are added to the optimizer's own. Never instantiated by itself."""
+    """The first class before the optimizer's own one: what every distributed optimizer refuses."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise InvalidInput("DistributedOptimizer takes no further parameters: add the group before wrapping.")
@@ -86,25 +82,22 @@ class DistributedBase(torch.optim.Optimizer):
         )
 
 
-# `DistributedOptimizer` with op=Adasum: every rank takes a step of its own, and the steps are combined.
-#
-# Each parameter's change is combined with the other ranks' by the angle between them (Maleki et al., "Scaling
-# distributed training with adaptive summation", MLSys 2021). The optimizer's state is each rank's own. Training thread
-# only.
-
-
 class AdasumSync:
-    """What each step changed, combined over the ranks."""
+    """Combines the steps of all ranks.
+
+    Each parameter's change is combined with those of the other ranks by the angle between them (Maleki et al., "Scaling
+    distributed training with adaptive summation", MLSys 2021). The optimizer's state is each rank's own.
+    """
 
     def __init__(self, named: Sequence[tuple[str, torch.nn.Parameter]], process_set: ProcessSet) -> None:
         names, self._parameters, _ = find_trainable(named)
         self._layout = layout_hash(build_specs(names, self._parameters), ())
         self._process_set = process_set
-        self._steps: tuple[Group | None, int] = (None, 0)  # in that group
+        self._steps: tuple[Group | None, int] = (None, 0)  # a group, and the steps combined in it
         get_optimizers_in_use().add(self)
 
     def close(self) -> None:
-        """The optimizer is not in use any more."""
+        """Take the optimizer out of use."""
         get_optimizers_in_use().discard(self)
 
     def steps(self) -> int:
@@ -113,7 +106,7 @@ class AdasumSync:
         return self._steps[1] if group is not None and self._steps[0] is group else 0
 
     def run_without_data(self) -> bool:
-        """See `Joinable`. Nothing added leaves the others' combined step as it is; here it is not applied."""
+        """See `Joinable`. Zeros leave the combined step of the others as it is; this rank does not apply it."""
         group = get_training_group(self._process_set)
         if group is None or group.size == 1:
             return False
@@ -123,10 +116,10 @@ class AdasumSync:
             return self._exchange_trailer(group, rows=0).rows > 0
 
     def combine_step(self, apply: Callable[[], Any]) -> Any:
-        """`apply` changes the parameters; then they hold what they were plus the combined change.
+        """Call `apply`, which changes the parameters, and replace the change by that of all ranks.
 
         Raises:
-            CollectiveError: the exchange broke; parameters are as they were, the optimizer's state is a step ahead.
+            CollectiveError: the exchange broke; the parameters are as before, the optimizer's state is one step ahead.
         """
         group = get_training_group(self._process_set)
         before = [parameter.detach().clone() for parameter in self._parameters]
@@ -167,24 +160,24 @@ def _allreduce_adasum(group: Group, change: torch.Tensor) -> torch.Tensor:
 
 
 class AdasumOptimizer(DistributedBase):
-    """What is added to the optimizer's own class. Never instantiated by itself."""
+    """The class before the optimizer's own one."""
 
     _deltas: AdasumSync
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step with this rank's gradients and combine with the other ranks' steps. closure: computes gradients.
+        """Take a step with this rank's gradients and combine it with the others. closure: computes gradients.
 
         Raises:
             CollectiveError: see `Deltas.around`; a state that was committed before puts the optimizer back, too.
         """
-        self._opt_called = True  # what a scheduler made before the wrapping looks for
+        self._opt_called = True  # a scheduler that was made before the wrapping looks for it
         plain = super().step
         return self._deltas.combine_step(plain if closure is None else lambda: plain(closure))
 
-    step.hooked = True  # type: ignore[attr-defined] # torch then leaves the profiling hooks to the own class's step
+    step.hooked = True  # type: ignore[attr-defined] # the optimizer's own step has the profiling hooks
 
     def synchronize(self) -> None:
-        """Nothing: gradients are each rank's own."""
+        """Do nothing: gradients are each rank's own."""
 
     def skip_synchronize(self) -> None:
         raise InvalidInput(
@@ -192,10 +185,10 @@ class AdasumOptimizer(DistributedBase):
         )
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Nothing: gradients add up until `step`."""
+        """Do nothing: gradients add up until `step`."""
 
     def close(self) -> None:
-        """For processes that outlive their training: `join` goes by another optimizer's steps then."""
+        """Take the optimizer out of use, so that `join` counts the steps of another one."""
         self._deltas.close()
 
 
@@ -218,15 +211,22 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
     process_set: ProcessSet = global_process_set,
     scale_lr: bool = False,
 ) -> Plain:
-    """`optimizer` with exchanged gradients: of the same class, over the same state and parameter groups.
+    """Return `optimizer` with exchanged gradients: of the same class, over the same state and parameter groups.
 
     The gradients of `backward_passes_per_step` backward passes are summed, then summed over the ranks and, for
-    Average, divided by their number. Adasum: see `adasum`. compression: how float32 travels, or a `Compressor` of your
-    own, which is given each gradient that has all its rows, on the host, in any thread. gradient_predivide_factor: f
-    divides by f before and by size / f after. groups: parameters that travel together, as lists or as a number of
-    groups to make (num_groups: the same). sparse_as_dense: gradients with rows missing become dense. process_set: who
-    exchanges; other ranks train alone. scale_lr: the rates are multiplied by the set's size at this moment, and never
-    again, whatever the world does; a newcomer is given the rates of the others with their state.
+    Average, divided by their number.
+
+    Args:
+        compression: how float32 travels, or a `Compressor` of your own. It is called on the host, in any thread, for
+            each gradient that has all its rows.
+        op: Average, Sum or Adasum; for Adasum see `AdasumSync`.
+        gradient_predivide_factor: f divides by f before the sum and by size / f after it.
+        groups: parameters that travel together, as lists or as a number of groups to make.
+        num_groups: the same, as a number.
+        sparse_as_dense: gradients with missing rows become dense.
+        process_set: the ranks that exchange; other ranks train alone.
+        scale_lr: multiply the rates by the present size of the set, once. A newcomer receives the rates of the others
+            with their state.
 
     Raises:
         InvalidInput: an argument is wrong.
@@ -235,26 +235,26 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
         raise InvalidInput(
             f"DistributedOptimizer wraps a plain optimizer once, and never LBFGS; got {type(optimizer).__name__}."
         )
-    how = ReduceOptions.from_gradient_args(op, gradient_predivide_factor, process_set, compression)
+    reduce = ReduceOptions.from_gradient_args(op, gradient_predivide_factor, process_set, compression)
     passes = validate_backward_passes(backward_passes_per_step)
     named = name_parameters(optimizer, named_parameters)
-    terms = options_from_env(
+    options = options_from_env(
         groups=_find_groups(named, groups if groups is not None else num_groups),
         average=op is Average,
         predivide=gradient_predivide_factor,
-        wire=how.compression.wire,
-        compressor=_find_custom_compressor(how.compression),
+        wire=reduce.compression.wire,
+        compressor=_find_custom_compressor(reduce.compression),
         sparse="dense" if sparse_as_dense else "kept",
     )
-    if op is Adasum and (terms.wire is not None or terms.compressor is not None or terms.groups):
+    if op is Adasum and (options.wire is not None or options.compressor is not None or options.groups):
         raise InvalidInput("op=Adasum combines each parameter by itself: leave compression and groups out.")
     added: type = AdasumOptimizer if op is Adasum else _Distributed
     distributed: Any = object.__new__(type(type(optimizer).__name__, (added, type(optimizer)), {}))
-    distributed.__dict__ = optimizer.__dict__  # one state: what holds the plain optimizer sees the same
+    distributed.__dict__ = optimizer.__dict__  # one state, which holders of the plain optimizer share
     if op is Adasum:
         distributed._deltas = AdasumSync(named, process_set)
     else:
-        distributed._sync = GradientSync(named, terms, passes, process_set)
+        distributed._sync = GradientSync(named, options, passes, process_set)
     worker = get_context()
     if scale_lr:
         multiply_rates(optimizer, process_set.size() if process_set.included() else 1)
@@ -267,7 +267,7 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
 
 @lru_cache(maxsize=1)
 def _warn_unscaled_rate() -> None:
-    """Once in a process."""
+    """Warn once per process."""
     log.warning(
         "DistributedOptimizer takes the learning rate as it is and does not multiply it by the world's size: "
         "scale_lr=True does, once."
@@ -275,7 +275,7 @@ def _warn_unscaled_rate() -> None:
 
 
 def _find_custom_compressor(kind: type[Compressor]) -> type[Compressor] | None:
-    """The compressor, if it is one that the engine does not know."""
+    """Return the compressor if the engine does not know it, else None."""
     plain = (kind.compress, kind.decompress) == (NoneCompressor.compress, NoneCompressor.decompress)
     return None if plain or kind.wire is not None else kind
 
@@ -283,7 +283,7 @@ def _find_custom_compressor(kind: type[Compressor]) -> type[Compressor] | None:
 def _find_groups(
     named: list[tuple[str, torch.nn.Parameter]], wanted: int | Groups
 ) -> tuple[tuple[int, ...], ...]:
-    """Numbers among the parameters that train."""
+    """Return the groups as numbers among the parameters that require a gradient."""
     numbers = {id(p): i for i, p in enumerate(p for _, p in named if p.requires_grad)}
     if isinstance(wanted, int):
         if wanted < 0:
@@ -298,14 +298,14 @@ def _find_groups(
 
 
 class _Distributed(DistributedBase):
-    """What is added to the optimizer's own class. Never instantiated by itself."""
+    """The class before the optimizer's own one."""
 
     _sync: GradientSync
     _skips: bool = False
 
     @disable_compile
     def synchronize(self) -> None:
-        """Wait until the gradients hold the average or sum over all ranks; for clipping before `step`.
+        """Exchange the gradients now, for example to clip them before `step`.
 
         Raises:
             CollectiveError: the exchange broke; gradients are None, parameters and optimizer as they were.
@@ -322,30 +322,29 @@ class _Distributed(DistributedBase):
             self._skips = False
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Exchange, unless `synchronize` was called since the last gradient, and apply. closure: computes gradients.
+        """Exchange the gradients, unless `synchronize` did, and apply them. closure: computes gradients.
 
         Raises:
             CollectiveError: as `synchronize`.
         """
-        self._opt_called = True  # what a scheduler made before the wrapping looks for
+        self._opt_called = True  # a scheduler that was made before the wrapping looks for it
         if closure is not None:
             return super().step(lambda: self._compute_and_exchange(closure))
         self._exchange_once()
         return super().step()
 
-    step.hooked = True  # type: ignore[attr-defined] # torch then leaves the profiling hooks to the own class's step
+    step.hooked = True  # type: ignore[attr-defined] # the optimizer's own step has the profiling hooks
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """torch's name. A `GradScaler` asks in its `step`, whatever it found on this rank; what it does to gradients
-        leaves no other trace."""
+        """torch's name. A `GradScaler` reads it in its `step`, and changes gradients without another trace."""
         exchange = self._sync.exchange
         if exchange.is_open and exchange.group is not None and exchange.group.size > 1:
             raise exchange.reject_changed_gradients()
         return bool(self.__dict__.get("_step_supports_amp_scaling", False))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Gradients become None, whatever `set_to_none` says: one that no rank computes is None after `step`, too."""
+        """Set gradients to None, whatever `set_to_none` says: one that no rank computes is None after `step`, too."""
         self._sync.clear()
         mine = set(self._sync.exchange.parameters)
         for group in self.param_groups:
@@ -357,7 +356,7 @@ class _Distributed(DistributedBase):
         self._sync.set_backward_passes(passes)
 
     def close(self) -> None:
-        """End the engine thread and let go of the gradients; for processes that outlive their training."""
+        """End the engine thread and detach the gradients; for processes that outlive their training."""
         self._sync.close()
 
     def _compute_and_exchange(self, closure: Callable[[], Any]) -> Any:
@@ -367,25 +366,25 @@ class _Distributed(DistributedBase):
 
     @disable_compile
     def _exchange_once(self) -> None:
-        rounds = self._sync
-        if self._skips and rounds.exchange.is_open:
+        sync = self._sync
+        if self._skips and sync.exchange.is_open:
             raise InvalidInput(
                 "gradients are not exchanged yet: call synchronize() before skip_synchronize()."
             )
-        if not self._skips and not rounds.done:
-            rounds.run()
-        rounds.done = False
+        if not self._skips and not sync.done:
+            sync.run()
+        sync.done = False
 
 
 def has_unapplied(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether gradients have come for a `DistributedOptimizer` since its newest step."""
+    """Whether a `DistributedOptimizer` has gradients that its newest step has not applied."""
     return isinstance(optimizer, _Distributed) and (
         optimizer._sync.has_unsynced_gradients or optimizer._sync.done
     )
 
 
 def _rebind_step(optimizer: Any) -> None:
-    """A scheduler made before the wrapping hung the plain class's `step` on the optimizer itself."""
+    """Replace the `step` of the plain class, which a scheduler made before the wrapping has set on the optimizer."""
     if "step" in optimizer.__dict__:
 
         def step(closure: Callable[[], Any] | None = None) -> Any:

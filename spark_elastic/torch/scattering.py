@@ -1,7 +1,7 @@
-"""Alltoall and reducescatter under Horovod's names: as in `allreduce` of names, orders and errors.
+"""Alltoall and reducescatter under Horovod's names; names, order and errors are as in `allreduce`.
 
-Gradients are as in the last releases of Horovod: of an alltoall those of the sum of all ranks' losses, of a
-reducescatter these times the number of ranks.
+Gradients are as in the last releases of Horovod: those of an alltoall belong to the sum of all ranks' losses, those of
+a reducescatter to that sum times the number of ranks.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Rank r gets the r-th part of every rank's tensor, cut along dimension 0, in rank order. Differentiable.
+    """Send part r of the tensor, cut along dimension 0, to rank r; return the received parts in rank order.
 
-    splits: rows for each rank; then the result is (tensor, rows received from each). None: equal parts, and the tensor
-    alone.
+    Differentiable.
+
+    Args:
+        splits: rows for each rank; the result is then (tensor, rows received from each rank). None: equal parts.
     """
-    received, came = _AllToAll.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
-    return received if splits is None else (received, came)
+    received, counts = _AllToAll.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
+    return received if splits is None else (received, counts)
 
 
 def alltoall_async(
@@ -42,7 +44,7 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """As `alltoall`; not differentiable."""
+    """`alltoall` without waiting; not differentiable."""
     handle = _alltoall(tensor, splits, name, process_set)
     return Handle(handle.operation, lambda outputs: handle()[0] if splits is None else handle())
 
@@ -80,12 +82,12 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """This rank's part of what `allreduce` gives, cut along dimension 0; the first ranks have a row more where it does
-    not divide. Differentiable for Average and Sum."""
-    how = ReduceOptions.from_reducescatter_args(
+    """Return this rank's part of the reduced tensor, cut along dimension 0; the first ranks get one row more if the
+    rows cannot be divided evenly. Differentiable for Average and Sum."""
+    options = ReduceOptions.from_reducescatter_args(
         1, op, (prescale_factor, postscale_factor), process_set, compression
     )
-    return _ReduceScatter.apply(how, name, tensor)[0]  # type: ignore[no-any-return, no-untyped-call]
+    return _ReduceScatter.apply(options, name, tensor)[0]  # type: ignore[no-any-return, no-untyped-call]
 
 
 def reducescatter_async(
@@ -96,7 +98,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """As `reducescatter`; not differentiable."""
+    """`reducescatter` without waiting; not differentiable."""
     handle = grouped_reducescatter_async([tensor], name, op, process_set, prescale_factor, postscale_factor)
     return Handle(handle.operation, lambda outputs: handle()[0])
 
@@ -110,10 +112,10 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """`reducescatter` of several tensors as one operation. Differentiable for Average and Sum."""
+    """Reducescatter several tensors as one operation. Differentiable for Average and Sum."""
     scale = prescale_factor, postscale_factor
-    how = ReduceOptions.from_reducescatter_args(len(tensors), op, scale, process_set, compression)
-    return list(_ReduceScatter.apply(how, name, *tensors))  # type: ignore[no-untyped-call]
+    options = ReduceOptions.from_reducescatter_args(len(tensors), op, scale, process_set, compression)
+    return list(_ReduceScatter.apply(options, name, *tensors))  # type: ignore[no-untyped-call]
 
 
 def grouped_reducescatter_async(
@@ -124,30 +126,30 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """As `grouped_reducescatter`; not differentiable."""
+    """`grouped_reducescatter` without waiting; not differentiable."""
     scale = prescale_factor, postscale_factor
     return _start(tensors, name, ReduceOptions.from_reducescatter_args(len(tensors), op, scale, process_set))
 
 
 @disable_compile
-def _start(tensors: Sequence[torch.Tensor], name: str | None, how: ReduceOptions) -> Handle:
-    squeezed = [how.compression.compress(to_host(tensor)) for tensor in tensors]
-    working = [tensor for tensor, _ in squeezed]
+def _start(tensors: Sequence[torch.Tensor], name: str | None, options: ReduceOptions) -> Handle:
+    compressed = [options.compression.compress(to_host(tensor)) for tensor in tensors]
+    working = [tensor for tensor, _ in compressed]
     request = Request(
         REDUCESCATTER,
         qualify_name(REDUCESCATTER, name),
         tuple(name_of(each.dtype) for each in working),
         tuple(tuple(each.shape) for each in working),
-        how.op.value,
-        how.scale,
+        options.op.value,
+        options.scale,
     )
-    operation = get_queue(how.process_set).submit(request, [array_of(each) for each in working])
+    operation = get_queue(options.process_set).submit(request, [array_of(each) for each in working])
 
     def finish(outputs: Any) -> list[torch.Tensor]:
         parts = [tensor_of(array, like) for array, like in zip(outputs, working, strict=True)]
         return [
-            how.compression.decompress(part, ctx).to(tensor.device)
-            for part, (_, ctx), tensor in zip(parts, squeezed, tensors, strict=True)
+            options.compression.decompress(part, ctx).to(tensor.device)
+            for part, (_, ctx), tensor in zip(parts, compressed, tensors, strict=True)
         ]
 
     return Handle(operation, finish)
@@ -158,28 +160,28 @@ class _AllToAll(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: torch.Tensor, splits: Any, name: str | None, process_set: ProcessSet
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        received, came = _alltoall(tensor, splits, name, process_set)()
-        ctx.came, ctx.process_set = came.tolist(), process_set
-        ctx.mark_non_differentiable(came)
-        return received, came
+        received, counts = _alltoall(tensor, splits, name, process_set)()
+        ctx.counts, ctx.process_set = counts.tolist(), process_set
+        ctx.mark_non_differentiable(counts)
+        return received, counts
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        back, _ = _AllToAll.apply(gradients[0], ctx.came, None, ctx.process_set)  # type: ignore[no-untyped-call]
+        back, _ = _AllToAll.apply(gradients[0], ctx.counts, None, ctx.process_set)  # type: ignore[no-untyped-call]
         return back, None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, how: ReduceOptions, name: str | None, *tensors: torch.Tensor
+        ctx: Any, options: ReduceOptions, name: str | None, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.how = how
-        return tuple(_start(tensors, name, how)())
+        ctx.options = options
+        return tuple(_start(tensors, name, options)())
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        how: ReduceOptions = ctx.how
-        factor = how.reducescatter_gradient_factor(how.process_set.size)
-        wholes = grouped_allgather(gradients, process_set=how.process_set)
+        options: ReduceOptions = ctx.options
+        factor = options.reducescatter_gradient_factor(options.process_set.size)
+        wholes = grouped_allgather(gradients, process_set=options.process_set)
         return None, None, *(whole * factor for whole in wholes)

@@ -1,7 +1,7 @@
-"""Tensors as the numpy arrays that operations take, and back. Training thread only.
+"""Tensors as the numpy arrays that operations take, and handles of operations in progress.
 
 A contiguous tensor on the CPU is its own array. Any other goes through a host copy, which for CUDA is pinned memory:
-GPUs of one host exchange through the host as well.
+GPUs of one host exchange through the host as well. The training thread converts; any thread may use handles.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ log = logging.getLogger(__name__)
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """As numpy and the engine call it: float32, bfloat16, bool ..."""
+    """Return the name that numpy and the engine use: float32, bfloat16, bool ..."""
     return str(dtype).removeprefix("torch.")
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself where it is contiguous on the CPU, a copy like that of any other."""
+    """Return the tensor itself if it is contiguous on the CPU, else a copy that is."""
     _check(tensor)
     dense = tensor.detach()
     return dense if dense.device.type == "cpu" and dense.is_contiguous() else copy_to_host(tensor)
 
 
 def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Contiguous, on the CPU, shared with nobody."""
+    """Return a contiguous copy on the CPU."""
     _check(tensor)
     if tensor.layout is not torch.strided:
         raise InvalidInput(f"this takes dense tensors; got {tensor.layout}: see sparse_allreduce_async.")
@@ -60,12 +60,12 @@ class _GpuWarning:
 
 
 def warn_about_gpus() -> None:
-    """Once in a process: how tensors of GPUs are exchanged."""
+    """Warn once per process that tensors on GPUs are exchanged through the host."""
     get_process_context().get_or_create(_GpuWarning)
 
 
 def array_of(tensor: torch.Tensor) -> Array:
-    """The memory of a contiguous tensor on the CPU. bfloat16 looks like uint16."""
+    """Return the memory of a contiguous tensor on the CPU; bfloat16 as uint16."""
     if tensor.dtype is torch.bfloat16:
         return tensor.view(torch.int16).numpy().view("uint16")
     try:
@@ -76,49 +76,49 @@ def array_of(tensor: torch.Tensor) -> Array:
 
 
 def tensor_of(array: Array, like: torch.Tensor) -> torch.Tensor:
-    """The array's memory as a tensor of the dtype of `like`; on its device, a copy where that is not the CPU."""
+    """Return the memory of an array as a tensor with the dtype and the device of `like`; a copy if that is a GPU."""
     if like.dtype is torch.bfloat16:
-        made = torch.from_numpy(array.view("int16")).view(torch.bfloat16)
+        tensor = torch.from_numpy(array.view("int16")).view(torch.bfloat16)
     else:
-        made = torch.from_numpy(array)
-    return made.to(like.device)
+        tensor = torch.from_numpy(array)
+    return tensor.to(like.device)
 
 
 def copy_back(tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    """`result` into `tensor`, unless it is the same memory."""
+    """Copy `result` into `tensor`, unless it is the same memory."""
     if result.data_ptr() != tensor.data_ptr() or result.device != tensor.device:
         with torch.no_grad():
             tensor.copy_(result)
     return tensor
 
 
-# What torch.compile does not look into: sockets and threads are part of no graph.
-
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def disable_compile(function: F) -> F:
-    """A compiled caller calls it, between two of its graphs. Decorating imports no compiler, which takes seconds."""
+    """As `torch.compiler.disable`, for code with sockets and threads: a compiled caller calls it between two graphs.
+
+    The compiler is imported at the first call, since the import takes seconds.
+    """
     disabled: list[Callable[..., Any]] = []
 
     @wraps(function)
-    def called(*arguments: Any, **named: Any) -> Any:
+    def call_disabled(*arguments: Any, **named: Any) -> Any:
         if not disabled:
             disabled.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
         return disabled[0](*arguments, **named)
 
-    return cast("F", called)
-
-
-# Handles of operations under way, under Horovod's names. Any thread.
+    return cast("F", call_disabled)
 
 
 class Handle:
-    """One operation, asked for; `synchronize` waits for it. Calling it does so, too."""
+    """An operation in progress. `synchronize` waits for it, and so does calling the handle."""
 
     def __init__(self, operation: Operation, finish: Callable[[tuple[Array, ...]], Any]) -> None:
-        """finish: makes the result from the operation's outputs."""
+        """
+        Args:
+            finish: makes the result from the outputs of the operation.
+        """
         self.operation = operation
         self._finish = finish
         self._result: Any = None
@@ -141,9 +141,9 @@ def poll(handle: Handle) -> bool:
 
 
 def synchronize(handle: Handle) -> Any:
-    """The result, once it is there: what the function without `_async` returns.
+    """Wait for the result: what the function without `_async` returns.
 
     Raises:
-        CollectiveError: ranks asked for different things, did not come in time, or the world broke.
+        CollectiveError: the ranks requested different operations, a rank was late, or the world broke.
     """
     return handle()
