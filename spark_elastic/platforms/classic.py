@@ -30,7 +30,7 @@ log = logging.getLogger("spark_elastic")
 
 
 class ClassicPlatform(SparkPlatform):
-    """Programs travel as broadcasts, and the scheduler tells which executors there are."""
+    """Programs travel as broadcasts, and the scheduler lists the executors."""
 
     @property
     def master(self) -> str:

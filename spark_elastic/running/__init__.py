@@ -1,1 +1,1 @@
-"""`spark_elastic.run`: its arguments, Horovod's names among them, and what it refuses before anything is launched."""
+"""`spark_elastic.run`: its arguments, with Horovod's names, and the checks before anything is launched."""

@@ -211,8 +211,8 @@ class ConnectLauncher(ThreadPerSlotLauncher):
 
         def body(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             for batch in batches:
-                said = _run_coordinator_task(coordinator, towards)
-                yield pa.RecordBatch.from_pydict({"ended": [said] * batch.num_rows})
+                reason = _run_coordinator_task(coordinator, towards)
+                yield pa.RecordBatch.from_pydict({"ended": [reason] * batch.num_rows})
 
         self._threads.append(threading.current_thread())  # `close` interrupts its job, too, and waits for it
         return self._run_task(body).reason

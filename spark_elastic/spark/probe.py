@@ -40,7 +40,7 @@ class ProbeSpec:
 
     # cloudpickle of what workers will load.
     payload: bytes
-    # Checked to be the same for driver and hosts; None: there is none.
+    # The store that driver and hosts must share; None: the job uses none.
     store: Store | None = None
     # Frameworks that the job uses.
     needs: tuple[str, ...] = ()

@@ -39,7 +39,7 @@ def is_ssl_enabled(settings: Mapping[str, str]) -> bool:
 
 
 def warn_about_settings(settings: Mapping[str, str], application: object, plain: str | None = None) -> None:
-    """Log what `remarks` finds, a line each, once an application: its context or session keeps what was told."""
+    """Log each harmful setting once per application: its context or session remembers which were logged."""
     warned: set[str] = vars(application).setdefault("_spark_elastic_warned", set())
     for remark in find_harmful_settings(settings, plain):
         if remark not in warned:
@@ -56,7 +56,7 @@ def find_harmful_settings(settings: Mapping[str, str], plain: str | None = None)
     found = []
     if plain is not None and not _is_loopback(plain):
         found.append(
-            f"a job's key travels to the Spark Connect server {plain} in the clear, and who listens to the network can "
+            f"a job's key travels to the Spark Connect server {plain} in the clear, and anyone who listens to it can "
             "take it and join a job. Connect with sc://...;use_ssl=true."
         )
     master = settings.get("spark.master", "")
@@ -71,8 +71,8 @@ def find_harmful_settings(settings: Mapping[str, str], plain: str | None = None)
         settings.get(name, "false").lower() == "true" for name in ENCRYPTION
     ):
         found.append(
-            "a job's key travels inside Spark's tasks, which are not encrypted here, and who listens to the network "
-            "can take it and join a job. Set spark.authenticate=true and spark.network.crypto.enabled=true."
+            "a job's key travels inside Spark's tasks, which are not encrypted here, and anyone who listens to the "
+            "network can take it and join a job. Set spark.authenticate=true and spark.network.crypto.enabled=true."
         )
     return found
 
@@ -190,8 +190,10 @@ def read_executor_memory(settings: Mapping[str, str]) -> ExecutorMemory:
     # Kubernetes grants more to programs that do not run in the JVM.
     default = "0.1" if master == "yarn" else "0.4"
     share = float(settings.get("spark.executor.memoryOverheadFactor", default))
-    said = settings.get("spark.executor.memoryOverhead")
-    overhead = max(LEAST_OVERHEAD, int(heap * share)) if said is None else parse_size(said)
+    overhead_setting = settings.get("spark.executor.memoryOverhead")
+    overhead = (
+        max(LEAST_OVERHEAD, int(heap * share)) if overhead_setting is None else parse_size(overhead_setting)
+    )
     return ExecutorMemory(
         heap, overhead + parse_size(settings.get("spark.executor.pyspark.memory", "0")), slots
     )
@@ -239,10 +241,10 @@ def make_slot_profile(
         take(profile)
     except Exception as error:  # py4j's or Spark Connect's, with Spark's reason
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        said = next((line for line in lines if "upported" in line), lines[0] if lines else repr(error))
+        reason = next((line for line in lines if "upported" in line), lines[0] if lines else repr(error))
         log.warning(
             "slots take no whole GPU each, since this cluster has no stage-level resources (%s): set %s=1",
-            said[:200],
+            reason[:200],
             TASK_GPUS,
         )
         return None

@@ -111,5 +111,5 @@ def classify_error(text: str) -> SlotEnd:
 def _first_line(text: str) -> str:
     """The line of a py4j error that says what happened."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    said = next((line for line in lines if "org.apache.spark" in line), lines[0] if lines else "")
-    return said[:300]
+    first = next((line for line in lines if "org.apache.spark" in line), lines[0] if lines else "")
+    return first[:300]

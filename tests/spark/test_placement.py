@@ -35,7 +35,7 @@ def place() -> dict[str, object]:
     "task_gpus",
     ["1", pytest.param("0.5", marks=pytest.mark.faults), pytest.param("0", marks=pytest.mark.faults)],
 )
-def test_two_workers_of_an_executor_are_local_to_each_other(
+def test_two_workers_of_an_executor_have_a_gpu_each(
     spark_with: Callable[[Mapping[str, str]], SparkSession], standalone: StandaloneCluster, task_gpus: str
 ) -> None:
     """Each has a GPU to itself, also where Spark's own tasks share them, or get none."""

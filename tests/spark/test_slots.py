@@ -131,7 +131,9 @@ class Listener(Striker):
             self._heard.touch()
 
 
-def test_output_is_prefixed_and_workers_listen_in_the_port_range(spark: SparkSession, tmp_path: Path) -> None:
+def test_lines_come_with_their_rank_and_workers_listen_in_the_port_range(
+    spark: SparkSession, tmp_path: Path
+) -> None:
     cloudpickle.register_pickle_by_value(sys.modules[Talkative.__module__])
     port, first = free_port(), free_port()
     config = ElasticConfig(
