@@ -28,7 +28,7 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 
 class WorkerSession(Protocol):
-    """This process's place among the workers."""
+    """What a state and the run loop use of the worker that this process is."""
 
     @property
     def world(self) -> World: ...
@@ -42,11 +42,11 @@ class WorkerSession(Protocol):
         ...
 
     def report_commit(self, commits: int) -> None:
-        """Tell that this worker now holds the state of `commits` commits."""
+        """Report that this worker now has the state of that many commits."""
         ...
 
     def agree_to_stop(self) -> bool:
-        """Whether all ranks stop here for a planned change: the same answer on each (R6).
+        """Whether all ranks stop here for a planned change: R6 (step summary). Collective, with the same answer on all.
 
         Raises:
             CollectiveError: the group broke.
@@ -55,18 +55,18 @@ class WorkerSession(Protocol):
 
     @property
     def durable(self) -> DurableCommits | None:
-        """What makes this job's commits outlive all workers; None: nothing does."""
+        """Writes commits to the store; None: this job's commits are not durable."""
         ...
 
     def is_job_ending(self) -> bool:
-        """Whether the stop that all ranks agreed on is the job's end."""
+        """Whether the job ends at the stop that all ranks agreed on."""
         ...
 
     def next_world(self, error: CollectiveError | None) -> None:
-        """Leave this world, because of `error` or at an agreed boundary; return once the next one stands.
+        """Leave this world, because of `error` or at an agreed boundary, and return when the next one is formed.
 
         Raises:
-            CollectiveError: it broke at once.
+            CollectiveError: the next world broke while it was formed.
         """
         ...
 

@@ -1,7 +1,7 @@
-"""A counting job on plain processes, and acts that befall it at chosen moments.
+"""A counting job on plain processes, with actions of the test at chosen moments, such as killing a worker.
 
-An act waits for its moment in the job's story (a step of rank 0, a world), then runs in a thread of its own. A `Held`
-program takes its last step once all acts are over and what the test waits for has come.
+An action waits for its moment (a step of rank 0, a world), then runs in its own thread. A `Held` program takes its last
+step when all actions are over and the condition of the test is met.
 """
 
 from __future__ import annotations
@@ -26,18 +26,21 @@ from tests.component.worker.moments import Held
 
 @dataclass
 class Moment:
-    """step: newest that rank 0 reported. sizes: of all worlds so far. said: lines that workers wrote."""
+    """How far the job has come."""
 
+    # The newest step that rank 0 reported.
     step: int = 0
+    # Of all worlds so far.
     sizes: tuple[int, ...] = ()
-    said: tuple[str, ...] = ()
+    # Lines that workers wrote.
+    lines: tuple[str, ...] = ()
 
 
 Act = tuple[Callable[[Moment], bool], Callable[[], object]]
 
 
 class Cluster(ProcessLauncher):
-    """Also remembers how its slots reach the driver."""
+    """Remembers how its slots reach the driver."""
 
     contact: SlotSpec
 
@@ -80,19 +83,19 @@ class Job:
         self._failed: list[BaseException] = []
 
     def at_step(self, step: int, act: Callable[[], object], world: int = 1) -> None:
-        """Once rank 0 has reported that step, and the world of that number is published (1: the first)."""
+        """Run `act` when rank 0 has reported that step and the world of that number (1: the first) is published."""
         self._acts.append((lambda now: now.step >= step and len(now.sizes) >= world, act))
 
     def at_world(self, number: int, act: Callable[[], object]) -> None:
-        """As soon as the world of that number is published."""
+        """Run `act` when the world of that number is published."""
         self._acts.append((lambda now: len(now.sizes) >= number, act))
 
     def at_line(self, text: str, act: Callable[[], object]) -> None:
-        """Once a worker has written a line with that text."""
-        self._acts.append((lambda now: any(text in line for line in now.said), act))
+        """Run `act` when a worker has written a line with that text."""
+        self._acts.append((lambda now: any(text in line for line in now.lines), act))
 
     def run(self, **limits: Any) -> LaunchResult:
-        """To the end; the result is exact, or this fails."""
+        """Run the job to its end and check that its result is exact."""
         bounds = Limits(
             **{
                 "num_workers": self.size,
@@ -111,7 +114,7 @@ class Job:
             self._release(True)
         assert not self._failed, self._failed
         sums = {json.loads(text)["sum"] for text in result.results if text != "null"}
-        assert sums == {self.program.expected_sum()}, "a step was lost, doubled or torn"
+        assert sums == {self.program.expected_sum()}, "a step was lost, repeated or half applied"
         return result
 
     def workers(self) -> list[psutil.Process]:
@@ -132,7 +135,7 @@ class Job:
     # ---- listener
 
     def log(self, rank: int | None, line: str) -> None:
-        self._meet(lambda now: replace(now, said=(*now.said, line)))
+        self._meet(lambda now: replace(now, lines=(*now.lines, line)))
 
     def progress(self, numbers: Mapping[str, Any]) -> None:
         self._meet(lambda now: replace(now, step=numbers["step"]))
