@@ -1,6 +1,6 @@
-"""What the estimators of all frameworks share as estimators of Spark ML: setting, fitting, saving.
+"""What the estimators of all frameworks share as estimators of Spark ML: fitting and saving.
 
-A framework's class owns its keywords and their defaults, and says how its objects are packed.
+Parameters are in `params.py`. A framework's class trains on a `RowSource` and serializes its objects.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _UNSAVED = ("storage_options",)  # they may hold credentials
 
 
 class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ignore[misc,unused-ignore]
-    """Its keywords are those of the framework's class."""
+    """Base of the estimators of torch and Keras."""
 
     def write(self) -> MLWriter:
         return _Writer(self)
 
     def fit_on_parquet(self, paths: Paths, validation_paths: Paths | None = None) -> Any:
-        """Train on Parquet files as they are, written by anybody; nothing is copied. Needs an active Spark session.
+        """Train on existing Parquet files without a copy. Needs an active Spark session.
 
         paths: files or folders, local or fsspec urls that driver and executors share, read with `storage_options`.
         Row groups of any size, further columns and folders by partition are fine. validation_paths: of rows to look at
@@ -53,7 +53,7 @@ class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ig
         )
 
     def fitMultiple(self, dataset: DataFrame, paramMaps: Sequence[Any]) -> Any:
-        """As Spark ML's. InvalidInput where fits would share a `run_id`: each is a run of its own."""
+        """See Spark ML. Raises InvalidInput if fits would share a `run_id`, since each fit is a run of its own."""
         check_run_ids(self.getOrDefault("run_id"), [each.get(self.run_id) for each in paramMaps])
         return super().fitMultiple(dataset, paramMaps)
 
@@ -62,14 +62,14 @@ class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ig
 
     @abstractmethod
     def _fit_rows(self, rows: RowSource) -> ElasticModel:
-        """What a training on the rows gives."""
+        """Train on the rows."""
 
     @property
     def _values(self) -> dict[str, Any]:
         return {param.name: self.getOrDefault(param) for param in self.params}
 
     def _copy_params_to(self, model: ElasticModel, activation: str | None) -> None:
-        """The fitted model's own parameters. activation: what the loss says."""
+        """Set the fitted model's parameters. activation: the one that the loss implies."""
         for param in model.params:
             if self.isDefined(param.name):
                 model._set(**{param.name: self.getOrDefault(param.name)})
@@ -78,15 +78,15 @@ class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ig
 
     @abstractmethod
     def _pack_objects(self, objects: Mapping[str, Any]) -> dict[str, bytes]:
-        """Parameters that JSON cannot hold, as bytes by name."""
+        """Serialize the parameters that JSON cannot hold: bytes by name."""
 
     @abstractmethod
     def _unpack_objects(self, parts: Mapping[str, bytes]) -> dict[str, Any]:
-        """What was packed."""
+        """The parameters that `_pack_objects` has serialized."""
 
 
 class _Writer(saving.OverwritingWriter):
-    """Plain parameters as Spark ML writes them, the others packed together: what they share stays shared."""
+    """Writes plain parameters as Spark ML does, and the others in one pickle, so that shared objects stay shared."""
 
     def __init__(self, instance: ElasticEstimator) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class EstimatorReader(MLReader[Any]):
 
 
 def check_run_ids(own: str | None, given: Sequence[str | None]) -> None:
-    """own: the estimator's run_id. given: those of the param maps of several fits."""
+    """Raise InvalidInput if fits would share a run_id. own: the estimator's; given: those of the param maps."""
     found = [own if each is None else each for each in given]
     named = [each for each in found if each is not None]
     if (own is not None and own in named) or len(set(named)) < len(named):
@@ -135,7 +135,7 @@ def check_run_ids(own: str | None, given: Sequence[str | None]) -> None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether JSON gives it back as it is."""
+    """Whether JSON preserves the value."""
     if isinstance(value, list):
         return all(_is_plain(item) for item in value)
     if isinstance(value, dict):

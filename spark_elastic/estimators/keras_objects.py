@@ -1,6 +1,6 @@
-"""What the user brings to a fit with Keras, checked: model, optimizer, losses, metrics, callbacks.
+"""Checks the user's objects of a fit with Keras: model, optimizer, losses, metrics, callbacks.
 
-Nothing of the user's is changed: what is compiled anew is a copy. Knows Keras, not Spark.
+The user's objects are not changed: a model is compiled on a copy. Knows Keras, not Spark.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from spark_elastic.keras.train.task import KerasUserObjects
 from spark_elastic.tensorflow.sync_batch_norm import SyncBatchNormalization
 from spark_elastic.training.fit_config import describe_type
 
-_BY_OURSELVES = "BackupAndRestore"
+_BACKUP_CALLBACK = "BackupAndRestore"
 
 
 def check_keras_objects(values: Mapping[str, Any]) -> KerasUserObjects:
-    """The user's objects among an estimator's parameters.
+    """Check the user's objects among an estimator's parameters.
 
     Raises:
         InvalidInput: the first mistake, in one sentence.
@@ -52,7 +52,7 @@ def check_keras_objects(values: Mapping[str, Any]) -> KerasUserObjects:
 
 
 def compile_model(values: Mapping[str, Any]) -> Any:
-    """The model as it is to be trained: itself, or a copy that is compiled with the estimator's parameters."""
+    """The model to train: the user's, or a copy that is compiled with the estimator's parameters."""
     model = _model(values["model"], values["seed"])
     names = ("optimizer", "loss", "loss_weights", "metrics")
     given = {name: values[name] for name in names if values[name] is not None}
@@ -74,7 +74,7 @@ def compile_model(values: Mapping[str, Any]) -> Any:
 
 
 def check_lambdas(things: Iterable[Any]) -> None:
-    """Keras saves their code, and nothing that it goes by.
+    """Refuse lambdas that use globals: Keras saves only their code.
 
     Raises:
         InvalidInput: one of them uses a global name.
@@ -89,7 +89,7 @@ def check_lambdas(things: Iterable[Any]) -> None:
 
 
 def activation_of(model: Any) -> str | None:
-    """What makes probabilities of the outputs that the model's one loss is given; None where that cannot be known."""
+    """The activation that turns the model's outputs into probabilities, by its loss; None if it is unknown."""
     loss = getattr(getattr(model, "_compile_config", None), "config", {}).get("loss")
     try:
         loss = keras.losses.get(loss) if isinstance(loss, str) else loss
@@ -122,7 +122,7 @@ def _model(model: Any, seed: Any) -> Any:
 
 
 def _fresh(optimizer: Any) -> Any:
-    """An optimizer of the same settings, bound to no model."""
+    """A new optimizer with the same settings."""
     try:
         found = keras.optimizers.get(optimizer)
     except (ValueError, TypeError) as error:
@@ -131,7 +131,7 @@ def _fresh(optimizer: Any) -> Any:
 
 
 def _check_steps(model: Any) -> None:
-    """What the elastic step cannot honour."""
+    """Refuse what the elastic training step does not support."""
     for name, instead in (
         (
             "train_step",
@@ -165,7 +165,7 @@ def _check_steps(model: Any) -> None:
 
 
 def _read_back(archive: Archive) -> Any:
-    """The model as the workers will have it."""
+    """Load the model from its `.keras` file, as the workers do."""
     try:
         return archive.load()
     except (TypeError, ValueError) as error:
@@ -197,13 +197,13 @@ def _check_columns(model: Any, values: Mapping[str, Any]) -> None:
 
 
 def _check_losses(model: Any) -> None:
-    """What workers find when they try the model, found here; a class of the user's own shows its outputs there alone.
+    """Check losses and metrics against the outputs, as workers do, if the outputs are known.
 
     model: a copy, which this builds.
     """
     if not getattr(model, "outputs", None):
         return
-    outputs = getattr(model, "output", model.outputs[0])  # a Sequential has been called by nobody
+    outputs = getattr(model, "output", model.outputs[0])  # a Sequential that was never called has no `output`
     CompiledLosses(model, outputs, outputs)
     if model._compile_metrics is not None:
         try:
@@ -230,10 +230,10 @@ def _callbacks(callbacks: Any) -> tuple[Any, ...]:
             raise InvalidInput(
                 f"callbacks must be instances of keras.callbacks.Callback; got {describe_type(callback)}."
             )
-        if type(callback).__name__ == _BY_OURSELVES:
+        if type(callback).__name__ == _BACKUP_CALLBACK:
             raise InvalidInput(
-                f"{_BY_OURSELVES} has no meaning here: checkpoints are written by themselves, and a fit with the same "
-                "run_id goes on from the last one."
+                f"{_BACKUP_CALLBACK} has no meaning here: checkpoints are written by themselves, and a fit with the "
+                "same run_id goes on from the last one."
             )
     return found
 

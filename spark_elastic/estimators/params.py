@@ -33,44 +33,44 @@ T = TypeVar("T", bound="type[EstimatorParams]")
 
 
 def to_python_number(value: Any) -> Any:
-    """A number of numpy's as Python's: grids are made by `arange` and `logspace`."""
+    """A number of numpy as Python's: grids come from `arange` and `logspace`."""
     return value.item() if isinstance(value, np.generic) else value
 
 
 def to_names(value: Any) -> list[str]:
-    """One name of a column, or one path, or several, as a list."""
+    """One or several names of columns, or paths, as a list."""
     return [str(value)] if isinstance(value, str | os.PathLike) else [str(name) for name in value]
 
 
 def to_optional_names(value: Any) -> list[str] | None:
-    """The same of a Param that may be None."""
+    """The same for a Param that may be None."""
     return value if value is None else to_names(value)
 
 
 def to_list(value: Any) -> Any:
-    """A tuple as a list: `explainParams` of Spark ML cannot show one."""
+    """A tuple as a list, since `explainParams` of Spark ML cannot show tuples."""
     return list(value) if isinstance(value, tuple) else value
 
 
 class HiddenOptions(dict[str, Any]):
-    """Options that may hold credentials: they are not shown."""
+    """Options that may hold credentials; its repr hides the values."""
 
     def __repr__(self) -> str:
         return f"{{{', '.join(f'{name!r}: ...' for name in self)}}}"
 
 
 def hide_values(value: Any) -> Any:
-    """A dict as one that does not show its values."""
+    """A dict as one whose repr hides the values."""
     return value if value is None else HiddenOptions(value)
 
 
 def declare(doc: str, converter: Callable[[Any], Any] = to_python_number) -> Any:
-    """A Param whose name is that of the attribute it is assigned to."""
+    """Declare a Param; its name is that of the attribute it is assigned to."""
     return _Declaration(doc, converter)
 
 
 class _Declaration:
-    """Becomes a Param once the class body that holds it says its name."""
+    """Replaces itself by a Param as soon as its name is known."""
 
     def __init__(self, doc: str, converter: Callable[[Any], Any]) -> None:
         self._doc = doc
@@ -154,7 +154,7 @@ REFUSED = {
     "val_reader_num_workers": _READERS,
     "validation_steps_per_epoch": "validation looks at every row exactly once",
 }
-# The same to users of the Keras estimator.
+# The same for the Keras estimator.
 KERAS_REFUSED = REFUSED | {
     "checkpoint_callback": "checkpoints are written by themselves (checkpoint_steps, checkpoint_seconds); the best "
     "epoch's weights are kept by callbacks=[keras.callbacks.EarlyStopping(..., restore_best_weights=True)]",
@@ -168,11 +168,14 @@ def translate_names(
     own: Callable[[str], bool] = lambda name: False,
     refused: Mapping[str, str] = REFUSED,
 ) -> dict[str, Any]:
-    """Parameters by our names. own: whether a name is a parameter of the estimator, whatever another thinks of it.
-    refused: the estimator's own reasons.
+    """Parameters by our names.
+
+    Args:
+        own: whether a name is a parameter of the estimator, even if another estimator refuses it.
+        refused: names without a meaning for the estimator, with the reasons.
 
     Raises:
-        InvalidInput: one has no meaning here, or is given under both names.
+        InvalidInput: a parameter has no meaning here, or is given under both names.
     """
     ours: dict[str, Any] = {}
     for name, value in values.items():
@@ -271,7 +274,7 @@ class EstimatorParams(ColumnParams):
 
     def _set_given(self, given: Mapping[str, Any]) -> None:
         """Take the constructor's defaults, and what was given."""
-        # A user's subclass need not name the keywords again.
+        # Also finds the keywords of a base class of the user's subclass.
         constructors = [vars(owner).get("__init__") for owner in reversed(type(self).__mro__)]
         signatures = [inspect.signature(constructor) for constructor in constructors if constructor]
         keywords = [k for each in signatures for k in each.parameters.values() if k.kind is k.KEYWORD_ONLY]
@@ -449,7 +452,7 @@ class KerasParams(EstimatorParams):
 
 
 def with_horovod_names(owner: T) -> T:
-    """Add the setters and getters of Horovod's names: those that are mapped do so, the others say why not."""
+    """Add setters and getters for Horovod's names; those of refused names raise InvalidInput with the reason."""
     for name in (*ALIASES, *owner.refused):
         camel = "".join(part.capitalize() for part in name.split("_"))
         setattr(owner, f"set{camel}", _horovod_setter(name, owner.refused))

@@ -1,6 +1,6 @@
-"""What the user brings to a fit, checked: model, optimizer, losses, metrics, callbacks, functions.
+"""Checks the user's objects of a fit with torch: model, optimizer, losses, metrics, callbacks, functions.
 
-Factories are tried on copies; nothing of the user's is changed. Knows torch, not Spark.
+Factories are called on copies; the user's objects are not changed. Knows torch, not Spark.
 """
 
 from __future__ import annotations
@@ -28,13 +28,11 @@ from spark_elastic.torch.train.spec import TorchUserObjects
 from spark_elastic.torch.train.state import readable
 from spark_elastic.training.fit_config import describe_type
 
-# Whether a module can be taken to the workers and saved: it is copied and pickled on the way. Looks only.
-
 
 def check_serializable(model: torch.nn.Module) -> None:
-    """Raises InvalidInput with the first layer that cannot be copied and pickled, and what to do instead."""
+    """Raise InvalidInput with the first layer that cannot be copied and pickled for the workers."""
     for name, part in model.named_modules():
-        layer = _called(name)
+        layer = _layer_label(name)
         if isinstance(part, torch.jit.ScriptModule):
             raise InvalidInput(f"{layer} is a ScriptModule: pass the module that it was made from.")
         if is_parametrized(part):
@@ -61,33 +59,33 @@ def check_serializable(model: torch.nn.Module) -> None:
                 f"{layer} holds {computed[0]}, a tensor computed from parameters (as weight_norm's hook does), which "
                 "cannot be copied for the workers: compute it in forward."
             )
-    _check_held(model)
+    _check_picklable(model)
 
 
-def _check_held(model: torch.nn.Module) -> None:
-    """What torch knows nothing of: locks, open files, clients, generators."""
+def _check_picklable(model: torch.nn.Module) -> None:
+    """Refuse attributes that cannot be pickled: locks, open files, clients, generators."""
     tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}
-    if (failed := _failure(model, tensors)) is None:
+    if (failed := _find_pickle_error(model, tensors)) is None:
         return
-    parts = reversed(list(model.named_modules()))  # a layer after its parts, so that the innermost is found
-    name, part = next(each for each in parts if _failure(each[1], tensors) is not None)
-    keys = [key for key, held in vars(part).items() if _failure(held, tensors) is not None]
-    holds = f"{_called(name)} holds {keys[0]!r}, which" if keys else _called(name)
+    parts = reversed(list(model.named_modules()))  # inner layers come first
+    name, part = next(each for each in parts if _find_pickle_error(each[1], tensors) is not None)
+    keys = [key for key, held in vars(part).items() if _find_pickle_error(held, tensors) is not None]
+    holds = f"{_layer_label(name)} holds {keys[0]!r}, which" if keys else _layer_label(name)
     raise InvalidInput(
         f"{holds} cannot be copied or pickled for the workers ({failed}): make it in forward, when it is first used."
     ) from failed
 
 
-def _called(name: str) -> str:
+def _layer_label(name: str) -> str:
     return f"layer {name!r} of the model" if name else "the model"
 
 
-def _failure(thing: Any, tensors: Mapping[int, torch.Tensor]) -> Exception | None:
-    """What its copying or pickling raises. Tensors stay where they are: both can be done to them, and cost memory."""
+def _find_pickle_error(thing: Any, tensors: Mapping[int, torch.Tensor]) -> Exception | None:
+    """The exception that copying or pickling raises, if any. Tensors, which can always be copied, are left out."""
     try:
         copy.deepcopy(thing, dict(tensors))
         _WithoutTensors(io.BytesIO()).dump(thing)
-    except Exception as error:  # objects raise anything when they are asked for their state
+    except Exception as error:  # `__getstate__` and `__deepcopy__` may raise anything
         return error
     return None
 
@@ -101,14 +99,14 @@ def _has_hooks(parameter: torch.Tensor) -> bool:
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
-# Functions that make the user's model: one at a time in a process, since the generators that they draw initial weights
-# from are the process's. Fits of several folds call them in threads.
-
-
+# Only one thread at a time calls a user's model factory: initial weights come from the process's random generators, and
+# parallel fits of several folds call the factories in threads.
 MODEL_FACTORY_LOCK = threading.RLock()
 
 
-Trial = tuple[torch.optim.Optimizer, tuple[Callback, ...]]  # an optimizer over a copy, and its schedules
+Trial = tuple[
+    torch.optim.Optimizer, tuple[Callback, ...]
+]  # an optimizer over a copy of the model, and its schedules
 
 ACTIVATIONS: dict[Any, str] = {
     torch.nn.CrossEntropyLoss: "softmax",
@@ -123,7 +121,7 @@ ACTIVATIONS: dict[Any, str] = {
 
 
 def check_torch_objects(values: Mapping[str, Any]) -> TorchUserObjects:
-    """The user's objects among an estimator's parameters.
+    """Check the user's objects among an estimator's parameters.
 
     Raises:
         InvalidInput: the first mistake, in one sentence.
@@ -139,7 +137,7 @@ def check_torch_objects(values: Mapping[str, Any]) -> TorchUserObjects:
     learning_rate = values["learning_rate"]
     callbacks = _callbacks(values["callbacks"])
     optimizer, trial = _optimizer(values["optimizer"], model, values["model"], learning_rate)
-    watched = _tried(*trial, callbacks)
+    watched = _find_watched_metrics(*trial, callbacks)
     return TorchUserObjects(
         model=model,
         optimizer=optimizer,
@@ -149,12 +147,12 @@ def check_torch_objects(values: Mapping[str, Any]) -> TorchUserObjects:
         callbacks=callbacks,
         train_minibatch_fn=_minibatch_fn(values["train_minibatch_fn"]),
         transformation=_function(values["transformation_fn"], "transformation_fn"),
-        watched=() if is_lightning(model) else watched,  # whose steps log what they like
+        watched=() if is_lightning(model) else watched,  # its steps may log any number
     )
 
 
 def activation_of(loss: Any) -> str | None:
-    """What makes probabilities of the outputs that a loss is given; None where that cannot be known."""
+    """The activation that turns the inputs of the loss into probabilities; None if it is unknown."""
     if isinstance(loss, functools.partial):
         loss = loss.func
     kind = loss if inspect.isfunction(loss) or inspect.isbuiltin(loss) else type(loss)
@@ -182,7 +180,7 @@ def _model(model: Any, seed: Any) -> torch.nn.Module:
 
 
 def _check_dense(model: torch.nn.Module) -> None:
-    """What the exchanges of a fit cannot carry."""
+    """Refuse sparse gradients and buffers, which are not exchanged."""
     for name, part in model.named_modules():
         looks_up = isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag)
         if looks_up and part.sparse and part.weight.requires_grad:
@@ -236,7 +234,7 @@ def _loss_weights(weights: Any, losses: int) -> tuple[float, ...] | None:
 def _optimizer(
     optimizer: Any, model: torch.nn.Module, given: Any, learning_rate: float | None
 ) -> tuple[Any, Trial]:
-    """As the user gave it, and a trial of it."""
+    """The optimizer as the user gave it, and one over a copy of the model."""
     if isinstance(optimizer, torch.optim.Optimizer):
         if given is not model:
             raise InvalidInput(
@@ -259,10 +257,10 @@ def _optimizer(
     return optimizer, tried
 
 
-def _tried(
+def _find_watched_metrics(
     optimizer: torch.optim.Optimizer, schedules: Sequence[Callback], callbacks: Sequence[Callback]
 ) -> tuple[str, ...]:
-    """What they watch. optimizer, schedules: of a trial. Checkpoints will hold the state of all of them."""
+    """The numbers that callbacks watch. Also checks that checkpoints can hold the state of all arguments."""
     watched = []
     readable(optimizer.state_dict(), type(optimizer).__name__)
     check_steps_alone(optimizer)
@@ -277,7 +275,7 @@ def _tried(
 
 
 def _same_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
-    """Both directions: no parameter of another model, and none of this one's left out."""
+    """Check that the optimizer has all trainable parameters of the model, and no others."""
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     own = dict(model.named_parameters())
     foreign = len(held - {id(parameter) for parameter in own.values()})
@@ -307,7 +305,7 @@ def _callbacks(callbacks: Any) -> tuple[Callback, ...]:
 
 
 def _minibatch_fn(function: Any) -> Any:
-    """Horovod's takes seven arguments, and steps the optimizer itself."""
+    """Check the signature: Horovod's takes seven arguments and steps the optimizer itself."""
     if function is None:
         return None
     try:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from phases import Marker
 
-from spark_elastic.torch import RowDropout, SyncBatchNorm, callbacks
+from spark_elastic.torch import RowDropout, SyncBatchNorm, progress
 
 WIDTH, CLASSES = 36, 3
 
@@ -32,7 +32,7 @@ class Recorded(torch.nn.Module):
         self._marker: Any = None
 
     def forward(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        here = callbacks()
+        here = progress()
         if here is None or not self.training:
             return self.net(x)
         if self._file is None:
@@ -46,7 +46,7 @@ class Recorded(torch.nn.Module):
         return output
 
     def mark(self, phase: str) -> None:
-        here = callbacks()
+        here = progress()
         if here is not None and self._marker is not None:
             self._marker.mark(phase, here.rank, here.generation, here.epoch, here.step)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 import torch
 
-from spark_elastic.torch import callbacks
+from spark_elastic.torch import progress
 from tests.component.torch.job import ledger_of
 from tests.scenarios import Fault
 from tests.spark.cluster import StandaloneCluster
@@ -33,7 +33,7 @@ class Dawdling(Net):
         self.gate = str(gate)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if callbacks() is not None and not Path(self.gate).exists():
+        if progress() is not None and not Path(self.gate).exists():
             time.sleep(0.3)
         return super().forward(x)
 

@@ -1,7 +1,8 @@
-"""Nulls, lengths and a digest of the columns, from the very job that writes them.
+"""Nulls, lengths and digests of columns, counted by the job that writes them.
 
-Owns how columns are prepared for arrays (vectors unpacked) and the judgement over what was counted. An aggregate of
-its own would compute the user's DataFrame twice; Spark's `observe` adds a few counters to the write. For one thread.
+An aggregate of its own would compute the user's DataFrame twice; Spark's `observe` adds a few counters to the write.
+`RowFilter` leaves out rows with nulls or NaN, `TableScan` counts them, checks the lengths of arrays and computes a
+digest of all values. For one thread.
 """
 
 from __future__ import annotations
@@ -20,11 +21,6 @@ from pyspark.sql import functions as F
 from spark_elastic.errors import InvalidInput
 from spark_elastic.spark.dataframes.schema import ColumnType
 
-# Rows with nulls or NaN: counted and refused, or counted and left out.
-#
-# Owns what counts as missing in a column of any depth. Knows nothing of where rows go. For one thread.
-
-
 log = logging.getLogger("spark_elastic")
 
 _FLOATS = ("float32", "float64")
@@ -34,7 +30,7 @@ _FLOATS = ("float32", "float64")
 class MissingValues:
     """What happens to rows with a null, or a NaN, in one of the columns, at any depth.
 
-    refuse: an error with their number. drop: they are left out, and a log line has their number.
+    refuse: an error with their number. drop: they are left out, and a log line has their number. keep: nothing.
     """
 
     nulls: Literal["refuse", "drop"] = "refuse"
@@ -48,7 +44,7 @@ class MissingValues:
 
 
 class RowFilter:
-    """Leaves rows out of a DataFrame and counts them while it is written."""
+    """Drops rows with missing values from a DataFrame and counts them while it is written."""
 
     def __init__(self, types: Mapping[str, ColumnType], missing: MissingValues) -> None:
         self._observation = Observation()
@@ -61,7 +57,7 @@ class RowFilter:
                 self._conditions[f"NaN in {name!r}"] = has_nan(column, kind)
 
     def apply(self, df: DataFrame) -> DataFrame:
-        """The rows that have nothing missing."""
+        """The rows without missing values."""
         if not self._conditions:
             return df
         bad = reduce(or_, self._conditions.values())
@@ -72,7 +68,7 @@ class RowFilter:
         return df.observe(self._observation, *total, *counters).where(~bad)
 
     def log_dropped_rows(self) -> None:
-        """Say how many rows were left out, once they were."""
+        """Log how many rows were dropped; call it after the write."""
         if not self._conditions:
             return
         found = self._observation.get
@@ -82,12 +78,12 @@ class RowFilter:
 
 
 def column_named(name: str) -> Column:
-    """The column of exactly that name, dots and all."""
+    """The column of exactly that name, which may contain dots."""
     return F.col("`" + name.replace("`", "``") + "`")
 
 
 def count_where(condition: Column) -> Column:
-    """In how many rows it holds."""
+    """Counts the rows for which the condition holds."""
     return F.count(F.when(condition, F.lit(1)))
 
 
@@ -110,8 +106,8 @@ def has_nan(column: Column, kind: ColumnType) -> Column:
     return F.coalesce(F.exists(column, F.isnan), F.lit(False))
 
 
-_NAMED_SCALARS = 4  # so many scalar columns say which row it is
-_PLACE, _ROW = "__spark_elastic_place", "__spark_elastic_row"
+_SHOWN_SCALARS = 4  # scalar columns that identify a row in an error
+_POSITION_COLUMN, _ROW_COLUMN = "__spark_elastic_place", "__spark_elastic_row"
 
 
 def select_prepared(
@@ -127,31 +123,34 @@ def select_prepared(
 def _prepared(column: Column, kind: ColumnType) -> Column:
     if not kind.vector:
         return column if kind.cast is None else column.cast(kind.cast)
-    # vector_to_array fails on nulls, which are to be counted.
+    # vector_to_array fails on nulls, but they must be counted.
     return F.when(column.isNotNull(), vector_to_array(column, kind.dtype))
 
 
 class TableScan:
-    """Counters that ride on one write of the columns, and what they say of it."""
+    """Counters of one write of the columns, and what follows from them."""
 
     def __init__(self, types: Mapping[str, ColumnType], nans: bool = False) -> None:
-        """nans: count NaN as well, and refuse them."""
+        """nans: also count NaN, and refuse it."""
         self._types = types
         self._nans = {name for name, kind in types.items() if nans and kind.dtype.startswith("float")}
         self._observation = Observation()
 
     def observe(self, df: DataFrame) -> DataFrame:
-        """`df` (as `prepared` gives it) with the counters; to be written once."""
-        # The id is the row's partition and place, hence its file and place: the digest knows the order of rows.
-        # A column of its own, since Spark 3.5 lets no counter compute it.
+        """`df`, a result of `select_prepared`, with the counters; write it once."""
+        # The id is the row's partition and position, hence its file: the digest depends on the order of rows. It is a
+        # column of its own, since Spark 3.5 cannot compute it in a counter.
         values = [column_named(name) for name in df.columns]
-        placed, row = F.xxhash64(_PLACE, *values), F.xxhash64(*map(self._rounded, df.columns))
-        df = df.withColumn(_PLACE, F.monotonically_increasing_id()).withColumn(_ROW, row)
+        placed, row = (
+            F.xxhash64(_POSITION_COLUMN, *values),
+            F.xxhash64(*map(self._round_to_float32, df.columns)),
+        )
+        df = df.withColumn(_POSITION_COLUMN, F.monotonically_increasing_id()).withColumn(_ROW_COLUMN, row)
         counters = [
             F.count(F.lit(1)).alias("rows"),
             F.bit_xor(placed).alias("content"),
-            F.bit_xor(_ROW).alias("mixed"),
-            F.sum(F.shiftrightunsigned(_ROW, 32)).alias("added"),  # equal rows have no part in `mixed`
+            F.bit_xor(_ROW_COLUMN).alias("mixed"),
+            F.sum(F.shiftrightunsigned(_ROW_COLUMN, 32)).alias("added"),  # equal rows cancel out in `mixed`
         ]
         for number, (name, kind) in enumerate(self._types.items()):
             column = column_named(name)
@@ -161,20 +160,20 @@ class TableScan:
             for level, sizes in enumerate(_sizes(column, kind.dimensions)):
                 counters.append(F.min(F.array_min(sizes)).alias(f"min{number}_{level}"))
                 counters.append(F.max(F.array_max(sizes)).alias(f"max{number}_{level}"))
-        return df.observe(self._observation, *counters).drop(_PLACE, _ROW)
+        return df.observe(self._observation, *counters).drop(_POSITION_COLUMN, _ROW_COLUMN)
 
     def digest(self) -> str:
-        """A digest of every value and its place, once they were written: 16 hex digits, for equality, not for trust;
-        behind "-" what `rows` says."""
+        """A digest of every value and its position, after the write: 16 hex digits, "-" and `digest_rows`. It detects
+        changes, not attacks."""
         return f"{_hex(self._observation.get['content'])}-{self.digest_rows()}"
 
     def digest_rows(self) -> str:
-        """The number of the rows, and a digest of them in whatever order; float64 by what a float32 holds of it, since
-        sums of a shuffle differ in their last bits from one run to the next."""
+        """The number of rows, and a digest of them in any order. float64 is rounded to float32, since sums after a shuffle
+        differ in their last bits from run to run."""
         found = self._observation.get
         return f"{found['rows']}-{_hex(found['mixed'])}{_hex(found['added'])}"
 
-    def _rounded(self, name: str) -> Column:
+    def _round_to_float32(self, name: str) -> Column:
         kind = self._types.get(name)
         if kind is None or kind.dtype != "float64":
             return column_named(name)
@@ -182,9 +181,10 @@ class TableScan:
         return column_named(name).cast("array<" * deep + "float" + ">" * deep)
 
     def check_shapes(self, written: Callable[[], DataFrame]) -> dict[str, tuple[int, ...]]:
-        """The shape of a row of each column, once it was written; InvalidInput for nulls and for ragged arrays.
+        """The shape of a row of each column, after the write; InvalidInput for nulls and for ragged arrays.
 
-        written: opens the written table, by a job of its own, for a bad row to be named.
+        Args:
+            written: opens the written table, in which a job of its own finds a bad row to name.
         """
         found = self._observation.get
         for number, name in enumerate(self._types):
@@ -221,9 +221,9 @@ class TableScan:
         return longest
 
     def _row_with(self, written: DataFrame, name: str, level: int, length: int) -> str:
-        """A row that holds an array of that length, by its scalar columns or, without any, by its content."""
+        """Describes a row with an array of that length, by its scalar columns or, without any, by its content."""
         sizes = list(_sizes(column_named(name), self._types[name].dimensions))[level]
-        scalars = [each for each, kind in self._types.items() if not kind.dimensions][:_NAMED_SCALARS]
+        scalars = [each for each, kind in self._types.items() if not kind.dimensions][:_SHOWN_SCALARS]
         shown = scalars or [name]
         row: Row | None = (
             written.where(F.array_contains(sizes, length))
@@ -236,19 +236,19 @@ class TableScan:
         return f"the row with {values}"
 
 
-def row_digest_of(content: str) -> str | None:
-    """What `Scan.rows` was when a data set of that content was written; None where an older release wrote it."""
+def row_digest_of(content: str) -> str:
+    """The part of a manifest's `content` that is `TableScan.digest_rows`."""
     _, _, rows = content.partition("/")[0].partition("-")
-    return rows or None
+    return rows
 
 
 def _hex(number: int | None) -> str:
-    """Of a table without rows Spark says None."""
+    """16 hex digits; None, for a table without rows, counts as 0."""
     return f"{(number or 0) & (1 << 64) - 1:016x}"
 
 
 def _sizes(column: Column, dimensions: int) -> Iterator[Column]:
-    """For each dimension, the array of all lengths that occur in a row."""
+    """For each dimension, the array of all lengths in a row."""
     inner = column
     for level in range(dimensions):
         if level == 0:

@@ -1,6 +1,6 @@
 """Which columns of a DataFrame can be trained on, and what they become: checked from its schema, before any job.
 
-Owns the mapping from Spark's types to numpy's. Knows nothing of stores or files. Any thread.
+Maps Spark's types to numpy's. Knows nothing of stores or files. Any thread.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _DTYPES: dict[type[DataType], str] = {
     DoubleType: "float64",
     DecimalType: "float64",
 }
-# What only a transformation makes numbers of.
+# Types that only a transformation turns into numbers.
 _RAW_DTYPES: dict[type[DataType], str] = {
     BinaryType: "object",
     StringType: "object",
@@ -54,14 +54,15 @@ _RAW_DTYPES: dict[type[DataType], str] = {
 
 @dataclass(frozen=True)
 class ColumnType:
-    """What a Spark column becomes: numpy's dtype and how many dimensions a row has.
+    """What a Spark column becomes."""
 
-    vector: it is an ML vector. cast: Spark's name of the type that it is written as, where that is another one.
-    """
-
+    # numpy's dtype.
     dtype: str
+    # Dimensions of a row; 0: a single number.
     dimensions: int
+    # Whether it is an ML vector.
     vector: bool = False
+    # Spark's name of the type that it is cast to before it is written; None: no cast.
     cast: str | None = None
 
 
@@ -73,10 +74,10 @@ def check_columns(
     extra_cols: Iterable[str] = (),
     transformed: bool = False,
 ) -> None:
-    """InvalidInput unless every column exists and holds numbers; starts no job.
+    """Raise InvalidInput unless every column exists and holds numbers; starts no job.
 
     Numbers: numeric and boolean columns, arrays of them (nested too), ML vectors. A sample weight is one number a row.
-    transformed: a transformation makes numbers of bytes (images), strings, dates and timestamps.
+    transformed: a transformation turns bytes (images), strings, dates and timestamps into numbers.
     """
     if not feature_cols:
         raise InvalidInput(f"feature_cols is empty: name at least one of the columns {schema.names}.")
@@ -98,7 +99,7 @@ def check_columns(
 
 
 def check_validation_column(schema: StructType, name: str) -> None:
-    """InvalidInput unless a column can say which rows validate, by truth values or by numbers; starts no job."""
+    """Raise InvalidInput unless the column marks rows by booleans or numbers; starts no job."""
     if name not in schema.names:
         raise InvalidInput(
             f"validation names the column {name!r}, which the table has not; it has: {', '.join(schema.names)}."
@@ -111,7 +112,7 @@ def check_validation_column(schema: StructType, name: str) -> None:
 
 
 def column_type(schema: StructType, name: str, role: str = "", transformed: bool = False) -> ColumnType:
-    """What the column becomes; InvalidInput where it is missing or holds no numbers. `role` is for the message."""
+    """What the column becomes; InvalidInput if it is missing or holds no numbers. role: for the message."""
     called = f"{role} column {name!r}".strip()
     if name in schema.names:
         return _column_type(schema[name].dataType, called, transformed)
@@ -119,7 +120,7 @@ def column_type(schema: StructType, name: str, role: str = "", transformed: bool
 
 
 def fixed_row_bytes(types: Iterable[ColumnType]) -> int | None:
-    """Bytes of each row of these columns; None where rows may differ: arrays, vectors, strings."""
+    """Bytes of each row of these columns; None if rows may differ: arrays, vectors, strings."""
     kinds = list(types)
     if any(kind.dimensions or kind.dtype == "object" for kind in kinds):
         return None

@@ -1,6 +1,6 @@
-"""One store, seen from two sides: Spark's JVMs write the rows, Python processes read them.
+"""One store, used by two clients: Spark's JVMs write the rows, Python processes read them.
 
-Owns Spark's names of stores and the probe that both sides mean the same place. Runs in the caller's thread.
+Translates the urls of stores for Spark, and checks that both clients reach the same place. Runs in the caller's thread.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pyspark.sql import SparkSession
 from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
 
-# Where Spark knows a file system by another name.
+# fsspec's scheme -> Spark's.
 _SPARK_SCHEMES = {"s3": "s3a", "gcs": "gs", "az": "abfss", "adl": "abfss", "abfs": "abfss"}
-# Hadoop's settings of credentials, by scheme: what to look at when the JVM's side fails.
+# Spark's settings of credentials, by scheme, for error messages.
 _SETTINGS = {
     "s3a": "spark.hadoop.fs.s3a.access.key, .secret.key and .endpoint, with hadoop-aws in spark.jars.packages",
     "gs": "spark.hadoop.fs.gs.auth.*, with the gcs-connector in spark.jars",
@@ -27,9 +27,9 @@ _SETTINGS = {
 
 
 def spark_url(store: Store, name: str) -> str:
-    """An object of the store as Spark names it: s3 is s3a there, Databricks' /dbfs/ is dbfs:/.
+    """The url of an object as Spark takes it: s3 becomes s3a, and /dbfs/ of Databricks becomes dbfs:/.
 
-    Its /Volumes/ has no scheme: a folder of that name elsewhere, as on macOS, is the machine's own there as well.
+    /Volumes/ gets no scheme: Spark takes it as Databricks' volumes there, and as a local folder elsewhere.
     """
     url = store.join(name)
     if store.is_local:
@@ -42,10 +42,10 @@ def spark_url(store: Store, name: str) -> str:
 
 
 def check_store_access(spark: SparkSession, store: Store) -> None:
-    """Write in Python, read and delete in the JVM.
+    """Write an object in Python and look for it in the JVM.
 
     Raises:
-        StoreError: names the side that cannot, who it is there, and which settings it goes by.
+        StoreError: names the side that fails, its user, and the settings that it uses.
     """
     name, token = f"probes/{uuid.uuid4().hex}", uuid.uuid4().hex
     try:
@@ -62,14 +62,14 @@ def check_store_access(spark: SparkSession, store: Store) -> None:
 
 def _read_in_jvm(spark: SparkSession, store: Store, name: str, token: str) -> None:
     gateway: Any = getattr(spark, "_jvm", None)
-    if gateway is None:  # Spark Connect: the first write will tell
+    if gateway is None:  # Spark Connect: the first write will show it
         return
-    from py4j.protocol import Py4JError  # which a client of Spark Connect alone has not
+    from py4j.protocol import Py4JError  # clients of Spark Connect have no py4j
 
     try:
         identity = str(gateway.org.apache.hadoop.security.UserGroupInformation.getCurrentUser().getUserName())
         configuration = spark._jsparkSession.sessionState().newHadoopConf()
-    except Py4JError:  # where users are denied that: the same
+    except Py4JError:  # the cluster denies access to the JVM: the first write will show it
         return
     url = spark_url(store, name)
     scheme = urlsplit(url).scheme
@@ -79,7 +79,7 @@ def _read_in_jvm(spark: SparkSession, store: Store, name: str, token: str) -> No
         filesystem = path.getFileSystem(configuration)
         there = filesystem.exists(path)
         seen = int(filesystem.getFileStatus(path).getLen()) if there else -1
-    except Exception as error:  # py4j's, with whatever the JVM's client raised
+    except Exception as error:  # of py4j, around any exception of the JVM
         cause = str(getattr(error, "java_exception", error)).splitlines()[0]
         raise StoreError(
             f"Spark's side cannot use the store {store.url} as {url.partition('/probes/')[0]}, as user {identity} "
@@ -93,7 +93,7 @@ def _read_in_jvm(spark: SparkSession, store: Store, name: str, token: str) -> No
 
 
 def _python_identity(store: Store) -> str:
-    """Never a secret: the kind of client and, where it says so, whose credentials it uses."""
+    """The type of client and, if known, its user or the beginning of its key; never a secret."""
     filesystem = store.filesystem
     who = getattr(filesystem, "key", None) or getattr(filesystem, "user", None)
     client = type(filesystem).__name__

@@ -31,7 +31,7 @@ from spark_elastic.protocol.types import Limits, Phase
 from spark_elastic.state.checkpoint import CheckpointPolicy
 from spark_elastic.state.run_lease import RunLease
 from spark_elastic.testing.fakes import ProcessLauncher
-from spark_elastic.torch import callbacks, draw_rows
+from spark_elastic.torch import draw_rows, progress
 from spark_elastic.torch.train.spec import TorchUserObjects
 from spark_elastic.torch.train.task import TorchTrainTask
 from spark_elastic.training.fit_config import FitConfig
@@ -53,7 +53,7 @@ class Paced(torch.nn.Module):
         self.net, self.pace = net, pace
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        here = callbacks()
+        here = progress()
         if here is not None:
             time.sleep(self.pace)
             await_fault(here.epoch, here.step, validates=not self.training)
