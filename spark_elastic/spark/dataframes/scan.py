@@ -168,7 +168,7 @@ class TableScan:
         return f"{_hex(self._observation.get['content'])}-{self.digest_rows()}"
 
     def digest_rows(self) -> str:
-        """The number of rows, and a digest of them in any order. float64 is rounded to float32, since sums after a shuffle
+        """The number of rows, and a digest of them in any order, with float64 rounded to float32: sums after a shuffle
         differ in their last bits from run to run."""
         found = self._observation.get
         return f"{found['rows']}-{_hex(found['mixed'])}{_hex(found['added'])}"
