@@ -55,7 +55,7 @@ def _without_aborts(command: do.DriverCommand) -> do.DriverCommand | None:
 
 
 def _impatient(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, Commands]:
-    """Forms the next world before everybody has left the last."""
+    """Forms the next world before all members have left the last."""
     message = event.message if isinstance(event, Received) else None
     if isinstance(message, JoinWorld) and message.planned and state.workers.absent > 1:
         state = replace(state, workers=replace(state.workers, absent=1))
@@ -63,7 +63,7 @@ def _impatient(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, 
 
 
 def _hasty_success(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, Commands]:
-    """Takes whoever stops first for done."""
+    """Takes the first worker that stops to be done."""
     match event:
         case Received(now, JoinWorld(worker, Fence() as fence, Position() as position, planned=True)):
             event = Received(now, WorkerDone(worker, fence, position, "0:0"))

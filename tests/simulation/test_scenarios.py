@@ -62,7 +62,7 @@ def test_r06_all_ranks_stop_at_one_boundary_and_no_step_is_repeated() -> None:
 
 
 def test_r12_a_pause_of_the_driver_stops_nothing() -> None:
-    """All connections break at once and come back within the lease: nobody is evicted."""
+    """All connections break at once and come back within the lease: no worker is evicted."""
     for seed in SEEDS:
         report = simulate(
             scene(Fault(FaultKind.MASS_DISCONNECT, Moment.EXCHANGE, nth=9, duration=1.5), seed=seed)

@@ -40,9 +40,9 @@ class Job(Bench):
         self.running: set[int] = set()
         self.late = ""  # the slot of a member that does not come back from its world
         self._lacked = False
-        self.turn = GangScheduler(queue, name, LIMITS, clock)
-        self.turn.alive_lock.acquire()
-        self.turn.__enter__()
+        self.scheduler = GangScheduler(queue, name, LIMITS, clock)
+        self.scheduler.alive_lock.acquire()
+        self.scheduler.__enter__()
         self._looked = clock.now()
         self._obey()
 
@@ -51,7 +51,7 @@ class Job(Bench):
         self.on(played)
         if self.state.lacks_slots != self._lacked:
             self._lacked = self.state.lacks_slots
-            self.turn.report_shortage(self._lacked)
+            self.scheduler.report_shortage(self._lacked)
         self._obey()
 
     def _obey(self) -> None:
@@ -62,14 +62,14 @@ class Job(Bench):
                 case ReleaseSlot(_, slot):
                     self._ends(int(slot.partition("-")[0]))
                 case Publish():
-                    self.turn.finish_gathering()
+                    self.scheduler.finish_gathering()
                     self.form()
                 case Abort():
                     for member in self.world.members:
                         if member.worker in self.state.workers and member.slot != self.late:
                             self.post(JoinWorld(member.worker, self.fence, at(self.step)))
                 case End():
-                    self.turn.alive_lock.release()
+                    self.scheduler.alive_lock.release()
 
     def begins(self, number: int) -> None:
         self.running.add(number)
@@ -95,7 +95,7 @@ class Job(Bench):
         self.post(on.Tick(0))
         if self.clock.now() - self._looked >= LIMITS.gather_timeout:
             self._looked = self.clock.now()
-            wanted = self.turn.find_slot_request()
+            wanted = self.scheduler.find_slot_request()
             if wanted is not None:
                 self.post(on.SlotsWanted(0, wanted.holder, wanted.in_use))
 

@@ -39,7 +39,7 @@ class Moment(Enum):
     SYNCING = "syncing"
     FORWARD = "forward"
     EXCHANGE = "exchange"  # some have contributed
-    COMPLETE = "complete"  # some have the result, nobody applied it
+    COMPLETE = "complete"  # some have the result, none has applied it
     APPLIED = "applied"  # some have applied, others not
     REGROUPING = "regrouping"
     CLOSING = "closing"  # some are done

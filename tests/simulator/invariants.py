@@ -128,9 +128,9 @@ class DriverInvariants:
             case do.Announce(_, version):
                 self._require(version > before.current.version, "an announced version that does not grow")
             case do.StopWorker(_, worker):
-                self._require(worker in self._named, "an order to a worker that nobody spoke of")
+                self._require(worker in self._named, "a command to a worker that no event named")
             case do.ReleaseSlot(_, slot):
-                self._require(slot in self._named, "an order to a slot that nobody spoke of")
+                self._require(slot in self._named, "a command to a slot that no event named")
             case do.LaunchSlot(_, launch):
                 self._require(launch not in self._launches, "a launch number used twice")
                 self._launches.add(launch)
@@ -179,7 +179,7 @@ class DriverInvariants:
     def _check_source(self, world: World) -> None:
         positions = sorted({m.position for m in world.members if m.position is not None})
         if not positions:
-            self._require(world.source == (0 if world.resume else None), "a source where nobody has state")
+            self._require(world.source == (0 if world.resume else None), "a source where no member has state")
             return
         self._require(not world.resume, "a checkpoint although there is state (P3)")
         self._require(world.source is not None, "no source although there is state")

@@ -59,7 +59,7 @@ class Bench:
         return self.commands
 
     def wait(self, seconds: float, heartbeats_of: Sequence[int] = ()) -> None:
-        """Let time pass in ticks; the slots of these jobs beat."""
+        """Let time pass in ticks; the slots of these launches send heartbeats."""
         end = self.now + seconds
         while self.now < end - 1e-9:
             self.now = min(end, self.now + 0.05)

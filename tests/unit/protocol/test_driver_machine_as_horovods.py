@@ -138,7 +138,7 @@ def test_worker_notification_manager() -> None:
 
 @pytest.mark.scenario("U1")
 def test_worker_notification_manager_notifications_without_assignments() -> None:
-    """A change before there is a world, or of hosts that nobody needs, announces nothing."""
+    """A change before there is a world, or of hosts that the job does not need, announces nothing."""
     bench = _bench(max_workers=2, num_workers=2)
     bench.on(on.HostsDiscovered(0, TWO_HOSTS[:1]))
     bench.on(on.HostsDiscovered(0, TWO_HOSTS))

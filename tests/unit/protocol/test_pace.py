@@ -26,7 +26,7 @@ def test_seconds_between_two_heartbeats(lease: float, slots: int, seconds: float
 
 @pytest.mark.parametrize("lease", [1.0, 5.0, 30.0])
 def test_r12_half_a_lease_is_never_without_a_heartbeat(lease: float) -> None:
-    """The driver takes itself for deaf then; and one lost beat is no lost worker."""
+    """Otherwise the driver would take itself to be cut off; and one lost heartbeat evicts no worker."""
     for slots in (1, 10, 300, 3000, 10**6):
         assert heartbeat_interval(lease, slots) < lease / 2
         assert 2 * heartbeat_interval(lease, slots) < lease

@@ -98,9 +98,9 @@ def _busy_rank_0(bench: Bench, step: int) -> None:
 def test_r13_repeated_evictions_of_rank_0_at_one_position_end_the_job(moves: bool) -> None:
     bench = Bench(replace(SHORT, num_workers=3, max_workers=3))
     bench.start(1, 2, 3)
-    for turn in range(6):
+    for attempt in range(6):
         if not bench.all(End):
-            _busy_rank_0(bench, 7 + turn * moves)
+            _busy_rank_0(bench, 7 + attempt * moves)
     if moves:
         assert not bench.all(End)
         return

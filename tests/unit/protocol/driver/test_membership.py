@@ -32,7 +32,7 @@ def _workers(spec: str) -> list[WorkerRecord]:
         ("A5 b5", "", 1, 4, "A"),  # who drains leaves
         ("A5 b5", "", 2, 4, "Ab"),  # unless it is needed
         ("A5 b5", "N", 2, 4, "AN"),
-        ("a5", "", 1, 4, "a"),  # nobody could take its state
+        ("a5", "", 1, 4, "a"),  # no worker could take its state
         ("a5", "N", 1, 4, "aN"),  # it hands its state on first
         ("a5 b5", "N O", 1, 2, "aN"),  # and makes room
         ("a5 B4", "", 1, 4, "aB"),  # the newest state is kept

@@ -1,4 +1,5 @@
-"""R12: a driver that is cut off from everybody, or slept, takes nobody for lost; a host cut off alone is lost."""
+"""R12 (driver silence): a driver that is cut off from all hosts, or was paused, evicts no worker; one host that is cut
+off alone is lost."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ def test_r12_a_driver_that_was_paused_evicts_no_worker() -> None:
 def test_r12_after_a_pause_of_the_driver_one_fresh_heartbeat_proves_nothing_about_other_slots(
     first: int,
 ) -> None:
-    """The beats of the others still lie in its sockets when the first tick comes."""
+    """The heartbeats of the others are still unread in its sockets when the first tick comes."""
     bench = _running()
     bench.wait(1.0, heartbeats_of=ALL)
     bench.now += 10.0
@@ -72,7 +73,7 @@ def test_r12_after_a_pause_of_the_driver_one_fresh_heartbeat_proves_nothing_abou
     bench.wait(4.0, heartbeats_of=(first,))
     assert len(bench.state.workers) == 4
     bench.wait(2.0, heartbeats_of=(first,))
-    assert set(bench.state.workers) == {name(first)}, "a lease is enough to be heard again"
+    assert set(bench.state.workers) == {name(first)}, "a lease is enough to be seen again"
 
 
 def test_r12_a_driver_that_slept_lets_a_broken_connection_come_back() -> None:
@@ -134,7 +135,7 @@ def test_one_host_that_is_cut_off_is_lost_after_the_lease() -> None:
 def test_r14_a_first_attempt_that_died_unseen_keeps_its_successor_out_only_until_it_has_surely_ended(
     order: on.DriverEvent,
 ) -> None:
-    """Spark retries a task whose process was killed, and tells nobody."""
+    """Spark retries a task whose process was killed, and reports nothing."""
     bench = Bench(Limits(2, 2, 2, driver_timeout=10.0))
     bench.start(1, 2)
     bench.on(WorkerExited(slot_of(name(1)), name(1), -9))
@@ -167,7 +168,7 @@ def test_r18_a_worker_that_spoke_after_its_slot_is_waited_for_longer() -> None:
 
 
 def test_a_slot_whose_connection_is_back_counts_as_seen() -> None:
-    """Its watch comes back before its next beat."""
+    """Its connection is back before its next heartbeat."""
     bench = _running()
     bench.on(on.ConnectionLost(0, "1-0"))
     bench.wait(4.5, heartbeats_of=(2, 3, 4))

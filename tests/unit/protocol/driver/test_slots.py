@@ -246,7 +246,7 @@ def test_r17_without_a_world_the_slots_go_to_the_job_that_lacks_them() -> None:
     bench.wait(0.2)
     assert len(bench.all(LaunchSlot)) == 5
     bench.wait(bench.limits.start_timeout + 1.0)
-    assert "given back in between: another fit" in bench.end.reason, "nobody knows which job was in the way"
+    assert "given back in between: another fit" in bench.end.reason, "the reason must name the other job"
 
 
 @pytest.mark.parametrize("trains", [False, True])

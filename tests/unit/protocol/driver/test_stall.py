@@ -1,4 +1,4 @@
-"""Who is named for keeping others waiting, by beats alone."""
+"""Which members are named for keeping others waiting, by heartbeats alone."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ WAITING: Sign = ("S", True, 4.0)
 def find(
     *signs: Sign | None, began: float = 0.0, at: float = NOW - 0.5, over: float | None = None
 ) -> tuple[Stall, ...]:
-    """signs: (state, waits, seconds) of each rank's newest beat."""
-    beats = {
+    """signs: (state, waits, seconds) of each rank's newest heartbeat."""
+    heartbeats = {
         f"{rank}-0": (at, Heartbeat(f"{rank}-0", f"{rank}-0.1", *sign, "f (a.py:1)"))
         for rank, sign in enumerate(signs)
         if sign is not None
     }
-    return find_stalls(WORLD, beats, NOW, AFTER, began, 1.0, over)
+    return find_stalls(WORLD, heartbeats, NOW, AFTER, began, 1.0, over)
 
 
 def ranks(found: tuple[Stall, ...]) -> list[int]:
@@ -93,6 +93,6 @@ def test_a_silent_slot_cannot_say_that_it_waits() -> None:
 
 
 def test_what_a_slot_says_of_an_earlier_worker_is_not_this_ones() -> None:
-    beats = {f"{rank}-0": (NOW, Heartbeat(f"{rank}-0", f"{rank}-0.1", *WAITING)) for rank in range(3)}
-    beats["1-0"] = (NOW, Heartbeat("1-0", "1-0.0", "R", False, 50.0, "f (a.py:1)"))
-    assert not find_stalls(WORLD, beats, NOW, AFTER, 0.0, 1.0)
+    heartbeats = {f"{rank}-0": (NOW, Heartbeat(f"{rank}-0", f"{rank}-0.1", *WAITING)) for rank in range(3)}
+    heartbeats["1-0"] = (NOW, Heartbeat("1-0", "1-0.0", "R", False, 50.0, "f (a.py:1)"))
+    assert not find_stalls(WORLD, heartbeats, NOW, AFTER, 0.0, 1.0)

@@ -40,7 +40,7 @@ class Driver:
         self.say(Received(2.0, WorldFormed("1-0.1", Fence(1, 1))))
         return self
 
-    def beats(self, now: float) -> tuple[DriverCommand, ...]:
+    def heartbeats(self, now: float) -> tuple[DriverCommand, ...]:
         said = self.say(Received(now, Heartbeat("1-0", "1-0.1", "R")))
         return (*said, *self.say(on.Tick(now)))
 
@@ -51,8 +51,8 @@ def ends(commands: tuple[DriverCommand, ...]) -> list[Outcome]:
 
 def test_max_runtime_is_announced_and_the_job_ends_once_all_members_have_come() -> None:
     driver = Driver().trains()
-    assert not [c for c in driver.beats(99.0) if isinstance(c, Announce)]
-    said = (*driver.beats(100.0), *driver.beats(101.0))
+    assert not [c for c in driver.heartbeats(99.0) if isinstance(c, Announce)]
+    said = (*driver.heartbeats(100.0), *driver.heartbeats(101.0))
     (announced,) = [c for c in said if isinstance(c, Announce)]
     assert "max_runtime" in announced.reason
     assert not ends(said)
@@ -62,8 +62,8 @@ def test_max_runtime_is_announced_and_the_job_ends_once_all_members_have_come() 
 
 def test_a_job_that_reaches_no_boundary_ends_after_the_last_stop_timeout() -> None:
     driver = Driver().trains()
-    assert not any(ends(driver.beats(100.0 + second)) for second in range(int(LAST_STOP_TIMEOUT)))
-    assert ends(driver.beats(100.0 + LAST_STOP_TIMEOUT)) == [Outcome.TIME_LIMIT]
+    assert not any(ends(driver.heartbeats(100.0 + second)) for second in range(int(LAST_STOP_TIMEOUT)))
+    assert ends(driver.heartbeats(100.0 + LAST_STOP_TIMEOUT)) == [Outcome.TIME_LIMIT]
 
 
 def test_while_workers_are_gathered_it_ends_at_once() -> None:
@@ -75,7 +75,7 @@ def test_while_workers_are_gathered_it_ends_at_once() -> None:
 
 def test_without_a_limit_nothing_ends() -> None:
     driver = Driver(Limits(1, 1, 1)).trains()
-    assert not any(ends(driver.beats(2.0 + 50.0 * second)) for second in range(100))
+    assert not any(ends(driver.heartbeats(2.0 + 50.0 * second)) for second in range(100))
 
 
 # ---- the end comes together with something else: it still needs a boundary that all know to be the last
@@ -106,7 +106,7 @@ def test_after_a_planned_change_that_comes_late_the_next_world_learns_that_the_t
     assert not is_job_end(bench.all(Announce)[-1].version)
     bench.wait(3.0, heartbeats_of=[1, 2, 3])
     assert is_job_end(bench.all(Announce)[-1].version), "a boundary that is not yet reached may be the last"
-    bench.stop_planned(50, name(1), name(2))  # it may have been on its way: nobody knows whether they knew
+    bench.stop_planned(50, name(1), name(2))  # the announcement may still have been on its way
     assert bench.members() == [name(1), name(2), name(3)]
     _stops_as_told(bench, 51, 1, 2, 3)
 
