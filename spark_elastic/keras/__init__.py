@@ -1,7 +1,7 @@
 """Keras 3 on elastic workers: `import spark_elastic.keras as hvd` speaks Horovod's Keras API. Knows no Spark.
 
-What needs Keras is imported when it is first used, and Keras with it; likewise what all faces share, and the engine,
-which a fitted model does without.
+Names that need Keras, and those shared by all frameworks, which need the engine, are imported on first use: a fitted
+model needs neither.
 """
 
 from __future__ import annotations
@@ -60,21 +60,21 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> object:
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
-    if name.startswith("__") and name != "__all__":  # inspect asks every module for such names
+    if name.startswith("__") and name != "__all__":  # `inspect` looks them up in every module
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value: object
     if name in _EXPORTS:
         value = getattr(importlib.import_module(_EXPORTS[name]), name)
     else:
-        value = _shared(name)
+        value = _import_shared(name)
     globals()[name] = value
     return value
 
 
-def _shared(name: str) -> Any:
+def _import_shared(name: str) -> Any:
     try:
         shared = importlib.import_module(_SHARED)
-    except ImportError as error:  # pickle asks every module for names that are in another one
+    except ImportError as error:  # pickle looks names up in every module
         raise AttributeError(
             f"module {__name__!r} has {name!r} only where the engine can be imported, if at all: {error}"
         ) from error
@@ -87,6 +87,6 @@ def _shared(name: str) -> Any:
 
 def __dir__() -> list[str]:
     try:
-        return sorted(_shared("__all__"))
+        return sorted(_import_shared("__all__"))
     except AttributeError:
         return sorted([*_EXPORTS, *_MODULES])

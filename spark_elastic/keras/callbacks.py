@@ -1,4 +1,4 @@
-"""Callbacks under Horovod's names, for `model.fit`. Training thread only."""
+"""Callbacks for `model.fit` under Horovod's names. Training thread only."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ __all__ = [
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc] # untyped
-    """Model and optimizer of `root_rank` are everybody's from the end of the first batch of a fit on.
+    """Broadcasts model and optimizer of `root_rank` after the first batch of a fit.
 
-    local_variables: those that are each rank's own. device: of no use here.
+    local_variables: variables that are not broadcast. device: not used.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
@@ -51,10 +51,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
 
 
 class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """The numbers of an epoch's end become the averages of all ranks; place it before callbacks that read them.
-
-    device: of no use here.
-    """
+    """Averages the logs of an epoch over all ranks; place it before callbacks that read them. device: not used."""
 
     def __init__(self, device: str = "", process_set: ProcessSet = global_process_set) -> None:
         super().__init__()
@@ -74,7 +71,7 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
-    """Rank 0 keeps the model with the best `monitor` so far. filepath: may be set later, as an attribute."""
+    """Saves the model with the best `monitor` so far, on rank 0. filepath: may be set later, as an attribute."""
 
     def __init__(
         self,
@@ -105,21 +102,20 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc
             super().on_epoch_end(epoch, logs)
 
 
-# Learning rates that follow the epoch, under Horovod's names. Training thread only.
-#
-# With momentum correction (Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 3) the velocities, in which the
-# rate of their time is a factor, are brought to the new rate when it changes.
-
 DONE_BEFORE = "spark_elastic_batches"  # in a fit's params: batches of the epoch that earlier fits did
 log = logging.getLogger(__name__)
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[misc] # untyped
-    """From `start_epoch` to before `end_epoch` the rate is `initial_lr` times `multiplier`, a number or f(epoch).
+    """Sets the rate to `initial_lr` times `multiplier`, a number or f(epoch), from `start_epoch` to before `end_epoch`.
 
-    staircase: it changes at the begin of epochs; else with each batch, `multiplier` being asked for fractions of epochs
-    of `steps_per_epoch` batches (None: what fit knows). With an `elastic.UpdateBatchStateCallback` in the same fit the
-    batches that earlier fits did of the epoch count.
+    With momentum correction (Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 3) the velocities, which
+    contain the former rate as a factor, are scaled to the new one. With an `elastic.UpdateBatchStateCallback` in the
+    same fit, the batches of the epoch in earlier fits count.
+
+    Args:
+        staircase: change the rate at the beginning of epochs; else with each batch, for fractions of an epoch.
+        steps_per_epoch: batches of an epoch; None: what fit knows.
     """
 
     def __init__(
@@ -166,7 +162,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
             logs["lr"] = self._rate()
 
     def factor(self, epoch: float) -> float:
-        """Of the initial rate."""
+        """Return the factor of the initial rate."""
         return float(self._multiplier(epoch) if callable(self._multiplier) else self._multiplier)
 
     def _set(self, epoch: float) -> None:
@@ -184,10 +180,10 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
                 f"{type(self).__name__} sets the learning rate, which the optimizer takes from a schedule of its own: "
                 "build it with a number."
             ) from error
-        stepping = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
+        stepping = getattr(optimizer, "inner_optimizer", optimizer)  # a LossScaleOptimizer has one
         if self._corrects and before > 0 and getattr(stepping, "momentum", None):
             for velocity in getattr(stepping, "momentums", ()):
-                # Keras's own product with a number is of float32 on torch.
+                # On torch, Keras's own product with a number is float32.
                 velocity.assign(plain(velocity) * (after / before))
 
     def _rate(self) -> float:
@@ -195,7 +191,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """From `initial_lr` / size to `initial_lr` within the first `warmup_epochs`; the size is that of the moment."""
+    """Raises the rate from `initial_lr` / size to `initial_lr` in the first `warmup_epochs`, with the present size."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""`Compression` for Keras on the backend at hand: that of the TensorFlow or of the torch half. Values only."""
+"""`Compression` of the Keras backend in use: that of `spark_elastic.tensorflow` or of `spark_elastic.torch`."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from typing import Any
 
 import keras
 
-_HALF = "torch" if keras.backend.backend() == "torch" else "tensorflow"
-Compression: Any = importlib.import_module(f"spark_elastic.{_HALF}.compression").Compression
+_FRAMEWORK = "torch" if keras.backend.backend() == "torch" else "tensorflow"
+Compression: Any = importlib.import_module(f"spark_elastic.{_FRAMEWORK}.compression").Compression

@@ -1,4 +1,4 @@
-"""Elastic training with `model.fit` under Horovod's names: the state, and callbacks that keep its position.
+"""Elastic training with `model.fit` under Horovod's names: the state, and callbacks that update its position.
 
 ```
 state = hvd.elastic.KerasState(model, batch=0, epoch=0)
@@ -35,19 +35,18 @@ __all__ = [
 
 R = TypeVar("R")
 
-END_OF_EPOCH = "the epoch is over"  # true for fit, which leaves its batches for it
+END_OF_EPOCH = "the epoch is over"  # as `stop_training`: truthy, and no other callback sets it
 
 
 def run(func: Callable[..., R]) -> Callable[..., R]:
-    """`func(state, ...)` run again in each world from where its state stands, until it returns. A decorator."""
+    """Decorator: call `func(state, ...)` again in each world, from where its state stands, until it returns."""
     return elastic(func, get_session)
 
 
 class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc] # untyped
     """Commits every `batches_per_commit` batches and at the end of epochs.
 
-    It does so when the next batch or epoch begins, and so after everything that other callbacks do to the state,
-    whatever their order.
+    It commits when the next batch or epoch begins: after all callbacks have updated the state, in whatever order.
     """
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
@@ -83,10 +82,10 @@ class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc] # unt
 
 
 class UpdateBatchStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """`state.batch` is the number of batches done in the epoch, over all fits that it took; 0 between epochs.
+    """Sets `state.batch` to the batches done in the epoch, over all fits that it took; 0 between epochs.
 
-    An epoch in which a fit begins anew ends once `steps_per_epoch` batches were done, those of earlier fits included.
-    steps_per_epoch: None takes what fit was given.
+    If a fit resumes within an epoch, the epoch ends after `steps_per_epoch` batches, those of earlier fits included.
+    steps_per_epoch: None takes that of fit.
     """
 
     def __init__(self, state: Any, steps_per_epoch: int | None = None) -> None:
@@ -97,7 +96,7 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._before = self._state.batch
-        self._tell()
+        self._share_progress()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._state.batch = self._before + batch + 1
@@ -107,18 +106,18 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._state.batch = self._before = 0
-        self._tell()
-        if self.model.stop_training is END_OF_EPOCH:  # and nobody else wants to stop
+        self._share_progress()
+        if self.model.stop_training is END_OF_EPOCH:  # no other callback wants to stop
             self.model.stop_training = False
 
-    def _tell(self) -> None:
-        """Keras gives all callbacks of a fit one dict."""
+    def _share_progress(self) -> None:
+        """Tell the other callbacks: Keras gives all callbacks of a fit the same dict of parameters."""
         if self.params is not None:
             self.params[DONE_BEFORE] = self._before
 
 
 class UpdateEpochStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """`state.epoch` is the number of epochs done, over all fits, whatever number a fit begins with."""
+    """Sets `state.epoch` to the number of epochs done over all fits, whatever epoch a fit begins with."""
 
     def __init__(self, state: Any) -> None:
         super().__init__()

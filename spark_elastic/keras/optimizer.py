@@ -31,16 +31,16 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are those of hor
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Plain:
-    """`optimizer` with exchanged gradients: of the same class, with the same variables and settings.
+    """Return `optimizer` with exchanged gradients: of the same class, with the same variables and settings.
 
-    See `spark_elastic.tensorflow.DistributedOptimizer`, whose arguments are in another order. name, device_dense,
-    device_sparse: of no use here. On the torch backend sparse_as_dense, num_groups and groups change nothing either:
-    gradients are dense there and go as one operation a dtype; op is Average or Sum.
+    For the arguments see `spark_elastic.tensorflow.DistributedOptimizer`, which has them in another order. name,
+    device_dense, device_sparse: not used. On the torch backend sparse_as_dense, num_groups and groups have no effect
+    either, since gradients are dense and travel as one operation per dtype; op is Average or Sum.
 
     Raises:
         InvalidInput: an argument is wrong, or Keras runs on another backend.
     """
-    chosen: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "compression": compression,
         "backward_passes_per_step": backward_passes_per_step,
         "op": op,
@@ -50,14 +50,14 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are those of hor
         "scale_local_gradients": scale_local_gradients,
     }
     if keras.backend.backend() == "tensorflow":
-        chosen.update(sparse_as_dense=sparse_as_dense, num_groups=num_groups, groups=groups)
-    return _of_backend("DistributedOptimizer")(optimizer, **chosen)  # type: ignore[no-any-return]
+        arguments.update(sparse_as_dense=sparse_as_dense, num_groups=num_groups, groups=groups)
+    return _import_for_backend("DistributedOptimizer")(optimizer, **arguments)  # type: ignore[no-any-return]
 
 
 def PartialDistributedOptimizer(
     optimizer: Plain, *args: Any, local_layers: Any = None, **kwargs: Any
 ) -> Plain:
-    """As `DistributedOptimizer`; the variables of `local_layers`, a layer or several, are each rank's own."""
+    """As `DistributedOptimizer`, without an exchange for the variables of `local_layers`, Keras layers."""
     distributed: Any = DistributedOptimizer(optimizer, *args, **kwargs)
     for variable in weights_of(local_layers):
         distributed.register_local_var(variable)
@@ -72,9 +72,9 @@ def load_model(
     compression: Any = None,
     legacy_opts: bool = False,
 ) -> Any:
-    """`keras.models.load_model`, with the optimizer made distributed again, at the state in which it was saved.
+    """Load a model as `keras.models.load_model` does, with its optimizer in its saved state and distributed again.
 
-    custom_optimizers: classes of optimizers that Keras does not know. legacy_opts: of no use here.
+    custom_optimizers: classes of optimizers that Keras does not know. legacy_opts: not used.
     """
     known = {kind.__name__: kind for kind in custom_optimizers or []}
     model = keras.models.load_model(filepath, custom_objects={**known, **(custom_objects or {})})
@@ -83,7 +83,7 @@ def load_model(
     return model
 
 
-def _of_backend(name: str) -> Callable[..., Any]:
+def _import_for_backend(name: str) -> Callable[..., Any]:
     backend = keras.backend.backend()
     if backend == "tensorflow":
         from spark_elastic.tensorflow import optimizer as of_tensorflow

@@ -1,4 +1,4 @@
-"""Operations on values and variables of Keras, whatever its backend: for metrics and the like. Training thread only."""
+"""Operations on values and variables of Keras, whatever its backend, for example for metrics. Training thread only."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def allreduce(
     postscale_factor: float = 1.0,
     op: ReduceOp | None = None,
 ) -> npt.NDArray[Any]:
-    """The average (default), or what `op` says, of all ranks' values: numbers, arrays or tensors, of equal shapes."""
+    """Return the average (default) or another reduction of all ranks' values: numbers, arrays or tensors."""
     mine = _copy(value)
     allreduce_arrays(
         [mine], qualify_name(ALLREDUCE, name), resolve_op(average, op), (prescale_factor, postscale_factor)
@@ -39,20 +39,20 @@ def allreduce(
 
 
 def allgather(value: Any, name: str | None = None) -> npt.NDArray[Any]:
-    """All ranks' values, one after the other along dimension 0, in which they may differ."""
+    """Concatenate all ranks' values along dimension 0, in which they may differ."""
     mine = _copy(value)
     return allgather_array(mine[None] if mine.ndim == 0 else mine, qualify_name(ALLGATHER, name))
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> npt.NDArray[Any]:
-    """The value of rank `root_rank`, on all ranks."""
+    """Return the value of rank `root_rank`."""
     mine = _copy(value)
     broadcast_arrays([mine], root_rank, qualify_name(BROADCAST, name))
     return mine
 
 
 def reducescatter(value: Any, name: str | None = None, op: ReduceOp = Average) -> npt.NDArray[Any]:
-    """This rank's part of what `allreduce` gives, cut along dimension 0."""
+    """Return this rank's part of the reduced value, cut along dimension 0."""
     return reducescatter_array(_copy(value), qualify_name(REDUCESCATTER, name), op)
 
 
@@ -60,18 +60,18 @@ def broadcast_variables(
     variables: Sequence[Any], root_rank: int, process_set: ProcessSet = global_process_set
 ) -> None:
     """Overwrite variables with those of `root_rank`."""
-    held = [np.array(array_of(variable), order="C") for variable in variables]
-    if held:
-        broadcast_arrays(held, root_rank, "broadcast.variables", process_set)
-    for variable, array in zip(variables, held, strict=True):
+    values = [np.array(array_of(variable), order="C") for variable in variables]
+    if values:
+        broadcast_arrays(values, root_rank, "broadcast.variables", process_set)
+    for variable, array in zip(variables, values, strict=True):
         variable.assign(array)
 
 
 def broadcast_global_variables(root_rank: int) -> None:
-    """Of graphs of TensorFlow 1, which Keras 3 has not.
+    """Refuse: global variables belong to graphs of TensorFlow 1, which Keras 3 does not have.
 
     Raises:
-        InvalidInput: always, with what to use instead.
+        InvalidInput: always; it says what to use instead.
     """
     raise InvalidInput(
         "Keras 3 has no global variables: give broadcast_variables the model's and the optimizer's variables, or use "

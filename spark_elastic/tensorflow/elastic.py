@@ -25,19 +25,19 @@ R = TypeVar("R")
 
 
 def run(func: Callable[..., R]) -> Callable[..., R]:
-    """`func(state, ...)` run again in each world from where its state stands, until it returns. A decorator.
+    """Decorator: call `func(state, ...)` again in each world, from where its state stands, until it returns.
 
-    A collective that breaks inside of a tf.function, `model.fit` included, ends the world as any other does.
+    A collective that breaks inside a tf.function, `model.fit` included, ends the world as any other does.
     """
     return elastic(func, get_session)
 
 
 class _Variables(list[Any]):
-    """What a `TensorFlowState` handles as variables."""
+    """The type by which a `TensorFlowState` recognises its variables."""
 
 
 class TensorFlowState(ObjectState):
-    """Variables and plain values by name, all parts of one snapshot.
+    """Variables and plain values by name, all in one snapshot.
 
     variables: of TensorFlow or Keras, in the same order on all workers. session: only None.
     """
@@ -54,7 +54,7 @@ class TensorFlowState(ObjectState):
 
 
 class TensorFlowKerasState(KerasState):
-    """As `spark_elastic.keras.elastic.KerasState`. backend: of no use here."""
+    """As `spark_elastic.keras.elastic.KerasState`. backend: not used."""
 
     def __init__(self, model: Any, optimizer: Any = None, backend: object = None, **values: Any) -> None:
         super().__init__(model, optimizer, **values)

@@ -24,12 +24,12 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
     """
 
     def __init__(self, *args: Any, process_set: ProcessSet = global_process_set, **kwargs: Any) -> None:
-        kwargs.pop("synchronized", None)  # by tf.distribute, which this takes the place of
+        kwargs.pop("synchronized", None)  # of tf.distribute, which this replaces
         super().__init__(*args, **kwargs)
         self._process_set = process_set
 
     def _moments(self, inputs: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(mean, biased variance) of each channel over all ranks' rows that are not masked."""
+        """Return (mean, biased variance) of each channel over all ranks' rows that are not masked."""
         axes = self._reduction_axes
         wide = tf.cast(inputs, tf.float64)
         weight = tf.ones_like(wide) if mask is None else tf.ones_like(wide) * _spread(mask, wide)

@@ -1,4 +1,4 @@
-"""The optimizer and the schedules of a training, from whatever form the user gave them in. No thread, no group."""
+"""Builds the optimizer and the schedules of a training from what the user gave. No thread, no group."""
 
 from __future__ import annotations
 
@@ -12,41 +12,35 @@ import torch
 from spark_elastic.errors import InvalidInput
 from spark_elastic.torch.callbacks import Callback, LearningRateSchedule
 
-# What `self.trainer` is to a LightningModule, by Lightning's names: it runs nothing, it knows where training is.
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerPlan:
-    """What is known before the first step, which is when `configure_optimizers` asks.
-
-    num_training_batches: steps of an epoch. global_step: optimizer steps taken since the training began, whatever
-    worlds took them. Ranks are 0 until there is a world, as Lightning's are without a Trainer.
-    """
+    """Stands in for a LightningModule's `self.trainer` in `configure_optimizers`, before the first step."""
 
     max_epochs: int
-    num_training_batches: int
+    num_training_batches: int  # steps of an epoch
     current_epoch: int = 0
-    global_step: int = 0
-    global_rank: int = 0
+    global_step: int = 0  # optimizer steps since the training began, in all worlds
+    global_rank: int = 0  # ranks are 0 until there is a world, as in Lightning without a Trainer
     local_rank: int = 0
     logger: None = None
     loggers: tuple[()] = ()
 
     @property
     def estimated_stepping_batches(self) -> int:
-        """Steps of the whole training."""
+        """The steps of the whole training."""
         return self.max_epochs * self.num_training_batches
 
     def __getattr__(self, name: str) -> Any:
-        there = sorted(known for known in {*vars(self), *dir(type(self))} if known[0] != "_")
+        names = sorted(known for known in {*vars(self), *dir(type(self))} if known[0] != "_")
         raise AttributeError(
-            f"self.trainer has no {name} here: no Trainer runs this LightningModule; there are {', '.join(there)}."
+            f"self.trainer has no {name} here: no Trainer runs this LightningModule; there are {', '.join(names)}."
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerStandIn(TrainerPlan):
-    """What a step may ask as well: which world takes it, and whether it trains."""
+    """Stands in for `self.trainer` in a step: also knows the world that takes it, and whether it trains."""
 
     world_size: int
     training: bool
@@ -61,21 +55,21 @@ class TrainerStandIn(TrainerPlan):
         return self.global_rank == 0
 
 
-# Of a trial on the driver, where nobody has counted the rows yet.
+# For a trial on the driver, before the rows are counted.
 TRIAL = TrainerPlan(max_epochs=10, num_training_batches=1000)
 
 
 @contextmanager
 def attach_trainer(model: torch.nn.Module, trainer: TrainerPlan, **others: Any) -> Iterator[None]:
-    """Instance attributes for a while: the module's own `trainer` and `log` would ask for a Trainer that runs it."""
-    given: Any = {"_trainer": trainer, **others}
+    """Set instance attributes inside the block: the module's own `trainer` and `log` require a Trainer that runs it."""
+    attributes: Any = {"_trainer": trainer, **others}
     own: Any = vars(model)
-    before = {name: own[name] for name in given if name in own}
-    own.update(given)
+    before = {name: own[name] for name in attributes if name in own}
+    own.update(attributes)
     try:
         yield
     finally:
-        for name in given:
+        for name in attributes:
             del own[name]
         own.update(before)
 
@@ -87,12 +81,16 @@ def build_optimizer(
     times: int = 1,
     trainer: TrainerPlan = TRIAL,
 ) -> tuple[torch.optim.Optimizer, tuple[Callback, ...]]:
-    """(the optimizer, schedules that came with it). given: `TorchUserObjects.optimizer`; learning_rate: of all groups.
-    times: what the rates are multiplied by, also those that a schedule made beforehand starts from. trainer: what
-    `configure_optimizers` is told.
+    """Return (the optimizer, the schedules that came with it).
+
+    Args:
+        given: `TorchUserObjects.optimizer`.
+        learning_rate: of all groups.
+        times: factor of the rates, also of those that a schedule made before starts from.
+        trainer: the module's `self.trainer` in `configure_optimizers`.
 
     Raises:
-        InvalidInput: it cannot be used here; the sentence says why.
+        InvalidInput: the optimizer cannot be used here; the sentence says why.
     """
     schedules: tuple[Callback, ...] = ()
     if given is None:
@@ -111,10 +109,17 @@ def build_optimizer(
 
 
 def check_steps_alone(optimizer: torch.optim.Optimizer) -> None:
-    """InvalidInput for an optimizer such as LBFGS or SAM. optimizer: of a trial, without gradients."""
+    """Refuse an optimizer whose step needs a closure, such as LBFGS or SAM.
+
+    Args:
+        optimizer: of a trial, without gradients.
+
+    Raises:
+        InvalidInput: its step needs a closure.
+    """
     try:
         optimizer.step()
-    except Exception as error:  # whatever else it lacks in a trial, it may find in a training
+    except Exception as error:  # it may fail for lack of what only a training has
         if "closure" in str(error):
             raise InvalidInput(
                 f"optimizer is {type(optimizer).__name__}, whose step evaluates the loss several times (a closure): a "
@@ -123,17 +128,17 @@ def check_steps_alone(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Of all groups; a schedule made beforehand starts from it, and keeps the factor that it begins with."""
+    """Set the rate of all groups; a schedule made before starts from it, and keeps its first factor."""
     for group in optimizer.param_groups:
         first = group.get("initial_lr")
-        if not first or "max_lr" in group:  # of OneCycleLR and CyclicLR, whose rates are their own
+        if not first or "max_lr" in group:  # OneCycleLR and CyclicLR set rates of their own
             group["lr"] = rate
         else:
             group["lr"], group["initial_lr"] = rate * (group["lr"] / first), rate
 
 
 def multiply_rates(optimizer: torch.optim.Optimizer, times: int) -> None:
-    """Every group's learning rate, and the one that a scheduler made beforehand noted as the first."""
+    """Multiply every group's learning rate, and the first rate that a scheduler made before has noted."""
     for group in optimizer.param_groups:
         for name in ("lr", "initial_lr"):
             if name in group:
@@ -141,7 +146,7 @@ def multiply_rates(optimizer: torch.optim.Optimizer, times: int) -> None:
 
 
 def _call_configure_optimizers(model: Any) -> tuple[Any, tuple[Callback, ...]]:
-    """What a LightningModule's `configure_optimizers` returns, in each of its forms."""
+    """Return (optimizer, schedules) from a LightningModule's `configure_optimizers`, in each of its forms."""
     found = model.configure_optimizers()
     if isinstance(found, tuple | list) and len(found) == 2 and isinstance(found[0], tuple | list):
         optimizers, schedulers = found
@@ -177,7 +182,7 @@ def _schedule(given: Any) -> LearningRateSchedule:
 
 
 def _rebase_schedule(scheduler: Any, optimizer: torch.optim.Optimizer) -> Any:
-    """The scheduler, or those that it is made of, starting from the rates that the optimizer has by now."""
+    """Let the scheduler, and those that it is made of, start from the present rates of the optimizer."""
     firsts = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
     for part in (scheduler, *getattr(scheduler, "_schedulers", ())):
         if hasattr(part, "base_lrs") and "max_lr" not in optimizer.param_groups[0]:

@@ -62,7 +62,7 @@ def test_wrong_arguments_are_refused(arguments: dict[str, Any], says: str) -> No
         DistributedOptimizer(Plain(), **arguments)
 
 
-def test_it_wraps_once() -> None:
+def test_distributed_optimizer_of_keras_wraps_once() -> None:
     with pytest.raises(InvalidInput, match="of Keras 3 once; got a Plain"):
         DistributedOptimizer(DistributedOptimizer(Plain()))
 

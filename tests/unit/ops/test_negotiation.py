@@ -77,7 +77,7 @@ def test_any_order_on_each_rank_ends_with_everything_done_in_one_order(
     assert sorted(done) == sorted(expected)
 
 
-def test_what_was_said_before_costs_two_bytes_each() -> None:
+def test_a_request_that_was_sent_before_takes_two_bytes() -> None:
     ranks = Ranks(3)
     step = [reduction(f"layer {number}", 1000) for number in range(40)]
     for _ in range(5):
@@ -108,7 +108,7 @@ def test_a_mismatch_names_the_tensor_and_the_ranks(other: Request, says: str) ->
     assert ranks.say([reduction("x")], [reduction("x")], [reduction("x")]).responses[0].error is None
 
 
-def test_one_that_waited_too_long_fails_everywhere_and_names_who_did_not_come() -> None:
+def test_an_operation_that_waited_too_long_fails_on_every_rank_and_names_the_missing_ranks() -> None:
     ranks = Ranks(3)
     assert not ranks.say([reduction("x")], [], [reduction("x")]).responses
     (due,) = ranks.say([Message(expired="x")], [], []).responses
@@ -117,7 +117,7 @@ def test_one_that_waited_too_long_fails_everywhere_and_names_who_did_not_come() 
     assert not ranks.machines[0].pending
 
 
-def test_ranks_that_all_wait_for_different_operations_are_told() -> None:
+def test_deadlocked_operations_fail_with_an_error_that_names_them() -> None:
     ranks = Ranks(2)
     assert not ranks.say([reduction("x")], [reduction("y")]).responses
     assert ranks.machines[0].all_ranks_wait
@@ -126,7 +126,7 @@ def test_ranks_that_all_wait_for_different_operations_are_told() -> None:
     assert "'x' for rank(s) 1; 'y' for rank(s) 0" in str(first.error)
 
 
-def test_joined_ranks_are_not_waited_for_and_the_last_one_is_told() -> None:
+def test_joined_ranks_are_not_waited_for_and_all_learn_the_last_one() -> None:
     ranks = Ranks(3)
     assert ranks.say([], [Message()], []).last_joined is None
     (due,) = ranks.say([reduction(None)], [], [reduction(None)]).responses
@@ -142,14 +142,14 @@ def test_of_ranks_that_join_together_the_one_with_most_steps_was_last() -> None:
     assert ranks.say([Message()], [Message()], [Message()]).last_joined == 2
 
 
-def test_what_a_joined_rank_cannot_take_part_in_fails() -> None:
+def test_operations_other_than_reductions_fail_while_a_rank_has_joined() -> None:
     ranks = Ranks(2)
     ranks.say([Message()], [])
     (due,) = ranks.say([], [Request(ALLGATHER, "g", ("float32",), ((-1,),))]).responses
     assert "no allgather while rank(s) 0 have joined" in str(due.error)
 
 
-def test_all_ranks_forget_together() -> None:
+def test_all_ranks_clear_their_request_caches_together() -> None:
     ranks = Ranks(2)
     for machine in ranks.machines:
         machine._cache._capacity = 10

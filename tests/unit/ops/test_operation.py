@@ -38,7 +38,7 @@ def test_small_reductions_of_a_kind_go_together_up_to_the_threshold() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", ["sum", "min", "max", "product"])
-def test_what_a_joined_rank_adds_changes_nothing(op: str, dtype: str) -> None:
+def test_the_neutral_arrays_of_a_joined_rank_change_no_result(op: str, dtype: str) -> None:
     group = cast("Group", FakeFabric(1).group(0))
     (added,) = make_neutral_arrays(reduction("x", 3, dtype, op))
     values = np.array([0, 1, 1]) if dtype != "bfloat16" else np.array([0, 0x3F80, 0xC000])

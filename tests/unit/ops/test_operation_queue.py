@@ -35,9 +35,9 @@ PATIENCE = 45.0  # seconds; where a rank stays away for a third of them, the sta
 
 
 def summed(
-    channel: OperationQueue, name: str | None, array: np.ndarray[Any, Any], op: str = "sum"
+    queue: OperationQueue, name: str | None, array: np.ndarray[Any, Any], op: str = "sum"
 ) -> Operation:
-    return channel.submit(Request(ALLREDUCE, name, (array.dtype.name,), (array.shape,), op), [array])
+    return queue.submit(Request(ALLREDUCE, name, (array.dtype.name,), (array.shape,), op), [array])
 
 
 def on_ranks(
@@ -52,14 +52,12 @@ def on_groups(
 ) -> list[Any]:
     """As `on_ranks`, on groups that are there."""
     size = len(groups)
-    channels = [
-        OperationQueue(group, CompletionSignal(CLOCK), limits or OperationConfig()) for group in groups
-    ]
+    queues = [OperationQueue(group, CompletionSignal(CLOCK), limits or OperationConfig()) for group in groups]
     all_done = threading.Barrier(size)
 
-    def be(channel: OperationQueue) -> Any:
+    def be(queue: OperationQueue) -> Any:
         try:
-            return work(channel)
+            return work(queue)
         except CollectiveError as error:
             return error
         finally:
@@ -68,24 +66,24 @@ def on_groups(
     faulthandler.dump_traceback_later(PATIENCE / 3)
     try:
         with ThreadPoolExecutor(size) as pool:
-            return list(pool.map(be, channels))
+            return list(pool.map(be, queues))
     finally:
         faulthandler.cancel_dump_traceback_later()
-        for channel in channels:
-            channel.close()
+        for queue in queues:
+            queue.close()
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_random_orders_on_many_ranks_give_the_same_sums(seed: int) -> None:
     names = [f"t{number}" for number in range(25)]
 
-    def work(channel: OperationQueue) -> dict[str, float]:
-        chance = random.Random(seed * 100 + channel.group.rank)
+    def work(queue: OperationQueue) -> dict[str, float]:
+        chance = random.Random(seed * 100 + queue.group.rank)
         arrays: dict[str, np.ndarray[Any, Any]] = {}
         for _ in range(3):
             order = chance.sample(names, len(names))
-            arrays = {name: np.full(int(name[1:]) + 1, channel.group.rank + 1.0) for name in order}
-            handles = [summed(channel, name, arrays[name]) for name in order]
+            arrays = {name: np.full(int(name[1:]) + 1, queue.group.rank + 1.0) for name in order}
+            handles = [summed(queue, name, arrays[name]) for name in order]
             for handle in chance.sample(handles, len(handles)):
                 handle.wait()
         return {name: float(array.sum()) for name, array in arrays.items()}
@@ -94,17 +92,17 @@ def test_random_orders_on_many_ranks_give_the_same_sums(seed: int) -> None:
     assert on_ranks(4, work) == [expected] * 4
 
 
-def test_every_kind() -> None:
-    def work(channel: OperationQueue) -> list[Any]:
-        rank = channel.group.rank
+def test_every_kind_of_operation_gives_its_result_on_every_rank() -> None:
+    def work(queue: OperationQueue) -> list[Any]:
+        rank = queue.group.rank
         rows = np.full((rank + 1, 2), rank)
-        gathered = channel.submit(Request(ALLGATHER, None, ("int64",), ((-1, 2),)), [rows])
-        sent = channel.submit(Request(BROADCAST, "b", ("int64",), ((1,),), root=1), [np.array([rank])])
+        gathered = queue.submit(Request(ALLGATHER, None, ("int64",), ((-1, 2),)), [rows])
+        sent = queue.submit(Request(BROADCAST, "b", ("int64",), ((1,),), root=1), [np.array([rank])])
         own, splits = np.arange(3) + 10 * rank, [2 - rank, 1 + rank]
-        split = channel.submit(Request(ALLTOALL, "a", ("int64",), ((-1,),)), [own], splits)
+        split = queue.submit(Request(ALLTOALL, "a", ("int64",), ((-1,),)), [own], splits)
         scattered = Request(REDUCESCATTER, None, ("int64",), ((3,),), "sum")
-        part = channel.submit(scattered, [np.arange(3) * (rank + 1)])
-        channel.submit(Request(BARRIER)).wait()
+        part = queue.submit(scattered, [np.arange(3) * (rank + 1)])
+        queue.submit(Request(BARRIER)).wait()
         return [
             gathered.wait()[0].tolist(),
             sent.wait()[0].tolist(),
@@ -118,11 +116,11 @@ def test_every_kind() -> None:
     ]
 
 
-def test_a_mismatch_is_an_error_on_every_rank_and_the_channel_goes_on() -> None:
-    def work(channel: OperationQueue) -> float:
+def test_a_mismatch_is_an_error_on_every_rank_and_the_queue_goes_on() -> None:
+    def work(queue: OperationQueue) -> float:
         with pytest.raises(MismatchError, match=r"'x': rank 0 has shapes \(2,\), rank 1 \(3,\)"):
-            summed(channel, "x", np.ones(2 + channel.group.rank)).wait()
-        return float(summed(channel, "x", np.ones(2)).wait()[0][0])
+            summed(queue, "x", np.ones(2 + queue.group.rank)).wait()
+        return float(summed(queue, "x", np.ones(2)).wait()[0][0])
 
     assert on_ranks(2, work) == [2.0, 2.0]
 
@@ -137,22 +135,22 @@ def polled(operation: Operation) -> None:
 
 
 @pytest.mark.parametrize("end", [Operation.wait, polled])
-def test_ranks_that_wait_for_different_operations_are_told_soon(end: Callable[[Operation], Any]) -> None:
-    def work(channel: OperationQueue) -> None:
+def test_ranks_that_wait_for_different_operations_get_an_error_soon(end: Callable[[Operation], Any]) -> None:
+    def work(queue: OperationQueue) -> None:
         with pytest.raises(MismatchError, match=r"'of 0' for rank\(s\) 1"):
-            end(summed(channel, f"of {channel.group.rank}", np.ones(1)))
+            end(summed(queue, f"of {queue.group.rank}", np.ones(1)))
 
     assert on_ranks(2, work, OperationConfig(stuck_after=0.1)) == [None, None]
 
 
 @pytest.mark.parametrize("end", [Operation.wait, polled])
-def test_who_does_not_ask_is_named_in_the_log_and_then_by_the_error(
+def test_the_log_and_then_the_error_name_the_rank_that_does_not_request_an_operation(
     end: Callable[[Operation], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    def work(channel: OperationQueue) -> None:
-        summed(channel, "first", np.ones(1)).wait()
-        if channel.group.rank != 1:
-            end(summed(channel, "late", np.ones(1)))
+    def work(queue: OperationQueue) -> None:
+        summed(queue, "first", np.ones(1)).wait()
+        if queue.group.rank != 1:
+            end(summed(queue, "late", np.ones(1)))
 
     with caplog.at_level(logging.WARNING):
         results = on_ranks(3, work, OperationConfig(warn_after=0.05, wait_at_most=0.8))
@@ -165,10 +163,10 @@ def test_who_does_not_ask_is_named_in_the_log_and_then_by_the_error(
 
 
 def test_a_process_sets_ranks_are_named_as_the_worlds(caplog: pytest.LogCaptureFixture) -> None:
-    def work(channel: OperationQueue) -> None:
-        summed(channel, "first", np.ones(1)).wait()
-        if channel.group.rank == 0:
-            summed(channel, "late", np.ones(1)).wait()
+    def work(queue: OperationQueue) -> None:
+        summed(queue, "first", np.ones(1)).wait()
+        if queue.group.rank == 0:
+            summed(queue, "late", np.ones(1)).wait()
 
     fabric = FakeFabric(4, timeout=PATIENCE)
     groups = [fabric.group(rank).subgroup(1, [1, 3]) for rank in (1, 3)]
@@ -177,30 +175,30 @@ def test_a_process_sets_ranks_are_named_as_the_worlds(caplog: pytest.LogCaptureF
     assert "for rank(s) 3, which did not ask for it" in caplog.text
 
 
-def test_a_name_is_under_way_once() -> None:
-    def work(channel: OperationQueue) -> None:
-        if channel.group.rank == 0:
-            handle = summed(channel, "x", np.ones(1))
+def test_a_name_can_be_in_progress_only_once() -> None:
+    def work(queue: OperationQueue) -> None:
+        if queue.group.rank == 0:
+            handle = summed(queue, "x", np.ones(1))
             with pytest.raises(InvalidInput, match="'x' is under way"):
-                summed(channel, "x", np.ones(1))
-            summed(channel, "go", np.ones(1)).wait()
+                summed(queue, "x", np.ones(1))
+            summed(queue, "go", np.ones(1)).wait()
             handle.wait()
         else:
-            summed(channel, "go", np.ones(1)).wait()
-            summed(channel, "x", np.ones(1)).wait()
+            summed(queue, "go", np.ones(1)).wait()
+            summed(queue, "x", np.ones(1)).wait()
 
     assert on_ranks(2, work) == [None, None]
 
 
 @pytest.mark.parametrize(("op", "expected"), [("sum", 3.0), ("average", 1.0), ("min", 1.0), ("product", 2.0)])
 def test_joined_ranks_add_nothing_and_all_learn_who_was_last(op: str, expected: float) -> None:
-    def work(channel: OperationQueue) -> tuple[list[float], int]:
+    def work(queue: OperationQueue) -> tuple[list[float], int]:
         results = []
-        for _ in range(channel.group.rank):
-            array = np.full(3, float(channel.group.rank))
-            results.append(float(summed(channel, None, array, op).wait()[0][0]))
-        last = int(channel.join().wait()[0][0])
-        assert summed(channel, None, np.ones(1)).wait()[0][0] == 3.0
+        for _ in range(queue.group.rank):
+            array = np.full(3, float(queue.group.rank))
+            results.append(float(summed(queue, None, array, op).wait()[0][0]))
+        last = int(queue.join().wait()[0][0])
+        assert summed(queue, None, np.ones(1)).wait()[0][0] == 3.0
         return results, last
 
     none, first, second = on_ranks(3, work)
@@ -212,8 +210,8 @@ def test_joined_ranks_add_nothing_and_all_learn_who_was_last(op: str, expected: 
 @pytest.mark.parametrize("end", ["kill", "abort"])
 def test_a_broken_world_fails_all_handles_at_once(end: str) -> None:
     fabric = FakeFabric(3)
-    channels = [OperationQueue(group, CompletionSignal(CLOCK), OperationConfig()) for group in fabric.groups]
-    handles = [summed(channels[rank], f"t{n}", np.ones(1)) for rank in (0, 1) for n in range(5)]
+    queues = [OperationQueue(group, CompletionSignal(CLOCK), OperationConfig()) for group in fabric.groups]
+    handles = [summed(queues[rank], f"t{n}", np.ones(1)) for rank in (0, 1) for n in range(5)]
     if end == "kill":
         fabric.kill(2)
     else:
@@ -224,9 +222,9 @@ def test_a_broken_world_fails_all_handles_at_once(end: str) -> None:
             handle.wait()
     assert CLOCK.now() - began < 5
     with pytest.raises(CollectiveError):
-        summed(channels[0], "later", np.ones(1))
-    for channel in channels:
-        channel.close()
+        summed(queues[0], "later", np.ones(1))
+    for queue in queues:
+        queue.close()
 
 
 class _FullDisk:
@@ -236,20 +234,20 @@ class _FullDisk:
         raise OSError(28, "No space left on device")
 
 
-def test_what_fails_on_one_rank_is_raised_there_as_itself_and_ends_the_world_of_the_others() -> None:
+def test_a_failure_of_one_rank_is_raised_there_as_itself_and_as_a_collective_error_elsewhere() -> None:
     fabric = FakeFabric(2)
-    channels = [OperationQueue(group, CompletionSignal(CLOCK), OperationConfig()) for group in fabric.groups]
-    channels[1].timeline = _FullDisk()  # type: ignore[assignment]
-    handles = [summed(channel, "x", np.ones(1)) for channel in channels]
+    queues = [OperationQueue(group, CompletionSignal(CLOCK), OperationConfig()) for group in fabric.groups]
+    queues[1].timeline = _FullDisk()  # type: ignore[assignment]
+    handles = [summed(queue, "x", np.ones(1)) for queue in queues]
     with pytest.raises(OSError, match="No space left") as raised:
         handles[1].wait()
     assert "cycle" in [entry.name for entry in raised.traceback]
     with pytest.raises(OSError, match="No space left"):
-        summed(channels[1], "later", np.ones(1))
+        summed(queues[1], "later", np.ones(1))
     with pytest.raises(CollectiveError, match="rank 1 cannot go on: OSError"):
         handles[0].wait()
-    for channel in channels:
-        channel.close()
+    for queue in queues:
+        queue.close()
 
 
 @pytest.mark.parametrize(
@@ -261,27 +259,27 @@ def test_what_fails_on_one_rank_is_raised_there_as_itself_and_ends_the_world_of_
         (Request(BROADCAST, "x", ("int64",), ((3,),), root=2), np.arange(3), "root must be in"),
     ],
 )
-def test_what_makes_no_sense_is_told_before_peers_hear_of_it(
+def test_invalid_operations_are_refused_before_they_are_announced(
     request_: Request, array: np.ndarray[Any, Any], says: str
 ) -> None:
-    channel = OperationQueue(FakeFabric(2).group(0), CompletionSignal(CLOCK), OperationConfig())
+    queue = OperationQueue(FakeFabric(2).group(0), CompletionSignal(CLOCK), OperationConfig())
     with pytest.raises(InvalidInput, match=says):
-        channel.submit(request_, [array])
+        queue.submit(request_, [array])
 
 
-def test_alone_everything_is_done_at_once() -> None:
-    channel = OperationQueue(FakeFabric(1).group(0), CompletionSignal(CLOCK), OperationConfig())
-    assert summed(channel, "x", np.ones(2)).done
-    assert channel.join().wait()[0].tolist() == [0]
+def test_operations_of_a_single_process_are_done_at_once_and_need_no_thread() -> None:
+    queue = OperationQueue(FakeFabric(1).group(0), CompletionSignal(CLOCK), OperationConfig())
+    assert summed(queue, "x", np.ones(2)).done
+    assert queue.join().wait()[0].tolist() == [0]
     assert not [thread for thread in threading.enumerate() if "operations" in thread.name]
 
 
-def test_closing_fails_what_is_under_way_and_names_are_forgotten_once_done() -> None:
+def test_closing_a_queue_fails_operations_in_progress() -> None:
     fabric = FakeFabric(2)
     first, second = (
         OperationQueue(group, CompletionSignal(CLOCK), OperationConfig()) for group in fabric.groups
     )
-    handles = [summed(channel, "x", np.ones(1)) for channel in (first, second)]
+    handles = [summed(queue, "x", np.ones(1)) for queue in (first, second)]
     assert [handle.wait()[0][0] for handle in handles] == [2.0, 2.0]
     assert not first._by_name
     waiting = summed(first, "y", np.ones(1))
@@ -292,7 +290,7 @@ def test_closing_fails_what_is_under_way_and_names_are_forgotten_once_done() -> 
 
 
 class _Busy:
-    """Keeps one rank's channel from its next rounds, as a call that holds the interpreter's lock does."""
+    """Keeps one rank's queue from its next rounds, as a call that holds the interpreter's lock does."""
 
     def __init__(self, group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
         self._free = threading.Event()
@@ -314,30 +312,30 @@ class _Busy:
 
 @pytest.fixture
 def pair_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[OperationQueue, OperationQueue, _Busy]]:
-    """Two channels that have met, of a group with a timeout of 0.5 s, and what keeps the second one busy."""
+    """Two queues that have met, of a group with a timeout of 0.5 s, and what keeps the second one busy."""
     fabric = FakeFabric(2, timeout=0.5)
     busy = _Busy(fabric.group(1), monkeypatch)
     first, second = (
         OperationQueue(group, CompletionSignal(CLOCK), OperationConfig()) for group in fabric.groups
     )
-    for handle in [summed(channel, "x", np.ones(1)) for channel in (first, second)]:
+    for handle in [summed(queue, "x", np.ones(1)) for queue in (first, second)]:
         handle.wait()
     yield first, second, busy
-    for channel in (first, second):
-        channel.close()
+    for queue in (first, second):
+        queue.close()
 
 
-def test_a_round_in_which_nobody_asks_for_anything_may_last(
+def test_an_idle_round_has_no_timeout(
     pair_of: tuple[OperationQueue, OperationQueue, _Busy],
 ) -> None:
     first, second, busy = pair_of
     with busy:
         CLOCK.sleep(2.0)  # longer than the first one's idle time and the group's timeout
-    handles = [summed(channel, "y", np.ones(1)) for channel in (first, second)]
+    handles = [summed(queue, "y", np.ones(1)) for queue in (first, second)]
     assert [handle.wait()[0][0] for handle in handles] == [2.0, 2.0]
 
 
-def test_what_is_asked_for_in_an_idle_round_waits_as_long_as_any_other(
+def test_an_operation_requested_in_an_idle_round_has_the_usual_timeout(
     pair_of: tuple[OperationQueue, OperationQueue, _Busy],
 ) -> None:
     first, _, busy = pair_of

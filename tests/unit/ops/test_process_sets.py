@@ -67,7 +67,7 @@ def test_an_operation_of_a_world_that_is_over_is_an_error() -> None:
         total(global_process_set, 1.0)
 
 
-def test_sets_come_and_go() -> None:
+def test_process_sets_are_added_removed_and_reset() -> None:
     become(FakeFabric(3).group(0))
     first = add_process_set(ProcessSet([0, 1]))
     with pytest.raises(InvalidInput, match="was added already"):
@@ -89,7 +89,7 @@ def test_sets_come_and_go() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "says"), [([0, 0], "different"), ([-1], "below 0"), (object(), "no MPI")])
-def test_wrong_ranks_are_told(ranks: Any, says: str) -> None:
+def test_a_process_set_refuses_wrong_ranks(ranks: Any, says: str) -> None:
     become(FakeFabric(2).group(0))
     with pytest.raises(InvalidInput, match=says):
         add_process_set(ranks)

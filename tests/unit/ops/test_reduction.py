@@ -26,7 +26,7 @@ class Halves(Compressor):
     wire = "fp16"
 
 
-def test_what_is_asked_for() -> None:
+def test_horovods_arguments_become_reduce_options() -> None:
     how = ReduceOptions.from_args(False, None, (2, 1), global_process_set)
     assert how == ReduceOptions(Sum, (2.0, 1.0), NoneCompressor, global_process_set)
     assert [type(factor) for factor in how.scale] == [float, float], "they travel as JSON and are compared"
@@ -37,7 +37,7 @@ def test_what_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize(("count", "op"), [(0, Sum), (1, Adasum), (1, "sum")])
-def test_what_cannot_be_scattered(count: int, op: Any) -> None:
+def test_reducescatter_refuses_other_reductions_and_no_tensors(count: int, op: Any) -> None:
     with pytest.raises(InvalidInput, match="takes tensors, and Average, Sum, Min, Max or Product"):
         ReduceOptions.from_reducescatter_args(count, op, (1.0, 1.0), global_process_set)
 
@@ -51,7 +51,7 @@ def test_what_cannot_be_scattered(count: int, op: Any) -> None:
         (Adasum, 2.0, "and op=Adasum"),
     ],
 )
-def test_what_gradients_cannot_be_reduced_by(op: ReduceOp, predivide: float, says: str) -> None:
+def test_exchanges_of_gradients_refuse_wrong_arguments(op: ReduceOp, predivide: float, says: str) -> None:
     assert ReduceOptions.from_gradient_args(Average, 2, global_process_set).scale == (0.5, 2.0)
     with pytest.raises(InvalidInput, match=says):
         ReduceOptions.from_gradient_args(op, predivide, global_process_set)
@@ -66,13 +66,13 @@ def test_what_gradients_cannot_be_reduced_by(op: ReduceOp, predivide: float, say
         (Sum, Compressor, True, None),
     ],
 )
-def test_the_engine_narrows_float32_alone(
+def test_only_float32_has_a_wire_format(
     op: ReduceOp, compression: type[Compressor], all_float32: bool, wire: str | None
 ) -> None:
     assert ReduceOptions(op, compression=compression).wire_format(all_float32) == wire
 
 
-def test_factors_of_a_scattered_gradient() -> None:
+def test_the_gradient_factor_of_a_reducescatter() -> None:
     def unasked() -> int:
         raise AssertionError("an average's factor does not depend on the size")
 

@@ -40,7 +40,9 @@ def test_rank_0_writes_the_phases_of_each_operation(monkeypatch: pytest.MonkeyPa
     assert any(event["name"] == "CYCLE_START" for event in events)
 
 
-def test_one_at_a_time_and_where_it_can_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_only_one_timeline_is_written_and_only_to_a_writable_path(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     per_thread(monkeypatch)
     become(FakeFabric(1).group(0))
     with pytest.raises(InvalidInput, match="cannot be written"):
@@ -52,7 +54,7 @@ def test_one_at_a_time_and_where_it_can_be_written(monkeypatch: pytest.MonkeyPat
     stop_timeline()
 
 
-def test_who_becomes_the_first_rank_writes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_new_rank_0_continues_the_timeline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     per_thread(monkeypatch)
     (tmp_path / "trace.json").write_text('[{"name": "of the former rank 0", "ph": "i"},\n')
     become(FakeFabric(2).group(1))
@@ -66,7 +68,7 @@ def test_who_becomes_the_first_rank_writes_on(monkeypatch: pytest.MonkeyPatch, t
     ]
 
 
-def test_who_becomes_the_first_rank_and_cannot_write_trains_on(
+def test_a_new_rank_0_that_cannot_write_the_timeline_goes_on_without_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The path's folder may be on the former rank 0's host alone."""

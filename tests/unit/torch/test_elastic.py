@@ -183,7 +183,7 @@ def test_several_models_and_optimizers_by_name() -> None:
     assert_same(pictured(one, two), kept)
 
 
-def test_another_model_is_a_sentence() -> None:
+def test_loading_the_state_of_another_model_is_an_error_of_one_sentence() -> None:
     state: Any = hvd.elastic.TorchState(net())
     kept = state._commits.newest()
     other = ModelStateHandler(torch.nn.Linear(2, 2))

@@ -175,7 +175,7 @@ def test_sparse_sums_and_averages(world: World) -> None:
     world(2, work)
 
 
-def test_unscaled_rates_are_told_once(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_once_that_rates_are_not_scaled(world: World, caplog: pytest.LogCaptureFixture) -> None:
     optimizer_module._warn_unscaled_rate.cache_clear()
 
     def work(group: Group) -> None:

@@ -27,7 +27,7 @@ def alone() -> Iterator[tuple[torch.nn.Sequential, Any]]:
     opt.close()
 
 
-def test_alone_it_is_the_plain_optimizer(alone: tuple[torch.nn.Sequential, Any]) -> None:
+def test_a_single_process_steps_like_the_plain_optimizer(alone: tuple[torch.nn.Sequential, Any]) -> None:
     model, opt = alone
     assert isinstance(opt, torch.optim.Adam)
     for _ in range(3):
@@ -135,7 +135,7 @@ def test_gradients_changed_between_backward_and_step_are_an_error(
 
 
 @pytest.mark.parametrize("by_model", [False, True])
-def test_a_gradient_that_nobody_had_is_none_and_one_that_a_rank_had_is_averaged(
+def test_a_gradient_that_no_rank_has_is_none_and_one_that_a_rank_has_is_averaged(
     here: Here, by_model: bool
 ) -> None:
     """Weight decay would move a parameter with a gradient of zero."""
@@ -338,7 +338,7 @@ def test_names_are_checked() -> None:
 
 
 @pytest.mark.parametrize("op", [Sum, Adasum])
-def test_it_is_not_copied(op: Any) -> None:
+def test_a_distributed_optimizer_cannot_be_copied(op: Any) -> None:
     """A copy would be of a class whose exchange it has not."""
     optimizer = DistributedOptimizer(adam(net().parameters()), op=op)
     for copied in (copy.copy, copy.deepcopy, pickle.dumps):
@@ -346,7 +346,7 @@ def test_it_is_not_copied(op: Any) -> None:
             copied(optimizer)
 
 
-def test_it_wraps_once_and_not_lbfgs(alone: tuple[torch.nn.Sequential, Any]) -> None:
+def test_distributed_optimizer_wraps_once_and_not_lbfgs(alone: tuple[torch.nn.Sequential, Any]) -> None:
     model, opt = alone
     for wrong in (opt, torch.optim.LBFGS(model.parameters())):
         with pytest.raises(InvalidInput, match="wraps a plain optimizer once"):

@@ -52,7 +52,7 @@ def test_groups_travel_together_and_change_nothing(here: Here, how: dict[str, An
         (torch.float32, Compression.bf16, 2e-2),
     ],
 )
-def test_sums_of_few_bits_are_made_in_more(
+def test_16_bit_gradients_are_summed_as_float32(
     here: Here, dtype: torch.dtype, compression: Any, error: float
 ) -> None:
     """Gradients 1/3, 2/3 and 1 of three ranks."""

@@ -54,7 +54,7 @@ PLAIN: dict[int, Any] = {1: torch.nn.BatchNorm1d, 3: torch.nn.BatchNorm2d, 4: to
         ((4,), [2, 2], {"track_running_stats": False, "eps": 1e-3}),
     ],
 )
-def test_it_is_the_layer_of_the_whole_batch(
+def test_sync_batch_norm_equals_batch_norm_of_the_whole_batch(
     shape: list[int], cuts: list[int], options: dict[str, Any]
 ) -> None:
     whole = inputs(3, sum(cuts), shape, torch.float64)
@@ -79,7 +79,7 @@ def test_it_is_the_layer_of_the_whole_batch(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lower_precision_is_near_and_of_its_dtype(dtype: torch.dtype) -> None:
+def test_sync_batch_norm_of_16_bit_floats_is_close_and_keeps_the_dtype(dtype: torch.dtype) -> None:
     (whole,) = inputs(1, 6, (3,), dtype)
 
     def work(group: Group) -> torch.Tensor:
@@ -125,6 +125,6 @@ def test_evaluation_exchanges_nothing() -> None:
     assert among_fakes(2, work)[0] == pytest.approx([3.0, 3.0], rel=1e-4)
 
 
-def test_inputs_of_another_shape_are_told() -> None:
+def test_sync_batch_norm_refuses_inputs_of_another_shape() -> None:
     with pytest.raises(InvalidInput, match="SyncBatchNorm of 3 features"):
         hvd.SyncBatchNorm(3)(torch.ones(2, 4))

@@ -29,7 +29,7 @@ from tests.unit.torch.worlds import in_a_world
 CLOCK = SystemClock()
 
 
-def test_who_waits_for_gradients_of_a_process_set_is_seen_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_for_gradients_of_a_process_set_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     per_thread(monkeypatch)
     fabric, window = FakeFabric(3), StackReader()
     sampler = StackSampler(window.activity, window.stacks, CLOCK)
@@ -71,7 +71,7 @@ def stepped(model: torch.nn.Module) -> None:
     optimizer.zero_grad()
 
 
-def test_an_optimizer_that_nobody_holds_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreferenced_optimizer_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     per_thread(monkeypatch)
     model = torch.nn.Linear(3, 1, bias=False)
     for _ in range(2):

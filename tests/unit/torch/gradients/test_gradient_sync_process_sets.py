@@ -56,7 +56,7 @@ def _what_rank_1_hears(group: Group, make: Callable[[hvd.ProcessSet], Exchange])
 
 
 @pytest.mark.parametrize("make", [_operation, _step(hvd.Sum), _step(hvd.Adasum)])
-def test_who_is_lost_is_known_by_its_rank_in_the_world(
+def test_an_error_of_a_process_set_names_ranks_of_the_world(
     monkeypatch: pytest.MonkeyPatch, make: Callable[[hvd.ProcessSet], Exchange]
 ) -> None:
     per_thread(monkeypatch)

@@ -29,7 +29,7 @@ def step(group: Group, terms: ExchangeOptions, delays: tuple[float, ...] = (0.0,
             exchange.finish()
 
 
-def test_the_log_names_parameters_and_missing_ranks_once_a_while(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_stall_check_names_parameters_and_missing_ranks(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "spark_elastic.ops.stall"):
         in_a_world(2, lambda group: step(group, ExchangeOptions(warn_after=2.5), (0.0, 3.5)))
     (line,) = caplog.messages
@@ -49,7 +49,7 @@ def test_a_process_sets_ranks_are_named_as_the_worlds(caplog: pytest.LogCaptureF
     assert line.endswith("for rank(s) 3, which have not brought theirs.")
 
 
-def test_they_are_given_up_after_wait_at_most_and_later_waits_are_not(
+def test_gradients_fail_after_wait_at_most_and_later_collectives_have_the_usual_timeout(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def work(group: Group) -> None:
