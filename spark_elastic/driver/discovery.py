@@ -1,6 +1,6 @@
-"""Which hosts may take part, as a function or script of the user's says: asked again and again, posted when it changes.
+"""Discovery of hosts by a user's function or script, and the handle by which users drain workers or end a job.
 
-One thread asks; each call runs in a thread of its own, so that one that hangs holds nobody up.
+One thread polls the function. Each call runs in a thread of its own, so a call that hangs blocks no other.
 """
 
 from __future__ import annotations
@@ -15,9 +15,6 @@ from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.driver.ports import Discovery, Post
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.events import CancelRequested, DrainRequested, DriverEvent, HostsDiscovered
-
-# Hosts and their slots as people and scripts write them: `host:slots`. Pure.
-
 
 ALL_SLOTS = 1_000_000  # of a host that is listed without a number: as many as it has
 
@@ -53,11 +50,6 @@ def _parse(entry: str, default_slots: int | None) -> tuple[str, int]:
     if not slots.strip().isdigit() or not host.strip() or " " in host.strip():
         raise InvalidInput(f"{entry!r} is no host with a number of slots: write host:slots, as in node1:2.")
     return host.strip(), int(slots)
-
-
-# A handle on a running job, by which another thread can drain workers or hosts, or end it.
-#
-# Thread-safe. Its orders reach the driver like other news of the cluster, through `driver.ports.Discovery`.
 
 
 class JobHandle:
@@ -109,7 +101,7 @@ class JobHandle:
     # ---- the driver's side
 
     def create_discovery(self) -> Discovery:
-        """What gives a job, and no other, the orders."""
+        """A discovery that passes the orders to one job."""
         return _HandleDiscovery(self)
 
     def begin(self, job: object, post: Post) -> None:
@@ -283,7 +275,7 @@ class FixedHosts:
 
 
 class CombinedDiscovery:
-    """Several discoveries as one."""
+    """Combines several discoveries."""
 
     def __init__(self, *discoveries: Discovery) -> None:
         self._discoveries = discoveries

@@ -1,8 +1,8 @@
-"""The job's story: every event and command in order, kept in memory (bounded) and, where asked, in a file.
+"""The job's event log: all events and commands in order, in memory (bounded) and, on request, in a file.
 
-The file is JSON lines: what the machine began from, then one line a turn (an event and the commands that it led to),
-with every field of each, so that `spark_elastic.testing.replay` can take the machine through it again. Left out are
-only events that changed nothing at all. One writer, the driver loop; readers take copies.
+The file has JSON lines: the machine's initial arguments, then one line for each event with the commands that it caused.
+Every field is written, so `spark_elastic.testing.replay` can repeat the job. Only events that changed nothing are left
+out. The driver loop is the only writer; readers get copies.
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ MAX_ENTRIES = (
 
 
 class Journal:
-    """Entries are (seconds since the start, kind, value). path: the file, which is appended to; None for none.
-
-    listener: told of every turn, also of those that are not kept, with the state that followed.
-    """
+    """The log of one job."""
 
     def __init__(self, path: str | None = None, listener: Listener | None = None) -> None:
+        """
+        Args:
+            path: the file to append to; None: no file.
+            listener: called with every event, its commands and the state that followed, even if they are not logged.
+        """
         self._listener = listener
         self._entries: deque[tuple[float, str, Any]] = deque(maxlen=MAX_ENTRIES)
         self._path = path

@@ -1,6 +1,6 @@
-"""The driver loop: one thread takes events from one queue, asks the pure machine, and carries out its commands.
+"""The driver loop: one thread takes events from a queue, gives them to the pure machine and executes its commands.
 
-It owns the machine's state; every other thread only posts. It must not know Spark, HTTP or frameworks.
+The thread owns the machine's state; all other threads only post events.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from spark_elastic.protocol.events import CancelRequested, DriverEvent, Tick, is
 from spark_elastic.protocol.types import Checkpoint, World
 from spark_elastic.rendezvous.server import RendezvousServer
 
-# The one queue between everybody and the driver loop. Any thread puts, the loop's alone takes.
-#
-# Beats need no answer and are most of what comes: they wait for the next other event, or the loop's next tick. Each
-# waking of the loop's thread costs the server's thread the interpreter, more than the rest of a beat costs it.
-
 
 class EventQueue:
-    """Events in the order in which they came; None ends the loop."""
+    """Events in the order in which they came; None ends the loop. Any thread puts, only the driver loop takes.
+
+    Heartbeats are most of the events and wake nobody: they wait for the next other event or tick. Waking the loop's
+    thread would take the interpreter lock from the server's thread, which costs more than the heartbeat itself.
+    """
 
     def __init__(self) -> None:
         self._events: deque[DriverEvent | None] = deque()
@@ -62,11 +61,7 @@ JOIN_TIMEOUT = 5.0  # seconds for the command that is being carried out when the
 
 
 class DriverLoop:
-    """Runs the driver machine until it ends the job.
-
-    initial: the machine's first state and commands. events: where other threads put events.
-    execute: executes one command without blocking.
-    """
+    """Runs the driver machine until it ends the job."""
 
     def __init__(
         self,
@@ -149,11 +144,8 @@ class DriverLoop:
             self._ended.set()
 
 
-# Carries out the driver machine's commands on the server and the launcher. Called from the driver loop's thread.
-
-
 class JobMonitor(Protocol):
-    """Who is told what becomes of the job's worlds."""
+    """Follows the job's worlds."""
 
     def world(self, world: World) -> None: ...
 
@@ -167,7 +159,7 @@ CheckpointPublisher: TypeAlias = Callable[[tuple[Checkpoint, ...]], None]
 
 
 class CommandExecutor:
-    """Maps each command to one call; nothing here decides."""
+    """Executes the machine's commands on the server and the launcher, one call each, in the driver's thread."""
 
     def __init__(
         self,

@@ -1,12 +1,13 @@
-"""Proof of the job's key, both ways, without trusting clocks. Pure but for random session ids.
+"""Mutual proof of the job's key, and the server's TLS certificate.
 
-A client first says hello under a random nonce; the server answers with a session id of its own making. Every later
-request carries the session, a count that the client never uses twice, and an HMAC-SHA256 over purpose, method, path,
-session, count and body. The server keeps, per session, which of the last WINDOW counts it has seen: a recorded
-request is refused when played again, however late, on whatever connection, and whatever the hosts' clocks say.
-Server-made ids make forgetting safe: a forgotten or restarted server knows no old session, so old requests stay
-worthless and an honest client just says hello again. A replayed hello yields nothing but an unused session. Replies
-are signed over the request's session and count and their own status and body, so none can be swapped for another.
+A client opens a session with a hello under a random nonce; the server answers with a session id. Each later request
+carries the session, a counter that the client never uses twice, and an HMAC-SHA256 over purpose, method, path, session,
+counter and body. The server remembers, per session, which of the last WINDOW counters it has seen, so a recorded
+request is refused when it is replayed: no clocks are needed. A server that forgot a session refuses its requests, and
+the client opens a new one. A replayed hello only yields an unused session. Replies are signed over the request's
+session and counter and their own status and body, so that none can be exchanged for another.
+
+TLS clients accept exactly the certificate that came with the job's key: they check no authority, name or date.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ REPLY_HEADER = "x-elastic-signature"
 
 @dataclass(frozen=True)
 class Credentials:
-    """The header of a request. For a hello, `session` is the client's nonce and count is 0."""
+    """The authorization header of a request. In a hello, `session` is the client's nonce and the count is 0."""
 
     session: str
     count: int
@@ -43,7 +44,7 @@ class Credentials:
 
 
 def parse_credentials(header: str) -> Credentials | None:
-    """None where the header has not the shape of `Credentials.header`."""
+    """None if the header does not have the form of `Credentials.header`."""
     parts = header.removeprefix(SCHEME).split(".") if header.startswith(SCHEME) else []
     if len(parts) != 3 or len(parts[0]) != 32 or len(parts[2]) != 64:
         return None
@@ -54,7 +55,7 @@ def parse_credentials(header: str) -> Credentials | None:
 
 
 def create_id() -> str:
-    """32 characters that nobody can guess."""
+    """32 unpredictable characters."""
     return secrets.token_hex(16)
 
 
@@ -92,7 +93,7 @@ class Session:
         self._seen = 1  # bit i: count `highest - i` was used; 0 is never used by a client
 
     def use(self, count: int) -> bool:
-        """Use `count`; False when it was used before or is too old to tell."""
+        """Mark `count` as used; False if it was used before or is too old to know."""
         ahead = count - self._highest
         if ahead > 0:
             self._seen = (self._seen << min(ahead, WINDOW) | 1) & ((1 << WINDOW) - 1)
@@ -108,9 +109,9 @@ class Session:
 
 
 class Sessions:
-    """The server's sessions. Bounded: those never used go first, in their order; the used by last use.
+    """The server's sessions, bounded: the oldest unused ones are dropped first, used ones by their last use.
 
-    A replayed hello can crowd out only sessions that nobody has used yet.
+    Replayed hellos can displace only unused sessions.
     """
 
     def __init__(self, max_unused: int = 4096, max_used: int = 65536) -> None:
@@ -133,7 +134,7 @@ class Sessions:
         return session in self._used or session in self._unused
 
     def use(self, credentials: Credentials) -> bool:
-        """Use up the count of a genuine request; False: unknown session or a replay."""
+        """Mark the count of a genuine request as used; False for an unknown session or a replay."""
         session = self._used.get(credentials.session)
         if session is None:
             nonce = self._unused.pop(credentials.session, None)
@@ -147,12 +148,6 @@ class Sessions:
         return session.use(credentials.count)
 
 
-# Certificates of the rendezvous server: made for one job, or given; and clients that take exactly one of them.
-#
-# A client trusts the very certificate that came with the job's key, whoever signed it and whatever the clocks say: no
-# authority and no name is asked. The private key of one that is made never touches a disk. No state; any thread.
-
-
 NO_CHECK_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME of OpenSSL, which Python does not name
 OPENSSL_TIMEOUT = 30.0
 DAYS = "3650"
@@ -160,9 +155,11 @@ DAYS = "3650"
 
 @dataclass(frozen=True)
 class Certificate:
-    """public: the certificate alone, PEM; what clients need. context: with the private key, for the server."""
+    """A server's certificate."""
 
+    # The certificate alone, in PEM; what clients need.
     public: str
+    # With the private key, for the server.
     context: ssl.SSLContext = field(repr=False, compare=False)
 
 

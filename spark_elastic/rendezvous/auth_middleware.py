@@ -1,8 +1,8 @@
-"""The door of the server: an ASGI application that lets in what is signed, sized and formed as it must be.
+"""ASGI application that admits requests with a valid signature, size and form.
 
-Order of checks, cheapest first, so that a stranger costs nothing: credentials of a known session (401, before any
-byte of the body is read), size (413), time to send the body (408), signature and replay (401), form and version (400).
-A 401 says nothing. Runs in the server's event loop thread and knows nothing of what the requests mean.
+The checks run in order of their cost, so that unauthenticated requests are cheap: credentials of a known session (401,
+before any byte of the body is read), size (413), time to send the body (408), signature and replay (401), form and
+version (400). A 401 has no content. Runs in the server's event loop thread; it does not know what requests mean.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PeerDisconnected(Exception):
 
 
 class HttpRefusal(Exception):
-    """Answer with `status` and nothing that a stranger could learn from."""
+    """Answer with `status` and no content."""
 
     def __init__(self, status: int) -> None:
         super().__init__(status)
@@ -46,7 +46,7 @@ class HttpRefusal(Exception):
 
 @dataclass(frozen=True)
 class Call:
-    """An authenticated request, and the means to learn that its sender went away. hold: seconds that it may wait."""
+    """An authenticated request."""
 
     message: Any  # a Request
     scope: Scope
@@ -68,14 +68,16 @@ Handler = Callable[[Call], Awaitable[object]]
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """body: bytes at most. body_seconds: time to send it."""
+    """Limits of one request."""
 
+    # Bytes of the body.
     body: int = MAX_BODY_BYTES
+    # Seconds in which the body must arrive.
     body_seconds: float = 10.0
 
 
 class AuthMiddleware:
-    """ASGI application over `handlers`, one per request class."""
+    """ASGI application that authenticates requests and passes them to their handlers."""
 
     def __init__(
         self,
@@ -111,7 +113,7 @@ class AuthMiddleware:
             await _send(send, refused.status, b"", [(b"connection", b"close")])
             return
         except (PeerDisconnected, asyncio.CancelledError):
-            return  # nobody hears an answer: the connection broke, or the ending loop breaks it off
+            return  # the connection broke, or the closing event loop cancels the request: no answer can be sent
         signature = auth.sign_reply(self._key, credentials, status, text).encode()
         await _send(send, status, text, [(auth.REPLY_HEADER.encode(), signature)])
 

@@ -1,8 +1,7 @@
-"""A worker's or slot's side of the rendezvous: asks the driver, proves the key, checks that the reply proves it too.
+"""The client of slots and workers: sends requests to the driver, proves the job's key, and checks the proof of replies.
 
-Synchronous; one instance serves any number of threads, and `close` frees those that wait. All requests may be
-repeated, so a broken connection is dialled again until `timeout` has passed. It must not know what is done with the
-answers.
+Synchronous. Any number of threads may share a client; `close` releases the threads that wait. All requests are
+idempotent, so after a broken connection the client dials again until its time is over.
 """
 
 from __future__ import annotations
@@ -41,13 +40,6 @@ from spark_elastic.rendezvous.messages import (
     reply_of,
 )
 
-# HTTP/1.1 to one address, over TLS where a certificate is expected; connections are kept, used by any number of
-# threads and closable under their feet.
-#
-# It knows nothing of keys and messages. It drives httpx's transport, not its client: that reads no proxy from the
-# environment, writes no line per request into the user's log, and takes a quarter less time.
-
-
 CONNECT_SECONDS = 5.0
 
 
@@ -56,17 +48,25 @@ class TransportClosed(Exception):
 
 
 class TransportError(Exception):
-    """No answer: could not connect, the connection broke, or time ran out."""
+    """No answer: connecting failed, the connection broke, or the time was over."""
 
 
 class CertificateMismatch(Exception):
-    """Whoever answers has not the expected certificate."""
+    """The server showed another certificate than the expected one."""
 
 
 class HttpTransport:
-    """POSTs to `address` ("host:port"). certificate: the only one to be taken, PEM; None: plain HTTP."""
+    """HTTP/1.1 POSTs to one address. Any number of threads may share it and its connections, and `close` ends them all.
+
+    It uses httpx's transport without its client, which would read proxies from the environment and log each request.
+    """
 
     def __init__(self, address: str, certificate: str | None = None) -> None:
+        """
+        Args:
+            address: "host:port".
+            certificate: the only one to accept, PEM; None: plain HTTP.
+        """
         self._url = httpx.URL(f"{'https' if certificate else 'http'}://{address}")
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -188,16 +188,17 @@ class _Session:
 
 @dataclass
 class _Retries:
-    """How often and until when one request is tried. `deadline`: on the client's clock."""
+    """The attempts of one request."""
 
+    # On the client's clock.
     deadline: float
     tries: int = 0
-    renewed: bool = False  # a new session was made since
+    # A new session was opened since the request began.
+    renewed: bool = False
 
 
 class RendezvousClient:
-    """address: "host:port" of the server. attempt: of the run (R10). timeout: seconds of silence after which the
-    driver is given up. certificate: the server's, PEM; None: it speaks plain HTTP."""
+    """Sends requests to one driver."""
 
     def __init__(
         self,

@@ -1,10 +1,9 @@
-"""Serves an ASGI application from one thread that outlives crashes of its event loop.
+"""HTTP server for an ASGI application, on one thread that outlives crashes of its event loop.
 
-Owns the listening socket, the thread and the event loop. The socket stays bound while a new loop takes the place of
-one that died, so the port never changes and dialling clients merely wait; a socket that no longer listens is replaced
-on the same port. A second socket may listen beside it, and is let go where it breaks. Other threads hand calls over by
-`submit`, which never blocks; they run in the loop thread, in order, in this server or the next. It must not know what
-is served.
+The server owns the listening socket, the thread and the event loop. When an event loop dies, the next one takes over
+the bound socket, so the port never changes and clients only wait; a socket that no longer listens is replaced on the
+same port. A second socket may listen on localhost; it is dropped when it breaks. Other threads pass calls by `submit`,
+which never blocks; the calls run in the loop thread, in order, in the present loop or the next one.
 """
 
 from __future__ import annotations
@@ -29,25 +28,18 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from spark_elastic.errors import InvalidInput
 from spark_elastic.rendezvous.auth import Certificate
 
-# One accepted connection: uvicorn's HTTP/1.1 protocol with a deadline for request heads, TCP keep-alive, answers
-# that leave in one piece, and a bound on strangers.
-#
-# uvicorn itself waits for ever for a head that does not come, on any number of connections; a stranger could hold all
-# descriptors with them. Runs in the server's event loop thread.
-
-
 # Seconds until a host that vanished without a word is noticed: 10 + 3 × 5. Leases are quicker; this frees descriptors.
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
-AUTHENTICATED = (
-    "spark_elastic.authenticated"  # in a request's scope: to be called by the door that knows its sender
-)
-RESET = "spark_elastic.reset"  # too: whether its connection ended by an error of the network, not by its sender's end
+# Keys in a request's scope. The first value is called once the sender has authenticated itself; the second one returns
+# whether the network broke the connection, as opposed to the end of the sender's process.
+AUTHENTICATED = "spark_elastic.authenticated"
+RESET = "spark_elastic.reset"
 MAX_UNAUTHENTICATED = 2048
 
 
 def max_unauthenticated() -> int:
-    """Connections that have not proven anything yet: a quarter of the files that this process may open."""
+    """Most connections that have not authenticated themselves: a quarter of the files that this process may open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
         MAX_UNAUTHENTICATED
@@ -57,7 +49,7 @@ def max_unauthenticated() -> int:
 
 
 def mark_authenticated(scope: Scope) -> None:
-    """The sender of this request is no stranger."""
+    """The sender of this request has authenticated itself."""
     if AUTHENTICATED in scope:
         scope[AUTHENTICATED]()
 
@@ -193,14 +185,15 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Bind:
-    """host: what to bind, a name or an IPv4 or IPv6 address. port: 0 for any free one.
+    """Where a server listens."""
 
-    advertise: what clients dial instead of `host`. certificate: TLS with it; None: plain HTTP.
-    """
-
+    # A name or an IPv4 or IPv6 address of this machine.
     host: str = LOOPBACK
+    # 0: any free one.
     port: int = 0
+    # What clients dial instead of `host`.
     advertise: str | None = None
+    # None: plain HTTP.
     certificate: Certificate | None = None
 
 
@@ -261,9 +254,10 @@ class _UvicornRun(uvicorn.Server):
 
 
 class _EventLoop(asyncio.SelectorEventLoop):
-    """Gives a stranger that does not agree on TLS less time than asyncio's minute, and tells connections that they were
-    accepted: a protocol hears of a socket first when TLS is agreed on. It accepts a few at a time: a whole queue at
-    once could take the process's files before the first of them is hung up on.
+    """An event loop that limits TLS handshakes to `HANDSHAKE_TIMEOUT`, and tells connections when they are accepted.
+
+    asyncio tells a protocol of its socket only after the TLS handshake. The loop accepts a few connections at a time: a
+    whole queue at once could use up the process's files before the first ones are closed.
     """
 
     async def create_server(self, *arguments: Any, **named: Any) -> asyncio.Server:
@@ -295,10 +289,7 @@ def _notify_accepted(
 
 
 class HttpServer:
-    """Serves `app` on `listener` and `beside` it, both of which it owns, until closed.
-
-    tls: the server's context; None: plain HTTP.
-    """
+    """Serves `app` on `listener` and, if given, on a `loopback` socket. It owns both."""
 
     def __init__(
         self,
@@ -456,9 +447,6 @@ async def _abort_connections(server: _UvicornRun) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-# Files that the driver's process may have open: a connection is one, and every worker has several.
 
 
 FILES_PER_WORKER = 6  # connections: two long polls, and beats, log lines, reports, a join at the same time

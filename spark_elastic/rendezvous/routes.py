@@ -1,7 +1,7 @@
-"""What each request means: which driver event it posts, and what it is answered from the state.
+"""The handlers of all requests: what they post to the driver, and what they answer from the server's state.
 
-Runs in the server's event loop thread. Handlers never block: long polls wait for the state, their own connection and
-the clock together. It must not know sockets, signatures or the driver machine.
+Runs in the server's event loop thread. Handlers never block: a long poll waits for a change of the state, for the end
+of its connection and for its deadline at the same time.
 """
 
 from __future__ import annotations
@@ -45,24 +45,20 @@ from spark_elastic.rendezvous.messages import (
 )
 from spark_elastic.rendezvous.server_state import ServerState, generation_scope
 
-# Who is connected: turns broken and renewed long polls into events.
-#
-# Owned by the server's event loop thread; it must not know why somebody waits.
-
-
 Peer = tuple[SlotId, WorkerId | None]
 
 
 class ConnectionTracker:
-    """Who has a long poll open. A peer whose last one broke is lost until it asks again.
+    """Follows which slots and workers have a long poll open, and posts lost and restored connections.
 
-    A peer that dials anew before its old connection's end is seen is not lost in between.
+    A peer is lost when its last open poll breaks, until its next request. A peer that dials again before the server
+    sees the end of the old connection is not lost in between.
     """
 
     def __init__(self, post: Callable[[DriverEvent], None], clock: Clock) -> None:
         self._post, self._clock = post, clock
         self._open: Counter[Peer] = Counter()
-        self.slot_count = 0  # that have a long poll open
+        self.slot_count = 0  # slots that have a long poll open
         self._lost: set[Peer] = set()
 
     def mark_connected(self, peer: Peer) -> None:

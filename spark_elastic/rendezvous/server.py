@@ -1,7 +1,6 @@
-"""The rendezvous server of a job: what the driver says goes in, what workers and slots say comes out as events.
+"""The rendezvous server of a job: takes the driver's decisions in, and posts what workers and slots send.
 
-It knows no Spark and no driver machine. The driver's calls come from its loop thread and return at once; all state
-belongs to the serving thread.
+The driver's calls come from its loop thread and return at once; all state belongs to the HTTP server's thread.
 """
 
 from __future__ import annotations
@@ -23,12 +22,6 @@ from spark_elastic.rendezvous.routes import Routes, ServerCallbacks
 from spark_elastic.rendezvous.server_state import ServerState
 from spark_elastic.rendezvous.status_app import App, StatusApp
 
-# Hands workers' output on from a thread of its own, so that a terminal that blocks never holds up the server.
-#
-# Bounded: when the reader is too slow, the newest lines are dropped and counted. `put` comes from the server's event
-# loop, the callback runs in this thread.
-
-
 log = logging.getLogger("spark_elastic.rendezvous")
 
 MAX_PENDING = 16 << 20  # characters
@@ -36,7 +29,11 @@ CLOSE_TIMEOUT = 2.0
 
 
 class LogForwarder:
-    """Calls `deliver` with each message, in order. max_pending: characters of lines not delivered yet."""
+    """Delivers workers' output in order, from a thread of its own, so that a blocked terminal does not delay the
+    server.
+
+    It holds `max_pending` characters at most. When the reader is too slow, the newest lines are dropped and counted.
+    """
 
     def __init__(self, deliver: Callable[[LogLines], None], max_pending: int = MAX_PENDING) -> None:
         self._deliver = deliver
@@ -99,10 +96,7 @@ MIN_KEY_BYTES = 16
 
 
 class RendezvousServer:
-    """key: the job's secret. attempt: of the run (R10); requests of another are answered as stale.
-
-    status_app: to pages for people, which may dial localhost, too; None for none.
-    """
+    """The driver's server. Its methods may be called from any thread and return at once."""
 
     def __init__(
         self,
@@ -113,6 +107,12 @@ class RendezvousServer:
         bind: Bind | None = None,
         status_app: StatusApp | None = None,
     ) -> None:
+        """
+        Args:
+            key: the job's secret.
+            attempt: of the run; requests of another attempt are answered as stale (R10, fence).
+            status_app: serves the status page, on localhost too; None: no page.
+        """
         if len(key) < MIN_KEY_BYTES:
             raise InvalidInput(
                 f"The job's key has {len(key)} bytes; it needs {MIN_KEY_BYTES} random ones at least."

@@ -1,7 +1,6 @@
-"""What the driver has decided, as the server tells it to those who ask; and who waits to be told.
+"""The driver's decisions as the server answers them, the key-value store, and the long polls that wait for changes.
 
-Owned by the server's event loop thread: the driver's calls arrive there through a queue. It decides nothing and
-knows no HTTP.
+Owned by the server's event loop thread, to which the driver's calls are passed. It decides nothing.
 """
 
 from __future__ import annotations
@@ -16,23 +15,19 @@ from spark_elastic.protocol.messages import NextWorld
 from spark_elastic.protocol.types import Fence, SlotId, WorkerId, World, slot_of
 from spark_elastic.rendezvous.messages import Blobs, SlotCommands, WorkerStop, WorkerUpdate
 
-# A key-value store by scope, bounded. Owned by the server's event loop thread; knows no HTTP and nobody's waiting.
-#
-# A generation's scope is opened by its world and closed with it, so that a late writer meets nothing that lives; scopes
-# of other names open themselves on first write.
-
-
 GENERATION = "generation/"  # begins the scopes that only `open` makes
 
 
 @dataclass(frozen=True)
 class KeyValueLimits:
-    """Most scopes, keys of a scope, bytes of a key or value, and bytes of all values together."""
+    """Upper bounds of the key-value store."""
 
     scopes: int = 256
+    # Of one scope.
     keys: int = 65536
     key_bytes: int = 512
     value_bytes: int = 4 << 20
+    # Of all values together.
     total_bytes: int = 256 << 20
 
 
@@ -41,8 +36,12 @@ def generation_scope(generation: int) -> str:
 
 
 class KeyValueStore:
-    """scope -> key -> bytes. Methods raise `StaleGeneration` for a generation's scope that is not open, and
-    `InvalidInput` where a bound would be exceeded."""
+    """Values by scope and key.
+
+    A generation's scope is opened and closed with its world, so that a late writer does not reach the next one; other
+    scopes are opened by their first write. Methods raise `StaleGeneration` for a generation's scope that is not open,
+    and `InvalidInput` if a limit would be exceeded.
+    """
 
     def __init__(self, bounds: KeyValueLimits | None = None) -> None:
         self._bounds = bounds or KeyValueLimits()
@@ -126,7 +125,7 @@ class Waiters:
 
 
 class ServerState:
-    """The current world, aborts, versions, orders and the end. Every change wakes those whom it concerns."""
+    """The current world, aborts, versions, commands to slots and the job's end. Changes wake the polls they concern."""
 
     def __init__(self, attempt: int) -> None:
         self.attempt = attempt
@@ -152,7 +151,7 @@ class ServerState:
             self._over = self._world.fence, world.reason
         self._world, self._aborted, self._next = world, None, NextWorld(world)
         self.values.open(generation_scope(world.fence.generation))
-        # Not its members alone: whoever watches the world before this one must hear that it is over.
+        # Also those that are no members: they may watch the previous world, which is over now.
         self.waiters.wake_all()
 
     def abort(self, fence: Fence, reason: str) -> None:

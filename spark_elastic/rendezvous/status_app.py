@@ -1,9 +1,9 @@
-"""The door for people, beside the gate for workers: read-only pages, for holders of a token that opens nothing else.
+"""ASGI application for the status page: read-only pages for holders of its own token.
 
-The address that a job's log shows carries the token. Whoever comes with it gets a cookie, and the page strips the token
-from the address; where an iframe takes no cookies, the page's script sends the token along as a header. It lets nobody
-in by POST, reads no body, answers so many requests a second and makes each page at most twice a second. Runs in the
-server's event loop thread and must not know what the pages show.
+The address in the job's log carries the token. The first visit sets a cookie, and the page removes the token from the
+address. Where an iframe blocks cookies, the page's script sends the token as a header. The application accepts no POST,
+reads no body, limits the rate of requests and renders each page at most twice a second. Runs in the server's event
+loop thread.
 """
 
 from __future__ import annotations
@@ -36,15 +36,18 @@ Headers = list[tuple[bytes, bytes]]
 
 @dataclass(frozen=True)
 class Page:
-    """make: called in the event loop's thread, hence quick. policy: its Content-Security-Policy."""
+    """One page."""
 
+    # Its Content-Type.
     kind: str
+    # Called in the event loop's thread, so it must be quick.
     render: Callable[[], bytes]
+    # Its Content-Security-Policy.
     policy: str = "default-src 'none'"
 
 
 class StatusApp:
-    """ASGI application. pages: by path below `ROOT`; "" is the one that people open."""
+    """Serves `pages` by their path below `ROOT`; "" is the page that people open."""
 
     def __init__(self, pages: Mapping[str, Page], clock: Clock) -> None:
         self.token = secrets.token_urlsafe(24)
@@ -64,7 +67,7 @@ class StatusApp:
         return f"{server}{ROOT}?token={self.token}"
 
     def handles(self, scope: Scope) -> bool:
-        """Whether a request is for this status_app."""
+        """Whether a request is for the status page."""
         path: str = scope.get("path", "")
         return scope["type"] == "http" and scope["method"] in ("GET", "HEAD") and (
             path in (METRICS, ROOT.rstrip("/")) or path.startswith(ROOT)
@@ -130,7 +133,7 @@ class StatusApp:
         )
 
     def _within_rate(self) -> bool:
-        """A bucket that only those with the token draw from: strangers cannot empty it."""
+        """Takes one from a token bucket that only holders of the token use."""
         now = self._clock.now()
         self._allowance = min(BURST, self._allowance + RATE * (now - self._counted))
         self._counted = now
@@ -149,7 +152,7 @@ class StatusApp:
 
 
 class App:
-    """One port, two doors: requests that `door` handles go there, all others to the gate."""
+    """Passes requests for the status page to `status_app`, all others to the authenticating application."""
 
     def __init__(self, auth: ASGIApp, status_app: StatusApp | None) -> None:
         self._auth = auth

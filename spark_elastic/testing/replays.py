@@ -1,6 +1,6 @@
-"""Takes the driver machine through a journal again, and writes it down as a unit test.
+"""Repeats a job's decisions from its journal, and turns a journal into a unit test.
 
-Reads files that `ElasticConfig(journal=...)` made. Pure but for reading the file; any thread.
+Reads files that `ElasticConfig(journal=...)` wrote. Any thread.
 """
 
 from __future__ import annotations

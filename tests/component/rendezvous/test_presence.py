@@ -146,7 +146,7 @@ def test_r18_a_connection_that_is_reset_on_its_way_is_told_from_one_that_ends_wi
             waiting.result(PATIENCE)
 
 
-def test_one_that_dials_again_before_its_old_connection_ends_is_not_lost(driver: Driver) -> None:
+def test_a_slot_that_dials_again_before_its_old_connection_ends_is_not_lost(driver: Driver) -> None:
     first, second = driver.client(), driver.client()
     driver.aside(lambda: first.ask(WatchSlot("1-0", 0), hold=MAX_POLL_SECONDS))
     waiting = driver.aside(lambda: second.ask(WatchSlot("1-0", 0), hold=MAX_POLL_SECONDS))
@@ -159,7 +159,7 @@ def test_one_that_dials_again_before_its_old_connection_ends_is_not_lost(driver:
         driver.events.get_nowait()
 
 
-def test_a_poll_that_ends_in_time_is_no_loss(driver: Driver) -> None:
+def test_a_long_poll_that_ends_in_time_is_no_lost_connection(driver: Driver) -> None:
     client = driver.client()
     client.ask(WatchSlot("1-0", 0), hold=0.05)
     client.ask(WatchWorker("1-0.1", None, 0), hold=0.05)

@@ -82,7 +82,7 @@ def test_page_data_and_metrics_behind_a_path_prefix() -> None:
         assert httpx.get(f"{prefix}/status/data").status_code == 401
 
 
-def test_the_gate_stays_shut_for_holders_of_the_token() -> None:
+def test_the_token_of_the_status_page_does_not_admit_to_the_rendezvous() -> None:
     with serving() as (server, status_app):
         headers = {"x-status-token": status_app.token, "authorization": f"Bearer {status_app.token}"}
         for path in ("/rendezvous/hello", "/rendezvous/Report", "/status/data"):

@@ -28,7 +28,7 @@ def test_a_join_waits_for_its_world(driver: Driver) -> None:
     assert waiting.result(PATIENCE) == NextWorld(new)
 
 
-def test_one_who_is_no_member_keeps_waiting(driver: Driver) -> None:
+def test_a_worker_that_is_no_member_of_the_new_world_keeps_waiting(driver: Driver) -> None:
     worker = driver.client()
     driver.server.publish(world(1, A, B))
     answer = worker.ask(JoinWorld(C, None, None), hold=0.1)

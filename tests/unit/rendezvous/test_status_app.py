@@ -1,4 +1,4 @@
-"""Who gets in by the door for people, and what it answers; over ASGI, without a socket."""
+"""Who may read the status page, and what it answers; over ASGI, without a socket."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Answer:
 
 
 class Visitor:
-    """A door with three pages, and how one asks at it."""
+    """A status application with three pages, and a client of it."""
 
     def __init__(self) -> None:
         self.clock = FakeClock()
@@ -130,7 +130,7 @@ def test_headers_forbid_what_is_not_needed(visitor: Visitor) -> None:
     assert headers["referrer-policy"] == "no-referrer"
 
 
-def test_everything_else_goes_to_the_gate(visitor: Visitor) -> None:
+def test_requests_for_other_paths_go_to_the_authenticating_application(visitor: Visitor) -> None:
     query = f"token={visitor.status_app.token}"
     assert visitor.ask("/rendezvous/hello", query).status == 499
     assert visitor.ask("/status/", query, method="POST").status == 499
