@@ -224,8 +224,8 @@ def train_plain(
             per_row = torch.nn.functional.cross_entropy(model(x[rows]), y[rows], reduction="none")
             loss = (per_row * weights[rows]).sum() / weights[rows].sum()
         loss.backward()
-        if job.clipping.norm is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), job.clipping.norm)
+        if job.gradient_clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), job.gradient_clip_norm)
         if job.clipping.value is not None:
             torch.nn.utils.clip_grad_value_(model.parameters(), job.clipping.value)
         optimizer.step()
