@@ -226,8 +226,6 @@ def train_plain(
         loss.backward()
         if job.gradient_clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), job.gradient_clip_norm)
-        if job.clipping.value is not None:
-            torch.nn.utils.clip_grad_value_(model.parameters(), job.clipping.value)
         optimizer.step()
     return model.state_dict()
 
