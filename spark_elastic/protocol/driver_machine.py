@@ -51,11 +51,11 @@ def step(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, tuple[
     return tx.state, tuple(tx.commands)
 
 
-def _tick(tx: Transition, event: on.Tick) -> None:
+def _on_tick(tx: Transition, event: on.Tick) -> None:
     failure_detector.scan(tx)
 
 
-def _checkpoint_written(tx: Transition, event: messages.CheckpointWritten) -> None:
+def _on_checkpoint_written(tx: Transition, event: messages.CheckpointWritten) -> None:
     """R18 (publication): a checkpoint counts if it is of this attempt and further than all that count; others are too
     late."""
     state, new = tx.state, event.checkpoint
@@ -67,7 +67,7 @@ def _checkpoint_written(tx: Transition, event: messages.CheckpointWritten) -> No
     tx.emit(PublishCheckpoint(f"checkpoint {new.name} counts", state.checkpoints))
 
 
-def _cancel_requested(tx: Transition, event: on.CancelRequested) -> None:
+def _on_cancel_requested(tx: Transition, event: on.CancelRequested) -> None:
     tx.end(Outcome.CANCELLED, event.reason)
 
 
@@ -83,24 +83,24 @@ def _answer_after_end(tx: Transition, event: on.DriverEvent) -> None:
 
 
 HANDLERS: dict[type[messages.DriverMessage | on.DriverEvent], Callable[[Transition, Any], None]] = {
-    on.Tick: _tick,
-    messages.RegisterSlot: slots.slot_registered,
-    messages.Heartbeat: slots.heartbeat,
-    on.LaunchEnded: slots.launch_ended,
-    on.HostAppeared: slots.host_appeared,
-    on.HostLost: slots.host_lost,
-    on.HostsDiscovered: slots.hosts_discovered,
-    messages.WorkerStarted: slots.worker_started,
-    messages.JoinWorld: workers.worker_joins,
-    messages.WorldFormed: workers.worker_formed,
-    on.ConnectionLost: failure_detector.connection_lost,
-    on.ConnectionBack: failure_detector.connection_back,
-    messages.WorkerExited: workers.worker_exited,
-    messages.WorkerFailed: workers.worker_failed,
-    messages.WorkerDone: workers.worker_done,
-    on.WorkerStalled: workers.worker_stalled,
-    messages.CheckpointWritten: _checkpoint_written,
-    on.DrainRequested: slots.drain_requested,
-    on.SlotsWanted: slots.slots_wanted,
-    on.CancelRequested: _cancel_requested,
+    on.Tick: _on_tick,
+    messages.RegisterSlot: slots.on_slot_registered,
+    messages.Heartbeat: slots.on_heartbeat,
+    on.LaunchEnded: slots.on_launch_ended,
+    on.HostAppeared: slots.on_host_appeared,
+    on.HostLost: slots.on_host_lost,
+    on.HostsDiscovered: slots.on_hosts_discovered,
+    messages.WorkerStarted: slots.on_worker_started,
+    messages.JoinWorld: workers.on_worker_joins,
+    messages.WorldFormed: workers.on_worker_formed,
+    on.ConnectionLost: failure_detector.on_connection_lost,
+    on.ConnectionBack: failure_detector.on_connection_back,
+    messages.WorkerExited: workers.on_worker_exited,
+    messages.WorkerFailed: workers.on_worker_failed,
+    messages.WorkerDone: workers.on_worker_done,
+    on.WorkerStalled: workers.on_worker_stalled,
+    messages.CheckpointWritten: _on_checkpoint_written,
+    on.DrainRequested: slots.on_drain_requested,
+    on.SlotsWanted: slots.on_slots_wanted,
+    on.CancelRequested: _on_cancel_requested,
 }

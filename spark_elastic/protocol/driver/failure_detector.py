@@ -105,7 +105,7 @@ def evict_slot(tx: Transition, slot: SlotRecord, reason: str, how: SlotEnd) -> N
 # ---- connections
 
 
-def connection_lost(tx: Transition, event: on.ConnectionLost) -> None:
+def on_connection_lost(tx: Transition, event: on.ConnectionLost) -> None:
     state, name = tx.state, event.worker or event.slot
     connections = state.connections
     connections.reset = connections.reset | {name} if event.reset else connections.reset - {name}
@@ -122,7 +122,7 @@ def connection_lost(tx: Transition, event: on.ConnectionLost) -> None:
     _mark_mass_disconnect(tx)
 
 
-def connection_back(tx: Transition, event: on.ConnectionBack) -> None:
+def on_connection_back(tx: Transition, event: on.ConnectionBack) -> None:
     state = tx.state
     _mark_mass_disconnect(tx)
     for name, member in state.evicted_members.behind(event.slot, event.worker):

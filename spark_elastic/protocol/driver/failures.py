@@ -103,11 +103,11 @@ def _count(tx: Transition, failure: Failure) -> None:
     earlier = tuple(f for f in history.records if f.at >= oldest)
     history.records = (*earlier, failure)
     reason, detail = (
-        _repeated_exception(state, earlier, failure) or _repeated_crash(state, failure),
+        _find_repeated_exception(state, earlier, failure) or _find_repeated_crash(state, failure),
         failure.detail,
     )
     if not reason:
-        reason, detail = _raised_by_all(state, failure)
+        reason, detail = _find_exception_of_all(state, failure)
     if reason:
         tx.end(Outcome.USER_ERROR, reason, detail)
         return
@@ -162,12 +162,12 @@ def _record_slot_failure(tx: Transition, slot: SlotId, host: HostId) -> None:
 # ---- R13 (deterministic failures)
 
 
-def _repeated_exception(state: DriverState, earlier: tuple[Failure, ...], new: Failure) -> str:
+def _find_repeated_exception(state: DriverState, earlier: tuple[Failure, ...], new: Failure) -> str:
     """Why the program and not a host must be to blame for this exception; "" if that is not certain."""
     if not new.fingerprint:
         return ""
     if new.generation == 0:
-        return _raised_on_all_slots(state)
+        return _find_exception_on_all_slots(state)
     affected = state.failures.generations_with_losses
     for old in earlier:
         if old.generation in affected:
@@ -181,7 +181,7 @@ def _repeated_exception(state: DriverState, earlier: tuple[Failure, ...], new: F
     return ""
 
 
-def _raised_on_all_slots(state: DriverState) -> str:
+def _find_exception_on_all_slots(state: DriverState) -> str:
     """Every slot's worker raises before it is warm, and none ever got warm."""
     raised = [f for f in state.failures.records if f.generation == 0 and f.fingerprint]
     slots = {slot_of(f.worker) for f in raised}
@@ -190,7 +190,7 @@ def _raised_on_all_slots(state: DriverState) -> str:
     return ""
 
 
-def _repeated_crash(state: DriverState, new: Failure) -> str:
+def _find_repeated_crash(state: DriverState, new: Failure) -> str:
     """Why the program's native code will crash again, "" if it need not: it did so at one place in two worlds, and of
     several hosts, one of which may be broken, on two. Before there is a world, each slot has to have seen it twice."""
     if not new.crash:
@@ -218,7 +218,7 @@ def _repeated_crash(state: DriverState, new: Failure) -> str:
     return f"{len(alike)} workers crashed {where}, all of them {new.crash}"
 
 
-def _raised_by_all(state: DriverState, new: Failure) -> tuple[str, str]:
+def _find_exception_of_all(state: DriverState, new: Failure) -> tuple[str, str]:
     """Reason and detail, where every member of the world has raised. The detail is the first one's, since the other
     exceptions may be consequences of it."""
     world = state.world

@@ -16,7 +16,7 @@ from spark_elastic.protocol.driver.failure_detector import break_world, evict, r
 from spark_elastic.protocol.driver.failures import check_progress, resume_point
 from spark_elastic.protocol.driver.slots import (
     admit_excluded,
-    blacklisted_hosts,
+    find_blacklisted_hosts,
     give_back,
     launch_due,
     newest_position,
@@ -178,7 +178,7 @@ def _announce(tx: Transition, over_time: str) -> None:
     )
     if more_may_come and tx.now - timers.change_since < state.limits.debounce:
         return  # working out the next world is worth it once, not at each of a thousand joins
-    why = over_time or _change_wanted(tx)
+    why = over_time or _describe_change(tx)
     if not why:
         timers.change_since = None
         return
@@ -195,7 +195,7 @@ def _change_possible(state: DriverState) -> bool:
     return bool(state.workers.draining or (room and state.workers.waiting))
 
 
-def _change_wanted(tx: Transition) -> str:
+def _describe_change(tx: Transition) -> str:
     """Who would join and leave if the next world were formed now; "" if no worker would."""
     # At a planned boundary all members stand at one position, whichever that will be.
     members = [replace(worker, position=START) for worker in tx.survivors()]
@@ -324,7 +324,7 @@ def _has_enough(tx: Transition, count: int) -> bool:
 
 def _end_if_all_blacklisted(tx: Transition, deadline: float) -> None:
     """End the job early if no host that is left could bring a worker before the deadline."""
-    found = blacklisted_hosts(tx) if tx.state.blacklist else None
+    found = find_blacklisted_hosts(tx) if tx.state.blacklist else None
     if found is None or found[1] <= deadline:
         return
     hosts, first = found

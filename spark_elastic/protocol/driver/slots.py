@@ -84,7 +84,7 @@ def relaunch(tx: Transition) -> None:
         launch(tx, SlotLaunch(launches.next_launch), reason)
 
 
-def launch_ended(tx: Transition, event: on.LaunchEnded) -> None:
+def on_launch_ended(tx: Transition, event: on.LaunchEnded) -> None:
     state = tx.state
     ended = state.launches.get(event.launch)
     if ended is None:
@@ -112,7 +112,7 @@ def _launch_successor(tx: Transition, ended: SlotLaunch, why: str) -> None:
     launch(tx, successor, f"slot job {ended.launch} ended ({why})")
 
 
-def blacklisted_hosts(tx: Transition) -> tuple[list[HostId], float] | None:
+def find_blacklisted_hosts(tx: Transition) -> tuple[list[HostId], float] | None:
     """If every host that could take part is blacklisted: these hosts, and when the first returns; else None.
 
     Without a list of discovery's, a host that was lost, with its failures forgotten, could come back.
@@ -130,7 +130,7 @@ def blacklisted_hosts(tx: Transition) -> tuple[list[HostId], float] | None:
 
 def _seconds_until_a_host_returns(tx: Transition) -> float:
     """For how long a new slot would only find blacklisted hosts."""
-    found = blacklisted_hosts(tx) if tx.state.blacklist else None
+    found = find_blacklisted_hosts(tx) if tx.state.blacklist else None
     if found is None or found[1] == float("inf"):
         return 0.0
     return max(0.0, found[1] - tx.now - PARKING_LIMIT)
@@ -180,7 +180,7 @@ def release_idle(tx: Transition) -> None:
             give_back(tx, slot, f"slot {slot.slot} was not needed for {timeout:g} s", hold_back=True)
 
 
-def slots_wanted(tx: Transition, event: on.SlotsWanted) -> None:
+def on_slots_wanted(tx: Transition, event: on.SlotsWanted) -> None:
     """R17 (gathering): another job of the application needs slots, or trains on them. Slots that it has are in use, not
     missing, so no time is counted."""
     state = tx.state
@@ -226,7 +226,7 @@ def newest_position(workers: Sequence[WorkerRecord]) -> Position | None:
 # ---- slots come up and speak
 
 
-def slot_registered(tx: Transition, event: RegisterSlot) -> None:
+def on_slot_registered(tx: Transition, event: RegisterSlot) -> None:
     state = tx.state
     known = state.slots.get(event.slot)
     slot_launch = state.launches.get(event.launch)
@@ -248,7 +248,7 @@ def slot_registered(tx: Transition, event: RegisterSlot) -> None:
 
 def _receive(tx: Transition, slot: SlotRecord) -> None:
     state = tx.state
-    why = _why_refused(tx, slot)
+    why = _explain_refusal(tx, slot)
     if why and not slot.extra:
         _refuse(tx, slot.slot, why)
         return
@@ -271,7 +271,7 @@ def release_evicted(tx: Transition, slot: SlotId) -> None:
         tx.emit(ReleaseSlot(f"slot {slot} was given up: {reason}", slot))
 
 
-def heartbeat(tx: Transition, event: Heartbeat) -> None:
+def on_heartbeat(tx: Transition, event: Heartbeat) -> None:
     state = tx.state
     slot = state.slots.get(event.slot)
     if slot is None:
@@ -290,7 +290,7 @@ def heartbeat(tx: Transition, event: Heartbeat) -> None:
             state.workers.mark_seen(worker, tx.now)
 
 
-def worker_started(tx: Transition, event: WorkerStarted) -> None:
+def on_worker_started(tx: Transition, event: WorkerStarted) -> None:
     state = tx.state
     slot = state.slots.get(event.slot)
     if slot is None:
@@ -313,7 +313,7 @@ def adopt_worker(tx: Transition, slot: SlotRecord, name: WorkerId) -> None:
     state.workers.put(WorkerRecord(name, slot.slot, slot.host, tx.now, extra=slot.extra))
     slot = replace(slot, worker=name)
     state.slots.put(slot)
-    why = _why_ordered_away(tx, slot) or _why_not_discovered(tx, slot)
+    why = _explain_drain(tx, slot) or _explain_missing_discovery(tx, slot)
     if why:  # its member was about to leave, and was lost first
         give_back(tx, slot, why)
 
@@ -321,13 +321,13 @@ def adopt_worker(tx: Transition, slot: SlotRecord, name: WorkerId) -> None:
 # ---- hosts
 
 
-def host_appeared(tx: Transition, event: on.HostAppeared) -> None:
+def on_host_appeared(tx: Transition, event: on.HostAppeared) -> None:
     """A host that was not asked for a slot yet is asked at once, however often others were asked for nothing."""
     if tx.state.hosts.add(event.host):
         launch_now(tx)
 
 
-def host_lost(tx: Transition, event: on.HostLost) -> None:
+def on_host_lost(tx: Transition, event: on.HostLost) -> None:
     state = tx.state
     state.hosts.draining = state.hosts.draining.drop(event.host)
     state.blacklist = state.blacklist.forget_host(event.host)
@@ -336,13 +336,13 @@ def host_lost(tx: Transition, event: on.HostLost) -> None:
         state.launches.mark_executor_lost(slot.launch)
 
 
-def hosts_discovered(tx: Transition, event: on.HostsDiscovered) -> None:
+def on_hosts_discovered(tx: Transition, event: on.HostsDiscovered) -> None:
     """An answer of discovery causes at most a planned change: members that it does not list drain, unless it lists them
     again in time."""
     state = tx.state
     state.hosts.discovered = event.hosts
     launch_now(tx)
-    allowed = _allowed_slots(tx)
+    allowed = _find_allowed_slots(tx)
     for slot in tuple(state.slots.values()):
         worker = tx.worker_of(slot)
         if slot.slot in allowed:
@@ -360,19 +360,19 @@ def admit_excluded(tx: Transition) -> None:
     state = tx.state
     for name in tuple(state.slots.excluded):
         slot = state.slots[name]
-        why = _why_refused(tx, slot)
+        why = _explain_refusal(tx, slot)
         if why:
             give_back(tx, slot, why)
         else:
             state.slots.admit(name)
 
 
-def _why_refused(tx: Transition, slot: SlotRecord) -> str:
+def _explain_refusal(tx: Transition, slot: SlotRecord) -> str:
     """Why a slot that comes up, or is excluded, cannot take part, "" if it can."""
     state = tx.state
     if slot.unfit:
         return slot.unfit
-    order = _why_ordered_away(tx, slot)
+    order = _explain_drain(tx, slot)
     if order:
         return order
     until = state.blacklist.host_until(slot.host, tx.now)
@@ -381,16 +381,16 @@ def _why_refused(tx: Transition, slot: SlotRecord) -> str:
     if state.hosts.discovered is None:
         return ""
     room = dict(state.hosts.discovered)
-    name = _discovered_as(slot, room)
+    name = _match_discovered(slot, room)
     if name is None:
         return f"host {slot.host} is not among those that discovery lists"
-    taken = sum(_discovered_as(other, room) == name for other in state.slots.admitted())
+    taken = sum(_match_discovered(other, room) == name for other in state.slots.list_admitted())
     if taken < room[name]:
         return ""
     return f"discovery lists {room[name]} slots for host {name}, and they are taken"
 
 
-def _why_ordered_away(tx: Transition, slot: SlotRecord) -> str:
+def _explain_drain(tx: Transition, slot: SlotRecord) -> str:
     state = tx.state
     drains = state.hosts.draining.get(slot.host) or state.hosts.draining.get(slot.node)
     if drains:
@@ -401,29 +401,29 @@ def _why_ordered_away(tx: Transition, slot: SlotRecord) -> str:
     return ""
 
 
-def _why_not_discovered(tx: Transition, slot: SlotRecord) -> str:
-    if tx.state.hosts.discovered is None or slot.slot in _allowed_slots(tx):
+def _explain_missing_discovery(tx: Transition, slot: SlotRecord) -> str:
+    if tx.state.hosts.discovered is None or slot.slot in _find_allowed_slots(tx):
         return ""
     return f"discovery does not list host {slot.host} with slot {slot.slot}"
 
 
-def _allowed_slots(tx: Transition) -> set[SlotId]:
+def _find_allowed_slots(tx: Transition) -> set[SlotId]:
     """Slots that discovery allows: of each host as many as discovery lists, members of the world first."""
     state = tx.state
     if state.hosts.discovered is None:
-        return {slot.slot for slot in state.slots.admitted()}
+        return {slot.slot for slot in state.slots.list_admitted()}
     room = dict(state.hosts.discovered)
     taken: Counter[str] = Counter()
     allowed = set()
-    for slot in sorted(state.slots.admitted(), key=lambda slot: not _has_member(tx, slot)):
-        name = _discovered_as(slot, room)
+    for slot in sorted(state.slots.list_admitted(), key=lambda slot: not _has_member(tx, slot)):
+        name = _match_discovered(slot, room)
         if name is not None and taken[name] < room[name]:
             taken[name] += 1
             allowed.add(slot.slot)
     return allowed
 
 
-def _discovered_as(slot: SlotRecord, room: dict[str, int]) -> str | None:
+def _match_discovered(slot: SlotRecord, room: dict[str, int]) -> str | None:
     """The name by which discovery knows the slot's host: its id or its machine's name."""
     return slot.host if slot.host in room else slot.node if slot.node in room else None
 
@@ -436,7 +436,7 @@ def _has_member(tx: Transition, slot: SlotRecord) -> bool:
 # ---- drains
 
 
-def drain_requested(tx: Transition, event: on.DrainRequested) -> None:
+def on_drain_requested(tx: Transition, event: on.DrainRequested) -> None:
     state = tx.state
     if event.host is not None:
         state.hosts.draining = state.hosts.draining.put(event.host, event.reason)
@@ -474,7 +474,7 @@ def carry_out_waiting_drains(tx: Transition) -> None:
     if hosts.waiting_drains and tx.state.generation:
         waiting, hosts.waiting_drains = hosts.waiting_drains, ()
         for event in waiting:
-            drain_requested(tx, event)
+            on_drain_requested(tx, event)
 
 
 def _drain_without_target(tx: Transition, event: on.DrainRequested) -> None:

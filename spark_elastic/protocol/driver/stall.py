@@ -49,7 +49,9 @@ def find_stalls(
     """
     silent = MAX_MISSED_HEARTBEATS * max(1.0, interval)
     fresh = {slot: heartbeat for slot, (came, heartbeat) in heartbeats.items() if now - came <= silent}
-    longest = min(now - since, max(_waited(member, fresh.get(member.slot)) for member in world.members))
+    longest = min(
+        now - since, max(_get_wait_seconds(member, fresh.get(member.slot)) for member in world.members)
+    )
     alone = over is not None and longest < after
     if over is not None and alone:
         longest = now - over
@@ -72,7 +74,7 @@ def find_stalls(
     return tuple(found)
 
 
-def _waited(member: Member, heartbeat: Heartbeat | None) -> float:
+def _get_wait_seconds(member: Member, heartbeat: Heartbeat | None) -> float:
     """For how long a member is known to wait; 0.0 for one that does not, or cannot say."""
     if heartbeat is None or heartbeat.worker != member.worker:
         return 0.0

@@ -224,7 +224,7 @@ class Slots(_Living[SlotId, SlotRecord]):
     def of_launch(self, launch: int) -> list[SlotRecord]:
         return [self.alive[slot] for slot in self._by_launch.get(launch, ())]
 
-    def admitted(self) -> list[SlotRecord]:
+    def list_admitted(self) -> list[SlotRecord]:
         """Slots that may take part, as far as discovery allows them."""
         return [slot for slot in self.alive.values() if slot.slot not in self.excluded]
 

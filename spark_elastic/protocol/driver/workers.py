@@ -22,8 +22,8 @@ from spark_elastic.protocol.types import KILLED_EXIT_CODES, Fence, Position, Slo
 # ---- joins
 
 
-def worker_joins(tx: Transition, event: JoinWorld) -> None:
-    worker = _known_worker(tx, event.worker, event.slot, event.fence)
+def on_worker_joins(tx: Transition, event: JoinWorld) -> None:
+    worker = _find_worker(tx, event.worker, event.slot, event.fence)
     if worker is None:
         return
     worker = mark_seen(tx, worker)
@@ -37,7 +37,7 @@ def worker_joins(tx: Transition, event: JoinWorld) -> None:
     # Else it has not received that world yet: the server answers its repeated question with it.
 
 
-def _known_worker(
+def _find_worker(
     tx: Transition, name: WorkerId, slot_name: SlotId, fence: Fence | None
 ) -> WorkerRecord | None:
     """The record of the worker that asks; None, and it is told to stop, if it cannot take part."""
@@ -92,7 +92,7 @@ def _come_back(tx: Transition, worker: WorkerRecord, position: Position | None, 
 # ---- in a world
 
 
-def worker_formed(tx: Transition, event: WorldFormed) -> None:
+def on_worker_formed(tx: Transition, event: WorldFormed) -> None:
     state = tx.state
     worker = state.workers.get(event.worker)
     if worker is None or worker.rank is None or worker.formed or event.fence != state.fence:
@@ -103,12 +103,12 @@ def worker_formed(tx: Transition, event: WorldFormed) -> None:
     state.failures.kills_in_a_row = state.failures.kills_in_a_row.drop(worker.slot)
 
 
-def worker_stalled(tx: Transition, event: on.WorkerStalled) -> None:
+def on_worker_stalled(tx: Transition, event: on.WorkerStalled) -> None:
     if event.fence == tx.state.fence and tx.state.stage in (Stage.RUNNING, Stage.REGROUPING):
         tx.state.current.add_stall(event.worker, event.text)
 
 
-def worker_done(tx: Transition, event: WorkerDone) -> None:
+def on_worker_done(tx: Transition, event: WorkerDone) -> None:
     """R15 (end)."""
     state = tx.state
     worker = state.workers.get(event.worker)
@@ -134,7 +134,7 @@ def worker_done(tx: Transition, event: WorkerDone) -> None:
 # ---- ends
 
 
-def worker_failed(tx: Transition, event: WorkerFailed) -> None:
+def on_worker_failed(tx: Transition, event: WorkerFailed) -> None:
     """An exception in a world that is over says nothing of the slot: user code with connections of its own, as those of
     torch.distributed, raises since a peer is gone."""
     state = tx.state
@@ -157,7 +157,7 @@ def _last_line(traceback: str) -> str:
     return lines[-1].strip() if lines else "no traceback"
 
 
-def worker_exited(tx: Transition, event: WorkerExited) -> None:
+def on_worker_exited(tx: Transition, event: WorkerExited) -> None:
     state = tx.state
     state.evicted_members.confirm_dead(event.worker)
     worker, evicted = state.workers.get(event.worker), state.workers.evicted.get(event.worker)
