@@ -155,7 +155,7 @@ class Stage:
         self._world = World(fence, assign_ranks(places), 0 if resume else source, "", self._version, resume)
         self._fabric = FakeFabric(len(order), (1, self._generation), timeout=DEADLINE)
         for session, group in zip(order, self._fabric.groups, strict=True):
-            group._meet = session.burning(group._meet)  # type: ignore[method-assign]
+            group._exchange_parts = session.burning(group._exchange_parts)  # type: ignore[method-assign]
         self._members, self._here = order, []
         self.sizes.append(len(order))
 
