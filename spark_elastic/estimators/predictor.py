@@ -18,7 +18,7 @@ import torch
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.saving import Packed
-from spark_elastic.training.spec import Transformation, transform_inputs
+from spark_elastic.training.batch import Transformation, transform_inputs
 from spark_elastic.training.trainer import input_dtype, output_parts
 
 # Where a Python worker of Spark predicts: on the GPU that Spark assigned to its task, else on the CPU. Pure.

@@ -19,7 +19,7 @@ from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators.validation import FitRequest
-from spark_elastic.training.checkpointing import WEIGHTS
+from spark_elastic.training.identity import WEIGHTS
 
 log = logging.getLogger("spark_elastic")
 

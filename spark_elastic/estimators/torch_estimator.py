@@ -23,7 +23,7 @@ from spark_elastic.estimators.torch_objects import activation_of, check_torch_ob
 from spark_elastic.estimators.transformer import ElasticModel, ModelReader, try_widths
 from spark_elastic.estimators.validation import FitRequest, build_request
 from spark_elastic.torch.train.spec import TorchUserObjects
-from spark_elastic.torch.train.state import values_loads
+from spark_elastic.torch.train.state import load_values
 from spark_elastic.torch.train.task import TorchTrainTask, check_watched
 
 
@@ -75,7 +75,7 @@ def fit_torch(rows: RowSource, request: FitRequest[TorchUserObjects]) -> Elastic
 def load_trained_module(model: torch.nn.Module, weights: bytes) -> torch.nn.Module:
     """A copy of the model with the weights that training left, in evaluation mode."""
     module = copy.deepcopy(model)
-    module.load_state_dict(values_loads(weights))
+    module.load_state_dict(load_values(weights))
     return module.eval()
 
 

@@ -25,7 +25,7 @@ from spark_elastic.torch.optimizers import build_optimizer, check_steps_alone
 from spark_elastic.torch.train.lightning import check_lightning, is_lightning
 from spark_elastic.torch.train.metrics import name_metrics
 from spark_elastic.torch.train.spec import TorchUserObjects
-from spark_elastic.torch.train.state import readable
+from spark_elastic.torch.train.state import check_storable
 from spark_elastic.training.fit_config import describe_type
 
 
@@ -175,7 +175,7 @@ def _model(model: Any, seed: Any) -> torch.nn.Module:
         check_lightning(model)
     find_trainable(model.named_parameters())
     _check_dense(model)
-    readable(model.state_dict(), "the model")
+    check_storable(model.state_dict(), "the model")
     return model
 
 
@@ -262,14 +262,14 @@ def _find_watched_metrics(
 ) -> tuple[str, ...]:
     """The numbers that callbacks watch. Also checks that checkpoints can hold the state of all arguments."""
     watched = []
-    readable(optimizer.state_dict(), type(optimizer).__name__)
+    check_storable(optimizer.state_dict(), type(optimizer).__name__)
     check_steps_alone(optimizer)
     for callback in (*schedules, *callbacks):
         tried = callback
         if isinstance(callback, LearningRateSchedule):
             tried = copy.copy(callback)  # a user's own is bound to nothing
             tried.bind(optimizer)
-        readable(tried.state_dict(), f"callback {type(callback).__name__}")
+        check_storable(tried.state_dict(), f"callback {type(callback).__name__}")
         watched.append(tried.watches)
     return tuple(name for name in watched if name is not None)
 

@@ -14,7 +14,7 @@ from spark_elastic.keras.values import broadcast_variables
 from spark_elastic.ops.operations import allreduce_arrays
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.topology import rank, size
-from spark_elastic.state.variables import plain
+from spark_elastic.state.handlers import unwrap_variable
 
 __all__ = [
     "BestModelCheckpoint",
@@ -184,7 +184,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         if self._corrects and before > 0 and getattr(stepping, "momentum", None):
             for velocity in getattr(stepping, "momentums", ()):
                 # On torch, Keras's own product with a number is float32.
-                velocity.assign(plain(velocity) * (after / before))
+                velocity.assign(unwrap_variable(velocity) * (after / before))
 
     def _rate(self) -> float:
         return float(keras.ops.convert_to_tensor(self.model.optimizer.learning_rate))

@@ -10,7 +10,7 @@ import keras
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduction import Average, ReduceOp
-from spark_elastic.state.variables import weights_of
+from spark_elastic.state.handlers import trainable_weights_of
 
 Plain = TypeVar("Plain")
 
@@ -59,7 +59,7 @@ def PartialDistributedOptimizer(
 ) -> Plain:
     """As `DistributedOptimizer`, without an exchange for the variables of `local_layers`, Keras layers."""
     distributed: Any = DistributedOptimizer(optimizer, *args, **kwargs)
-    for variable in weights_of(local_layers):
+    for variable in trainable_weights_of(local_layers):
         distributed.register_local_var(variable)
     wrapped: Plain = distributed
     return wrapped

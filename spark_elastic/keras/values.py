@@ -19,7 +19,7 @@ from spark_elastic.ops.operations import (
 )
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduction import Average, ReduceOp, resolve_op
-from spark_elastic.state.variables import array_of
+from spark_elastic.state.handlers import to_array
 
 
 def allreduce(
@@ -60,7 +60,7 @@ def broadcast_variables(
     variables: Sequence[Any], root_rank: int, process_set: ProcessSet = global_process_set
 ) -> None:
     """Overwrite variables with those of `root_rank`."""
-    values = [np.array(array_of(variable), order="C") for variable in variables]
+    values = [np.array(to_array(variable), order="C") for variable in variables]
     if values:
         broadcast_arrays(values, root_rank, "broadcast.variables", process_set)
     for variable, array in zip(variables, values, strict=True):

@@ -28,7 +28,7 @@ from spark_elastic.ops.operation_queue import OperationQueue
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set, root_index, world
 from spark_elastic.ops.reduction import Average, ReduceOp
 from spark_elastic.ops.timeline import get_timeline
-from spark_elastic.state.handover import pickled
+from spark_elastic.state.snapshot import pickle_value
 from spark_elastic.worker.context import get_context, get_group_context
 
 T = TypeVar("T")
@@ -180,7 +180,7 @@ def allgather_object(
 
 
 def _to_bytes(obj: object) -> Bytes:
-    return np.frombuffer(bytearray(pickled(obj)), np.uint8)
+    return np.frombuffer(bytearray(pickle_value(obj)), np.uint8)
 
 
 def _from_bytes(data: Array) -> Any:

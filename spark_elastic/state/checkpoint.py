@@ -1,10 +1,11 @@
-"""Checkpoints of a run in the store: written by workers, published by the driver alone (R18).
+"""Checkpoints of a run in the store: workers write them in the background, only the driver publishes them (R18).
 
     runs/RUN/checkpoints/ATTEMPT-GENERATION-EPOCH-PHASE-STEP/{parts, manifest.json}    objects that nobody knows yet
     runs/RUN/checkpoints/published-ATTEMPT.json                                        which of them count
 
-Each attempt has a list of its own and the highest one's counts, so that a driver that lost the run changes nothing.
-Knows no framework: what a part holds is its writer's. Any thread; no state.
+Each attempt has a list of its own and the list of the highest attempt counts, so a driver that lost the run changes
+nothing. `CheckpointStore` reads and writes these objects, in any thread. A training process has one `Checkpointer`: its
+training thread decides when a snapshot is due, and one writer thread does everything slow.
 """
 
 from __future__ import annotations
@@ -16,57 +17,66 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+import numpy as np
+
 from spark_elastic.clock import Clock
 from spark_elastic.data.store import Store
 from spark_elastic.errors import ElasticError, StoreError
-from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
+from spark_elastic.protocol.types import START, Checkpoint, Fence, Phase, Position
+from spark_elastic.state.snapshot import Codec, Snapshot
 
 log = logging.getLogger("spark_elastic.state")
 
 MANIFEST = "manifest.json"
+VERSION = 2  # of the format of a checkpoint
+VALUES, MEMORY = "values", "memory"  # the parts of a snapshot
+CHECKPOINTER = "checkpointer"  # key of `WorkerSession.persistent`: the Checkpointer of this process
 
 
 class CheckpointStore:
-    """Those of one run."""
+    """The checkpoints of one run. Holds no state; any thread."""
 
     def __init__(self, store: Store, run_id: str) -> None:
         self._store = store
         self._folder = f"runs/{run_id}/checkpoints"
 
     def write(self, fence: Fence, position: Position, parts: Mapping[str, bytes]) -> Checkpoint:
-        """Write the parts and, last, what they are. It counts once the driver has published it.
+        """Write the parts and, at last, a manifest of them. The checkpoint counts once the driver has published it.
 
         Raises:
-            StoreError: the store cannot be written, or does not give back what was.
+            StoreError: the store cannot be written, or does not give back the bytes that were written.
         """
         name = name_of(fence, position)
         for part, data in parts.items():
             self._store.write_verified(f"{self._folder}/{name}/{part}", data)
-        held = {part: {"bytes": len(data), "sha256": _sha256(data)} for part, data in parts.items()}
-        manifest = json.dumps({"parts": held}, sort_keys=True).encode()
+        checksums = {part: {"bytes": len(data), "sha256": _sha256(data)} for part, data in parts.items()}
+        manifest = json.dumps({"version": VERSION, "parts": checksums}, sort_keys=True).encode()
         self._store.write_verified(f"{self._folder}/{name}/{MANIFEST}", manifest)
         return Checkpoint(fence, position, name, _sha256(manifest))
 
     def read(self, checkpoint: Checkpoint) -> dict[str, bytes]:
-        """Its parts.
+        """The parts of a checkpoint.
 
         Raises:
-            StoreError: something is missing or is not what was written.
+            StoreError: a part is missing, differs from what was written, or has the format of another version.
         """
         manifest = self._store.read_bytes(f"{self._folder}/{checkpoint.name}/{MANIFEST}")
         _check(manifest, checkpoint.digest, f"{checkpoint.name}/{MANIFEST}")
+        content = json.loads(manifest)
+        if content.get("version") != VERSION:
+            raise StoreError(f"{checkpoint.name} was written by another version of spark_elastic.")
         parts = {}
-        for part, held in json.loads(manifest)["parts"].items():
+        for part, checksum in content["parts"].items():
             data = self._store.read_bytes(f"{self._folder}/{checkpoint.name}/{part}")
-            _check(data, held["sha256"], f"{checkpoint.name}/{part}")
+            _check(data, checksum["sha256"], f"{checkpoint.name}/{part}")
             parts[part] = data
         return parts
 
     def read_newest(self, candidates: Sequence[Checkpoint]) -> tuple[Checkpoint, dict[str, bytes]]:
-        """The first of the candidates that is whole; each damaged one is named in a warning.
+        """The first candidate that can be read whole. A warning names each damaged one.
 
         Raises:
-            StoreError: none of them is.
+            StoreError: none of the candidates is whole.
         """
         for checkpoint in candidates:
             try:
@@ -78,15 +88,15 @@ class CheckpointStore:
         names = ", ".join(checkpoint.name for checkpoint in candidates)
         raise StoreError(f"No checkpoint of {self._store.join(self._folder)} is whole: {names}.")
 
-    # ---- the driver's part
+    # ---- called by the driver
 
-    def publish(self, attempt: int, kept: Iterable[Checkpoint]) -> None:
-        """From now on these count, newest first."""
-        listed = [_to_json(checkpoint) for checkpoint in kept]
+    def publish(self, attempt: int, checkpoints: Iterable[Checkpoint]) -> None:
+        """Write the list of the checkpoints that count from now on, newest first."""
+        listed = [_to_json(checkpoint) for checkpoint in checkpoints]
         self._store.write_bytes(f"{self._folder}/published-{attempt:06d}.json", json.dumps(listed).encode())
 
     def published(self) -> tuple[Checkpoint, ...]:
-        """What counts, newest first: as the highest attempt that published anything has it."""
+        """The checkpoints that count, newest first: the list of the highest attempt that has published one."""
         names = [name for name in self._store.list(self._folder) if "/published-" in name]
         for name in reversed(names):
             try:
@@ -96,10 +106,11 @@ class CheckpointStore:
         return ()
 
     def sweep(self, attempt: int, kept: Sequence[Checkpoint]) -> None:
-        """Delete what the published list of `attempt` has no use for: what it superseded, and what dead attempts left.
+        """Delete the checkpoints that the published list of `attempt` does not name: older ones, and those of dead
+        attempts.
 
-        The manifest first, so that what is half deleted is never taken for whole. What is further than the newest of
-        `kept` may be about to be told, and stays.
+        The manifest is deleted first, so a half-deleted checkpoint never looks whole. Checkpoints newer than those of
+        `kept` stay, since a worker may be about to report them.
         """
         names = {checkpoint.name for checkpoint in kept}
         newest = max(names, default="")
@@ -113,7 +124,7 @@ class CheckpointStore:
 
 
 def name_of(fence: Fence, position: Position) -> str:
-    """The folder of a checkpoint that a member of that world writes of that position."""
+    """The folder of a checkpoint that a member of the world `fence` writes at `position`."""
     place = f"{position.epoch:05d}-{position.phase.value}-{position.step:08d}"
     return f"{fence.attempt:06d}-{fence.generation:06d}-{place}"
 
@@ -141,91 +152,93 @@ def _from_json(item: Mapping[str, dict[str, int]]) -> Checkpoint:
     )
 
 
-# Writes checkpoints beside the training: one thread, one in flight, and a newer one replaces one that waits.
-#
-# `offer` is called by the training thread and returns at once; the thread is `offer`'s to start. A store that fails
-# costs a warning and that checkpoint, never the training.
-
-
-END_WAIT = 60.0  # seconds that closing waits for the one in flight
 LAST_WAIT = 3600.0  # seconds that the end of a training waits for its last checkpoint
-TELL_EVERY = 60.0  # seconds
+WARN_INTERVAL = 60.0  # seconds between two warnings about it
+CLOSE_WAIT = 60.0  # seconds that `close` waits for the checkpoint in flight
 
 
 class CheckpointWriter:
-    """tell: hands a written checkpoint to the driver, which decides whether it counts."""
+    """Writes checkpoints in one thread. One is in flight at a time, and a newer one replaces one that still waits.
 
-    def __init__(self, checkpoints: CheckpointStore, tell: Callable[[Checkpoint], object]) -> None:
-        self._checkpoints = checkpoints
-        self._tell = tell
+    A store that fails costs a warning and that checkpoint, never the training.
+    """
+
+    def __init__(self, store: CheckpointStore, report: Callable[[Checkpoint], object]) -> None:
+        """
+        Args:
+            report: passes a written checkpoint to the driver, which decides whether it counts; called in the thread.
+        """
+        self._store = store
+        self._report = report
+        # Guards the three fields below.
         self._changed = threading.Condition()
+        # The checkpoint to write next: its world, position, and a function that makes its parts.
         self._waiting: tuple[Fence, Position, Callable[[], Mapping[str, bytes]]] | None = None
         self._writing = False
         self._closing = False
-        self._thread: threading.Thread | None = None
+        self._thread: threading.Thread | None = None  # `offer` starts it
 
-    def offer(self, fence: Fence, position: Position, parts: Callable[[], Mapping[str, bytes]]) -> None:
-        """Write what `parts` gives, which is called in the writer's thread."""
+    def offer(self, fence: Fence, position: Position, make_parts: Callable[[], Mapping[str, bytes]]) -> None:
+        """Have a checkpoint written, and return at once. The writer's thread calls `make_parts`."""
         with self._changed:
-            self._waiting = (fence, position, parts)
+            self._waiting = (fence, position, make_parts)
             self._changed.notify_all()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="spark-elastic-checkpoints", daemon=True)
             self._thread.start()
 
     def flush(self) -> None:
-        """Wait until all that was offered is written and told, or could not be; a store that is slow is waited for."""
-        for minute in range(1, int(LAST_WAIT / TELL_EVERY) + 1):
+        """Wait until everything offered is written and reported or has failed, up to LAST_WAIT for a slow store."""
+        for number in range(1, int(LAST_WAIT / WARN_INTERVAL) + 1):
             with self._changed:
-                if self._changed.wait_for(lambda: self._waiting is None and not self._writing, TELL_EVERY):
+                if self._changed.wait_for(lambda: self._waiting is None and not self._writing, WARN_INTERVAL):
                     return
-            log.warning("the last checkpoint is still being written, after %g s.", minute * TELL_EVERY)
+            log.warning("the last checkpoint is still being written, after %g s.", number * WARN_INTERVAL)
         log.error(
             "the last checkpoint is given up: the store does not answer. The newest one before it stays."
         )
 
     def close(self) -> None:
-        """Write what waits, and end."""
+        """Write the checkpoint that waits, and end the thread."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         if self._thread is not None:
-            self._thread.join(END_WAIT)
+            self._thread.join(CLOSE_WAIT)
 
     def _run(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closing or self._waiting is not None)
-                job, self._waiting = self._waiting, None
-                self._writing = job is not None
-            if job is None:
+                task, self._waiting = self._waiting, None
+                self._writing = task is not None
+            if task is None:
                 return
-            fence, position, parts = job
+            fence, position, make_parts = task
             try:
-                self._tell(self._checkpoints.write(fence, position, parts()))
+                self._report(self._store.write(fence, position, make_parts()))
             except ElasticError as error:
                 log.warning("checkpoint at %s not written: %s", position, error)
-            except Exception:  # of whatever made the bytes; the next checkpoint may fare better
+            except Exception:  # raised by whatever made the bytes; the next checkpoint may succeed
                 log.exception("checkpoint at %s not written", position)
             with self._changed:
                 self._writing = False
                 self._changed.notify_all()
 
 
-# When a checkpoint is due: by steps, by seconds, or by whichever comes first. One thread.
-
-
 @dataclass(frozen=True)
 class CheckpointPolicy:
-    """Of run `run_id`: every `steps` steps, or `seconds` after the last one, whichever comes first; None: not by it."""
+    """When a checkpoint is due: after so many steps or seconds, whichever comes first."""
 
     run_id: str
+    # Steps between two checkpoints; None: steps do not count.
     steps: int | None = None
+    # Seconds between two checkpoints; None: time does not count.
     seconds: float | None = 60.0
 
 
-class Schedule:
-    """Counts steps and seconds since the last checkpoint."""
+class CheckpointSchedule:
+    """Counts steps and seconds since the last checkpoint. Training thread only."""
 
     def __init__(self, policy: CheckpointPolicy, clock: Clock) -> None:
         self._policy = policy
@@ -233,8 +246,8 @@ class Schedule:
         self._last = clock.now()
         self._steps = 0
 
-    def step(self) -> bool:
-        """A step was taken; whether a checkpoint is due, from which the next one counts."""
+    def count_step(self) -> bool:
+        """Count a step. True if a checkpoint is due; the counts then begin again."""
         self._steps += 1
         steps, seconds = self._policy.steps, self._policy.seconds
         by_steps = steps is not None and self._steps >= steps
@@ -242,3 +255,105 @@ class Schedule:
         if by_steps or by_time:
             self._last, self._steps = self._clock.now(), 0
         return by_steps or by_time
+
+
+class SnapshotReader:
+    """Reads snapshots back from checkpoints, each only once until `forget`. Training thread only.
+
+    Ranks that wait may give up the world meanwhile. If the next world read the checkpoint again, one that takes longer
+    than `collective_timeout` to read would never be used.
+    """
+
+    def __init__(self, store: Store, run_id: str, codec: Codec) -> None:
+        self._store = CheckpointStore(store, run_id)
+        self._codec = codec
+        self._cached: tuple[tuple[Checkpoint, ...], Snapshot] | None = None
+
+    def read(self, candidates: Sequence[Checkpoint]) -> Snapshot:
+        """The first candidate that is whole.
+
+        Raises:
+            StoreError: none of the candidates is whole.
+        """
+        wanted = tuple(candidates)
+        if self._cached is None or self._cached[0] != wanted:
+            checkpoint, parts = self._store.read_newest(wanted)
+            values = self._codec.loads(parts[VALUES], trusted=False)
+            memory = np.frombuffer(parts[MEMORY], np.uint8).copy()
+            self._cached = wanted, Snapshot(checkpoint.position, values, memory)
+        return self._cached[1]
+
+    def forget(self) -> None:
+        """The world that began from a checkpoint stands: free the memory."""
+        self._cached = None
+
+
+class Checkpointer:
+    """Makes snapshots of one training process durable, and reads them back. Training thread only.
+
+    Rank 0 alone writes. It writes a snapshot only once its step is finalized (R1), that is part of what every survivor
+    holds; until then `hold` keeps it. The writer's thread encodes and writes.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        policy: CheckpointPolicy,
+        clock: Clock,
+        codec: Codec,
+        report: Callable[[Checkpoint], object],
+    ) -> None:
+        """
+        Args:
+            report: passes a written checkpoint to the driver, which decides whether it counts (R18, publication).
+        """
+        self.reader = SnapshotReader(store, policy.run_id, codec)
+        # Seconds for which building snapshots has held up the training thread.
+        self.seconds = 0.0
+        self._schedule = CheckpointSchedule(policy, clock)
+        self._clock = clock
+        self._codec = codec
+        self._writer = CheckpointWriter(CheckpointStore(store, policy.run_id), report)
+        # A snapshot whose step is not finalized yet.
+        self._held: Snapshot | None = None
+        # Position of the newest snapshot that went to the writer.
+        self._offered = START
+
+    def count_step(self) -> bool:
+        """Count a step. True if a checkpoint is due."""
+        return self._schedule.count_step()
+
+    def hold(self, build: Callable[[], Snapshot]) -> None:
+        """Build a snapshot now, and keep it until `write_held` or `discard_held`."""
+        began = self._clock.now()
+        self._held = build()
+        self.seconds += self._clock.now() - began
+
+    def write_held(self, fence: Fence) -> None:
+        """The step of the snapshot that is held is finalized: write it."""
+        snapshot, self._held = self._held, None
+        if snapshot is not None:
+            self.write(fence, snapshot)
+
+    def discard_held(self) -> None:
+        """The world broke before the step was finalized."""
+        self._held = None
+
+    def write(self, fence: Fence, snapshot: Snapshot) -> None:
+        """Have a snapshot written, unless it was written before. Nothing may change it any more."""
+        if snapshot.position <= self._offered:
+            return
+        self._offered = snapshot.position
+        codec = self._codec
+
+        def make_parts() -> dict[str, bytes]:
+            return {VALUES: codec.dumps(snapshot.values), MEMORY: snapshot.memory.tobytes()}
+
+        self._writer.offer(fence, snapshot.position, make_parts)
+
+    def flush(self) -> None:
+        """Wait until everything is durable. Called where all ranks stop for good."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()

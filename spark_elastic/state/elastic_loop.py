@@ -1,8 +1,8 @@
 """The run loop of hand-written training: what `elastic.run` wraps around the user's function.
 
 A loss goes back to the last commit, a planned change goes on from the live values; in both cases everything that the
-state holds belongs together (W3). Who hands its state to whom follows from the world alone, the same on every rank
-(W2). Training thread only.
+state holds belongs together (W3). The world alone decides which rank hands its state to which, so that every rank
+decides alike (W2). Training thread only.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from spark_elastic.state.state import HostsUpdatedInterrupt, State, WorkerSessio
 
 R = TypeVar("R")
 
-STATE = "state"  # in `WorkerSession.persistent`: of the newest elastic function of this process
-ENTERED = "entered"  # whether this call of the user's function has reached it
-BEGUN = "begun"  # the fence of the world that it was begun in
+# Keys of `WorkerSession.persistent`.
+STATE = "state"  # the state of the newest elastic function of this process
+ENTERED = "entered"  # whether this call of the user's function has reached its elastic function
+BEGUN = "begun"  # the fence of the world that the elastic function was begun in
 
 
 def elastic(func: Callable[..., R], get_session: Callable[[], WorkerSession | None]) -> Callable[..., R]:
     """`func(state, ...)` run again in each world, from where its state stands. In a process that is no worker: once.
 
-    get_session: the place of the process when the function is called.
+    Args:
+        get_session: returns the session of the process; called with each call of the function.
     """
 
     @wraps(func)
@@ -36,7 +38,7 @@ def elastic(func: Callable[..., R], get_session: Callable[[], WorkerSession | No
             return func(state, *args, **kwargs)
         _enter(state, session)
         try:
-            return _sync(lambda: func(state, *args, **kwargs), state, session)
+            return _run_in_worlds(lambda: func(state, *args, **kwargs), state, session)
         finally:
             state.attach(None)
 
@@ -44,45 +46,46 @@ def elastic(func: Callable[..., R], get_session: Callable[[], WorkerSession | No
 
 
 def _enter(state: State, session: WorkerSession) -> None:
-    kept = session.persistent
-    if kept.get(ENTERED) and kept[STATE] is not state:
+    persistent = session.persistent
+    if persistent.get(ENTERED) and persistent[STATE] is not state:
         raise InvalidInput(
             "elastic.run was called with two states in one function, and a newcomer could not know where to begin: put "
             "everything into one state and one function."
         )
-    former = kept.get(STATE)
+    former = persistent.get(STATE)
     state.attach(session)
     if former is not None and former is not state:
         state.take_from(former)
-    kept[STATE], kept[ENTERED] = state, True
+    persistent[STATE], persistent[ENTERED] = state, True
 
 
-def _sync(func: Callable[[], R], state: State, session: WorkerSession) -> R:
+def _run_in_worlds(func: Callable[[], R], state: State, session: WorkerSession) -> R:
     changed = False
     while True:
         error: CollectiveError | None = None
         try:
             if changed:
                 state.on_reset()
-            _begin(state, session)
+            _begin_world(state, session)
             result = func()
-            _last(state, session)
+            _write_last_commit(state, session)
             return result
         except HostsUpdatedInterrupt:
             state.on_hosts_updated(float(session.world.fence.generation), 0)
-            state.count_save()  # a worker that broke here is one commit behind, and takes over
+            # The stop counts as a commit: a worker whose exchange broke here is one commit behind, and takes over.
+            state.count_save()
             if session.is_job_ending():
-                _last(state, session)
+                _write_last_commit(state, session)
         except MismatchError:
-            raise  # not a loss that another world could mend
+            raise  # another world could not mend it
         except CollectiveError as broke:
             state.restore()
             error = broke
-        _next_world(session, error)
+        _wait_for_next_world(session, error)
         changed = True
 
 
-def _next_world(session: WorkerSession, error: CollectiveError | None) -> None:
+def _wait_for_next_world(session: WorkerSession, error: CollectiveError | None) -> None:
     while True:
         try:
             session.next_world(error)
@@ -91,30 +94,30 @@ def _next_world(session: WorkerSession, error: CollectiveError | None) -> None:
             error = broke
 
 
-def _begin(state: State, session: WorkerSession) -> None:
+def _begin_world(state: State, session: WorkerSession) -> None:
     world = session.world
     if session.persistent.get(BEGUN) == world.fence:
-        return  # the user's function called it again
-    source, number = hand_over_of(world)
+        return  # the user's function called its elastic function again
+    source, number = choose_source(world)
     if world.resume:
-        number = None  # that of the checkpoint, which travels with it
-        if session.group.rank == source and session.durable is not None:
-            state.resume(session.durable, world.resume)
+        number = None  # the snapshot of the checkpoint brings its own
+        if session.group.rank == source and session.checkpointer is not None:
+            state.restore_checkpoint(session.checkpointer, world.resume)
     state.begin_world(source, number)
     session.persistent[BEGUN] = world.fence
 
 
-def _last(state: State, session: WorkerSession) -> None:
+def _write_last_commit(state: State, session: WorkerSession) -> None:
     """Make the newest commit durable, since none follows it."""
-    if session.durable is not None and session.group.rank == 0:
-        state.make_durable(session.durable)
+    if session.checkpointer is not None and session.group.rank == 0:
+        state.write_checkpoint(session.checkpointer)
 
 
-def hand_over_of(world: World) -> tuple[int | None, int | None]:
-    """(rank whose state all take over, number of its commits); None: all hold that state already.
+def choose_source(world: World) -> tuple[int | None, int | None]:
+    """(the rank whose state all take over, its number of commits); None: all hold that state already.
 
-    Before the first commit everybody takes over one worker's state: initial values may differ, and the world in which
-    they were to be made equal may have broken in the middle of it.
+    Before the first commit all take over the state of one worker: initial values may differ, and the world in which
+    they were to become equal may have broken midway.
     """
     if world.position is None or world.position == START:
         return (0 if world.source is None else world.source), 0

@@ -1,34 +1,56 @@
-"""The state of a hand-written training, as its loop and the run loop see it: Horovod's `State`.
+"""The state of a hand-written training: Horovod's `State`, `ObjectState` and `KerasState`, with atomic snapshots.
 
-Commits are counted: their number is the position by which the driver finds the newest survivor (R4). Training thread
-only. It must not know how its values are kept (`object_state`) nor how worlds are formed (`WorkerSession`).
+A commit is one snapshot over all values, so what is restored and what is handed over always belongs together. Commits
+are counted: their number is the position by which the driver finds the newest survivor (R4, survivors). Training thread
+only. Nothing here knows how worlds are formed; that is behind `WorkerSession`.
 """
 
 from __future__ import annotations
 
+import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
-from spark_elastic.protocol.types import Checkpoint, World
-from spark_elastic.state.durable_commits import DurableCommits
+from spark_elastic.protocol.types import START, Checkpoint, Phase, Position, World
+from spark_elastic.state.checkpoint import Checkpointer
+from spark_elastic.state.handlers import (
+    REGISTRY,
+    KerasModelHandler,
+    KerasOptimizerHandler,
+    LikeKerasModel,
+    LikeKerasOptimizer,
+    Registry,
+    SnapshotHandler,
+    StateHandler,
+    find_handler,
+)
+from spark_elastic.state.snapshot import (
+    PickleCodec,
+    Snapshot,
+    SnapshotBuffer,
+    SnapshotBuilder,
+    broadcast_snapshot,
+    pickle_value,
+)
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """All ranks agreed to stop at this point, since workers join or leave. Nothing is lost by it.
-
-    skip_sync: taken for Horovod's sake; what is handed over follows from the next world alone.
-    """
+    """All ranks agreed to stop at this point, since workers join or leave. Nothing is lost by it."""
 
     def __init__(self, skip_sync: bool = False) -> None:
+        """
+        Args:
+            skip_sync: one of Horovod's arguments; here the next world alone decides what is handed over.
+        """
         super().__init__("the membership changes")
         self.skip_sync = skip_sync
 
 
 class WorkerSession(Protocol):
-    """What a state and the run loop use of the worker that this process is."""
+    """What a state uses of the worker that it lives in."""
 
     @property
     def world(self) -> World: ...
@@ -42,11 +64,11 @@ class WorkerSession(Protocol):
         ...
 
     def report_commit(self, commits: int) -> None:
-        """Report that this worker now has the state of that many commits."""
+        """Report that this worker now holds the state of `commits` commits."""
         ...
 
     def agree_to_stop(self) -> bool:
-        """Whether all ranks stop here for a planned change: R6 (step summary). Collective, with the same answer on all.
+        """Whether all ranks stop here for a planned change; the same answer on each (R6, step summary).
 
         Raises:
             CollectiveError: the group broke.
@@ -54,33 +76,37 @@ class WorkerSession(Protocol):
         ...
 
     @property
-    def durable(self) -> DurableCommits | None:
-        """Writes commits to the store; None: this job's commits are not durable."""
+    def checkpointer(self) -> Checkpointer | None:
+        """Makes commits durable; None in a job without checkpoints."""
         ...
 
     def is_job_ending(self) -> bool:
-        """Whether the job ends at the stop that all ranks agreed on."""
+        """Whether the stop that all ranks agreed on is the end of the job."""
         ...
 
     def next_world(self, error: CollectiveError | None) -> None:
-        """Leave this world, because of `error` or at an agreed boundary, and return when the next one is formed.
+        """Leave this world, because of `error` or at an agreed boundary, and return once the next one stands.
 
         Raises:
-            CollectiveError: the next world broke while it was formed.
+            CollectiveError: the next world broke at once.
         """
         ...
 
 
 class State(ABC):
-    """Save, restore and hand over what training needs. Subclasses say how, users say when.
-
-    bcast_object, get_rank: Horovod's arguments; the job's own are used in their place.
-    """
+    """Saves, restores and hands over what training needs. Subclasses say how, users say when."""
 
     def __init__(self, bcast_object: object = None, get_rank: object = None) -> None:
+        """
+        Args:
+            bcast_object: one of Horovod's arguments; the job's own broadcast is used instead.
+            get_rank: likewise.
+        """
         self._reset_callbacks: list[Callable[[], object]] = []
         self._session: WorkerSession | None = None
-        self._number = 0  # of the newest commit
+        # Number of the newest commit.
+        self._number = 0
+        # The rank whose state the others take over in `sync`.
         self._source = 0
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
@@ -94,12 +120,12 @@ class State(ABC):
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:  # noqa: B027 - a hook
-        """A planned change interrupts training here; for subclasses that want to know."""
+        """A planned change interrupts training here; a hook for subclasses."""
 
     def commit(self) -> None:
         """Save, so that a failure goes back to here, and stop here if a planned change waits.
 
-        `in_mid_step` it does neither.
+        Does neither `in_mid_step`.
 
         Raises:
             HostsUpdatedInterrupt: on all ranks together; `elastic.run` catches it.
@@ -109,22 +135,22 @@ class State(ABC):
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Stop here if a planned change waits. To be called by all ranks alike.
+        """Stop here if a planned change waits. All ranks must call this at the same point.
 
         Raises:
             HostsUpdatedInterrupt: on all ranks together; `elastic.run` catches it.
         """
-        # All ranks ask, whatever each of them finds itself in.
+        # Every rank takes part in the agreement, also one that is in the middle of a step.
         if self._session is not None and self._session.agree_to_stop() and not self.in_mid_step():
             raise HostsUpdatedInterrupt
 
     def in_mid_step(self) -> bool:
-        """Whether a step is under way whose result no save would hold yet, though its rows may be counted already."""
+        """Whether a step is under way: its rows may be counted already, but a save would not hold its result."""
         return False
 
     @property
     def source_rank(self) -> int:
-        """In `sync`: the rank whose state the others take."""
+        """In `sync`: the rank whose state the others take over."""
         return self._source
 
     @abstractmethod
@@ -140,58 +166,57 @@ class State(ABC):
         """Take over the live state of `source_rank`, and save it. Collective."""
 
     def reset(self) -> None:  # noqa: B027 - a hook
-        """The world changed; before the reset callbacks."""
+        """The world changed; called before the reset callbacks."""
 
-    # ---- for the run loop
+    # ---- called by the run loop
 
     def count_save(self) -> None:
-        """A save that counts as a commit."""
+        """Save, and count it as a commit."""
         self.save()
         self._number += 1
-        self._tell()
+        self._report_commit()
 
     def save_again(self) -> None:
-        """A save that stands for the same commit as the one before."""
+        """Save, and let it stand for the same commit as the save before."""
         self.save()
 
     def attach(self, session: WorkerSession | None) -> None:
-        """Give this state a session, or take it away (None).
+        """Use a worker's session; None detaches.
 
         Raises:
-            InvalidInput: the job's commits are to be durable, and this state's cannot be.
+            InvalidInput: the job's commits are to be durable, and this kind of state cannot be.
         """
-        if (
-            session is not None
-            and session.durable is not None
-            and type(self).make_durable is State.make_durable
-        ):
+        durable = type(self).write_checkpoint is not State.write_checkpoint
+        if session is not None and session.checkpointer is not None and not durable:
             raise _not_durable(self)
         self._session = session
 
     def begin_world(self, source: int | None, number: int | None) -> None:
         """Prepare to go on in a new world.
 
-        source: whose state all take over; None: all hold it already. number: of commits that it stands for; None: those
-        that this state has.
+        Args:
+            source: the rank whose state all take over; None: all hold it already.
+            number: the number of commits of that state; None: as many as this state counts.
         """
         self._number = self._number if number is None else number
         if source is None:
-            self.save_again()  # what reset callbacks changed is part of it from here on
+            self.save_again()  # includes what the reset callbacks changed
         else:
             self._source = source
             self.sync()
-        self._tell()
+        self._report_commit()
 
-    def resume(self, durable: DurableCommits, candidates: Sequence[Checkpoint]) -> None:
-        """Become the newest durable commit.
+    def restore_checkpoint(self, checkpointer: Checkpointer, candidates: Sequence[Checkpoint]) -> None:
+        """Become the first of the candidates that is whole.
 
         Raises:
-            InvalidInput: this kind of state is kept in a way of its own. StoreError: no checkpoint is whole.
+            InvalidInput: this kind of state is saved in a way of its own.
+            StoreError: none of the candidates is whole.
         """
         raise _not_durable(self)
 
-    def make_durable(self, durable: DurableCommits) -> None:
-        """Make the newest commit durable before returning, since no other follows. Called on rank 0."""
+    def write_checkpoint(self, checkpointer: Checkpointer) -> None:
+        """Make the newest commit durable before returning, since none follows it. Called on rank 0."""
         raise _not_durable(self)
 
     def take_from(self, other: State) -> None:
@@ -199,8 +224,8 @@ class State(ABC):
         self.__dict__.update(other.__dict__)
         self.restore()
 
-    def _tell(self) -> None:
-        # Before the first commit there is nothing that a checkpoint should give way to.
+    def _report_commit(self) -> None:
+        # Before the first commit there is nothing that should win over a checkpoint.
         if self._session is not None and self._number:
             self._session.report_commit(self._number)
 
@@ -210,3 +235,202 @@ def _not_durable(state: State) -> InvalidInput:
         f"run_id= needs a state that can be made durable, an ObjectState or TorchState; this one is a "
         f"{type(state).__name__}."
     )
+
+
+class ObjectState(State):
+    """Values by name, as attributes: `state = ObjectState(epoch=0, sampler=sampler)`, then `state.epoch += 1`.
+
+    Values without a handler must pickle. Assigning to the attribute of a value with a handler makes the handler use the
+    new value.
+    """
+
+    registry: Registry = REGISTRY
+    # Returns the group for a `sync` outside of the run loop.
+    get_group: Callable[[], Group | None] = staticmethod(lambda: None)
+
+    def __init__(self, bcast_object: object = None, get_rank: object = None, **values: Any) -> None:
+        self._handlers: dict[str, StateHandler] = {}
+        # Names of the values that are pickled.
+        self._plain: list[str] = []
+        super().__init__()
+        self._snapshots = SnapshotBuffer()
+        for name, value in values.items():
+            self._add(name, value)
+        self.save_again()
+        self._snapshots.wait()  # a checkpoint may be loaded next, and there is no older snapshot to fall back to
+
+    def _add(self, name: str, value: Any) -> None:
+        if name.startswith("_") or hasattr(type(self), name):
+            raise InvalidInput(f"a state cannot hold a value named {name!r}: choose another name.")
+        handler = find_handler(value, self.registry)
+        if handler is None:
+            self._plain.append(name)
+        else:
+            self._handlers[name] = handler
+        object.__setattr__(self, name, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Private attributes are set before `_handlers` exists.
+        handler = None if name.startswith("_") else self._handlers.get(name)
+        if handler is not None and value is not handler.value:
+            handler.set_value(value)
+        object.__setattr__(self, name, value)
+
+    def save(self) -> None:
+        """Keep one version of everything; large values are copied in the background. Counts as a commit."""
+        self._number += 1
+        self.save_again()
+        self._report_commit()
+
+    def count_save(self) -> None:
+        session = self._session
+        if session is not None and session.checkpointer is not None:
+            session.checkpointer.reader.forget()
+            if session.group.rank == 0 and session.checkpointer.count_step():
+                self._write_newest(session.checkpointer)
+        self.save()
+
+    def save_again(self) -> None:
+        for handler in self._own_handlers():
+            handler.save()
+        self._snapshots.begin(_position_of(self._number), self._capture)
+
+    def restore(self) -> None:
+        """Put everything back to the newest complete snapshot."""
+        snapshot = self._snapshots.newest()
+        assert snapshot is not None
+        self._load(snapshot)
+        for handler in self._own_handlers():
+            handler.restore()
+        self._report_commit()
+
+    def sync(self) -> None:
+        """Take over the live state of `source_rank`, verified before anything changes (R5), and save it."""
+        group = self.get_group() if self._session is None else self._session.group
+        # Handlers of the user's come first: a rank that breaks there has not taken over the rest, and claims nothing.
+        self._sync_each(self._own_handlers())
+        # Other ranks save nothing here: that snapshot would pass for the state that is to arrive.
+        if group is None or group.rank == self.source_rank:
+            self._snapshots.begin(_position_of(self._number), self._capture)
+        if group is not None:
+            spare = self._snapshots.spare_memory
+            mine = self._snapshots.newest()
+            arrived = broadcast_snapshot(group, self.source_rank, mine, PickleCodec(), allocate=spare)
+            if arrived is not None:
+                self._snapshots.replace(arrived)
+                self._load(arrived)
+        self._sync_each(self._snapshot_handlers().values())
+
+    def _sync_each(self, handlers: Iterable[StateHandler]) -> None:
+        for handler in handlers:
+            handler.source_rank = self.source_rank
+            handler.sync()
+
+    def attach(self, session: WorkerSession | None) -> None:
+        own = [name for name, h in self._handlers.items() if not isinstance(h, SnapshotHandler)]
+        if session is not None and session.checkpointer is not None and own:
+            raise InvalidInput(
+                f"run_id= makes a state durable as one snapshot, and the handler of {own[0]!r} takes no part in it: "
+                "have it be a SnapshotHandler, or leave run_id out."
+            )
+        super().attach(session)
+
+    def restore_checkpoint(self, checkpointer: Checkpointer, candidates: Sequence[Checkpoint]) -> None:
+        snapshot = checkpointer.reader.read(candidates)
+        if not self._fits(snapshot):
+            raise InvalidInput(
+                "the run's checkpoints are of a state of other names: make the same one, or use another run_id."
+            )
+        self._snapshots.wait()
+        self._load(snapshot)
+
+    def write_checkpoint(self, checkpointer: Checkpointer) -> None:
+        self._write_newest(checkpointer)
+        checkpointer.flush()
+
+    def _write_newest(self, checkpointer: Checkpointer) -> None:
+        """The next commit follows, or the job ends: the newest commit is what every survivor holds or takes over."""
+        assert self._session is not None
+        snapshot = self._snapshots.newest()
+        if snapshot is not None and snapshot.position != START:
+            # A copy, since the buffer writes over this memory with the commit after the next.
+            checkpointer.write(self._session.world.fence, snapshot.copy())
+
+    def reset(self) -> None:
+        for handler in self._handlers.values():
+            handler.reset()
+
+    def take_from(self, other: State) -> None:
+        snapshot = other._snapshots.newest() if isinstance(other, ObjectState) else None
+        if snapshot is None or not self._fits(snapshot):
+            raise InvalidInput(
+                "the function made a state of other names than when it was called before: make the same one each time."
+            )
+        self._snapshots.replace(snapshot)
+        self.restore()
+
+    def _fits(self, snapshot: Snapshot) -> bool:
+        return set(snapshot.values) == {"", *self._snapshot_handlers()}
+
+    def _own_handlers(self) -> list[StateHandler]:
+        """Handlers of the user's that save and restore by themselves."""
+        return [handler for handler in self._handlers.values() if not isinstance(handler, SnapshotHandler)]
+
+    def _snapshot_handlers(self) -> dict[str, SnapshotHandler]:
+        return {name: h for name, h in self._handlers.items() if isinstance(h, SnapshotHandler)}
+
+    def _capture(self, builder: SnapshotBuilder) -> dict[str, Any]:
+        values: dict[str, Any] = {name: h.capture(builder) for name, h in self._snapshot_handlers().items()}
+        values[""] = self._pickle_plain()
+        return values
+
+    def _pickle_plain(self) -> bytes:
+        values = {name: getattr(self, name) for name in self._plain}
+        try:
+            return pickle_value(values)
+        except Exception as error:  # objects raise anything when they are asked for their state
+            raise InvalidInput(
+                f"a value of the state cannot be pickled ({error}): keep it outside."
+            ) from error
+
+    def _load(self, snapshot: Snapshot) -> None:
+        for name, handler in self._snapshot_handlers().items():
+            handler.load(snapshot.values[name], snapshot.memory)
+        for name, value in pickle.loads(snapshot.values[""]).items():
+            object.__setattr__(self, name, value)
+        self._number = snapshot.position.step
+
+
+def _position_of(commits: int) -> Position:
+    return Position(0, Phase.TRAIN, commits)
+
+
+class KerasState(ObjectState):
+    """A Keras model, its optimizer and plain values by name, all parts of one snapshot; with any backend."""
+
+    registry: Registry = (
+        (LikeKerasModel, KerasModelHandler),
+        (LikeKerasOptimizer, KerasOptimizerHandler),
+        *REGISTRY,
+    )
+
+    def __init__(self, model: Any, optimizer: Any = None, **values: Any) -> None:
+        """
+        Args:
+            model: a built model.
+            optimizer: None takes the optimizer that the model was compiled with.
+            values: may include further models and built optimizers.
+
+        Raises:
+            InvalidInput: there is no optimizer, or the model is not built.
+        """
+        optimizer = getattr(model, "optimizer", None) if optimizer is None else optimizer
+        if optimizer is None:
+            raise InvalidInput(f"{type(self).__name__} needs an optimizer: pass one, or compile the model.")
+        if not model.built:
+            raise InvalidInput(
+                "the model is not built: call it on a batch, or model.build(input_shape), before its state is made."
+            )
+        if not optimizer.built:  # a newcomer needs its slot variables before it takes over those of others
+            optimizer.build(model.trainable_variables)
+        super().__init__(model=model, optimizer=optimizer, **values)

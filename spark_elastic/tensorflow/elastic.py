@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.state.elastic_loop import elastic
-from spark_elastic.state.handlers import REGISTRY, Registry
+from spark_elastic.state.handlers import REGISTRY, Registry, VariablesHandler
 from spark_elastic.state.state import State
-from spark_elastic.state.variables import VariablesHandler
 from spark_elastic.worker.session import KerasState, ObjectState, get_session
 
 __all__ = ["ObjectState", "State", "TensorFlowKerasState", "TensorFlowState", "run"]

@@ -16,7 +16,7 @@ from spark_elastic.ops.negotiation import ALLGATHER, BROADCAST, Request, qualify
 from spark_elastic.ops.operations import as_engine_array, broadcast_object, get_queue
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set, root_index
 from spark_elastic.ops.reduction import Average, ReduceOptions
-from spark_elastic.state.variables import plain
+from spark_elastic.state.handlers import unwrap_variable
 from spark_elastic.tensorflow.allreduce import allreduce_tensors
 from spark_elastic.tensorflow.arrays import Tensor, call, copy_arrays, name_of, no_autograph
 from spark_elastic.tensorflow.topology_ops import rank_in
@@ -129,7 +129,7 @@ def broadcast_(
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """Overwrite variables with those of rank `root_rank`, as one operation. Returns the same variables."""
-    inner = [plain(variable) for variable in variables]
+    inner = [unwrap_variable(variable) for variable in variables]
     if inner:
         values = [tf.convert_to_tensor(variable) for variable in inner]
         for variable, value in zip(inner, broadcast_all(values, root_rank, name, process_set), strict=True):

@@ -27,7 +27,7 @@ from spark_elastic.ops.negotiation import ALLREDUCE, Request
 from spark_elastic.ops.operations import as_engine_array, get_queue
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set, is_single_process
 from spark_elastic.ops.reduction import Adasum, Average, ReduceOp, ReduceOptions
-from spark_elastic.state.variables import plain, weights_of
+from spark_elastic.state.handlers import trainable_weights_of, unwrap_variable
 from spark_elastic.tensorflow.allreduce import allreduce_slices, compress_tensors
 from spark_elastic.tensorflow.arrays import Tensor, call, copy_arrays, name_of, no_autograph
 from spark_elastic.tensorflow.compression import Compression
@@ -137,7 +137,7 @@ def _divide_by_size(gradient: Tensor, process_set: ProcessSet) -> Tensor:
 
 def _key_of(variable: Any) -> Any:
     """Return what identifies a variable; of a Keras variable, the key of its tf.Variable."""
-    inner = plain(variable)
+    inner = unwrap_variable(variable)
     return inner.ref() if hasattr(inner, "ref") else id(inner)
 
 
@@ -212,7 +212,7 @@ def PartialDistributedOptimizer(
 ) -> Plain:
     """As `DistributedOptimizer`, without an exchange for the variables of `local_layers`, Keras layers."""
     distributed: Any = DistributedOptimizer(optimizer, *args, **kwargs)
-    for variable in weights_of(local_layers):
+    for variable in trainable_weights_of(local_layers):
         distributed.register_local_var(variable)
     partly: Plain = distributed
     return partly
@@ -295,7 +295,7 @@ def DistributedGradientTape(  # noqa: PLR0913 - name and arguments are Horovod's
 def PartialDistributedGradientTape(gradtape: Any, *args: Any, local_layers: Any = None, **kwargs: Any) -> Any:
     """As `DistributedGradientTape`, without an exchange for the variables of `local_layers`, Keras layers."""
     distributed = DistributedGradientTape(gradtape, *args, **kwargs)
-    for variable in weights_of(local_layers):
+    for variable in trainable_weights_of(local_layers):
         distributed.register_local_source(variable)
     return distributed
 

@@ -21,7 +21,6 @@ import torch
 from spark_elastic.data import sampler
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.topology import rank, size
-from spark_elastic.state.commit import Bytes, Place, SnapshotBuilder
 from spark_elastic.state.elastic_loop import elastic
 from spark_elastic.state.handlers import (
     REGISTRY,
@@ -30,6 +29,7 @@ from spark_elastic.state.handlers import (
     SnapshotHandler,
     StateHandler,
 )
+from spark_elastic.state.snapshot import Bytes, Extent, SnapshotBuilder
 from spark_elastic.state.state import State
 from spark_elastic.torch.optimizer import has_unapplied
 from spark_elastic.worker.context import get_process_context
@@ -123,7 +123,7 @@ class TorchState(ObjectState):
         optimizers = self._optimizers()
         for optimizer in optimizers:
             if id(optimizer) not in self._hooked:
-                optimizer.register_step_pre_hook(lambda *step: self._commits.wait())
+                optimizer.register_step_pre_hook(lambda *step: self._snapshots.wait())
                 self._hooked.add(id(optimizer))
         trained = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
         for handler in self._handlers.values():
@@ -143,7 +143,7 @@ def _warn_unapplied_gradients() -> None:
 class _Frozen(NamedTuple):
     """A tensor in a snapshot."""
 
-    place: Place  # its bytes in the memory of the snapshot
+    place: Extent  # its bytes in the memory of the snapshot
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -154,15 +154,15 @@ class _Views:
     def __init__(self) -> None:
         self._known: dict[int, tuple[torch.Tensor, int, Bytes, Callable[[], int]]] = {}
 
-    def put(self, tray: SnapshotBuilder, tensor: torch.Tensor, *, later: bool) -> Place:
+    def put(self, builder: SnapshotBuilder, tensor: torch.Tensor, *, later: bool) -> Extent:
         known = self._known.get(id(tensor))
         if known is None or known[0] is not tensor or known[1] != tensor.data_ptr():
             memory, shared = _bytes_of(tensor)
             if not shared:
-                return tray.put(memory)
+                return builder.add(memory)
             known = tensor, tensor.data_ptr(), memory, lambda: tensor._version
             self._known[id(tensor)] = known
-        return tray.put(known[2], known[3] if later else None)
+        return builder.add(known[2], known[3] if later else None)
 
 
 class ModelStateHandler(SnapshotHandler):
@@ -178,32 +178,34 @@ class ModelStateHandler(SnapshotHandler):
         super().set_value(value)
         self._extra = self._with_extra()
 
-    def capture(self, tray: SnapshotBuilder) -> Any:
+    def capture(self, builder: SnapshotBuilder) -> Any:
         put, trained = self._views.put, self.trained
         return {
-            "parameters": {n: put(tray, p, later=id(p) in trained) for n, p in self.value.named_parameters()},
+            "parameters": {
+                n: put(builder, p, later=id(p) in trained) for n, p in self.value.named_parameters()
+            },
             "buffers": {
-                n: _Frozen(put(tray, b, later=False), b.dtype, tuple(b.shape))
+                n: _Frozen(put(builder, b, later=False), b.dtype, tuple(b.shape))
                 for n, b in self.value.named_buffers()
             },
             "extra": {name: copy.deepcopy(module.get_extra_state()) for name, module in self._extra},
         }
 
-    def load(self, picture: Any, memory: Bytes) -> None:
+    def load(self, values: Any, memory: Bytes) -> None:
         parameters, buffers = dict(self.value.named_parameters()), dict(self.value.named_buffers())
-        _same_names(parameters, picture["parameters"])
+        _same_names(parameters, values["parameters"])
         with torch.no_grad():
-            for name, place in picture["parameters"].items():
+            for name, place in values["parameters"].items():
                 target = parameters[name]
                 target.copy_(_tensor(_Frozen(place, target.dtype, tuple(target.shape)), memory))
-            for name, frozen in picture["buffers"].items():
+            for name, frozen in values["buffers"].items():
                 if name in buffers and buffers[name].shape == frozen.shape:
                     buffers[name].copy_(_tensor(frozen, memory))
                 else:
                     owner, _, own = name.rpartition(".")
                     self.value.get_submodule(owner)._buffers[own] = _tensor(frozen, memory).clone()
         for name, module in self._extra:
-            module.set_extra_state(copy.deepcopy(picture["extra"][name]))
+            module.set_extra_state(copy.deepcopy(values["extra"][name]))
 
     def _with_extra(self) -> list[tuple[str, torch.nn.Module]]:
         plain = torch.nn.Module.get_extra_state
@@ -217,16 +219,18 @@ class OptimizerStateHandler(SnapshotHandler):
         super().__init__(value)
         self._views = _Views()
 
-    def capture(self, tray: SnapshotBuilder) -> Any:
+    def capture(self, builder: SnapshotBuilder) -> Any:
         groups = self.value.param_groups
         settings = [
-            {k: self._freeze(v, tray, later=False) for k, v in g.items() if k != "params"} for g in groups
+            {k: self._freeze(v, builder, later=False) for k, v in g.items() if k != "params"} for g in groups
         ]
         state = self.value.state
-        return settings, [self._freeze(state.get(p), tray, later=True) for g in groups for p in g["params"]]
+        return settings, [
+            self._freeze(state.get(p), builder, later=True) for g in groups for p in g["params"]
+        ]
 
-    def load(self, picture: Any, memory: Bytes) -> None:
-        settings, states = picture
+    def load(self, values: Any, memory: Bytes) -> None:
+        settings, states = values
         for group, kept in zip(self.value.param_groups, settings, strict=True):
             for key, value in kept.items():
                 group[key] = _thaw(value, group.get(key), memory)
@@ -241,15 +245,15 @@ class OptimizerStateHandler(SnapshotHandler):
         """Drop the gradients of the former world."""
         self.value.zero_grad()
 
-    def _freeze(self, value: Any, tray: SnapshotBuilder, *, later: bool) -> Any:
+    def _freeze(self, value: Any, builder: SnapshotBuilder, *, later: bool) -> Any:
         if isinstance(value, torch.Tensor):
-            return _Frozen(self._views.put(tray, value, later=later), value.dtype, tuple(value.shape))
+            return _Frozen(self._views.put(builder, value, later=later), value.dtype, tuple(value.shape))
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, dict):
-            return {key: self._freeze(item, tray, later=later) for key, item in value.items()}
+            return {key: self._freeze(item, builder, later=later) for key, item in value.items()}
         if type(value) in (list, tuple):
-            return type(value)(self._freeze(item, tray, later=later) for item in value)
+            return type(value)(self._freeze(item, builder, later=later) for item in value)
         return copy.deepcopy(value)
 
 

@@ -1,15 +1,16 @@
 """What the estimators' workers run: epochs over a materialised data set, step by step, from any position on.
 
 A `worker.program.Program`, shipped by cloudpickle with the user's model inside its trainer. Knows no Spark and no
-framework. All methods are called from the worker's main thread.
+framework. The worker's main thread calls everything here.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,14 +20,14 @@ import numpy.typing as npt
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.clock import SystemClock
 from spark_elastic.data.loader import StepRows
-from spark_elastic.protocol.types import Checkpoint, Phase, Position, World, is_job_end
-from spark_elastic.training import evaluation
-from spark_elastic.training.checkpointing import Checkpointing, restore
-from spark_elastic.training.evaluation import Evaluation, no_sums
+from spark_elastic.protocol.types import Phase, Position, World, is_job_end
+from spark_elastic.state.checkpoint import Checkpointer, SnapshotReader
+from spark_elastic.state.snapshot import build_snapshot
 from spark_elastic.training.ledger import FileLedger, Ledger, NullLedger
-from spark_elastic.training.spec import TrainSpec
+from spark_elastic.training.progress import TrainingProgress, select_figures, to_json_values
+from spark_elastic.training.spec import Rows, TrainSpec
 from spark_elastic.training.step_summary import StepDecision
-from spark_elastic.training.trainer import ModelTrainer
+from spark_elastic.training.trainer import ModelTrainer, sync_state
 from spark_elastic.worker.program import CHANGE, Completed, Outcome, Stopped, WorkerHandle
 
 
@@ -36,106 +37,99 @@ class TrainingLoop:
     def __init__(self, spec: TrainSpec, trainer: ModelTrainer) -> None:
         self._spec = spec
         self._trainer = trainer
-        self._begun = False
-        self._restored: tuple[Checkpoint, ...] = ()  # candidates that were read, but not handed on yet
-        self._checkpointing: Checkpointing | None = None
+        # Whether this worker holds the state of a world; before, its position counts for nothing.
+        self._has_state = False
+        # On a worker that is or was rank 0 of a job with checkpoints.
+        self._checkpointer: Checkpointer | None = None
 
     def prepare(self) -> None:
         spec = self._spec
         self._clock = SystemClock()
         self._ledger: Ledger = NullLedger() if spec.ledger is None else FileLedger(spec.ledger, self._clock)
-        extras: dict[str, Any] = {
-            "history": [],
-            "validation": no_sums(),
-            "pending": None,
-            "stopped": None,
-            "warned": False,
-        }
-        self._trainer.prepare({**extras, **evaluation.begun()}, self._ledger)
+        self._trainer.prepare(TrainingProgress(), self._ledger)
         self._state, self._callbacks = self._trainer.state, self._trainer.callbacks
+        self._snapshot_reader: SnapshotReader | None = None
+        if spec.checkpoints is not None:
+            self._snapshot_reader = SnapshotReader(spec.store, spec.checkpoints.run_id, self._state.codec)
         self._reader, self._loader = spec.open_reader(spec.rows)
-        self._evaluation: Evaluation | None = None
+        self._validation: Validation | None = None
         if spec.validation is not None:
-            self._evaluation = Evaluation(spec, spec.validation, self._trainer, self._sealed)
+            self._validation = Validation(spec, spec.validation, self._trainer, self._on_finalized)
 
     def position(self) -> Position | None:
-        return self._state.position if self._begun else None
+        return self._state.position if self._has_state else None
 
     def sync(self, world: World, group: Group) -> Position:
         assert world.source is not None
         self._mark("formed", group)
         self._callbacks.on_fit_begin(group)
         if world.resume and group.rank == world.source:
-            self._restore(world.resume)
-        position = self._state.sync(group, world.source, world.receivers)
-        self._begun, self._restored = True, ()
+            assert self._snapshot_reader is not None
+            self._state.load(self._snapshot_reader.read(world.resume))
+        position = sync_state(self._state, group, world.source, world.receivers)
+        self._has_state = True
+        if self._snapshot_reader is not None:
+            self._snapshot_reader.forget()
         self._mark("synced", group)
         return position
 
-    def _restore(self, candidates: tuple[Checkpoint, ...]) -> None:
-        """Load the newest whole checkpoint, once. The ranks that wait may give this world up meanwhile; if the next one
-        read it again, a checkpoint that takes longer than `collective_timeout` to read would never be used."""
-        assert self._spec.checkpoints is not None
-        if candidates != self._restored:
-            restore(self._spec.store, self._spec.checkpoints.run_id, candidates, self._state)
-            self._restored = candidates
-
     def run(self, world: World, group: Group, handle: WorkerHandle) -> Outcome:
-        self._begun = True
+        self._has_state = True
         self._mark("runs", group)
-        self._warn(group)
+        self._warn_of_dependence(group)
         self._callbacks.on_world_begin(group)
-        if group.rank == 0 and self._spec.checkpoints is not None and self._checkpointing is None:
-            tell = handle.report_checkpoint
-            self._checkpointing = Checkpointing(self._spec.store, self._spec.checkpoints, self._clock, tell)
+        policy = self._spec.checkpoints
+        if group.rank == 0 and policy is not None and self._checkpointer is None:
+            codec, report = self._state.codec, handle.report_checkpoint
+            self._checkpointer = Checkpointer(self._spec.store, policy, self._clock, codec, report)
         try:
-            return self._epochs(world, group, handle)
+            return self._run_epochs(world, group, handle)
         except CollectiveError:
             self._mark("broke", group)
-            if self._checkpointing is not None:
-                self._checkpointing.unsealed()
+            if self._checkpointer is not None:
+                self._checkpointer.discard_held()
             raise
 
-    def _epochs(self, world: World, group: Group, handle: WorkerHandle) -> Outcome:
+    def close(self) -> None:
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+        self._trainer.close()
+        self._reader.close()
+        if self._validation is not None:
+            self._validation.close()
+        self._ledger.close()
+
+    def _run_epochs(self, world: World, group: Group, handle: WorkerHandle) -> Outcome:
         version = world.version
-        while self._unfinished():
+        while self._has_work():
             if self._state.position.phase is Phase.TRAIN:
                 version = self._train(world, group, handle)
                 if self._state.position.phase is Phase.TRAIN:
                     return Stopped(CHANGE)
             if self._state.position.phase is Phase.VALIDATE:
-                assert self._evaluation is not None
-                if not self._evaluation.run(world, group, handle):
+                assert self._validation is not None
+                if not self._validation.run(world, group, handle):
                     return Stopped(CHANGE)
             self._close_epoch(world, group, handle)
-            # What came with an epoch's last step, which may be its only one.
-            if version > world.version and self._unfinished():
-                self._stops(world, version)
+            # The newer version came with the epoch's last step, which may be its only one.
+            if version > world.version and self._has_work():
+                self._finish_checkpoints(world, version)
                 return Stopped(CHANGE)
         return Completed(self._finish(group))
 
-    def _unfinished(self) -> bool:
+    def _has_work(self) -> bool:
         """Whether there is something left to do. A training that a callback ended still closes its epoch."""
-        here, stopped = self._state.position, self._state.extras["stopped"] is not None
-        return here.epoch < self._spec.config.epochs and not (stopped and here.phase is Phase.TRAIN)
-
-    def close(self) -> None:
-        if self._checkpointing is not None:
-            self._checkpointing.close()
-        self._trainer.close()
-        self._reader.close()
-        if self._evaluation is not None:
-            self._evaluation.close()
-        self._ledger.close()
+        position, stops = self._state.position, self._state.progress.stop_reason is not None
+        return position.epoch < self._spec.config.epochs and not (stops and position.phase is Phase.TRAIN)
 
     def _train(self, world: World, group: Group, handle: WorkerHandle) -> int:
         """Train until the epoch's end or a boundary at which all stop. Returns the newest membership version."""
-        here, version = self._state.position, world.version
-        handle.report_position(here)
-        self._callbacks.on_epoch_begin(here.epoch)
-        with self._loader.steps(here.epoch, here.step, group.rank, group.size) as steps:
+        position, version = self._state.position, world.version
+        handle.report_position(position)
+        self._callbacks.on_epoch_begin(position.epoch)
+        with self._loader.steps(position.epoch, position.step, group.rank, group.size) as steps:
             for rows in steps:
-                if rows.step == here.step:
+                if rows.step == position.step:
                     self._mark("read", group)
                 began = self._clock.now()
 
@@ -143,23 +137,23 @@ class TrainingLoop:
                     return self._account(decision, group.size, self._clock.now() - began)
 
                 self._callbacks.on_step_begin(rows.epoch, rows.step)
-                with self._located(rows):
-                    heard = handle.membership_version()
-                    decision = self._trainer.train_step(group, rows, heard, account, self._show_step)
+                with self._add_rows_to_errors(rows):
+                    newest = handle.membership_version()
+                    decision = self._trainer.train_step(group, rows, newest, account, self._show_step)
                 handle.report_position(self._state.position)
-                self._keep(world, applied=True)
+                self._update_checkpoint(world, applied=True)
                 self._report(group, handle, decision.loss / (decision.denominator or 1.0), decision.rows)
                 version = decision.version
                 if self._state.position.phase is not Phase.TRAIN:
                     break
                 if version > world.version:
-                    self._stops(world, version)
+                    self._finish_checkpoints(world, version)
                     break
         return version
 
     @contextmanager
-    def _located(self, rows: StepRows) -> Iterator[None]:
-        """R13: an exception of user code says at which rows of which row groups it was raised."""
+    def _add_rows_to_errors(self, rows: StepRows) -> Iterator[None]:
+        """An exception of user code says at which rows of which row groups it was raised (R13, poison)."""
         try:
             yield
         except CollectiveError:
@@ -167,75 +161,96 @@ class TrainingLoop:
         except Exception as error:
             groups = np.searchsorted(self._spec.plan.group_offsets, rows.row_ids, side="right") - 1
             error.add_note(
-                f"in step {rows.step} of epoch {rows.epoch}, on a share of {len(rows)} rows: {_some(rows.row_ids)} of "
-                f"row groups {_some(np.unique(groups))}"
+                f"in step {rows.step} of epoch {rows.epoch}, on this worker's {len(rows)} rows: "
+                f"{_format_some(rows.row_ids)} of row groups {_format_some(np.unique(groups))}"
             )
             raise
 
-    def _account(self, decision: StepDecision, size: int, seconds: float) -> Position:
-        """Add a step to the epoch's sums, which are part of the state. Returns the position after the step."""
-        sums, here = self._state.extras, self._state.position
-        evaluation.add_step(sums, decision, here.step + 1, size, seconds)
+    def _account(self, decision: StepDecision, world_size: int, seconds: float) -> Position:
+        """Add a step to the epoch's sums. Returns the position after the step. Part of the apply section."""
+        progress, position = self._state.progress, self._state.position
+        progress.epoch.add(decision, world_size, seconds)
         self._callbacks.on_step_applied()
         loss = decision.loss / (decision.denominator or 1.0)
-        sums["pending"] = {"epoch": here.epoch, "step": here.step, "loss": loss, "rows": decision.rows}
-        if decision.ends:
-            sums["stopped"] = "a callback ended the training"
-        elif here.step + 1 < self._spec.plan.steps:
-            return Position(here.epoch, here.phase, here.step + 1)
-        return Position(here.epoch, Phase.CLOSE if self._evaluation is None else Phase.VALIDATE, 0)
+        progress.pending_logs = {
+            "epoch": position.epoch,
+            "step": position.step,
+            "loss": loss,
+            "rows": decision.rows,
+        }
+        if decision.stops:
+            progress.stop_reason = "a callback ended the training"
+        elif position.step + 1 < self._spec.plan.steps:
+            return Position(position.epoch, position.phase, position.step + 1)
+        return Position(position.epoch, Phase.CLOSE if self._validation is None else Phase.VALIDATE, 0)
 
     def _show_step(self) -> None:
-        """The newest step is sealed: callbacks may see it (R1)."""
-        logs, self._state.extras["pending"] = self._state.extras["pending"], None
+        """The newest step is finalized: callbacks may see it (R1, finalized steps)."""
+        progress = self._state.progress
+        logs, progress.pending_logs = progress.pending_logs, None
         if logs is not None:
             self._callbacks.on_step_finalized(logs)
 
-    def _sealed(self, world: World, version: int = 0) -> None:
-        """An exchange that applies no step is complete. version: the newest membership version that came with it."""
-        self._keep(world, applied=False)
+    def _on_finalized(self, world: World, version: int = 0) -> None:
+        """An exchange that applies no step is complete, so the step before it is finalized.
+
+        Args:
+            version: the newest membership version that came with the exchange.
+        """
+        self._update_checkpoint(world, applied=False)
         self._show_step()
-        self._stops(world, version)
+        self._finish_checkpoints(world, version)
 
-    def _stops(self, world: World, version: int) -> None:
-        """If this boundary is the job's last, make it durable before anybody leaves."""
-        if self._checkpointing is not None and version > world.version and is_job_end(version):
-            self._checkpointing.finish(world.fence, self._state)
+    def _update_checkpoint(self, world: World, *, applied: bool) -> None:
+        """An exchange is complete: write the snapshot of the step before it, and hold the next one where it is due.
 
-    def _keep(self, world: World, applied: bool) -> None:
-        """An exchange is complete, so the step before it is sealed. applied: its own step was applied."""
-        if self._checkpointing is not None:
-            self._checkpointing.sealed(world.fence)
-            if applied:
-                self._checkpointing.applied(self._state)
+        Args:
+            applied: the exchange applied a step of its own.
+        """
+        checkpointer, state = self._checkpointer, self._state
+        if checkpointer is None:
+            return
+        checkpointer.write_held(world.fence)
+        if applied and checkpointer.count_step():
+            checkpointer.hold(lambda: build_snapshot(state.position, state.capture))
+
+    def _finish_checkpoints(self, world: World, version: int) -> None:
+        """If this boundary is the job's last, make the state durable before anybody leaves."""
+        checkpointer, state = self._checkpointer, self._state
+        if checkpointer is not None and version > world.version and is_job_end(version):
+            checkpointer.hold(lambda: build_snapshot(state.position, state.capture))
+            checkpointer.write_held(world.fence)
+            checkpointer.flush()
 
     def _close_epoch(self, world: World, group: Group, handle: WorkerHandle) -> None:
-        """R1: the barrier seals the epoch's last step; then it enters the history, the same on all ranks."""
+        """The barrier finalizes the epoch's last step (R1); then the epoch enters the history, alike on all ranks."""
         group.barrier()
-        self._sealed(world)
-        state, entry = self._state, self._epoch_entry()
-        decided = self._callbacks.on_epoch_end(group, entry)
-        state.extras["stopped"] = state.extras["stopped"] or decided
-        state.extras["history"].append(evaluation.recorded(entry))
+        self._on_finalized(world)
+        state, entry = self._state, self._history_entry()
+        stop_reason = self._callbacks.on_epoch_end(group, entry)
+        progress = state.progress
+        progress.stop_reason = progress.stop_reason or stop_reason
+        progress.history.append(to_json_values(entry))
         self._report(group, handle, entry["loss"], entry["rows"] // entry["steps"])
-        state.extras.update(evaluation.begun(), validation=no_sums())
+        progress.begin_epoch()
         self._trainer.reset_metrics()
         state.position = Position(state.position.epoch + 1, Phase.TRAIN, 0)
         handle.report_position(state.position)
 
-    def _epoch_entry(self) -> dict[str, Any]:
-        sums = self._state.extras
-        planned = self._spec.plan.rows_before(sums["steps"])
-        entry = evaluation.entry(sums, self._state.position.epoch, planned) | self._trainer.epoch_metrics()
-        if self._evaluation is not None:
-            for name, value in self._evaluation.numbers().items():
-                entry.setdefault(name, value)  # a model may say its own val_loss
+    def _history_entry(self) -> dict[str, Any]:
+        sums = self._state.progress.epoch
+        planned = self._spec.plan.rows_before(sums.steps)
+        entry = sums.history_entry(self._state.position.epoch, planned) | self._trainer.epoch_metrics()
+        if self._validation is not None:
+            for name, value in self._validation.results().items():
+                entry.setdefault(name, value)  # a model may compute its own val_loss
         return entry
 
-    def _warn(self, group: Group) -> None:
-        """R9: warn once per training, at its first world of several workers. That it was said is part of the state."""
-        if group.size > 1 and not self._state.extras["warned"]:
-            self._state.extras["warned"] = True
+    def _warn_of_dependence(self, group: Group) -> None:
+        """Warn once per training, in its first world of several workers (R9, what P2 covers)."""
+        progress = self._state.progress
+        if group.size > 1 and not progress.has_warned:
+            progress.has_warned = True
             sentence = self._trainer.describe_world_dependence()
             if sentence is not None and group.rank == 0:
                 warnings.warn(sentence, UserWarning, stacklevel=2)
@@ -244,43 +259,102 @@ class TrainingLoop:
         self._ledger.mark(event, group.fence, self._state.position)
 
     def _report(self, group: Group, handle: WorkerHandle, loss: float, rows: int) -> None:
-        """loss: of the newest step; at an epoch's end its mean. rows: of a step. With them go the figures
-        that only a closed epoch has, those of the last one: losses of validation, metrics, learning rate."""
-        here, epochs = self._state.position, self._state.extras["history"]
+        """Report progress, with the figures of the last closed epoch: validation losses, metrics, learning rate.
+
+        Args:
+            loss: of the newest step; at an epoch's end the mean of the epoch.
+            rows: of one step.
+        """
+        position, history = self._state.position, self._state.progress.history
         handle.report_metrics(
             {
-                **(evaluation.figures(epochs[-1]) if epochs else {}),
-                "epoch": here.epoch,
+                **(select_figures(history[-1]) if history else {}),
+                "epoch": position.epoch,
                 "epochs": self._spec.config.epochs,
-                "step": here.step if here.phase is Phase.TRAIN else self._spec.plan.steps,
+                "step": position.step if position.phase is Phase.TRAIN else self._spec.plan.steps,
                 "steps": self._spec.plan.steps,
                 "loss": loss,
                 "rows": rows,
                 "world": group.size,
-                "checkpoint_seconds": self._checkpointing.seconds if self._checkpointing is not None else 0.0,
+                "checkpoint_seconds": self._checkpointer.seconds if self._checkpointer is not None else 0.0,
             }
         )
 
     def _finish(self, group: Group) -> str:
-        """R15: rank 0 writes the final model; whoever is rank 0 when it is asked for holds the same one."""
-        self._callbacks.on_fit_end(self._state.extras["history"])
-        digest, written = self._state.digest(), ""
+        """Rank 0 writes the final model (R15, end). A later rank 0 holds the same model and would write it again."""
+        history = self._state.progress.history
+        self._callbacks.on_fit_end(history)
+        digest, sha256 = self._state.digest(), ""
         if group.rank == 0:
             weights = self._trainer.export_weights()
             self._spec.store.write_verified(self._spec.result, weights)
-            written = hashlib.sha256(weights).hexdigest()
+            sha256 = hashlib.sha256(weights).hexdigest()
         return json.dumps(
             {
-                "history": self._state.extras["history"],
+                "history": history,
                 "model": self._spec.result,
-                "sha256": written,
+                "sha256": sha256,
                 "digest": digest,
                 "rank": group.rank,
             }
         )
 
 
-def _some(numbers: npt.NDArray[np.int64], most: int = 8) -> str:
-    """For sentences: all of a few numbers, some of many."""
+class Validation:
+    """Validation after an epoch: every row counts once, whatever joins, leaves or dies meanwhile.
+
+    Its steps have positions and step summaries as those of training do (R6, step summary), so a drain does not wait for
+    the epoch's end, and a broken step is taken again.
+    """
+
+    def __init__(
+        self, spec: TrainSpec, rows: Rows, trainer: ModelTrainer, on_finalized: Callable[[World, int], None]
+    ) -> None:
+        """
+        Args:
+            on_finalized: called when an exchange is complete, which finalizes the step before it (R1).
+        """
+        self._rows, self._trainer, self._on_finalized = rows, trainer, on_finalized
+        self._reader, self._loader = spec.open_reader(rows)
+
+    def run(self, world: World, group: Group, handle: WorkerHandle) -> bool:
+        """Take the steps of the position's epoch that are left. False if all stopped at a boundary."""
+        trainer, position = self._trainer, self._trainer.state.position
+        with (
+            trainer.validation_mode(),
+            self._loader.steps(0, position.step, group.rank, group.size) as steps,
+        ):
+            for rows in steps:
+                decision = trainer.validation_step(group, rows, handle.membership_version())
+                self._account(decision, group.size)
+                handle.report_position(trainer.state.position)
+                self._on_finalized(world, decision.version)
+                if decision.version > world.version:
+                    return False
+        return True
+
+    def results(self) -> dict[str, Any]:
+        """Loss and rows of the epoch whose steps were taken; no loss if the model reports none."""
+        sums = self._trainer.state.progress.validation
+        loss = {} if math.isnan(sums.divisor) else {"val_loss": sums.mean_loss()}
+        return {**loss, "val_rows": sums.rows}
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def _account(self, decision: StepDecision, world_size: int) -> None:
+        state = self._trainer.state
+        state.progress.validation.add(decision, world_size, 0.0)
+        position = state.position
+        is_last_step = position.step + 1 == self._rows.plan.steps
+        state.position = (
+            Position(position.epoch, Phase.CLOSE, 0)
+            if is_last_step
+            else Position(position.epoch, position.phase, position.step + 1)
+        )
+
+
+def _format_some(numbers: npt.NDArray[np.int64], most: int = 8) -> str:
+    """For messages: all of a few numbers, the first of many."""
     shown = ", ".join(str(number) for number in numbers[:most])
     return shown if len(numbers) <= most else f"{shown} and {len(numbers) - most} more"

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import io
-import json
-import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
-from elastic_collectives import Group
-from spark_elastic.data.loader import StepLoader, StepRows
+from spark_elastic.data.loader import StepLoader
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.reading.decoding import Reader
 from spark_elastic.data.reading.readers import open_reader
 from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES
 from spark_elastic.data.store import Store
-from spark_elastic.errors import InvalidInput
 from spark_elastic.state.checkpoint import CheckpointPolicy
+from spark_elastic.training.batch import Transformation
 from spark_elastic.training.fit_config import FitConfig
 
 
@@ -85,169 +76,3 @@ class UserObjects(Protocol):
     def identity(self) -> dict[str, str]:
         """Digests of what a run is bound to (R19, resuming a run), by the names that an error has for it."""
         ...
-
-
-# A rank's rows of one step, as arrays or tensors of the framework that trains. Values only.
-
-
-class Cuttable(Protocol):
-    """An array or a tensor, cut along its rows."""
-
-    def __getitem__(self: R, part: slice, /) -> R: ...
-
-
-R = TypeVar("R", bound=Cuttable)
-
-
-@dataclass(frozen=True)
-class LocalBatch(Generic[R]):
-    """This rank's rows of a step: features and labels (n_r, ...), weights (n_r,) or None.
-
-    planned: rows of the step over all ranks. row_ids: (n_r,), for the ledger.
-    """
-
-    planned: int
-    row_ids: npt.NDArray[np.int64]
-    features: tuple[R, ...]
-    labels: tuple[R, ...]
-    weights: R | None
-
-    def __len__(self) -> int:
-        return len(self.row_ids)
-
-    def micro_batches(self, rows: int) -> Iterator[LocalBatch[R]]:
-        """Parts of at most `rows` rows, as even as can be: BatchNorm takes no part of a single row."""
-        parts = -(-len(self) // rows)
-        if parts == 1:
-            yield self
-            return
-        for number in range(parts):
-            part = slice(len(self) * number // parts, len(self) * (number + 1) // parts)
-            yield LocalBatch(
-                self.planned,
-                self.row_ids[part],
-                tuple(each[part] for each in self.features),
-                tuple(each[part] for each in self.labels),
-                None if self.weights is None else self.weights[part],
-            )
-
-
-# What a rank tells the others of its rows of a step, for metrics: numbers by name, and arrays; no pickle.
-#
-# Every rank is given the whole step's rows, in rank order, so that metrics are exact and equal everywhere. Main thread
-# only.
-
-
-Arrays = list[npt.NDArray[Any]]
-
-
-class MetricRows:
-    """This rank's rows of the step in flight; once they are gathered, those of all ranks."""
-
-    def __init__(self) -> None:
-        self.discard()
-
-    def add(self, rows: int, logged: Mapping[str, float], columns: Arrays | None) -> None:
-        """Some rows more. logged: sums over them, by name. columns: None where the numbers are all that is told."""
-        self._rows += rows
-        for name, total in logged.items():
-            self._logged[name] = self._logged.get(name, 0.0) + total
-        if columns is not None:
-            self._columns.append(columns)
-
-    def discard(self) -> None:
-        """Forget the rows of a step that was given up."""
-        self._rows = 0
-        self._logged: dict[str, float] = {}
-        self._columns: list[Arrays] = []
-        self._gathered: list[tuple[dict[str, float], int, Arrays]] = []
-
-    def gather(self, group: Group) -> None:
-        """Exchange the step's rows; collective, also on a rank without rows."""
-        columns = [np.concatenate(column) for column in zip(*self._columns, strict=True)]
-        blob = pack_metric_rows(self._logged, self._rows, columns)
-        self.discard()  # first: the exchange may break
-        self._gathered = [unpack_metric_rows(each) for each in group.allgather_bytes(blob)]
-
-    def pop_gathered(self) -> tuple[list[tuple[dict[str, float], int]], Arrays]:
-        """What was gathered: (numbers, rows) of each rank, and the columns of the whole step, if any. Drops it."""
-        gathered = self._gathered
-        self.discard()
-        parts = [columns for _, _, columns in gathered if columns]
-        whole = [np.concatenate(column) for column in zip(*parts, strict=True)]
-        return [(logged, rows) for logged, rows, _ in gathered], whole
-
-
-def pack_metric_rows(logged: Mapping[str, float], rows: int, columns: Arrays) -> bytes:
-    """One JSON line, then arrays as numpy writes them."""
-    file = io.BytesIO()
-    file.write(json.dumps([dict(logged), rows, len(columns)]).encode() + b"\n")
-    for column in columns:
-        np.save(file, column, allow_pickle=False)
-    return file.getvalue()
-
-
-def unpack_metric_rows(blob: bytes) -> tuple[dict[str, float], int, Arrays]:
-    file = io.BytesIO(blob)
-    logged, rows, columns = json.loads(file.readline())
-    return logged, rows, [np.load(file, allow_pickle=False) for _ in range(columns)]
-
-
-# The user's function of the columns of a part, applied and checked. Training thread; knows no framework.
-
-
-Transformation = Callable[[dict[str, Any]], Mapping[str, Any]]
-
-
-def transform_columns(
-    rows: StepRows, wanted: Sequence[str], transformation: Transformation | None
-) -> Mapping[str, Any]:
-    """The wanted columns, by name. Raises InvalidInput where the function leaves one out, or rows of it."""
-    if transformation is None:
-        return rows.columns
-    return check_columns(transformation(dict(rows.columns)), wanted, len(rows))
-
-
-def transform_inputs(
-    inputs: Sequence[Any], columns: Sequence[Column], transformation: Transformation | None
-) -> list[Any]:
-    """Feature columns as the model takes them, each in its place; raises as `transformed` does."""
-    if transformation is None:
-        return list(inputs)
-    names = [column.name for column in columns]
-    made = check_columns(transformation(dict(zip(names, inputs, strict=True))), names, len(inputs[0]))
-    return [made[name] for name in names]
-
-
-def with_shapes(transformation: Transformation, shapes: Mapping[str, tuple[int, ...]]) -> Transformation:
-    """`transformation`, then each named column's rows in the given shape, in training and for predictions alike."""
-    return partial(_transform_and_reshape, transformation, shapes)
-
-
-def _transform_and_reshape(
-    transformation: Transformation, shapes: Mapping[str, tuple[int, ...]], columns: dict[str, Any]
-) -> Mapping[str, Any]:
-    made = dict(transformation(columns))
-    for name, shape in shapes.items():
-        if name not in made:
-            continue  # `checked_columns` says so
-        array = np.asarray(made[name])
-        if array.size != len(array) * math.prod(shape):
-            raise InvalidInput(
-                f"input_shapes says {shape} for column {name!r}, of which transformation_fn made an array of shape "
-                f"{array.shape}: the numbers of a row do not fill it."
-            )
-        made[name] = array.reshape(len(array), *shape)
-    return made
-
-
-def check_columns(columns: Mapping[str, Any], wanted: Sequence[str], rows: int) -> Mapping[str, Any]:
-    """What a transformation made of `rows` rows: the wanted columns. Raises as `transformed` does."""
-    for name in wanted:
-        if name not in columns or len(columns[name]) != rows:
-            found = len(columns[name]) if name in columns else "no"
-            raise InvalidInput(
-                f"transformation_fn was given {rows} rows and returned {found} of column {name!r}: return an "
-                "array of as many rows for each feature, label and weight column."
-            )
-    return {name: np.ascontiguousarray(columns[name]) for name in wanted}

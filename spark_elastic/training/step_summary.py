@@ -1,6 +1,7 @@
-"""The trailer of an exchange (R6): what ranks tell each other at its end. All draw the same conclusion from it.
+"""The step summary (R6): what ranks tell each other at the end of each exchange, and what they decide by it.
 
-Nobody acts on a wish before the trailer is back. Sums run in rank order, so that they have the same bits everywhere.
+No rank acts on a request before the summaries are back, so all ranks stop at the same boundary. Sums run in rank order,
+so that they have the same bits everywhere. Training thread only.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from elastic_collectives import Group, MismatchError
 from spark_elastic.protocol.types import Position
 
 
-class _Head(NamedTuple):
-    """The numbers of a trailer, as they travel. numpy's record types would take five times as long."""
+class _Header(NamedTuple):
+    """The numbers of a summary as they travel. numpy's record types would take five times as long."""
 
     attempt: int
     generation: int
@@ -30,61 +31,71 @@ class _Head(NamedTuple):
     rows: int
     loss: float
     denominator: float
-    ends: bool
+    wants_stop: bool
 
 
-_FORM = struct.Struct("<QQqqqqQqdd?")
+_FORMAT = struct.Struct("<QQqqqqQqdd?")
 
 
 class StepSummary(NamedTuple):
-    """One rank's part.
+    """One rank's part."""
 
-    version: newest membership version it heard of. rows: of its share. loss: sum of its rows' losses; denominator:
-    what the sum over all ranks is divided by (R8). present, found_sparse: which parameters got a gradient, and which
-    got one with rows missing (None: none), one bool each.
-    ends: a callback wants training to end after this step; rank 0's value counts for all.
-    """
-
+    # The step; the same on all ranks.
     position: Position
+    # The newest membership version that the rank knows.
     version: int
+    # Hash of how gradients are cut into buckets (R7, layout).
     layout: int
+    # Rows of this rank in the step.
     rows: int
+    # Sum of the losses of these rows.
     loss: float
+    # What the sum of all ranks is divided by (R8, weighting); here this rank's part of it.
     denominator: float
+    # (parameters,) Which parameters got a gradient.
     present: npt.NDArray[np.bool_]
+    # (parameters,) Which got a sparse gradient; None: none of them.
     found_sparse: npt.NDArray[np.bool_] | None = None
-    ends: bool = False
+    # A callback wants training to end after this step; the value of rank 0 counts.
+    wants_stop: bool = False
 
 
 class StepDecision(NamedTuple):
-    """What all ranks conclude."""
+    """What all ranks conclude; the same everywhere."""
 
+    # The newest membership version that any rank knows.
     version: int
+    # Rows of all ranks.
     rows: int
+    # Sum of the losses of all rows.
     loss: float
+    # What that sum is divided by (R8, weighting).
     denominator: float
+    # (parameters,) Which parameters got a gradient on any rank.
     present: npt.NDArray[np.bool_]
+    # (parameters,) Which got a sparse gradient on any rank.
     found_sparse: npt.NDArray[np.bool_]
-    ends: bool = False
+    # Training ends after this step.
+    stops: bool = False
 
-    def check_finite(self, here: Position) -> None:
-        """Raises FloatingPointError where the loss of the step at `here` is no number; on every rank alike."""
+    def check_finite(self, position: Position) -> None:
+        """Raises FloatingPointError if the loss of the step at `position` is not finite; on every rank alike."""
         if not math.isfinite(self.loss):
             raise FloatingPointError(
-                f"the loss became {self.loss} in step {here.step} of epoch {here.epoch}: look at these rows, or lower "
-                "the learning rate (terminate_on_nan=True ended the training before they were applied)."
+                f"the loss became {self.loss} in step {position.step} of epoch {position.epoch}: look at these rows, "
+                "or lower the learning rate (terminate_on_nan=True ended the training before they were applied)."
             )
 
 
 def exchange_summaries(group: Group, mine: StepSummary) -> StepDecision:
-    """Send the trailer and read everyone's.
+    """Send this rank's summary, and decide from those of all ranks. Collective.
 
     Raises:
         MismatchError: ranks stand at different positions or cut their gradients differently; on every rank alike.
         CollectiveError: the group broke.
     """
     position = mine.position
-    head = _Head(
+    header = _Header(
         *group.fence,
         position.epoch,
         position.phase,
@@ -94,53 +105,53 @@ def exchange_summaries(group: Group, mine: StepSummary) -> StepDecision:
         mine.rows,
         mine.loss,
         mine.denominator,
-        mine.ends,
+        mine.wants_stop,
     )
     found_sparse = np.zeros_like(mine.present) if mine.found_sparse is None else mine.found_sparse
-    marks = np.concatenate([mine.present, found_sparse])
-    packed = np.packbits(marks).tobytes()
-    gathered = group.allgather(np.frombuffer(_FORM.pack(*head) + packed, np.uint8))
+    flags = np.concatenate([mine.present, found_sparse])
+    packed = np.packbits(flags).tobytes()
+    gathered = group.allgather(np.frombuffer(_FORMAT.pack(*header) + packed, np.uint8))
     blobs = [blob.tobytes() for blob in gathered]
-    heads = [_Head(*_FORM.unpack_from(blob)) for blob in blobs]
-    _agree(group, heads)
+    headers = [_Header(*_FORMAT.unpack_from(blob)) for blob in blobs]
+    _check_agreement(group, headers)
     count = len(mine.present)
-    anywhere = marks
-    if any(blob[_FORM.size :] != packed for blob in blobs):  # most steps have the same everywhere
-        anywhere = np.unpackbits(np.bitwise_or.reduce(gathered[:, _FORM.size :]), count=2 * count).view(
-            np.bool_
-        )
+    flags_of_any = flags
+    if any(blob[_FORMAT.size :] != packed for blob in blobs):  # most steps have the same flags everywhere
+        united = np.bitwise_or.reduce(gathered[:, _FORMAT.size :])
+        flags_of_any = np.unpackbits(united, count=2 * count).view(np.bool_)
     return StepDecision(
-        version=max(head.version for head in heads),
-        rows=sum(head.rows for head in heads),
-        loss=_in_order(head.loss for head in heads),
-        denominator=_in_order(head.denominator for head in heads),
-        present=anywhere[:count],
-        found_sparse=anywhere[count:],
-        ends=heads[0].ends,
+        version=max(header.version for header in headers),
+        rows=sum(header.rows for header in headers),
+        loss=_sum_in_order(header.loss for header in headers),
+        denominator=_sum_in_order(header.denominator for header in headers),
+        present=flags_of_any[:count],
+        found_sparse=flags_of_any[count:],
+        stops=headers[0].wants_stop,
     )
 
 
-def _agree(group: Group, heads: Sequence[_Head]) -> None:
-    first = heads[0]
-    if all(head[:5] == first[:5] and head.layout == first.layout for head in heads):
+def _check_agreement(group: Group, headers: Sequence[_Header]) -> None:
+    first = headers[0]
+    if all(header[:5] == first[:5] and header.layout == first.layout for header in headers):
         return
     for fields, what in (
         (("attempt", "generation"), "worlds"),
         (("epoch", "phase", "step"), "positions"),
         (("layout",), "models or gradient layouts"),
     ):
-        told = [tuple(getattr(head, name) for name in fields) for head in heads]
-        off = [rank for rank, each in enumerate(told) if each != told[0]]
-        if off:
+        values = [tuple(getattr(header, name) for name in fields) for header in headers]
+        odd = [rank for rank, each in enumerate(values) if each != values[0]]
+        if odd:
             seen = "; ".join(
-                f"rank {rank}: {', '.join(f'{n} {v}' for n, v in zip(fields, told[rank], strict=True))}"
-                for rank in (0, *off)
+                f"rank {rank}: {', '.join(f'{n} {v}' for n, v in zip(fields, values[rank], strict=True))}"
+                for rank in (0, *odd)
             )
             group.abort(f"ranks are in different {what}")
-            raise MismatchError(off, f"the ranks are in different {what} ({seen})")
+            raise MismatchError(odd, f"the ranks are in different {what} ({seen})")
 
 
-def _in_order(values: Iterable[float]) -> float:
+def _sum_in_order(values: Iterable[float]) -> float:
+    """Python's `sum` compensates for rounding since 3.12; this must have the same bits in every version."""
     total = 0.0
     for value in values:
         total += value

@@ -15,9 +15,9 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import Position, World
-from spark_elastic.state.checkpoint import CheckpointPolicy
-from spark_elastic.state.durable_commits import DURABLE, DurableCommits
+from spark_elastic.state.checkpoint import CHECKPOINTER, Checkpointer, CheckpointPolicy
 from spark_elastic.state.elastic_loop import ENTERED
+from spark_elastic.state.snapshot import PickleCodec
 from spark_elastic.worker import program
 from spark_elastic.worker.context import get_context, start_call
 from spark_elastic.worker.entry import exit_forks
@@ -42,7 +42,7 @@ class FunctionProgram:
         durable: tuple[Store, CheckpointPolicy] | None = None,
     ) -> None:
         self._durable = durable
-        self._commits: DurableCommits | None = None
+        self._checkpointer: Checkpointer | None = None
         self._ran = False
         self._call = dumps((fn, tuple(args), dict(kwargs or {})))
         self.environment = dict(environment or {})
@@ -73,10 +73,12 @@ class FunctionProgram:
             start_call()
             destroy_process_group()
         self._ran = True
-        if self._durable is not None and self._commits is None:
+        if self._durable is not None and self._checkpointer is None:
             store, policy = self._durable
-            self._commits = DurableCommits(store, policy, SystemClock(), handle.report_checkpoint)
-            handle.persistent[DURABLE] = self._commits
+            self._checkpointer = Checkpointer(
+                store, policy, SystemClock(), PickleCodec(), handle.report_checkpoint
+            )
+            handle.persistent[CHECKPOINTER] = self._checkpointer
         try:
             set_dist_env(world, group, worker.address, worker.ports)
             fn, args, kwargs = cloudpickle.loads(self._call)
@@ -93,5 +95,5 @@ class FunctionProgram:
             ) from error
 
     def close(self) -> None:
-        if self._commits is not None:
-            self._commits.close()
+        if self._checkpointer is not None:
+            self._checkpointer.close()

@@ -12,8 +12,8 @@ import numpy as np
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import Phase, Position, World, is_job_end
-from spark_elastic.state import object_state
-from spark_elastic.state.durable_commits import DURABLE, DurableCommits
+from spark_elastic.state import state
+from spark_elastic.state.checkpoint import CHECKPOINTER, Checkpointer
 from spark_elastic.worker.context import EngineThread, WorkerContext, get_context
 from spark_elastic.worker.program import WorkerHandle
 from spark_elastic.worker.script import set_dist_env
@@ -61,9 +61,9 @@ class ContextSession:
         return version > self.world.version
 
     @property
-    def durable(self) -> DurableCommits | None:
-        durable: DurableCommits | None = self._handle.persistent.get(DURABLE)
-        return durable
+    def checkpointer(self) -> Checkpointer | None:
+        checkpointer: Checkpointer | None = self._handle.persistent.get(CHECKPOINTER)
+        return checkpointer
 
     def is_job_ending(self) -> bool:
         return is_job_end(self._agreed_version)
@@ -147,12 +147,12 @@ def task_resources() -> dict[str, tuple[str, ...]]:
     return {} if worker is None else dict(worker.resources)
 
 
-class ObjectState(object_state.ObjectState):
+class ObjectState(state.ObjectState):
     # A `sync` outside of the run loop finds the process's world.
-    __doc__ = object_state.ObjectState.__doc__
+    __doc__ = state.ObjectState.__doc__
     get_group = staticmethod(get_group)
 
 
-class KerasState(object_state.KerasState):
-    __doc__ = object_state.KerasState.__doc__
+class KerasState(state.KerasState):
+    __doc__ = state.KerasState.__doc__
     get_group = staticmethod(get_group)

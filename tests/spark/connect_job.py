@@ -33,7 +33,7 @@ def train(folder: str, whom: str) -> tuple[int, list[int], int]:
     import numpy as np
 
     from spark_elastic.state.elastic_loop import elastic
-    from spark_elastic.state.object_state import ObjectState
+    from spark_elastic.state.state import ObjectState
     from spark_elastic.worker.context import get_context
     from spark_elastic.worker.session import get_session
 

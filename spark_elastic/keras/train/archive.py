@@ -22,7 +22,7 @@ import keras
 
 from spark_elastic.data.store import scratch_folder
 from spark_elastic.errors import StoreError
-from spark_elastic.training.checkpointing import text
+from spark_elastic.training.identity import text
 
 _SHARED = re.compile(r', "shared_object_id": \d+')  # an address
 _COUNTED = re.compile(

@@ -1,14 +1,13 @@
-"""Keras's own callbacks in an elastic training: each hook once for what became history, whatever resets happen (W6).
+"""Keras's own callbacks in an elastic training: each hook is called once for each finalized step or epoch (W6).
 
-What a callback keeps in its attributes is part of the state, as far as it is plain values and arrays. Those that write
-files run on rank 0 alone, and what they keep follows rank 0 after each epoch. `on_train_batch_end` comes once the step
-is history, that is after the next one's `on_train_batch_begin`, and has only the loss. `on_test_batch_*` are not
-called. Main thread only.
+The attributes of a callback are part of the state, as far as they are plain values and arrays. Callbacks that write
+files run on rank 0 alone, and their attributes follow rank 0 after each epoch. `on_train_batch_end` is called once the
+step is finalized (R1), that is after the next step's `on_train_batch_begin`, and gets only the loss. `on_test_batch_*`
+are not called. Main thread only.
 """
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,46 +16,53 @@ import keras
 import numpy as np
 
 from elastic_collectives import Group
-from spark_elastic.keras.train.state import is_plain, plain, restored
+from spark_elastic.keras.train.state import from_json_tree, is_plain, to_json_tree
+from spark_elastic.protocol.types import START
+from spark_elastic.state.snapshot import build_snapshot
 
 _WRITERS = ("ModelCheckpoint", "CSVLogger", "TensorBoard", "RemoteMonitor", "ProgbarLogger")
 WRITERS = tuple(getattr(keras.callbacks, name) for name in _WRITERS if hasattr(keras.callbacks, name))
-_FOREIGN = ("params", "model")  # belong to the training, not to the callback
+_NOT_OWN = ("params", "model")  # attributes that belong to the training, not to the callback
 
 
 class KerasCallbackList:
     """The callbacks of one worker, in order. See `training.trainer.CallbackList`."""
 
     def __init__(self, callbacks: Sequence[Any], model: Any, params: Mapping[str, Any]) -> None:
-        """params: what Keras's callbacks are told of a training: epochs, steps, verbose."""
+        """
+        Args:
+            params: the `params` of Keras's callbacks: epochs, steps, verbose.
+        """
         self._callbacks = list(callbacks)
         self._model = model
         self._rank = 0
-        self._epoch = -1  # that has begun
-        self._step = [-1, -1]  # epoch and step that have begun
-        self._tested = -1  # epoch whose validation has begun
-        self._begun: set[int] = set()  # numbers of the callbacks that know that training began
+        # The epoch, (epoch, step) and validated epoch of which callbacks know that they began.
+        self._epoch = -1
+        self._step = [-1, -1]
+        self._tested = -1
+        # Numbers of the callbacks that know that training began.
+        self._begun: set[int] = set()
         model.stop_training = False
         for callback in self._callbacks:
             callback.set_params(dict(params))
             callback.set_model(model)
-        # Before a state is taken over, which holds what the others' callbacks have seen since.
+        # This comes before a state is taken over, which holds what the other workers' callbacks have seen since.
         for number, callback in enumerate(self._callbacks):
             if not isinstance(callback, WRITERS):
                 self._begin(number, callback)
 
-    def captured(self) -> dict[str, Any]:
+    def capture(self) -> dict[str, Any]:
         """Attributes of all callbacks that are plain values and arrays."""
         begun = {"epoch": self._epoch, "step": list(self._step), "tested": self._tested}
-        return {**begun, "kept": [_kept(callback) for callback in self._callbacks]}
+        return {**begun, "attributes": [_attributes_of(callback) for callback in self._callbacks]}
 
-    def load(self, captured: Mapping[str, Any]) -> None:
-        self._epoch, self._step, self._tested = captured["epoch"], captured["step"], captured["tested"]
-        for callback, kept in zip(self._callbacks, captured["kept"], strict=True):
-            _put_back(callback, kept)
+    def load(self, values: Mapping[str, Any]) -> None:
+        self._epoch, self._step, self._tested = values["epoch"], values["step"], values["tested"]
+        for callback, attributes in zip(self._callbacks, values["attributes"], strict=True):
+            _set_attributes(callback, attributes)
 
     def on_fit_begin(self, group: Group) -> None:
-        """All that can has begun already."""
+        """Nothing left to do: the callbacks began when this list was made."""
 
     def on_world_begin(self, group: Group) -> None:
         self._rank = group.rank
@@ -68,12 +74,12 @@ class KerasCallbackList:
                     self._begin(number, callback)
 
     def on_epoch_begin(self, epoch: int) -> None:
-        if epoch > self._epoch:  # not again where a new world goes on with it
+        if epoch > self._epoch:  # a new world may go on with an epoch that has begun
             self._epoch = epoch
             self._each("on_epoch_begin", epoch, {})
 
     def on_step_begin(self, epoch: int, step: int) -> None:
-        if [epoch, step] != self._step:  # not again where it was given up
+        if [epoch, step] != self._step:  # the step may be taken again
             self._step = [epoch, step]
             self._each("on_train_batch_begin", step, {})
 
@@ -94,11 +100,11 @@ class KerasCallbackList:
     def on_epoch_end(self, group: Group, logs: Mapping[str, Any]) -> str | None:
         if not self._callbacks:
             return None
-        before, rate, stop = json_copy(self.captured()), self._rate(), self._model.stop_training
+        before, rate, stop = _decode(_encode(self.capture())), self._rate(), self._model.stop_training
         try:
             if self._tested == self._epoch >= 0:
-                self._each("on_test_end", tested(logs))
-            self._each("on_epoch_end", logs["epoch"], numbers(logs))
+                self._each("on_test_end", validation_logs(logs))
+            self._each("on_epoch_end", logs["epoch"], keras_logs(logs))
             self._follow_rank_0(group)
         except BaseException:
             self.load(before)
@@ -110,23 +116,23 @@ class KerasCallbackList:
     def on_fit_end(self, history: list[dict[str, Any]]) -> None:
         if history and self._model.optimizer.use_ema:
             self._model.optimizer.finalize_variable_values(self._model.trainable_variables)
-        self._each("on_train_end", numbers(history[-1]) if history else {})
+        self._each("on_train_end", keras_logs(history[-1]) if history else {})
 
     def _begin(self, number: int, callback: Any) -> None:
         self._begun.add(number)
         callback.on_train_begin({})
 
     def _take_over(self, number: int, callback: Any) -> None:
-        """A writer goes on, here, from what the former rank 0 kept."""
-        kept = _kept(callback)
+        """A callback that writes goes on here, with the attributes that it had on the former rank 0."""
+        attributes = _attributes_of(callback)
         if isinstance(callback, keras.callbacks.CSVLogger):
-            callback.append = True  # the rows that there are stay, where the path is a shared one
-            kept = {name: value for name, value in kept.items() if name != "append_header"}
+            callback.append = True  # keeps the rows of the former rank 0 where the path is a shared one
+            attributes = {name: value for name, value in attributes.items() if name != "append_header"}
         self._begin(number, callback)
         callback.on_epoch_begin(self._epoch, {})
         if self._tested == self._epoch:
             callback.on_test_begin({})
-        _put_back(callback, kept)
+        _set_attributes(callback, attributes)
 
     def _each(self, hook: str, *arguments: Any) -> None:
         for callback in self._callbacks:
@@ -137,28 +143,21 @@ class KerasCallbackList:
         return self._rank == 0 or not isinstance(callback, WRITERS)
 
     def _follow_rank_0(self, group: Group) -> None:
-        """Stop, learning rate and what writers keep."""
-        writers = [_kept(c) if isinstance(c, WRITERS) else {} for c in self._callbacks]
-        arrays: list[Any] = []
+        """Take over rank 0's stop, learning rate and attributes of the callbacks that write."""
         decided = {
             "stop": bool(self._model.stop_training),
             "rate": self._rate(),
-            "kept": plain(writers, arrays),
+            "attributes": [_attributes_of(c) if isinstance(c, WRITERS) else {} for c in self._callbacks],
         }
-        file = io.BytesIO()
-        np.savez(file, *arrays, decided=np.frombuffer(json.dumps(decided).encode(), np.uint8))
-        mine = file.getvalue() if group.rank == 0 else b""
-        with np.load(io.BytesIO(group.allgather_bytes(mine)[0]), allow_pickle=False) as found:
-            theirs = json.loads(found["decided"].tobytes())
-            kept = restored(theirs["kept"], [found[f"arr_{n}"] for n in range(len(found.files) - 1)])
+        theirs = _decode(group.allgather_bytes(_encode(decided) if group.rank == 0 else b"")[0])
         self._model.stop_training = theirs["stop"]
         if theirs["rate"] != decided["rate"]:
             self._set_rate(theirs["rate"])
-        for callback, attributes in zip(self._callbacks, kept, strict=True):
-            _put_back(callback, attributes)
+        for callback, attributes in zip(self._callbacks, theirs["attributes"], strict=True):
+            _set_attributes(callback, attributes)
 
     def _rate(self) -> float | None:
-        """None: a schedule of the optimizer's own, which callbacks cannot set."""
+        """The learning rate; None: the optimizer has a schedule of its own, which callbacks cannot set."""
         optimizer = self._model.optimizer
         scheduled = isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule)
         return None if scheduled else float(np.asarray(optimizer.learning_rate))
@@ -168,28 +167,34 @@ class KerasCallbackList:
             self._model.optimizer.learning_rate = rate
 
 
-def numbers(logs: Mapping[str, Any]) -> dict[str, float]:
-    """What Keras calls logs: the epoch's losses and metrics."""
+def keras_logs(logs: Mapping[str, Any]) -> dict[str, float]:
+    """The `logs` of Keras's callbacks: losses and metrics of the epoch."""
     ours = ("epoch", "rows", "planned", "steps", "seconds", "worlds", "val_rows")
     return {name: value for name, value in logs.items() if name not in ours}
 
 
-def tested(logs: Mapping[str, Any]) -> dict[str, float]:
-    """What Keras tells of a validation: losses and metrics without val_ before their names."""
-    return {n.removeprefix("val_"): v for n, v in numbers(logs).items() if n.startswith("val_")}
+def validation_logs(logs: Mapping[str, Any]) -> dict[str, float]:
+    """The `logs` of a validation: losses and metrics, without val_ before their names."""
+    return {n.removeprefix("val_"): v for n, v in keras_logs(logs).items() if n.startswith("val_")}
 
 
-def json_copy(captured: Mapping[str, Any]) -> Any:
-    """A copy that later changes of attributes do not reach."""
-    arrays: list[Any] = []
-    return restored(plain(dict(captured), arrays), arrays)
+def _encode(values: Mapping[str, Any]) -> bytes:
+    """One line of JSON, then the arrays."""
+    snapshot = build_snapshot(START, lambda builder: to_json_tree(dict(values), builder))
+    return json.dumps(snapshot.values).encode() + b"\n" + snapshot.memory.tobytes()
 
 
-def _kept(callback: Any) -> dict[str, Any]:
-    return {n: v for n, v in vars(callback).items() if n.lstrip("_") not in _FOREIGN and is_plain(v)}
+def _decode(data: bytes) -> Any:
+    """A copy of what was encoded."""
+    line, _, memory = data.partition(b"\n")
+    return from_json_tree(json.loads(line), np.frombuffer(memory, np.uint8))
 
 
-def _put_back(callback: Any, kept: Mapping[str, Any]) -> None:
-    """None does not take the place of what is no plain value: of what a callback opened since."""
-    here = vars(callback)
-    here.update({n: v for n, v in kept.items() if v is not None or is_plain(here.get(n))})
+def _attributes_of(callback: Any) -> dict[str, Any]:
+    return {n: v for n, v in vars(callback).items() if n.lstrip("_") not in _NOT_OWN and is_plain(v)}
+
+
+def _set_attributes(callback: Any, attributes: Mapping[str, Any]) -> None:
+    """None does not replace an attribute that is no plain value, such as a file that the callback has opened since."""
+    live = vars(callback)
+    live.update({n: v for n, v in attributes.items() if v is not None or is_plain(live.get(n))})

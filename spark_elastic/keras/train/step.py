@@ -1,6 +1,7 @@
-"""One optimizer step of the whole world, in three parts that know nothing of each other: gradients, exchange, apply.
+"""One optimizer step of the whole world: gradients over this rank's rows, their sum, the optimizer's step.
 
-`TrainStep.take` either applies the step or leaves everything as it was and raises (R1, R3). Main thread only.
+`TrainStep.run` either applies the step or leaves everything as it was and raises (R1, finalized steps; R3, aborted
+forward). Main thread only.
 """
 
 from __future__ import annotations
@@ -16,31 +17,27 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from elastic_collectives import Group
-from spark_elastic.keras.train.metrics import StepMetrics
-from spark_elastic.keras.train.objective import CompiledLosses
+from spark_elastic.keras.train.compiled import CompiledLosses, CompiledMetrics
 from spark_elastic.keras.train.state import KerasTrainingState, value_of
 from spark_elastic.ops.flat_allreduce import FlatAllreduce
 from spark_elastic.protocol.types import Position
+from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.ledger import Ledger
-from spark_elastic.training.spec import LocalBatch
 from spark_elastic.training.step_summary import StepDecision, StepSummary, exchange_summaries
 from spark_elastic.training.trainer import defer_interrupts, describe_dependent_layers
 
 Array = npt.NDArray[Any]
 
 
-# What a forward pass changes besides gradients: running statistics and seeds (R3, R9). Main thread only.
-
-
 _SEED = "seed_generator_state"
 
 
 class RunningStats:
-    """Variables that layers themselves write, such as BatchNorm's statistics.
+    """Variables that layers themselves write, such as BatchNorm's statistics (R3, aborted forward).
 
-    They are averaged over the ranks by rows, and put back where a step is given up. Seeds of random layers follow from
-    a key alone, so that nothing of them need be kept.
+    A step that is applied averages them over the ranks, weighted by rows; an aborted step puts them back. Seeds of
+    random layers follow from a key alone, so they need not be kept.
     """
 
     def __init__(self, model: Any) -> None:
@@ -54,34 +51,34 @@ class RunningStats:
         self._before: list[Array] = []
 
     def begin(self, *key: int) -> None:
-        """Keep what there is, and draw by `key` from here on."""
+        """Keep the values as they are, and let random layers draw by `key` from here on."""
         self._before = [np.array(value_of(v)) for v in self.variables]
         for number, seed in enumerate(self._seeds):
             drawn = hashlib.sha256(repr((*key, number)).encode()).digest()
             seed.assign(np.array([int.from_bytes(drawn[:4], "little") >> 1, 0]))
 
     def weighted_values(self, weight: float) -> tuple[list[Array | None], list[bool]]:
-        """Each variable times this rank's share of the step's rows, and whether it was written to."""
+        """Each variable times `weight`, this rank's part of the step's rows, and whether the step has changed it."""
         now = [np.asarray(value_of(v)) for v in self.variables]
-        written = [not np.array_equal(a, b) for a, b in zip(now, self._before, strict=True)]
-        return [value * np.asarray(weight, value.dtype) if weight else None for value in now], written
+        changed = [not np.array_equal(a, b) for a, b in zip(now, self._before, strict=True)]
+        return [value * np.asarray(weight, value.dtype) if weight else None for value in now], changed
 
     def restore(self) -> None:
         for variable, value in zip(self.variables, self._before, strict=True):
             variable.assign(value)
 
-    def apply(self, means: list[Array], written: Array) -> None:
-        for variable, mean, changed in zip(self.variables, means, written, strict=True):
-            if changed:
+    def apply(self, means: list[Array], changed: Array) -> None:
+        for variable, mean, has_changed in zip(self.variables, means, changed, strict=True):
+            if has_changed:
                 variable.assign(mean)
 
 
 def describe_world_dependence(model: Any) -> str | None:
-    """R9: one sentence that names the layers that make the weights depend on the number of workers, or None."""
-    return describe_dependent_layers(_dependent(model))
+    """A sentence that names the layers that make the weights depend on the number of workers (R9), or None."""
+    return describe_dependent_layers(_dependent_layers(model))
 
 
-def _dependent(model: Any) -> Iterator[tuple[str, str]]:
+def _dependent_layers(model: Any) -> Iterator[tuple[str, str]]:
     for layer in model._flatten_layers(include_self=False):
         if not layer.trainable:
             continue
@@ -100,32 +97,34 @@ Pack = Callable[[Sequence[Any]], Any]
 
 @dataclass(frozen=True)
 class Structure:
-    """How the model takes its inputs and what it returns: functions of lists in order."""
+    """How the inputs and outputs of a model are nested."""
 
+    # From a list in order to the inputs as the model takes them.
     inputs: Pack
+    # From a list in order to the structure of the outputs.
     outputs: Pack
 
 
 class Gradients:
     """Gradients of the step's loss over this rank's rows, as TensorFlow functions."""
 
-    def __init__(self, model: Any, objective: CompiledLosses, structure: Structure, eager: bool) -> None:
-        self._model, self._objective, self._structure = model, objective, structure
+    def __init__(self, model: Any, losses: CompiledLosses, structure: Structure, eager: bool) -> None:
+        self._model, self._losses, self._structure = model, losses, structure
         self._variables = list(model.trainable_variables)
         graph = (lambda function: function) if eager else tf.function(reduce_retracing=True)
-        self._scored = graph(self._score)
-        self._with_gradients = graph(self._differentiate)
+        self._run_score = graph(self._score)
+        self._run_gradients = graph(self._differentiate)
 
     def __call__(
         self, part: LocalBatch[Array], factors: Sequence[float]
     ) -> tuple[list[Array | None], list[Array], list[Any]]:
-        """(gradients, losses: their weighted sum, then each, outputs) of a part of the rows."""
-        gradients, losses, outputs = self._with_gradients(*self._arguments(part, factors))
+        """(gradients, losses, outputs) of a part of the rows; first of the losses is their weighted sum."""
+        gradients, losses, outputs = self._run_gradients(*self._arguments(part, factors))
         return [None if g is None else np.asarray(g) for g in gradients], _arrays(losses), _arrays(outputs)
 
     def score(self, part: LocalBatch[Array], factors: Sequence[float]) -> tuple[list[Array], list[Any]]:
-        """(losses, outputs) as in validation."""
-        losses, outputs = self._scored(*self._arguments(part, factors))
+        """(losses, outputs) of a part of the rows, as in validation."""
+        losses, outputs = self._run_score(*self._arguments(part, factors))
         return _arrays(losses), _arrays(outputs)
 
     def _arguments(self, part: LocalBatch[Array], factors: Sequence[float]) -> tuple[Any, ...]:
@@ -152,11 +151,11 @@ class Gradients:
         self, inputs: Any, labels: Any, weights: Any, factors: Any, part: Any, *, training: bool
     ) -> tuple[list[Any], list[Any]]:
         outputs = self._model(self._structure.inputs(inputs), training=training)
-        total, own = self._objective.total(self._structure.outputs(labels), outputs, weights, factors, part)
+        total, own = self._losses.total(self._structure.outputs(labels), outputs, weights, factors, part)
         return [total, *own], keras.tree.flatten(outputs)
 
 
-class Apply:
+class OptimizerStep:
     """The optimizer's step on means over the whole step's rows."""
 
     def __init__(self, model: Any, eager: bool) -> None:
@@ -166,8 +165,8 @@ class Apply:
     def __call__(self, means: Sequence[Array], present: Array) -> None:
         self._run(
             [
-                tf.constant(mean, v.dtype) if there else None  # None: nobody had it (R8)
-                for mean, there, v in zip(means, present, self._variables, strict=True)
+                tf.constant(mean, v.dtype) if exists else None  # None: no rank had it (R8, weighting)
+                for mean, exists, v in zip(means, present, self._variables, strict=True)
             ]
         )
 
@@ -183,81 +182,87 @@ class TrainStep:
         config: FitConfig,
         model: Any,
         state: KerasTrainingState,
-        objective: CompiledLosses,
+        losses: CompiledLosses,
         structure: Structure,
-        metrics: StepMetrics,
+        metrics: CompiledMetrics,
         ledger: Ledger,
     ) -> None:
         eager = bool(model.run_eagerly)
-        self._config, self._state, self._objective, self._metrics = config, state, objective, metrics
-        self._gradients, self._apply = Gradients(model, objective, structure, eager), Apply(model, eager)
-        self._moving, self._ledger = RunningStats(model), ledger
+        self._config, self._state, self._losses, self._metrics = config, state, losses, metrics
+        self._gradients = Gradients(model, losses, structure, eager)
+        self._optimizer_step = OptimizerStep(model, eager)
+        self._running_stats, self._ledger = RunningStats(model), ledger
         self._count = len(model.trainable_variables)
-        variables = [*model.trainable_variables, *self._moving.variables]
-        self._exchange = FlatAllreduce(
-            [tuple(v.shape) for v in variables],
-            [str(v.dtype) for v in variables],
-        )
+        variables = [*model.trainable_variables, *self._running_stats.variables]
+        self._exchange = FlatAllreduce([tuple(v.shape) for v in variables], [str(v.dtype) for v in variables])
 
     def run(
         self,
         group: Group,
-        share: LocalBatch[Array],
+        batch: LocalBatch[Array],
         version: int,
         after: Callable[[StepDecision], Position],
         before_apply: Callable[[], None],
-        ends: bool,
+        wants_stop: bool,
     ) -> StepDecision:
-        """See `training.trainer.ModelTrainer.take`. ends: see `StepSummary`.
+        """Take one step. See `ModelTrainer.train_step`.
+
+        Args:
+            wants_stop: a callback wants training to end after this step.
 
         Raises:
             CollectiveError: the exchange broke; the state is as before the step.
-            FloatingPointError: the loss is no number, and `terminate_on_nan`; likewise.
+            FloatingPointError: the loss is not finite, and `terminate_on_nan`; the state is as before the step.
         """
-        state, here = self._state, self._state.position
-        self._moving.begin(self._config.seed, here.epoch, here.phase, here.step, group.rank)
+        state, position = self._state, self._state.position
+        key = (self._config.seed, position.epoch, position.phase, position.step, group.rank)
+        self._running_stats.begin(*key)
         try:
-            factors = self._objective.factors(group, share)
-            self._ledger.write_ahead(group.fence, here, share.row_ids)
-            gradients, loss = self._backward(share, factors)
-            moved, written = self._moving.weighted_values(len(share) / share.planned)
-            sums = self._exchange.allreduce(group, [*gradients, *moved], self._config.gradient_compression)
+            factors = self._losses.factors(group, batch)
+            self._ledger.write_ahead(group.fence, position, batch.row_ids)
+            gradients, loss = self._backward(batch, factors)
+            stats, changed = self._running_stats.weighted_values(len(batch) / batch.planned)
+            sums = self._exchange.allreduce(group, [*gradients, *stats], self._config.gradient_compression)
             self._metrics.gather(group)
-            there = np.array([*(g is not None for g in gradients), *written])
-            hashed, rows = self._exchange.layout_hash, len(share)
-            decision = exchange_summaries(
-                group,
-                StepSummary(here, version, hashed, rows, loss * share.planned, float(rows), there, ends=ends),
+            summary = StepSummary(
+                position,
+                version,
+                self._exchange.layout_hash,
+                rows=len(batch),
+                loss=loss * batch.planned,
+                denominator=float(len(batch)),
+                present=np.array([*(g is not None for g in gradients), *changed]),
+                wants_stop=wants_stop,
             )
+            decision = exchange_summaries(group, summary)
             if self._config.terminate_on_nan:
-                decision.check_finite(here)
+                decision.check_finite(position)
         except BaseException:
-            self._moving.restore()
+            self._running_stats.restore()
             self._metrics.discard()
             raise
         with defer_interrupts():
             before_apply()
-            self._apply(sums[: self._count], decision.present[: self._count])
-            self._moving.apply(sums[self._count :], decision.present[self._count :])
+            self._optimizer_step(sums[: self._count], decision.present[: self._count])
+            self._running_stats.apply(sums[self._count :], decision.present[self._count :])
             self._metrics.commit()
             state.position = after(decision)
-            self._ledger.record_applied(group.fence, here, group.size)
+            self._ledger.record_applied(group.fence, position, group.size)
         return decision
 
-    def validate(self, group: Group, share: LocalBatch[Array], version: int) -> StepDecision:
-        """One step of validation; the position stays."""
-        here, loss = self._state.position, 0.0
+    def validate(self, group: Group, batch: LocalBatch[Array], version: int) -> StepDecision:
+        """Take one step of validation; the position stays."""
+        position, loss, rows = self._state.position, 0.0, len(batch)
         try:
-            factors = self._objective.factors(group, share)
-            for part in share.micro_batches(self._config.validation_batch):
+            factors = self._losses.factors(group, batch)
+            for part in batch.micro_batches(self._config.validation_batch):
                 losses, outputs = self._gradients.score(part, factors)
                 loss += float(losses[0])
                 self._metrics.add(part, losses[1:], outputs)
             self._metrics.gather(group)
-            trailer = StepSummary(
-                here, version, 0, len(share), loss * share.planned, float(len(share)), np.zeros(0, np.bool_)
-            )
-            decision = exchange_summaries(group, trailer)
+            no_gradients = np.zeros(0, np.bool_)
+            summary = StepSummary(position, version, 0, rows, loss * batch.planned, float(rows), no_gradients)
+            decision = exchange_summaries(group, summary)
         except BaseException:
             self._metrics.discard()
             raise
@@ -268,12 +273,12 @@ class TrainStep:
         self._exchange.close()
 
     def _backward(
-        self, share: LocalBatch[Array], factors: Sequence[float]
+        self, batch: LocalBatch[Array], factors: Sequence[float]
     ) -> tuple[list[Array | None], float]:
-        """Sums over this rank's rows; a rank without rows runs no forward (R8)."""
+        """(gradients, loss) summed over this rank's rows; a rank without rows runs no forward pass (R8, weighting)."""
         total: list[Array | None] = [None] * self._count
         loss = 0.0
-        for part in share.micro_batches(self._config.batch_size):
+        for part in batch.micro_batches(self._config.batch_size):
             gradients, losses, outputs = self._gradients(part, factors)
             total = [
                 g if t is None else t if g is None else t + g for t, g in zip(total, gradients, strict=True)

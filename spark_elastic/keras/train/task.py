@@ -19,15 +19,16 @@ from spark_elastic.data.reading.readers import read_sample_row
 from spark_elastic.keras.train.archive import Archive, save_model
 from spark_elastic.keras.train.batching import BatchBuilder, Inputs, order_labels
 from spark_elastic.keras.train.callbacks import KerasCallbackList
-from spark_elastic.keras.train.metrics import StepMetrics
-from spark_elastic.keras.train.objective import CompiledLosses
+from spark_elastic.keras.train.compiled import CompiledLosses, CompiledMetrics
 from spark_elastic.keras.train.state import KerasTrainingState
 from spark_elastic.keras.train.step import Structure, TrainStep, describe_world_dependence
 from spark_elastic.protocol.types import Phase, Position
-from spark_elastic.training.checkpointing import digest
+from spark_elastic.training.batch import LocalBatch, Transformation
+from spark_elastic.training.identity import digest
 from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.loop import TrainingLoop
-from spark_elastic.training.spec import LocalBatch, TrainSpec, Transformation
+from spark_elastic.training.progress import TrainingProgress
+from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.step_summary import StepDecision
 
 # What the user brings to a training with Keras. Shipped to the workers; no thread.
@@ -65,7 +66,7 @@ class KerasTrainer:
         self._spec = spec
         self._objects = objects
 
-    def prepare(self, extras: dict[str, Any], ledger: Ledger) -> None:
+    def prepare(self, progress: TrainingProgress, ledger: Ledger) -> None:
         spec, config, objects = self._spec, self._spec.config, self._objects
         keras.utils.set_random_seed(config.seed)
         keras.config.set_floatx(objects.model.floatx)
@@ -83,18 +84,17 @@ class KerasTrainer:
             BatchBuilder(config, inputs, config.label_cols, change, None).build(row)
         )
         labels = order_labels(model, outputs, config.label_cols)
-        self._columns = BatchBuilder(config, inputs, labels, change, objects.class_weight)
-        self._seen = BatchBuilder(config, inputs, labels, change, None)  # as Keras validates
-        known = structure.outputs(list(self._seen.build(row).labels))
-        objective = CompiledLosses(model, known, outputs)
-        self._metrics = StepMetrics(model, objective.names, structure.outputs, bool(model.run_eagerly))
+        self._batches = BatchBuilder(config, inputs, labels, change, objects.class_weight)
+        self._validation_batches = BatchBuilder(config, inputs, labels, change, None)  # as Keras validates
+        known = structure.outputs(list(self._validation_batches.build(row).labels))
+        losses = CompiledLosses(model, known, outputs)
+        self._metrics = CompiledMetrics(model, losses.names, structure.outputs, bool(model.run_eagerly))
         self._metrics.build(known, outputs)
         params = {"epochs": config.epochs, "steps": spec.plan.steps, "verbose": 0}
         self.callbacks = KerasCallbackList(objects.callbacks, model, params)
         replicas = [*model.weights, *model.optimizer.variables]
-        extras.update(losses={}, trained={})
-        self.state = KerasTrainingState(replicas, self._metrics.variables, self.callbacks, extras)
-        self._train_step = TrainStep(config, model, self.state, objective, structure, self._metrics, ledger)
+        self.state = KerasTrainingState(replicas, self._metrics.variables, self.callbacks, progress)
+        self._train_step = TrainStep(config, model, self.state, losses, structure, self._metrics, ledger)
 
     def train_step(
         self,
@@ -104,40 +104,40 @@ class KerasTrainer:
         after: Callable[[StepDecision], Position],
         before_apply: Callable[[], None],
     ) -> StepDecision:
-        self._metrics.sums = self.state.extras["losses"]
+        self._metrics.sums = self.state.progress.metric_sums
 
-        def accounted(decision: StepDecision) -> Position:
-            position, extras = after(decision), self.state.extras
-            extras["losses"] = self._metrics.sums
+        def account(decision: StepDecision) -> Position:
+            position, progress = after(decision), self.state.progress
+            progress.metric_sums = self._metrics.sums
             if position.phase is not Phase.TRAIN:  # the accumulators are validation's from here on
-                extras["trained"] = self._metrics.results()
+                progress.train_metrics = self._metrics.results()
                 self._metrics.reset()
-                extras["losses"] = {}
+                progress.metric_sums = {}
             return position
 
-        share, ends = self._columns.build(rows), self.callbacks.wants_stop()
-        return self._train_step.run(group, share, version, accounted, before_apply, ends)
+        batch, stop = self._batches.build(rows), self.callbacks.wants_stop()
+        return self._train_step.run(group, batch, version, account, before_apply, stop)
 
     def validation_mode(self) -> AbstractContextManager[None]:
         self.callbacks.on_validation_begin()
         return nullcontext()
 
     def validation_step(self, group: Group, rows: StepRows, version: int) -> StepDecision:
-        self._metrics.sums = self.state.extras["losses"]
-        decision = self._train_step.validate(group, self._seen.build(rows), version)
-        self.state.extras["losses"] = self._metrics.sums
+        self._metrics.sums = self.state.progress.metric_sums
+        decision = self._train_step.validate(group, self._validation_batches.build(rows), version)
+        self.state.progress.metric_sums = self._metrics.sums
         return decision
 
     def epoch_metrics(self) -> dict[str, Any]:
         found = {"learning_rate": float(np.asarray(self.model.optimizer.learning_rate))}
-        found.update(self.state.extras["trained"])
+        found.update(self.state.progress.train_metrics)
         if self._spec.validation is not None:
             found.update({f"val_{name}": value for name, value in self._metrics.results().items()})
         return found
 
     def reset_metrics(self) -> None:
         self._metrics.reset()
-        self.state.extras.update(losses={}, trained={})
+        self.state.progress.metric_sums, self.state.progress.train_metrics = {}, {}
 
     def describe_world_dependence(self) -> str | None:
         return describe_world_dependence(self.model)

@@ -15,7 +15,7 @@ from spark_elastic.ops.topology import local_rank
 from spark_elastic.protocol.types import START, Position
 from spark_elastic.torch.optimizers import TrainerPlan, TrainerStandIn, attach_trainer
 from spark_elastic.torch.train.loss import LossResult, RowLoss, autocast, return_loss, to_float32
-from spark_elastic.training.spec import LocalBatch
+from spark_elastic.training.batch import LocalBatch
 
 _PACKAGES = ("lightning.", "pytorch_lightning.")
 # What Lightning's Trainer calls of a module around the steps of a fit; nothing calls it here.

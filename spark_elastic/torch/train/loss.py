@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import ElasticError, InvalidInput
 from spark_elastic.protocol.types import Position
-from spark_elastic.training.spec import LocalBatch
+from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.trainer import output_parts
 
 # Sums of per-row losses, and what to divide them by, so that any split of a batch gives the same gradient (R8).

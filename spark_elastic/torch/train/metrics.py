@@ -16,7 +16,7 @@ import torch
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.torch.train.loss import LossResult, is_elementwise, to_float32
-from spark_elastic.training.spec import MetricRows
+from spark_elastic.training.batch import MetricRows
 
 
 class Metrics:

@@ -25,8 +25,9 @@ from spark_elastic.torch.train.loss import (
     MultiOutputLoss,
     module_of,
 )
-from spark_elastic.training.checkpointing import PLAIN, WEIGHTS, digest, text
-from spark_elastic.training.spec import LocalBatch, TrainSpec, transform_columns
+from spark_elastic.training.batch import LocalBatch, transform_columns
+from spark_elastic.training.identity import PLAIN, WEIGHTS, digest, text
+from spark_elastic.training.spec import TrainSpec
 
 # What the torch objects of a training are, as digests that are the same in every process (R19).
 #
@@ -155,11 +156,11 @@ class TorchUserObjects:
             WEIGHTS: weights(self.model),
         }
 
-    def objective(self, spec: TrainSpec) -> LossFn:
+    def loss_fn(self, spec: TrainSpec) -> LossFn:
         columns = [*(column.name for column in spec.features), *spec.config.label_cols]
-        return DtypeHints(self._objective(spec, columns), columns)
+        return DtypeHints(self._select_loss(spec, columns), columns)
 
-    def _objective(self, spec: TrainSpec, columns: list[str]) -> LossFn:
+    def _select_loss(self, spec: TrainSpec, columns: list[str]) -> LossFn:
         weighted = spec.config.sample_weight_col is not None
         if self.train_minibatch_fn is not None:
             return FunctionLoss(self.train_minibatch_fn, weighted, spec.config.precision)

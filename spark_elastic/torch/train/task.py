@@ -20,14 +20,14 @@ from spark_elastic.torch.gradients.exchange import GradientExchange
 from spark_elastic.torch.gradients.exchange_options import options_from_env
 from spark_elastic.torch.optimizers import build_optimizer
 from spark_elastic.torch.train.callbacks import TorchCallbackList
+from spark_elastic.torch.train.forward import describe_world_dependence, seeded_rng
 from spark_elastic.torch.train.metrics import Metrics, is_accumulator
-from spark_elastic.torch.train.precision import Scaling
-from spark_elastic.torch.train.snapshot import seeded_rng
 from spark_elastic.torch.train.spec import BatchBuilder, TorchUserObjects, trainer_plan
-from spark_elastic.torch.train.state import TorchTrainingState, values_dumps
-from spark_elastic.torch.train.step import TrainStep, describe_world_dependence
+from spark_elastic.torch.train.state import TorchTrainingState, dump_values
+from spark_elastic.torch.train.step import GradientScaling, TrainStep
 from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.loop import TrainingLoop
+from spark_elastic.training.progress import TrainingProgress
 from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.step_summary import StepDecision, StepSummary, exchange_summaries
 from spark_elastic.training.trainer import input_dtype
@@ -48,7 +48,7 @@ class TorchTrainer:
         self._spec = spec
         self._objects = objects
 
-    def prepare(self, extras: dict[str, Any], ledger: Ledger) -> None:
+    def prepare(self, progress: TrainingProgress, ledger: Ledger) -> None:
         spec, config, objects = self._spec, self._spec.config, self._objects
         torch.manual_seed(config.seed)
         model = objects.model
@@ -57,25 +57,24 @@ class TorchTrainer:
         optimizer, schedules = build_optimizer(
             model, objects.optimizer, config.learning_rate, spec.lr_scale, trainer_plan(spec)
         )
-        self._objective, self._scaling = objects.objective(spec), Scaling(config.precision)
+        self._loss_fn, self._scaling = objects.loss_fn(spec), GradientScaling(config.precision)
         metrics = [
-            Metrics(objects.metrics, config.label_cols, self._objective.logs, prefix)
-            for prefix in ("", "val_")
+            Metrics(objects.metrics, config.label_cols, self._loss_fn.logs, prefix) for prefix in ("", "val_")
         ]
         self._metrics = metrics
         self.callbacks = TorchCallbackList((*schedules, *objects.callbacks), model, optimizer)
         self.state = TorchTrainingState(
-            model, optimizer, [self._scaling, *metrics, *self.callbacks.callbacks], **extras
+            model, optimizer, [self._scaling, *metrics, *self.callbacks.callbacks], progress
         )
         self._exchange = GradientExchange(
             model.named_parameters(), options_from_env(wire=config.gradient_compression), engine=get_engine
         )
         self._train_step = TrainStep(
-            self.state, self._objective, self._exchange, config, ledger, metrics[0], self._scaling
+            self.state, self._loss_fn, self._exchange, config, ledger, metrics[0], self._scaling
         )
         dtype = input_dtype(model.parameters(), torch.get_default_dtype())
         shapes, change = config.label_shapes, objects.transformation
-        self._columns = BatchBuilder(
+        self._batches = BatchBuilder(
             spec.features, config.label_cols, config.sample_weight_col, dtype, shapes, change
         )
 
@@ -87,8 +86,8 @@ class TorchTrainer:
         after: Callable[[StepDecision], Position],
         before_apply: Callable[[], None],
     ) -> StepDecision:
-        share, ends = self._columns.build(rows), self.callbacks.wants_stop()
-        return self._train_step.run(group, share, version, after, before_apply, ends)
+        batch, stop = self._batches.build(rows), self.callbacks.wants_stop()
+        return self._train_step.run(group, batch, version, after, before_apply, stop)
 
     @contextmanager
     def validation_mode(self) -> Iterator[None]:
@@ -103,20 +102,23 @@ class TorchTrainer:
                 part.training = False
 
     def validation_step(self, group: Group, rows: StepRows, version: int) -> StepDecision:
-        config, here, metrics = self._spec.config, self.state.position, self._metrics[1]
-        share, loss, denominator = self._columns.build(rows), 0.0, 0.0
+        config, position, metrics = self._spec.config, self.state.position, self._metrics[1]
+        batch, loss, denominator = self._batches.build(rows), 0.0, 0.0
         try:
-            self._objective.begin(group, share, here)
-            with torch.no_grad(), seeded_rng(config.seed, here.epoch, here.phase, here.step, group.rank):
-                for part in share.micro_batches(config.validation_batch):
-                    scored = self._objective(self.state.model, part)
-                    metrics.add(scored, part.labels)
-                    loss += float(scored.total)
-                    denominator += scored.denominator
+            self._loss_fn.begin(group, batch, position)
+            with (
+                torch.no_grad(),
+                seeded_rng(config.seed, position.epoch, position.phase, position.step, group.rank),
+            ):
+                for part in batch.micro_batches(config.validation_batch):
+                    result = self._loss_fn(self.state.model, part)
+                    metrics.add(result, part.labels)
+                    loss += float(result.total)
+                    denominator += result.denominator
             metrics.gather(group)
             nothing = np.zeros(0, np.bool_)
             decision = exchange_summaries(
-                group, StepSummary(here, version, 0, len(share), loss, denominator, nothing)
+                group, StepSummary(position, version, 0, len(batch), loss, denominator, nothing)
             )
         except BaseException:
             metrics.discard()
@@ -140,7 +142,7 @@ class TorchTrainer:
         return describe_world_dependence(self.state.model)
 
     def export_weights(self) -> bytes:
-        return values_dumps(self.state.model.state_dict())
+        return dump_values(self.state.model.state_dict())
 
     def close(self) -> None:
         self._exchange.close()

@@ -12,6 +12,7 @@ import keras
 import pytest
 
 from elastic_collectives import Group
+from tests.checkpoints import reload_from_checkpoint
 from tests.component.keras.job import JOBS, difference, plain, weights_of
 from tests.component.torch.job import ROWS, make_data
 from tests.unit.torch.worlds import in_a_world
@@ -41,7 +42,7 @@ def test_p2_a_world_of_two_equals_keras(name: str, tmp_path: Path) -> None:
         task = tasks[group.rank]
         outcome = task.run(world, group, handle)
         digest = task._state.digest()
-        task._state.restore(task._state.copied()())  # all of it goes into a checkpoint and back
+        reload_from_checkpoint(task._state)  # all of it goes into a checkpoint and back
         assert task._state.digest() == digest
         task.close()
         return outcome

@@ -40,7 +40,7 @@ def train(looked: str) -> None:
     from pathlib import Path
 
     from spark_elastic.state.elastic_loop import elastic
-    from spark_elastic.state.object_state import ObjectState
+    from spark_elastic.state.state import ObjectState
     from spark_elastic.worker.context import get_context
     from spark_elastic.worker.session import get_session
 

@@ -24,7 +24,7 @@ SCRIPT = f"""
 import sys
 import numpy as np
 from spark_elastic.state.elastic_loop import elastic
-from spark_elastic.state.object_state import ObjectState
+from spark_elastic.state.state import ObjectState
 from spark_elastic.testing import InjectedFault, ClusterFaults
 from spark_elastic.worker.context import get_context
 from spark_elastic.worker.session import get_session

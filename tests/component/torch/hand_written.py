@@ -101,7 +101,7 @@ def count(
     import numpy as np
 
     from spark_elastic.state.elastic_loop import elastic
-    from spark_elastic.state.object_state import ObjectState
+    from spark_elastic.state.state import ObjectState
     from spark_elastic.worker.context import get_context
     from spark_elastic.worker.session import get_session
 

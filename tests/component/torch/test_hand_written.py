@@ -184,7 +184,7 @@ def test_r15_what_a_rank_raises_after_rank_0_returned_ends_the_job(tmp_path: Pat
 def breaks_in_vain() -> None:
     from elastic_collectives import CollectiveError
     from spark_elastic.state.elastic_loop import elastic
-    from spark_elastic.state.object_state import ObjectState
+    from spark_elastic.state.state import ObjectState
     from spark_elastic.worker.session import get_session
 
     def loop(state: Any) -> None:

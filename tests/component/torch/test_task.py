@@ -19,6 +19,7 @@ from spark_elastic.torch.callbacks import Callback, Training
 from spark_elastic.torch.train.task import BESIDE, TorchTrainTask, epoch_numbers
 from spark_elastic.training.loop import CHANGE
 from spark_elastic.worker.program import Stopped
+from tests.checkpoints import reload_from_checkpoint
 from tests.component.torch.hooked_job import HookedJob, make_job, plain, same_history
 from tests.component.torch.job import ROWS, RUN, difference, make_data
 from tests.unit.torch.worlds import in_a_world
@@ -40,7 +41,7 @@ def test_p2_with_everything_that_hangs_on_a_training(tmp_path: Path) -> None:
         task._spec = replace(task._spec, checkpoints=None)
         task.prepare()
         outcome = task.run(world, group, handle)
-        task._state.restore(task._state.copied()())  # all of it goes into a checkpoint and back
+        reload_from_checkpoint(task._state)  # all of it goes into a checkpoint and back
         task.close()
         return task._trainer.state.model.state_dict(), outcome
 

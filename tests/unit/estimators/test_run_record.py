@@ -21,7 +21,7 @@ from spark_elastic.estimators.run_record import RunRecord, RunResult
 from spark_elastic.estimators.validation import FitRequest
 from spark_elastic.spark.dataframes.materialize import compare_digests
 from spark_elastic.spark.dataframes.scan import MissingValues
-from spark_elastic.training.checkpointing import WEIGHTS
+from spark_elastic.training.identity import WEIGHTS
 from tests.unit.estimators.requests import request as file_request
 
 ROWS = Manifest((Column("x", "float32"),), ("a",), (RowGroup(0, 0, 48, 9),), "f", "c0-48-ab")

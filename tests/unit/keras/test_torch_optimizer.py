@@ -13,7 +13,7 @@ from spark_elastic.keras import torch_optimizer
 from spark_elastic.keras.torch_optimizer import DistributedOptimizer
 from spark_elastic.ops import distributed_optimizer
 from spark_elastic.ops.reduction import Adasum, Sum
-from spark_elastic.state.variables import array_of
+from spark_elastic.state.handlers import to_array
 
 
 class Plain:
@@ -68,4 +68,4 @@ def test_distributed_optimizer_of_keras_wraps_once() -> None:
 
 
 def test_a_variable_of_bfloat16_has_an_array() -> None:
-    assert array_of(torch.tensor([1.5, -2.0], dtype=torch.bfloat16)).tolist() == [1.5, -2.0]
+    assert to_array(torch.tensor([1.5, -2.0], dtype=torch.bfloat16)).tolist() == [1.5, -2.0]

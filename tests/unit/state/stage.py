@@ -16,7 +16,7 @@ from elastic_collectives import CollectiveError, Group
 from elastic_collectives.fakes import FakeFabric
 from spark_elastic.protocol.driver.forming import RankAssignment, assign_ranks, find_source
 from spark_elastic.protocol.types import START, Checkpoint, Fence, Phase, Position, World
-from spark_elastic.state.durable_commits import DurableCommits
+from spark_elastic.state.checkpoint import Checkpointer
 
 DEADLINE = 20.0  # seconds
 
@@ -52,7 +52,7 @@ class Stage:
         self._members: list[StageSession] = []
         self._threads: list[threading.Thread] = []
         self._first = size
-        self.durable: DurableCommits | None = None
+        self.checkpointer: Checkpointer | None = None
         self.resume: tuple[Checkpoint, ...] = ()  # what the first world begins from
         self.sizes: list[int] = []
         self.errors: list[BaseException] = []
@@ -179,8 +179,8 @@ class StageSession:
         return self._group
 
     @property
-    def durable(self) -> DurableCommits | None:
-        return self._stage.durable
+    def checkpointer(self) -> Checkpointer | None:
+        return self._stage.checkpointer
 
     def is_job_ending(self) -> bool:
         return False

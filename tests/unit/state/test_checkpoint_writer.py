@@ -36,7 +36,7 @@ def begun(store: SlowStore, told: list[Checkpoint]) -> CheckpointWriter:
 def test_p7_a_slow_store_is_waited_for_and_said_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(checkpoint_writer, "TELL_EVERY", 0.02)
+    monkeypatch.setattr(checkpoint_writer, "WARN_INTERVAL", 0.02)
     store, told = SlowStore(), list[Checkpoint]()
     writer = begun(store, told)
     with ThreadPoolExecutor(1) as pool, caplog.at_level(logging.WARNING):
@@ -54,7 +54,7 @@ def test_p7_a_slow_store_is_waited_for_and_said_so(
 def test_a_store_that_never_answers_ends_the_wait_and_is_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(checkpoint_writer, "TELL_EVERY", 0.02)
+    monkeypatch.setattr(checkpoint_writer, "WARN_INTERVAL", 0.02)
     monkeypatch.setattr(checkpoint_writer, "LAST_WAIT", 0.04)
     store, told = SlowStore(), list[Checkpoint]()
     writer = begun(store, told)

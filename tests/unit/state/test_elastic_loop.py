@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from elastic_collectives import CollectiveError, MismatchError
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import START, Fence, Phase, Position, World
-from spark_elastic.state.elastic_loop import elastic, hand_over_of
-from spark_elastic.state.object_state import ObjectState
-from spark_elastic.state.state import HostsUpdatedInterrupt, State
+from spark_elastic.state.elastic_loop import choose_source, elastic
+from spark_elastic.state.state import HostsUpdatedInterrupt, ObjectState, State
 from tests.unit.state.stage import Event, Stage, StageSession
 from tests.unit.state.weights import Weights, WeightsState
 
@@ -33,7 +32,7 @@ def training(stage: Stage, commit_every: int, check: bool) -> Any:
                 stage.reached(state.step)
                 gradient = np.ones(1)
                 session.allreduce(gradient)
-                state._commits.wait()  # what an optimizer's hook does
+                state._snapshots.wait()  # what an optimizer's hook does
                 state.weights.add(float(gradient[0]) / session.world.size)
                 state.step += 1
                 assert state.weights.numbers.max() == state.step + state.began_at, "not of one version"
@@ -166,7 +165,7 @@ def test_r05_who_was_to_take_over_a_state_that_never_came_does_not_claim_it(join
             while state.step < STEPS:
                 stage.reached(state.step)
                 session.allreduce(np.ones(1))
-                state._commits.wait()
+                state._snapshots.wait()
                 state.weights.add(1.0)
                 state.step += 1
                 state.commit()
@@ -335,7 +334,7 @@ def at(commits: int) -> Position:
 def test_w2_who_hands_over_follows_from_the_world_alone(
     positions: tuple[Position | None, ...], expected: tuple[int | None, int]
 ) -> None:
-    assert hand_over_of(_world(*positions)) == expected
+    assert choose_source(_world(*positions)) == expected
 
 
 def test_interrupts_outside_of_the_loop_are_the_users() -> None:

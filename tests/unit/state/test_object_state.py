@@ -16,9 +16,9 @@ from elastic_collectives import CollectiveError
 from spark_elastic.clock import SystemClock
 from spark_elastic.data.sampler import ElasticSampler
 from spark_elastic.errors import InvalidInput, StoreError
-from spark_elastic.state import commit, handover
-from spark_elastic.state.handlers import StateHandler, handler_for
-from spark_elastic.state.object_state import ObjectState
+from spark_elastic.state import snapshot as snapshot_module
+from spark_elastic.state.handlers import StateHandler, find_handler
+from spark_elastic.state.state import ObjectState
 from tests.unit.state.stage import Stage, StageSession
 from tests.unit.state.weights import Weights, WeightsState
 
@@ -29,7 +29,7 @@ def test_values_and_weights_are_always_of_one_version(actions: list[str]) -> Non
     saved = 0
     for action in actions:
         if action == "step":
-            state._commits.wait()
+            state._snapshots.wait()
             state.weights.add(1.0)
             state.step += 1
         elif action == "save":
@@ -53,7 +53,7 @@ def test_setting_a_handled_value_has_it_handled_from_then_on() -> None:
     state: Any = WeightsState(weights=Weights())
     state.weights = Weights(fill=5.0)
     state.save()
-    state._commits.wait()  # what an optimizer's hook does
+    state._snapshots.wait()  # what an optimizer's hook does
     state.weights.add(1.0)
     state.restore()
     assert state.weights.numbers[0] == 5.0
@@ -127,8 +127,8 @@ def test_w3_who_did_not_get_all_of_a_state_does_not_claim_it() -> None:
 
 
 def test_r05_a_state_that_arrives_damaged_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    crc = handover._crc
-    monkeypatch.setattr(handover, "_crc", lambda data: crc(data) + (1 if data.nbytes > 400 else 0))
+    crc = snapshot_module._crc
+    monkeypatch.setattr(snapshot_module, "_crc", lambda data: crc(data) + (1 if data.nbytes > 400 else 0))
     damaged: list[int] = []
 
     def work(session: StageSession) -> Any:
@@ -136,7 +136,7 @@ def test_r05_a_state_that_arrives_damaged_changes_nothing(monkeypatch: pytest.Mo
             weights=Weights(64, fill=float(session.group.rank)), step=session.group.rank
         )
         state.attach(session)
-        monkeypatch.setattr(handover, "_crc", crc) if session.group.rank == 0 else None
+        monkeypatch.setattr(snapshot_module, "_crc", crc) if session.group.rank == 0 else None
         if session.group.rank == 0:
             state.sync()
             return None
@@ -175,19 +175,19 @@ def test_a_sync_that_breaks_leaves_the_state_as_it_was() -> None:
 
 def test_r20_a_resume_waits_for_the_copy_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """That of a state that was just made; else the user is told that he changed a parameter after a commit."""
-    durable: Any = SimpleNamespace(restore=lambda candidates: kept)
-    kept = WeightsState(weights=Weights(fill=5.0), step=3)._commits.newest()
-    copy = commit._copy
+    checkpointer: Any = SimpleNamespace(reader=SimpleNamespace(read=lambda candidates: kept))
+    kept = WeightsState(weights=Weights(fill=5.0), step=3)._snapshots.newest()
+    copy = snapshot_module._copy
 
     def slow(pieces: Any, memory: Any) -> None:
         if threading.get_ident() != threading.main_thread().ident:
             SystemClock().sleep(0.1)
         copy(pieces, memory)
 
-    monkeypatch.setattr(commit, "_copy", slow)
+    monkeypatch.setattr(snapshot_module, "_copy", slow)
     state: Any = WeightsState(weights=Weights(), step=0)
-    state.resume(durable, ())
-    state._commits.wait()
+    state.restore_checkpoint(checkpointer, ())
+    state._snapshots.wait()
     assert (state.step, state.weights.numbers[0]) == (3, 5.0)
 
 
@@ -220,7 +220,7 @@ def test_anything_with_a_state_dict_keeps_its_identity() -> None:
     state.restore()
     assert state.schedule is schedule
     assert schedule.rate == 1.0
-    assert handler_for(3, ()) is None
+    assert find_handler(3, ()) is None
 
 
 def test_arrays_among_the_values_are_taken_as_they_are() -> None:

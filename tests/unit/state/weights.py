@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from spark_elastic.state.commit import Bytes, SnapshotBuilder
 from spark_elastic.state.handlers import SnapshotHandler
-from spark_elastic.state.object_state import ObjectState
+from spark_elastic.state.snapshot import Bytes, SnapshotBuilder
+from spark_elastic.state.state import ObjectState
 
 
 class Weights:
@@ -22,11 +22,11 @@ class Weights:
 
 
 class WeightsHandler(SnapshotHandler):
-    def capture(self, tray: SnapshotBuilder) -> Any:
-        return tray.put(self.value.numbers.view(np.uint8), lambda: self.value.changes)
+    def capture(self, builder: SnapshotBuilder) -> Any:
+        return builder.add(self.value.numbers.view(np.uint8), lambda: self.value.changes)
 
-    def load(self, picture: Any, memory: Bytes) -> None:
-        self.value.numbers[:] = memory[picture.offset : picture.offset + picture.nbytes].view(np.float64)
+    def load(self, values: Any, memory: Bytes) -> None:
+        self.value.numbers[:] = values.of(memory).view(np.float64)
         self.value.changes += 1
 
 

@@ -13,7 +13,7 @@ import spark_elastic.tensorflow as hvd
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.state.elastic_loop import elastic
-from spark_elastic.state.variables import array_of
+from spark_elastic.state.handlers import to_array
 from tests.unit.ops.workers import among_fakes, per_thread
 from tests.unit.state.stage import Event, Stage, StageSession
 
@@ -31,7 +31,7 @@ def keras_state(number: int) -> tuple[Any, Callable[[], None], Callable[[], list
         optimizer.apply([tf.ones((2, 1)), tf.ones(1)], model.trainable_variables)
 
     def all_there_is() -> list[Any]:
-        return [array_of(variable).tolist() for variable in (*model.weights, *optimizer.variables)]
+        return [to_array(variable).tolist() for variable in (*model.weights, *optimizer.variables)]
 
     return hvd.elastic.TensorFlowKerasState(model, optimizer, step=0), step, all_there_is
 

@@ -185,18 +185,18 @@ def test_several_models_and_optimizers_by_name() -> None:
 
 def test_loading_the_state_of_another_model_is_an_error_of_one_sentence() -> None:
     state: Any = hvd.elastic.TorchState(net())
-    kept = state._commits.newest()
+    kept = state._snapshots.newest()
     other = ModelStateHandler(torch.nn.Linear(2, 2))
     with pytest.raises(InvalidInput, match="different parameters"):
-        other.load(kept.picture["model"], kept.memory)
+        other.load(kept.values["model"], kept.memory)
 
 
 class Counting(ModelStateHandler):
     saves = 0
 
-    def capture(self, tray: Any) -> Any:
+    def capture(self, builder: Any) -> Any:
         type(self).saves += 1
-        return super().capture(tray)
+        return super().capture(builder)
 
 
 def test_the_registry_is_the_users() -> None:
@@ -277,7 +277,7 @@ def test_horovods_names_of_the_errors() -> None:
 class LoneSession:
     """A worker alone, in world after world; the third time it is asked somebody wants to join."""
 
-    durable = None
+    checkpointer = None
 
     def __init__(self) -> None:
         self.persistent: dict[str, Any] = {}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from spark_elastic.training.checkpointing import digest
+from spark_elastic.training.identity import digest
 
 
 def scaled(factor: float) -> Any:
@@ -63,7 +63,7 @@ def test_what_does_the_same_does_not() -> None:
 
 def test_another_process_finds_the_same() -> None:
     program = (
-        "from spark_elastic.training.checkpointing import digest\n"
+        "from spark_elastic.training.identity import digest\n"
         "from tests.unit.training.test_identity import Held, scaled\n"
         "print(digest([scaled(1.0), Held(1.0, 'a')]))"
     )

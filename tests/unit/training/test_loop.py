@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from elastic_collectives import CollectiveError
+from spark_elastic.data.store import memory_store
 from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
+from spark_elastic.state.checkpoint import CheckpointStore, SnapshotReader
+from spark_elastic.state.snapshot import PickleCodec
 from spark_elastic.training import loop as module
 from spark_elastic.training.loop import TrainingLoop
 
@@ -27,29 +31,40 @@ def resumes(*candidates: Checkpoint) -> Any:
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Checkpoint]:
     done: list[Checkpoint] = []
-    monkeypatch.setattr(module, "restore", lambda store, run_id, candidates, state: done.append(*candidates))
+
+    def read_newest(store: object, candidates: tuple[Checkpoint, ...]) -> tuple[Checkpoint, dict[str, bytes]]:
+        done.append(*candidates)
+        return candidates[0], {"values": PickleCodec().dumps({}), "memory": b""}
+
+    monkeypatch.setattr(CheckpointStore, "read_newest", read_newest)
     return done
 
 
-def training(outcomes: list[Exception | Position]) -> TrainingLoop:
-    """outcomes: of its hand-overs, one after the other."""
+@pytest.fixture
+def training(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Exception | Position]], TrainingLoop]:
+    """Builds a loop from the outcomes of its syncs, one after the other."""
 
-    def sync(*given: object) -> Position:
-        outcome = outcomes.pop(0)
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
+    def build(outcomes: list[Exception | Position]) -> TrainingLoop:
+        def sync(*given: object) -> Position:
+            outcome = outcomes.pop(0)
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome
 
-    spec: Any = SimpleNamespace(checkpoints=SimpleNamespace(run_id="r"), store=None)
-    made = TrainingLoop(spec, SimpleNamespace())  # type: ignore[arg-type]
-    made._state = SimpleNamespace(sync=sync, position=KEPT)  # type: ignore[assignment]
-    made._callbacks = SimpleNamespace(on_fit_begin=lambda group: None)  # type: ignore[assignment]
-    made._mark = lambda *given: None  # type: ignore[method-assign]
-    return made
+        monkeypatch.setattr(module, "sync_state", sync)
+        loop: Any = TrainingLoop(SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
+        loop._snapshot_reader = SnapshotReader(memory_store(), "r", PickleCodec())
+        loop._state = SimpleNamespace(load=lambda snapshot: None, position=KEPT)
+        loop._callbacks = SimpleNamespace(on_fit_begin=lambda group: None)
+        loop._mark = lambda *given: None
+        built: TrainingLoop = loop
+        return built
+
+    return build
 
 
 def test_p7_a_checkpoint_is_read_once_however_many_worlds_give_up_waiting_for_it(
-    reads: list[Checkpoint],
+    reads: list[Checkpoint], training: Any
 ) -> None:
     late = CollectiveError((1,), "timed out")
     loop = training([late, late, KEPT])
@@ -62,7 +77,7 @@ def test_p7_a_checkpoint_is_read_once_however_many_worlds_give_up_waiting_for_it
 
 
 def test_p7_another_checkpoint_is_read_and_so_is_the_same_one_once_it_was_handed_on(
-    reads: list[Checkpoint],
+    reads: list[Checkpoint], training: Any
 ) -> None:
     loop = training([CollectiveError((1,), "timed out"), KEPT, KEPT])
     with pytest.raises(CollectiveError):

@@ -10,7 +10,7 @@ import pytest
 
 from spark_elastic.errors import StoreError
 from spark_elastic.keras.train.archive import Archive, save_model
-from spark_elastic.keras.train.objective import CompiledLosses
+from spark_elastic.keras.train.compiled import CompiledLosses
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 X = np.random.default_rng(0).normal(size=(8, 2)).astype("f")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from elastic_collectives import CollectiveError
-from spark_elastic.keras.train.callbacks import KerasCallbackList, numbers
+from spark_elastic.keras.train.callbacks import KerasCallbackList, keras_logs
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 PARAMS = {"epochs": 3, "steps": 2, "verbose": 0}
@@ -78,7 +78,7 @@ def test_a_joiner_takes_over_what_callbacks_have_seen() -> None:
     callback_list.on_epoch_end(alone(), {"epoch": 1, "loss": 2.0})
     other = keras.callbacks.EarlyStopping("loss", patience=5, restore_best_weights=True)
     joined, _ = make(other)
-    joined.load(callback_list.captured())
+    joined.load(callback_list.capture())
     joined.on_world_begin(alone(rank=1))
     assert (other.wait, other.best, other.best_epoch) == (1, 1.0, 0)
     np.testing.assert_array_equal(other.best_weights[0], model.get_weights()[0])
@@ -139,7 +139,7 @@ def test_a_csv_of_rank_0_is_gone_on_with_by_the_next_one(tmp_path: Path) -> None
     second.on_world_begin(alone())  # rank 0 was lost
     second.on_epoch_end(alone(), {"epoch": 1, "loss": 0.5})
     resumed, _ = make(keras.callbacks.CSVLogger(path))  # all were lost
-    resumed.load(second.captured())
+    resumed.load(second.capture())
     resumed.on_world_begin(alone())
     resumed.on_epoch_end(alone(), {"epoch": 2, "loss": 0.25})
     for callback_list in (first, second, resumed):
@@ -181,7 +181,7 @@ def test_a_step_that_was_given_up_does_not_begin_twice_and_validation_is_told() 
     callback_list.on_step_begin(0, 0)
     callback_list.on_step_begin(0, 1)
     newcomer, _ = make(joined)
-    newcomer.load(callback_list.captured())
+    newcomer.load(callback_list.capture())
     for one in (callback_list, newcomer):  # a new world, after step 1 was given up
         one.on_world_begin(alone())
         one.on_step_begin(0, 1)
@@ -221,7 +221,7 @@ def test_averaged_weights_are_the_final_ones_as_in_keras() -> None:
 
 
 def test_logs_are_those_of_keras() -> None:
-    assert numbers({"epoch": 1, "loss": 2.0, "val_loss": 3.0, "rows": 7, "worlds": [2]}) == {
+    assert keras_logs({"epoch": 1, "loss": 2.0, "val_loss": 3.0, "rows": 7, "worlds": [2]}) == {
         "loss": 2.0,
         "val_loss": 3.0,
     }

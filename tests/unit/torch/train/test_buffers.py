@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from elastic_collectives import Group
-from spark_elastic.torch.train.snapshot import ForwardSnapshot
-from spark_elastic.torch.train.step import BufferExchange
+from spark_elastic.torch.train.forward import BufferExchange, BufferSnapshot
 from tests.unit.torch.worlds import in_a_world
 
 
@@ -30,7 +29,7 @@ def test_written_buffers_are_averaged_and_others_keep_their_bits() -> None:
 
     def work(group: Group) -> Holder:
         holder, rows = Holder(), (3, 1, 0)[group.rank]
-        before = ForwardSnapshot(holder, holder.modules())
+        before = BufferSnapshot(holder, holder.modules())
         exchange = BufferExchange(holder)
         if rows:
             holder.get_buffer("running").add_(rows)
@@ -64,7 +63,7 @@ def test_buffers_that_no_rank_has_changed_are_not_sent() -> None:
 
     group: Any = SimpleNamespace(allreduce=allreduce)
     model = Masked()
-    exchange, before = BufferExchange(model), ForwardSnapshot(model, model.modules())
+    exchange, before = BufferExchange(model), BufferSnapshot(model, model.modules())
     exchange.send(group, before, 1, 1)
     assert sent == [(3, "max")]
     model.get_buffer("mean").add_(1)
@@ -78,7 +77,7 @@ def test_a_model_without_buffers_sends_nothing() -> None:
     def work(group: Group) -> None:
         exchange = BufferExchange(model)
         if group.rank == 0:  # a collective would wait for the other rank
-            exchange.send(group, ForwardSnapshot(model, model.modules()), 1, 1)
+            exchange.send(group, BufferSnapshot(model, model.modules()), 1, 1)
             exchange.apply()
 
     in_a_world(2, work)

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR, StepLR
 
 from spark_elastic.torch.callbacks import BestWeights, EarlyStopping, LearningRateSchedule
 from spark_elastic.torch.train.spec import TorchUserObjects
-from spark_elastic.training.checkpointing import WEIGHTS
+from spark_elastic.training.identity import WEIGHTS
 
 
 class Own(nn.Module):

@@ -16,7 +16,7 @@ from spark_elastic.protocol.types import Phase, Position
 from spark_elastic.torch.optimizers import TrainerPlan, build_optimizer
 from spark_elastic.torch.train import lightning
 from spark_elastic.torch.train.lightning import LightningLoss, check_lightning
-from spark_elastic.training.spec import LocalBatch
+from spark_elastic.training.batch import LocalBatch
 
 SHARE = LocalBatch(3, np.arange(3), (torch.ones(3, 2),), (torch.zeros(3),), None)
 GROUP: Any = SimpleNamespace(rank=1, size=4)

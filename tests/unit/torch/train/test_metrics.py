@@ -15,6 +15,8 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.torch.train.loss import LossResult
 from spark_elastic.torch.train.metrics import Metrics, name_metrics
 from spark_elastic.torch.train.state import TorchTrainingState
+from spark_elastic.training.trainer import sync_state
+from tests.checkpoints import reload_from_checkpoint
 from tests.unit.torch.worlds import in_a_world
 
 
@@ -89,10 +91,10 @@ def test_p4_a_newcomer_and_a_resumed_run_count_on() -> None:
             counted(metrics, group, step)
         if group.rank == 1:
             metrics, state = fresh()
-        state.sync(group, 0, [1])
+        sync_state(state, group, 0, [1])
         counted(metrics, group, STEPS[2])
         resumed, other = fresh()
-        other.restore(state.copied()())
+        reload_from_checkpoint(state, other)
         results = metrics.results(), resumed.results()
         metrics.reset()
         counted(metrics, group, STEPS[1])

@@ -14,6 +14,8 @@ from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import StoreError
 from spark_elastic.protocol.types import START, Phase, Position
 from spark_elastic.torch.train.state import TorchTrainingState
+from spark_elastic.training.progress import TrainingProgress
+from spark_elastic.training.trainer import sync_state
 from tests.unit.torch.worlds import in_a_world
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(2))
@@ -42,9 +44,7 @@ NET = Net()
 def state(kind: Any = torch.optim.Adam, **arguments: Any) -> TorchTrainingState:
     model = copy.deepcopy(NET)
     optimizer = kind(model.parameters(), lr=0.1, **arguments)
-    return TorchTrainingState(
-        model, optimizer, [torch.optim.lr_scheduler.StepLR(optimizer, 1)], history=[], note=None
-    )
+    return TorchTrainingState(model, optimizer, [torch.optim.lr_scheduler.StepLR(optimizer, 1)])
 
 
 def train(trained: TorchTrainingState, steps: int = 2) -> TorchTrainingState:
@@ -57,7 +57,7 @@ def train(trained: TorchTrainingState, steps: int = 2) -> TorchTrainingState:
     buffers["flag"].fill_(True)
     buffers["coarse"].fill_(0.3)
     buffers["secret"].fill_(4)
-    trained.extras = {"history": [{"loss": 1.5}], "note": torch.tensor(3)}
+    trained.progress = TrainingProgress(history=[{"loss": 1.5}])
     trained.position = Position(1, Phase.TRAIN, 7)
     return trained
 
@@ -78,11 +78,11 @@ def test_r05_p4_a_newcomer_goes_on_as_the_source_does(kind: Any, arguments: dict
     def work(group: Group) -> tuple[str, str, Any]:
         mine = state(kind, **arguments) if group.rank == 2 else train(state(kind, **arguments))
         identities = [id(p) for p in mine.model.parameters()]
-        assert mine.sync(group, source=1, receivers=[2]) == Position(1, Phase.TRAIN, 7)
+        assert sync_state(mine, group, source=1, receivers=[2]) == Position(1, Phase.TRAIN, 7)
         assert [id(p) for p in mine.model.parameters()] == identities
-        taken, extras, secret = mine.digest(), str(mine.extras), mine.model.get_buffer("secret").tolist()
+        taken, progress, secret = mine.digest(), str(mine.progress), mine.model.get_buffer("secret").tolist()
         train(mine, 1)
-        return taken, mine.digest(), (extras, secret, mine.optimizer.param_groups[0]["lr"])
+        return taken, mine.digest(), (progress, secret, mine.optimizer.param_groups[0]["lr"])
 
     done = in_a_world(3, work)
     assert done[0] == done[1] == done[2]
@@ -95,7 +95,7 @@ def test_p4_optimizer_tensors_keep_their_dtype() -> None:
         mine = train(state()) if group.rank == 0 else state()
         if group.rank == 0:
             mine.optimizer.state[next(iter(mine.model.parameters()))]["count"] = torch.tensor(2**24 + 1)
-        mine.sync(group, 0, [1])
+        sync_state(mine, group, 0, [1])
         return mine.optimizer.state[next(iter(mine.model.parameters()))]["count"], mine.digest()
 
     (ours, one), (theirs, other) = in_a_world(2, work)
@@ -106,7 +106,7 @@ def test_p4_optimizer_tensors_keep_their_dtype() -> None:
 
 def test_r05_those_who_are_no_receivers_keep_what_they_have() -> None:
     def work(group: Group) -> Position:
-        return (train(state()) if group.rank == 0 else state()).sync(group, 0, [])
+        return sync_state(train(state()) if group.rank == 0 else state(), group, 0, [])
 
     assert in_a_world(2, work) == [Position(1, Phase.TRAIN, 7), START]
 
@@ -130,7 +130,7 @@ def test_r05_a_sync_that_breaks_leaves_the_old_state(at: int) -> None:
                 group.broadcast(array, root)
 
         with pytest.raises(CollectiveError):  # noqa: PT012 - where it shows depends on who is faster
-            mine.sync(Failing() if group.rank else group, 0, [1])  # type: ignore[arg-type]
+            sync_state(mine, Failing() if group.rank else group, 0, [1])  # type: ignore[arg-type]
             group.barrier()  # the sender may have sent all before it hears
         assert mine.digest() == before
         assert mine.position == (START if group.rank else Position(1, Phase.TRAIN, 7))
@@ -154,10 +154,10 @@ def test_r05_bytes_that_changed_on_the_way_are_not_taken_over(at: int) -> None:
                     array[len(array) // 2] ^= np.uint8(1)
 
         if group.rank == 0:
-            mine.sync(group, 0, [1])
+            sync_state(mine, group, 0, [1])
         else:
             with pytest.raises(StoreError, match="not the one that was sent"):
-                mine.sync(Garbling(), 0, [1])  # type: ignore[arg-type]
+                sync_state(mine, Garbling(), 0, [1])  # type: ignore[arg-type]
         assert mine.digest() == before
 
     in_a_world(2, work)

@@ -16,12 +16,11 @@ from spark_elastic.torch.gradients.exchange import GradientExchange
 from spark_elastic.torch.gradients.exchange_options import ExchangeOptions
 from spark_elastic.torch.train.loss import ModelLoss
 from spark_elastic.torch.train.metrics import Metrics
-from spark_elastic.torch.train.precision import Scaling
 from spark_elastic.torch.train.state import TorchTrainingState
-from spark_elastic.torch.train.step import TrainStep
+from spark_elastic.torch.train.step import GradientScaling, TrainStep
+from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.ledger import NullLedger
-from spark_elastic.training.spec import LocalBatch
 
 ROWS = 10
 X = torch.randn(ROWS, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -61,7 +60,9 @@ class Trainee:
             terminate_on_nan=True,
         )
         metrics = Metrics({}, ["y"], logs=False)
-        self.taker = TrainStep(self.state, objective, self.exchange, config, self.ledger, metrics, Scaling())
+        self.taker = TrainStep(
+            self.state, objective, self.exchange, config, self.ledger, metrics, GradientScaling()
+        )
 
     def take(self, group: Group, rows: range, then: Callable[[Any], Position] = lambda decision: NEXT) -> Any:
         part = slice(rows.start, rows.stop)

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from spark_elastic.torch.train.snapshot import ForwardSnapshot, rng_state, seeded_rng, set_rng_state
+from spark_elastic.torch.train.forward import BufferSnapshot, rng_state, seeded_rng, set_rng_state
 
 
 def test_r03_buffers_come_back() -> None:
     model = nn.Sequential(nn.BatchNorm1d(3))
     x = torch.randn(8, 3)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    snapshot = ForwardSnapshot(model, model.modules())
+    snapshot = BufferSnapshot(model, model.modules())
     model(x)
     assert not torch.equal(model.state_dict()["0.running_mean"], before["0.running_mean"])
     assert snapshot.has_changed("0.running_mean", model.get_buffer("0.running_mean"))
@@ -41,7 +41,7 @@ class Decaying(nn.Module):
 
 def test_r03_a_replaced_buffer_comes_back() -> None:
     model = nn.Sequential(Decaying())
-    snapshot = ForwardSnapshot(model, model.modules())
+    snapshot = BufferSnapshot(model, model.modules())
     model(torch.ones(2))
     assert snapshot.has_changed("0.mean", model.get_buffer("0.mean"))
     snapshot.restore()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from elastic_collectives import CollectiveError, Group
-from spark_elastic.training.spec import MetricRows
+from spark_elastic.training.batch import MetricRows
 from tests.unit.torch.worlds import in_a_world
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from spark_elastic.training.spec import LocalBatch
+from spark_elastic.training.batch import LocalBatch
 
 ROWS = np.arange(30.0).reshape(10, 3)
 

@@ -12,7 +12,8 @@ import torch
 from spark_elastic.errors import InvalidInput
 from spark_elastic.torch.callbacks import Callback, LearningRateSchedule
 from spark_elastic.torch.train.callbacks import TorchCallbackList
-from spark_elastic.torch.train.state import TorchTrainingState, readable
+from spark_elastic.torch.train.state import TorchTrainingState, check_storable
+from tests.checkpoints import reload_from_checkpoint
 
 
 class Keeps(Callback):
@@ -24,7 +25,7 @@ def made(callback: Callback, **settings: Any) -> TorchTrainingState:
     net = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(net.parameters(), **({"lr": 0.1} | settings))
     callback_list = TorchCallbackList([callback], net, optimizer)
-    return TorchTrainingState(net, optimizer, callback_list.callbacks, history=[])
+    return TorchTrainingState(net, optimizer, callback_list.callbacks)
 
 
 def test_numpys_numbers_and_arrays_come_back_with_the_same_values() -> None:
@@ -38,8 +39,8 @@ def test_numpys_numbers_and_arrays_come_back_with_the_same_values() -> None:
         "none": None,
     }
     state = made(Keeps(kept), lr=np.float64(0.1), weight_decay=np.float64(0.25))
-    readable(kept, "callback Keeps")
-    state.restore(state.copied()())
+    check_storable(kept, "callback Keeps")
+    reload_from_checkpoint(state)
     found = state.schedulers[0].kept
     assert found["array"].dtype == np.float64
     assert found.pop("scalar").shape == ()
@@ -57,7 +58,7 @@ def test_a_schedule_of_numpys_exp_comes_back() -> None:
     state.optimizer.step()
     schedule.on_epoch_end(None, {})  # type: ignore[arg-type]
     rate = state.optimizer.param_groups[0]["lr"]
-    state.restore(state.copied()())
+    reload_from_checkpoint(state)
     assert state.optimizer.param_groups[0]["lr"] == rate == pytest.approx(0.1 * np.exp(-0.1))
 
 
@@ -72,7 +73,7 @@ def test_a_schedule_of_numpys_exp_comes_back() -> None:
 )
 def test_what_no_checkpoint_can_hold_is_refused_by_name(kept: Any, says: str) -> None:
     with pytest.raises(InvalidInput, match=says):
-        readable(Keeps(kept).state_dict(), "callback Keeps")
+        check_storable(Keeps(kept).state_dict(), "callback Keeps")
 
 
 class Warms(Callback):
@@ -90,6 +91,6 @@ def test_p4_what_a_newcomer_sets_as_it_begins_gives_way_to_the_state() -> None:
         each.on_fit_begin(Alone)  # type: ignore[arg-type]
         each.on_fit_begin(Alone)  # type: ignore[arg-type]
     old.optimizer.param_groups[0]["lr"] = 0.04
-    new.load(old.capture())
+    reload_from_checkpoint(old, new)
     callback_lists[1].on_world_begin(Alone)  # type: ignore[arg-type]
     assert new.optimizer.param_groups[0]["lr"] == 0.04

@@ -9,18 +9,19 @@ from typing import Any
 import pytest
 
 from spark_elastic.protocol.types import Phase, Position
-from spark_elastic.training.evaluation import Evaluation, no_sums
+from spark_elastic.training.loop import Validation
+from spark_elastic.training.progress import TrainingProgress
 
 
 def numbers(*steps: tuple[float, float]) -> dict[str, Any]:
     """steps: their (sum of losses, denominator); ten rows each."""
-    evaluation: Any = object.__new__(Evaluation)
-    state = SimpleNamespace(position=Position(0, Phase.VALIDATE, 0), extras={"validation": no_sums()})
-    evaluation._trainer = SimpleNamespace(state=state)
-    evaluation._rows = SimpleNamespace(plan=SimpleNamespace(steps=len(steps)))
+    validation: Any = object.__new__(Validation)
+    state = SimpleNamespace(position=Position(0, Phase.VALIDATE, 0), progress=TrainingProgress())
+    validation._trainer = SimpleNamespace(state=state)
+    validation._rows = SimpleNamespace(plan=SimpleNamespace(steps=len(steps)))
     for loss, denominator in steps:
-        evaluation._count(SimpleNamespace(loss=loss, denominator=denominator, rows=10))
-    found: dict[str, Any] = evaluation.numbers()
+        validation._account(SimpleNamespace(loss=loss, denominator=denominator, rows=10), 1)
+    found: dict[str, Any] = validation.results()
     return found
 
 

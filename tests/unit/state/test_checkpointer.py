@@ -11,12 +11,11 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.data.store import Store, memory_store
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import Checkpoint
-from spark_elastic.state.checkpoint import CheckpointPolicy
-from spark_elastic.state.durable_commits import DurableCommits
+from spark_elastic.state.checkpoint import Checkpointer, CheckpointPolicy, SnapshotReader
 from spark_elastic.state.elastic_loop import elastic
 from spark_elastic.state.handlers import StateHandler
-from spark_elastic.state.object_state import ObjectState
-from spark_elastic.state.state import State
+from spark_elastic.state.snapshot import PickleCodec
+from spark_elastic.state.state import ObjectState, State
 from tests.unit.state.stage import Stage, StageSession
 
 
@@ -30,7 +29,7 @@ class Played:
         self.trained: list[list[int]] = []
         stage = Stage(size)
         policy = CheckpointPolicy("run", steps=2, seconds=None)
-        stage.durable = DurableCommits(store, policy, SystemClock(), self.told.append)
+        stage.checkpointer = Checkpointer(store, policy, SystemClock(), PickleCodec(), self.told.append)
         stage.resume = resume
 
         def work(session: StageSession) -> float:
@@ -53,7 +52,7 @@ class Played:
         try:
             self.results = stage.play(work)
         finally:
-            stage.durable.close()
+            stage.checkpointer.close()
 
 
 def test_p7_due_commits_and_the_last_are_written_and_others_go_on_from_there() -> None:
@@ -73,20 +72,19 @@ def test_p7_what_was_read_for_a_world_that_broke_is_there_for_the_next(
 ) -> None:
     store = memory_store()
     written = tuple(reversed(Played(store, size=1, until=7).told))
-    durable = DurableCommits(store, CheckpointPolicy("run"), SystemClock(), lambda checkpoint: None)
-    first = durable.restore(written)
+    reader = SnapshotReader(store, "run", PickleCodec())
+    first = reader.read(written)
     with monkeypatch.context() as patched:
-        patched.setattr(Store, "read_bytes", None)  # slow beyond all patience
-        assert durable.restore(list(written)) is first
-    assert durable.restore(written[1:]).version < first.version
-    again = durable.restore(written)
-    durable.begun()
-    assert durable.restore(written) is not again, "it is kept for as long as the training takes"
-    durable.close()
+        patched.setattr(Store, "read_bytes", None)  # a store that cannot be read at all
+        assert reader.read(list(written)) is first
+    assert reader.read(written[1:]).position < first.position
+    again = reader.read(written)
+    reader.forget()
+    assert reader.read(written) is not again, "it is kept for as long as the training takes"
 
 
 class Alone(StateHandler):
-    """Not part of any picture."""
+    """Not part of any snapshot."""
 
     def save(self) -> None: ...
     def restore(self) -> None: ...
@@ -109,11 +107,15 @@ def _never(state: State) -> None:
 
 def test_what_cannot_be_made_durable_is_refused_by_name() -> None:
     stage = Stage(1)
-    stage.durable = DurableCommits(memory_store(), CheckpointPolicy("run"), SystemClock(), print)
+    stage.checkpointer = Checkpointer(
+        memory_store(), CheckpointPolicy("run"), SystemClock(), PickleCodec(), print
+    )
     with pytest.raises(InvalidInput, match="the handler of 'mine' takes no part"):
         stage.play(lambda session: elastic(_never, lambda: session)(WithOwn(mine={})))
     stage = Stage(1)
-    stage.durable = DurableCommits(memory_store(), CheckpointPolicy("run"), SystemClock(), print)
+    stage.checkpointer = Checkpointer(
+        memory_store(), CheckpointPolicy("run"), SystemClock(), PickleCodec(), print
+    )
     with pytest.raises(InvalidInput, match="this one is a Own"):
         stage.play(lambda session: elastic(_never, lambda: session)(Own()))
 

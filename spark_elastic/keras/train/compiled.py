@@ -1,0 +1,226 @@
+"""The losses and metrics that a Keras model was compiled with, for steps whose rows are split over workers.
+
+Losses are sums over rows, so that any split of a step's rows gives the same gradient (R8, weighting). Metrics are
+exact, since every rank gets the rows of the whole step, in rank order; their accumulators are equal everywhere and part
+of the state. Main thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+
+from elastic_collectives import Group
+from spark_elastic.errors import InvalidInput
+from spark_elastic.training.batch import Arrays, LocalBatch, MetricRows
+
+MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
+
+
+@dataclass(frozen=True)
+class _OutputLoss:
+    """The loss of one output."""
+
+    # Keys that lead to the output in the structure of the model's outputs.
+    path: tuple[Any, ...]
+    # A Keras loss without reduction.
+    loss: Any
+    # Its weight in the sum of the losses.
+    weight: float
+    name: str
+    # The reduction that the user chose.
+    reduction: str
+
+
+class CompiledLosses:
+    """Losses of one compiled model."""
+
+    def __init__(self, model: Any, labels: Any, outputs: Any) -> None:
+        """
+        Args:
+            labels: of one row, in the structure of the model's outputs; Keras assigns the losses by it.
+            outputs: likewise.
+
+        Raises:
+            InvalidInput: the loss does not fit the outputs, or an output carries a mask.
+        """
+        self._model = model
+        compiled = model._compile_loss
+        if not compiled.built:
+            try:
+                compiled.build(labels, outputs)
+            except (KeyError, TypeError, ValueError) as error:
+                raise InvalidInput(f"the loss does not fit the model's outputs: {error}") from error
+        self._dtype = compiled.dtype
+        self._parts = [_part(*found) for found in compiled._flat_losses]
+        for part in self._parts:
+            if getattr(_at(part.path, outputs), "_keras_mask", None) is not None:
+                raise InvalidInput(
+                    f"the output of loss {part.name!r} carries a mask, whose number of elements is known only behind "
+                    "the forward pass: weight the rows with sample_weight_col, or end the mask before the output."
+                )
+
+    @property
+    def names(self) -> list[str]:
+        """Names under which the history lists the losses one by one; none for a single loss."""
+        return [f"{part.name}_loss" for part in self._parts] if len(self._parts) > 1 else []
+
+    def factors(self, group: Group, batch: LocalBatch[npt.NDArray[Any]]) -> list[float]:
+        """What the sum of each loss is to be multiplied with. The ranks agree on it where row weights divide a loss."""
+        everywhere = float(batch.planned)
+        if batch.weights is not None and any(p.reduction == "mean_with_sample_weight" for p in self._parts):
+            own = np.array([batch.weights.sum(dtype=np.float64)])
+            everywhere = float(group.allgather(own).sum()) or 1.0
+        divisors = {"sum": 1.0, "mean_with_sample_weight": everywhere}
+        return [1.0 / divisors.get(part.reduction, float(batch.planned)) for part in self._parts]
+
+    def total(
+        self, labels: Any, outputs: Any, weights: Any, factors: Any, part: Any
+    ) -> tuple[Any, list[Any]]:
+        """(these rows' part of the step's loss, the part of each loss). Called while TensorFlow traces.
+
+        Args:
+            part: fraction of the step's rows that these rows are.
+        """
+        own = [
+            self._sum(p, labels, outputs, weights) * tf.cast(factors[k], p.loss.dtype)
+            for k, p in enumerate(self._parts)
+        ]
+        total = sum(tf.cast(o, self._dtype) * p.weight for o, p in zip(own, self._parts, strict=True))
+        for extra in self._model.losses:  # means over rows, and weight penalties
+            total += tf.reduce_sum(tf.cast(extra, self._dtype)) * tf.cast(part, self._dtype)
+        return total, own
+
+    def _sum(self, part: _OutputLoss, labels: Any, outputs: Any, weights: Any) -> Any:
+        label, output = _at(part.path, labels), _at(part.path, outputs)
+        values = part.loss(label, output, sample_weight=weights)
+        rows = tf.cast(tf.shape(tf.nest.flatten(output)[0])[0], part.loss.dtype)
+        if values.shape.rank == 0:  # the user's function takes the mean itself
+            return values * rows if part.reduction in MEANS else values
+        summed = tf.reduce_sum(values)
+        if part.reduction == "sum" or (part.reduction == "mean_with_sample_weight" and weights is not None):
+            return summed
+        return summed * rows / tf.cast(tf.size(values), part.loss.dtype)
+
+
+def _part(path: tuple[Any, ...], loss: Any, weight: float | None, name: str) -> _OutputLoss:
+    chosen = loss.reduction
+    if chosen not in (*MEANS, "sum"):
+        raise InvalidInput(f"loss {name!r} has reduction={chosen!r}: choose sum_over_batch_size or sum.")
+    # A copy: the model's own loss stays as the user compiled it. Keras's `copy` would look up functions by name.
+    summed = object.__new__(type(loss))
+    vars(summed).update(vars(loss), reduction="none")
+    return _OutputLoss(path, summed, 1.0 if weight is None else float(weight), name, chosen)
+
+
+def _at(path: Sequence[Any], structure: Any) -> Any:
+    for key in path:
+        if keras.tree.is_nested(structure):
+            structure = structure[key]
+    return structure
+
+
+class CompiledMetrics:
+    """Metrics of training or validation, one after the other; the accumulators are Keras's own.
+
+    Rows travel once a step, in rank order. What a step gathered counts once `commit` is called.
+    """
+
+    def __init__(
+        self, model: Any, names: Sequence[str], pack: Callable[[Sequence[Any]], Any], eager: bool
+    ) -> None:
+        """
+        Args:
+            names: of the losses that the history lists one by one.
+            pack: puts a list into the structure of the model's outputs.
+        """
+        self._names, self._pack = list(names), pack
+        self._compiled = model._compile_metrics
+        self._run = self._update if eager else tf.function(self._update, reduce_retracing=True)
+        self._sums: dict[str, list[float]] = {}
+        self._outputs = 0
+        self._rows = MetricRows()
+
+    @property
+    def variables(self) -> list[Any]:
+        """The accumulators."""
+        return [] if self._compiled is None else list(self._compiled.variables)
+
+    @property
+    def sums(self) -> dict[str, list[float]]:
+        """[sum over rows, rows] of each loss, by name; part of the state."""
+        return self._sums
+
+    @sums.setter
+    def sums(self, sums: dict[str, list[float]]) -> None:
+        self._sums = sums
+
+    def build(self, labels: Any, outputs: Any) -> None:
+        """Build the accumulators from labels and outputs of one row, in the structure of the model's outputs."""
+        self._outputs = len(keras.tree.flatten(outputs))
+        if self._compiled is not None and not self._compiled.built:
+            self._compiled.build(labels, outputs)
+
+    def add(
+        self, part: LocalBatch[npt.NDArray[Any]], losses: Sequence[npt.NDArray[Any]], outputs: Arrays
+    ) -> None:
+        """Add a micro-batch of this rank.
+
+        Args:
+            losses: the part of each loss in the step's loss.
+        """
+        logged = {name: float(loss) * part.planned for name, loss in zip(self._names, losses, strict=False)}
+        weights = [] if part.weights is None else [part.weights]
+        columns = None if self._compiled is None else [*map(_wide, [*outputs, *part.labels, *weights])]
+        self._rows.add(len(part), logged, columns)
+
+    def gather(self, group: Group) -> None:
+        """Exchange the step's rows. Collective; also called on a rank without rows."""
+        if self._compiled is not None or self._names:
+            self._rows.gather(group)
+
+    def discard(self) -> None:
+        """Forget the rows of an aborted step."""
+        self._rows.discard()
+
+    def commit(self) -> None:
+        """The step was applied: what was gathered counts."""
+        per_rank, columns = self._rows.pop_gathered()
+        for logged, rows in per_rank:
+            for name, total in logged.items():
+                before = self._sums.get(name, [0.0, 0])
+                self._sums[name] = [before[0] + total, before[1] + rows]
+        if columns:
+            self._run([tf.constant(column) for column in columns])
+
+    def results(self) -> dict[str, Any]:
+        """Metrics of all rows since `reset`, by name."""
+        found = {name: total / (rows or 1) for name, (total, rows) in self._sums.items()}
+        if self._compiled is not None:
+            found.update(
+                {name: np.asarray(value).tolist() for name, value in self._compiled.result().items()}
+            )
+        return found
+
+    def reset(self) -> None:
+        self._sums = {}
+        if self._compiled is not None:
+            self._compiled.reset_state()
+
+    def _update(self, columns: list[Any]) -> None:
+        count = self._outputs
+        labels, rest = columns[count : 2 * count], columns[2 * count :]
+        self._compiled.update_state(
+            self._pack(labels), self._pack(columns[:count]), sample_weight=rest[0] if rest else None
+        )
+
+
+def _wide(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """16-bit floats as float32, which numpy can write."""
+    return array.astype(np.float32) if array.dtype.name in ("float16", "bfloat16") else array

@@ -1,0 +1,300 @@
+"""Snapshots of a training state: how they are built, copied in the background, and broadcast to other workers.
+
+A snapshot consists of a small tree of values and one flat memory that holds the large arrays; the tree refers to the
+memory by `Extent` or `ArrayRef`. Hand-written states and the estimators' trainers use the same snapshots, so hand-over
+and checkpoints exist once. The training thread owns everything here, except for the copies that `SnapshotBuffer` makes
+in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import _thread
+import pickle
+import threading
+import warnings
+import zlib
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import cloudpickle
+import numpy as np
+import numpy.typing as npt
+
+from elastic_collectives import Group
+from spark_elastic.errors import StoreError
+from spark_elastic.protocol.types import Phase, Position
+
+Bytes = npt.NDArray[np.uint8]
+ALIGNMENT = 64  # bytes between the beginnings of two pieces of a snapshot's memory
+
+
+class Extent(NamedTuple):
+    """A piece of a snapshot's memory."""
+
+    # Bytes from the beginning of the memory; a multiple of ALIGNMENT.
+    offset: int
+    # Length in bytes.
+    nbytes: int
+
+    def of(self, memory: Bytes) -> Bytes:
+        """This piece of `memory`, as a view."""
+        return memory[self.offset : self.offset + self.nbytes]
+
+
+class ArrayRef(NamedTuple):
+    """A numpy array in a snapshot's memory."""
+
+    extent: Extent
+    dtype: str
+    shape: tuple[int, ...]
+
+    def of(self, memory: Bytes) -> npt.NDArray[Any]:
+        """The array, as a view of `memory`."""
+        return self.extent.of(memory).view(self.dtype).reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One complete version of a training state."""
+
+    # How far the training had come; hand-written training counts its commits as steps of epoch 0.
+    position: Position
+    # Everything small, with references into `memory` in place of arrays. Shares nothing with the live state.
+    values: Any
+    # (n,) bytes of all arrays.
+    memory: Bytes
+
+    def copy(self) -> Snapshot:
+        """The same snapshot in a memory of its own."""
+        return Snapshot(self.position, self.values, self.memory.copy())
+
+
+class SnapshotBuilder:
+    """Collects the arrays of a snapshot and lays them out one after the other."""
+
+    def __init__(self) -> None:
+        # (offset, live memory) of what is copied before the snapshot is returned.
+        self.pieces: list[tuple[int, Bytes]] = []
+        # (offset, live memory) of what may be copied in the background.
+        self.deferred: list[tuple[int, Bytes]] = []
+        # One function for each deferred piece; its number changes with each change of the piece.
+        self.change_counters: list[Callable[[], int]] = []
+        # Bytes that the snapshot needs so far.
+        self.size = 0
+
+    def add(self, memory: Bytes, change_counter: Callable[[], int] | None = None) -> Extent:
+        """Have `memory` copied.
+
+        Args:
+            change_counter: allows a copy in the background. It returns a number that changes with each change of the
+                memory; nothing may change the memory before `SnapshotBuffer.wait` has returned.
+        """
+        extent = Extent(self.size, memory.nbytes)
+        if change_counter is None:
+            self.pieces.append((self.size, memory))
+        else:
+            self.deferred.append((self.size, memory))
+            self.change_counters.append(change_counter)
+        self.size += -(-memory.nbytes // ALIGNMENT) * ALIGNMENT
+        return extent
+
+    def add_array(self, array: npt.NDArray[Any]) -> ArrayRef:
+        """Have a numpy array copied."""
+        flat = np.ascontiguousarray(array).reshape(-1)
+        return ArrayRef(self.add(flat.view(np.uint8)), array.dtype.str, array.shape)
+
+
+Capture = Callable[[SnapshotBuilder], Any]
+
+
+def build_snapshot(position: Position, capture: Capture) -> Snapshot:
+    """A snapshot whose arrays are all copied when this returns.
+
+    Args:
+        capture: adds the arrays to the builder and returns the tree of values.
+    """
+    builder = SnapshotBuilder()
+    values = capture(builder)
+    memory = np.empty(builder.size, np.uint8)
+    _copy(builder.pieces + builder.deferred, memory)
+    return Snapshot(position, values, memory)
+
+
+def _copy(pieces: list[tuple[int, Bytes]], memory: Bytes) -> None:
+    for offset, piece in pieces:
+        np.copyto(memory[offset : offset + piece.nbytes], piece)
+
+
+class _BackgroundCopy:
+    """Copies the deferred pieces of a snapshot. `torn` says afterwards whether one of them changed meanwhile."""
+
+    def __init__(self, snapshot: Snapshot, builder: SnapshotBuilder) -> None:
+        self.snapshot = snapshot
+        self.torn = False
+        self._pieces = builder.deferred
+        self._counters = builder.change_counters
+        self._before = [count() for count in self._counters]
+        self._done = threading.Lock()
+
+    def start(self) -> None:
+        """Start a thread. `threading.Thread` would wait until the thread runs, which costs more than a small copy."""
+        self._done.acquire()
+        _thread.start_new_thread(self._run_in_thread, ())
+
+    def run(self) -> None:
+        _copy(self._pieces, self.snapshot.memory)
+        self.torn = [count() for count in self._counters] != self._before
+
+    def join(self) -> None:
+        with self._done:
+            pass
+
+    def _run_in_thread(self) -> None:
+        self.torn = True  # until the copy is complete, whatever is raised
+        try:
+            self.run()
+        finally:
+            self._done.release()
+
+
+class SnapshotBuffer:
+    """Double buffer: one memory holds the newest complete snapshot while a thread fills the other (R20, copies)."""
+
+    def __init__(self) -> None:
+        self._newest: Snapshot | None = None
+        self._spare: Bytes = np.empty(0, np.uint8)
+        self._running: _BackgroundCopy | None = None
+        # A deferred piece changed too early once; from then on nothing is copied in the background.
+        self._synchronous = False
+
+    def begin(self, position: Position, capture: Capture) -> None:
+        """Begin a snapshot. `capture` adds the arrays to the builder and returns the tree of values."""
+        self.wait()
+        builder = SnapshotBuilder()
+        values = capture(builder)
+        snapshot = Snapshot(position, values, self.spare_memory(builder.size))
+        _copy(builder.pieces, snapshot.memory)
+        copy = _BackgroundCopy(snapshot, builder)
+        if self._synchronous or not builder.deferred:
+            copy.run()
+            self._swap(snapshot)
+        else:
+            self._running = copy
+            copy.start()
+
+    def wait(self) -> None:
+        """Wait until nothing is being copied; the snapshot that was copied is then the newest."""
+        copy, self._running = self._running, None
+        if copy is None:
+            return
+        copy.join()
+        if copy.torn:
+            self._synchronous = True
+            warnings.warn(
+                "a parameter was changed in place after commit() and outside of optimizer.step(), so that commit does "
+                "not count; from now on commits copy everything before they return.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            return
+        self._swap(copy.snapshot)
+
+    def newest(self) -> Snapshot | None:
+        """The newest complete snapshot."""
+        self.wait()
+        return self._newest
+
+    def replace(self, snapshot: Snapshot) -> None:
+        """Make a snapshot from elsewhere the newest one."""
+        self.wait()
+        self._swap(snapshot)
+
+    def spare_memory(self, nbytes: int) -> Bytes:
+        """Memory of exactly `nbytes` bytes that holds no complete snapshot."""
+        if self._spare.nbytes != nbytes:
+            self._spare = np.empty(nbytes, np.uint8)
+        return self._spare
+
+    def _swap(self, snapshot: Snapshot) -> None:
+        former, self._newest = self._newest, snapshot
+        self._spare = np.empty(0, np.uint8) if former is None else former.memory
+
+
+class Codec(Protocol):
+    """Encodes the tree of values of a snapshot as bytes."""
+
+    def dumps(self, values: Any) -> bytes: ...
+
+    def loads(self, data: bytes, *, trusted: bool) -> Any:
+        """The values that `dumps` encoded.
+
+        Args:
+            trusted: the bytes come from a peer of the mesh, which has proved that it holds the job's key; else from
+                the store.
+        """
+        ...
+
+
+class PickleCodec:
+    """For hand-written states: whoever can write to the store can run code on the workers."""
+
+    def dumps(self, values: Any) -> bytes:
+        return pickle_value(values)
+
+    def loads(self, data: bytes, *, trusted: bool) -> Any:
+        return pickle.loads(data)
+
+
+def pickle_value(value: object) -> bytes:
+    """Pickle a value; cloudpickle takes what pickle refuses, such as classes of a script."""
+    try:
+        return pickle.dumps(value)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return bytes(cloudpickle.dumps(value))
+
+
+def broadcast_snapshot(
+    group: Group,
+    source: int,
+    snapshot: Snapshot | None,
+    codec: Codec,
+    receivers: Collection[int] | None = None,
+    allocate: Callable[[int], Bytes] = lambda nbytes: np.empty(nbytes, np.uint8),
+) -> Snapshot | None:
+    """Send the snapshot of rank `source` to the receivers; collective over the whole group (R5, sync into staging).
+
+    What arrives is verified by checksum and returned; the receiver's state does not change before it loads it.
+
+    Args:
+        snapshot: on rank `source`; ignored on the others.
+        receivers: ranks that take the snapshot over; None: all but `source`. The others return None.
+        allocate: returns memory of so many bytes for what arrives.
+
+    Raises:
+        CollectiveError: the group broke.
+        StoreError: the bytes that arrived differ from those that were sent.
+    """
+    if group.rank == source:
+        assert snapshot is not None
+        values, position = np.frombuffer(codec.dumps(snapshot.values), np.uint8), snapshot.position
+        header = [values.nbytes, snapshot.memory.nbytes, _crc(values), _crc(snapshot.memory)]
+        header += [position.epoch, position.phase.value, position.step]
+        for part in (np.array(header, np.int64), values, snapshot.memory):
+            group.broadcast(part, source)
+        return None
+    arrived = np.zeros(7, np.int64)
+    group.broadcast(arrived, source)
+    values_bytes, memory_bytes, values_crc, memory_crc, epoch, phase, step = arrived.tolist()
+    values, memory = np.empty(values_bytes, np.uint8), allocate(memory_bytes)
+    group.broadcast(values, source)
+    group.broadcast(memory, source)
+    if receivers is not None and group.rank not in receivers:
+        return None
+    if (_crc(values), _crc(memory)) != (values_crc, memory_crc):
+        raise StoreError("the state that arrived is not the one that was sent; it was not taken over.")
+    return Snapshot(Position(epoch, Phase(phase), step), codec.loads(values.tobytes(), trusted=True), memory)
+
+
+def _crc(data: Bytes) -> int:
+    return zlib.crc32(data.data)

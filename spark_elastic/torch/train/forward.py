@@ -1,0 +1,181 @@
+"""What a forward pass changes besides gradients: module buffers and random generators.
+
+An aborted step puts buffers back (R3, aborted forward). A step that is applied averages the buffers that it wrote over
+the ranks. Forward passes draw from random streams of their own, so that the process's generators stay equal on all
+ranks. Main thread only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.random import mtrand
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from elastic_collectives import Group
+from spark_elastic.ops.flat_allreduce import FlatBuffer
+from spark_elastic.torch.layers import SyncBatchNorm
+from spark_elastic.training.trainer import describe_dependent_layers
+from spark_elastic.worker.stack_sampler import gc_paused
+
+
+def rng_state() -> dict[str, Any]:
+    """The state of this process's CPU generators, as a tensor and plain values."""
+    state: Any = np.random.get_state()
+    kind, words, *rest = state
+    return {"torch": _torch_rng_state(), "numpy": (kind, words.tolist(), *rest), "python": random.getstate()}
+
+
+def _torch_rng_state() -> torch.Tensor:
+    """`torch.get_rng_state`, which wraps a tensor with the generator's lock held."""
+    with gc_paused:
+        return torch.get_rng_state()
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    kind, words, *rest = state["numpy"]
+    np.random.set_state((kind, np.array(words, np.uint32), *rest))
+    random.setstate(state["python"])
+
+
+@contextmanager
+def seeded_rng(*key: int) -> Iterator[None]:
+    """Inside, random numbers follow from `key` alone; after it, the generators go on as if nothing had been drawn."""
+    kept = _torch_rng_state(), mtrand.get_bit_generator(), random.getstate()
+    numbers = b"%d," * len(key) % key  # formatting a member of an enum takes ten times as long
+    seed = int.from_bytes(hashlib.sha256(numbers).digest()[:8], "little")
+    torch.default_generator.manual_seed(seed)
+    # numpy's generator is exchanged for another one, since getting and setting its state takes ten times as long.
+    mtrand.set_bit_generator(_spare_generator())
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(kept[0])
+        mtrand.set_bit_generator(kept[1])
+        random.setstate(kept[2])
+
+
+@cache
+def _spare_generator() -> np.random.MT19937:
+    """One for the process: a new one costs as much as setting a state."""
+    return np.random.MT19937(0)
+
+
+def has_buffers(modules: Iterable[torch.nn.Module]) -> bool:
+    """Whether any of them has a buffer of its own now; a forward pass may add some."""
+    return any(module._buffers for module in modules)
+
+
+class BufferSnapshot:
+    """The buffers of a model at the beginning of a step."""
+
+    def __init__(self, model: torch.nn.Module, modules: Iterable[torch.nn.Module]) -> None:
+        """
+        Args:
+            modules: all modules of the model; finding them takes long where there are many.
+        """
+        self._model = model
+        named = model.named_buffers() if has_buffers(modules) else ()
+        self._buffers = {name: (buffer, buffer.clone()) for name, buffer in named}
+
+    def has_changed(self, name: str, buffer: torch.Tensor) -> bool:
+        """Whether a buffer's values changed since; torch's version counters miss what BatchNorm writes."""
+        return name not in self._buffers or not torch.equal(self._buffers[name][1], buffer)
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for name, (buffer, kept) in self._buffers.items():
+                owner, _, own_name = name.rpartition(".")
+                # A forward pass may have put a new tensor in its place.
+                self._model.get_submodule(owner)._buffers[own_name] = buffer
+                buffer.copy_(kept)
+
+
+class BufferExchange:
+    """Averages the buffers that a step wrote, so that replicas agree: `send` in the exchange, `apply` in the apply
+    section.
+
+    Floating point buffers become the mean over ranks weighted by rows, integer and boolean ones the maximum. Buffers
+    that no rank wrote to (masks, tables of positions, which may be larger than the gradients) do not travel.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+
+    def send(self, group: Group, before: BufferSnapshot, rows: int, planned: int) -> None:
+        """Exchange the buffers; collective.
+
+        Args:
+            before: the buffers before the forward pass.
+            rows: of this rank; a rank without rows adds nothing.
+            planned: rows of the step over all ranks.
+        """
+        named = [(name, b) for name, b in self._model.named_buffers() if not b.is_complex()]
+        changed = np.array([before.has_changed(name, b) for name, b in named], np.int64)
+        if len(changed):
+            group.allreduce(changed, op="max")  # all ranks then send the same buffers
+        sent = [b for (_, b), flag in zip(named, changed, strict=True) if flag]
+        self._floats = [b for b in sent if b.is_floating_point()]
+        self._integers = [b for b in sent if not b.is_floating_point()]
+        # Zeros, not values times zero, which are NaN where a mask holds infinities.
+        self._means = _copy_to_flat(self._floats, torch.float64, rows / planned if rows else None)
+        self._means.allreduce(group)
+        self._maxima = _copy_to_flat(self._integers, torch.int64)
+        self._maxima.allreduce(group, "max")
+
+    def apply(self) -> None:
+        with torch.no_grad():
+            for buffers, flat in ((self._floats, self._means), (self._integers, self._maxima)):
+                for buffer, view in zip(buffers, flat.views, strict=True):
+                    buffer.copy_(torch.from_numpy(view))
+
+
+def _copy_to_flat(buffers: list[torch.Tensor], dtype: torch.dtype, factor: float | None = 1.0) -> FlatBuffer:
+    """Copy buffers, times `factor`, to one flat buffer; None stands for zeros."""
+    arrays = [None if factor is None else buffer.detach().to(dtype).numpy() for buffer in buffers]
+    name = str(dtype).removeprefix("torch.")
+    flat = FlatBuffer([tuple(buffer.shape) for buffer in buffers], [name] * len(buffers))
+    flat.fill([array if array is None or factor == 1.0 else array * factor for array in arrays])
+    return flat
+
+
+def describe_world_dependence(model: torch.nn.Module) -> str | None:
+    """A sentence that names the layers that make a step depend on how its rows are split over workers (R9).
+
+    None: the weights equal those of any other world, up to rounding.
+    """
+    return describe_dependent_layers((name or "the model", why) for name, why in _dependent_layers(model))
+
+
+def shares_statistics(modules: Iterable[torch.nn.Module]) -> bool:
+    """Whether the ranks exchange statistics inside of forward passes, so that each must make exactly one, of all its
+    rows."""
+    return any(isinstance(module, SyncBatchNorm) and module.training for module in modules)
+
+
+def _dependent_layers(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
+    for name, module in model.named_modules():
+        if not module.training:
+            continue
+        if isinstance(module, _BatchNorm) and not isinstance(module, torch.nn.SyncBatchNorm | SyncBatchNorm):
+            yield name, f"{type(module).__name__}: statistics of each worker's own rows"
+        elif _is_random(module):
+            yield name, f"{type(module).__name__}: random in each worker"
+
+
+def _is_random(module: torch.nn.Module) -> bool:
+    if isinstance(module, torch.nn.RReLU):
+        return True
+    rate = module.p if isinstance(module, _DropoutNd) else getattr(module, "dropout", 0.0)
+    return isinstance(rate, float | int) and rate > 0.0  # RNNs and attention hold a number, others a module

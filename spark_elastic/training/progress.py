@@ -1,0 +1,123 @@
+"""How far a training has come, apart from its position: sums, history, why it stops.
+
+Part of the state: newcomers and checkpoints take it over as plain values. Pure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from spark_elastic.errors import InvalidInput
+from spark_elastic.training.step_summary import StepDecision
+
+
+@dataclass
+class StepSums:
+    """Sums over the steps of an epoch, or of its validation."""
+
+    # Sum of the losses of all rows.
+    loss: float = 0.0
+    # What the sum is divided by (R8, weighting). 0: the user wants the loss summed. NaN: the model reports no loss.
+    divisor: float = 0.0
+    # Rows of all ranks.
+    rows: int = 0
+    # Number of steps.
+    steps: int = 0
+    # Seconds that the steps took on this worker.
+    seconds: float = 0.0
+    # Sizes of the worlds that took the steps, each once.
+    world_sizes: list[int] = field(default_factory=list)
+
+    def add(self, decision: StepDecision, world_size: int, seconds: float) -> None:
+        """Add a step that was applied."""
+        self.loss += decision.loss
+        self.divisor += decision.denominator
+        self.rows += decision.rows
+        self.steps += 1
+        self.seconds += seconds
+        if world_size not in self.world_sizes:
+            self.world_sizes.append(world_size)
+
+    def mean_loss(self) -> float:
+        """The mean over rows, or over steps where the loss has no divisor."""
+        return self.loss / (self.divisor or self.steps)
+
+    def history_entry(self, epoch: int, planned: int) -> dict[str, Any]:
+        """The epoch as an entry of the history.
+
+        Args:
+            planned: rows that these steps were to have.
+        """
+        return {
+            "epoch": epoch,
+            "loss": self.mean_loss(),
+            "rows": self.rows,
+            "planned": planned,
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "worlds": self.world_sizes,
+        }
+
+
+@dataclass
+class TrainingProgress:
+    """What a training remembers between its steps, besides weights and position."""
+
+    # One entry for each epoch that was closed; plain JSON values.
+    history: list[dict[str, Any]] = field(default_factory=list)
+    # Sums over the steps of the current epoch.
+    epoch: StepSums = field(default_factory=StepSums)
+    # Sums over the steps of its validation.
+    validation: StepSums = field(default_factory=StepSums)
+    # Logs of the newest step until it is finalized (R1, finalized steps); callbacks see them only then.
+    pending_logs: dict[str, Any] | None = None
+    # Why the training ends with this epoch; None: it goes on.
+    stop_reason: str | None = None
+    # Whether the warning about layers that depend on the number of workers was given (R9, what P2 covers).
+    has_warned: bool = False
+    # Keras: sum over rows and number of rows of each loss, by name.
+    metric_sums: dict[str, list[float]] = field(default_factory=dict)
+    # Keras: metrics of the epoch's training, kept while its validation uses the accumulators.
+    train_metrics: dict[str, Any] = field(default_factory=dict)
+
+    def begin_epoch(self) -> None:
+        """Clear what belongs to one epoch."""
+        self.epoch, self.validation = StepSums(), StepSums()
+
+    def to_values(self) -> dict[str, Any]:
+        """A copy as plain values."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> TrainingProgress:
+        """The progress that `to_values` described."""
+        epoch, validation = StepSums(**values["epoch"]), StepSums(**values["validation"])
+        return cls(**{**values, "epoch": epoch, "validation": validation})
+
+
+def select_figures(entry: Mapping[str, Any]) -> dict[str, float]:
+    """What of a history entry the next epoch's progress shows: losses of validation, metrics, learning rate."""
+    return {name: value for name, value in entry.items() if isinstance(value, float) and name != "seconds"}
+
+
+def to_json_values(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """A history entry as plain JSON values; callbacks may have added numbers of numpy or torch.
+
+    Raises:
+        InvalidInput: a callback added something that the history cannot keep.
+    """
+
+    def to_list(value: Any) -> Any:
+        if not hasattr(value, "tolist"):
+            raise InvalidInput(
+                "the history keeps numbers, strings, and lists of them: a callback added a "
+                f"{type(value).__name__} to logs."
+            )
+        return value.tolist()
+
+    values: dict[str, Any] = json.loads(json.dumps(entry, default=to_list))
+    return values

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from spark_elastic.errors import InvalidInput
+from spark_elastic.training.progress import StepSums, TrainingProgress, select_figures, to_json_values
+from spark_elastic.training.step_summary import StepDecision
+
+
+def decision(loss: float, denominator: float, rows: int) -> StepDecision:
+    none = np.zeros(0, np.bool_)
+    return StepDecision(1, rows, loss, denominator, none, none, 0)
+
+
+def test_an_entry_sums_up_the_steps_of_worlds_of_several_sizes() -> None:
+    sums = StepSums()
+    sums.add(decision(6.0, 4.0, 4), world_size=2, seconds=0.5)
+    sums.add(decision(2.0, 4.0, 4), world_size=3, seconds=0.25)
+    sums.add(decision(4.0, 4.0, 3), world_size=2, seconds=0.25)
+
+    assert sums.history_entry(epoch=5, planned=12) == {
+        "epoch": 5,
+        "loss": 1.0,
+        "rows": 11,
+        "planned": 12,
+        "steps": 3,
+        "seconds": 1.0,
+        "worlds": [2, 3],
+    }
+
+
+def test_a_loss_that_is_a_sum_is_averaged_over_the_steps() -> None:
+    sums = StepSums()
+    for _ in range(2):
+        sums.add(decision(3.0, 0.0, 4), world_size=1, seconds=0.0)
+
+    assert sums.mean_loss() == 3.0
+
+
+def test_figures_are_the_floats_but_for_the_time() -> None:
+    assert select_figures({"epoch": 1, "loss": 0.5, "seconds": 2.0, "worlds": [2]}) == {"loss": 0.5}
+
+
+def test_the_history_keeps_plain_values() -> None:
+    entry = {"a": np.int64(3), "b": np.arange(2), "c": np.float32(0.5)}
+
+    assert to_json_values(entry) == {"a": 3, "b": [0, 1], "c": 0.5}
+    with pytest.raises(InvalidInput, match="a callback added a set to logs"):
+        to_json_values({"a": {1}})
+
+
+def test_progress_comes_back_from_its_plain_values() -> None:
+    progress = TrainingProgress(history=[{"epoch": 0, "loss": 0.5}], stop_reason="early", has_warned=True)
+    progress.epoch.add(decision(6.0, 4.0, 4), world_size=2, seconds=0.5)
+    progress.pending_logs = {"epoch": 1, "step": 0}
+
+    values = progress.to_values()
+
+    assert TrainingProgress.from_values(values) == progress
+    progress.epoch.add(decision(6.0, 4.0, 4), world_size=3, seconds=0.5)
+    assert TrainingProgress.from_values(values) != progress, "the values share something with the progress"
