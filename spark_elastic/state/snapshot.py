@@ -102,7 +102,9 @@ class SnapshotBuilder:
     def add_array(self, array: npt.NDArray[Any]) -> ArrayRef:
         """Have a numpy array copied."""
         flat = np.ascontiguousarray(array).reshape(-1)
-        return ArrayRef(self.add(flat.view(np.uint8)), array.dtype.str, array.shape)
+        # The types of ml_dtypes, such as bfloat16, are known by their names only.
+        dtype = array.dtype.name if array.dtype.kind == "V" else array.dtype.str
+        return ArrayRef(self.add(flat.view(np.uint8)), dtype, array.shape)
 
 
 Capture = Callable[[SnapshotBuilder], Any]
