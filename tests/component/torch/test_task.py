@@ -52,7 +52,7 @@ def test_p2_with_everything_that_hangs_on_a_training(tmp_path: Path) -> None:
     entries = json.loads(outcome.result)["history"]
     shows_what_the_history_has(told, entries)
     numbers = {name for name, value in entries[0].items() if isinstance(value, int | float)}
-    known = epoch_numbers(job.task(store, manifest)._trainer._brought, ["y", "w"])
+    known = epoch_numbers(job.task(store, manifest)._trainer._objects, ["y", "w"])
     assert {name.removeprefix("val_") for name in numbers} <= {*known, *BESIDE}
 
 
@@ -84,7 +84,7 @@ def test_p4_the_state_wins_over_what_a_newcomer_sets_as_it_begins(tmp_path: Path
     def work(group: Group) -> float:
         task = job.task(store, manifest)
         trainer: Any = task._trainer
-        trainer._brought = replace(trainer._brought, callbacks=(Warms(),))
+        trainer._objects = replace(trainer._objects, callbacks=(Warms(),))
         task.prepare()
         if group.rank == 0:  # three epochs later
             task._callbacks.on_fit_begin(group)
@@ -106,8 +106,8 @@ class EndingJob(HookedJob):
     def task(self, store: Store, manifest: Manifest, ledger: str | None = None) -> TorchTrainTask:
         task = super().task(store, manifest, ledger)
         trainer: Any = task._trainer
-        objects = trainer._brought
-        trainer._brought = replace(objects, callbacks=(*objects.callbacks, Ends(self.who)))
+        objects = trainer._objects
+        trainer._objects = replace(objects, callbacks=(*objects.callbacks, Ends(self.who)))
         return task
 
 
