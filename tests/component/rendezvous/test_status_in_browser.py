@@ -164,7 +164,7 @@ def test_the_page_at_four_moments_of_a_job(job: Played, url: str, screen: Screen
     assert job.world is not None
     text = f"rank 1 keeps rank 0 and 2 waiting for 3 s; its process is in state D\n{STACK}"
     job.on(on.WorkerStalled(0, job.world.members[1].worker, job.world.fence, text))
-    screen.shows("Who keeps the others waiting", "reader.py")
+    screen.shows("Stalled workers, which keep the others waiting", "reader.py")
     assert screen.fits()
     screen.shoot("status-stuck")
     assert not screen.complaints

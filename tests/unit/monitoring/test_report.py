@@ -29,7 +29,7 @@ REPORT = JobReport(
 )
 
 
-def test_figures() -> None:
+def test_a_report_computes_goodput_recoveries_and_lost_steps() -> None:
     assert REPORT.goodput == pytest.approx(0.9)
     assert len(REPORT.recoveries) == 3
     assert (REPORT.recovery_seconds(50), REPORT.recovery_seconds(99), REPORT.steps_lost) == (1.0, 3.0, 1)
@@ -37,7 +37,7 @@ def test_figures() -> None:
     assert JobReport().goodput == 0.0
 
 
-def test_rows_are_judged_against_the_table() -> None:
+def test_missing_and_duplicated_rows_are_counted_against_the_plan() -> None:
     history = [{"epoch": 0, "rows": 100}, {"epoch": 1, "rows": 97}, {"epoch": 2, "rows": 101}]
     history.append({"epoch": 3, "rows": 38, "planned": 40})  # a callback ended the training there
     assert REPORT.with_rows(history, 100).epochs == (
@@ -45,19 +45,19 @@ def test_rows_are_judged_against_the_table() -> None:
     )  # fmt: skip
 
 
-def test_it_survives_json() -> None:
+def test_a_report_survives_json() -> None:
     full = REPORT.with_rows([{"epoch": 0, "rows": 10}], 10)
     assert JobReport.from_json(full.to_json()) == full
 
 
-def test_it_reads_well() -> None:
+def test_a_report_prints_as_a_few_lines() -> None:
     lines = str(REPORT.with_rows([{"epoch": 0, "rows": 10}], 12)).splitlines()
     assert lines[0].startswith("goodput 90.0% of 100.0 s: start 5.0 s, training 91.0 s, recovery 4.0 s")
     assert lines[1] == "recoveries: 3, p50 1.00 s, p99 3.00 s; steps lost: 1"
     assert lines[-1] == "epoch 1: 10 rows, 2 missing, 0 duplicated"
 
 
-def test_the_page_shows_what_is_printed() -> None:
+def test_the_example_in_the_docs_is_what_a_report_prints() -> None:
     report = JobReport(
         seconds=62.4,
         phases={"start": 1.9, "training": 59.36, "recovery": 0.8, "planned": 0.2, "closing": 0.1},
@@ -72,7 +72,7 @@ def test_the_page_shows_what_is_printed() -> None:
 
 
 @pytest.mark.parametrize("report", [REPORT, JobReport()])
-def test_the_picture_has_three_plots(report: JobReport) -> None:
+def test_the_plot_of_a_report_has_three_axes(report: JobReport) -> None:
     pytest.importorskip("matplotlib")
     figure = report.plot()
     assert [axes.get_ylabel() for axes in figure.axes] == ["loss", "rows/s", "workers"]
