@@ -111,7 +111,7 @@ def test_metrics_are_in_the_exposition_format() -> None:
 
 def test_the_page_needs_nothing_from_elsewhere() -> None:
     page = pages(JobHistory(0.0, ignore), "job", FakeClock())[""]
-    html = page.make().decode()
+    html = page.render().decode()
     found: list[tuple[str, str | None]] = []
 
     class Links(HTMLParser):
