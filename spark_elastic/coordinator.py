@@ -1,9 +1,9 @@
 """A job whose driver runs in a Spark task, because executors cannot reach the client: the task's body and its client.
 
 The coordinator (in the task) has the server, the driver loop and the driver machine. The client launches slots for it
-and shows people how the job goes. They exchange messages through objects in the store (`state.store_channel`). If the
-coordinator is lost, the job ends as `CoordinatorLost`. A heartbeat in the store makes a second copy of the task, which
-Spark may start, wait for the first.
+and shows people how the job goes. They exchange messages through objects in the store (`state.store_channel`), since
+Spark hands on a task's output only when the task ends. If the coordinator is lost, the job ends as `CoordinatorLost`. A
+heartbeat in the store makes a second copy of the task, which Spark may start, wait for the first.
 """
 
 from __future__ import annotations

@@ -269,6 +269,7 @@ def _pieces(group: RowGroup, manifest: Manifest, most: int) -> Iterator[RowGroup
     if decoded <= 2 * most or group.rows == 1:  # to cut costs a write and a read
         yield group
         return
+    # The manifest lists the pieces as row groups, so that plan, cache and prefetch do not notice.
     rows = max(1, group.rows * most // decoded)
     for first in range(0, group.rows, rows):
         count = min(rows, group.rows - first)

@@ -274,7 +274,8 @@ class StepStream:
         self._last_read = self._clock.now()
 
     def _blocks(self) -> Iterator[RankBlock]:
-        """This rank's rows of all steps, in blocks of steps that double, so that the first step comes soon."""
+        """This rank's rows of all steps, in blocks of steps: one step alone has few rows of each lane, and each take is
+        a call. Blocks double, so that the first step comes soon."""
         plan, step, count = self._loader.plan, self._next, 1
         while step < plan.steps:
             room = self._limit.bytes // 2 // self._max_step_bytes(step)

@@ -48,7 +48,8 @@ def get_job_queue(owner: object) -> JobQueue:
 
 
 class QueueTimeout:
-    """A deadline that is postponed while a job of the application trains."""
+    """A deadline that is postponed while a job of the application trains: its slots are in use, not missing, and a
+    queue of long fits on a full cluster is worked off."""
 
     def __init__(self, queue: JobQueue, seconds: float, clock: Clock, what: str) -> None:
         """

@@ -179,6 +179,7 @@ def _decode(known: dict[str, type], value: dict[str, Any]) -> object:
     return codec.read(cls, fields)
 
 
+# Derived from the type hints, so that a new event can be recorded and replayed without further code.
 EVENTS = {cls.__name__: cls for cls in typing.get_args(DriverEvent) if cls is not Received}
 MESSAGES = {cls.__name__: cls for cls in typing.get_args(DriverMessage)}
 COMMANDS = {cls.__name__: cls for cls in typing.get_args(DriverCommand)}

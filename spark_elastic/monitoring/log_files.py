@@ -1,7 +1,8 @@
 """What a run's workers print, kept in its store: `runs/RUN/logs/ATTEMPT-PART.log`, a line each with time and worker.
 
 Lines are gathered and written by a thread of their own, at most once in `WRITE_EVERY` seconds; an object store cannot
-add to an object, so a part is written again while it grows. Bounded: the oldest parts go. A store that fails costs
+add to an object, so a part is written again while it grows. One stream, not a file for each worker: the number of
+objects does not grow with the number of workers. Bounded: the oldest parts go. A store that fails costs
 lines and one warning, never the job.
 """
 

@@ -51,6 +51,7 @@ class OperationQueues:
             if ranks not in self._queues:
                 group = self._group
                 if group.size > 1:
+                    # With a subgroup and a thread for each set, operations never wait for gradients, nor the reverse.
                     group = group.subgroup(_subgroup_channel(ranks), process_set.ranks)
                 name = "" if process_set is global_process_set else repr(process_set)
                 worker = get_context()

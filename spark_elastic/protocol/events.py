@@ -60,7 +60,7 @@ class HostLost(Event):
 
 @dataclass(frozen=True)
 class HostsDiscovered(Event):
-    """Discovery's newest answer: which hosts may take part."""
+    """Discovery's newest answer: which hosts may take part. Level-triggered: it never says what changed."""
 
     # Each by its id or its machine's name, and how many slots it has. None: all hosts, without limit.
     hosts: tuple[tuple[str, int], ...] | None

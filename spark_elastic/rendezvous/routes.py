@@ -246,6 +246,7 @@ class Routes:
         if world is None or member is None or member.rank != message.rank:
             raise StaleGeneration(f"{message.worker} is not rank {message.rank} of that world")
         scope = generation_scope(message.fence.generation)
+        # Wakes the ranks once, when the last part is there: not all of them at each part.
         if self._state.add_blob(scope, message.name, message.rank, message.blob):
             self._state.waiters.wake(scope)
 

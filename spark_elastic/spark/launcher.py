@@ -1,8 +1,9 @@
 """Launches slots as single-task Spark jobs of a SparkContext, one thread per job.
 
 Slot jobs inherit the caller's job group, pool and tags, and quote its description: the dispatcher thread is started
-from the caller's thread and hands its local properties on. A lost executor fails one job alone, which the driver may
-launch again; a cancelled one is reported as such.
+from the caller's thread and hands its local properties on. There is no barrier: a lost executor fails one job alone,
+which the driver may launch again, and Spark's count of failures cannot end the training. Queued jobs make dynamic
+allocation add executors. A cancelled job is reported as such.
 """
 
 from __future__ import annotations

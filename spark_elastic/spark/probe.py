@@ -75,6 +75,7 @@ class ProbeReport:
 @dataclass(frozen=True)
 class PeerCheck:
     """Whether executors reach one another: probes of one job exchange addresses through the store and dial each other.
+    So compute that isolates its executors is refused before any slot is asked for.
 
     Probes that do not run at the same time find no fault.
     """

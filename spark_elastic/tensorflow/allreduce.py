@@ -169,7 +169,7 @@ def allreduce_slices(
 def _sum_equal_indices(values: Array, indices: Array, factor: float = 1.0) -> list[Array]:
     """Return (values times `factor`, indices) with each index once, the values of equal indices summed.
 
-    Keras squares each listed value: with an index listed twice, Adam would depend on options ranks share the rows.
+    Keras squares each listed value: with an index listed twice, Adam would depend on how ranks share the rows.
     """
     rows, positions = np.unique(indices, return_inverse=True)
     wide = np.float32 if values.dtype.itemsize < 4 else values.dtype

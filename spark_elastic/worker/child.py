@@ -1,4 +1,8 @@
-"""A training process as its slot sees it: started warm, activated as a worker, its output passed on line by line."""
+"""A training process as its slot sees it: started warm, activated as a worker, its output passed on line by line.
+
+Training runs in a child of the slot's task, which the kernel kills when the task ends: a crash, exhausted memory or a
+stray thread stays in that child, and a warm spare takes its place.
+"""
 
 from __future__ import annotations
 

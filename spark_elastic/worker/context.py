@@ -25,7 +25,8 @@ class EngineThread:
     """The thread that calls the collectives of a group while the main thread computes.
 
     Work runs in the order of submission, which the submitters must make the same on all ranks. Any thread may submit;
-    the thread starts with the first submission. Knows neither groups nor tensors.
+    the thread starts with the first submission: a small model, of one bucket, needs none (see `run`). Knows neither
+    groups nor tensors.
     """
 
     def __init__(self) -> None:

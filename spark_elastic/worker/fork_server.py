@@ -298,7 +298,8 @@ def _look_like_entry() -> None:
 
 
 def _reseed() -> None:
-    """Seed anew what modules seeded when they were imported. `random` does so itself after each fork."""
+    """Seed anew what modules seeded when they were imported. `random` does so itself after each fork. Only the seed of
+    `hash()` stays the server's."""
     modules: dict[str, Any] = dict(sys.modules)
     if "numpy" in modules:
         modules["numpy"].random.seed()

@@ -61,7 +61,8 @@ class FunctionProgram:
         return None
 
     def sync(self, world: World, group: Group) -> Position | None:
-        """None: an elastic function synchronizes its state itself."""
+        """None: an elastic function synchronizes its state itself, since a newcomer has none before its function has
+        created one."""
         return None
 
     def run(self, world: World, group: Group, handle: WorkerHandle) -> Outcome:

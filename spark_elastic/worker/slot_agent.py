@@ -146,7 +146,8 @@ class SlotAgent:
     def _handle_warm(self, child: Child) -> str | None:
         """Have a spare started, now that starting it no longer slows the worker's own start down.
 
-        The first spare comes after `spare_after`, so that a short job does without; a replacement comes at once.
+        The first spare comes after `spare_after`, so that a short job does without: two spares that import torch cost
+        as much as a small model's whole training. A replacement comes at once.
         """
         child.warm = True
         if child is self._active and self._started > 1:
@@ -240,6 +241,8 @@ class SlotAgent:
             seen = commands.seen
             self._events.put(lambda commands=commands: self._execute(commands))  # type: ignore[misc]
 
+    # The slot sends heartbeats for its training process: a held GIL does not silence another process, which also sees
+    # when the child is stopped.
     def _send_heartbeats(self) -> None:
         while not self._closing.wait(self._heartbeat_every):
             child = self._active

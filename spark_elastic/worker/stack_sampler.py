@@ -4,7 +4,8 @@ Slot and child share two anonymous files. One holds numbers: since when the chil
 newest sample was taken, and when the driver last answered the slot. The other holds the newest stack of the child's
 main thread. A Python thread of the child writes it twice a second. If that thread no longer gets the GIL, the slot
 sends a signal, upon which the main thread itself writes its stack (`faulthandler`). `faulthandler`'s watchdog is not
-used: it reads the stacks of other threads without the GIL and can crash if they run meanwhile.
+used: it reads the stacks of other threads without the GIL, and crashed one in forty of the processes that were stopped
+for longer than its timeout and then continued.
 """
 
 from __future__ import annotations

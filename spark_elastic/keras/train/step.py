@@ -141,6 +141,8 @@ class Gradients:
         with tf.GradientTape() as tape:
             losses, outputs = self._forward(inputs, labels, weights, factors, part, training=True)
         gradients = tape.gradient(losses[0], self._variables)
+        # Dense, as in a plain loop. Of an embedding's row that a batch has twice Keras lists two entries, and Adam and
+        # `global_clipnorm` square each of them: the result would depend on which rows share a batch. The sum does not.
         dense = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
         return dense, losses, outputs
 

@@ -36,10 +36,13 @@ from spark_elastic.protocol.types import (
 
 # Seconds before a launch, by failed attempts before it. A host that may not be used and has room would be found again
 # and again; the last value is how long another host that gets room meanwhile goes unnoticed.
+# Spark alone decides where a slot job lands. The machine delays the job, not the launcher, so that a changed listing or
+# a new executor launches it at once.
 BACK_OFF = (0.0, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 # What was left to another job is asked for again as after so many failed attempts.
 ATTEMPTS_AFTER_PREEMPTION = BACK_OFF.index(4.0) - 1
-# Seconds of cooldown that a slot waits out with its warm worker; for a longer one it is given back.
+# Seconds of cooldown that a slot waits out with its warm worker. For a longer one it is given back, since its core may
+# be useful elsewhere.
 PARKING_LIMIT = 5.0
 
 # ---- launches
@@ -122,6 +125,7 @@ def find_blacklisted_hosts(tx: Transition) -> tuple[list[HostId], float] | None:
     discovered = state.hosts.discovered
     if not out or (discovered is None and state.generation == 0):
         return None
+    # Hosts that were lost count as usable: a good one may come back, and is waited for.
     usable = state.hosts.known if discovered is None else set(dict(discovered))
     if usable - set(out):
         return None

@@ -189,6 +189,7 @@ class SlotEnd(Enum):
 class Slots(_Living[SlotId, SlotRecord]):
     """Slots that are alive, by name."""
 
+    # Indexes, so that an event costs its own slot or host, never all of them.
     _by_host: Table[HostId, tuple[SlotId, ...]] = field(default_factory=Table)
     _by_launch: Table[int, tuple[SlotId, ...]] = field(default_factory=Table)
     evicted: Table[SlotId, str] = field(default_factory=Table)  # slots that are gone, and why

@@ -214,7 +214,11 @@ class GradientExchange:
             parameter.grad = None
 
     def apply_agreement(self, found_sparse: Marks) -> None:
-        """Take over which gradients are sparse on any rank, as all ranks agreed at the end of a step."""
+        """Take over which gradients are sparse on any rank, as all ranks agreed at the end of a step.
+
+        In the first step of a world a sparse gradient travels dense, while the step summary tells the ranks of it: that
+        takes no exchange of its own, and a rank without such a gradient is no special case.
+        """
         if self._options.sparse == "kept":
             for index in np.flatnonzero(found_sparse).tolist():
                 gradient = self._parameters[index].grad
@@ -357,6 +361,8 @@ class GradientExchange:
             if gradient is None:
                 view.zero_()
             else:
+                # A copy takes three passes over the memory; if backward added to zeros in the bucket, it would
+                # take five.
                 view.copy_(gradient.detach() if gradient.requires_grad else gradient)
             parameter.grad = view
 
