@@ -146,6 +146,8 @@ void Group::reduce(void* data, size_t count, const Reduction& reduction, uint32_
   if (size_ == 1) return finish(reduction, data, count, reduction.type, 1);
   if (reduction.op == ReduceOp::kAdasum) return reduceByAdasum(data, count, reduction, tag);
   const auto hosts = this->hosts();
+  // On several hosts 16-bit floats go over the mesh between all ranks: in two levels they would be rounded at each host
+  // as well as at the end, or travel as float32, twice the bytes.
   if (hosts && (hosts->isSingleHost() || !isHalf(reduction.type))) {
     const auto across = [&](const World& leaders) { reduceBySockets(leaders, data, count, reduction, tag); };
     return hosts->allreduce(data, count, reduction, call_, across);
@@ -227,6 +229,7 @@ void Group::reducescatter(void* data, const std::vector<size_t>& counts, void* o
   const uint32_t tag = start(callOf(CallKind::kReducescatter, count * widthOf(reduction.type), reduction));
   if (count == 0) return waitForAll(tag);
   scale(data, count, reduction.type, reduction.before, 1);
+  // Between all ranks also where some share a host: in two levels it could not sum in rank order.
   if (reduction.wire == Wire::kPlain) return reduceParts(route(tag), reduction, data, counts, out);
   const Reduction packed = pack(static_cast<float*>(data), count, reduction);
   const size_t own = counts[static_cast<size_t>(rank_)];

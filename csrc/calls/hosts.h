@@ -1,4 +1,4 @@
-// Which ranks memory a host's memory, and the collectives in two levels: inside each host through memory, among the
+// Which ranks share a host's memory, and the collectives in two levels: inside each host through memory, among the
 // first ranks of the hosts ("leaders") through the mesh, and inside each host again.
 #pragma once
 

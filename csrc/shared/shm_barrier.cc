@@ -21,7 +21,7 @@ using Clock = Mesh::Clock;
 
 constexpr uint32_t kFailed = 1;
 // Spin, then sleep: a yield may cost a time slice if other processes compute. A sleeper resumes some 50 microseconds
-// after it was woken, and is then late for the next barrier as well.
+// after it was woken, and is then late for the next barrier as well; so a waiter spins for twice as long.
 constexpr std::chrono::microseconds kSpin{100}, kSpinWhenCrowded{1};
 constexpr int kPausesPerClockRead = 16;
 constexpr std::chrono::milliseconds kSleepSlice{3};        // a member's death is seen within this time

@@ -1,4 +1,6 @@
-// The transport under Gloo's algorithms: the connections of one generation to its peers.
+// The transport under Gloo's algorithms: the connections of one generation to its peers. It takes the place of Gloo's
+// own ones, so that all generations of a process share one listening socket, a handshake proves the job's key and
+// carries the fence, and any thread can abort.
 //
 // The mesh has no thread. The first caller that waits becomes the leader and runs the event loop; other waiters sleep
 // until the leader wakes them. One mutex guards everything; sockets open on first use; any failure ends the whole mesh.

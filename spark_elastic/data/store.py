@@ -218,7 +218,8 @@ class Store:
             replace_file(self.filesystem, path, data, local=self.is_local)
 
     def write_verified(self, name: str, data: bytes) -> None:
-        """Write an object and, unless the store is local, read it back: R15 (checkpoints) relies on it."""
+        """Write an object and, unless the store is local, read it back: the driver is told only of what is there,
+        R18 (publication)."""
         self.write_bytes(name, data)
         if not self.is_local and self.read_bytes(name) != data:
             raise StoreError(f"The store {self.url} does not give back what was written to {name!r}.")

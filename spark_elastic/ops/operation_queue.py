@@ -38,6 +38,7 @@ _HEADING = struct.Struct(
 )  # at their beginning: the length of the message, and whether the rank seems deadlocked
 CYCLE = 0.001  # seconds that the thread of the queue waits for further requests before it starts a round
 CYCLES = 5  # how many such waits at most, as long as further requests come
+# Ranks without a request meet as well, so that the log can say which rank lacks what.
 IDLE = 0.5  # seconds between rounds while no rank has a request
 BACK_OFF = (0.001, 0.05)  # seconds between rounds while every rank has requests and none of them is ready
 JOIN = Request("join")

@@ -106,6 +106,8 @@ def make_platform(spark: SparkSession, config: ElasticConfig) -> Platform:
 def resume_after_coordinator_loss(attempt: Callable[[], T], find_checkpoints: Callable[[], object]) -> T:
     """`attempt()`, and again after the loss of its coordinator, as long as the run advances now and then.
 
+    The loss of a coordinator is that of a driver (P7): the client takes the run's next attempt.
+
     Args:
         find_checkpoints: looks up the checkpoints from which the run would go on.
 

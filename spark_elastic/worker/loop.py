@@ -64,7 +64,8 @@ class GroupConnector:
         self._timeout = timeout  # seconds, of each collective and of the exchange of addresses
 
     def connect(self, world: World, member: Member, driver: DriverClient) -> Group:
-        """The group of that world for that member, with its collectives recorded as waits.
+        """The group of that world for that member, with its collectives recorded as waits. Each member hands in its
+        addresses in one request; once this exchange is complete, all of them are there.
 
         Raises:
             CollectiveError, StaleGeneration, PeersMissing: the world broke while it was formed.
