@@ -318,7 +318,7 @@ def test_p1_a_commit_between_two_backward_passes_of_a_step_loses_no_rows(
 ) -> None:
     """A sampler has counted rows by then whose gradients no snapshot holds."""
     per_thread(monkeypatch)
-    hvd.elastic._tell_of_gradients.cache_clear()
+    hvd.elastic._warn_unapplied_gradients.cache_clear()
     session = LoneSession()
     model = torch.nn.ParameterList([torch.zeros(8)])
     (weight,) = model
