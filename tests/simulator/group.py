@@ -1,7 +1,7 @@
 """The group of one simulated world: forming, sync, exchanges, and how they break.
 
 A death at any point leaves some ranks with a step's result and others without it. A rank that has the result applies it
-whole: R1 (sealed steps).
+whole: R1 (finalized steps).
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ INITIAL_WEIGHTS: Weights = (0, 0)
 class SimCheckpointer:
     """Writes a worker's checkpoints, in the order in which `training.checkpointing` and its writer do.
 
-    Rank 0 copies its state after a step that is due. Once the step is sealed, under R1 (sealed steps), it writes the
+    Rank 0 copies its state after a step that is due. Once the step is sealed, under R1 (finalized steps), it writes the
     copy, one at a time, and reports it to the driver.
     """
 
