@@ -88,10 +88,10 @@ class QueueTimeout:
         return True
 
 
-class SlotRequest(NamedTuple):
-    """Which job has or needs the slots that another one lacks."""
+class SlotClaim(NamedTuple):
+    """Another job's claim to the slots that this job lacks."""
 
-    # The job that has them, or that comes first among those that need them.
+    # The job that has the slots, or that comes first among those that need them.
     holder: str
     # The holder trains on them, so the other job need not give back its own.
     in_use: bool
@@ -188,20 +188,20 @@ class GangScheduler:
         """Posts `SlotsWanted` regularly while the job lacks slots that another job has or needs."""
         logged: str | None = None
         while not self._over.wait(self._grace):
-            request = self.find_slot_request()
-            if request is None:
+            claim = self.find_slot_claim()
+            if claim is None:
                 continue
-            if request.holder != logged:
+            if claim.holder != logged:
                 log.warning(
                     "job %s waits for slots that job %s of the same application has or needs",
                     self._name,
-                    request.holder,
+                    claim.holder,
                 )
-                logged = request.holder
-            reason = f"its job has too few slots, and job {request.holder} of this application may need them"
-            post(SlotsWanted(self._clock.now(), reason, request.in_use))
+                logged = claim.holder
+            reason = f"its job has too few slots, and job {claim.holder} of this application may need them"
+            post(SlotsWanted(self._clock.now(), reason, claim.in_use))
 
-    def find_slot_request(self) -> SlotRequest | None:
+    def find_slot_claim(self) -> SlotClaim | None:
         """The other job that has the slots which this one lacks; None: it lacks none, or no job has any."""
         with self._queue.condition:
             jobs = [job for job in self._queue.jobs if job is self or job.alive_lock.locked()]
@@ -209,13 +209,13 @@ class GangScheduler:
         others = [job for job in jobs if job is not self and job._trains]
         short = [job for job in jobs if job._is_short()]
         if not self._trains:
-            return SlotRequest(others[0]._name, in_use=False) if others else None
+            return SlotClaim(others[0]._name, in_use=False) if others else None
         if self not in short:
             return None
         if short[0] is not self:
-            return SlotRequest(short[0]._name, in_use=False)
+            return SlotClaim(short[0]._name, in_use=False)
         holder = next((job for job in others if job not in short), None)
-        return None if holder is None else SlotRequest(holder._name, in_use=True)
+        return None if holder is None else SlotClaim(holder._name, in_use=True)
 
     @property
     def _grace(self) -> float:

@@ -267,7 +267,7 @@ def delete_rows_after_run(request: Request, store: Store, run: RunLease, folder:
 def _is_resumable(request: Request, store: Store, run_id: str) -> bool:
     """Whether the failed run has a checkpoint."""
     try:
-        return request.store is not None and bool(CheckpointStore(store, run_id).published())
+        return request.store is not None and bool(CheckpointStore(store, run_id).read_published())
     except StoreError:
         return True  # the store does not answer: nothing is deleted
 

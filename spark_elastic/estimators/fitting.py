@@ -52,7 +52,7 @@ UNSCALED = (
 
 @dataclass(frozen=True)
 class Framework(Generic[O]):
-    """What a fit must know of a framework."""
+    """What `train_model` needs to know about torch or Keras."""
 
     # Packages that executors must have.
     packages: tuple[str, ...]
@@ -60,13 +60,13 @@ class Framework(Generic[O]):
     preload: tuple[str, ...]
     # Suffix of a file of weights.
     suffix: str
-    # Makes the program of a worker.
-    task: Callable[[TrainSpec, O], Program]
+    # Builds the program that each worker runs.
+    build_program: Callable[[TrainSpec, O], Program]
 
 
 @dataclass(frozen=True)
 class FitResult:
-    """What a fit gives, for a framework to make its fitted model of."""
+    """The trained weights and their description, from which a framework makes its fitted model."""
 
     # As the workers wrote them.
     weights: bytes
@@ -103,7 +103,9 @@ def train_model(rows: RowSource, request: FitRequest[O], framework: Framework[O]
             with _show_progress(request) as listener:
                 platform.preflight(payload, store, framework.packages, request.config.num_workers, PAYLOAD)
                 training = Training(platform, rows, request, framework, store, run_id, ledger, listener)
-                run = resume_after_coordinator_loss(training.run, CheckpointStore(store, run_id).published)
+                run = resume_after_coordinator_loss(
+                    training.run, CheckpointStore(store, run_id).read_published
+                )
         weights = _read_weights(store, run.result)
         features = shape_features(request, run.record.load_manifest())
     return FitResult(weights, features, _summarize(run, run_id, clock.now() - started), run.sample)
@@ -176,7 +178,7 @@ def _show_progress(request: FitRequest[Any]) -> Iterator[ProgressListener]:
 
 @dataclass(frozen=True)
 class Training(Generic[O]):
-    """One training: what is trained, on which rows and platform, and who is informed."""
+    """The inputs of one training: request, rows, platform, store and the listener for its progress."""
 
     platform: Platform
     rows: RowSource
@@ -218,7 +220,7 @@ class Training(Generic[O]):
         return FinishedRun(record, result, launched.worlds, launched.report, sample)
 
     def build_spec(self, record: RunRecord, data: Store, lease: RunLease) -> TrainSpec:
-        """What the workers are told."""
+        """Everything that the workers need to know, except the user's objects."""
         request, elastic = self.request, self.request.elastic
         manifest, validation = record.load_manifest(), record.load_validation()
         return TrainSpec(
@@ -237,13 +239,13 @@ class Training(Generic[O]):
     def launch(self, spec: TrainSpec, lease: RunLease) -> LaunchResult:
         """Run the workers until they have trained."""
         config = self.request.config
-        # `launch` pickles the task: workers train copies of the model and the optimizer.
-        task = self.framework.task(spec, self.request.objects)
+        # `launch` pickles the program: workers train copies of the model and the optimizer.
+        program = self.framework.build_program(spec, self.request.objects)
         if config.num_workers > 1 and not config.scale_lr:
             with AsyncNotifier() as notifier:  # a terminal that blocks must not delay the job
                 notifier.tell(partial(self.listener.tell, UNSCALED))
         limits = make_fit_limits(self.request, spec.plan.global_batch)
-        job = JobSpec(task, limits, self.run_id, self.framework.preload, lease)
+        job = JobSpec(program, limits, self.run_id, self.framework.preload, lease)
         return self.platform.launch(job, self.listener)
 
 

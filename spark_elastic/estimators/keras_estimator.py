@@ -27,10 +27,10 @@ from spark_elastic.estimators.params import KerasParams, with_horovod_names
 from spark_elastic.estimators.transformer import try_widths
 from spark_elastic.estimators.validation import FitRequest, build_request
 from spark_elastic.keras.train.archive import Archive, iter_leaves, select_user_objects
-from spark_elastic.keras.train.task import KerasTrainTask, KerasUserObjects
+from spark_elastic.keras.train.trainer import KerasTrainProgram, KerasUserObjects
 
 PACKAGES = ("tensorflow", "keras")
-KERAS = Framework(PACKAGES, PACKAGES, ".keras", KerasTrainTask)
+KERAS = Framework(PACKAGES, PACKAGES, ".keras", KerasTrainProgram)
 
 
 def fit_keras(rows: RowSource, request: FitRequest[KerasUserObjects]) -> ElasticKerasModel:

@@ -16,7 +16,7 @@ from spark_elastic.estimators.torch_objects import MODEL_FACTORY_LOCK
 from spark_elastic.keras.train.archive import Archive, iter_model_parts
 from spark_elastic.keras.train.batching import order_features, order_labels
 from spark_elastic.keras.train.compiled import CompiledLosses
-from spark_elastic.keras.train.task import KerasUserObjects
+from spark_elastic.keras.train.trainer import KerasUserObjects
 from spark_elastic.tensorflow.sync_batch_norm import SyncBatchNormalization
 from spark_elastic.training.fit_config import describe_type
 

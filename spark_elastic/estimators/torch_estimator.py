@@ -24,7 +24,7 @@ from spark_elastic.estimators.transformer import ElasticModel, ModelReader, try_
 from spark_elastic.estimators.validation import FitRequest, build_request
 from spark_elastic.torch.train.spec import TorchUserObjects
 from spark_elastic.torch.train.state import load_values
-from spark_elastic.torch.train.task import TorchTrainTask, check_watched
+from spark_elastic.torch.train.trainer import TorchTrainProgram, check_watched
 
 
 class ElasticTorchModel(ElasticModel, MLReadable["ElasticTorchModel"]):  # type: ignore[misc,unused-ignore]
@@ -55,7 +55,7 @@ class ElasticTorchModel(ElasticModel, MLReadable["ElasticTorchModel"]):  # type:
 
 
 # A spare imports torch._dynamo in advance: the first step of an unpickled optimizer does, which takes 1.5 s.
-TORCH = Framework(("torch",), ("torch", "torch._dynamo"), ".pt", TorchTrainTask)
+TORCH = Framework(("torch",), ("torch", "torch._dynamo"), ".pt", TorchTrainProgram)
 
 
 def fit_torch(rows: RowSource, request: FitRequest[TorchUserObjects]) -> ElasticTorchModel:

@@ -148,7 +148,7 @@ class Call:
                 lambda: decode_results(
                     platform.launch(dataclasses.replace(job, run=self.take_run()), listener)
                 ),
-                CheckpointStore(store, run_id).published,
+                CheckpointStore(store, run_id).read_published,
             )
 
     def run_on(

@@ -95,7 +95,7 @@ class CheckpointStore:
         listed = [_to_json(checkpoint) for checkpoint in checkpoints]
         self._store.write_bytes(f"{self._folder}/published-{attempt:06d}.json", json.dumps(listed).encode())
 
-    def published(self) -> tuple[Checkpoint, ...]:
+    def read_published(self) -> tuple[Checkpoint, ...]:
         """The checkpoints that count, newest first: the list of the highest attempt that has published one."""
         names = [name for name in self._store.list(self._folder) if "/published-" in name]
         for name in reversed(names):

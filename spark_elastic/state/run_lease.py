@@ -1,7 +1,8 @@
-"""A run that this driver holds: its attempt, the checkpoints that count, and the thread that publishes them.
+"""The lease of a run: which driver owns it, the checkpoints that count, and the thread that publishes them.
 
-`publish` is called by the driver's loop and returns at once; the thread starts with `start` and ends with `close`. A
-driver that finds that another took the run over publishes nothing any more and says so.
+Each driver that opens a run takes the next attempt, by creating an object in the store that only one driver can create.
+The highest attempt owns the run (R10, fence). A driver that finds a higher attempt publishes nothing more. The driver's
+loop calls `publish`, which returns at once; a thread, from `start` to `close`, writes to the store.
 """
 
 from __future__ import annotations
@@ -20,97 +21,57 @@ from spark_elastic.errors import InvalidInput, JobCancelled, StoreError
 from spark_elastic.protocol.types import Checkpoint
 from spark_elastic.state.checkpoint import CheckpointStore
 
-# Which driver holds a run: each that opens it takes the next attempt, and the highest is the holder (R10).
-#
-# An attempt is an object of the store that exactly one driver could create. Any thread; no state.
-
-
-TRIES = 100  # drivers that open the run at the same moment
-
-
-def check_name(run_id: object) -> None:
-    """Raises InvalidInput where a run cannot be called so."""
-    if not isinstance(run_id, str) or run_id in ("", ".", "..") or "/" in run_id:
-        raise InvalidInput(f"run_id must be a name without slashes, other than '.' and '..'; got {run_id!r}.")
-
-
-def acquire_attempt(store: Store, run_id: str) -> int:
-    """The attempt that is this driver's alone.
-
-    Raises:
-        StoreError: the store cannot be read or written.
-    """
-    content = json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode()
-    attempt = highest_attempt(store, run_id)
-    for _ in range(TRIES):
-        attempt += 1
-        if store.create_exclusive(f"{attempts_folder(run_id)}/{attempt:06d}", content):
-            return attempt
-    raise StoreError(f"Run {run_id!r}: {TRIES} other drivers opened it at the same moment; try again.")
-
-
-def highest_attempt(store: Store, run_id: str) -> int:
-    """The attempt that holds the run; 0 where nobody has opened it."""
-    names = [name.rpartition("/")[2] for name in store.list(attempts_folder(run_id))]
-    return max((int(name) for name in names if name.isdigit()), default=0)
-
-
-def describe_holder(store: Store, run_id: str, attempt: int) -> str:
-    """For sentences: which driver took it."""
-    try:
-        driver = json.loads(store.read_bytes(f"{attempts_folder(run_id)}/{attempt:06d}"))
-        return f"attempt {attempt}, process {driver['pid']} on {driver['host']}"
-    except (StoreError, ValueError, TypeError, KeyError):
-        return f"attempt {attempt}"
-
-
-def attempts_folder(run_id: str) -> str:
-    """Where a run's attempts are."""
-    return f"runs/{run_id}/attempts"
-
-
 log = logging.getLogger("spark_elastic.state")
 
+MAX_TRIES = 100  # drivers that may open the run at the same moment
 END_WAIT = 30.0  # seconds that closing waits for the store
+
 CheckpointList: TypeAlias = tuple[Checkpoint, ...]
 
 
 class RunLease:
-    """run_id: a folder of the store. attempt: this driver's (R10). checkpoints: what it goes on from, newest first."""
+    """One driver's ownership of a run, until another driver takes the run over."""
 
     def __init__(self, store: Store, run_id: str, attempt: int, checkpoints: CheckpointList) -> None:
+        """
+        Args:
+            run_id: name of the run's folder in the store.
+            attempt: this driver's.
+            checkpoints: those that count when the driver opens the run, newest first.
+        """
         self.store, self.run_id, self.attempt, self.checkpoints = store, run_id, attempt, checkpoints
-        self._folder = CheckpointStore(store, run_id)
-        self._orders: queue.SimpleQueue[CheckpointList | None] = queue.SimpleQueue()
+        self._checkpoint_store = CheckpointStore(store, run_id)
+        # Lists to publish, newest last; None ends the thread.
+        self._requests: queue.SimpleQueue[CheckpointList | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     @classmethod
     def acquire(cls, store: Store, run_id: str) -> RunLease:
-        """From here on no other driver holds it.
+        """Take the run's next attempt. From then on no other driver owns the run.
 
         Raises:
             StoreError: the store cannot be read or written.
         """
         attempt = acquire_attempt(store, run_id)
-        return cls(store, run_id, attempt, CheckpointStore(store, run_id).published())
+        return cls(store, run_id, attempt, CheckpointStore(store, run_id).read_published())
 
     def check(self) -> None:
-        """Raises JobCancelled where another driver holds the run."""
-        holder = self._holder()
-        if holder != self.attempt:
-            taken_by = describe_holder(self.store, self.run_id, holder)
+        """Raises JobCancelled if another driver owns the run."""
+        owner = self._find_owner()
+        if owner != self.attempt:
+            taken_by = describe_owner(self.store, self.run_id, owner)
             raise JobCancelled(
                 f"run {self.run_id!r} was taken over by another driver ({taken_by}; this one is attempt {self.attempt})"
             )
 
     def release(self, *names: str) -> None:
-        """Remove what the run needs no more, one after the other ("": nothing): as long as this driver holds the run.
+        """Delete objects that the run no longer needs, in this order ("": none), as long as this driver owns the run.
 
-        What the store does not let go stays, with all that comes after it, and a warning says so.
+        If the store fails to delete one, it stays with all that follow, and a warning names them.
         """
         for place, name in enumerate(names):
             try:
-                if self._holder() != self.attempt:
+                if self._find_owner() != self.attempt:
                     return
                 if name:
                     self.store.remove_tree(name)
@@ -119,48 +80,100 @@ class RunLease:
                 return
 
     def delete(self, *names: str) -> None:
-        """Let go of a run that came to nothing: its record, then `names`, then who held it.
+        """Delete a run that cannot be resumed: its record, then `names`, then its attempts.
 
-        In this order: a record without the rows that it tells of could not be gone on with.
+        The record comes first: a run whose record names rows that are gone could not be resumed either.
         """
         self.release(f"runs/{self.run_id}/run.json", *names, attempts_folder(self.run_id))
 
-    def _holder(self) -> int:
-        return highest_attempt(self.store, self.run_id)
+    def _find_owner(self) -> int:
+        return find_highest_attempt(self.store, self.run_id)
 
-    def start(self, lost: Callable[[str], None]) -> None:
-        """lost: called with a sentence, once, when another driver holds the run."""
+    # ---- publishing checkpoints
+
+    def start(self, on_lost: Callable[[str], None]) -> None:
+        """Start the publishing thread.
+
+        Args:
+            on_lost: called once, in that thread, with a sentence, if another driver owns the run.
+        """
         self._thread = threading.Thread(
-            target=self._run, args=(lost,), name="spark-elastic-publisher", daemon=True
+            target=self._run, args=(on_lost,), name="spark-elastic-publisher", daemon=True
         )
         self._thread.start()
 
-    def publish(self, kept: CheckpointList) -> None:
-        self._orders.put(kept)
+    def publish(self, checkpoints: CheckpointList) -> None:
+        """Have the thread publish the checkpoints that count from now on, newest first. Returns at once."""
+        self._requests.put(checkpoints)
 
     def close(self) -> None:
-        """Publish what was ordered, and end."""
-        self._orders.put(None)
+        """Publish what was requested, and end the thread."""
+        self._requests.put(None)
         if self._thread is not None:
             self._thread.join(END_WAIT)
 
-    def _run(self, lost: Callable[[str], None]) -> None:
-        while (order := self._orders.get()) is not None:
+    def _run(self, on_lost: Callable[[str], None]) -> None:
+        while (checkpoints := self._requests.get()) is not None:
             try:
-                self.publish_now(order)
-            except JobCancelled as taken:
-                lost(str(taken))
+                self.publish_now(checkpoints)
+            except JobCancelled as error:
+                on_lost(str(error))
                 return
-            except Exception as error:  # of whatever file system; the next order may fare better
+            except Exception as error:  # of any file system; the next request may succeed
                 log.warning("a checkpoint could not be published: %s", error)
 
-    def publish_now(self, kept: CheckpointList) -> None:
-        """Publish `kept`, then delete what they leave without use. Blocks.
+    def publish_now(self, checkpoints: CheckpointList) -> None:
+        """Publish the list, then delete the checkpoints that it does not name. Blocks.
 
         Raises:
-            JobCancelled: another driver holds the run; StoreError: the store failed.
+            JobCancelled: another driver owns the run.
+            StoreError: the store failed.
         """
         self.check()
-        self._folder.publish(self.attempt, kept)
-        self.check()  # the one that took it over meanwhile may go on from one of these
-        self._folder.sweep(self.attempt, kept)
+        self._checkpoint_store.publish(self.attempt, checkpoints)
+        self.check()  # a driver that took the run over meanwhile may resume from a checkpoint that `sweep` deletes
+        self._checkpoint_store.sweep(self.attempt, checkpoints)
+
+
+# ---- attempts: functions of the store, without state; any thread
+
+
+def check_name(run_id: object) -> None:
+    """Raises InvalidInput if `run_id` cannot be the name of a run."""
+    if not isinstance(run_id, str) or run_id in ("", ".", "..") or "/" in run_id:
+        raise InvalidInput(f"run_id must be a name without slashes, other than '.' and '..'; got {run_id!r}.")
+
+
+def acquire_attempt(store: Store, run_id: str) -> int:
+    """Create the next attempt of a run and return its number.
+
+    Raises:
+        StoreError: the store cannot be read or written.
+    """
+    content = json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode()
+    attempt = find_highest_attempt(store, run_id)
+    for _ in range(MAX_TRIES):
+        attempt += 1
+        if store.create_exclusive(f"{attempts_folder(run_id)}/{attempt:06d}", content):
+            return attempt
+    raise StoreError(f"Run {run_id!r}: {MAX_TRIES} other drivers opened it at the same moment; try again.")
+
+
+def find_highest_attempt(store: Store, run_id: str) -> int:
+    """The attempt that owns the run; 0 if no driver has opened it."""
+    names = [name.rpartition("/")[2] for name in store.list(attempts_folder(run_id))]
+    return max((int(name) for name in names if name.isdigit()), default=0)
+
+
+def describe_owner(store: Store, run_id: str, attempt: int) -> str:
+    """The attempt with the process and host of its driver, for messages."""
+    try:
+        driver = json.loads(store.read_bytes(f"{attempts_folder(run_id)}/{attempt:06d}"))
+        return f"attempt {attempt}, process {driver['pid']} on {driver['host']}"
+    except (StoreError, ValueError, TypeError, KeyError):
+        return f"attempt {attempt}"
+
+
+def attempts_folder(run_id: str) -> str:
+    """The folder with one object for each attempt of the run."""
+    return f"runs/{run_id}/attempts"

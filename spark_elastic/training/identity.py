@@ -1,8 +1,8 @@
-"""What the user's objects are, as text that is the same in every process: a run is bound to it (R19, binding).
+"""Describes the user's objects as text that is equal in every process, so that a resumed run can be compared (R19).
 
-Plain values stand for themselves, functions for their code, what they close over and the numbers of their module that
-they use, other objects for their class and numbers. Addresses, names of modules (a script is `__main__` in one process
-only) and line numbers take no part. Pure; any thread.
+The text of a plain value is the value; of a function its code, its closure and the numbers of its module that it uses;
+of any other object its class and its numbers. It contains no addresses, no names of modules (a script is `__main__` in
+one process only) and no line numbers. Pure; any thread.
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 def digest(thing: Any) -> str:
-    """16 hex digits of `text`, for equality."""
-    return hashlib.sha256(text(thing).encode()).hexdigest()[:16]
+    """16 hex digits of `to_text(thing)`."""
+    return hashlib.sha256(to_text(thing).encode()).hexdigest()[:16]
 
 
-def text(thing: Any) -> str:
-    """Equal for things that do the same; of an object without plain form, its class and its numbers."""
+def to_text(thing: Any) -> str:
+    """A text that is equal for objects with the same behaviour, as far as that can be compared."""
     if isinstance(thing, PLAIN):
         return repr(thing)
     if isinstance(thing, Mapping):
-        return f"{{{', '.join(f'{key}: {text(thing[key])}' for key in sorted(thing, key=str))}}}"
+        return f"{{{', '.join(f'{key}: {to_text(thing[key])}' for key in sorted(thing, key=str))}}}"
     if isinstance(thing, list | tuple):
-        return f"[{', '.join(map(text, thing))}]"
+        return f"[{', '.join(map(to_text, thing))}]"
     if isinstance(thing, CodeType):
-        return f"code {thing.co_code.hex()} {thing.co_names} {text(thing.co_consts)}"
+        return f"code {thing.co_code.hex()} {thing.co_names} {to_text(thing.co_consts)}"
     if isinstance(thing, FunctionType):
-        held = [_content(cell) for cell in thing.__closure__ or ()]
-        numbers = _globals(thing.__code__, thing.__globals__)
-        also = f" {text(numbers)}" if numbers else ""
-        return f"function {text(thing.__code__)} {text(thing.__defaults__)} {text(held)}{also}"
+        closure = [_read_cell(cell) for cell in thing.__closure__ or ()]
+        numbers = _find_global_numbers(thing.__code__, thing.__globals__)
+        also = f" {to_text(numbers)}" if numbers else ""
+        return f"function {to_text(thing.__code__)} {to_text(thing.__defaults__)} {to_text(closure)}{also}"
     if isinstance(thing, functools.partial):
-        return f"partial {text(thing.func)} {text(thing.args)} {text(thing.keywords)}"
+        return f"partial {to_text(thing.func)} {to_text(thing.args)} {to_text(thing.keywords)}"
     if callable(thing) and hasattr(thing, "__name__"):
         return f"named {thing.__name__}"
     numbers = {name: value for name, value in getattr(thing, "__dict__", {}).items() if _is_number(value)}
-    return f"{type(thing).__name__} {text(numbers)}"
+    return f"{type(thing).__name__} {to_text(numbers)}"
 
 
-def _globals(code: CodeType, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers of its module that a function, or one within it, speaks of; a string may be a folder's name."""
+def _find_global_numbers(code: CodeType, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers of its module that a function, or a function inside it, uses. Strings are left out: they may be paths."""
     found = {name: known[name] for name in code.co_names if _is_number(known.get(name))}
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            found |= _globals(inner, known)
+            found |= _find_global_numbers(inner, known)
     return found
 
 
@@ -58,10 +58,10 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, bool | int | float)
 
 
-def _content(cell: Any) -> Any:
-    """What a closure holds; a function that holds itself would have no end."""
+def _read_cell(cell: Any) -> Any:
+    """The plain value in a closure's cell, else its class: a function that contains itself would never end."""
     try:
-        held = cell.cell_contents
+        value = cell.cell_contents
     except ValueError:  # not filled yet
         return None
-    return held if isinstance(held, PLAIN) else type(held).__name__
+    return value if isinstance(value, PLAIN) else type(value).__name__

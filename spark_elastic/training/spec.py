@@ -1,4 +1,4 @@
-"""What a training is told: settings as plain values. Shipped to the workers; knows no framework; no thread."""
+"""The description of a training that the driver ships to the workers: plain values, of no framework."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Rows:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSpec:
-    """Everything that a worker knows of a training, but the user's objects."""
+    """Everything that a worker knows about a training, except the user's objects."""
 
     # The parameters of the fit.
     config: FitConfig
@@ -74,5 +74,5 @@ class UserObjects(Protocol):
         ...
 
     def identity(self) -> dict[str, str]:
-        """Digests of what a run is bound to (R19, resuming a run), by the names that an error has for it."""
+        """Digests of the objects that may not change when a run is resumed (R19), by the names that errors use."""
         ...

@@ -117,14 +117,14 @@ class ModelTrainer(Protocol):
         group: Group,
         rows: StepRows,
         version: int,
-        after: Callable[[StepDecision], Position],
+        account: Callable[[StepDecision], Position],
         before_apply: Callable[[], None],
     ) -> StepDecision:
         """Take one step.
 
         Args:
             version: the newest membership version that this worker knows.
-            after: part of the apply section; accounts for the decision and returns the next position.
+            account: adds the decision to the epoch's sums and returns the next position; called in the apply section.
             before_apply: called once the exchange is complete.
         """
         ...

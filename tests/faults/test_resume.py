@@ -40,7 +40,7 @@ def test_p7_everything_is_killed_at_a_random_moment(tmp_path: Path, seed: int) -
     first = subprocess.Popen([sys.executable, "-c", DRIVER, str(tmp_path)], cwd=os.getcwd())
     try:
         until = time.monotonic() + 240
-        while not CheckpointStore(store, RUN).published():
+        while not CheckpointStore(store, RUN).read_published():
             assert first.poll() is None
             assert time.monotonic() < until, "no checkpoint"
             time.sleep(0.01)

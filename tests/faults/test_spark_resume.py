@@ -73,7 +73,7 @@ def fits(store: str) -> None:
 def runs(store: str) -> None:
     """The same with a hand-written loop; the first step that is taken is the one after the newest durable commit."""
     cloudpickle.register_pickle_by_value(hand_written)
-    durable, lines = CheckpointStore(Store.open(store), RUN).published(), io.StringIO()
+    durable, lines = CheckpointStore(Store.open(store), RUN).read_published(), io.StringIO()
     with session() as spark:
         results = spark_elastic.run(
             hand_written.train,
@@ -112,7 +112,7 @@ def test_p7_a_killed_driver_of_spark_leaves_a_run_that_goes_on(
     store = Store.open(str(tmp_path))
     with _driver(program, tmp_path) as first:
         until = time.monotonic() + 240
-        while not CheckpointStore(store, RUN).published() and time.monotonic() < until:
+        while not CheckpointStore(store, RUN).read_published() and time.monotonic() < until:
             assert first.poll() is None, "it ended before its first checkpoint"
             time.sleep(0.02)
         fault(first.kill)

@@ -57,8 +57,8 @@ def _without_aborts(command: do.DriverCommand) -> do.DriverCommand | None:
 def _impatient(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, Commands]:
     """Forms the next world before all members have left the last."""
     message = event.message if isinstance(event, Received) else None
-    if isinstance(message, JoinWorld) and message.planned and state.workers.absent > 1:
-        state = replace(state, workers=replace(state.workers, absent=1))
+    if isinstance(message, JoinWorld) and message.planned and state.workers.not_left > 1:
+        state = replace(state, workers=replace(state.workers, not_left=1))
     return driver_machine.step(state, event)
 
 

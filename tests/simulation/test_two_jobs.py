@@ -95,7 +95,7 @@ class Job(Bench):
         self.post(on.Tick(0))
         if self.clock.now() - self._looked >= LIMITS.gather_timeout:
             self._looked = self.clock.now()
-            wanted = self.scheduler.find_slot_request()
+            wanted = self.scheduler.find_slot_claim()
             if wanted is not None:
                 self.post(on.SlotsWanted(0, wanted.holder, wanted.in_use))
 
@@ -155,5 +155,5 @@ def test_r17_nothing_is_given_back_to_a_job_that_has_its_slots_and_waits_for_a_l
     second.loses(1)
     _pass(3 * LIMITS.gather_timeout, clock, cores, first, second)
     assert len(first.all(Publish)) == 1
-    assert first.state.workers.absent == 1
+    assert first.state.workers.not_left == 1
     assert not second.all(ReleaseSlot), "its survivors stay warm for a new host"

@@ -202,7 +202,7 @@ class DriverInvariants:
         members = [w for w in state.workers.values() if w.rank is not None]
         if state.stage in (Stage.RUNNING, Stage.REGROUPING):
             self._require(
-                state.workers.absent == sum(not w.has_left for w in members), "absent is miscounted"
+                state.workers.not_left == sum(not w.has_left for w in members), "not_left is miscounted"
             )
             self._require(
                 state.workers.unformed == sum(not w.formed for w in members), "unformed is miscounted"

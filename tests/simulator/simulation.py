@@ -86,7 +86,7 @@ class SimRun:
 
     def damage_newest(self) -> None:
         """Damage the newest checkpoint that counts, if an older one that counts is whole."""
-        listed = self._checkpoints.published()
+        listed = self._checkpoints.read_published()
         if len(listed) > 1 and not self.checkpoint_invariants.is_damaged(listed[1].name):
             self._store.write_bytes(self._object(listed[0].name), b"[0, 0, 0, 0, 0]")
             self.checkpoint_invariants.damaged(listed[0].name)

@@ -50,7 +50,7 @@ class Coordinators(logging.Handler):
 
     def inject_fault(self, gate: Path) -> None:
         """Blocks until it has struck; opens the gate behind which the workers wait."""
-        while not (self.addresses and self.kept.published()):
+        while not (self.addresses and self.kept.read_published()):
             time.sleep(0.1)
         os.kill(executor_of(listener(self.addresses[0])), signal.SIGKILL)
         gate.touch()

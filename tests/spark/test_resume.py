@@ -38,7 +38,7 @@ def test_p7_r19_a_cancelled_fit_goes_on_where_it_was(
     net, checkpoints = Dawdling(gate), CheckpointStore(Store.open(str(tmp_path)), "mine")
 
     def follow(numbers: Mapping[str, Any]) -> None:
-        if not cancelled.is_set() and numbers["epoch"] >= 6 and checkpoints.published():
+        if not cancelled.is_set() and numbers["epoch"] >= 6 and checkpoints.read_published():
             cancelled.set()
             threading.Thread(target=lambda: fault(spark.sparkContext.cancelAllJobs)).start()
         if not fault.on:
@@ -92,7 +92,7 @@ def test_p7_a_fit_whose_time_is_up_goes_on_at_the_very_step(spark: SparkSession,
     }
     with pytest.raises(TimeLimitReached, match=r"had its 90 s \(max_runtime\)"):
         estimator(tmp_path, max_runtime=90.0, **given).fit(df)
-    (last,) = CheckpointStore(Store.open(str(tmp_path)), "mine").published()
+    (last,) = CheckpointStore(Store.open(str(tmp_path)), "mine").read_published()
     gate.touch()
     model = estimator(tmp_path, **given).fit(df)
     assert f"goes on from checkpoint {last.name}" in model.summary.worlds[0].reason

@@ -22,7 +22,7 @@ import keras
 
 from spark_elastic.data.store import scratch_folder
 from spark_elastic.errors import StoreError
-from spark_elastic.training.identity import text
+from spark_elastic.training.identity import to_text
 
 _SHARED = re.compile(r', "shared_object_id": \d+')  # an address
 _COUNTED = re.compile(
@@ -53,7 +53,7 @@ class Archive:
         """What the model is and is compiled with, as text; no weights, nor the numbers that Keras counts names by."""
         with zipfile.ZipFile(io.BytesIO(self.content)) as file:
             found = file.read("config.json").decode()
-        return _COUNTED.sub('"', _SHARED.sub("", found)) + text(cloudpickle.loads(self.custom))
+        return _COUNTED.sub('"', _SHARED.sub("", found)) + to_text(cloudpickle.loads(self.custom))
 
     def places(self) -> dict[str, list[str]]:
         """Module and name of each class and function that others can import."""

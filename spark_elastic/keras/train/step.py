@@ -203,7 +203,7 @@ class TrainStep:
         group: Group,
         batch: LocalBatch[Array],
         version: int,
-        after: Callable[[StepDecision], Position],
+        account: Callable[[StepDecision], Position],
         before_apply: Callable[[], None],
         wants_stop: bool,
     ) -> StepDecision:
@@ -248,7 +248,7 @@ class TrainStep:
             self._optimizer_step(sums[: self._count], decision.present[: self._count])
             self._running_stats.apply(sums[self._count :], decision.present[self._count :])
             self._metrics.commit()
-            state.position = after(decision)
+            state.position = account(decision)
             self._ledger.record_applied(group.fence, position, group.size)
         return decision
 

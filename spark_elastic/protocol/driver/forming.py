@@ -92,7 +92,7 @@ def _finish(tx: Transition) -> None:
     state = tx.state
     assert state.world is not None
     assert state.timers.done_since is not None
-    if state.workers.absent and tx.now - state.timers.done_since < short_timeout(tx):
+    if state.workers.not_left and tx.now - state.timers.done_since < short_timeout(tx):
         return
     members, reported = state.world.members, state.current.results
     missing = [member.worker for member in members if member.worker not in reported]
@@ -144,7 +144,7 @@ def _check_running(tx: Transition, over_time: str) -> None:
     state, timers = tx.state, tx.state.timers
     # Under max_runtime a last checkpoint is written before the members come.
     timeout = LAST_STOP_TIMEOUT if over_time else short_timeout(tx)
-    if state.workers.absent == 0:
+    if state.workers.not_left == 0:
         state.stage = Stage.REGROUPING
     elif timers.regroup_since is not None:
         if tx.now - timers.regroup_since >= timeout:
@@ -219,7 +219,7 @@ def _format_change(joining: list[str], leaving: list[str]) -> str:
 def _regroup(tx: Transition) -> None:
     """The world is over. The next one is formed once every member has come back or is lost."""
     state = tx.state
-    if state.workers.absent and not _evict_late_members(tx):
+    if state.workers.not_left and not _evict_late_members(tx):
         return
     if not tx.has_survivors():
         state.stage = Stage.GATHERING

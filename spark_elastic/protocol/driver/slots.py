@@ -200,7 +200,7 @@ def _preempt(tx: Transition, reason: str) -> None:
     """Too few for a world: leave the slots to another job, with all attempts of their tasks, and ask again later. A
     survivor that holds the newest state stays (P3)."""
     state = tx.state
-    if state.stage is Stage.RUNNING or state.workers.absent:
+    if state.stage is Stage.RUNNING or state.workers.not_left:
         return
     state.launches.preempted = reason
     survivors = tx.survivors()

@@ -295,7 +295,7 @@ class Workers(_Living[WorkerId, WorkerRecord]):
     arrivals: int = 0  # how many newcomers have come so far
     starting: int = 0  # workers that are not warm yet
     draining: int = 0  # workers that drain
-    absent: int = 0  # members of the newest world that have not left it
+    not_left: int = 0  # members of the newest world that have not left it
     unformed: int = 0  # members of the newest world that have not built its group
 
     def put(self, worker: WorkerRecord) -> None:
@@ -320,10 +320,10 @@ class Workers(_Living[WorkerId, WorkerRecord]):
         was, now = _conditions(before), _conditions(after)
         if was == now:
             return
-        starting, draining, absent, unformed, waiting = (b - a for a, b in zip(was, now, strict=True))
+        starting, draining, not_left, unformed, waiting = (b - a for a, b in zip(was, now, strict=True))
         self.starting += starting
         self.draining += draining
-        self.absent += absent
+        self.not_left += not_left
         self.unformed += unformed
         if waiting > 0 and after is not None:
             self.waiting = self.waiting.put(after.worker, None)
@@ -332,7 +332,7 @@ class Workers(_Living[WorkerId, WorkerRecord]):
 
 
 def _conditions(worker: WorkerRecord | None) -> tuple[bool, ...]:
-    """Whether it is starting, draining, absent, unformed and waiting, as `Workers` counts them."""
+    """Whether it is starting, draining, in its world, unformed and waiting, as `Workers` counts them."""
     if worker is None:
         return (False, False, False, False, False)
     member = worker.rank is not None
@@ -544,7 +544,7 @@ class Timers(Part):
     gather_since: float | None = None  # there is a newcomer, and no world
     published_at: float = 0.0  # the newest world was published
     change_since: float | None = None  # a planned change is wanted
-    regroup_since: float | None = None  # absent members are waited for
+    regroup_since: float | None = None  # the world broke, or its first member left as planned
     short_since: float | None = None  # there are too few workers
     done_since: float | None = None  # the job's result is there
 

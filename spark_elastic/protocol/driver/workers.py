@@ -1,4 +1,8 @@
-"""What the driver machine makes of the events that concern workers: joins, worlds, failures, exits and results."""
+"""Handlers of the driver machine for messages that concern workers: joins, formed worlds, results, failures, exits.
+
+A worker joins twice in each world: the driver answers its `JoinWorld` with a world, and the worker's next `JoinWorld`
+tells the driver that it has left that world.
+"""
 
 from __future__ import annotations
 
@@ -28,19 +32,19 @@ def on_worker_joins(tx: Transition, event: JoinWorld) -> None:
         return
     worker = mark_seen(tx, worker)
     if worker.rank is None:
-        _arrive(tx, worker)
+        _admit_newcomer(tx, worker)
     elif event.fence == tx.state.fence:
         _leave_world(tx, worker, event)
     elif tx.state.stage is Stage.REGROUPING:
-        # It never received the world that it is a member of, and that one is over by now.
-        _come_back(tx, worker, event.position, WorkerStatus.READY)
-    # Else it has not received that world yet: the server answers its repeated question with it.
+        # It never received the world that it is a member of, and that world is over by now.
+        _mark_left(tx, worker, event.position, WorkerStatus.READY)
+    # Otherwise it has not received that world yet: the server answers its repeated request with it.
 
 
 def _find_worker(
     tx: Transition, name: WorkerId, slot_name: SlotId, fence: Fence | None
 ) -> WorkerRecord | None:
-    """The record of the worker that asks; None, and it is told to stop, if it cannot take part."""
+    """The record of the worker that asks. If it cannot take part, emit its `StopWorker` and return None."""
     state = tx.state
     evicted, slot = state.workers.evicted.get(name), state.slots.get(slot_name)
     worker = state.workers.get(name)
@@ -59,7 +63,7 @@ def _find_worker(
     return state.workers.get(name)
 
 
-def _arrive(tx: Transition, worker: WorkerRecord) -> None:
+def _admit_newcomer(tx: Transition, worker: WorkerRecord) -> None:
     """A warm worker asks for its first world."""
     state = tx.state
     if worker.arrival:
@@ -73,9 +77,9 @@ def _arrive(tx: Transition, worker: WorkerRecord) -> None:
 
 
 def _leave_world(tx: Transition, worker: WorkerRecord, event: JoinWorld) -> None:
-    """A member comes back from its world."""
+    """A member has left its world and asks for the next one. If no change was announced, the world is broken."""
     timers = tx.state.timers
-    _come_back(tx, worker, event.position, WorkerStatus.READY)
+    _mark_left(tx, worker, event.position, WorkerStatus.READY)
     if timers.regroup_since is None:
         timers.regroup_since = tx.now
     if not event.planned:
@@ -84,7 +88,8 @@ def _leave_world(tx: Transition, worker: WorkerRecord, event: JoinWorld) -> None
         suspect(tx, event.suspects)
 
 
-def _come_back(tx: Transition, worker: WorkerRecord, position: Position | None, status: WorkerStatus) -> None:
+def _mark_left(tx: Transition, worker: WorkerRecord, position: Position | None, status: WorkerStatus) -> None:
+    """Record that a member has left the newest world at that position; a member with a result is recorded already."""
     if worker.worker not in tx.state.current.results:
         tx.state.workers.put(replace(worker, has_left=True, formed=True, position=position, status=status))
 
@@ -109,7 +114,7 @@ def on_worker_stalled(tx: Transition, event: on.WorkerStalled) -> None:
 
 
 def on_worker_done(tx: Transition, event: WorkerDone) -> None:
-    """R15 (end)."""
+    """Record a member's result. With rank 0's (or with all, if the job needs all) the job can end: R15 (end)."""
     state = tx.state
     worker = state.workers.get(event.worker)
     if worker is None:
@@ -121,7 +126,7 @@ def on_worker_done(tx: Transition, event: WorkerDone) -> None:
     if worker.rank is None or event.fence != state.fence or worker.has_left:
         return  # the server answers an older question with the world that it is in
     all_results = state.limits.all_results
-    _come_back(tx, worker, event.position, WorkerStatus.SUCCESS)
+    _mark_left(tx, worker, event.position, WorkerStatus.SUCCESS)
     if all_results and state.stage is not Stage.RUNNING:
         return  # another member was lost: this one takes part in the next world, too
     state.current.add_result(event.worker, event.result)
@@ -135,8 +140,8 @@ def on_worker_done(tx: Transition, event: WorkerDone) -> None:
 
 
 def on_worker_failed(tx: Transition, event: WorkerFailed) -> None:
-    """An exception in a world that is over says nothing of the slot: user code with connections of its own, as those of
-    torch.distributed, raises since a peer is gone."""
+    """Evict the worker and count the failure. The slot is not at fault if the world was over already: user code with
+    connections of its own, such as those of torch.distributed, raises because a peer is gone."""
     state = tx.state
     over = state.stage is Stage.REGROUPING and event.fence == state.fence
     worker, evicted = state.workers.get(event.worker), state.workers.evicted.get(event.worker)

@@ -63,7 +63,7 @@ class LossSum:
     denominator: float
 
 
-def module_of(loss: Any) -> Any:
+def find_loss_module(loss: Any) -> Any:
     """The module of one of torch's functions, or of a `functools.partial` of it; any other loss as it is.
 
     Raises:
@@ -105,7 +105,7 @@ class RowLoss:
         ahead: bool = False,
     ) -> None:
         """label: the name of its first label's column. ahead: `denominator` is asked before there is an output."""
-        loss = module_of(loss)
+        loss = find_loss_module(loss)
         held = loss.keywords if isinstance(loss, functools.partial) else {}
         reduction = getattr(loss, "reduction", held.get("reduction"))
         self._weighted, self._label, self._ahead = weighted, label, ahead

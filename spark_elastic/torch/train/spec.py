@@ -1,4 +1,9 @@
-"""What the user brings to a training with torch. Shipped to the workers; no thread."""
+"""The user's objects of a torch training, their digests, and the batches that model and loss receive.
+
+`TorchUserObjects` is shipped to the workers. Its digests are equal in every process, so that a resumed run can be
+compared with the run that it continues (R19). The digest of the initial weights alone may differ: a process that sets
+no seed draws new ones. Digests only read; where something must be built, it is built on a copy. Any thread.
+"""
 
 from __future__ import annotations
 
@@ -23,137 +28,149 @@ from spark_elastic.torch.train.loss import (
     LossFn,
     ModelLoss,
     MultiOutputLoss,
-    module_of,
+    find_loss_module,
 )
 from spark_elastic.training.batch import LocalBatch, transform_columns
-from spark_elastic.training.identity import PLAIN, WEIGHTS, digest, text
+from spark_elastic.training.identity import PLAIN, WEIGHTS, digest, to_text
 from spark_elastic.training.spec import TrainSpec
 
-# What the torch objects of a training are, as digests that are the same in every process (R19).
-#
-# The weights that a model begins with are none of it: they are another draw in each process that sets no seed, and such
-# a run must go on, too. Looks only, at copies where something has to be made. Any thread.
+# ---- digests
 
 
-def of_module(module: torch.nn.Module) -> str:
-    """Classes, settings and tensors' shapes; no weights."""
-    parts = [(name, type(part).__name__, *sorted(_settings(part))) for name, part in module.named_modules()]
+def digest_module(module: torch.nn.Module) -> str:
+    """Digest of a module's classes, settings and shapes of tensors, without the values of its weights."""
+    parts = [
+        (name, type(part).__name__, *sorted(_list_settings(part))) for name, part in module.named_modules()
+    ]
     tensors = [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in _tensors(module)]
     trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     return digest([parts, tensors, trained])
 
 
-def of_loss(loss: Any) -> str:
-    """A loss's tensors, class weights for example, are part of it."""
-    loss = module_of(loss)
+def digest_loss(loss: Any) -> str:
+    """Digest of a loss function, or of a loss module with the values of its tensors, such as class weights."""
+    loss = find_loss_module(loss)
     if not isinstance(loss, torch.nn.Module):
         return digest(loss)
-    return digest([of_module(loss), weights(loss)])
+    return digest([digest_module(loss), digest_weights(loss)])
 
 
-def of_optimizer(model: torch.nn.Module, given: Any) -> str:
-    """Its class and the settings of its groups. given: as `TorchUserObjects.optimizer`."""
-    ready = isinstance(given, torch.optim.Optimizer)
-    optimizer = given if ready else build_optimizer(copy.deepcopy(model), given, None)[0]
+def digest_optimizer(model: torch.nn.Module, given: Any) -> str:
+    """Digest of an optimizer's class and the settings of its groups.
+
+    Args:
+        given: as `TorchUserObjects.optimizer`.
+    """
+    is_optimizer = isinstance(given, torch.optim.Optimizer)
+    optimizer = given if is_optimizer else build_optimizer(copy.deepcopy(model), given, None)[0]
     groups = [
-        {key: _plain(value) for key, value in group.items() if key != "params"}
+        {key: _to_plain(value) for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
     return digest([type(optimizer).__name__, groups])
 
 
-def of_callbacks(callbacks: tuple[Any, ...]) -> str:
-    """Of those that end a training or choose its weights; what a user's own does cannot be known."""
+def digest_callbacks(callbacks: tuple[Any, ...]) -> str:
+    """Digest of the callbacks that end a training or choose its weights; a user's own callbacks cannot be compared."""
     found = [each for each in callbacks if isinstance(each, EarlyStopping | BestWeights)]
-    return digest([(type(each).__name__, *sorted(_settings(each))) for each in found])
+    return digest([(type(each).__name__, *sorted(_list_settings(each))) for each in found])
 
 
-def of_schedules(model: torch.nn.Module, given: Any, callbacks: tuple[Any, ...]) -> str:
-    """Of learning rates: the user's functions that make them, and the schedulers that a LightningModule makes."""
-    found = [text(each.binding) for each in callbacks if isinstance(each, LearningRateSchedule)]
+def digest_schedules(model: torch.nn.Module, given: Any, callbacks: tuple[Any, ...]) -> str:
+    """Digest of the user's learning rate functions and of the schedulers that a LightningModule builds."""
+    found = [to_text(each.binding) for each in callbacks if isinstance(each, LearningRateSchedule)]
     if given is None:
         optimizer, schedules = build_optimizer(copy.deepcopy(model), None, None)
         for each in schedules:
             assert isinstance(each, LearningRateSchedule)
-            found.append(text([each.binding[1:], _of_scheduler(each.binding[0](optimizer))]))
+            found.append(to_text([each.binding[1:], _describe_scheduler(each.binding[0](optimizer))]))
     return digest(found)
 
 
-def _of_scheduler(scheduler: Any) -> list[Any]:
-    """Its class, settings and functions, and of those that it is made of."""
+def _describe_scheduler(scheduler: Any) -> list[Any]:
+    """A scheduler's class, settings and functions, and those of the schedulers that it combines."""
     settings = {
-        name: held for name, held in vars(scheduler).items() if name != "optimizer" and name[0] != "_"
+        name: value for name, value in vars(scheduler).items() if name != "optimizer" and name[0] != "_"
     }
-    return [type(scheduler).__name__, settings, *map(_of_scheduler, getattr(scheduler, "_schedulers", ()))]
-
-
-def weights(module: torch.nn.Module) -> str:
-    """16 hex digits of every number of the state."""
-    found = hashlib.sha256()
-    for name, tensor in _tensors(module):
-        found.update(name.encode())
-        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:16]
-
-
-def _tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [(name, held) for name, held in module.state_dict().items() if isinstance(held, torch.Tensor)]
-
-
-def _settings(thing: Any) -> list[tuple[str, str]]:
-    """Numbers for all (a user's strings may be a folder's or a day's name), strings for torch's own modules."""
-    own = type(thing).__module__.startswith(("torch.nn", "spark_elastic."))
     return [
-        (name, text(value))
-        for name, value in vars(thing).items()
-        if not name.startswith("_") and name != "training" and _tells(value, own)
+        type(scheduler).__name__,
+        settings,
+        *map(_describe_scheduler, getattr(scheduler, "_schedulers", ())),
     ]
 
 
-def _tells(value: Any, strings: bool) -> bool:
+def digest_weights(module: torch.nn.Module) -> str:
+    """Digest of all values of a module's state: 16 hex digits."""
+    hasher = hashlib.sha256()
+    for name, tensor in _tensors(module):
+        hasher.update(name.encode())
+        hasher.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return hasher.hexdigest()[:16]
+
+
+def _tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [(name, value) for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)]
+
+
+def _list_settings(thing: Any) -> list[tuple[str, str]]:
+    """Attributes that are numbers; of torch's and this package's classes also strings, which in a user's class may be
+    names of folders or dates."""
+    own = type(thing).__module__.startswith(("torch.nn", "spark_elastic."))
+    return [
+        (name, to_text(value))
+        for name, value in vars(thing).items()
+        if not name.startswith("_") and name != "training" and _is_comparable(value, own)
+    ]
+
+
+def _is_comparable(value: Any, strings: bool) -> bool:
     if isinstance(value, list | tuple):
-        return all(_tells(each, strings) for each in value)
+        return all(_is_comparable(each, strings) for each in value)
     return isinstance(value, PLAIN if strings else (bool, int, float))
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, torch.Tensor) else value
 
+
+# ---- objects
 
 Transformation = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class TorchUserObjects:
-    """What the user brings.
-
-    optimizer: over the model's parameters (pickled together with it), a function that makes one, or None with a
-    LightningModule. losses: one of (output, *labels), or one per label with `loss_weights`; () where
-    `train_minibatch_fn` or the model has its own. metrics: by name. transformation: of the columns of a part, by name.
-    watched: numbers of an epoch that callbacks and schedules look at.
-    """
+    """The objects that the user gave to the estimator, checked."""
 
     model: torch.nn.Module
+    # Over the model's parameters and pickled together with it, or a function that builds one; None: the model is a
+    # LightningModule, which builds its own.
     optimizer: Any
+    # One loss of (output, *labels), or one for each label; (): `train_minibatch_fn` or the model computes the loss.
     losses: tuple[Callable[..., torch.Tensor], ...]
+    # Factor of each of several losses; None: the same for all.
     loss_weights: tuple[float, ...] | None = None
+    # Functions or torchmetrics objects, by name.
     metrics: Mapping[str, Any] = field(default_factory=dict)
     callbacks: tuple[Callback, ...] = ()
+    # The user's own forward pass and loss of a part of a batch.
     train_minibatch_fn: Callable[..., Any] | None = None
+    # The user's function of the columns of a batch, by name.
     transformation: Transformation | None = None
+    # Names of the numbers of an epoch that callbacks and schedules read.
     watched: tuple[str, ...] = ()
 
     def identity(self) -> dict[str, str]:
-        """What a run is bound to (R19), by the words that an error has for it."""
+        """Digests of the objects that may not change when a run is resumed (R19), by the names that errors use."""
         return {
-            "model": of_module(self.model),
-            "optimizer": of_optimizer(self.model, self.optimizer),
-            "loss": digest([*map(of_loss, self.losses), self.loss_weights]),
+            "model": digest_module(self.model),
+            "optimizer": digest_optimizer(self.model, self.optimizer),
+            "loss": digest([*map(digest_loss, self.losses), self.loss_weights]),
             "train_minibatch_fn": digest(self.train_minibatch_fn),
             "transformation_fn": digest(self.transformation),
-            "EarlyStopping or BestWeights": of_callbacks(self.callbacks),
-            "learning rate schedule": of_schedules(self.model, self.optimizer, self.callbacks),
-            WEIGHTS: weights(self.model),
+            "EarlyStopping or BestWeights": digest_callbacks(self.callbacks),
+            "learning rate schedule": digest_schedules(self.model, self.optimizer, self.callbacks),
+            WEIGHTS: digest_weights(self.model),
         }
 
     def loss_fn(self, spec: TrainSpec) -> LossFn:
@@ -174,15 +191,15 @@ class TorchUserObjects:
 
 
 def trainer_plan(spec: TrainSpec) -> TrainerPlan:
-    """What a LightningModule may know of a training from its beginning."""
+    """The properties of a training that a LightningModule may read when it builds its optimizer."""
     return TrainerPlan(max_epochs=spec.config.epochs, num_training_batches=spec.plan.steps)
 
 
-# Columns of a step as the tensors that model and loss take: shapes and dtypes, without a copy where both fit.
+# ---- batches
 
 
 class BatchBuilder:
-    """Which columns are what. features: as the model sees them (their shapes may differ from the stored ones)."""
+    """Converts a step's columns to the tensors that model and loss receive, without a copy if shape and dtype fit."""
 
     def __init__(
         self,
@@ -193,8 +210,13 @@ class BatchBuilder:
         label_shapes: tuple[tuple[int, ...], ...] | None = None,
         transformation: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
     ) -> None:
-        """dtype: of the model's floating point parameters; floating point columns are cast to it. transformation: of
-        arrays by column, (rows, *shape) each; what it returns is taken in the shapes that it has."""
+        """
+        Args:
+            features: in the shapes that the model receives, which may differ from the stored ones.
+            labels: names of the label columns; weight: name of the column with sample weights.
+            dtype: of the model's floating point parameters; floating point columns are cast to it.
+            transformation: receives arrays (rows, *shape) by column; its results keep their shapes.
+        """
         self._features = features
         self._labels = labels
         self._weight = weight
@@ -225,12 +247,12 @@ class BatchBuilder:
         return tuple(t.reshape(-1, *s) for t, s in zip(tensors, self._label_shapes, strict=True))
 
     def _label(self, name: str, array: npt.NDArray[Any]) -> torch.Tensor:
-        """Of its own memory where the column is a feature, too, which a model may write to."""
+        """Copied if the column is a feature, too: the model may write to its features."""
         tensor = self._tensor(array)
         return tensor.clone() if name in self._shared else tensor
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
-        """Floating point numbers in the model's dtype, integers as int64, as class labels and indices are."""
+        """Floating point numbers in the model's dtype; integers, which are class labels or indices, as int64."""
         tensor = torch.from_numpy(array)
         if tensor.is_floating_point():
             return tensor.to(self._dtype)

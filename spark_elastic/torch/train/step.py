@@ -105,7 +105,7 @@ class TrainStep:
         group: Group,
         batch: LocalBatch[torch.Tensor],
         version: int,
-        after: Callable[[StepDecision], Position],
+        account: Callable[[StepDecision], Position],
         before_apply: Callable[[], None] = lambda: None,
         wants_stop: bool = False,
     ) -> StepDecision:
@@ -139,7 +139,7 @@ class TrainStep:
             self._apply(decision, batch.planned, sends_buffers)
             self._metrics.commit()
             self._exchange.apply_agreement(decision.found_sparse)
-            state.position = after(decision)
+            state.position = account(decision)
             self._ledger.record_applied(group.fence, position, group.size)
         return decision
 

@@ -14,7 +14,7 @@ from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.store import Store
 from spark_elastic.keras.train.archive import Archive
-from spark_elastic.keras.train.task import KerasTrainTask, KerasUserObjects
+from spark_elastic.keras.train.trainer import KerasTrainProgram, KerasUserObjects
 from spark_elastic.state.checkpoint import CheckpointPolicy
 from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.spec import Rows, TrainSpec
@@ -86,7 +86,7 @@ class Job:
             keras.config.set_floatx("float32")
             keras.config.set_dtype_policy(policy)
 
-    def task(self, store: Store, manifest: Manifest, ledger: str | None = None) -> KerasTrainTask:
+    def task(self, store: Store, manifest: Manifest, ledger: str | None = None) -> KerasTrainProgram:
         plan = self.plan(manifest)
         seen = DataPlan.for_run(manifest.group_rows, 100, 5, self.workers, 10_000, 1 << 20, shuffle=False)
         kinds = {"x": Column("x", "float64", (WIDTH,)), "y": Column("y", "int64")}
@@ -107,7 +107,7 @@ class Job:
             ledger=ledger,
             checkpoints=CheckpointPolicy(RUN, self.checkpoint_steps, None),
         )
-        return KerasTrainTask(spec, KerasUserObjects(self.archive(), self.callbacks, self.class_weight))
+        return KerasTrainProgram(spec, KerasUserObjects(self.archive(), self.callbacks, self.class_weight))
 
 
 JOBS = {

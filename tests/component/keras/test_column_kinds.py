@@ -14,7 +14,7 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
-from spark_elastic.keras.train.task import KerasTrainTask, KerasUserObjects
+from spark_elastic.keras.train.trainer import KerasTrainProgram, KerasUserObjects
 from spark_elastic.launch.job import DriverOptions, LaunchResult, supervise
 from spark_elastic.protocol.types import Limits
 from spark_elastic.state.checkpoint import CheckpointPolicy, CheckpointStore
@@ -69,7 +69,7 @@ class Paces(keras.callbacks.Callback):
 class Kinds(Job):
     """A job on all kinds of columns."""
 
-    def task(self, store: Store, manifest: Manifest, ledger: str | None = None) -> KerasTrainTask:
+    def task(self, store: Store, manifest: Manifest, ledger: str | None = None) -> KerasTrainProgram:
         spec = TrainSpec(
             config=FitConfig(
                 feature_cols=tuple(FEATURES),
@@ -86,7 +86,7 @@ class Kinds(Job):
             ledger=ledger,
             checkpoints=CheckpointPolicy(RUN, self.checkpoint_steps, None),
         )
-        return KerasTrainTask(spec, KerasUserObjects(self.archive(), (Paces(),), transformation=numbers))
+        return KerasTrainProgram(spec, KerasUserObjects(self.archive(), (Paces(),), transformation=numbers))
 
 
 JOB = Kinds(five_inputs, epochs=2, workers=2)
@@ -145,7 +145,7 @@ def test_p1_p2_every_kind_of_column_under_a_kill(tmp_path: Path, fault: Fault) -
 @pytest.mark.faults
 def test_p7_every_kind_of_column_when_all_workers_are_killed(tmp_path: Path, fault: Fault) -> None:
     def inject_fault(launcher: ProcessLauncher, store: Store) -> None:
-        until(CheckpointStore(store, RUN).published)
+        until(CheckpointStore(store, RUN).read_published)
         for slot in launcher.slots():
             fault(kill, launcher, slot)
 

@@ -112,7 +112,7 @@ def test_p7_all_workers_are_lost_and_training_goes_on_from_the_last_checkpoint(
     killed: list[int] = []
 
     def inject_fault(launcher: ProcessLauncher, store: Store) -> None:
-        until(CheckpointStore(store, RUN).published)
+        until(CheckpointStore(store, RUN).read_published)
         for slot in launcher.slots():
             killed.append(slot)
             fault(kill, launcher, slot)

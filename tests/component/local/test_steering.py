@@ -105,10 +105,10 @@ def test_a_run_id_resumes_after_its_command_was_killed(tmp_path: Path) -> None:
         folder.mkdir()
     with watched(folders[0], fault, "-np", "2", *durable) as job:
         store = Store.open(str(tmp_path / "store"))
-        job.wait_for(lambda: bool(CheckpointStore(store, "mine").published()), "a durable commit")
+        job.wait_for(lambda: bool(CheckpointStore(store, "mine").read_published()), "a durable commit")
         job.process.kill()
         assert job.ended() == -signal.SIGKILL
-    newest = max(each.position.step for each in CheckpointStore(store, "mine").published())
+    newest = max(each.position.step for each in CheckpointStore(store, "mine").read_published())
     with watched(folders[1], fault, "-np", "1", *durable) as job:
         assert job.await_size(1)
         assert job.stop() == 0

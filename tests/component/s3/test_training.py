@@ -11,7 +11,7 @@ from spark_elastic.data.store import Store
 from spark_elastic.state.checkpoint import CheckpointStore
 from spark_elastic.state.run_lease import RunLease
 from spark_elastic.testing.fakes import ProcessLauncher
-from spark_elastic.torch.train.task import TorchTrainTask
+from spark_elastic.torch.train.trainer import TorchTrainProgram
 from tests.component.injected_faults import inject_faults, kill
 from tests.component.torch.job import (
     CLASSES,
@@ -45,12 +45,12 @@ def test_p7_all_workers_are_lost_and_training_goes_on_from_the_bucket(store: Sto
     )  # fmt: skip
     made: list[ProcessLauncher] = []
 
-    def make(task: TorchTrainTask) -> ProcessLauncher:
+    def make(task: TorchTrainProgram) -> ProcessLauncher:
         made.append(launcher(task, room=3))
         return made[0]
 
     def inject_fault() -> None:
-        until(lambda: any(each.position.epoch == 1 for each in CheckpointStore(store, RUN).published()))
+        until(lambda: any(each.position.epoch == 1 for each in CheckpointStore(store, RUN).read_published()))
         for slot in made[0].slots():
             kill(made[0], slot)
 
@@ -60,4 +60,4 @@ def test_p7_all_workers_are_lost_and_training_goes_on_from_the_bucket(store: Sto
         ours, result = train_elastic(job, store, manifest, str(ledger), Follower(), make, run=run)
     assert any("goes on from checkpoint" in world.reason for world in result.worlds)
     assert difference(ours, train_plain(job, here, manifest)) < 1e-9
-    assert len(CheckpointStore(store, RUN).published()) == 3
+    assert len(CheckpointStore(store, RUN).read_published()) == 3

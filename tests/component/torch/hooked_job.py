@@ -17,7 +17,7 @@ from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
 from spark_elastic.torch.callbacks import Callback, LearningRateSchedule
 from spark_elastic.torch.train.spec import TorchUserObjects
-from spark_elastic.torch.train.task import TorchTrainTask
+from spark_elastic.torch.train.trainer import TorchTrainProgram
 from spark_elastic.training.spec import Rows
 from tests.component.torch.job import CLASSES, ROWS, WIDTH, Job, Paced
 
@@ -71,7 +71,7 @@ def hits(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class HookedJob(Job):
-    def task(self, store: Store, manifest: Manifest, ledger: str | None = None) -> TorchTrainTask:
+    def task(self, store: Store, manifest: Manifest, ledger: str | None = None) -> TorchTrainProgram:
         spec = super().task(store, manifest, ledger)._spec
         seen = Rows(store, manifest, replace(self.plan(manifest), shuffle=False))
         objects = TorchUserObjects(
@@ -83,7 +83,7 @@ class HookedJob(Job):
             (Counts(), LearningRateSchedule(per_step, every="step")),
         )
         config = replace(spec.config, label_cols=("y", "w"))
-        return TorchTrainTask(replace(spec, config=config, validation=seen, lr_scale=2), objects)
+        return TorchTrainProgram(replace(spec, config=config, validation=seen, lr_scale=2), objects)
 
 
 def losses() -> tuple[torch.nn.Module, ...]:

@@ -33,7 +33,7 @@ from spark_elastic.state.run_lease import RunLease
 from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.torch import draw_rows, progress
 from spark_elastic.torch.train.spec import TorchUserObjects
-from spark_elastic.torch.train.task import TorchTrainTask
+from spark_elastic.torch.train.trainer import TorchTrainProgram
 from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.spec import Rows, TrainSpec
 from tests.component.injected_faults import await_fault
@@ -147,7 +147,7 @@ class Job:
     def objects(self) -> TorchUserObjects:
         return TorchUserObjects(copy.deepcopy(self.model), self.optimizer, (self.loss,))
 
-    def task(self, store: Store, manifest: Manifest, ledger: str | None = None) -> TorchTrainTask:
+    def task(self, store: Store, manifest: Manifest, ledger: str | None = None) -> TorchTrainProgram:
         features = self.features(manifest)
         spec = TrainSpec(
             config=FitConfig(
@@ -167,7 +167,7 @@ class Job:
             ledger=ledger,
             checkpoints=CheckpointPolicy(RUN, self.checkpoint_steps, None),
         )
-        return TorchTrainTask(spec, self.objects())
+        return TorchTrainProgram(spec, self.objects())
 
 
 def train_elastic(
@@ -176,7 +176,7 @@ def train_elastic(
     manifest: Manifest,
     ledger: str | None,
     follower: Follower,
-    launcher_for: Callable[[TorchTrainTask], ProcessLauncher],
+    launcher_for: Callable[[TorchTrainProgram], ProcessLauncher],
     discovery: Discovery | None = None,
     lease: float = 5.0,
     run: RunLease | None = None,
@@ -198,7 +198,7 @@ def train_elastic(
     return torch.load(io.BytesIO(store.read_bytes("final.pt")), weights_only=True), result
 
 
-def launcher(task: TorchTrainTask, room: int) -> ProcessLauncher:
+def launcher(task: TorchTrainProgram, room: int) -> ProcessLauncher:
     return ProcessLauncher(task, SystemClock(), preload=("torch",), room=room)
 
 

@@ -20,7 +20,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.state.run_lease import RunLease
 from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.torch.train.spec import TorchUserObjects
-from spark_elastic.torch.train.task import TorchTrainTask
+from spark_elastic.torch.train.trainer import TorchTrainProgram
 from tests.component.column_kinds import CLASSES, FEATURES, ROWS, data_in, numbers, whole, write
 from tests.component.injected_faults import inject_faults, kill
 from tests.component.readers import READERS
@@ -97,7 +97,7 @@ def test_p1_p2_every_kind_of_column_under_a_kill(reader: str, tmp_path: Path, fa
     (store, manifest), job = data_in(tmp_path), make_job(reader)
     made: list[ProcessLauncher] = []
 
-    def make(task: TorchTrainTask) -> ProcessLauncher:
+    def make(task: TorchTrainProgram) -> ProcessLauncher:
         made.append(launcher(task, room=2))
         return made[0]
 
@@ -121,7 +121,7 @@ folder, reader = Path(sys.argv[1]), sys.argv[2]
 store, manifest = here.data_in(folder)
 
 def die(epoch, step):
-    if CheckpointStore(store, here.RUN).published():
+    if CheckpointStore(store, here.RUN).read_published():
         os.kill(os.getpid(), signal.SIGKILL)
 
 run = RunLease.acquire(store, here.RUN)

@@ -13,7 +13,7 @@ from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
 from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.torch import RowDropout, SyncBatchNorm
-from spark_elastic.torch.train.task import TorchTrainTask
+from spark_elastic.torch.train.trainer import TorchTrainProgram
 from tests.component.injected_faults import inject_faults, kill
 from tests.component.torch.job import (
     CLASSES,
@@ -106,7 +106,7 @@ def test_p1_p2_p3_p4_with_two_kills(
     made: list[ProcessLauncher] = []
     killed: list[int] = []
 
-    def make(task: TorchTrainTask) -> ProcessLauncher:
+    def make(task: TorchTrainProgram) -> ProcessLauncher:
         made.append(launcher(task, room=3))
         return made[0]
 

@@ -18,7 +18,7 @@ from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
 from spark_elastic.torch.callbacks import Callback, Training
 from spark_elastic.torch.train.spec import TorchUserObjects
-from spark_elastic.torch.train.task import TorchTrainTask
+from spark_elastic.torch.train.trainer import TorchTrainProgram
 from spark_elastic.training.spec import Rows
 from tests.component.torch.job import (
     ROWS,
@@ -67,11 +67,11 @@ class Ends(Callback):
 class EndedJob(Job):
     marks: str = ""
 
-    def task(self, store: Store, manifest: Manifest, ledger: str | None = None) -> TorchTrainTask:
+    def task(self, store: Store, manifest: Manifest, ledger: str | None = None) -> TorchTrainProgram:
         task = super().task(store, manifest, ledger)
         seen = Rows(store, manifest, replace(self.plan(manifest), shuffle=False))
         objects = TorchUserObjects(self.model, self.optimizer, (self.loss,), callbacks=(Ends(self.marks),))
-        return TorchTrainTask(replace(task._spec, validation=seen), objects)
+        return TorchTrainProgram(replace(task._spec, validation=seen), objects)
 
 
 def test_r06_an_end_within_an_epoch_outlives_who_asked_for_it(tmp_path: Path) -> None:

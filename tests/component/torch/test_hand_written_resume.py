@@ -41,7 +41,7 @@ here.Run(
 
 def newest_step(folder: Path) -> int:
     """Of the run's newest durable commit; 0 where there is none."""
-    published = CheckpointStore(Store.open(str(folder)), "mine").published()
+    published = CheckpointStore(Store.open(str(folder)), "mine").read_published()
     return published[0].position.step if published else 0
 
 

@@ -16,7 +16,7 @@ from spark_elastic.data.store import Store
 from spark_elastic.state.checkpoint import CheckpointStore
 from spark_elastic.state.run_lease import RunLease
 from spark_elastic.testing.fakes import ProcessLauncher
-from spark_elastic.torch.train.task import TorchTrainTask
+from spark_elastic.torch.train.trainer import TorchTrainProgram
 from tests.component.injected_faults import inject_faults, kill
 from tests.component.torch.job import (
     RUN,
@@ -47,7 +47,7 @@ def test_p7_all_workers_are_lost_and_training_goes_on_from_the_last_checkpoint(
     made: list[ProcessLauncher] = []
     killed: list[int] = []
 
-    def make(task: TorchTrainTask) -> ProcessLauncher:
+    def make(task: TorchTrainProgram) -> ProcessLauncher:
         made.append(launcher(task, room=3))
         return made[0]
 
@@ -66,14 +66,14 @@ def test_p7_all_workers_are_lost_and_training_goes_on_from_the_last_checkpoint(
     assert "00001-0-" in again[0].reason, "not from the epoch in which all were lost"
     assert difference(ours, train_plain(job, store, manifest)) < 1e-9
     every_row_once(ledger, job.epochs)
-    kept = CheckpointStore(store, RUN).published()
+    kept = CheckpointStore(store, RUN).read_published()
     assert len(kept) == 3
     assert kept[0].fence.generation == again_generation(result.event_log)
 
 
 def epoch_is_durable(store: Store, epoch: int) -> bool:
     """Whether a checkpoint of that epoch counts."""
-    return any(each.position.epoch == epoch for each in CheckpointStore(store, RUN).published())
+    return any(each.position.epoch == epoch for each in CheckpointStore(store, RUN).read_published())
 
 
 def again_generation(story: tuple[str, ...]) -> int:

@@ -16,7 +16,7 @@ from spark_elastic.data.store import Store
 from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position, next_version
 from spark_elastic.state.checkpoint import CheckpointPolicy, CheckpointStore
 from spark_elastic.torch.callbacks import Callback, Training
-from spark_elastic.torch.train.task import BESIDE, TorchTrainTask, epoch_numbers
+from spark_elastic.torch.train.trainer import NOT_METRICS, TorchTrainProgram, list_epoch_numbers
 from spark_elastic.training.loop import CHANGE
 from spark_elastic.worker.program import Stopped
 from tests.checkpoints import reload_from_checkpoint
@@ -52,8 +52,8 @@ def test_p2_with_everything_that_hangs_on_a_training(tmp_path: Path) -> None:
     entries = json.loads(outcome.result)["history"]
     shows_what_the_history_has(told, entries)
     numbers = {name for name, value in entries[0].items() if isinstance(value, int | float)}
-    known = epoch_numbers(job.task(store, manifest)._trainer._objects, ["y", "w"])
-    assert {name.removeprefix("val_") for name in numbers} <= {*known, *BESIDE}
+    known = list_epoch_numbers(job.task(store, manifest)._trainer._objects, ["y", "w"])
+    assert {name.removeprefix("val_") for name in numbers} <= {*known, *NOT_METRICS}
 
 
 def shows_what_the_history_has(told: list[Any], history: list[Any]) -> None:
@@ -103,7 +103,7 @@ class EndingJob(HookedJob):
 
     who: int = 0
 
-    def task(self, store: Store, manifest: Manifest, ledger: str | None = None) -> TorchTrainTask:
+    def task(self, store: Store, manifest: Manifest, ledger: str | None = None) -> TorchTrainProgram:
         task = super().task(store, manifest, ledger)
         trainer: Any = task._trainer
         objects = trainer._objects

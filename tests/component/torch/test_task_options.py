@@ -24,7 +24,7 @@ from elastic_collectives import Group
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
 from spark_elastic.torch.train.spec import TorchUserObjects
-from spark_elastic.torch.train.task import TorchTrainTask
+from spark_elastic.torch.train.trainer import TorchTrainProgram
 from spark_elastic.training.spec import Rows
 from tests.component.torch.job import ROWS, WIDTH, Job, difference, make_data
 from tests.pages import blocks
@@ -160,7 +160,7 @@ def trained(
     )
 
     def work(group: Group) -> tuple[Any, Any, Any]:
-        task = TorchTrainTask(spec, copy.deepcopy(objects))
+        task = TorchTrainProgram(spec, copy.deepcopy(objects))
         task.prepare()
         outcome: Any = task.run(world, group, handle)
         task.close()

@@ -8,7 +8,7 @@ import pytest
 
 from spark_elastic.state.run_lease import RunLease
 from spark_elastic.testing.fakes import ProcessLauncher
-from spark_elastic.torch.train.task import TorchTrainTask
+from spark_elastic.torch.train.trainer import TorchTrainProgram
 from tests.component.injected_faults import inject_faults, kill
 from tests.component.torch.hooked_job import make_job, plain, same_history
 from tests.component.torch.job import RUN, Follower, difference, launcher, make_data, train_elastic
@@ -23,7 +23,7 @@ def test_p2_p7_hooks_have_the_state_of_an_undisturbed_run(lost: str, tmp_path: P
     (store, manifest), job = make_data(tmp_path), make_job()
     made: list[ProcessLauncher] = []
 
-    def make(task: TorchTrainTask) -> ProcessLauncher:
+    def make(task: TorchTrainProgram) -> ProcessLauncher:
         made.append(launcher(task, room=3))
         return made[0]
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.driver.gang_scheduler import GangScheduler, JobQueue, QueueTimeout, SlotRequest
+from spark_elastic.driver.gang_scheduler import GangScheduler, JobQueue, QueueTimeout, SlotClaim
 from spark_elastic.errors import NotEnoughWorkers
 from spark_elastic.protocol.events import DriverEvent, SlotsWanted
 from spark_elastic.protocol.types import Limits
@@ -162,10 +162,10 @@ def test_r17_of_jobs_that_are_short_after_a_loss_the_later_give_way_to_the_first
             turn.finish_gathering()
         first.report_shortage(True)
         third.report_shortage(True)
-        assert third.find_slot_request() is None, "it may find its next world at once"
+        assert third.find_slot_claim() is None, "it may find its next world at once"
         clock.advance(LIMITS.gather_timeout)
-        assert first.find_slot_request() == SlotRequest("b", in_use=True)
-        assert second.find_slot_request() is None
-        assert third.find_slot_request() == SlotRequest("a", in_use=False)
+        assert first.find_slot_claim() == SlotClaim("b", in_use=True)
+        assert second.find_slot_claim() is None
+        assert third.find_slot_claim() == SlotClaim("a", in_use=False)
         first.report_shortage(False)
-        assert third.find_slot_request() == SlotRequest("a", in_use=True)
+        assert third.find_slot_claim() == SlotClaim("a", in_use=True)

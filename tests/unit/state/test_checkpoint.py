@@ -36,16 +36,16 @@ def test_what_is_written_comes_back(store: Store) -> None:
     checkpoint = written(store, 7)
     assert (checkpoint.fence, checkpoint.position) == (Fence(1, 2), at(7))
     assert CheckpointStore(store, "r").read(checkpoint) == {"a": b"7", "b": b"same"}
-    assert CheckpointStore(store, "r").published() == ()
+    assert CheckpointStore(store, "r").read_published() == ()
 
 
 def test_r18_the_list_of_the_highest_attempt_counts(store: Store) -> None:
     run, old, new = CheckpointStore(store, "r"), written(store, 9), written(store, 3, attempt=2)
     run.publish(1, [old])
-    assert run.published() == (old,)
+    assert run.read_published() == (old,)
     run.publish(2, [new, old])
     run.publish(1, [written(store, 10), old])  # by a driver that does not know yet that it lost the run
-    assert run.published() == (new, old)
+    assert run.read_published() == (new, old)
 
 
 @pytest.mark.parametrize("damage", ["altered", "part gone", "manifest gone", "torn"])
@@ -82,8 +82,8 @@ def test_r10_each_driver_takes_an_attempt_of_its_own(store: Store) -> None:
     for thread in threads:
         thread.join()
     assert sorted(taken) == [1, 2, 3, 4]
-    assert run_lease.highest_attempt(store, "r") == 4
-    assert run_lease.highest_attempt(store, "another") == 0
+    assert run_lease.find_highest_attempt(store, "r") == 4
+    assert run_lease.find_highest_attempt(store, "another") == 0
 
 
 def begun(store: Store) -> RunLease:
@@ -96,11 +96,11 @@ def test_r18_a_run_that_came_to_nothing_is_forgotten_by_its_holder_alone(store: 
     first, second = begun(store), begun(store)
     first.delete("runs/r/rows")
     first.release("runs/r/rows")
-    assert run_lease.highest_attempt(store, "r") == 2
+    assert run_lease.find_highest_attempt(store, "r") == 2
     assert store.exists("runs/r/run.json")
     assert store.exists("runs/r/rows/a")
     second.delete("runs/r/rows")
-    assert run_lease.highest_attempt(store, "r") == 0
+    assert run_lease.find_highest_attempt(store, "r") == 0
     assert not store.find("runs/r")
 
 
@@ -171,7 +171,7 @@ def test_r10_a_driver_that_lost_the_run_publishes_nothing_and_says_who_has_it(st
     old.close()
     by = f"attempt 2, process {os.getpid()} on {socket.gethostname()}"
     assert lost == [f"run 'r' was taken over by another driver ({by}; this one is attempt 1)"]
-    assert CheckpointStore(store, "r").published() == ()
+    assert CheckpointStore(store, "r").read_published() == ()
 
 
 def test_a_newer_checkpoint_replaces_one_that_waits(store: Store) -> None:

@@ -17,7 +17,7 @@ from spark_elastic.torch.callbacks import (
     get_monitored,
 )
 from spark_elastic.torch.train.spec import TorchUserObjects
-from spark_elastic.torch.train.task import check_watched
+from spark_elastic.torch.train.trainer import check_watched
 
 
 def far(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
-"""A torch model in training, as the training loop takes it: state, step, validation, weights.
+"""The torch implementation of `training.trainer.ModelTrainer`, and the program that a worker of the estimator runs.
 
-Shipped by cloudpickle with the user's model, optimizer and loss inside. Main thread only.
+Both are shipped by cloudpickle with the user's model, optimizer and loss inside. Main thread only, except for
+`check_watched`, which the driver calls before the first job.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ from spark_elastic.training.trainer import input_dtype
 from spark_elastic.worker.session import get_engine
 
 
-class TorchTrainTask(TrainingLoop):
-    """What a worker of the estimator runs."""
+class TorchTrainProgram(TrainingLoop):
+    """The program of a worker of `ElasticTorchEstimator`: the training loop over a torch model."""
 
     def __init__(self, spec: TrainSpec, objects: TorchUserObjects) -> None:
         super().__init__(spec, TorchTrainer(spec, objects))
 
 
 class TorchTrainer:
-    """See `training.trainer.ModelTrainer`."""
+    """Model, optimizer, loss and metrics of one worker. See `training.trainer.ModelTrainer`."""
 
     def __init__(self, spec: TrainSpec, objects: TorchUserObjects) -> None:
         self._spec = spec
@@ -52,7 +53,9 @@ class TorchTrainer:
         spec, config, objects = self._spec, self._spec.config, self._objects
         torch.manual_seed(config.seed)
         model = objects.model
-        if not model.training:  # as a fitted model is; parts alone are still since the user wants them to be
+        if (
+            not model.training
+        ):  # a fitted model is in evaluation mode; single parts in it are the user's choice
             model.train()
         optimizer, schedules = build_optimizer(
             model, objects.optimizer, config.learning_rate, spec.lr_scale, trainer_plan(spec)
@@ -73,9 +76,13 @@ class TorchTrainer:
             self.state, self._loss_fn, self._exchange, config, ledger, metrics[0], self._scaling
         )
         dtype = input_dtype(model.parameters(), torch.get_default_dtype())
-        shapes, change = config.label_shapes, objects.transformation
         self._batches = BatchBuilder(
-            spec.features, config.label_cols, config.sample_weight_col, dtype, shapes, change
+            spec.features,
+            config.label_cols,
+            config.sample_weight_col,
+            dtype,
+            config.label_shapes,
+            objects.transformation,
         )
 
     def train_step(
@@ -83,22 +90,22 @@ class TorchTrainer:
         group: Group,
         rows: StepRows,
         version: int,
-        after: Callable[[StepDecision], Position],
+        account: Callable[[StepDecision], Position],
         before_apply: Callable[[], None],
     ) -> StepDecision:
         batch, stop = self._batches.build(rows), self.callbacks.wants_stop()
-        return self._train_step.run(group, batch, version, after, before_apply, stop)
+        return self._train_step.run(group, batch, version, account, before_apply, stop)
 
     @contextmanager
     def validation_mode(self) -> Iterator[None]:
         model = self.state.model
-        still = [part for part in model.modules() if not part.training]
+        in_eval_mode = [part for part in model.modules() if not part.training]
         model.eval()
         try:
             yield
         finally:
             model.train()
-            for part in still:
+            for part in in_eval_mode:
                 part.training = False
 
     def validation_step(self, group: Group, rows: StepRows, version: int) -> StepDecision:
@@ -148,24 +155,32 @@ class TorchTrainer:
         self._exchange.close()
 
 
-# Whether the numbers that callbacks watch will come about: said before the first job. Pure.
+# ---- the numbers that callbacks watch
 
-
-# Numbers of an epoch that say nothing of how good the model is.
-BESIDE = ("learning_rate", "skipped_steps", "epoch", "rows", "planned", "steps", "seconds")
+# Numbers of an epoch that do not measure the model.
+NOT_METRICS = ("learning_rate", "skipped_steps", "epoch", "rows", "planned", "steps", "seconds")
 
 
 def check_watched(objects: TorchUserObjects, labels: Sequence[str], validates: bool) -> None:
-    """Raises InvalidInput for a number that no epoch will have. validates: there is a validation after each epoch."""
-    known = epoch_numbers(objects, labels)
-    free = tuple(f"{name}_" for name, metric in objects.metrics.items() if is_accumulator(metric))
-    adding = any(not _is_ours(callback.on_epoch_end) for callback in objects.callbacks)
+    """Check that each number that a callback watches will exist, before the first job.
+
+    Args:
+        validates: each epoch is followed by a validation.
+
+    Raises:
+        InvalidInput: a callback watches a number that no epoch will have.
+    """
+    known = list_epoch_numbers(objects, labels)
+    # A metric object may report further numbers whose names begin with its own.
+    prefixes = tuple(f"{name}_" for name, metric in objects.metrics.items() if is_accumulator(metric))
+    # The user's own callbacks may add any number in `on_epoch_end`.
+    may_add = any(not _is_own(callback.on_epoch_end) for callback in objects.callbacks)
     for name in objects.watched:
         plain = name.removeprefix("val_")
-        if not ({name, plain} & {*known, *BESIDE} or adding or plain.startswith(free)):
-            there = [*known, *(f"val_{each}" for each in known if validates)]
+        if not ({name, plain} & {*known, *NOT_METRICS} or may_add or plain.startswith(prefixes)):
+            names = [*known, *(f"val_{each}" for each in known if validates)]
             raise InvalidInput(
-                f"a callback watches {name!r}, which no epoch will have: set its monitor to one of {', '.join(there)}."
+                f"a callback watches {name!r}, which no epoch will have: set its monitor to one of {', '.join(names)}."
             )
         if name.startswith("val_") and name not in known and not validates:
             raise InvalidInput(
@@ -174,14 +189,14 @@ def check_watched(objects: TorchUserObjects, labels: Sequence[str], validates: b
             )
 
 
-def epoch_numbers(objects: TorchUserObjects, labels: Sequence[str]) -> list[str]:
-    """Losses and metrics that an epoch may have, and with `val_` before them its validation. What a metric object
-    computes may have names after its own, and callbacks may add more."""
+def list_epoch_numbers(objects: TorchUserObjects, labels: Sequence[str]) -> list[str]:
+    """Names of the losses and metrics of each epoch. Those of its validation have the prefix `val_`."""
     several = len(labels) > 1
     losses = [f"loss_{label}" for label in labels] if len(objects.losses) > 1 else []
     outputs = [f"{name}_{label}" for name in objects.metrics for label in labels] if several else []
     return ["loss", *losses, *objects.metrics, *outputs]
 
 
-def _is_ours(hook: object) -> bool:
+def _is_own(hook: object) -> bool:
+    """Whether a callback's method is this package's."""
     return str(getattr(hook, "__module__", "")).startswith("spark_elastic.")

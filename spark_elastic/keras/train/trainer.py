@@ -52,15 +52,15 @@ class KerasUserObjects:
         }
 
 
-class KerasTrainTask(TrainingLoop):
-    """What a worker of the estimator runs."""
+class KerasTrainProgram(TrainingLoop):
+    """The program of a worker of `ElasticKerasEstimator`: the training loop over a Keras model."""
 
     def __init__(self, spec: TrainSpec, objects: KerasUserObjects) -> None:
         super().__init__(spec, KerasTrainer(spec, objects))
 
 
 class KerasTrainer:
-    """See `training.trainer.ModelTrainer`."""
+    """Model, losses and metrics of one worker. See `training.trainer.ModelTrainer`."""
 
     def __init__(self, spec: TrainSpec, objects: KerasUserObjects) -> None:
         self._spec = spec
@@ -101,13 +101,13 @@ class KerasTrainer:
         group: Group,
         rows: StepRows,
         version: int,
-        after: Callable[[StepDecision], Position],
+        account: Callable[[StepDecision], Position],
         before_apply: Callable[[], None],
     ) -> StepDecision:
         self._metrics.sums = self.state.progress.metric_sums
 
-        def account(decision: StepDecision) -> Position:
-            position, progress = after(decision), self.state.progress
+        def account_metrics(decision: StepDecision) -> Position:
+            position, progress = account(decision), self.state.progress
             progress.metric_sums = self._metrics.sums
             if position.phase is not Phase.TRAIN:  # the accumulators are validation's from here on
                 progress.train_metrics = self._metrics.results()
@@ -116,7 +116,7 @@ class KerasTrainer:
             return position
 
         batch, stop = self._batches.build(rows), self.callbacks.wants_stop()
-        return self._train_step.run(group, batch, version, account, before_apply, stop)
+        return self._train_step.run(group, batch, version, account_metrics, before_apply, stop)
 
     def validation_mode(self) -> AbstractContextManager[None]:
         self.callbacks.on_validation_begin()
