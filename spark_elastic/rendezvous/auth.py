@@ -226,7 +226,8 @@ def create_certificate() -> Certificate:
 
 
 def create_pinned_context(public: str) -> ssl.SSLContext:
-    """A context for clients that refuses every certificate but this one.
+    """A context for clients that refuses every certificate but this one. Requests stay signed inside it: TLS only adds
+    that no other process can read them.
 
     Raises:
         InvalidInput: it is no certificate.
