@@ -39,7 +39,8 @@ class _OutputLoss:
 
 
 class CompiledLosses:
-    """Losses of one compiled model."""
+    """Losses of one compiled model. They run without reduction, and the sums are divided by what all ranks have, so
+    that no two reductions can differ."""
 
     def __init__(self, model: Any, labels: Any, outputs: Any) -> None:
         """
