@@ -104,8 +104,8 @@ def main() -> None:
     trainee = Trainee()
     trainee.step()
     state = TorchState(trainee.model, trainee.optimizer, step=0)
-    waits = Waited(state._commits.wait)
-    state._commits.wait = waits  # type: ignore[method-assign]
+    waits = Waited(state._snapshots.wait)
+    state._snapshots.wait = waits  # type: ignore[method-assign]
     kept: list[object] = []
     bare_copy = BareCopy(trainee)
     trainee.optimizer.register_step_pre_hook(bare_copy.wait)

@@ -26,16 +26,16 @@ struct Memory::Registry {
 
   std::shared_ptr<Segment> segment;
   std::mutex mutex;                                   // guards the members below
-  std::map<const char*, Extent> countSharedOperands;  // by address
+  std::map<const char*, Extent> extents;  // by address
   uint64_t next = 0;
 
   void drop(const char* data) {
     std::lock_guard<std::mutex> lock(mutex);
-    const auto found = countSharedOperands.find(data);
+    const auto found = extents.find(data);
     // Other members may still map it; they read zeros, which no collective uses.
     fallocate(segment->fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(found->second.offset),
               static_cast<off_t>(found->second.bytes));
-    countSharedOperands.erase(found);
+    extents.erase(found);
   }
 };
 
@@ -74,7 +74,7 @@ std::shared_ptr<Memory> MemoryPool::allocate(size_t bytes) {
   }
   const auto data = static_cast<char*>(memory);
   std::shared_ptr<Memory> taken(new Memory(data, room, registry_));
-  registry_->countSharedOperands[data] = {static_cast<uint64_t>(offset), room};
+  registry_->extents[data] = {static_cast<uint64_t>(offset), room};
   return taken;
 }
 
@@ -82,8 +82,8 @@ void MemoryPool::describeOperand(const void* data, size_t bytes, CallDescriptor&
   const auto begin = static_cast<const char*>(data);
   descriptor.extent = descriptor.room = descriptor.at = 0;
   std::lock_guard<std::mutex> lock(registry_->mutex);
-  auto found = registry_->countSharedOperands.upper_bound(begin);
-  if (found == registry_->countSharedOperands.begin()) return;
+  auto found = registry_->extents.upper_bound(begin);
+  if (found == registry_->extents.begin()) return;
   --found;
   const auto at = static_cast<size_t>(begin - found->first);
   if (at > found->second.bytes || bytes > found->second.bytes - at) return;

@@ -385,7 +385,7 @@ class StoreEntry:
     """A folder of this package in a store."""
 
     name: str
-    # data, run, probe or mail
+    # data, run, probe or channel
     kind: str
     bytes: int
     # When its newest object was written, in seconds since 1970; None if the store does not say.

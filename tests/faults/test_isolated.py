@@ -26,8 +26,8 @@ from spark_elastic.data.store import Store
 from spark_elastic.spark.probe import Probe
 folder, driver = sys.argv[1:]
 probe = Probe(Store.open(folder), "t", driver=f"{driver}:9", together=2, towards=driver)
-assert "refused" in probe._reach_driver("h"), "packets reach the driver, where nobody listens"
-print(probe._meet("h"))
+assert "refused" in probe._check_driver("h"), "packets reach the driver, where nobody listens"
+print(probe._check_peers("h"))
 """
 
 

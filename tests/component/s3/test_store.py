@@ -49,7 +49,7 @@ def test_foreign_parquet(store: Store) -> None:
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, row_group_size=20)
     store.write_bytes("data/set/part.parquet", sink.getvalue().to_pybytes())
-    assert [(each.name, each.changed is not None) for each in list_entries(store)] == [("data/set", True)]
+    assert [(each.name, each.modified is not None) for each in list_entries(store)] == [("data/set", True)]
     manifest = describe_parquet(store, ["id", "x"], piece_bytes=100)
     reader = open_reader("arrow", store, manifest)
     found = np.concatenate([reader.fetch(group)["x"] for group in range(len(manifest.row_groups))])
