@@ -18,10 +18,10 @@ from spark_elastic.estimators.fit_rows import RowSource
 from spark_elastic.estimators.fitting import Framework, train_model
 from spark_elastic.estimators.keras_model import ElasticKerasModel, KerasPredictor
 from spark_elastic.estimators.keras_objects import (
-    activation_of,
     check_keras_objects,
     check_lambdas,
     compile_model,
+    find_activation,
 )
 from spark_elastic.estimators.params import KerasParams, with_horovod_names
 from spark_elastic.estimators.transformer import try_widths
@@ -77,7 +77,7 @@ class ElasticKerasEstimator(  # type: ignore[misc,unused-ignore]
 
     def _fit_rows(self, rows: RowSource) -> ElasticKerasModel:
         model = fit_keras(rows, build_request(self._values, check_keras_objects))
-        self._copy_params_to(model, activation_of(compile_model(self._values)))
+        self._copy_params_to(model, find_activation(compile_model(self._values)))
         return model
 
     def _pack_objects(self, objects: Mapping[str, Any]) -> dict[str, bytes]:

@@ -88,7 +88,7 @@ def check_lambdas(things: Iterable[Any]) -> None:
             )
 
 
-def activation_of(model: Any) -> str | None:
+def find_activation(model: Any) -> str | None:
     """The activation that turns the model's outputs into probabilities, by its loss; None if it is unknown."""
     loss = getattr(getattr(model, "_compile_config", None), "config", {}).get("loss")
     try:

@@ -77,35 +77,39 @@ def stack_rows(rows: Sequence[Any], column: Column) -> npt.NDArray[Any]:
         InvalidInput: nulls, rows of another size or of uneven arrays, or values that the column's dtype cannot hold.
     """
     if column.dtype == "object":
-        return _objects(rows, column)
+        return _stack_objects(rows, column)
     if not column.shape:
-        return _as_trained(np.asarray(rows), column)
+        return _cast_to_trained_dtype(np.asarray(rows), column)
     size = int(np.prod(column.shape, dtype=np.int64))
     plain = [row for row in rows if isinstance(row, np.ndarray) and row.dtype != object and row.size == size]
     if len(plain) == len(rows) > 0:  # as Arrow hands arrays over
-        return _as_trained(np.concatenate(plain).reshape(len(plain), *column.shape), column)
-    flat = [_as_trained(_row(row, column, size), column) for row in rows]
+        return _cast_to_trained_dtype(np.concatenate(plain).reshape(len(plain), *column.shape), column)
+    flat = [_cast_to_trained_dtype(_flatten_row(row, column, size), column) for row in rows]
     return np.array(flat, dtype=column.dtype).reshape(len(rows), *column.shape)
 
 
-def _objects(rows: Sequence[Any], column: Column) -> npt.NDArray[Any]:
-    """Bytes and strings, or (nested) lists of them."""
+def _stack_objects(rows: Sequence[Any], column: Column) -> npt.NDArray[Any]:
+    """Stack bytes and strings, or (nested) lists of them."""
     leaves: list[Any] = list(rows)
     for length in column.shape:
         if any(each is None or len(each) != length for each in leaves):
-            raise _nulls(column) if any(each is None for each in leaves) else _uneven(column)
+            raise (
+                _build_null_error(column)
+                if any(each is None for each in leaves)
+                else _build_uneven_error(column)
+            )
         leaves = [part for each in leaves for part in each]
     if any(each is None for each in leaves):
-        raise _nulls(column)
+        raise _build_null_error(column)
     objects = np.empty(len(leaves), dtype=object)
     objects[:] = [bytes(each) if isinstance(each, bytearray) else each for each in leaves]
     return objects.reshape(len(rows), *column.shape)
 
 
-def _row(row: Any, column: Column, size: int) -> npt.NDArray[Any]:
+def _flatten_row(row: Any, column: Column, size: int) -> npt.NDArray[Any]:
     if row is None:
-        raise _nulls(column)
-    array = _regular(row, column)
+        raise _build_null_error(column)
+    array = _to_regular_array(row, column)
     if array.size != size:
         raise InvalidInput(
             f"column {column.name!r} has a row of {array.size} numbers; the model was trained on {size}."
@@ -113,42 +117,42 @@ def _row(row: Any, column: Column, size: int) -> npt.NDArray[Any]:
     return array.reshape(-1)
 
 
-def _regular(row: Any, column: Column) -> npt.NDArray[Any]:
-    """A row whose arrays are of one length in each dimension."""
+def _to_regular_array(row: Any, column: Column) -> npt.NDArray[Any]:
+    """Convert a row to one array. Raises InvalidInput if its arrays have different lengths in a dimension."""
     if not isinstance(row, np.ndarray | list | tuple):
         return np.asarray(row)
     if isinstance(row, np.ndarray) and row.dtype != object:
         return row
-    parts = [_regular(part, column) for part in row]
+    parts = [_to_regular_array(part, column) for part in row]
     if len({part.shape for part in parts}) > 1:
-        raise _uneven(column)
+        raise _build_uneven_error(column)
     return np.array(parts)
 
 
-def _as_trained(values: npt.NDArray[Any], column: Column) -> npt.NDArray[Any]:
-    """In the dtype of the training, each value the same."""
+def _cast_to_trained_dtype(values: npt.NDArray[Any], column: Column) -> npt.NDArray[Any]:
+    """Cast values to the dtype of the training. Raises InvalidInput for a value that would change."""
     wanted = np.dtype(column.dtype)
     if values.dtype == object:
         if any(value is None or value != value for value in values.flat):
-            raise _nulls(column)
+            raise _build_null_error(column)
         values = values.astype(wanted if wanted.kind == "M" else np.float64)
     if wanted.kind in "iubM":
         if values.dtype.kind == "f":  # as pandas hands whole numbers with nulls over
             if np.isnan(values).any():
-                raise _nulls(column)
-            _refuse(values != np.trunc(values), values, column)
+                raise _build_null_error(column)
+            _refuse_values(values != np.trunc(values), values, column)
         if wanted.kind in "iu" and values.dtype.kind in "iuf" and not np.can_cast(values.dtype, wanted):
             limits = np.iinfo(wanted)
-            _refuse((values < limits.min) | (values > limits.max), values, column)
+            _refuse_values((values < limits.min) | (values > limits.max), values, column)
         if wanted.kind == "b" and values.dtype.kind != "b":
-            _refuse((values != 0) & (values != 1), values, column)
+            _refuse_values((values != 0) & (values != 1), values, column)
     cast = values.astype(wanted, copy=False)
     if wanted.kind == "M" and np.isnat(cast).any():
-        raise _nulls(column)
+        raise _build_null_error(column)
     return cast
 
 
-def _refuse(which: npt.NDArray[Any], values: npt.NDArray[Any], column: Column) -> None:
+def _refuse_values(which: npt.NDArray[Any], values: npt.NDArray[Any], column: Column) -> None:
     if which.any():
         raise InvalidInput(
             f"column {column.name!r} has {values[which][0]}; the model was trained on {column.dtype}, which cannot "
@@ -156,14 +160,14 @@ def _refuse(which: npt.NDArray[Any], values: npt.NDArray[Any], column: Column) -
         )
 
 
-def _uneven(column: Column) -> InvalidInput:
+def _build_uneven_error(column: Column) -> InvalidInput:
     return InvalidInput(
         f"column {column.name!r} has a row whose arrays are not of the lengths that the model was trained on "
         f"{column.shape}: pad or cut them."
     )
 
 
-def _nulls(column: Column) -> InvalidInput:
+def _build_null_error(column: Column) -> InvalidInput:
     return InvalidInput(f"column {column.name!r} has nulls: fill or drop them before transform.")
 
 
@@ -185,7 +189,7 @@ class TorchPredictor:
     packed: Packed
     columns: tuple[Column, ...]
 
-    def _unpacked(self) -> tuple[torch.nn.Module, Transformation | None]:
+    def _unpack(self) -> tuple[torch.nn.Module, Transformation | None]:
         thing = self.packed.unpack()
         if isinstance(thing, ModuleWithTransformation):
             return thing.module.eval(), thing.transformation
@@ -193,7 +197,7 @@ class TorchPredictor:
 
     @cached_property
     def _loaded(self) -> tuple[torch.nn.Module, Transformation | None]:
-        return self._unpacked()
+        return self._unpack()
 
     @property
     def needs_sample(self) -> bool:
@@ -214,7 +218,7 @@ class TorchPredictor:
 
     def model(self) -> torch.nn.Module:
         """A new copy of the module, in evaluation mode."""
-        return self._unpacked()[0]
+        return self._unpack()[0]
 
     def parts(self) -> dict[str, bytes]:
         """What is saved, by name."""

@@ -19,7 +19,7 @@ from spark_elastic.estimators.fitting import Framework, train_model
 from spark_elastic.estimators.params import TorchParams, with_horovod_names
 from spark_elastic.estimators.predictor import ModuleWithTransformation, TorchPredictor
 from spark_elastic.estimators.saving import Packed, pack
-from spark_elastic.estimators.torch_objects import activation_of, check_torch_objects
+from spark_elastic.estimators.torch_objects import check_torch_objects, find_activation
 from spark_elastic.estimators.transformer import ElasticModel, ModelReader, try_widths
 from spark_elastic.estimators.validation import FitRequest, build_request
 from spark_elastic.torch.train.spec import TorchUserObjects
@@ -104,7 +104,7 @@ class ElasticTorchEstimator(  # type: ignore[misc,unused-ignore]
 
     def _fit_rows(self, rows: RowSource) -> ElasticTorchModel:
         model = fit_torch(rows, build_request(self._values, check_torch_objects))
-        self._copy_params_to(model, activation_of(self.getOrDefault("loss")))
+        self._copy_params_to(model, find_activation(self.getOrDefault("loss")))
         return model
 
     def _pack_objects(self, objects: Mapping[str, Any]) -> dict[str, bytes]:

@@ -32,7 +32,7 @@ from spark_elastic.training.fit_config import describe_type
 def check_serializable(model: torch.nn.Module) -> None:
     """Raise InvalidInput with the first layer that cannot be copied and pickled for the workers."""
     for name, part in model.named_modules():
-        layer = _layer_label(name)
+        layer = _format_layer(name)
         if isinstance(part, torch.jit.ScriptModule):
             raise InvalidInput(f"{layer} is a ScriptModule: pass the module that it was made from.")
         if is_parametrized(part):
@@ -70,13 +70,13 @@ def _check_picklable(model: torch.nn.Module) -> None:
     parts = reversed(list(model.named_modules()))  # inner layers come first
     name, part = next(each for each in parts if _find_pickle_error(each[1], tensors) is not None)
     keys = [key for key, held in vars(part).items() if _find_pickle_error(held, tensors) is not None]
-    holds = f"{_layer_label(name)} holds {keys[0]!r}, which" if keys else _layer_label(name)
+    holds = f"{_format_layer(name)} holds {keys[0]!r}, which" if keys else _format_layer(name)
     raise InvalidInput(
         f"{holds} cannot be copied or pickled for the workers ({failed}): make it in forward, when it is first used."
     ) from failed
 
 
-def _layer_label(name: str) -> str:
+def _format_layer(name: str) -> str:
     return f"layer {name!r} of the model" if name else "the model"
 
 
@@ -126,32 +126,32 @@ def check_torch_objects(values: Mapping[str, Any]) -> TorchUserObjects:
     Raises:
         InvalidInput: the first mistake, in one sentence.
     """
-    model = _model(values["model"], values["seed"])
+    model = _check_model(values["model"], values["seed"])
     own_step = values["train_minibatch_fn"] is not None or is_lightning(model)
     if own_step and values["metrics"]:
         raise InvalidInput(
             "metrics are of the model's outputs, which train_minibatch_fn and a LightningModule's training_step keep "
             "to themselves: leave metrics out (a LightningModule has self.log)."
         )
-    losses = _losses(values["loss"], len(values["label_cols"] or ()), own_step)
+    losses = _check_losses(values["loss"], len(values["label_cols"] or ()), own_step)
     learning_rate = values["learning_rate"]
-    callbacks = _callbacks(values["callbacks"])
-    optimizer, trial = _optimizer(values["optimizer"], model, values["model"], learning_rate)
+    callbacks = _check_callbacks(values["callbacks"])
+    optimizer, trial = _check_optimizer(values["optimizer"], model, values["model"], learning_rate)
     watched = _find_watched_metrics(*trial, callbacks)
     return TorchUserObjects(
         model=model,
         optimizer=optimizer,
         losses=losses,
-        loss_weights=_loss_weights(values["loss_weights"], len(losses)),
+        loss_weights=_check_loss_weights(values["loss_weights"], len(losses)),
         metrics=name_metrics(values["metrics"] or ()),
         callbacks=callbacks,
-        train_minibatch_fn=_minibatch_fn(values["train_minibatch_fn"]),
-        transformation=_function(values["transformation_fn"], "transformation_fn"),
+        train_minibatch_fn=_check_minibatch_fn(values["train_minibatch_fn"]),
+        transformation=_check_function(values["transformation_fn"], "transformation_fn"),
         watched=() if is_lightning(model) else watched,  # its steps may log any number
     )
 
 
-def activation_of(loss: Any) -> str | None:
+def find_activation(loss: Any) -> str | None:
     """The activation that turns the inputs of the loss into probabilities; None if it is unknown."""
     if isinstance(loss, functools.partial):
         loss = loss.func
@@ -159,7 +159,7 @@ def activation_of(loss: Any) -> str | None:
     return ACTIVATIONS.get(kind)
 
 
-def _model(model: Any, seed: Any) -> torch.nn.Module:
+def _check_model(model: Any, seed: Any) -> torch.nn.Module:
     if isinstance(model, type):
         raise InvalidInput(f"model is the class {model.__name__}; pass an instance of it.")
     if not isinstance(model, torch.nn.Module) and callable(model):
@@ -192,7 +192,7 @@ def _check_dense(model: torch.nn.Module) -> None:
             )
 
 
-def _losses(loss: Any, labels: int, own_step: bool) -> tuple[Callable[..., Any], ...]:
+def _check_losses(loss: Any, labels: int, own_step: bool) -> tuple[Callable[..., Any], ...]:
     if own_step:
         if loss is not None:
             raise InvalidInput("the model or train_minibatch_fn computes the loss itself: leave loss out.")
@@ -217,7 +217,7 @@ def _losses(loss: Any, labels: int, own_step: bool) -> tuple[Callable[..., Any],
     return losses
 
 
-def _loss_weights(weights: Any, losses: int) -> tuple[float, ...] | None:
+def _check_loss_weights(weights: Any, losses: int) -> tuple[float, ...] | None:
     if weights is None:
         return None
     try:
@@ -231,7 +231,7 @@ def _loss_weights(weights: Any, losses: int) -> tuple[float, ...] | None:
     return found
 
 
-def _optimizer(
+def _check_optimizer(
     optimizer: Any, model: torch.nn.Module, given: Any, learning_rate: float | None
 ) -> tuple[Any, Trial]:
     """The optimizer as the user gave it, and one over a copy of the model."""
@@ -241,7 +241,7 @@ def _optimizer(
                 "optimizer belongs to parameters that there are not yet, since model is a function: pass a function "
                 "such as lambda params: SGD(params, lr=0.1)."
             )
-        _same_parameters(optimizer, model)
+        _check_parameters(optimizer, model)
         return optimizer, build_optimizer(*copy.deepcopy((model, optimizer)), learning_rate)
     if not (optimizer is None and is_lightning(model)) and (
         isinstance(optimizer, type) or not callable(optimizer)
@@ -253,7 +253,7 @@ def _optimizer(
         )
     trial = copy.deepcopy(model)
     tried = build_optimizer(trial, optimizer, learning_rate)
-    _same_parameters(tried[0], trial)
+    _check_parameters(tried[0], trial)
     return optimizer, tried
 
 
@@ -274,7 +274,7 @@ def _find_watched_metrics(
     return tuple(name for name in watched if name is not None)
 
 
-def _same_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
+def _check_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
     """Check that the optimizer has all trainable parameters of the model, and no others."""
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     own = dict(model.named_parameters())
@@ -294,7 +294,7 @@ def _same_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -
         )
 
 
-def _callbacks(callbacks: Any) -> tuple[Callback, ...]:
+def _check_callbacks(callbacks: Any) -> tuple[Callback, ...]:
     found = tuple(callbacks) if isinstance(callbacks, Sequence) else () if callbacks is None else (callbacks,)
     for callback in found:
         if not isinstance(callback, Callback):
@@ -304,12 +304,12 @@ def _callbacks(callbacks: Any) -> tuple[Callback, ...]:
     return found
 
 
-def _minibatch_fn(function: Any) -> Any:
+def _check_minibatch_fn(function: Any) -> Any:
     """Check the signature: Horovod's takes seven arguments and steps the optimizer itself."""
     if function is None:
         return None
     try:
-        inspect.signature(_function(function, "train_minibatch_fn")).bind(None, (), ())
+        inspect.signature(_check_function(function, "train_minibatch_fn")).bind(None, (), ())
     except TypeError:
         raise InvalidInput(
             "train_minibatch_fn must be a function of (model, features, labels) that returns the rows' losses or their "
@@ -318,7 +318,7 @@ def _minibatch_fn(function: Any) -> Any:
     return function
 
 
-def _function(function: Any, name: str) -> Any:
+def _check_function(function: Any, name: str) -> Any:
     if function is not None and not callable(function):
         raise InvalidInput(f"{name} must be a function; got {describe_type(function)}.")
     return function

@@ -33,8 +33,8 @@ from spark_elastic.estimators import saving
 from spark_elastic.estimators.params import ColumnParams
 from spark_elastic.estimators.predictor import Outputs, Predictor
 from spark_elastic.monitoring.report import JobReport
-from spark_elastic.spark.dataframes.scan import column_named
-from spark_elastic.spark.dataframes.schema import ColumnType, column_type
+from spark_elastic.spark.dataframes.scan import get_column
+from spark_elastic.spark.dataframes.schema import ColumnType, find_column_type
 
 if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn
@@ -280,14 +280,14 @@ def model_input(dataset: DataFrame, column: Column) -> SparkColumn:
             f"column {column.name!r} is not in the table; it has: {', '.join(dataset.columns)}."
         )
     spark_type = dataset.schema[column.name].dataType
-    given = column_type(dataset.schema, column.name, transformed=True)
+    given = find_column_type(dataset.schema, column.name, transformed=True)
     if not _fits(given, column):
         trained = f"{column.dtype} of shape {column.shape}" if column.shape else column.dtype
         raise InvalidInput(
             f"column {column.name!r} is {spark_type.simpleString()}; the model was trained on {trained}: cast it to "
             "what it was in training."
         )
-    return _plain(column_named(column.name), spark_type, given)
+    return _plain(get_column(column.name), spark_type, given)
 
 
 def name_folding(dataset: DataFrame) -> Callable[[str], str]:

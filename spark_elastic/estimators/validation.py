@@ -17,7 +17,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.predictor import ACTIVATIONS
 from spark_elastic.spark.dataframes.scan import MissingValues
 from spark_elastic.state import run_lease
-from spark_elastic.training.batch import with_shapes
+from spark_elastic.training.batch import reshape_results
 from spark_elastic.training.fit_config import (
     FitConfig,
     check_choice,
@@ -90,7 +90,7 @@ def _reshape_inputs(objects: O, config: FitConfig) -> O:
         return objects
     shapes = dict(zip(config.feature_cols, config.input_shapes, strict=True))
     found: O = dataclasses.replace(  # type: ignore[type-var]
-        objects, transformation=with_shapes(objects.transformation, shapes)
+        objects, transformation=reshape_results(objects.transformation, shapes)
     )
     return found
 

@@ -32,7 +32,7 @@ MOST_IDLE = 3  # coordinators that may be lost in a row without a new checkpoint
 
 @dataclass(frozen=True)
 class JobSpec:
-    """What is to be launched."""
+    """A job to launch: its program, its limits and its run."""
 
     # A `worker.program.Program`.
     program: object
@@ -62,7 +62,7 @@ class Platform(Protocol):
         """Spark's name of the cluster."""
         ...
 
-    def workers(self, asked: int | None) -> int:
+    def count_workers(self, asked: int | None) -> int:
         """How many workers are wanted at the start.
 
         Raises:

@@ -34,31 +34,31 @@ class ClassicPlatform(SparkPlatform):
 
     @property
     def master(self) -> str:
-        return str(self._owner().master)
+        return str(self._get_application().master)
 
-    def workers(self, asked: int | None) -> int:
-        return self._owner().defaultParallelism if asked is None else asked
+    def count_workers(self, asked: int | None) -> int:
+        return self._get_application().defaultParallelism if asked is None else asked
 
-    def _settings(self) -> dict[str, str]:
-        return dict(self._owner().getConf().getAll())
+    def _read_settings(self) -> dict[str, str]:
+        return dict(self._get_application().getConf().getAll())
 
-    def _owner(self) -> SparkContext:
+    def _get_application(self) -> SparkContext:
         return self._spark.sparkContext
 
-    def _bind(self) -> Bind:
-        return choose_bind(self._owner().getConf(), self._config)
+    def _choose_bind(self) -> Bind:
+        return choose_bind(self._get_application().getConf(), self._config)
 
     def _probe(self, spec: ProbeSpec, number: int) -> None:
         self._ship_package()
-        preflight(self._owner(), spec, self._config.start_timeout)
+        preflight(self._get_application(), spec, self._config.start_timeout)
 
-    def _plaintext_server(self) -> None:
+    def _find_plaintext_server(self) -> None:
         return None
 
     @contextmanager
     def _ship(self, program: object) -> Iterator[Payload]:
         self._ship_package()
-        shipped = broadcast(self._owner(), cloudpickle.dumps(program), "the program")
+        shipped = broadcast(self._get_application(), cloudpickle.dumps(program), "the program")
         try:
             yield shipped
         finally:
@@ -68,14 +68,14 @@ class ClassicPlatform(SparkPlatform):
                 log.debug("broadcast not destroyed: %s", error)
 
     def _check_profile(self, profile: ResourceProfile) -> object:
-        return self._owner().emptyRDD().withResources(profile)
+        return self._get_application().emptyRDD().withResources(profile)
 
     def _make_launcher(self, make_task: MakeTask, profile: ResourceProfile | None) -> SparkLauncher:
-        return SparkLauncher(self._owner(), make_task, self._clock, profile)
+        return SparkLauncher(self._get_application(), make_task, self._clock, profile)
 
     def _discover(self, turn: GangScheduler) -> Discovery:
-        return CombinedDiscovery(ExecutorWatch(self._owner(), self._clock), turn)
+        return CombinedDiscovery(ExecutorWatch(self._get_application(), self._clock), turn)
 
     def _ship_package(self) -> None:
         if self._config.ship:
-            ship(self._owner())
+            ship(self._get_application())

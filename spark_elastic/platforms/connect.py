@@ -50,18 +50,18 @@ class ConnectPlatform(SparkPlatform):
 
     @property
     def master(self) -> str:
-        return self._settings().get("spark.master", "a server of Spark Connect")
+        return self._read_settings().get("spark.master", "a server of Spark Connect")
 
-    def workers(self, asked: int | None) -> int:
+    def count_workers(self, asked: int | None) -> int:
         return connect.check_call(self._config, asked)
 
-    def _settings(self) -> dict[str, str]:
+    def _read_settings(self) -> dict[str, str]:
         return connect.read_settings(self._spark)
 
-    def _owner(self) -> SparkSession:
+    def _get_application(self) -> SparkSession:
         return self._spark
 
-    def _bind(self) -> Bind:
+    def _choose_bind(self) -> Bind:
         return connect.choose_bind(self._spark, self._config)
 
     def _probe(self, spec: ProbeSpec, number: int) -> None:
@@ -72,7 +72,7 @@ class ConnectPlatform(SparkPlatform):
             log.warning("the coordinator will run in a task: %s", unreached)
             self._coordinator_store = spec.store
 
-    def _plaintext_server(self) -> str | None:
+    def _find_plaintext_server(self) -> str | None:
         return connect.find_plaintext_server(self._spark)
 
     @contextmanager

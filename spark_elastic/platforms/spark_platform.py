@@ -48,15 +48,15 @@ class SparkPlatform(ABC):
     # ---- what differs
 
     @abstractmethod
-    def _settings(self) -> dict[str, str]:
+    def _read_settings(self) -> dict[str, str]:
         """Spark's settings, as far as the session can see them."""
 
     @abstractmethod
-    def _owner(self) -> object:
-        """What stands for the application: its SparkContext, or the session."""
+    def _get_application(self) -> object:
+        """The object that the jobs of the application share: the SparkContext, or the session."""
 
     @abstractmethod
-    def _bind(self) -> Bind:
+    def _choose_bind(self) -> Bind:
         """Where the driver's server listens."""
 
     @abstractmethod
@@ -64,7 +64,7 @@ class SparkPlatform(ABC):
         """Run the preflight of a job with that number of workers."""
 
     @abstractmethod
-    def _plaintext_server(self) -> str | None:
+    def _find_plaintext_server(self) -> str | None:
         """The host of a Spark Connect server to which the session speaks without TLS."""
 
     @abstractmethod
@@ -81,26 +81,26 @@ class SparkPlatform(ABC):
 
     @abstractmethod
     def _discover(self, turn: GangScheduler) -> Discovery:
-        """What posts the changes of hosts, and of the turn, to the driver."""
+        """The discovery that posts changes of hosts, and of the gathering job, to the driver."""
 
     # ---- what is the same
 
     def preflight(
         self, payload: bytes, store: Store | None, needs: tuple[str, ...], number: int, what: str
     ) -> None:
-        encrypted = auth.is_tls_enabled(self._config, is_ssl_enabled(self._settings()))
-        self._probe(ProbeSpec(payload, store, needs, self._bind(), what, encrypted), number)
+        encrypted = auth.is_tls_enabled(self._config, is_ssl_enabled(self._read_settings()))
+        self._probe(ProbeSpec(payload, store, needs, self._choose_bind(), what, encrypted), number)
 
     def launch(self, job: JobSpec, listener: JobListener | None = None) -> LaunchResult:
-        settings = self._settings()
-        warn_about_settings(settings, self._owner(), self._plaintext_server())
+        settings = self._read_settings()
+        warn_about_settings(settings, self._get_application(), self._find_plaintext_server())
         memory = read_executor_memory(settings)
         with self._ship(job.program) as program:
             profile = make_slot_profile(settings, self._check_profile)
             launcher = self._make_launcher(
                 lambda spec: SlotTask(job.complete(spec), program, memory), profile
             )
-            turn = GangScheduler(get_job_queue(self._owner()), job.name, job.limits, self._clock)
+            turn = GangScheduler(get_job_queue(self._get_application()), job.name, job.limits, self._clock)
             with turn.alive_lock, turn:
                 return self._drive(job, launcher, turn, settings, listener)
 
@@ -113,7 +113,7 @@ class SparkPlatform(ABC):
         listener: JobListener | None,
     ) -> LaunchResult:
         """Drive the job from this process."""
-        bind = self._bind()
+        bind = self._choose_bind()
         options = DriverOptions(
             bind=bind.host,
             advertise=bind.advertise,

@@ -135,7 +135,7 @@ class Call:
 
     def run_on_spark(self, spark: SparkSession) -> Results[Any]:
         platform = make_platform(spark, self.options.config)
-        limits = self.make_limits(platform.workers(self.options.num_workers))
+        limits = self.make_limits(platform.count_workers(self.options.num_workers))
         name = f"{self.name}-{uuid.uuid4().hex[:8]}"
         job = JobSpec(self.program, limits, name, self.preload)
         what = "the function or its arguments"

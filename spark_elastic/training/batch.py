@@ -33,22 +33,24 @@ R = TypeVar("R", bound=Cuttable)
 
 @dataclass(frozen=True)
 class LocalBatch(Generic[R]):
-    """This rank's rows of a step: features and labels (n_r, ...), weights (n_r,) or None.
+    """This rank's n rows of a step."""
 
-    planned: rows of the step over all ranks. row_ids: (n_r,), for the ledger.
-    """
-
+    # Rows of the step over all ranks.
     planned: int
+    # (n,) The global number of each row, for the ledger.
     row_ids: npt.NDArray[np.int64]
+    # (n, ...) each.
     features: tuple[R, ...]
+    # (n, ...) each.
     labels: tuple[R, ...]
+    # (n,) Sample weights, if there are any.
     weights: R | None
 
     def __len__(self) -> int:
         return len(self.row_ids)
 
     def micro_batches(self, rows: int) -> Iterator[LocalBatch[R]]:
-        """Parts of at most `rows` rows, as even as can be: BatchNorm takes no part of a single row."""
+        """Parts of at most `rows` rows, of sizes as equal as possible: BatchNorm cannot train on a single row."""
         parts = -(-len(self) // rows)
         if parts == 1:
             yield self
@@ -64,23 +66,27 @@ class LocalBatch(Generic[R]):
             )
 
 
-# What a rank tells the others of its rows of a step, for metrics: numbers by name, and arrays; no pickle.
-#
-# Every rank is given the whole step's rows, in rank order, so that metrics are exact and equal everywhere. Main thread
-# only.
-
+# ---- rows for metrics
 
 Arrays = list[npt.NDArray[Any]]
 
 
 class MetricRows:
-    """This rank's rows of the step in flight; once they are gathered, those of all ranks."""
+    """Outputs and labels of this rank's rows of the step in flight; after `gather`, those of all ranks in rank order.
+
+    Every rank receives the whole step's rows, so metrics are exact and equal on all ranks. They travel without pickle.
+    """
 
     def __init__(self) -> None:
         self.discard()
 
     def add(self, rows: int, logged: Mapping[str, float], columns: Arrays | None) -> None:
-        """Some rows more. logged: sums over them, by name. columns: None where the numbers are all that is told."""
+        """Add rows.
+
+        Args:
+            logged: sums over these rows, by name.
+            columns: (rows, ...) each; None if only `logged` is exchanged.
+        """
         self._rows += rows
         for name, total in logged.items():
             self._logged[name] = self._logged.get(name, 0.0) + total
@@ -88,21 +94,21 @@ class MetricRows:
             self._columns.append(columns)
 
     def discard(self) -> None:
-        """Forget the rows of a step that was given up."""
+        """Drop the rows of a step that was aborted."""
         self._rows = 0
         self._logged: dict[str, float] = {}
         self._columns: list[Arrays] = []
         self._gathered: list[tuple[dict[str, float], int, Arrays]] = []
 
     def gather(self, group: Group) -> None:
-        """Exchange the step's rows; collective, also on a rank without rows."""
+        """Exchange the step's rows. Collective: ranks without rows call it, too."""
         columns = [np.concatenate(column) for column in zip(*self._columns, strict=True)]
         blob = pack_metric_rows(self._logged, self._rows, columns)
         self.discard()  # first: the exchange may break
         self._gathered = [unpack_metric_rows(each) for each in group.allgather_bytes(blob)]
 
     def pop_gathered(self) -> tuple[list[tuple[dict[str, float], int]], Arrays]:
-        """What was gathered: (numbers, rows) of each rank, and the columns of the whole step, if any. Drops it."""
+        """Return and drop what was gathered: (logged, rows) of each rank, and the columns of the whole step, if any."""
         gathered = self._gathered
         self.discard()
         parts = [columns for _, _, columns in gathered if columns]
@@ -111,7 +117,7 @@ class MetricRows:
 
 
 def pack_metric_rows(logged: Mapping[str, float], rows: int, columns: Arrays) -> bytes:
-    """One JSON line, then arrays as numpy writes them."""
+    """Encode as one JSON line, followed by the arrays in numpy's format."""
     file = io.BytesIO()
     file.write(json.dumps([dict(logged), rows, len(columns)]).encode() + b"\n")
     for column in columns:
@@ -125,8 +131,7 @@ def unpack_metric_rows(blob: bytes) -> tuple[dict[str, float], int, Arrays]:
     return logged, rows, [np.load(file, allow_pickle=False) for _ in range(columns)]
 
 
-# The user's function of the columns of a part, applied and checked. Training thread; knows no framework.
-
+# ---- the user's transformation
 
 Transformation = Callable[[dict[str, Any]], Mapping[str, Any]]
 
@@ -134,7 +139,11 @@ Transformation = Callable[[dict[str, Any]], Mapping[str, Any]]
 def transform_columns(
     rows: StepRows, wanted: Sequence[str], transformation: Transformation | None
 ) -> Mapping[str, Any]:
-    """The wanted columns, by name. Raises InvalidInput where the function leaves one out, or rows of it."""
+    """The wanted columns by name.
+
+    Raises:
+        InvalidInput: the transformation returned no such column, or another number of rows.
+    """
     if transformation is None:
         return rows.columns
     return check_columns(transformation(dict(rows.columns)), wanted, len(rows))
@@ -143,38 +152,38 @@ def transform_columns(
 def transform_inputs(
     inputs: Sequence[Any], columns: Sequence[Column], transformation: Transformation | None
 ) -> list[Any]:
-    """Feature columns as the model takes them, each in its place; raises as `transformed` does."""
+    """The model's inputs in the order of the feature columns. Raises InvalidInput as `transform_columns`."""
     if transformation is None:
         return list(inputs)
     names = [column.name for column in columns]
-    made = check_columns(transformation(dict(zip(names, inputs, strict=True))), names, len(inputs[0]))
-    return [made[name] for name in names]
+    transformed = check_columns(transformation(dict(zip(names, inputs, strict=True))), names, len(inputs[0]))
+    return [transformed[name] for name in names]
 
 
-def with_shapes(transformation: Transformation, shapes: Mapping[str, tuple[int, ...]]) -> Transformation:
-    """`transformation`, then each named column's rows in the given shape, in training and for predictions alike."""
+def reshape_results(transformation: Transformation, shapes: Mapping[str, tuple[int, ...]]) -> Transformation:
+    """A transformation that also reshapes the rows of the named columns, in training and for predictions."""
     return partial(_transform_and_reshape, transformation, shapes)
 
 
 def _transform_and_reshape(
     transformation: Transformation, shapes: Mapping[str, tuple[int, ...]], columns: dict[str, Any]
 ) -> Mapping[str, Any]:
-    made = dict(transformation(columns))
+    results = dict(transformation(columns))
     for name, shape in shapes.items():
-        if name not in made:
-            continue  # `checked_columns` says so
-        array = np.asarray(made[name])
+        if name not in results:
+            continue  # `check_columns` raises the error
+        array = np.asarray(results[name])
         if array.size != len(array) * math.prod(shape):
             raise InvalidInput(
                 f"input_shapes says {shape} for column {name!r}, of which transformation_fn made an array of shape "
                 f"{array.shape}: the numbers of a row do not fill it."
             )
-        made[name] = array.reshape(len(array), *shape)
-    return made
+        results[name] = array.reshape(len(array), *shape)
+    return results
 
 
 def check_columns(columns: Mapping[str, Any], wanted: Sequence[str], rows: int) -> Mapping[str, Any]:
-    """What a transformation made of `rows` rows: the wanted columns. Raises as `transformed` does."""
+    """The wanted columns of a transformation's result for `rows` rows. Raises InvalidInput as `transform_columns`."""
     for name in wanted:
         if name not in columns or len(columns[name]) != rows:
             found = len(columns[name]) if name in columns else "no"

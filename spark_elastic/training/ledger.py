@@ -1,8 +1,8 @@
-"""The ledger (R2): before a rank contributes to a step it writes which rows it used, after the apply that it applied.
+"""The ledger (R2): which rows were trained in which step, as written by the workers.
 
-One file of JSON lines per worker, each line flushed to the kernel before the call returns, so that it survives the
-death of the process. Judge it against the history of the final weights: per step, the highest attempt and generation
-that applied.
+A rank writes its rows before it contributes to a step, and a second line after it has applied the step. Each worker has
+one file of JSON lines. A line reaches the kernel before the call returns, so it survives the death of the process. For
+each step, the highest attempt and generation that applied it counts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Ledger(Protocol):
     def record_applied(self, fence: tuple[int, int], position: Position, world: int) -> None: ...
 
     def mark(self, event: str, fence: tuple[int, int], position: Position) -> None:
-        """When a phase of a recovery was reached: formed, synced, runs, read, broke."""
+        """Record the time of a phase of a recovery: formed, synced, runs, read, broke."""
         ...
 
     def close(self) -> None: ...
@@ -49,7 +49,7 @@ class NullLedger:
 
 
 class FileLedger:
-    """A file of this process in `folder`, a local path that the judge can read."""
+    """A file of this process in a local folder."""
 
     def __init__(self, folder: str, clock: Clock) -> None:
         os.makedirs(folder, exist_ok=True)

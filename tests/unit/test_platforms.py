@@ -32,7 +32,7 @@ def test_a_session_with_a_context_is_classic() -> None:
     classic: Any = SimpleNamespace(sparkContext=SimpleNamespace(master="yarn", defaultParallelism=7))
     platform = make_platform(classic, ElasticConfig())
     assert isinstance(platform, ClassicPlatform)
-    assert (platform.master, platform.workers(None), platform.workers(2)) == ("yarn", 7, 2)
+    assert (platform.master, platform.count_workers(None), platform.count_workers(2)) == ("yarn", 7, 2)
     assert isinstance(make_platform(session(), ElasticConfig()), ConnectPlatform)
 
 

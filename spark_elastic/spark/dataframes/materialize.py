@@ -31,17 +31,17 @@ from spark_elastic.spark.dataframes.scan import (
     MissingValues,
     RowFilter,
     TableScan,
-    column_named,
-    row_digest_of,
+    extract_row_digest,
+    get_column,
     select_prepared,
 )
 from spark_elastic.spark.dataframes.schema import (
     ColumnType,
     check_validation_column,
-    column_type,
-    fixed_row_bytes,
+    compute_row_bytes,
+    find_column_type,
 )
-from spark_elastic.spark.dataframes.store_access import check_store_access, spark_url
+from spark_elastic.spark.dataframes.store_access import check_store_access, to_spark_url
 from spark_elastic.spark.session import describe_jobs
 
 _FORM = 1  # of what is written; raise it when that changes
@@ -82,7 +82,7 @@ class WriteOptions:
             if value is not None and value < 1:
                 raise InvalidInput(f"{setting} is {value}: it must be at least 1.")
 
-    def options(self, row_bytes: int | None = None) -> dict[str, str]:
+    def to_spark_options(self, row_bytes: int | None = None) -> dict[str, str]:
         """Options of Spark's Parquet writer. row_bytes: bytes of each row, or None if rows differ."""
         rows = self.rows_per_group
         if rows is None and row_bytes is not None:
@@ -119,14 +119,14 @@ class ValidationSplit:
     column: str | None = None
     seed: int = 0
 
-    def condition(self, df: DataFrame, names: Sequence[str]) -> SparkColumn:
+    def build_condition(self, df: DataFrame, names: Sequence[str]) -> SparkColumn:
         """Whether a row validates. names: the columns that are hashed."""
         if self.column is not None:
             check_validation_column(df.schema, self.column)
-            return F.coalesce(column_named(self.column).cast("double") > 0, F.lit(False))
+            return F.coalesce(get_column(self.column).cast("double") > 0, F.lit(False))
         if not 0 < self.fraction < 1:
             raise InvalidInput(f"The validation fraction is {self.fraction}: it must be between 0 and 1.")
-        row_hash = F.xxhash64(F.lit(self.seed), *(column_named(name) for name in names))
+        row_hash = F.xxhash64(F.lit(self.seed), *(get_column(name) for name in names))
         return F.pmod(row_hash, F.lit(_HASH_RANGE)) < round(self.fraction * _HASH_RANGE)
 
 
@@ -196,10 +196,12 @@ def _write(
     df: DataFrame, types: Mapping[str, ColumnType], target: _Target, split: ValidationSplit | None
 ) -> tuple[Manifest, ...]:
     """Write the columns into the target's folder and describe what is there; nothing is published yet."""
-    missing, url = target.options.missing, spark_url(target.store, target.folder)
+    missing, url = target.options.missing, to_spark_url(target.store, target.folder)
     scan, row_filter = TableScan(types, nans=missing.nans == "refuse"), RowFilter(types, missing)
     rows = scan.observe(row_filter.apply(select_columns(df, types, split)))
-    writer = rows.write.options(**target.options.options(fixed_row_bytes(types.values()))).mode("error")
+    writer = rows.write.options(**target.options.to_spark_options(compute_row_bytes(types.values()))).mode(
+        "error"
+    )
     (writer if split is None else writer.partitionBy(_SPLIT)).parquet(url)
     row_filter.log_dropped_rows()
     folders = [""] if split is None else [f"/{_SPLIT}=false", f"/{_SPLIT}=true"]
@@ -224,14 +226,16 @@ def _write(
 
 def find_column_types(df: DataFrame, names: Sequence[str], options: WriteOptions) -> dict[str, ColumnType]:
     """The type that each column becomes."""
-    return {name: column_type(df.schema, name, transformed=options.transformed) for name in names}
+    return {name: find_column_type(df.schema, name, transformed=options.transformed) for name in names}
 
 
 def select_columns(
     df: DataFrame, types: Mapping[str, ColumnType], split: ValidationSplit | None
 ) -> DataFrame:
     """The columns as they are written and, with a split, whether a row validates."""
-    return select_prepared(df, types, {} if split is None else {_SPLIT: split.condition(df, list(types))})
+    return select_prepared(
+        df, types, {} if split is None else {_SPLIT: split.build_condition(df, list(types))}
+    )
 
 
 def _read_row_groups(store: Store, folder: str) -> tuple[tuple[str, ...], tuple[RowGroup, ...]]:
@@ -266,7 +270,9 @@ def fingerprint_table(
     df: DataFrame, names: Sequence[str], options: WriteOptions, split: ValidationSplit | None
 ) -> str:
     """The fingerprint of what is written."""
-    return fingerprint(df, names, {**options.options(), "writing": repr(options), "split": repr(split)})
+    return fingerprint(
+        df, names, {**options.to_spark_options(), "writing": repr(options), "split": repr(split)}
+    )
 
 
 def fingerprint(df: DataFrame, columns: Sequence[str], options: Mapping[str, str]) -> str:
@@ -290,18 +296,18 @@ def _describe_source(df: DataFrame) -> list[Any]:
 
     try:
         plan = frame.queryExecution().analyzed()
-        kinds = set(_leaves(plan))
+        kinds = set(_iter_leaves(plan))
         if not kinds <= _FIXED_LEAVES | {_FILES}:
             return [uuid.uuid4().hex]
         text = str(plan.canonicalized().toString())
         # Spark tells RDDs apart by an address, which may belong to other rows in another driver.
         owner = df.sparkSession.sparkContext.applicationId if kinds & _RDDS else ""
-        return [text, _files(df) if _FILES in kinds else [], *filter(None, [owner])]
+        return [text, _list_files(df) if _FILES in kinds else [], *filter(None, [owner])]
     except Py4JError:
         return [uuid.uuid4().hex]
 
 
-def _leaves(plan: Any) -> Iterator[str]:
+def _iter_leaves(plan: Any) -> Iterator[str]:
     leaves = plan.collectLeaves()
     for index in range(leaves.size()):
         leaf = leaves.apply(index)
@@ -309,7 +315,7 @@ def _leaves(plan: Any) -> Iterator[str]:
         yield str(leaf.relation().getClass().getSimpleName()) if kind == "LogicalRelation" else kind
 
 
-def _files(df: DataFrame) -> list[list[Any]]:
+def _list_files(df: DataFrame) -> list[list[Any]]:
     """(path, bytes, modification time) of each file that the DataFrame reads."""
     gateway: Any = df.sparkSession._jvm
     configuration = df.sparkSession._jsparkSession.sessionState().newHadoopConf()
@@ -354,4 +360,4 @@ def compare_digests(rows: int, content: str, now: str) -> str | None:
     number = int(now.partition("-")[0])
     if number != rows:
         return f"it had {rows} rows and has {number}"
-    return "its rows have other values" if row_digest_of(content) != now else None
+    return "its rows have other values" if extract_row_digest(content) != now else None

@@ -50,7 +50,7 @@ class RowFilter:
         self._observation = Observation()
         self._conditions: dict[str, Column] = {}
         for name, kind in types.items():
-            column = column_named(name)
+            column = get_column(name)
             if missing.nulls == "drop":
                 self._conditions[f"nulls in {name!r}"] = has_null(column, kind)
             if missing.nans == "drop" and kind.dtype in _FLOATS:
@@ -77,7 +77,7 @@ class RowFilter:
             log.warning("left out %d of %d rows (%s)", found["bad"], found["rows"], ", ".join(reasons))
 
 
-def column_named(name: str) -> Column:
+def get_column(name: str) -> Column:
     """The column of exactly that name, which may contain dots."""
     return F.col("`" + name.replace("`", "``") + "`")
 
@@ -115,12 +115,12 @@ def select_prepared(
 ) -> DataFrame:
     """The columns of `types`, ML vectors (dense and sparse) as arrays, and `others` as they are."""
     return df.select(
-        *(_prepared(column_named(name), kind).alias(name) for name, kind in types.items()),
+        *(_prepare(get_column(name), kind).alias(name) for name, kind in types.items()),
         *(column.alias(name) for name, column in (others or {}).items()),
     )
 
 
-def _prepared(column: Column, kind: ColumnType) -> Column:
+def _prepare(column: Column, kind: ColumnType) -> Column:
     if not kind.vector:
         return column if kind.cast is None else column.cast(kind.cast)
     # vector_to_array fails on nulls, but they must be counted.
@@ -140,7 +140,7 @@ class TableScan:
         """`df`, a result of `select_prepared`, with the counters; write it once."""
         # The id is the row's partition and position, hence its file: the digest depends on the order of rows. It is a
         # column of its own, since Spark 3.5 cannot compute it in a counter.
-        values = [column_named(name) for name in df.columns]
+        values = [get_column(name) for name in df.columns]
         placed, row = (
             F.xxhash64(_POSITION_COLUMN, *values),
             F.xxhash64(*map(self._round_to_float32, df.columns)),
@@ -153,11 +153,11 @@ class TableScan:
             F.sum(F.shiftrightunsigned(_ROW_COLUMN, 32)).alias("added"),  # equal rows cancel out in `mixed`
         ]
         for number, (name, kind) in enumerate(self._types.items()):
-            column = column_named(name)
+            column = get_column(name)
             counters.append(count_where(has_null(column, kind)).alias(f"nulls{number}"))
             if name in self._nans:
                 counters.append(count_where(has_nan(column, kind)).alias(f"nans{number}"))
-            for level, sizes in enumerate(_sizes(column, kind.dimensions)):
+            for level, sizes in enumerate(_iter_sizes(column, kind.dimensions)):
                 counters.append(F.min(F.array_min(sizes)).alias(f"min{number}_{level}"))
                 counters.append(F.max(F.array_max(sizes)).alias(f"max{number}_{level}"))
         return df.observe(self._observation, *counters).drop(_POSITION_COLUMN, _ROW_COLUMN)
@@ -176,9 +176,9 @@ class TableScan:
     def _round_to_float32(self, name: str) -> Column:
         kind = self._types.get(name)
         if kind is None or kind.dtype != "float64":
-            return column_named(name)
+            return get_column(name)
         deep = kind.dimensions
-        return column_named(name).cast("array<" * deep + "float" + ">" * deep)
+        return get_column(name).cast("array<" * deep + "float" + ">" * deep)
 
     def check_shapes(self, written: Callable[[], DataFrame]) -> dict[str, tuple[int, ...]]:
         """The shape of a row of each column, after the write; InvalidInput for nulls and for ragged arrays.
@@ -200,17 +200,17 @@ class TableScan:
                     f"fill them (df.fillna) or drop those rows."
                 )
         return {
-            name: tuple(self._length(found, number, level, written) for level in range(kind.dimensions))
+            name: tuple(self._find_length(found, number, level, written) for level in range(kind.dimensions))
             for number, (name, kind) in enumerate(self._types.items())
         }
 
-    def _length(
+    def _find_length(
         self, counted: Mapping[str, int], number: int, level: int, written: Callable[[], DataFrame]
     ) -> int:
         shortest, longest = counted[f"min{number}_{level}"], counted[f"max{number}_{level}"]
         name = list(self._types)[number]
         if shortest != longest:
-            row = self._row_with(written(), name, level, shortest)
+            row = self._describe_row(written(), name, level, shortest)
             raise InvalidInput(
                 f"The arrays of column {name!r} have different lengths, {shortest} and {longest}"
                 f"{f' (at depth {level + 1})' if level else ''}: {row} has {shortest}; "
@@ -220,14 +220,14 @@ class TableScan:
             raise InvalidInput(f"The arrays of column {name!r} are empty: leave the column out.")
         return longest
 
-    def _row_with(self, written: DataFrame, name: str, level: int, length: int) -> str:
+    def _describe_row(self, written: DataFrame, name: str, level: int, length: int) -> str:
         """Describes a row with an array of that length, by its scalar columns or, without any, by its content."""
-        sizes = list(_sizes(column_named(name), self._types[name].dimensions))[level]
+        sizes = list(_iter_sizes(get_column(name), self._types[name].dimensions))[level]
         scalars = [each for each, kind in self._types.items() if not kind.dimensions][:_SHOWN_SCALARS]
         shown = scalars or [name]
         row: Row | None = (
             written.where(F.array_contains(sizes, length))
-            .select(*(column_named(each) for each in shown))
+            .select(*(get_column(each) for each in shown))
             .first()
         )
         if row is None:
@@ -236,7 +236,7 @@ class TableScan:
         return f"the row with {values}"
 
 
-def row_digest_of(content: str) -> str:
+def extract_row_digest(content: str) -> str:
     """The part of a manifest's `content` that is `TableScan.digest_rows`."""
     _, _, rows = content.partition("/")[0].partition("-")
     return rows
@@ -247,7 +247,7 @@ def _hex(number: int | None) -> str:
     return f"{(number or 0) & (1 << 64) - 1:016x}"
 
 
-def _sizes(column: Column, dimensions: int) -> Iterator[Column]:
+def _iter_sizes(column: Column, dimensions: int) -> Iterator[Column]:
     """For each dimension, the array of all lengths in a row."""
     inner = column
     for level in range(dimensions):

@@ -90,7 +90,7 @@ def check_columns(
     )
     for role, names in roles:
         for name in names:
-            found = column_type(schema, name, role, transformed)
+            found = find_column_type(schema, name, role, transformed)
             if role == "sample weight" and (found.dimensions or found.dtype not in _DTYPES.values()):
                 raise InvalidInput(
                     f"The sample weight column {name!r} is {schema[name].dataType.simpleString()}: "
@@ -111,15 +111,15 @@ def check_validation_column(schema: StructType, name: str) -> None:
         )
 
 
-def column_type(schema: StructType, name: str, role: str = "", transformed: bool = False) -> ColumnType:
+def find_column_type(schema: StructType, name: str, role: str = "", transformed: bool = False) -> ColumnType:
     """What the column becomes; InvalidInput if it is missing or holds no numbers. role: for the message."""
     called = f"{role} column {name!r}".strip()
     if name in schema.names:
-        return _column_type(schema[name].dataType, called, transformed)
+        return _find_column_type(schema[name].dataType, called, transformed)
     raise InvalidInput(f"There is no {called}: the DataFrame has the columns {schema.names}.")
 
 
-def fixed_row_bytes(types: Iterable[ColumnType]) -> int | None:
+def compute_row_bytes(types: Iterable[ColumnType]) -> int | None:
     """Bytes of each row of these columns; None if rows may differ: arrays, vectors, strings."""
     kinds = list(types)
     if any(kind.dimensions or kind.dtype == "object" for kind in kinds):
@@ -127,7 +127,7 @@ def fixed_row_bytes(types: Iterable[ColumnType]) -> int | None:
     return sum(Column("", kind.dtype).row_bytes for kind in kinds)
 
 
-def _column_type(spark_type: DataType, called: str, transformed: bool) -> ColumnType:
+def _find_column_type(spark_type: DataType, called: str, transformed: bool) -> ColumnType:
     if isinstance(spark_type, VectorUDT):
         return ColumnType(VECTOR_DTYPE, 1, vector=True)
     element, dimensions = spark_type, 0

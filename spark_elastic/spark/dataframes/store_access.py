@@ -26,7 +26,7 @@ _SETTINGS = {
 }
 
 
-def spark_url(store: Store, name: str) -> str:
+def to_spark_url(store: Store, name: str) -> str:
     """The url of an object as Spark takes it: s3 becomes s3a, and /dbfs/ of Databricks becomes dbfs:/.
 
     /Volumes/ gets no scheme: Spark takes it as Databricks' volumes there, and as a local folder elsewhere.
@@ -52,7 +52,7 @@ def check_store_access(spark: SparkSession, store: Store) -> None:
         store.write_bytes(name, token.encode())
     except StoreError as error:
         raise StoreError(
-            f"{error} This was the Python side of the driver, as {_python_identity(store)}."
+            f"{error} This was the Python side of the driver, as {_describe_python_client(store)}."
         ) from error
     try:
         _read_in_jvm(spark, store, name, token)
@@ -71,7 +71,7 @@ def _read_in_jvm(spark: SparkSession, store: Store, name: str, token: str) -> No
         configuration = spark._jsparkSession.sessionState().newHadoopConf()
     except Py4JError:  # the cluster denies access to the JVM: the first write will show it
         return
-    url = spark_url(store, name)
+    url = to_spark_url(store, name)
     scheme = urlsplit(url).scheme
     settings = _SETTINGS.get(scheme, f"spark.hadoop.fs.{scheme}.*")
     try:
@@ -92,7 +92,7 @@ def _read_in_jvm(spark: SparkSession, store: Store, name: str, token: str) -> No
         )
 
 
-def _python_identity(store: Store) -> str:
+def _describe_python_client(store: Store) -> str:
     """The type of client and, if known, its user or the beginning of its key; never a secret."""
     filesystem = store.filesystem
     who = getattr(filesystem, "key", None) or getattr(filesystem, "user", None)

@@ -1,4 +1,4 @@
-"""Calls the callbacks of a training at the right moments, and makes rank 0's decisions everybody's (R6)."""
+"""Calls the callbacks of a training, and makes all ranks follow the decisions of rank 0's callbacks (R6)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TorchCallbackList:
             callback.bind(optimizer)
 
     def on_world_begin(self, group: Group) -> None:
-        """A world begins."""
+        """Tell the callbacks their rank in the new world; a newcomer's training begins here."""
         self.on_fit_begin(group)
 
     def on_fit_begin(self, group: Group) -> None:
@@ -46,7 +46,7 @@ class TorchCallbackList:
             callback.on_step_begin(self._training, epoch, step)
 
     def on_step_applied(self) -> None:
-        """In the apply section of a step."""
+        """Called in the apply section of a step: advances the learning rate schedules."""
         for callback in self._schedules:
             callback.advance_step()
 

@@ -1,4 +1,4 @@
-"""A LightningModule as what a step minimises. Duck-typed: Lightning itself is not imported. Main thread only."""
+"""The loss of a LightningModule, by its own steps. Duck-typed: Lightning is not imported. Main thread only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spark_elastic.torch.train.loss import LossResult, RowLoss, autocast, return
 from spark_elastic.training.batch import LocalBatch
 
 _PACKAGES = ("lightning.", "pytorch_lightning.")
-# What Lightning's Trainer calls of a module around the steps of a fit; nothing calls it here.
+# Methods that Lightning's Trainer calls around the steps of a fit; nothing calls them here.
 _UNCALLED = (
     *(
         "backward",
@@ -57,10 +57,10 @@ register_pytree_node(Batch, lambda batch: (list(batch), None), lambda parts, _: 
 
 
 class LightningLoss:
-    """A LightningModule's `training_step`, and its `validation_step` in evaluation mode where it has one.
+    """Calls a LightningModule's `training_step`, or its `validation_step`, if it has one, in evaluation mode.
 
-    batch_idx is the step of the epoch, from 0. What it logs is averaged over rows. The whole step runs under autocast,
-    as Lightning has it.
+    batch_idx is the step of the epoch, from 0. Logged numbers are averaged over rows. The whole step runs under
+    autocast, as in Lightning.
     """
 
     logs = True
@@ -78,10 +78,10 @@ class LightningLoss:
         self._columns = tuple(columns)
         self._loss = RowLoss(return_loss, weighted)
         self._logged: dict[str, float] = {}
-        self._here, self._rank, self._size = START, 0, 1
+        self._position, self._rank, self._size = START, 0, 1
 
-    def begin(self, group: Group, share: LocalBatch[torch.Tensor], here: Position) -> None:
-        self._here, self._rank, self._size = here, group.rank, group.size
+    def begin(self, group: Group, batch: LocalBatch[torch.Tensor], position: Position) -> None:
+        self._position, self._rank, self._size = position, group.rank, group.size
 
     def __call__(self, model: torch.nn.Module, part: LocalBatch[torch.Tensor]) -> LossResult:
         batch = Batch(side[0] if len(side) == 1 else side for side in (part.features, part.labels))
@@ -91,7 +91,7 @@ class LightningLoss:
         step: Any = model.validation_step if evaluates else model.training_step
         trainer = self._trainer(model.training)
         with attach_trainer(model, trainer, log=self._log, log_dict=self._log_all), autocast(self._precision):
-            value = step(batch, self._here.step)
+            value = step(batch, self._position.step)
         if isinstance(value, Mapping):
             if "loss" not in value and not evaluates:
                 raise InvalidInput(
@@ -105,12 +105,12 @@ class LightningLoss:
         return LossResult(summed.total, summed.denominator, logged=self._logged)
 
     def _trainer(self, training: bool) -> TrainerStandIn:
-        here, steps = self._here, self._plan.num_training_batches
+        position, steps = self._position, self._plan.num_training_batches
         return TrainerStandIn(
             max_epochs=self._plan.max_epochs,
             num_training_batches=steps,
-            current_epoch=here.epoch,
-            global_step=here.epoch * steps + (here.step if training else steps),
+            current_epoch=position.epoch,
+            global_step=position.epoch * steps + (position.step if training else steps),
             global_rank=self._rank,
             local_rank=local_rank(),
             world_size=self._size,
@@ -141,7 +141,7 @@ def is_lightning(model: Any) -> bool:
 
 
 def check_lightning(model: torch.nn.Module) -> None:
-    """Raises InvalidInput for what a LightningModule leaves to itself, or to a Trainer that there is not."""
+    """Raises InvalidInput if the module optimizes by itself, or defines hooks that only Lightning's Trainer calls."""
     if not getattr(model, "automatic_optimization", True):
         raise InvalidInput(
             "the LightningModule has automatic_optimization = False: gradients are summed over the workers and applied "

@@ -1,7 +1,9 @@
-"""What a step minimises: model, losses and labels put together, for one part of a rank's rows.
+"""The loss of one part of a rank's rows: the forms of the user's loss, each with the model's forward pass.
 
-Each form gives a sum over rows with a graph and what it is divided by (R8), so that any split of a batch gives the same
-gradient. Knows no loop. Main thread only.
+Each call returns (sum, denominator). Over all ranks and parts, sum(sums) / sum(denominators) is the loss that one
+process would have computed for the whole batch, so any split of a batch gives the same gradient (R8, weighting by
+rows). A loss is a torch loss module, or a function of (output, label, ...) that returns one number per row or their
+plain mean. A function of torch that divides by something else is recognized, also inside a `partial`. Main thread only.
 """
 
 from __future__ import annotations
@@ -28,15 +30,9 @@ from spark_elastic.protocol.types import Position
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.trainer import output_parts
 
-# Sums of per-row losses, and what to divide them by, so that any split of a batch gives the same gradient (R8).
-#
-# A loss is a torch loss module, or a function of (output, label, ...) that returns one number per row or their plain
-# mean; one that divides by something else is known by torch's own name, or by a `partial` of it. Each call gives (sum,
-# denominator): over all ranks and micro-batches, sum(sums) / sum(denominators) is the loss that one process would have
-# computed for the whole batch.
+# ---- sums of losses
 
-
-# A function that returns a mean hides what it divided by; the module of the same name does not.
+# The mean that such a function returns does not show what it was divided by; the module shows it.
 _MODULES: dict[Callable[..., torch.Tensor], type[_Loss]] = {
     F.cross_entropy: nn.CrossEntropyLoss,
     F.nll_loss: nn.NLLLoss,
@@ -47,7 +43,7 @@ _MODULES: dict[Callable[..., torch.Tensor], type[_Loss]] = {
     F.binary_cross_entropy: nn.BCELoss,
     F.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
 }
-# Those that compare number by number, where a label per row and an output of one column can only mean each other.
+# These compare number by number: one label per row can only belong to an output of one column.
 _ELEMENTWISE = (
     nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.SoftMarginLoss,
     nn.PoissonNLLLoss,
@@ -56,20 +52,21 @@ _ELEMENTWISE = (
 
 @dataclass(frozen=True)
 class LossSum:
-    """total: 0-dim tensor with a graph. denominator: this part's share of the divisor; 0 in every part of a loss that
-    the user wants summed, not averaged."""
+    """The loss of one part of a step's rows."""
 
+    # () with a graph: the sum over the rows.
     total: torch.Tensor
+    # This part's summand of the divisor; 0 in every part if the user wants the loss summed, not averaged.
     denominator: float
 
 
 def find_loss_module(loss: Any) -> Any:
-    """The module of one of torch's functions, or of a `functools.partial` of it; any other loss as it is.
+    """Return the loss module for one of torch's functions or a `functools.partial` of it; any other loss unchanged.
 
     Raises:
-        InvalidInput: the partial holds what the module does not take.
+        InvalidInput: the partial has an argument that the module does not take.
     """
-    module = _loss_class(loss)
+    module = _find_loss_class(loss)
     if module is None:
         return loss
     if not isinstance(loss, functools.partial):
@@ -84,18 +81,18 @@ def find_loss_module(loss: Any) -> Any:
 
 
 def is_elementwise(loss: Any) -> bool:
-    """Whether it is one of torch's that compare number by number, whatever its settings."""
-    return (_loss_class(loss) or type(loss)) in _ELEMENTWISE
+    """Whether it is a loss of torch that compares number by number, whatever its settings."""
+    return (_find_loss_class(loss) or type(loss)) in _ELEMENTWISE
 
 
-def _loss_class(loss: Any) -> type[_Loss] | None:
-    """Of which module one of torch's functions, or a `partial` of it, has the name."""
+def _find_loss_class(loss: Any) -> type[_Loss] | None:
+    """The module class of one of torch's functions, or of a `partial` of it; None for any other loss."""
     function = loss.func if isinstance(loss, functools.partial) and not loss.args else loss
     return _MODULES.get(function) if isinstance(function, FunctionType) else None
 
 
 class RowLoss:
-    """Wraps the user's loss, which is never changed. weighted: rows carry sample weights."""
+    """Computes a `LossSum` with a copy of the user's loss, which is never changed."""
 
     def __init__(
         self,
@@ -104,10 +101,15 @@ class RowLoss:
         label: str = "label",
         ahead: bool = False,
     ) -> None:
-        """label: the name of its first label's column. ahead: `denominator` is asked before there is an output."""
+        """
+        Args:
+            weighted: rows have sample weights.
+            label: name of the first label's column, for errors.
+            ahead: `compute_denominator` is called before the model's output exists.
+        """
         loss = find_loss_module(loss)
-        held = loss.keywords if isinstance(loss, functools.partial) else {}
-        reduction = getattr(loss, "reduction", held.get("reduction"))
+        keywords = loss.keywords if isinstance(loss, functools.partial) else {}
+        reduction = getattr(loss, "reduction", keywords.get("reduction"))
         self._weighted, self._label, self._ahead = weighted, label, ahead
         self._summed = reduction == "sum"
         self._per_row_sums = reduction in ("sum", "batchmean")
@@ -122,19 +124,24 @@ class RowLoss:
     def __call__(
         self, output: torch.Tensor, labels: tuple[torch.Tensor, ...], weights: torch.Tensor | None
     ) -> LossSum:
-        """labels: one tensor per label column, (n, ...). weights: (n,) or None. A loss of torch's that compares number
-        by number takes labels (n,) against an output (n, 1), as Horovod's estimator and Keras do, and labels of any
-        kind of number; one of classes takes their numbers as floats, too, as Spark's StringIndexer gives them, and
-        those of a sequence's tokens, (n, t), against an output (n, C, t).
+        """Compute the loss of these rows.
+
+        A loss of torch that compares number by number also takes labels (n,) for an output (n, 1), as Horovod's
+        estimator and Keras do, and labels of any type. A loss of classes also takes their numbers as floats, as
+        Spark's StringIndexer returns them, and those of a sequence's tokens, (n, t), for an output (n, C, t).
+
+        Args:
+            labels: one tensor (n, ...) for each label column.
+            weights: (n,)
 
         Raises:
-            InvalidInput: sample weights are given, and the loss returns no number per row; a class that is no whole
-                number.
+            InvalidInput: sample weights are given, and the loss does not return one number per row; a class is not a
+                whole number.
         """
         rows = len(labels[0])
-        labels = self._classes(labels, output)
-        value = self._loss(output, *self._fitting(output, labels))
-        self._check(value, output, labels)
+        labels = self._convert_classes(labels, output)
+        value = self._loss(output, *self._match_label_shape(output, labels))
+        self._check_value(value, output, labels)
         if value.ndim == 0:
             if self._weighted:
                 raise InvalidInput(
@@ -142,26 +149,28 @@ class RowLoss:
                     "tensor of one loss per row instead of their mean."
                 )
             return LossSum(value, 0.0) if self._summed else LossSum(value * rows, float(rows))
-        per_row = self._by_row(value, labels[0], rows)
+        per_row = self._reduce_rows(value, labels[0], rows)
         if weights is not None:
             per_row = per_row * weights
-        return LossSum(per_row.sum(), self.denominator(labels, weights))
+        return LossSum(per_row.sum(), self.compute_denominator(labels, weights))
 
-    def denominator(self, labels: tuple[torch.Tensor, ...], weights: torch.Tensor | None) -> float:
-        """What `__call__` would divide by, known without the model's output."""
+    def compute_denominator(self, labels: tuple[torch.Tensor, ...], weights: torch.Tensor | None) -> float:
+        """The denominator that `__call__` returns, without the model's output."""
         if self._summed:
             return 0.0
-        labels = self._classes(labels)
-        if weights is None and not self._by_class(labels[0]):
+        labels = self._convert_classes(labels)
+        if weights is None and not self._divides_by_class(labels[0]):
             return float(len(labels[0]))
         divisors = torch.ones(len(labels[0]), dtype=torch.float64)
-        if self._by_class(labels[0]):
-            divisors = self._class_divisors(labels[0]).reshape(len(divisors), -1).sum(1)
+        if self._divides_by_class(labels[0]):
+            divisors = self._find_class_divisors(labels[0]).reshape(len(divisors), -1).sum(1)
         return float((divisors if weights is None else divisors * weights).sum())
 
-    def _classes(self, labels: tuple[torch.Tensor, ...], output: Any = None) -> tuple[torch.Tensor, ...]:
-        """Numbers of classes as torch wants them; shares of classes as they are, which have as many dimensions as the
-        output. Without the output arrays of floats are taken for shares."""
+    def _convert_classes(
+        self, labels: tuple[torch.Tensor, ...], output: Any = None
+    ) -> tuple[torch.Tensor, ...]:
+        """Convert numbers of classes to int64. Probabilities of classes, which have as many dimensions as the output,
+        stay as they are; if the output is unknown, every array of floats counts as probabilities."""
         label = labels[0]
         if not self._of_classes:
             return labels
@@ -182,7 +191,7 @@ class RowLoss:
             )
         return whole, *labels[1:]
 
-    def _fitting(self, output: Any, labels: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def _match_label_shape(self, output: Any, labels: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         label = labels[0]
         if not self._elementwise or not isinstance(output, torch.Tensor):
             return labels
@@ -192,7 +201,7 @@ class RowLoss:
             label = label.unsqueeze(1)
         return label, *labels[1:]
 
-    def _check(self, value: Any, output: Any, labels: tuple[torch.Tensor, ...]) -> None:
+    def _check_value(self, value: Any, output: Any, labels: tuple[torch.Tensor, ...]) -> None:
         rows = len(labels[0])
         if not isinstance(value, torch.Tensor):
             raise InvalidInput(
@@ -215,19 +224,19 @@ class RowLoss:
                 f"{tuple(labels[0].shape)}: give output and label the same shape."
             )
 
-    def _by_row(self, value: torch.Tensor, label: torch.Tensor, rows: int) -> torch.Tensor:
-        """(n,) losses."""
+    def _reduce_rows(self, value: torch.Tensor, label: torch.Tensor, rows: int) -> torch.Tensor:
+        """The loss of each row, (n,)."""
         if value.ndim == 1:
             return value
         flat = value.reshape(rows, -1)
-        return flat.sum(1) if self._per_row_sums or self._by_class(label) else flat.mean(1)
+        return flat.sum(1) if self._per_row_sums or self._divides_by_class(label) else flat.mean(1)
 
-    def _by_class(self, label: torch.Tensor) -> bool:
+    def _divides_by_class(self, label: torch.Tensor) -> bool:
         """Whether the loss divides by the weights of the labels' classes."""
         return self._of_classes and not label.is_floating_point()
 
-    def _class_divisors(self, label: torch.Tensor) -> torch.Tensor:
-        """What torch divides by in its mean: the class weights of the labels, nothing for ignored ones."""
+    def _find_class_divisors(self, label: torch.Tensor) -> torch.Tensor:
+        """The divisors of torch's mean: the class weight of each label, 0 for ignored labels."""
         loss = self._loss
         assert isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
         counted = label != loss.ignore_index
@@ -237,54 +246,59 @@ class RowLoss:
         return torch.where(counted, weights[torch.where(counted, label, 0)], 0.0)
 
 
+# ---- losses with the model's forward pass
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class LossResult:
-    """total, denominator: as `LossSum`; a denominator that is no number: there is no loss to look at. outputs: of the
-    model, detached, one per label or one for all; () where only the loss is known. logged: other numbers of these rows
-    by name, their means."""
+    """The loss of one part of a step's rows, with the numbers that metrics are computed from."""
 
+    # As in `LossSum`.
     total: torch.Tensor
+    # As in `LossSum`; NaN: the model reports no loss.
     denominator: float
+    # The model's outputs, detached, one for each label or one for all; (): only the loss is known.
     outputs: tuple[torch.Tensor, ...] = ()
+    # Means over these rows of other numbers, by name.
     logged: Mapping[str, float] = field(default_factory=dict)
 
 
 class LossFn(Protocol):
-    """Called for each micro-batch of a step. Every rank calls `begin` first. logs: `LossResult.logged` is in use."""
+    """Called for each micro-batch of a step, after `begin`, which every rank calls."""
 
+    # Whether `LossResult.logged` is used.
     logs: bool
 
-    def begin(self, group: Group, share: LocalBatch[torch.Tensor], here: Position) -> None: ...
+    def begin(self, group: Group, batch: LocalBatch[torch.Tensor], position: Position) -> None: ...
 
     def __call__(self, model: torch.nn.Module, part: LocalBatch[torch.Tensor]) -> LossResult: ...
 
 
-# Of torch's errors where a layer, or a loss, is given numbers of a type that it does not take. A tensor that any other
-# error shows may have a "dtype=".
-_OF_TYPES = re.compile(
+# Matches torch's errors about a layer or loss that does not take the type of its input. Other errors may print a tensor
+# with "dtype=".
+_DTYPE_ERROR = re.compile(
     r"\b(dtype(?!=)|datatype|scalar types?|[Ii]nput type|result type)\b|not implemented for '(Long|Bool)'"
 )
 
 
 class DtypeHints:
-    """An objective that says which types its columns have, where a layer or the loss takes others."""
+    """Adds the types of the columns to the error of a layer or loss that takes other types."""
 
-    def __init__(self, objective: LossFn, columns: Sequence[str]) -> None:
+    def __init__(self, loss_fn: LossFn, columns: Sequence[str]) -> None:
         """columns: names of the features, then of the labels."""
-        self._objective, self._columns = objective, columns
-        self.logs = objective.logs
+        self._loss_fn, self._columns = loss_fn, columns
+        self.logs = loss_fn.logs
 
-    def begin(self, group: Group, share: LocalBatch[torch.Tensor], here: Position) -> None:
-        self._objective.begin(group, share, here)
+    def begin(self, group: Group, batch: LocalBatch[torch.Tensor], position: Position) -> None:
+        self._loss_fn.begin(group, batch, position)
 
     def __call__(self, model: torch.nn.Module, part: LocalBatch[torch.Tensor]) -> LossResult:
         try:
-            return self._objective(model, part)
+            return self._loss_fn(model, part)
         except (RuntimeError, ValueError) as error:
-            if isinstance(error, ElasticError | CollectiveError) or not _OF_TYPES.search(str(error)):
+            if isinstance(error, ElasticError | CollectiveError) or not _DTYPE_ERROR.search(str(error)):
                 raise  # a layer may speak to the other ranks
             tensors = zip(self._columns, (*part.features, *part.labels), strict=True)
             given = ", ".join(f"{name!r} as {tensor.dtype}" for name, tensor in tensors)
@@ -310,8 +324,8 @@ class ModelLoss:
         self._loss = RowLoss(loss, weighted, labels[0])
         self._forward = _Forward(precision, labels)
 
-    def begin(self, group: Group, share: LocalBatch[torch.Tensor], here: Position) -> None:
-        """Nothing to agree on: the denominator travels in the trailer."""
+    def begin(self, group: Group, batch: LocalBatch[torch.Tensor], position: Position) -> None:
+        """Exchanges nothing: the step summary carries the denominator."""
 
     def __call__(self, model: torch.nn.Module, part: LocalBatch[torch.Tensor]) -> LossResult:
         output = self._forward(model, part)
@@ -320,7 +334,7 @@ class ModelLoss:
 
 
 class MultiOutputLoss:
-    """A model of several outputs, with a loss and a weight for each: sum over k of weight_k · mean of loss_k.
+    """A model of several outputs with a loss and a weight for each: the sum over k of weight_k · mean of loss_k.
 
     Each mean has a denominator of its own (class weights, ignored labels), which all ranks must know before the
     backward pass adds the gradients up: one small exchange a step. `loss_LABEL` of each is logged.
@@ -339,17 +353,17 @@ class MultiOutputLoss:
         self._losses = [RowLoss(loss, weighted, label, ahead=True) for label, (loss, _) in losses.items()]
         self._loss_weights = [weight for _, weight in losses.values()]
         self._forward = _Forward(precision, list(losses))
-        # By which a loss's sum over rows becomes its part in the step's mean, times the rows of the step.
+        # For each loss the factor of its sum over rows: rows of the step / divisor of the loss.
         self._scales: list[float] = []
 
-    def begin(self, group: Group, share: LocalBatch[torch.Tensor], here: Position) -> None:
+    def begin(self, group: Group, batch: LocalBatch[torch.Tensor], position: Position) -> None:
         own = [
-            loss.denominator((label,), share.weights) if len(share) else 0.0
-            for loss, label in zip(self._losses, share.labels, strict=True)
+            loss.compute_denominator((label,), batch.weights) if len(batch) else 0.0
+            for loss, label in zip(self._losses, batch.labels, strict=True)
         ]
         everywhere = group.allgather(np.array(own)).sum(axis=0).tolist()
-        # A loss that its user wants summed has no denominator.
-        self._scales = [share.planned / (divisor or 1.0) for divisor in everywhere]
+        # A divisor of 0: the user wants this loss summed.
+        self._scales = [batch.planned / (divisor or 1.0) for divisor in everywhere]
 
     def __call__(self, model: torch.nn.Module, part: LocalBatch[torch.Tensor]) -> LossResult:
         outputs = output_parts(self._forward(model, part))
@@ -379,8 +393,8 @@ class FunctionLoss:
         self._loss = RowLoss(return_loss, weighted)
         self._precision = precision
 
-    def begin(self, group: Group, share: LocalBatch[torch.Tensor], here: Position) -> None:
-        """Nothing to agree on."""
+    def begin(self, group: Group, batch: LocalBatch[torch.Tensor], position: Position) -> None:
+        """Exchanges nothing."""
 
     def __call__(self, model: torch.nn.Module, part: LocalBatch[torch.Tensor]) -> LossResult:
         with autocast(self._precision):
@@ -390,10 +404,10 @@ class FunctionLoss:
 
 
 class _Forward:
-    """The model's output in float32 or wider, computed in `precision` where one is asked for."""
+    """Computes the model's output, under autocast if a precision is set, in float32 or wider."""
 
     def __init__(self, precision: str | None, labels: Sequence[str]) -> None:
-        """labels: of which the outputs are, in order."""
+        """labels: names of the label columns, in the order of the outputs."""
         self._precision, self._labels = precision, list(labels)
 
     def __call__(self, model: torch.nn.Module, part: LocalBatch[torch.Tensor]) -> Any:
@@ -413,12 +427,12 @@ def autocast(precision: str | None) -> AbstractContextManager[Any]:
 
 
 def return_loss(value: Any, *labels: torch.Tensor) -> Any:
-    """The user's function has computed the loss already."""
+    """The loss of a model or function that has computed its loss already."""
     return value
 
 
 def to_float32(output: Any) -> Any:
-    """The same, in whatever structure, with no float of 16 bits."""
+    """A copy of a structure of tensors with floats of 16 bits as float32."""
 
     def wide(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor

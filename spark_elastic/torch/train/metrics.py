@@ -1,8 +1,8 @@
-"""Metrics of an epoch, exact however its rows were shared out: every rank is given the whole step's rows.
+"""Metrics of an epoch, exact for any division of its rows: every rank receives the rows of the whole step.
 
-Rows travel once a step, in rank order; accumulators are equal on all ranks and part of the state. A metric is a
-function of (output, label) to a mean over rows, or an object with `update`, `compute` and `reset` (torchmetrics).
-Main thread only; what a step gathered counts once `commit` is called, in its apply section.
+The ranks exchange outputs and labels once per step. Accumulators are equal on all ranks and part of the state. A metric
+is a function of (output, label) that returns a mean over rows, or an object with `update`, `compute` and `reset`
+(torchmetrics). Gathered rows count once `commit` is called, in the step's apply section. Main thread only.
 """
 
 from __future__ import annotations
@@ -20,14 +20,18 @@ from spark_elastic.training.batch import MetricRows
 
 
 class Metrics:
-    """metrics: by name; with several outputs each is taken for each label. labels: names of the label columns.
-
-    logs: the objective reports numbers of its own, too.
-    """
+    """The metrics of training, or those of validation."""
 
     def __init__(
         self, metrics: Mapping[str, Any], labels: Sequence[str], logs: bool, prefix: str = ""
     ) -> None:
+        """
+        Args:
+            metrics: by name; with several outputs, each is computed for each label.
+            labels: names of the label columns.
+            logs: the loss function reports numbers, too.
+            prefix: of the names of all results.
+        """
         self._given = metrics
         self._labels = labels
         self._logs = logs
@@ -38,7 +42,7 @@ class Metrics:
         self._part = MetricRows()
 
     def add(self, scored: LossResult, labels: Sequence[torch.Tensor]) -> None:
-        """A part of this rank's rows."""
+        """Add a part of this rank's rows."""
         if self._given and not scored.outputs:
             raise InvalidInput(
                 "metrics need the model's outputs, and found no tensor among them: return tensors, or a tuple, list or "
@@ -52,18 +56,18 @@ class Metrics:
         self._part.add(rows, logged, columns)
 
     def gather(self, group: Group) -> None:
-        """Exchange the step's rows; collective, also on a rank without rows."""
+        """Exchange the step's rows. Collective: ranks without rows call it, too."""
         if self._given or self._logs:
             self._part.gather(group)
 
     def discard(self) -> None:
-        """Forget the rows of a step that was given up."""
+        """Drop the rows of a step that was aborted."""
         self._part.discard()
 
     def commit(self) -> None:
-        """The step was applied: what was gathered counts."""
-        told, columns = self._part.pop_gathered()
-        for logged, rows in told:
+        """Count the gathered rows: the step is applied."""
+        logged_by_rank, columns = self._part.pop_gathered()
+        for logged, rows in logged_by_rank:
             for name, total in logged.items():
                 self._count(name, total, rows)
         if columns:
@@ -71,7 +75,7 @@ class Metrics:
             self._update(whole[: -len(self._labels)], whole[-len(self._labels) :])
 
     def results(self) -> dict[str, Any]:
-        """Of all rows since `reset`, by name: numbers, or lists of them."""
+        """The metrics of all rows since `reset`: numbers or lists of them, by name."""
         found: dict[str, Any] = {name: total / (rows or 1) for name, (total, rows) in self._sums.items()}
         for name, (_, metric) in self._objects.items():
             if self._updates:
@@ -126,8 +130,8 @@ class Metrics:
 def _match_label_shape(
     metric: Any, output: torch.Tensor, labels: Sequence[torch.Tensor]
 ) -> Sequence[torch.Tensor]:
-    """A label per row meets an output of one column, where torch or torchmetrics compare numbers; a metric of the
-    user's own is given the labels as they are."""
+    """Reshape labels (n,) to (n, 1) for an output (n, 1), if a metric of torch or torchmetrics compares numbers. The
+    user's own metrics receive the labels unchanged."""
     label, *others = labels
     compares = is_elementwise(metric) or type(metric).__module__.startswith("torchmetrics.")
     if compares and label.ndim == 1 and output.shape == (len(label), 1):
@@ -136,8 +140,8 @@ def _match_label_shape(
 
 
 def name_metrics(metrics: Any) -> dict[str, Any]:
-    """By name: a function's own, else its class's in lower case. Of a collection (torchmetrics) each member has its own
-    name, after that of the collection if it was given one.
+    """The metrics by name: that of the function, or of the class in lower case. Each member of a collection
+    (torchmetrics) has its own name, with the name of the collection before it if the user gave one.
 
     Raises:
         InvalidInput: one is neither a function nor a metric object, or two have the same name.
@@ -170,7 +174,7 @@ def name_metrics(metrics: Any) -> dict[str, Any]:
 
 
 def is_accumulator(metric: Any) -> bool:
-    """Whether it is an object in torchmetrics' style, not a function."""
+    """Whether it is an object with torchmetrics' methods, not a function."""
     return all(callable(getattr(metric, name, None)) for name in ("update", "compute", "reset"))
 
 
@@ -180,7 +184,7 @@ def _is_collection(metric: Any) -> bool:
 
 
 def _flatten_result(name: str, value: Any) -> dict[str, Any]:
-    """What `compute` returned, as the history takes it: numbers, or lists of them, those of a dict each by its name."""
+    """The result of `compute` for the history: numbers or lists of them; each entry of a dict has its own name."""
     if isinstance(value, Mapping):
         return {
             k: v for key, part in value.items() for k, v in _flatten_result(f"{name}_{key}", part).items()

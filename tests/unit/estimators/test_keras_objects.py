@@ -14,7 +14,7 @@ from spark_elastic import ElasticKerasEstimator
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.keras_model import ElasticKerasModel, KerasPredictor
-from spark_elastic.estimators.keras_objects import activation_of, check_keras_objects, compile_model
+from spark_elastic.estimators.keras_objects import check_keras_objects, compile_model, find_activation
 from spark_elastic.estimators.predictor import Outputs
 from spark_elastic.keras.train.archive import Archive, collect_custom_objects
 from spark_elastic.keras.train.batching import order_labels
@@ -128,7 +128,7 @@ def test_what_is_compiled_anew_is_a_copy() -> None:
     ],
 )
 def test_the_loss_says_what_makes_probabilities(loss: Any, activation: str | None) -> None:
-    assert activation_of(net(optimizer="sgd", loss=loss)) == activation
+    assert find_activation(net(optimizer="sgd", loss=loss)) == activation
 
 
 def test_predictions_are_the_models_own() -> None:

@@ -199,7 +199,7 @@ def test_factories_of_fits_in_parallel_draw_the_same_weights() -> None:
         return torch.nn.Sequential(first, torch.nn.Linear(2, 1))
 
     def made() -> list[float]:
-        return torch.cat([p.flatten() for p in torch_objects._model(factory, 7).parameters()]).tolist()
+        return torch.cat([p.flatten() for p in torch_objects._check_model(factory, 7).parameters()]).tolist()
 
     with ThreadPoolExecutor(3) as pool:
         found = [each.result() for each in [pool.submit(made) for _ in range(3)]]

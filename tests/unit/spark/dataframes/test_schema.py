@@ -21,8 +21,8 @@ from spark_elastic.spark.dataframes.schema import (
     ColumnType,
     check_columns,
     check_validation_column,
-    column_type,
-    fixed_row_bytes,
+    compute_row_bytes,
+    find_column_type,
 )
 
 SCHEMA = (
@@ -43,20 +43,20 @@ SCHEMA = (
     ("names", "size"), [(["y", "price", "day"], 24), (["y", "v"], None), (["name"], None)]
 )
 def test_a_rows_bytes_are_known_where_all_rows_have_as_many(names: list[str], size: int | None) -> None:
-    assert fixed_row_bytes(column_type(SCHEMA, name, transformed=True) for name in names) == size
+    assert compute_row_bytes(find_column_type(SCHEMA, name, transformed=True) for name in names) == size
 
 
 def test_good_columns_pass() -> None:
     check_columns(SCHEMA, ["x", "v"], ["y"], sample_weight_col="y", extra_cols=["y"])
-    assert column_type(SCHEMA, "x") == ColumnType("float32", 2, vector=False)
-    assert column_type(SCHEMA, "v") == ColumnType("float32", 1, vector=True)
-    assert column_type(SCHEMA, "price") == ColumnType("float64", 0, cast="double")
+    assert find_column_type(SCHEMA, "x") == ColumnType("float32", 2, vector=False)
+    assert find_column_type(SCHEMA, "v") == ColumnType("float32", 1, vector=True)
+    assert find_column_type(SCHEMA, "price") == ColumnType("float64", 0, cast="double")
 
 
 def test_a_transformation_may_take_what_numbers_are_made_of() -> None:
     check_columns(SCHEMA, ["image", "day", "name", "tags"], ["y"], transformed=True)
-    assert column_type(SCHEMA, "day", transformed=True).dtype == "datetime64[D]"
-    assert column_type(SCHEMA, "tags", transformed=True) == ColumnType("object", 1)
+    assert find_column_type(SCHEMA, "day", transformed=True).dtype == "datetime64[D]"
+    assert find_column_type(SCHEMA, "tags", transformed=True) == ColumnType("object", 1)
     with pytest.raises(InvalidInput, match=r"weight column 'day'.*one number"):
         check_columns(SCHEMA, ["x"], ["y"], sample_weight_col="day", transformed=True)
 

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("pyspark")
 
 from spark_elastic.data.store import Store
-from spark_elastic.spark.dataframes.store_access import spark_url
+from spark_elastic.spark.dataframes.store_access import to_spark_url
 
 
 @pytest.mark.parametrize(
@@ -27,4 +27,4 @@ from spark_elastic.spark.dataframes.store_access import spark_url
 )
 def test_both_sides_names_of_an_object(given: str, python: str, spark: str) -> None:
     store = Store.open(given)
-    assert (store.join("a"), spark_url(store, "a")) == (python, spark)
+    assert (store.join("a"), to_spark_url(store, "a")) == (python, spark)

@@ -143,7 +143,7 @@ def test_classes_are_numbers_of_any_kind(loss: Any, kind: torch.dtype) -> None:
     output, label = torch.rand(4, 2), torch.tensor([0, 1, 1, 1])
     found = RowLoss(loss)(output, (label.to(kind),), None)
     assert found.total / found.denominator == pytest.approx(float(loss(output, label)))
-    assert RowLoss(loss).denominator((label.to(kind),), None) == found.denominator
+    assert RowLoss(loss).compute_denominator((label.to(kind),), None) == found.denominator
 
 
 @pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0])), nn.NLLLoss()])
