@@ -40,7 +40,7 @@ from spark_elastic.driver.ports import Post  # noqa: E402
 from spark_elastic.protocol import driver_machine  # noqa: E402
 from spark_elastic.protocol.events import DriverEvent  # noqa: E402
 from spark_elastic.protocol.slot_spec import SlotSpec  # noqa: E402
-from spark_elastic.protocol.types import Limits, World, heartbeat_interval  # noqa: E402
+from spark_elastic.protocol.types import Limits, heartbeat_interval  # noqa: E402
 from spark_elastic.rendezvous.http_server import raise_file_limit  # noqa: E402
 from spark_elastic.rendezvous.routes import ServerCallbacks  # noqa: E402
 from spark_elastic.rendezvous.server import RendezvousServer  # noqa: E402
@@ -71,14 +71,6 @@ class NoLauncher:
         return []
 
 
-class Nobody:
-    def world(self, world: World) -> None:
-        """Nothing."""
-
-    def said(self, text: str) -> None:
-        """Nothing."""
-
-
 def drive(pipe: Connection, size: int) -> None:
     """Server and driver loop; answers "cpu" with seconds of processor time and events so far, ends on "end"."""
     inbox: EventQueue = EventQueue()
@@ -97,7 +89,7 @@ def drive(pipe: Connection, size: int) -> None:
         ServerCallbacks(post, lambda lines: None, heartbeat_interval=partial(heartbeat_interval, LEASE)),
         clock,
     ) as server:
-        effects = CommandExecutor(server, NoLauncher(), Nobody(), lambda kept: None)
+        effects = CommandExecutor(server, NoLauncher(), lambda kept: None)
         loop = DriverLoop(driver_machine.initial(limits, 1), inbox, effects.execute, clock, Journal())
         loop.start()
         pipe.send(server.address)

@@ -25,9 +25,11 @@ from spark_elastic.driver.ports import Discovery
 from spark_elastic.errors import ElasticError, InvalidInput
 from spark_elastic.horovodrun_options import THIS_MACHINE, add_options, get_variables
 from spark_elastic.launch.job import DriverOptions, supervise
-from spark_elastic.local.launcher import FileListener, HostSlots, LocalLauncher, find_remote_hosts
-from spark_elastic.monitoring.log_forwarding import close_within_deadline, log_to_stream
-from spark_elastic.monitoring.progress import LineRateLimiter, OutputListener
+from spark_elastic.local.launcher import HostSlots, LocalLauncher, find_remote_hosts
+from spark_elastic.monitoring.console import LineRateLimiter, OutputListener
+from spark_elastic.monitoring.listener import close_within_deadline
+from spark_elastic.monitoring.log_files import FileListener
+from spark_elastic.monitoring.log_forwarding import log_to_stream
 from spark_elastic.running.call import prepare
 from spark_elastic.worker.script import Module
 

@@ -26,15 +26,14 @@ from spark_elastic.driver.ports import Launcher
 from spark_elastic.driver.remote_launcher import DriverStarted, RemoteLauncher, SlotRequested
 from spark_elastic.errors import CoordinatorLost, InvalidInput, JobCancelled, JobFailed, NotEnoughWorkers
 from spark_elastic.launch.job import DriverOptions, LaunchResult, supervise
-from spark_elastic.launch.job_monitor import JobListener, WorldSpan
+from spark_elastic.monitoring.listener import AsyncNotifier, JobListener, Metrics
 from spark_elastic.monitoring.log_forwarding import (
-    AsyncNotifier,
     LogEntry,
     emit_forwarded,
     forward_log,
     isolate_log_handlers,
 )
-from spark_elastic.monitoring.report import JobReport
+from spark_elastic.monitoring.report import JobReport, WorldSpan
 from spark_elastic.protocol.events import CancelRequested, DriverEvent, LaunchEnded, SlotsWanted
 from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.protocol.types import Checkpoint, Limits
@@ -59,17 +58,19 @@ LOOK_EVERY = 0.5  # seconds between two looks at the coordinator's job
 
 @dataclass(frozen=True)
 class LineLogged:
-    """A line that a worker printed; rank None: of a worker outside the world."""
+    """A line that a worker printed."""
 
+    worker: str
+    # None: the worker is in no world.
     rank: int | None
     line: str
 
 
 @dataclass(frozen=True)
 class ProgressMade:
-    """Numbers that rank 0 reported."""
+    """Metrics that rank 0 reported."""
 
-    numbers: dict[str, Any]
+    metrics: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,7 @@ class Coordinator:
         )
         listener = _ForwardingListener(channel)
         try:
-            with StoreHeartbeat(self.end.store, self._heartbeat), forward_log(listener.record):
+            with StoreHeartbeat(self.end.store, self._heartbeat), forward_log(listener.forward_log):
                 done = supervise(
                     launcher, CombinedDiscovery(), options, self.limits, self.config, self.name, listener
                 )
@@ -194,24 +195,24 @@ class Coordinator:
 
 
 @dataclass(frozen=True)
-class _ForwardingListener:
-    """The coordinator's `JobListener`: it sends everything to the client."""
+class _ForwardingListener(JobListener):
+    """Sends everything to the client's listener."""
 
     channel: StoreChannel
 
-    def log(self, rank: int | None, line: str) -> None:
-        self.channel.send(LineLogged(rank, line))
+    def on_output(self, worker: str, rank: int | None, line: str) -> None:
+        self.channel.send(LineLogged(worker, rank, line))
 
-    def progress(self, numbers: Mapping[str, Any]) -> None:
-        self.channel.send(ProgressMade(dict(numbers)))
+    def on_progress(self, metrics: Metrics) -> None:
+        self.channel.send(ProgressMade(dict(metrics)))
 
-    def world(self, size: int, reason: str) -> None:
+    def on_world(self, size: int, reason: str) -> None:
         self.channel.send(WorldStarted(size, reason))
 
-    def tell(self, text: str) -> None:
+    def on_message(self, text: str) -> None:
         self.channel.send(UserNotified(text))
 
-    def record(self, entry: LogEntry) -> None:
+    def forward_log(self, entry: LogEntry) -> None:
         self.channel.send(RecordLogged(entry))
 
 
@@ -339,7 +340,7 @@ class CoordinatorClient:
             self._channel.send(event)
 
     def _on_message(self, message: Message) -> None:
-        show = self._notifier.tell
+        submit, listener = self._notifier.submit, self._listener
         match message:
             case DriverStarted(address, certificate):
                 self._begun = True
@@ -348,20 +349,20 @@ class CoordinatorClient:
                 self._launcher.start(spec, self._forward)
             case SlotRequested(launch):
                 self._launcher.launch(launch)
-            case LineLogged(rank, line):
-                show(partial(self._listener.log, rank, line))
-            case ProgressMade(numbers):
-                self._notifier.progress(partial(self._listener.progress, numbers))
+            case LineLogged(worker, rank, line):
+                submit(partial(listener.on_output, worker, rank, line))
+            case ProgressMade(metrics):
+                self._notifier.submit_latest(partial(listener.on_progress, metrics))
             case WorldStarted(size, reason):
-                show(partial(self._listener.world, size, reason))
+                submit(partial(listener.on_world, size, reason))
             case SlotsGathered():
                 self._turn.finish_gathering()
             case SlotsLacking(lacking):
                 self._turn.report_shortage(lacking)
             case UserNotified(text):
-                show(partial(self._listener.tell, text))
-            case RecordLogged((level, name, text, told)):
-                emit_forwarded(level, name, text, told)
+                submit(partial(listener.on_message, text))
+            case RecordLogged(entry):
+                emit_forwarded(entry)
             case JobSucceeded() | JobEndedInError():
                 self._end = message
                 self._ended.set()

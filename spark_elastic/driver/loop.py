@@ -10,7 +10,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from spark_elastic.clock import Clock
 from spark_elastic.driver.journal import Journal
@@ -19,7 +19,7 @@ from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import DriverCommand, End, Outcome
 from spark_elastic.protocol.events import CancelRequested, DriverEvent, Tick, is_heartbeat
-from spark_elastic.protocol.types import Checkpoint, World
+from spark_elastic.protocol.types import Checkpoint
 from spark_elastic.rendezvous.server import RendezvousServer
 
 
@@ -144,16 +144,6 @@ class DriverLoop:
             self._ended.set()
 
 
-class JobMonitor(Protocol):
-    """Follows the job's worlds."""
-
-    def world(self, world: World) -> None: ...
-
-    def over(self, reason: str) -> None: ...
-
-    def announces(self, text: str) -> None: ...
-
-
 CheckpointPublisher: TypeAlias = Callable[[tuple[Checkpoint, ...]], None]
 """Makes checkpoints count, newest first, and deletes others; returns at once."""
 
@@ -161,17 +151,10 @@ CheckpointPublisher: TypeAlias = Callable[[tuple[Checkpoint, ...]], None]
 class CommandExecutor:
     """Executes the machine's commands on the server and the launcher, one call each, in the driver's thread."""
 
-    def __init__(
-        self,
-        server: RendezvousServer,
-        launcher: Launcher,
-        monitor: JobMonitor,
-        publisher: CheckpointPublisher,
-    ) -> None:
+    def __init__(self, server: RendezvousServer, launcher: Launcher, publisher: CheckpointPublisher) -> None:
         self._publisher = publisher
         self._server = server
         self._launcher = launcher
-        self._audience = monitor
 
     def execute(self, command: do.DriverCommand) -> None:
         """Execute without blocking."""
@@ -180,10 +163,8 @@ class CommandExecutor:
                 self._launcher.launch(job)
             case do.Publish(_, world):
                 self._server.publish(world)
-                self._audience.world(world)
             case do.Abort(reason, fence):
                 self._server.abort(fence, reason)
-                self._audience.over(reason)
             case do.Announce(reason, version):
                 self._server.announce(version, reason)
             case do.StopWorker(reason, worker, kill):
@@ -192,7 +173,7 @@ class CommandExecutor:
                 self._server.release_slot(slot, reason)
             case do.PublishCheckpoint(_, kept):
                 self._publisher(kept)
-            case do.NotifyUser(reason):
-                self._audience.announces(reason)
             case do.End(reason):
                 self._server.end(reason)
+            case do.NotifyUser():
+                pass  # for the journal's listener

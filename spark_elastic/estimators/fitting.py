@@ -30,10 +30,10 @@ from spark_elastic.estimators.run_record import RunRecord, RunResult
 from spark_elastic.estimators.transformer import FitSummary, WorldRecord
 from spark_elastic.estimators.validation import FitRequest, O
 from spark_elastic.launch.job import LaunchResult, make_limits
-from spark_elastic.launch.job_monitor import WorldSpan
-from spark_elastic.monitoring.log_forwarding import AsyncNotifier, close_within_deadline, log_to_listener
-from spark_elastic.monitoring.progress import ProgressListener
-from spark_elastic.monitoring.report import JobReport
+from spark_elastic.monitoring.console import ProgressListener
+from spark_elastic.monitoring.listener import AsyncNotifier, close_within_deadline
+from spark_elastic.monitoring.log_forwarding import log_to_listener
+from spark_elastic.monitoring.report import JobReport, WorldSpan
 from spark_elastic.platforms import JobSpec, Platform, make_platform, resume_after_coordinator_loss
 from spark_elastic.protocol.types import Limits
 from spark_elastic.state.checkpoint import CheckpointPolicy, CheckpointStore
@@ -168,11 +168,11 @@ def _ledger_folder(request: FitRequest[Any], store: Store, run_id: str) -> str |
 def _show_progress(request: FitRequest[Any]) -> Iterator[ProgressListener]:
     listener = ProgressListener(
         request.config.epochs,
-        listener=request.on_progress,
+        callback=request.on_progress,
         quiet=request.verbose == 0,
-        lines=request.elastic.show_logs,
+        show_output=request.elastic.show_logs,
     )
-    with close_within_deadline(listener), log_to_listener(listener.tell, request.verbose > 1):
+    with close_within_deadline(listener), log_to_listener(listener.on_message, request.verbose > 1):
         yield listener
 
 
@@ -243,7 +243,7 @@ class Training(Generic[O]):
         program = self.framework.build_program(spec, self.request.objects)
         if config.num_workers > 1 and not config.scale_lr:
             with AsyncNotifier() as notifier:  # a terminal that blocks must not delay the job
-                notifier.tell(partial(self.listener.tell, UNSCALED))
+                notifier.submit(partial(self.listener.on_message, UNSCALED))
         limits = make_fit_limits(self.request, spec.plan.global_batch)
         job = JobSpec(program, limits, self.run_id, self.framework.preload, lease)
         return self.platform.launch(job, self.listener)

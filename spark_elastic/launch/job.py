@@ -19,7 +19,6 @@ from spark_elastic.driver.discovery import build_discovery
 from spark_elastic.driver.journal import Journal
 from spark_elastic.driver.loop import CommandExecutor, DriverLoop, EventQueue
 from spark_elastic.driver.ports import Discovery, Launcher
-from spark_elastic.driver.stall_watch import StallWatch
 from spark_elastic.errors import (
     FailureBudgetExceeded,
     JobCancelled,
@@ -30,11 +29,12 @@ from spark_elastic.errors import (
     TimeLimitReached,
     WorkerFailed,
 )
-from spark_elastic.launch.job_monitor import JobListener, JobMonitor, NullListener, WorldSpan
-from spark_elastic.monitoring.log_files import LogFiles
+from spark_elastic.launch.job_monitor import JobMonitor, StallDetector
+from spark_elastic.monitoring.listener import JobListener
+from spark_elastic.monitoring.log_files import StoreLog
 from spark_elastic.monitoring.log_forwarding import isolate_log_handlers
-from spark_elastic.monitoring.report import JobReport
-from spark_elastic.monitoring.status import pages
+from spark_elastic.monitoring.report import JobReport, WorldSpan
+from spark_elastic.monitoring.status import build_status_pages
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import End, Outcome
 from spark_elastic.protocol.events import CancelRequested
@@ -120,12 +120,12 @@ def supervise(
 
     # What people see of the job.
     pace = partial(heartbeat_interval, limits.lease)
-    stalls = StallWatch(events.put, clock, config.stall_after, pace)
-    files = _open_log_files(run, config, clock)
+    store_log = _create_store_log(run, config, clock)
+    observers = [StallDetector(events.put, config.stall_after, pace), *([store_log] if store_log else [])]
     hooks = () if turn is None else (turn.finish_gathering, turn.report_shortage)
-    monitor = JobMonitor(listener or NullListener(), clock, clock.now(), stalls, files, *hooks)
-    journal = Journal(config.journal, monitor.turn)
-    status = StatusApp(pages(monitor.chronicle, name, clock), clock) if config.status_page else None
+    monitor = JobMonitor(listener or JobListener(), clock, observers, *hooks)
+    journal = Journal(config.journal, monitor.on_transition)
+    status = StatusApp(build_status_pages(monitor.history, name), clock) if config.status_page else None
 
     # The server and the driver's loop.
     key = options.key or secrets.token_bytes(32)
@@ -136,11 +136,9 @@ def supervise(
         auth.select_certificate(config, options.encrypted),
     )
     attempt, checkpoints = (run.attempt, run.checkpoints) if run is not None else (FIRST_ATTEMPT, ())
-    callbacks = ServerCallbacks(stalls.post, monitor.lines, options.check_host, monitor.report, pace)
+    callbacks = ServerCallbacks(events.put, monitor.on_lines, options.check_host, monitor.on_report, pace)
     server = RendezvousServer(key, attempt, callbacks, clock, bind, status)
-    executor = CommandExecutor(
-        server, launcher, monitor, run.publish if run is not None else _publish_nothing
-    )
+    executor = CommandExecutor(server, launcher, run.publish if run is not None else _publish_nothing)
     state = driver_machine.initial(limits, attempt, checkpoints)
     loop = DriverLoop(state, events, executor.execute, clock, journal)
 
@@ -148,17 +146,17 @@ def supervise(
     # Closed in reverse order; an interrupt while one closes does not keep the others from closing.
     with ExitStack() as closing:
         closing.enter_context(isolate_log_handlers())
-        closing.enter_context(monitor.teller)
+        closing.enter_context(monitor.notifier)
         if run is not None:
             closing.callback(run.close)
             run.start(lambda reason: events.put(CancelRequested(clock.now(), reason)))
-        if files is not None:
-            closing.callback(files.close)
-            files.start()
+        if store_log is not None:
+            closing.callback(store_log.close)
+            store_log.start()
         closing.callback(server.close)
         server.start()
         if status is not None:
-            monitor.announces(f"the status page of {name}: {status.url(server.url)}")
+            monitor.announce(f"the status page of {name}: {status.url(server.url)}")
         closing.callback(loop.close)
         closing.callback(discovery.close)
         closing.callback(_close_launcher, launcher)
@@ -175,7 +173,7 @@ def supervise(
         discovery.start(events.put)
         loop.start()
         end = _await_end(loop)
-    report = monitor.chronicle.report(clock.now())
+    report = monitor.history.build_report()
     try:
         results = _unpack_results_of_run(end, run)
     except (JobFailed, JobCancelled) as error:
@@ -195,10 +193,10 @@ def _publish_nothing(checkpoints: tuple[Checkpoint, ...]) -> None:
     """A job without a run has no list of checkpoints."""
 
 
-def _open_log_files(run: RunLease | None, config: ElasticConfig, clock: Clock) -> LogFiles | None:
+def _create_store_log(run: RunLease | None, config: ElasticConfig, clock: Clock) -> StoreLog | None:
     if run is None or not config.log_bytes:
         return None
-    return LogFiles(run.store, run.run_id, run.attempt, config.log_bytes, clock)
+    return StoreLog(run.store, run.run_id, run.attempt, config.log_bytes, clock)
 
 
 def _close_launcher(launcher: Launcher) -> None:

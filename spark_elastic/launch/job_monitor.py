@@ -1,145 +1,183 @@
-"""What becomes of a job's worlds, and what its workers print and report, handed on to everybody who is told.
-
-Called by the driver loop and by the server's threads.
-"""
+"""Hands everything that happens in a job to its listeners, and names members that keep the others waiting."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
 
 from spark_elastic.clock import Clock
-from spark_elastic.driver.stall_watch import StallWatch
 from spark_elastic.monitoring.job_history import JobHistory
-from spark_elastic.monitoring.log_files import LogFiles
-from spark_elastic.monitoring.log_forwarding import TOLD, AsyncNotifier
-from spark_elastic.monitoring.report import WorldChange
-from spark_elastic.protocol.commands import DriverCommand
+from spark_elastic.monitoring.listener import AsyncNotifier, JobListener
+from spark_elastic.monitoring.log_forwarding import ANNOUNCED
+from spark_elastic.monitoring.report import WorldChange, WorldSpan
+from spark_elastic.protocol.commands import Abort, DriverCommand, NotifyUser, Publish
+from spark_elastic.protocol.driver.stall import find_stalls
 from spark_elastic.protocol.driver.state import DriverState
-from spark_elastic.protocol.events import DriverEvent
-from spark_elastic.protocol.types import World
+from spark_elastic.protocol.events import DriverEvent, Received, WorkerStalled
+from spark_elastic.protocol.messages import Heartbeat
+from spark_elastic.protocol.types import SlotId, WorkerId, World
 from spark_elastic.rendezvous.messages import SLOT_LINE_PREFIX, LogLines, Report
-
-# Who tells people how a job goes: the interface, and the one that says nothing.
-
-
-class JobListener(Protocol):
-    """Tells people how the job goes. Called from several threads, which may be held up by it."""
-
-    def log(self, rank: int | None, line: str) -> None: ...
-
-    def progress(self, numbers: Mapping[str, Any]) -> None: ...
-
-    def world(self, size: int, reason: str) -> None: ...
-
-    def tell(self, text: str) -> None:
-        """A sentence for people: a join, loss, drain or recovery with its cost, once it is over."""
-        ...
-
-
-class NullListener:
-    """A narrator that says nothing."""
-
-    def log(self, rank: int | None, line: str) -> None:
-        """Says nothing."""
-
-    def progress(self, numbers: Mapping[str, Any]) -> None:
-        """Says nothing."""
-
-    def world(self, size: int, reason: str) -> None:
-        """Says nothing."""
-
-    def tell(self, text: str) -> None:
-        """Says nothing."""
-
 
 log = logging.getLogger("spark_elastic")
 
-
-@dataclass(frozen=True)
-class WorldSpan:
-    """A world and when it began, in seconds since the launch."""
-
-    seconds: float
-    size: int
-    reason: str
+STALL_CHECK_INTERVAL = 0.2  # seconds
+SPARE_HEARTBEATS = 100  # heartbeats that are kept of slots outside of the current world
 
 
-@dataclass
+class StallDetector(JobListener):
+    """Names members that keep the others waiting, once per world: in the log, and to the driver machine.
+
+    Runs on the driver's thread.
+
+    Args:
+        post: takes `WorkerStalled`.
+        stall_after: how long others have to wait for a member before it is named, in seconds.
+        heartbeat_interval: seconds between two heartbeats of a slot, for a number of slots.
+    """
+
+    def __init__(
+        self,
+        post: Callable[[DriverEvent], None],
+        stall_after: float,
+        heartbeat_interval: Callable[[int], float],
+    ) -> None:
+        self._post = post
+        self._stall_after = stall_after
+        self._heartbeat_interval = heartbeat_interval
+        self._world: World | None = None
+        self._world_since = 0.0
+        self._world_over_since: float | None = None  # while its members are to come back for the next world
+        # The newest of each slot, and when the driver received it.
+        self._heartbeats: dict[SlotId, tuple[float, Heartbeat]] = {}
+        self._named: set[tuple[int, WorkerId]] = set()  # generations and members
+        self._next_check = 0.0
+
+    def on_transition(
+        self, event: DriverEvent, commands: Sequence[DriverCommand], state: DriverState | None
+    ) -> None:
+        for command in commands:
+            if isinstance(command, Publish):
+                self._world, self._world_since, self._world_over_since = command.world, event.now, None
+            elif isinstance(command, Abort):
+                self._world_over_since = event.now
+        if isinstance(event, Received) and isinstance(event.message, Heartbeat):
+            self._heartbeats[event.message.slot] = event.now, event.message
+            if self._world is not None and event.now >= self._next_check:
+                self._next_check = event.now + STALL_CHECK_INTERVAL
+                self._check(self._world, event.now)
+
+    def _check(self, world: World, now: float) -> None:
+        # Slots come and go for as long as a job lasts.
+        if len(self._heartbeats) > 2 * world.size + SPARE_HEARTBEATS:
+            slots = {member.slot for member in world.members}
+            self._heartbeats = {slot: seen for slot, seen in self._heartbeats.items() if slot in slots}
+        interval = self._heartbeat_interval(len(self._heartbeats))
+        since, over = self._world_since, self._world_over_since
+        for stall in find_stalls(world, self._heartbeats, now, self._stall_after, since, interval, over):
+            key = world.fence.generation, stall.member.worker
+            if key not in self._named:
+                self._named.add(key)
+                log.warning("%s", stall.text)
+                self._post(WorkerStalled(now, stall.member.worker, world.fence, stall.text))
+
+
 class JobMonitor:
-    """Keeps who is which rank, for log prefixes and the history of worlds. A narrator that fails, or blocks, harms no
-    job: neither the driver's loop nor the server's wait for it. gathered: called at each world. lacks: whenever the job
-    begins to lack slots for its next world, or has enough again."""
+    """Hands what happens in a job to its observers and to the user's listener. None of them can harm the job.
 
-    narrator: JobListener
-    clock: Clock
-    started: float
-    stalls: StallWatch
-    files: LogFiles | None = None
-    gathered: Callable[[], None] = lambda: None
-    lacks: Callable[[bool], None] = lambda slots: None
-    teller: AsyncNotifier = field(default_factory=AsyncNotifier)
-    chronicle: JobHistory = field(init=False)
-    worlds: list[WorldSpan] = field(default_factory=list)
-    ranks: dict[str, int] = field(default_factory=dict)
-    failing: bool = False  # the narrator, at its last line
-    short: bool = False  # what `lacks` was told last
+    Observers are our own: they are called directly and must not block. The user's listener may block: `notifier` calls
+    it, except for output, which the server delivers on a separate thread. Of an observer, only the first failure is
+    logged.
 
-    def __post_init__(self) -> None:
-        self.chronicle = JobHistory(self.started, self.changed)
+    Args:
+        observers: in addition to the job's history.
+        on_gathered: called on the driver's thread for each world.
+        on_slots_missing: called on the driver's thread whenever the job begins to lack slots for its next world
+            (True), or has enough again (False).
+    """
 
-    def turn(self, event: DriverEvent, commands: Sequence[DriverCommand], after: DriverState | None) -> None:
-        """A turn of the driver machine; arguments as for the journal."""
-        if after is not None and after.lacks_slots != self.short:
-            self.short = after.lacks_slots
-            self.lacks(self.short)
-        self.chronicle.turn(event, commands, after)
+    def __init__(
+        self,
+        listener: JobListener,
+        clock: Clock,
+        observers: Sequence[JobListener] = (),
+        on_gathered: Callable[[], None] = lambda: None,
+        on_slots_missing: Callable[[bool], None] = lambda missing: None,
+    ) -> None:
+        self._listener = listener
+        self._clock = clock
+        self._started = clock.now()
+        self._on_gathered = on_gathered
+        self._on_slots_missing = on_slots_missing
+        self._slots_missing = False  # the newest value that `on_slots_missing` got
+        self._ranks: dict[str, int] = {}  # of the current world, by worker
+        self._output_failed = False  # the listener has failed at the last line of output
+        self.notifier = AsyncNotifier()
+        self.history = JobHistory(clock, self._world_completed)
+        self.worlds: list[WorldSpan] = []
+        self._observers = (self.history, *observers)
+        self._failed: set[JobListener] = set()  # observers that have failed
 
-    def world(self, world: World) -> None:
-        self.gathered()
-        self.ranks = {member.worker: member.rank for member in world.members}
-        self.stalls.world(world)
-        self.worlds.append(WorldSpan(self.clock.now() - self.started, world.size, world.reason))
-        self.teller.tell(lambda: self.narrator.world(world.size, world.reason))
+    def on_transition(
+        self, event: DriverEvent, commands: Sequence[DriverCommand], state: DriverState | None
+    ) -> None:
+        """Called on the driver's thread, before the commands are executed."""
+        if state is not None and state.lacks_slots != self._slots_missing:
+            self._slots_missing = state.lacks_slots
+            self._on_slots_missing(self._slots_missing)
+        self._observe(lambda observer: observer.on_transition(event, commands, state))
+        for command in commands:
+            match command:
+                case Publish(_, world):
+                    self._world_published(world)
+                case Abort(reason):
+                    log.info("%s", reason)
+                case NotifyUser(reason):
+                    self.announce(reason)
 
-    def changed(self, change: WorldChange) -> None:
-        self.teller.tell(lambda: self.narrator.tell(str(change)))
+    def announce(self, text: str) -> None:
+        """Pass a sentence to the log and to the listener."""
+        log.info("%s", text, extra=ANNOUNCED)
+        self.notifier.submit(lambda: self._listener.on_message(text))
 
-    def over(self, reason: str) -> None:
-        self.stalls.over()
-        log.info("%s", reason)
-
-    def announces(self, text: str) -> None:
-        """Tell a sentence to the log and to the narrator."""
-        log.info("%s", text, extra=TOLD)
-        self.teller.tell(lambda: self.narrator.tell(text))
-
-    def lines(self, lines: LogLines) -> None:
-        """What workers printed. Called in a thread of its own."""
-        rank = self.ranks.get(lines.worker)
-        if self.files is not None:
-            self.files.add(lines.worker, rank, lines.lines)
-        for line in lines.lines:
+    def on_lines(self, message: LogLines) -> None:
+        """What a worker printed. Called on a thread that may block."""
+        rank = self._ranks.get(message.worker)
+        for line in message.lines:
+            self._observe(lambda observer, line=line: observer.on_output(message.worker, rank, line))  # type: ignore[misc]
             if line.startswith(SLOT_LINE_PREFIX):  # the slot's own line, which the user must see
-                log.warning("%s (slot %s)", line.removeprefix(SLOT_LINE_PREFIX), lines.slot)
-                continue
-            self._show(rank, line)
+                log.warning("%s (slot %s)", line.removeprefix(SLOT_LINE_PREFIX), message.slot)
+            else:
+                self._show_output(message.worker, rank, line)
 
-    def report(self, report: Report) -> None:
-        if self.ranks.get(report.worker) == 0:
+    def on_report(self, report: Report) -> None:
+        """What a worker reported. Called on the server's thread."""
+        if self._ranks.get(report.worker) == 0:
+            self._observe(lambda observer: observer.on_progress(report.numbers))
+            self.notifier.submit_latest(lambda: self._listener.on_progress(report.numbers))
+
+    def _world_published(self, world: World) -> None:
+        self._on_gathered()
+        self._ranks = {member.worker: member.rank for member in world.members}
+        self.worlds.append(WorldSpan(self._clock.now() - self._started, world.size, world.reason))
+        self.notifier.submit(lambda: self._listener.on_world(world.size, world.reason))
+
+    def _world_completed(self, change: WorldChange) -> None:
+        self.notifier.submit(lambda: self._listener.on_message(str(change)))
+
+    def _observe(self, call: Callable[[JobListener], None]) -> None:
+        for observer in self._observers:
             try:
-                self.chronicle.heard(self.clock.now(), report.numbers)
+                call(observer)
             except Exception:
-                log.exception("the chronicle failed")
-            self.teller.progress(lambda: self.narrator.progress(report.numbers))
+                if observer not in self._failed:
+                    log.exception("%s failed", type(observer).__name__)
+                self._failed.add(observer)
 
-    def _show(self, rank: int | None, line: str) -> None:
+    def _show_output(self, worker: str, rank: int | None, line: str) -> None:
         try:
-            self.narrator.log(rank, line)
-            self.failing = False
+            self._listener.on_output(worker, rank, line)
+            self._output_failed = False
         except Exception:
-            if not self.failing:  # a full disk fails at each line; one traceback says so
-                log.exception("the narrator failed")
-            self.failing = True
+            if not self._output_failed:  # a full disk fails at each line: log one traceback only
+                log.exception("the job listener failed")
+            self._output_failed = True

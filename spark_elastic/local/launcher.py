@@ -14,8 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Protocol
 
 import cloudpickle
 
@@ -23,7 +22,6 @@ from spark_elastic.clock import Clock
 from spark_elastic.driver.ports import Post
 from spark_elastic.driver.thread_launcher import SlotEnd, ThreadPerSlotLauncher
 from spark_elastic.local.slot import LocalSlot
-from spark_elastic.monitoring.progress import OutputListener
 from spark_elastic.protocol.slot_spec import SlotSpec, WorkerIdentity
 from spark_elastic.worker.forking import select_fork_imports
 
@@ -189,46 +187,3 @@ def _start_process() -> subprocess.Popen[bytes]:
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         },
     )
-
-
-class FileListener:
-    """`launch.JobListener`. shown: on the screen. folder: where files go, one folder a rank; None for none."""
-
-    def __init__(self, shown: OutputListener, folder: Path | None = None) -> None:
-        self._shown = shown
-        self._folder = folder
-        self._files: dict[str, IO[str]] = {}
-        self._lock = threading.Lock()
-
-    def log(self, rank: int | None, line: str) -> None:
-        self._shown.log(rank, line)
-        with self._lock:
-            if self._folder is not None:
-                file = self._file("none" if rank is None else str(rank), self._folder)
-                file.write(line + "\n")
-                file.flush()
-
-    def progress(self, numbers: Mapping[str, Any]) -> None:
-        self._shown.progress(numbers)
-
-    def world(self, size: int, reason: str) -> None:
-        """It is told with its cost, once it stands."""
-
-    def tell(self, text: str) -> None:
-        self._shown.tell(f"[driver] {text}")
-
-    def close(self) -> None:
-        self._shown.close()
-        with self._lock:
-            for file in self._files.values():
-                file.close()
-            self._files.clear()
-            self._folder = None
-
-    def _file(self, who: str, folder: Path) -> IO[str]:
-        """Workers outside a world write to `rank.none`."""
-        if who not in self._files:
-            path = folder / f"rank.{who}"
-            path.mkdir(parents=True, exist_ok=True)
-            self._files[who] = (path / "stdout").open("a", encoding="utf-8")
-        return self._files[who]

@@ -1,93 +1,101 @@
-"""What a run's workers print, kept in its store: `runs/RUN/logs/ATTEMPT-PART.log`, a line each with time and worker.
-
-Lines are gathered and written by a thread of their own, at most once in `WRITE_EVERY` seconds; an object store cannot
-add to an object, so a part is written again while it grows. One stream, not a file for each worker: the number of
-objects does not grow with the number of workers. Bounded: the oldest parts go. A store that fails costs
-lines and one warning, never the job.
-"""
+"""What workers print, kept in files: in the run's store, or in one local folder per rank."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO
 
 from spark_elastic.clock import Clock
 from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
+from spark_elastic.monitoring.console import OutputListener
+from spark_elastic.monitoring.listener import JobListener, Metrics
 
 log = logging.getLogger("spark_elastic")
 
 PART_BYTES = 1 << 20
-WRITE_EVERY = 10.0  # seconds
-MOST_WAITING = 8  # parts in memory, while the store is slow
-END_WAIT = 30.0  # seconds that closing waits for the store
+WRITE_INTERVAL = 10.0  # seconds
+MAX_PENDING_PARTS = 8  # in memory while the store is slow
+CLOSE_SECONDS = 30.0  # how long closing waits for the store
 
 
-class LogFiles:
-    """most_bytes: of this attempt's files together; a part more may be there for a moment."""
+class StoreLog(JobListener):
+    """Keeps all output in the run's store: `runs/RUN/logs/ATTEMPT-PART.log`, with time, worker and rank in each line.
 
-    def __init__(self, store: Store, run_id: str, attempt: int, most_bytes: int, clock: Clock) -> None:
+    A thread of its own writes every `WRITE_INTERVAL` seconds. Since object stores cannot append, it writes the newest
+    part again while that grows. It deletes the oldest parts. A store that fails costs lines and one warning.
+    All workers share the files, so that the number of objects does not grow with the number of workers.
+
+    Args:
+        max_bytes: of this attempt's files together; one part more may exist for a moment.
+    """
+
+    def __init__(self, store: Store, run_id: str, attempt: int, max_bytes: int, clock: Clock) -> None:
         self._store, self._clock = store, clock
-        self._stem = f"runs/{run_id}/logs/{attempt:06d}"
-        self._most = most_bytes
-        self._part_bytes = min(PART_BYTES, max(1, most_bytes // 4))
+        self._prefix = f"runs/{run_id}/logs/{attempt:06d}"
+        self._max_bytes = max_bytes
+        self._part_bytes = min(PART_BYTES, max(1, max_bytes // 4))
         self._lock = threading.Lock()  # guards the next two
-        self._parts: list[bytearray] = [bytearray()]  # not complete or not written yet; the last one grows
-        self._left_out = 0
-        self._number = 1  # of the first of `_parts`; this and the rest belong to the writing thread
-        self._kept: list[tuple[str, int]] = []  # complete objects with their bytes, oldest first
+        self._parts: list[bytearray] = [bytearray()]  # incomplete or not written yet; the last one grows
+        self._dropped = 0  # lines
+        # Only the writing thread uses the following.
+        self._number = 1  # of the first of `_parts`
+        # Names and bytes of complete parts in the store, oldest first.
+        self._complete: list[tuple[str, int]] = []
         self._written = 0  # bytes of the first of `_parts` that are in the store
         self._failed = False
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="spark-elastic-log-files", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="spark-elastic-store-log", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def add(self, worker: str, rank: int | None, lines: tuple[str, ...]) -> None:
-        """Take lines; returns at once. worker: "" before the process is one."""
+    def on_output(self, worker: str, rank: int | None, line: str) -> None:
+        """Never blocks."""
         when = datetime.fromtimestamp(self._clock.wall(), UTC).isoformat(timespec="milliseconds")
-        who = f"{when} {worker or '-'} [{'-' if rank is None else rank}] "
+        text = f"{when} {worker or '-'} [{'-' if rank is None else rank}] {line}\n"
         with self._lock:
-            if len(self._parts) > MOST_WAITING:
-                self._left_out += len(lines)
+            if len(self._parts) > MAX_PENDING_PARTS:
+                self._dropped += 1
                 return
             part = self._parts[-1]
-            if self._left_out:
-                part += f"{when} - [-] {self._left_out} lines are missing: the store was too slow\n".encode()
-                self._left_out = 0
-            part += "".join(f"{who}{line}\n" for line in lines).encode("utf-8", "replace")
+            if self._dropped:
+                part += f"{when} - [-] {self._dropped} lines are missing: the store was too slow\n".encode()
+                self._dropped = 0
+            part += text.encode("utf-8", "replace")
             if len(part) >= self._part_bytes:
                 self._parts.append(bytearray())
 
     def close(self) -> None:
-        """Write what is left; waits for the store for `END_WAIT` seconds."""
+        """Writes the rest; waits for the store for `CLOSE_SECONDS` at most."""
         self._closing.set()
         if self._thread.ident is not None:
-            self._thread.join(END_WAIT)
+            self._thread.join(CLOSE_SECONDS)
 
     def _run(self) -> None:
         last = False
         while not last:
-            last = self._closing.wait(WRITE_EVERY)
+            last = self._closing.wait(WRITE_INTERVAL)
             try:
                 self._write()
             except StoreError as error:
                 if not self._failed:
-                    log.warning("what workers print cannot be kept: %s", error)
+                    log.warning("the output of workers cannot be kept in the store: %s", error)
                 self._failed = True
 
     def _write(self) -> None:
-        """Everything that has come since the last time.
+        """Write everything that is new.
 
         Raises:
-            StoreError: the store failed; what was not written is tried again.
+            StoreError: the store failed; the next call tries again.
         """
         while True:
             with self._lock:
                 data, complete = bytes(self._parts[0]), len(self._parts) > 1
-            name = f"{self._stem}-{self._number:06d}.log"
+            name = f"{self._prefix}-{self._number:06d}.log"
             if len(data) > self._written:
                 self._store.write_bytes(name, data)
                 self._written = len(data)
@@ -95,11 +103,56 @@ class LogFiles:
                 return
             with self._lock:
                 del self._parts[0]
-            self._kept.append((name, len(data)))
+            self._complete.append((name, len(data)))
             self._number, self._written = self._number + 1, 0
-            self._trim()
+            self._delete_oldest()
 
-    def _trim(self) -> None:
-        while self._kept and sum(size for _, size in self._kept) + self._part_bytes > self._most:
-            self._store.delete(self._kept[0][0])
-            del self._kept[0]
+    def _delete_oldest(self) -> None:
+        while self._complete and sum(size for _, size in self._complete) + self._part_bytes > self._max_bytes:
+            self._store.delete(self._complete[0][0])
+            del self._complete[0]
+
+
+class FileListener(JobListener):
+    """Writes all output to `rank.N/stdout`, and passes everything on to the console.
+
+    Several threads call it; one lock guards the files.
+
+    Args:
+        folder: of the ranks' folders; None for no files. Workers outside of a world write to `rank.none`.
+    """
+
+    def __init__(self, console: OutputListener, folder: Path | None = None) -> None:
+        self._console = console
+        self._folder = folder
+        self._files: dict[str, IO[str]] = {}  # by rank
+        self._lock = threading.Lock()
+
+    def on_output(self, worker: str, rank: int | None, line: str) -> None:
+        self._console.on_output(worker, rank, line)
+        with self._lock:
+            if self._folder is not None:
+                file = self._open_file("none" if rank is None else str(rank), self._folder)
+                file.write(line + "\n")
+                file.flush()
+
+    def on_progress(self, metrics: Metrics) -> None:
+        self._console.on_progress(metrics)
+
+    def on_message(self, text: str) -> None:
+        self._console.on_message(f"[driver] {text}")
+
+    def close(self) -> None:
+        self._console.close()
+        with self._lock:
+            for file in self._files.values():
+                file.close()
+            self._files.clear()
+            self._folder = None
+
+    def _open_file(self, rank: str, folder: Path) -> IO[str]:
+        if rank not in self._files:
+            path = folder / f"rank.{rank}"
+            path.mkdir(parents=True, exist_ok=True)
+            self._files[rank] = (path / "stdout").open("a", encoding="utf-8")
+        return self._files[rank]

@@ -1,275 +1,225 @@
-"""The log of spark_elastic where a job is watched: shown there for `verbose=2`, and passed on by a driver that runs
-elsewhere; and who waits for the handlers of its users. The root logger is left as it is.
+"""Where the log of spark_elastic goes while a job runs: to its listener, to a stream, or to a driver's client.
+
+Whoever logs never waits for a handler: a `QueueHandler` puts records into a queue, from which a `QueueListener`
+delivers them. The root logger and its level stay as they are.
 """
 
 from __future__ import annotations
 
 import logging
+import queue
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from logging.handlers import QueueHandler, QueueListener
 from types import TracebackType
-from typing import IO, Protocol, TypeAlias, TypeVar
+from typing import IO
 
-# Tells people from a thread of its own, so that a terminal or a listener that blocks holds up nobody but itself.
-#
-# Bounded: where people are too slow, the newest sentences are dropped and counted; of progress the newest alone waits.
-# `tell` and `progress` may be called from any thread and never block; what they are given is called in this thread.
-
+from spark_elastic.monitoring.listener import CLOSE_SECONDS, MAX_PENDING
 
 log = logging.getLogger("spark_elastic")
 
-MOST_WAITING = 10_000
-CLOSE_SECONDS = 2.0
-Words: TypeAlias = Callable[[], object]
+ANNOUNCED = {"announced": True}  # `extra` of records that the job's listener also gets as a message
+JOB_LOGGERS = (
+    "spark_elastic",
+    "uvicorn",
+    "asyncio",
+    "py4j",
+)  # a job's threads log to them and to loggers below them
 
 
-class Closeable(Protocol):
-    def close(self) -> None: ...
+@dataclass(frozen=True)
+class LogEntry:
+    """A log record on its way to another process."""
+
+    level: int
+    logger: str
+    text: str
+    announced: bool  # as `ANNOUNCED`
 
 
-C = TypeVar("C", bound=Closeable)
+@contextmanager
+def log_to_listener(on_message: Callable[[str], None], enabled: bool = True) -> Iterator[None]:
+    """Pass what "spark_elastic" and loggers below it log, from INFO on, to a listener.
+
+    Args:
+        on_message: runs on a thread of its own.
+        enabled: False changes nothing.
+    """
+    if not enabled:
+        yield
+        return
+
+    def deliver(record: logging.LogRecord) -> None:
+        if not getattr(record, "announced", False):
+            on_message(f"{record.levelname.lower()}: {record.getMessage()}")
+
+    with _LogQueue(deliver) as records, _attach(records.handler):
+        yield
 
 
-class AsyncNotifier:
-    """What fails is logged, and harms nobody. A block of it starts it and ends it."""
+@contextmanager
+def log_to_stream(stream: IO[str]) -> Iterator[None]:
+    """Write the records of all loggers to `stream`."""
+    writer, root = logging.StreamHandler(stream), logging.getLogger()
+    writer.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
+    with _LogQueue(writer.handle) as records:
+        root.addHandler(records.handler)
+        try:
+            yield
+        finally:
+            root.removeHandler(records.handler)
 
-    def __init__(self, most_waiting: int = MOST_WAITING) -> None:
-        self._most_waiting = most_waiting
-        self._changed = threading.Condition()  # guards the four below
-        self._queue: deque[Words] = deque()
-        self._newest: Words | None = None  # of progress; its turn is in `_queue`
-        self._dropped = 0
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name="spark-elastic-teller", daemon=True)
 
-    def __enter__(self) -> AsyncNotifier:
-        self._thread.start()
+@contextmanager
+def forward_log(post: Callable[[LogEntry], None]) -> Iterator[None]:
+    """Post what "spark_elastic" and loggers below it log, from INFO on, for `emit_forwarded` in another process.
+
+    Args:
+        post: must not block; runs on the thread that logs.
+    """
+
+    class Poster(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            announced = getattr(record, "announced", False)
+            post(LogEntry(record.levelno, record.name, logging.Formatter().format(record), announced))
+
+    with _attach(Poster()):
+        yield
+
+
+def emit_forwarded(entry: LogEntry) -> None:
+    """Log in this process what was logged in another one."""
+    extra = ANNOUNCED if entry.announced else None
+    logging.getLogger(entry.logger).log(entry.level, "%s", entry.text, extra=extra)
+
+
+@contextmanager
+def isolate_log_handlers() -> Iterator[None]:
+    """Let a separate thread call the handlers of everything that a job's threads log.
+
+    So a handler that blocks or fails holds up neither the driver nor its server.
+    """
+    with _LogQueue(lambda record: logging.getLogger(record.name).callHandlers(record)) as records:
+        diversion = _Diversion(records)
+        names = [name for name in list(logging.root.manager.loggerDict) if name.split(".")[0] in JOB_LOGGERS]
+        loggers = [logging.getLogger(name) for name in names]
+        for logger in loggers:
+            logger.addFilter(diversion)
+        try:
+            yield
+        finally:
+            for logger in loggers:
+                logger.removeFilter(diversion)
+
+
+class _Enqueuer(QueueHandler):
+    """Puts records into the queue as they are; drops and counts them while it is full."""
+
+    def __init__(self, records: queue.SimpleQueue[logging.LogRecord | None]) -> None:
+        super().__init__(records)
+        self._records = records
+        self.dropped = 0
+
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        return record
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        if self._records.qsize() >= MAX_PENDING:
+            self.dropped += 1
+        else:
+            self._records.put_nowait(record)
+
+
+class _LogQueue(QueueListener):
+    """A `QueueListener` whose end has a deadline, so that a handler that blocks is abandoned.
+
+    Args:
+        deliver: runs on the listener's thread; what it raises is reported like a failing handler, never logged, since
+            that would come here again.
+    """
+
+    def __init__(self, deliver: Callable[[logging.LogRecord], object]) -> None:
+        records: queue.SimpleQueue[logging.LogRecord | None] = queue.SimpleQueue()
+        super().__init__(records)
+        self.handler = _Enqueuer(records)
+        self._deliver = deliver
+
+    def __enter__(self) -> _LogQueue:
+        self.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.stop()
 
     def is_alive(self) -> bool:
-        """Somebody tells what `tell` takes."""
-        return self._thread.is_alive()
+        return self._thread is not None and self._thread.is_alive()
 
-    def tell(self, words: Words) -> None:
-        """Call it once all before it are over, or drop it."""
-        with self._changed:
-            if len(self._queue) >= self._most_waiting:
-                self._dropped += 1
-                return
-            self._queue.append(words)
-            self._changed.notify()
-
-    def progress(self, words: Words) -> None:
-        """The same; one that still waits gives its turn to the next."""
-        with self._changed:
-            if self._newest is None:
-                self._queue.append(self._tell_newest)
-                self._changed.notify()
-            self._newest = words
-
-    def close(self, within: float = CLOSE_SECONDS) -> None:
-        """Tell what waits, for so many seconds at most; who blocks longer is left to itself."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
-        if self._thread is not threading.current_thread():
-            self._thread.join(within)
-
-    def _tell_newest(self) -> None:
-        with self._changed:
-            words, self._newest = self._newest, None
-        if words is not None:
-            words()
-
-    def _run(self) -> None:
-        while (words := self._next()) is not None:
-            try:
-                words()
-            except Exception:
-                log.exception("the narrator failed")
-
-    def _next(self) -> Words | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._closing)
-            dropped, self._dropped = self._dropped, 0
-            if not self._queue:
-                return None
-            words = self._queue.popleft()
+    def handle(self, record: logging.LogRecord) -> None:
+        dropped, self.handler.dropped = self.handler.dropped, 0
         if dropped:
-            log.warning("%d sentences were dropped: they came faster than they were read", dropped)
-        return words
+            log.warning("%d log records were dropped: their handlers are too slow", dropped)
+        try:
+            self._deliver(record)
+        except Exception:
+            logging.Handler().handleError(record)
+
+    def stop(self) -> None:
+        self.enqueue_sentinel()
+        if self._thread is not None:
+            self._thread.join(CLOSE_SECONDS)
 
 
-@contextmanager
-def close_within_deadline(narrator: C) -> Iterator[C]:
-    """`contextlib.closing` of who tells people: its last words may block, or fail, as all others; the block ends."""
-    try:
-        yield narrator
-    finally:
-        with AsyncNotifier() as teller:
-            teller.tell(narrator.close)
+class _Diversion(logging.Filter):
+    """The last filter of a logger: puts each record into the queue instead of letting it through."""
 
-
-LogEntry: TypeAlias = tuple[
-    int, str, str, bool
-]  # level, logger, text, and whether those who watch are told anyway
-TOLD = {"told": True}  # `extra` of records that those who watch are told anyway
-OF_JOBS = (
-    "spark_elastic",
-    "uvicorn",
-    "asyncio",
-    "py4j",
-)  # loggers to which a job's threads log, here and below
-
-
-class _Taker(logging.Handler):
-    def __init__(self, take: Callable[[logging.LogRecord], None]) -> None:
+    def __init__(self, records: _LogQueue) -> None:
         super().__init__()
-        self._take = take
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            self._take(record)
-        except Exception:  # whoever logs must not suffer from a stream that is closed
-            self.handleError(record)
-
-
-@contextmanager
-def log_to_listener(tell: Callable[[str], None], wanted: bool = True) -> Iterator[None]:
-    """Inside the block `tell` gets what "spark_elastic" and the loggers below it say, from INFO on; whoever logs does
-    not wait for it.
-
-    wanted: False changes nothing.
-    """
-    if not wanted:
-        yield
-        return
-
-    def take(record: logging.LogRecord) -> None:
-        if not getattr(record, "told", False):
-            text = f"{record.levelname.lower()}: {record.getMessage()}"
-            teller.tell(lambda: _say(tell, text, record))
-
-    with AsyncNotifier() as teller, _taken(take):
-        yield
-
-
-def _say(tell: Callable[[str], None], text: str, record: logging.LogRecord) -> None:
-    try:
-        tell(text)
-    except Exception:  # a stream that is closed; to log that would end here again
-        logging.Handler().handleError(record)
-
-
-@contextmanager
-def log_to_stream(stream: IO[str]) -> Iterator[None]:
-    """Inside the block all loggers' records are lines of `stream`; whoever logs does not wait for it."""
-    shown, root = logging.StreamHandler(stream), logging.getLogger()
-    shown.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
-    with AsyncNotifier() as teller:
-        taker = _Taker(lambda record: teller.tell(lambda: shown.handle(record)))
-        root.addHandler(taker)
-        try:
-            yield
-        finally:
-            root.removeHandler(taker)
-
-
-@contextmanager
-def forward_log(post: Callable[[LogEntry], None]) -> Iterator[None]:
-    """Inside the block `post` gets all of it, as what `emit_forwarded` takes on the other side."""
-
-    def take(record: logging.LogRecord) -> None:
-        told = getattr(record, "told", False)
-        post((record.levelno, record.name, logging.Formatter().format(record), told))
-
-    with _taken(take):
-        yield
-
-
-def emit_forwarded(level: int, name: str, text: str, told: bool) -> None:
-    """Log here what was logged elsewhere."""
-    logging.getLogger(name).log(level, "%s", text, extra=TOLD if told else None)
-
-
-@contextmanager
-def isolate_log_handlers() -> Iterator[None]:
-    """Inside the block a handler that blocks or fails holds up neither the driver nor its server: whatever a job's
-    threads log is handed to handlers by a thread of its own."""
-    with AsyncNotifier() as teller:
-        aside = _Aside(teller)
-        known = [name for name in list(logging.root.manager.loggerDict) if name.split(".")[0] in OF_JOBS]
-        loggers = [logging.getLogger(name) for name in known]
-        for logger in loggers:
-            logger.addFilter(aside)
-        try:
-            yield
-        finally:
-            for logger in loggers:
-                logger.removeFilter(aside)
-
-
-class _Aside(logging.Filter):
-    """A logger's last filter: lets no record through, and has it handled elsewhere."""
-
-    def __init__(self, teller: AsyncNotifier) -> None:
-        super().__init__()
-        self._teller = teller
+        self._records = records
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if not self._teller.is_alive():  # in a fork of this process
+        if not self._records.is_alive():  # in a fork of this process
             return True
-        self._teller.tell(lambda: _handle(record))
+        self._records.handler.handle(record)
         return False
 
 
-def _handle(record: logging.LogRecord) -> None:
-    try:
-        logging.getLogger(record.name).callHandlers(record)
-    except Exception:  # to log that would end here again
-        logging.Handler().handleError(record)
-
-
-class _Lowered:
-    """The level of "spark_elastic" while anybody takes its log; afterwards it is as it was."""
+class _InfoLevel:
+    """Keeps the level of "spark_elastic" at INFO or below while any job of this process reads its log."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # owns the two below
-        self._takers = 0
-        self._before = logging.NOTSET
+        self._lock = threading.Lock()  # guards the next two
+        self._readers = 0
+        self._previous_level = logging.NOTSET
 
     def __enter__(self) -> None:
         logger = logging.getLogger("spark_elastic")
         with self._lock:
-            if not self._takers:
-                self._before = logger.level
-            self._takers += 1
+            if not self._readers:
+                self._previous_level = logger.level
+            self._readers += 1
             if logger.getEffectiveLevel() > logging.INFO:
                 logger.setLevel(logging.INFO)
 
     def __exit__(self, *error: object) -> None:
         with self._lock:
-            self._takers -= 1
-            if not self._takers:
-                logging.getLogger("spark_elastic").setLevel(self._before)
+            self._readers -= 1
+            if not self._readers:
+                logging.getLogger("spark_elastic").setLevel(self._previous_level)
 
 
-_lowered = _Lowered()  # of all jobs of this process
+_info_level = _InfoLevel()  # of all jobs of this process
 
 
 @contextmanager
-def _taken(take: Callable[[logging.LogRecord], None]) -> Iterator[None]:
-    logger, taker = logging.getLogger("spark_elastic"), _Taker(take)
-    with _lowered:
-        logger.addHandler(taker)
+def _attach(handler: logging.Handler) -> Iterator[None]:
+    logger = logging.getLogger("spark_elastic")
+    with _info_level:
+        logger.addHandler(handler)
         try:
             yield
         finally:
-            logger.removeHandler(taker)
+            logger.removeHandler(handler)

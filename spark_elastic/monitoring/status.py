@@ -1,6 +1,7 @@
-"""How a job stands, as one plain value of bounded size: what the status page and the metrics show. Pure.
+"""How a job stands, for people and machines: a status as a plain value of bounded size, its page and its metrics.
 
-Made when somebody asks, from the machine's newest state, which nobody changes, and the chronicle.
+The server's thread builds each page when somebody asks for it, from the job's history and the newest state of the
+driver machine, which is immutable.
 """
 
 from __future__ import annotations
@@ -8,69 +9,86 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from importlib.resources import files
+from itertools import islice
 from typing import Any
 
-from spark_elastic.clock import Clock
+from spark_elastic.monitoring.console import POSITION_METRICS
 from spark_elastic.monitoring.job_history import JobHistory
-from spark_elastic.monitoring.progress import PLACE
 from spark_elastic.monitoring.report import JobReport
 from spark_elastic.protocol.driver.state import DriverState, SlotRecord
 from spark_elastic.rendezvous.status_app import Page
 
-MOST_SLOTS = 400
-MOST_CHANGES = 200
-MOST_STUCK = 16
-MOST_TEXT = 4000  # characters of a sentence or a stack
+MAX_SLOTS = 400
+MAX_WORLD_CHANGES = 200
+MAX_STALLED = 16
+MAX_TEXT = 4000  # characters of a message or a stack
+PROMETHEUS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+PROMETHEUS_PREFIX = "spark_elastic_"
 
 
-def snapshot(chronicle: JobHistory, name: str, now: float) -> dict[str, Any]:
-    """JSON-able. now: of the clock that the events carry; times in the value are seconds since the launch."""
-    state, numbers, speed, told = chronicle.look()
-    report = chronicle.report(now)
-    moves = not speed.is_stalled(report.seconds)
+def build_status_pages(history: JobHistory, name: str) -> dict[str, Page]:
+    """The pages of a job by their path, relative to the status page: HTML without external assets, JSON, metrics."""
+    html = files("spark_elastic.monitoring").joinpath("status_page.html").read_bytes()
+    return {
+        "": Page("text/html; charset=utf-8", partial(bytes, html), build_content_security_policy(html)),
+        "data": Page("application/json", lambda: encode_json(build_status(history, name))),
+        "metrics": Page(PROMETHEUS_TYPE, lambda: format_prometheus(build_status(history, name))),
+    }
+
+
+# ---- the status
+
+
+def build_status(history: JobHistory, name: str) -> dict[str, Any]:
+    """A value that JSON can hold. Times are seconds since the launch."""
+    now, state, metrics, throughput, entries = history.view()
+    report = history.build_report()
+    stalled = throughput.is_stalled(report.seconds)
     return {
         "name": name,
         "seconds": round(report.seconds, 3),
-        **_standing(state),
-        "slots": _slots(state, now),
-        "more_slots": max(0, len(state.slots) - MOST_SLOTS) if state is not None else 0,
-        "stuck": _stuck(state),
-        "numbers": _plain(numbers),
-        "rows_per_second": round(speed.rows_per_second, 2) if moves else 0.0,
-        "seconds_left": speed.seconds_left if moves else None,
-        "report": _figures(report),
-        "changes": [
+        **_describe_stage(state),
+        "slots": _describe_slots(state, now),
+        "more_slots": max(0, len(state.slots) - MAX_SLOTS) if state is not None else 0,
+        "stalled": _describe_stalled_workers(state),
+        "metrics": {key: value for key, value in metrics.items() if isinstance(value, int | float)},
+        "rows_per_second": 0.0 if stalled else round(throughput.rows_per_second, 2),
+        "seconds_left": None if stalled else throughput.seconds_left,
+        "report": _summarize_report(report),
+        "world_changes": [
             {
                 "at": change.at, "kind": change.kind.value, "size": change.size, "seconds": change.seconds,
-                "text": str(change)[:MOST_TEXT],
+                "text": str(change)[:MAX_TEXT],
             }
-            for change in report.world_changes[-MOST_CHANGES:]
+            for change in report.world_changes[-MAX_WORLD_CHANGES:]
         ],
         "curve": {
             "at": [round(point.at, 2) for point in report.curve],
             "loss": [point.loss for point in report.curve],
             "rows": [round(point.rows_per_second, 2) for point in report.curve],
         },
-        "told": [
-            {"at": one.at, "kind": one.kind, "text": one.text[:MOST_TEXT], "times": one.times} for one in told
+        "events": [
+            {"at": entry.at, "kind": entry.kind, "text": entry.text[:MAX_TEXT], "times": entry.times}
+            for entry in entries
         ],
     }  # fmt: skip
 
 
-def text(value: dict[str, Any]) -> bytes:
-    """As JSON; what JSON has no number for becomes null, since a browser would refuse the whole."""
+def encode_json(status: dict[str, Any]) -> bytes:
+    """As JSON. Infinities and NaN become null, since browsers refuse JSON that contains them."""
     try:
-        return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+        return json.dumps(status, allow_nan=False, separators=(",", ":")).encode()
     except ValueError:
-        return json.dumps(_finite(value), separators=(",", ":")).encode()
+        return json.dumps(_replace_non_finite(status), separators=(",", ":")).encode()
 
 
-def _standing(state: DriverState | None) -> dict[str, Any]:
+def _describe_stage(state: DriverState | None) -> dict[str, Any]:
     if state is None:
         return {"stage": "starting", "generation": 0, "attempt": 0, "size": 0, "limits": [0, 0, 0]}
     limits = state.limits
@@ -83,18 +101,18 @@ def _standing(state: DriverState | None) -> dict[str, Any]:
     }
 
 
-def _slots(state: DriverState | None, now: float) -> list[dict[str, Any]]:
-    """By rank, then those without one."""
+def _describe_slots(state: DriverState | None, now: float) -> list[dict[str, Any]]:
+    """Slots with a rank first, by rank."""
     if state is None:
         return []
-    shown = [_slot(state, slot, now) for slot in _first(state.slots.values(), 4 * MOST_SLOTS)]
-    shown.sort(key=lambda one: (one["rank"] is None, one["rank"] or 0, one["host"], one["slot"]))
-    return shown[:MOST_SLOTS]
+    slots = [_describe_slot(state, slot, now) for slot in islice(state.slots.values(), 4 * MAX_SLOTS)]
+    slots.sort(key=lambda slot: (slot["rank"] is None, slot["rank"] or 0, slot["host"], slot["slot"]))
+    return slots[:MAX_SLOTS]
 
 
-def _slot(state: DriverState, slot: SlotRecord, now: float) -> dict[str, Any]:
+def _describe_slot(state: DriverState, slot: SlotRecord, now: float) -> dict[str, Any]:
     worker = None if slot.worker is None else state.workers.get(slot.worker)
-    cools = state.blacklist.slot_until(slot.slot, slot.host, now) if state.blacklist else None
+    cooldown_end = state.blacklist.slot_until(slot.slot, slot.host, now) if state.blacklist else None
     return {
         "slot": slot.slot,
         "host": slot.host,
@@ -102,25 +120,25 @@ def _slot(state: DriverState, slot: SlotRecord, now: float) -> dict[str, Any]:
         "worker": slot.worker or "",
         "rank": None if worker is None else worker.rank,
         "status": "no worker" if worker is None else worker.status.value,
-        "heard": round(max(0.0, now - slot.last_seen), 1),
-        "draining": "" if worker is None else worker.draining,
-        "cools": None if cools is None else _plain_number(cools - now),
-        "stuck": worker is not None and worker.worker in state.current.stalled,
+        "last_seen": round(max(0.0, now - slot.last_seen), 1),  # seconds ago
+        "draining": "" if worker is None else worker.draining,  # why
+        "cooling_down": cooldown_end is not None,
+        "stalled": worker is not None and worker.worker in state.current.stalled,
     }
 
 
-def _stuck(state: DriverState | None) -> list[dict[str, Any]]:
+def _describe_stalled_workers(state: DriverState | None) -> list[dict[str, Any]]:
     if state is None:
         return []
-    found = []
-    for name, why in _first(state.current.stalled.items(), MOST_STUCK):
+    stalled = []
+    for name, text in islice(state.current.stalled.items(), MAX_STALLED):
         worker = state.workers.get(name)
         rank = None if worker is None else worker.rank
-        found.append({"worker": name, "rank": rank, "text": why[:MOST_TEXT]})
-    return found
+        stalled.append({"worker": name, "rank": rank, "text": text[:MAX_TEXT]})
+    return stalled
 
 
-def _figures(report: JobReport) -> dict[str, Any]:
+def _summarize_report(report: JobReport) -> dict[str, Any]:
     return {
         "goodput": report.goodput,
         "phases": dict(report.phases),
@@ -136,140 +154,77 @@ def _figures(report: JobReport) -> dict[str, Any]:
     }
 
 
-def _plain(numbers: dict[str, Any]) -> dict[str, Any]:
-    """The numbers among what a program reports."""
-    return {key: value for key, value in numbers.items() if isinstance(value, int | float)}
-
-
-def _plain_number(value: float) -> float | None:
-    return None if value in (float("inf"), float("-inf")) else round(value, 1)
-
-
-def _finite(value: Any) -> Any:
+def _replace_non_finite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: _replace_non_finite(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and (value != value or abs(value) == float("inf")) else value
+        return [_replace_non_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _first(items: Iterable[Any], most: int) -> list[Any]:
-    return [item for _, item in zip(range(most), items, strict=False)]
+# ---- metrics in Prometheus' text format
 
 
-# A snapshot in Prometheus' text format. Pure.
-
-
-KIND = "text/plain; version=0.0.4; charset=utf-8"
-PREFIX = "spark_elastic_"
-
-
-def exposition(value: dict[str, Any]) -> bytes:
-    """value: of `snapshot`."""
-    job = _quoted(value["name"])
+def format_prometheus(status: dict[str, Any]) -> bytes:
+    job = _escape_label(status["name"])
     lines: list[str] = []
-    for name, kind, said, samples in _metrics(value):
-        lines += [f"# HELP {PREFIX}{name} {said}", f"# TYPE {PREFIX}{name} {kind}"]
+    for metric, kind, description, samples in _list_metrics(status):
+        name = f"{PROMETHEUS_PREFIX}{metric}"
+        lines += [f"# HELP {name} {description}", f"# TYPE {name} {kind}"]
         lines += [
-            f'{PREFIX}{name}{{job_name="{job}"{label}}} {_number(sample)}'
+            f'{name}{{job_name="{job}"{label}}} {_format_number(sample)}'
             for label, sample in samples
             if sample is not None
         ]
     return ("\n".join(lines) + "\n").encode()
 
 
-def _metrics(value: dict[str, Any]) -> Iterator[tuple[str, str, str, list[tuple[str, Any]]]]:
-    report, numbers = value["report"], value["numbers"]
-    statuses = Counter(slot["status"] for slot in value["slots"])
-    yield "world_size", "gauge", "Workers of the newest world.", [("", value["size"])]
-    yield "generation", "counter", "Worlds so far.", [("", value["generation"])]
-    yield (
-        "slots",
-        "gauge",
-        "Slots by the state of their worker.",
-        [(f',status="{_quoted(status)}"', count) for status, count in sorted(statuses.items())],
-    )
-    yield "stalled_workers", "gauge", "Members that keep others waiting.", [("", len(value["stuck"]))]
-    yield (
-        "rows_per_second",
-        "gauge",
-        "Rows trained a second by the whole world.",
-        [("", value["rows_per_second"])],
-    )
+def _list_metrics(status: dict[str, Any]) -> Iterator[tuple[str, str, str, list[tuple[str, Any]]]]:
+    """Yield name, type, description and samples (further labels, value) of each metric."""
+    report, metrics = status["report"], status["metrics"]
+    slots = Counter(slot["status"] for slot in status["slots"])
+    others = sorted(set(metrics) - set(POSITION_METRICS))
+    by_status = [(f',status="{_escape_label(value)}"', count) for value, count in sorted(slots.items())]
+    by_name = [(f',name="{_escape_label(name)}"', metrics[name]) for name in others]
+    by_phase = [(f',phase="{_escape_label(phase)}"', seconds) for phase, seconds in report["phases"].items()]
+    goodput = "Share of the job's time in which a whole world trained, less what checkpoints took."
+    yield "world_size", "gauge", "Workers of the newest world.", [("", status["size"])]
+    yield "generation", "counter", "Worlds so far.", [("", status["generation"])]
+    yield "slots", "gauge", "Slots by the state of their worker.", by_status
+    yield "stalled_workers", "gauge", "Members that keep others waiting.", [("", len(status["stalled"]))]
+    yield "rows_per_second", "gauge", "Rows trained by the whole world.", [("", status["rows_per_second"])]
     for name in ("epoch", "step", "loss"):
-        yield name, "gauge", f"Newest {name} that rank 0 reported.", [("", numbers.get(name))]
-    others = sorted(set(numbers) - set(PLACE))
-    yield (
-        "reported",
-        "gauge",
-        "What else rank 0 reported: metrics, losses of validation, learning rate.",
-        [(f',name="{_quoted(name)}"', numbers[name]) for name in others],
-    )
-    yield (
-        "phase_seconds_total",
-        "counter",
-        "Where the job's time went.",
-        [(f',phase="{_quoted(phase)}"', seconds) for phase, seconds in report["phases"].items()],
-    )
-    yield (
-        "goodput_ratio",
-        "gauge",
-        "Share of the job's time in which a whole world trained, less what checkpoints took.",
-        [("", report["goodput"])],
-    )
+        yield name, "gauge", f"Newest {name} that rank 0 reported.", [("", metrics.get(name))]
+    yield "reported", "gauge", "Other metrics that rank 0 reported, such as validation losses.", by_name
+    yield "phase_seconds_total", "counter", "Where the job's time went.", by_phase
+    yield "goodput_ratio", "gauge", goodput, [("", report["goodput"])]
     yield "recoveries_total", "counter", "Worlds that followed a loss.", [("", report["recoveries"])]
-    yield (
-        "recovery_seconds_total",
-        "counter",
-        "Time in which nobody trained because of losses.",
-        [("", report["recovery_total"])],
-    )
-    yield (
-        "steps_lost_total",
-        "counter",
-        "Applied steps that were taken once more.",
-        [("", report["steps_lost"])],
-    )
+    yield "recovery_seconds_total", "counter", "Time lost to recoveries.", [("", report["recovery_total"])]
+    yield "steps_lost_total", "counter", "Applied steps that were repeated.", [("", report["steps_lost"])]
     yield "checkpoints_total", "counter", "Checkpoints that were published.", [("", report["checkpoints"])]
 
 
-def _number(value: float) -> str:
+def _format_number(value: float) -> str:
     return repr(float(value)).replace("inf", "Inf").replace("nan", "NaN")
 
 
-def _quoted(text: str) -> str:
+def _escape_label(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-# The pages of a running job: one HTML page without any external asset, its data as JSON, and the metrics.
-#
-# Every page is made when it is asked for, in the server's thread.
+# ---- the page
 
 
-def pages(chronicle: JobHistory, name: str, clock: Clock) -> dict[str, Page]:
-    """The pages by their path, relative to the status page."""
-    html = files("spark_elastic.monitoring").joinpath("status_page.html").read_bytes()
-
-    def seen() -> dict[str, object]:
-        return snapshot(chronicle, name, clock.now())
-
-    return {
-        "": Page("text/html; charset=utf-8", partial(bytes, html), policy(html)),
-        "data": Page("application/json", lambda: text(seen())),
-        "metrics": Page(KIND, lambda: exposition(seen())),
-    }
-
-
-def policy(html: bytes) -> str:
-    """Nothing runs but this page's own script and style, named by their hashes; data comes from the same place."""
-    hashes = {tag: _hash(html, tag) for tag in (b"script", b"style")}
+def build_content_security_policy(html: bytes) -> str:
+    """Allow only the page's own script and style, by their hashes, and data from the same origin."""
+    hashes = {tag: _hash_element(html, tag) for tag in (b"script", b"style")}
     return (
         f"default-src 'none'; script-src 'sha256-{hashes[b'script']}'; style-src 'sha256-{hashes[b'style']}'; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'"
     )
 
 
-def _hash(html: bytes, tag: bytes) -> str:
-    found = re.search(b"<" + tag + b">(.*?)</" + tag + b">", html, re.DOTALL)
-    assert found is not None  # of our own page
-    return base64.b64encode(hashlib.sha256(found[1]).digest()).decode()
+def _hash_element(html: bytes, tag: bytes) -> str:
+    element = re.search(b"<" + tag + b">(.*?)</" + tag + b">", html, re.DOTALL)
+    assert element is not None  # of our own page
+    return base64.b64encode(hashlib.sha256(element[1]).digest()).decode()

@@ -14,7 +14,7 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.data.store import Store
 from spark_elastic.errors import CoordinatorLost
 from spark_elastic.launch.job import LaunchResult
-from spark_elastic.launch.job_monitor import JobListener
+from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.protocol.types import Limits
 from spark_elastic.state.run_lease import RunLease

@@ -20,7 +20,7 @@ from spark_elastic.driver.gang_scheduler import GangScheduler
 from spark_elastic.driver.ports import Discovery
 from spark_elastic.driver.thread_launcher import ThreadPerSlotLauncher
 from spark_elastic.launch.job import FIRST_ATTEMPT, LaunchResult
-from spark_elastic.launch.job_monitor import JobListener, NullListener
+from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.platforms import JobSpec
 from spark_elastic.platforms.spark_platform import MakeTask, SparkPlatform
 from spark_elastic.protocol.slot_spec import SlotSpec
@@ -119,7 +119,7 @@ class ConnectPlatform(SparkPlatform):
             spec,
             launcher,
             turn,
-            listener or NullListener(),
+            listener or JobListener(),
             self._clock,
         )
         try:

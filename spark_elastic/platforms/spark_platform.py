@@ -14,7 +14,7 @@ from spark_elastic.driver.gang_scheduler import GangScheduler, get_job_queue
 from spark_elastic.driver.ports import Discovery
 from spark_elastic.driver.thread_launcher import ThreadPerSlotLauncher
 from spark_elastic.launch.job import DriverOptions, LaunchResult, supervise
-from spark_elastic.launch.job_monitor import JobListener
+from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.platforms import JobSpec
 from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.rendezvous import auth

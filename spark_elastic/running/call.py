@@ -24,8 +24,9 @@ from spark_elastic.data.store import Store
 from spark_elastic.driver.ports import Discovery, Launcher
 from spark_elastic.errors import InvalidInput
 from spark_elastic.launch.job import DriverOptions, LaunchResult, make_limits, supervise
-from spark_elastic.monitoring.log_forwarding import close_within_deadline, log_to_listener
-from spark_elastic.monitoring.progress import LineRateLimiter, OutputListener
+from spark_elastic.monitoring.console import LineRateLimiter, OutputListener
+from spark_elastic.monitoring.listener import close_within_deadline
+from spark_elastic.monitoring.log_forwarding import log_to_listener
 from spark_elastic.monitoring.report import JobReport
 from spark_elastic.platforms import JobSpec, make_platform, resume_after_coordinator_loss
 from spark_elastic.protocol.types import Limits
@@ -191,11 +192,11 @@ class Call:
             sys.stdout if chosen.stdout is None else chosen.stdout,
             SystemClock(),
             timestamps=chosen.prefix_output_with_timestamp,
-            worlds=chosen.verbose > 0,
-            lines=chosen.config.show_logs,
-            limit=LineRateLimiter() if chosen.stdout is None else None,
+            show_messages=chosen.verbose > 0,
+            show_output=chosen.config.show_logs,
+            limiter=LineRateLimiter() if chosen.stdout is None else None,
         )
-        with close_within_deadline(listener), log_to_listener(listener.tell, chosen.verbose > 1):
+        with close_within_deadline(listener), log_to_listener(listener.on_message, chosen.verbose > 1):
             yield listener
 
 

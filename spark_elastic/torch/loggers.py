@@ -19,7 +19,7 @@ from typing import Any
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.errors import InvalidInput
-from spark_elastic.monitoring.log_forwarding import AsyncNotifier
+from spark_elastic.monitoring.listener import AsyncNotifier
 from spark_elastic.torch.callbacks import Callback, Logs, Training
 
 log = logging.getLogger("spark_elastic")
@@ -97,9 +97,9 @@ class MLflowLogger(_Counting):
         super().__init__(every)
         self.key = uuid.uuid4().hex  # a tag, by which a later rank 0 finds the run
         self._tracking_uri, self._experiment, self._run_name = tracking_uri, experiment, run_name
-        self._teller: AsyncNotifier | None = None
+        self._notifier: AsyncNotifier | None = None
         self._waiting: deque[Any] = deque(maxlen=MOST_WAITING)  # written, and not sent yet
-        self._client: Any = None  # this and the next two belong to the teller's thread
+        self._client: Any = None  # this and the next two belong to the notifier's thread
         self._run = ""
         self._failed = False
 
@@ -112,23 +112,23 @@ class MLflowLogger(_Counting):
         self._waiting.extend(
             entities.Metric(f"{kind}_{name}", value, now, at) for name, value in values.items()
         )
-        self._telling().progress(partial(self._send, self._log_waiting))
+        self._start_notifier().submit_latest(partial(self._send, self._log_waiting))
 
     def on_fit_end(self, training: Training, history: list[dict[str, Any]]) -> None:
         if training.rank == 0:
-            self._telling().tell(partial(self._send, lambda: self._client.set_terminated(self._run)))
-        if self._teller is None:
+            self._start_notifier().submit(partial(self._send, lambda: self._client.set_terminated(self._run)))
+        if self._notifier is None:
             return
-        self._teller.close(END_WAIT)
-        if self._teller.is_alive():
+        self._notifier.close(END_WAIT)
+        if self._notifier.is_alive():
             self._warn(f"no answer within {END_WAIT:g} s of the training's end")
-        self._teller = None
+        self._notifier = None
 
-    def _telling(self) -> AsyncNotifier:
-        if self._teller is None:
-            self._teller = AsyncNotifier().__enter__()
-            atexit.register(self._teller.close)  # of a rank 0 that leaves before the training's end
-        return self._teller
+    def _start_notifier(self) -> AsyncNotifier:
+        if self._notifier is None:
+            self._notifier = AsyncNotifier().__enter__()
+            atexit.register(self._notifier.close)  # of a rank 0 that leaves before the training's end
+        return self._notifier
 
     def _log_waiting(self) -> None:
         """In as few requests as MLflow takes: steps may be faster than a server answers."""

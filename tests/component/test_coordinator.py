@@ -22,7 +22,7 @@ from spark_elastic.data.store import Store
 from spark_elastic.driver.gang_scheduler import GangScheduler, JobQueue
 from spark_elastic.errors import CoordinatorLost
 from spark_elastic.launch.job import LaunchResult
-from spark_elastic.launch.job_monitor import NullListener
+from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.protocol.types import Limits
 from spark_elastic.state.store_channel import ChannelEnd
@@ -43,19 +43,19 @@ coordinator.run_driver("127.0.0.1") if sys.argv[2] == "0" else coordinator.wait_
 """
 
 
-class Watcher(NullListener):
+class Watcher(JobListener):
     """at: a step, at which `inject_fault` is called once, in a thread. lost: called in each world but the first."""
 
     def __init__(self, at: int, inject_fault: Any, lost: Callable[[], None] = lambda: None) -> None:
         self.at, self.inject_fault, self.lost = at, inject_fault, lost
         self.sizes: list[int] = []
 
-    def progress(self, numbers: Any) -> None:
-        if numbers["step"] >= self.at and self.inject_fault is not None:
+    def on_progress(self, metrics: Any) -> None:
+        if metrics["step"] >= self.at and self.inject_fault is not None:
             threading.Thread(target=self.inject_fault, name="inject_fault").start()
             self.inject_fault = None
 
-    def world(self, size: int, reason: str) -> None:
+    def on_world(self, size: int, reason: str) -> None:
         self.sizes.append(size)
         if len(self.sizes) > 1:
             self.lost()
@@ -91,11 +91,11 @@ class Task:
         assert self.process is not None
         self.process.kill()
 
-    def follow(self, launcher: ProcessLauncher, narrate: NullListener) -> LaunchResult:
+    def follow(self, launcher: ProcessLauncher, listener: JobListener) -> LaunchResult:
         end = ChannelEnd(self.store, "channels/1", KEY, CLIENT, COORDINATOR)
         turn = GangScheduler(JobQueue(), "test", Limits(1, 1, 1), SystemClock())
         spec = SlotSpec(address="", key=KEY, attempt=1, job_name="test")
-        client = CoordinatorClient(end, spec, launcher, turn, narrate, SystemClock())
+        client = CoordinatorClient(end, spec, launcher, turn, listener, SystemClock())
         return client.follow(self.carry, ElasticConfig())
 
 

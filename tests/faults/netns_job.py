@@ -29,7 +29,7 @@ from pyspark.sql import SparkSession  # noqa: E402
 
 from spark_elastic import ElasticTorchEstimator  # noqa: E402
 from spark_elastic.launch.job import LaunchResult  # noqa: E402
-from spark_elastic.launch.job_monitor import JobListener  # noqa: E402
+from spark_elastic.monitoring.listener import JobListener  # noqa: E402
 from spark_elastic.platforms import JobSpec  # noqa: E402
 from spark_elastic.platforms.classic import ClassicPlatform  # noqa: E402
 from spark_elastic.protocol.commands import Abort, Publish  # noqa: E402
@@ -79,8 +79,8 @@ def train(spark: SparkSession, folder: str, lease: float, epochs: int) -> dict[s
 
     plainly = ClassicPlatform.launch
 
-    def noted(self: ClassicPlatform, order: JobSpec, narrate: JobListener | None = None) -> LaunchResult:
-        launched.append(plainly(self, order, narrate))
+    def noted(self: ClassicPlatform, order: JobSpec, listener: JobListener | None = None) -> LaunchResult:
+        launched.append(plainly(self, order, listener))
         return launched[0]
 
     ClassicPlatform.launch = noted  # what all ranks came to; the fit itself keeps rank 0's

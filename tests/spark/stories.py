@@ -15,6 +15,7 @@ import cloudpickle
 import numpy as np
 
 from spark_elastic.launch.job import LaunchResult
+from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.testing.fakes import CountingProgram
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # executors have no tests folder
@@ -36,7 +37,7 @@ class Held(CountingProgram):
         return super()._share(step, rank, size)
 
 
-class Story:
+class Story(JobListener):
     """A listener that does what a scenario says: each act once its turn has come, by steps and by the world."""
 
     def __init__(
@@ -49,25 +50,19 @@ class Story:
         self._worlds = 0  # so many when the last act came
         self.sizes: list[int] = []
 
-    def log(self, rank: int | None, line: str) -> None:
-        """Nothing."""
-
-    def progress(self, numbers: Mapping[str, Any]) -> None:
+    def on_progress(self, metrics: Mapping[str, Any]) -> None:
         if self._acts and len(self.sizes) > self._worlds:
             step, size, act = self._acts[0]
             now = self.sizes[-1]  # a world that is no more may still be heard of
-            if numbers["step"] >= step and numbers["world"] == now and size in (None, now):
+            if metrics["step"] >= step and metrics["world"] == now and size in (None, now):
                 self._acts.pop(0)
                 self._worlds = len(self.sizes)
                 threading.Thread(target=act, name="act").start()
 
-    def world(self, size: int, reason: str) -> None:
+    def on_world(self, size: int, reason: str) -> None:
         self.sizes.append(size)
         if self._over is not None and not self._acts and size == self._over[1]:
             self._over[0].touch()
-
-    def tell(self, text: str) -> None:
-        """Nothing."""
 
     @property
     def told(self) -> bool:

@@ -19,6 +19,7 @@ from pyspark import InheritableThread
 
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import JobCancelled
+from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.platforms import JobSpec
 from spark_elastic.platforms.classic import ClassicPlatform
 from spark_elastic.protocol.types import Limits
@@ -34,23 +35,14 @@ WITHIN = 5.0  # seconds
 GROUP = "the users own group"
 
 
-class Running:
+class Running(JobListener):
     """A listener that knows when training has begun."""
 
     def __init__(self) -> None:
         self.begun = threading.Event()
 
-    def log(self, rank: int | None, line: str) -> None:
-        """Nothing."""
-
-    def progress(self, numbers: Mapping[str, Any]) -> None:
+    def on_progress(self, metrics: Mapping[str, Any]) -> None:
         self.begun.set()
-
-    def world(self, size: int, reason: str) -> None:
-        """Nothing."""
-
-    def tell(self, text: str) -> None:
-        """Nothing."""
 
 
 class Job:
@@ -153,10 +145,10 @@ SCRIPT = """
     from tests.spark.test_cancel import Running, launch_for_ever
 
     class Loud(Running):
-        def progress(self, numbers):
+        def on_progress(self, metrics):
             if not self.begun.is_set():
                 print("training", flush=True)
-            super().progress(numbers)
+            super().on_progress(metrics)
 
     spark = SparkSession.builder.master("{url}").config("spark.executor.memory", "512m").getOrCreate()
     try:

@@ -18,6 +18,7 @@ import pytest
 from elastic_collectives import Group
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import NotEnoughWorkers
+from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.platforms import JobSpec
 from spark_elastic.platforms.classic import ClassicPlatform
 from spark_elastic.protocol.types import Limits, World
@@ -32,24 +33,15 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow]
 
 
-class Striker:
+class Striker(JobListener):
     """A listener that strikes at given steps, once each."""
 
     def __init__(self, strikes: dict[int, Callable[[], None]] | None = None) -> None:
         self._strikes = dict(strikes or {})
 
-    def log(self, rank: int | None, line: str) -> None:
-        """Nothing."""
-
-    def progress(self, numbers: Mapping[str, Any]) -> None:
-        for step in [step for step in self._strikes if numbers["step"] >= step]:
+    def on_progress(self, metrics: Mapping[str, Any]) -> None:
+        for step in [step for step in self._strikes if metrics["step"] >= step]:
             threading.Thread(target=self._strikes.pop(step), name="strike").start()
-
-    def world(self, size: int, reason: str) -> None:
-        """Nothing."""
-
-    def tell(self, text: str) -> None:
-        """Nothing."""
 
 
 def free_port() -> int:
@@ -124,7 +116,7 @@ class Listener(Striker):
         self._heard = heard
         self.said: set[tuple[int | None, str]] = set()
 
-    def log(self, rank: int | None, line: str) -> None:
+    def on_output(self, worker: str, rank: int | None, line: str) -> None:
         if line.startswith("I am"):
             self.said.add((rank, line))
         if len(self.said) == 2:

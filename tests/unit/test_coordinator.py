@@ -26,8 +26,8 @@ from spark_elastic.data.store import memory_store
 from spark_elastic.driver.gang_scheduler import GangScheduler, JobQueue
 from spark_elastic.driver.remote_launcher import DriverStarted
 from spark_elastic.errors import CoordinatorLost, InvalidInput, JobFailed, NotEnoughWorkers, WorkerFailed
-from spark_elastic.launch.job_monitor import NullListener, WorldSpan
-from spark_elastic.monitoring.report import JobReport
+from spark_elastic.monitoring.listener import JobListener
+from spark_elastic.monitoring.report import JobReport, WorldSpan
 from spark_elastic.platforms import MOST_IDLE, resume_after_coordinator_loss
 from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.protocol.types import Limits
@@ -85,7 +85,7 @@ def test_a_coordinator_that_no_executor_takes_has_a_deadline() -> None:
         SPEC,
         launcher,
         lone_turn(clock),
-        NullListener(),
+        JobListener(),
         clock,
     )
 
@@ -118,7 +118,7 @@ def test_a_coordinator_that_falls_silent_is_lost() -> None:
         SPEC,
         launcher,
         lone_turn(clock),
-        NullListener(),
+        JobListener(),
         clock,
     )
     task = StoreChannel(ChannelEnd(store, "m", b"key", COORDINATOR, CLIENT), [], lambda message: None, clock)
@@ -188,7 +188,7 @@ def test_r17_the_clients_turn_learns_that_the_coordinator_lacks_slots() -> None:
     clock, launcher = FakeClock(), cast("Any", None)
     turn = lone_turn(clock)
     end = ChannelEnd(memory_store(), "m", b"key", CLIENT, COORDINATOR)
-    client = CoordinatorClient(end, SPEC, launcher, turn, NullListener(), clock)
+    client = CoordinatorClient(end, SPEC, launcher, turn, JobListener(), clock)
     with turn.alive_lock, turn:
         client._on_message(SlotsGathered())
         client._on_message(SlotsLacking(True))

@@ -16,9 +16,9 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.discovery import CombinedDiscovery
 from spark_elastic.driver.ports import Post
 from spark_elastic.launch.job import DriverOptions, LaunchResult, supervise
-from spark_elastic.launch.job_monitor import JobListener, NullListener
 from spark_elastic.local.launcher import LocalLauncher
-from spark_elastic.monitoring.progress import OutputListener
+from spark_elastic.monitoring.console import OutputListener
+from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.protocol.types import Limits
 from spark_elastic.testing.fakes import NumberedHosts
@@ -50,7 +50,7 @@ def train(cluster: LocalLauncher, listener: JobListener) -> LaunchResult:
     return supervise(cluster, CombinedDiscovery(), DriverOptions(), limits, CONFIG, "test", listener)
 
 
-class Blocking(NullListener):
+class Blocking(JobListener):
     """Holds up who calls it until `read`, once with progress and once with a sentence."""
 
     def __init__(self, began: threading.Event, read: threading.Event) -> None:
@@ -58,12 +58,12 @@ class Blocking(NullListener):
         self.newest: Mapping[str, Any] = {}
         self.told: list[str] = []
 
-    def progress(self, numbers: Mapping[str, Any]) -> None:
+    def on_progress(self, metrics: Mapping[str, Any]) -> None:
         self._began.set()
         self._read.wait(60)
-        self.newest = numbers
+        self.newest = metrics
 
-    def tell(self, text: str) -> None:
+    def on_message(self, text: str) -> None:
         self._began.set()
         self._read.wait(60)
         self.told.append(text)
@@ -74,9 +74,9 @@ class Unread(OutputListener):
 
     began: threading.Event
 
-    def progress(self, numbers: Mapping[str, Any]) -> None:
+    def on_progress(self, metrics: Mapping[str, Any]) -> None:
         self.began.set()
-        super().progress({**numbers, "loss": 1.0})
+        super().on_progress({**metrics, "loss": 1.0})
 
 
 def release_later(program: Held, began: threading.Event, read: threading.Event) -> threading.Thread:
@@ -118,7 +118,7 @@ def test_a_terminal_that_does_not_read_costs_no_world() -> None:
     reader = threading.Thread(target=reads)
     reader.start()
     with os.fdopen(ends[1], "w") as stream:
-        output = Unread(stream, SystemClock(), timestamps=False, worlds=True, lines=True)
+        output = Unread(stream, SystemClock(), timestamps=False, show_messages=True, show_output=True)
         output.began = began
         result = train(local(program, LocalLauncher), output)
         output.close()

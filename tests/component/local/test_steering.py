@@ -17,8 +17,8 @@ from spark_elastic.data.store import Store
 from spark_elastic.driver.discovery import FixedHosts, JobHandle
 from spark_elastic.errors import JobCancelled
 from spark_elastic.launch.job import DriverOptions, LaunchResult, supervise
-from spark_elastic.launch.job_monitor import NullListener
 from spark_elastic.local.launcher import HostSlots, LocalLauncher
+from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.protocol.types import Limits
 from spark_elastic.state.checkpoint import CheckpointStore
 from spark_elastic.testing.fakes import CountingProgram
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.native, pytest.mark.timeout(120)]
 CLOCK = SystemClock()
 
 
-class AtStep(NullListener):
+class AtStep(JobListener):
     """A listener that does something at a step, in a thread of its own. then: called in each world but the first."""
 
     def __init__(self, step: int, act: Callable[[], object], then: Callable[[], None] = lambda: None) -> None:
@@ -41,12 +41,12 @@ class AtStep(NullListener):
         self._then = then
         self._worlds = 0
 
-    def progress(self, numbers: Mapping[str, Any]) -> None:
-        if self._act is not None and numbers["step"] >= self._step:
+    def on_progress(self, metrics: Mapping[str, Any]) -> None:
+        if self._act is not None and metrics["step"] >= self._step:
             act, self._act = self._act, None
             threading.Thread(target=act, name="act").start()
 
-    def world(self, size: int, reason: str) -> None:
+    def on_world(self, size: int, reason: str) -> None:
         self._worlds += 1
         if self._worlds > 1:
             self._then()

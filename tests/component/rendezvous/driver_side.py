@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.monitoring.job_history import JobHistory
-from spark_elastic.monitoring.status import pages
+from spark_elastic.monitoring.status import build_status_pages
 from spark_elastic.protocol.events import DriverEvent, Received
 from spark_elastic.protocol.messages import DriverMessage
 from spark_elastic.protocol.types import Fence, Member, Position, World
@@ -140,7 +140,7 @@ def start_driver(
 def start_driver_with_pages() -> Driver:
     """With a status page, and a first world of one worker."""
     clock = SystemClock()
-    made = start_driver(status_app=StatusApp(pages(JobHistory(clock.now()), "job", clock), clock))
+    made = start_driver(status_app=StatusApp(build_status_pages(JobHistory(clock), "job"), clock))
     made.server.publish(world(1, "0-0.1"))
     return made
 

@@ -16,7 +16,7 @@ import pytest
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.monitoring.job_history import JobHistory
-from spark_elastic.monitoring.status import pages
+from spark_elastic.monitoring.status import build_status_pages
 from spark_elastic.rendezvous.http_server import Bind
 from spark_elastic.rendezvous.routes import ServerCallbacks
 from spark_elastic.rendezvous.server import RendezvousServer
@@ -29,7 +29,7 @@ ELSEWHERE = "127.0.0.2"  # for an address of this machine that localhost is not
 @contextmanager
 def serving(bind: Bind | None = None) -> Iterator[tuple[RendezvousServer, StatusApp]]:
     clock = SystemClock()
-    status_app = StatusApp(pages(JobHistory(clock.now()), "job", clock), clock)
+    status_app = StatusApp(build_status_pages(JobHistory(clock), "job"), clock)
     recipients = ServerCallbacks(lambda event: None, lambda lines: None)
     with RendezvousServer(bytes(32), 1, recipients, clock, bind, status_app) as server:
         yield server, status_app

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.monitoring.status import pages
+from spark_elastic.monitoring.status import build_status_pages
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.messages import Heartbeat
 from spark_elastic.rendezvous.routes import ServerCallbacks
 from spark_elastic.rendezvous.server import RendezvousServer
 from spark_elastic.rendezvous.status_app import StatusApp
-from tests.unit.monitoring.played_job import STARTED, PlayedJob
+from tests.unit.monitoring.played_job import PlayedJob
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: ./build.sh browser")
 BROWSERS = ("chromium", "chromium-headless-shell", "chromium-browser", "google-chrome")
@@ -64,14 +64,6 @@ class Played(PlayedJob):
         self.returns(step, planned=True)
         self.now += 0.2
         self.form()
-
-
-class PlayedClock(SystemClock):
-    def __init__(self, job: Played) -> None:
-        self._job = job
-
-    def now(self) -> float:
-        return STARTED + self._job.now
 
 
 class Screen:
@@ -118,7 +110,7 @@ def job() -> Played:
 @pytest.fixture
 def url(job: Played) -> Iterator[str]:
     clock = SystemClock()
-    status_app = StatusApp(pages(job.chronicle, "digits", PlayedClock(job)), clock)
+    status_app = StatusApp(build_status_pages(job.history, "digits"), clock)
     recipients = ServerCallbacks(lambda event: None, lambda lines: None)
     with RendezvousServer(bytes(32), 1, recipients, clock, status_app=status_app) as server:
         yield status_app.url(server.url)
@@ -180,7 +172,7 @@ def test_in_a_frame_of_another_origin_where_the_browser_takes_no_cookie(
 
 def test_a_server_that_is_gone_is_said(job: Played, screen: Screen) -> None:
     clock = SystemClock()
-    status_app = StatusApp(pages(job.chronicle, "digits", PlayedClock(job)), clock)
+    status_app = StatusApp(build_status_pages(job.history, "digits"), clock)
     recipients = ServerCallbacks(lambda event: None, lambda lines: None)
     job.start([1, 2, 3])
     with RendezvousServer(bytes(32), 1, recipients, clock, status_app=status_app) as server:

@@ -16,7 +16,7 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import ConnectionClosed, DriverUnreachable, InvalidInput, Unauthorized
 from spark_elastic.monitoring.job_history import JobHistory
-from spark_elastic.monitoring.status import pages
+from spark_elastic.monitoring.status import build_status_pages
 from spark_elastic.protocol import events
 from spark_elastic.protocol.messages import Heartbeat
 from spark_elastic.rendezvous import auth
@@ -34,7 +34,7 @@ def certificate() -> auth.Certificate:
 @pytest.fixture
 def status_app() -> StatusApp:
     clock = SystemClock()
-    return StatusApp(pages(JobHistory(clock.now()), "job", clock), clock)
+    return StatusApp(build_status_pages(JobHistory(clock), "job"), clock)
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ from spark_elastic.data.reading.decoding import read_footers
 from spark_elastic.data.store import Store
 from spark_elastic.driver.ports import Discovery, Post
 from spark_elastic.launch.job import DriverOptions, LaunchResult, supervise
+from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.protocol.types import Limits, Phase
 from spark_elastic.state.checkpoint import CheckpointPolicy
 from spark_elastic.state.run_lease import RunLease
@@ -70,7 +71,7 @@ class NoDiscovery:
 
 
 @dataclass
-class Follower:
+class Follower(JobListener):
     """A listener that lets a test wait for progress."""
 
     on_step: Callable[[int, int], None] = lambda epoch, step: None
@@ -78,19 +79,16 @@ class Follower:
     lines: list[str] = field(default_factory=list)
     formed: threading.Condition = field(default_factory=threading.Condition)
 
-    def log(self, rank: int | None, line: str) -> None:
+    def on_output(self, worker: str, rank: int | None, line: str) -> None:
         self.lines.append(line)
 
-    def progress(self, numbers: Mapping[str, Any]) -> None:
-        self.on_step(numbers["epoch"], numbers["step"])
+    def on_progress(self, metrics: Mapping[str, Any]) -> None:
+        self.on_step(metrics["epoch"], metrics["step"])
 
-    def world(self, size: int, reason: str) -> None:
+    def on_world(self, size: int, reason: str) -> None:
         with self.formed:
             self.worlds.append(size)
             self.formed.notify_all()
-
-    def tell(self, text: str) -> None:
-        """Nothing."""
 
 
 def make_data(folder: Path) -> tuple[Store, Manifest]:

@@ -18,6 +18,7 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.ports import Post
 from spark_elastic.launch.job import DriverOptions, LaunchResult, supervise
+from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.protocol.types import Limits
 from spark_elastic.testing.fakes import CountingProgram, ProcessLauncher
@@ -50,7 +51,7 @@ class Cluster(ProcessLauncher):
 
 
 @dataclass
-class Job:
+class Job(JobListener):
     """`size` workers on `room` slots (default: as many). `post` reaches the driver as discovery does.
 
     until: what must have come, besides the end of all acts, before a `Held` program takes its last step. faults: where
@@ -134,17 +135,14 @@ class Job:
 
     # ---- listener
 
-    def log(self, rank: int | None, line: str) -> None:
+    def on_output(self, worker: str, rank: int | None, line: str) -> None:
         self._meet(lambda now: replace(now, lines=(*now.lines, line)))
 
-    def progress(self, numbers: Mapping[str, Any]) -> None:
-        self._meet(lambda now: replace(now, step=numbers["step"]))
+    def on_progress(self, metrics: Mapping[str, Any]) -> None:
+        self._meet(lambda now: replace(now, step=metrics["step"]))
 
-    def world(self, size: int, reason: str) -> None:
+    def on_world(self, size: int, reason: str) -> None:
         self._meet(lambda now: replace(now, sizes=(*now.sizes, size)))
-
-    def tell(self, text: str) -> None:
-        """Nothing."""
 
     def _meet(self, change: Callable[[Moment], Moment]) -> None:
         with self._lock:

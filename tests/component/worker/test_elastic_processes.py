@@ -24,7 +24,7 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.ports import Post
 from spark_elastic.errors import InvalidInput, NotEnoughWorkers, WorkerFailed
 from spark_elastic.launch.job import DriverOptions, LaunchResult, supervise
-from spark_elastic.launch.job_monitor import NullListener
+from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.protocol.events import DrainRequested
 from spark_elastic.protocol.types import Limits, World
 from spark_elastic.testing.fakes import CountingProgram, ProcessLauncher
@@ -45,13 +45,13 @@ class NoDiscovery:
         """Nothing."""
 
 
-class Watcher(NullListener):
+class Watcher(JobListener):
     """A listener that keeps the lines."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[int | None, str]] = []
 
-    def log(self, rank: int | None, line: str) -> None:
+    def on_output(self, worker: str, rank: int | None, line: str) -> None:
         self.lines.append((rank, line))
 
 
@@ -214,17 +214,17 @@ def test_an_exception_on_one_worker_does_not_end_the_job() -> None:
 class Mumbler(Watcher):
     """A listener that fails at everything."""
 
-    def progress(self, numbers: Mapping[str, Any]) -> None:
+    def on_progress(self, metrics: Mapping[str, Any]) -> None:
         raise OSError("the terminal is gone")
 
-    def world(self, size: int, reason: str) -> None:
+    def on_world(self, size: int, reason: str) -> None:
         raise OSError("the terminal is gone")
 
 
 def test_a_job_survives_a_failing_listener(caplog: pytest.LogCaptureFixture) -> None:
     program = CountingProgram(20, 0.03)
     assert_exact(run(launcher(program, room=2), 2, Mumbler()), program)
-    assert "the narrator failed" in caplog.text
+    assert "the job listener failed" in caplog.text
 
 
 def test_a_driver_port_in_use_gives_one_sentence() -> None:

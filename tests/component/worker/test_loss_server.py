@@ -75,9 +75,9 @@ class HeldUp(Job):
     def hold_up(self, seconds: float) -> None:
         self.seconds = seconds
 
-    def progress(self, numbers: Mapping[str, Any]) -> None:
-        super().progress(numbers)
-        self.steps.append(numbers["step"])
+    def on_progress(self, metrics: Mapping[str, Any]) -> None:
+        super().on_progress(metrics)
+        self.steps.append(metrics["step"])
         seconds, self.seconds = self.seconds, 0.0
         time.sleep(seconds)
 

@@ -35,7 +35,7 @@ from spark_elastic.estimators.fitting import (
 from spark_elastic.estimators.run_record import RunResult
 from spark_elastic.estimators.torch_estimator import TORCH
 from spark_elastic.estimators.validation import FitRequest
-from spark_elastic.monitoring import log_forwarding
+from spark_elastic.monitoring import listener
 from spark_elastic.protocol.types import Limits
 from spark_elastic.state.run_lease import RunLease
 from spark_elastic.torch.train.spec import TorchUserObjects
@@ -103,12 +103,12 @@ def test_a_rate_that_is_not_multiplied_is_told_once(
 
 
 def test_a_fit_does_not_wait_for_a_terminal_that_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_forwarding, "CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr(listener, "CLOSE_SECONDS", 0.05)
     platform: Any = SimpleNamespace(launch=lambda order, progress: "launched")
     wanted = request(num_workers=2, min_workers=1, max_workers=2, epochs=1, verbose=1)
     plan: Any = SimpleNamespace(plan=SimpleNamespace(global_batch=8))
     read = threading.Event()
-    shown = SimpleNamespace(tell=lambda text: read.wait(60.0))
+    shown = SimpleNamespace(on_message=lambda text: read.wait(60.0))
     training: Any = SimpleNamespace(
         platform=platform, request=wanted, framework=TORCH, listener=shown, run_id="r"
     )

@@ -1,4 +1,4 @@
-"""What workers print goes to the narrator; what their slots have to say is a warning, whatever is shown."""
+"""What workers print goes to the listener; what their slots have to say is a warning, whatever is shown."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from spark_elastic.driver.stall_watch import StallWatch
-from spark_elastic.launch.job_monitor import JobMonitor, NullListener
+from spark_elastic.launch.job_monitor import JobListener, JobMonitor
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.driver.state import Stage
 from spark_elastic.protocol.messages import (
@@ -24,19 +23,20 @@ from tests.simulator.stamping import stamp
 from tests.unit.protocol.driver_bench import FOUR, Bench, name
 
 
-class Listener(NullListener):
+class Listener(JobListener):
     def __init__(self) -> None:
         self.heard: list[str] = []
 
-    def log(self, rank: int | None, line: str) -> None:
+    def on_output(self, worker: str, rank: int | None, line: str) -> None:
         self.heard.append(line)
 
 
 def test_a_slot_s_own_words_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     clock, listener = FakeClock(), Listener()
-    stalls = StallWatch(lambda event: None, clock, 3.0, lambda slots: 1.0)
-    monitor = JobMonitor(listener, clock, 0.0, stalls)
-    monitor.lines(LogLines("1-0", "1-0.1", None, ("hello", f"{SLOT_LINE_PREFIX}memory will not do", "bye")))
+    monitor = JobMonitor(listener, clock)
+    monitor.on_lines(
+        LogLines("1-0", "1-0.1", None, ("hello", f"{SLOT_LINE_PREFIX}memory will not do", "bye"))
+    )
     assert listener.heard == ["hello", "bye"]
     (record,) = caplog.records
     assert record.levelname == "WARNING"
@@ -46,35 +46,48 @@ def test_a_slot_s_own_words_are_a_warning(caplog: pytest.LogCaptureFixture) -> N
 class FullDisk(Listener):
     room = 1
 
-    def log(self, rank: int | None, line: str) -> None:
+    def on_output(self, worker: str, rank: int | None, line: str) -> None:
         if len(self.heard) == self.room:
             raise OSError(28, "No space left on device")
-        super().log(rank, line)
+        super().on_output(worker, rank, line)
 
 
 def test_a_listener_that_fails_at_each_line_is_logged_once_until_it_recovers(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     clock, listener = FakeClock(), FullDisk()
-    monitor = JobMonitor(listener, clock, 0.0, StallWatch(lambda event: None, clock, 3.0, lambda slots: 1.0))
-    monitor.ranks = {"1-0.1": 0}
+    monitor = JobMonitor(listener, clock)
+    monitor._ranks = {"1-0.1": 0}
     for room in (1, 2):
         listener.room = room
-        monitor.lines(LogLines("1-0", "1-0.1", None, ("shown", "lost")))
-        monitor.report(Report("1-0.1", {"loss": 1.0}))  # which goes to others, too
-        monitor.lines(LogLines("1-0", "1-0.1", None, ("lost",)))
+        monitor.on_lines(LogLines("1-0", "1-0.1", None, ("shown", "lost")))
+        monitor.on_report(Report("1-0.1", {"loss": 1.0}))  # which goes to others, too
+        monitor.on_lines(LogLines("1-0", "1-0.1", None, ("lost",)))
         assert len(caplog.records) == room
     assert listener.heard == ["shown", "shown"]
 
 
+def test_an_observer_that_fails_is_logged_once_and_harms_no_other_observer(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Failing(JobListener):
+        def on_output(self, worker: str, rank: int | None, line: str) -> None:
+            raise ValueError("no such luck")
+
+    clock, listener, other = FakeClock(), Listener(), Listener()
+    monitor = JobMonitor(listener, clock, [Failing(), other])
+    monitor.on_lines(LogLines("1-0", "1-0.1", None, ("one", "two")))
+    assert listener.heard == other.heard == ["one", "two"]
+    assert [record.message for record in caplog.records] == ["Failing failed"]
+
+
 def test_r17_whoever_shares_the_cluster_learns_whether_slots_are_missing() -> None:
     clock, heard = FakeClock(), list[bool]()
-    stalls = StallWatch(lambda event: None, clock, 3.0, lambda slots: 1.0)
-    monitor = JobMonitor(NullListener(), clock, 0.0, stalls, lacks=heard.append)
+    monitor = JobMonitor(JobListener(), clock, on_slots_missing=heard.append)
     bench = Bench(replace(FOUR, num_workers=2, min_workers=2, max_workers=2))
 
     def play(played: on.DriverEvent | DriverMessage) -> None:
-        monitor.turn(stamp(played, bench.now), bench.on(played), bench.state)
+        monitor.on_transition(stamp(played, bench.now), bench.on(played), bench.state)
 
     play(on.Tick(0))
     for job in (1, 2, 3):

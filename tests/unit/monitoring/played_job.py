@@ -1,4 +1,4 @@
-"""A job as the chronicle hears of it: a real driver machine and events played to it by hand."""
+"""A job as its history sees it: a real driver machine, to which a test plays events by hand."""
 
 from __future__ import annotations
 
@@ -18,25 +18,37 @@ from spark_elastic.protocol.messages import (
     WorldFormed,
 )
 from spark_elastic.protocol.types import Limits, Phase, Position, World
+from spark_elastic.testing.fakes import FakeClock
 from tests.simulator.stamping import stamp
 
 STARTED = 100.0
 
 
+class PlayedClock(FakeClock):
+    """The time of a played job."""
+
+    def __init__(self, job: PlayedJob) -> None:
+        super().__init__()
+        self._job = job
+
+    def now(self) -> float:
+        return STARTED + self._job.now
+
+
 class PlayedJob:
-    """A driver machine whose turns a chronicle hears; `now` is seconds since the launch."""
+    """A driver machine whose transitions a job history observes; `now` is seconds since the launch."""
 
     def __init__(self, workers: int, all_results: bool = False) -> None:
-        self.told: list[WorldChange] = []
-        self.chronicle = JobHistory(STARTED, self.told.append)
-        self.state, _ = driver_machine.initial(Limits(workers, 1, workers, all_results=all_results), 1)
         self.now = 0.0
+        self.world_changes: list[WorldChange] = []
+        self.history = JobHistory(PlayedClock(self), self.world_changes.append)
+        self.state, _ = driver_machine.initial(Limits(workers, 1, workers, all_results=all_results), 1)
         self.world: World | None = None
 
     def on(self, played: on.DriverEvent | DriverMessage) -> None:
         event = stamp(played, STARTED + self.now)
         self.state, commands = driver_machine.step(self.state, event)
-        self.chronicle.turn(event, commands, self.state)
+        self.history.on_transition(event, commands, self.state)
         for command in commands:
             if isinstance(command, Publish):
                 self.world = command.world
@@ -76,8 +88,8 @@ class PlayedJob:
                 self.on(JoinWorld(member.worker, fence, position, planned=planned))
 
     def report(self, step: int, **more: float) -> None:
-        numbers = {"epoch": 0, "epochs": 1, "step": step, "steps": 100, "rows": 10, "loss": 1.0, "world": 3}
-        self.chronicle.heard(STARTED + self.now, {**numbers, **more})
+        metrics = {"epoch": 0, "epochs": 1, "step": step, "steps": 100, "rows": 10, "loss": 1.0, "world": 3}
+        self.history.on_progress({**metrics, **more})
 
     def done(self) -> None:
         assert self.world is not None
@@ -87,4 +99,4 @@ class PlayedJob:
 
     @property
     def result(self) -> JobReport:
-        return self.chronicle.report(STARTED + self.now)
+        return self.history.build_report()

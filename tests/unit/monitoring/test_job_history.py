@@ -1,4 +1,4 @@
-"""The chronicle of a job that the real driver machine decides on: changes, their costs, phases and the report."""
+"""The history of a job that the real driver machine decides on: world changes, their costs, phases, the report."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def lossy() -> PlayedJob:
     return job
 
 
-def test_a_loss_is_one_change_with_its_cost() -> None:
-    start, loss = lossy().told
+def test_a_loss_is_one_world_change_with_its_cost() -> None:
+    start, loss = lossy().world_changes
     assert (start.kind, start.size, start.seconds) == (WorldChangeKind.START, 3, 1.0)
     assert (loss.kind, loss.before, loss.size, loss.seconds, loss.steps_lost) == (
         WorldChangeKind.LOSS,
@@ -40,7 +40,7 @@ def test_a_loss_is_one_change_with_its_cost() -> None:
     assert str(loss).startswith("world of 2: 1 of 3 lost, recovered in 0.50 s, 1 step lost (world 2 of")
 
 
-def test_every_second_is_of_one_phase() -> None:
+def test_each_second_of_a_job_belongs_to_one_phase() -> None:
     report = lossy().result
     assert report.phases == pytest.approx(
         {"start": 1.0, "training": 6.0, "recovery": 0.5, "planned": 0.0, "closing": 0.0}
@@ -51,7 +51,7 @@ def test_every_second_is_of_one_phase() -> None:
     assert report.reserved_hours * 3600 == pytest.approx(3 * 5.0 + 2 * 2.5)
 
 
-def test_a_job_that_runs_reports_up_to_now() -> None:
+def test_the_report_of_a_running_job_reaches_up_to_now() -> None:
     job = PlayedJob(2)
     job.start([1, 2])
     job.now = 11.0
@@ -59,7 +59,7 @@ def test_a_job_that_runs_reports_up_to_now() -> None:
     assert job.result.useful_hours * 3600 == pytest.approx(20.0)
 
 
-def test_a_newcomer_is_a_planned_change_and_costs_no_step() -> None:
+def test_a_joining_worker_is_a_planned_change_and_costs_no_step() -> None:
     job = PlayedJob(3)
     job.comes(1)
     job.comes(2)
@@ -73,36 +73,36 @@ def test_a_newcomer_is_a_planned_change_and_costs_no_step() -> None:
     job.returns(10, planned=True)
     job.now += 0.25
     job.form()
-    joined = job.told[-1]
+    joined = job.world_changes[-1]
     assert (joined.kind, joined.joined, joined.left, joined.seconds, joined.steps_lost) == (
         WorldChangeKind.PLANNED, 1, 0, 0.25, 0
     )  # fmt: skip
     assert str(joined).startswith("world of 3: 1 joined in 0.25 s (world")
 
 
-def test_a_second_loss_before_the_world_stands_prolongs_the_recovery() -> None:
+def test_a_second_loss_before_the_world_is_complete_prolongs_the_recovery() -> None:
     job = PlayedJob(3)
     job.start([1, 2, 3])
     job.loses(2, step=1, regroup=0.5)
     job.loses(3, step=1, regroup=0.25)
     job.form()
-    assert [change.seconds for change in job.told] == [1.0, 0.75]
+    assert [change.seconds for change in job.world_changes] == [1.0, 0.75]
     assert [change.seconds for change in job.result.world_changes] == [1.0, None, 0.75]
 
 
-def test_a_loss_before_the_first_world_stands_is_one() -> None:
+def test_a_loss_before_the_first_world_is_complete_counts_as_a_loss() -> None:
     job = PlayedJob(3)
     for number in (1, 2, 3):
         job.comes(number)
     job.now = 1.0
     job.loses(2, step=0, regroup=5.0)
     job.form()
-    assert [change.kind for change in job.told] == [WorldChangeKind.LOSS]
+    assert [change.kind for change in job.world_changes] == [WorldChangeKind.LOSS]
     assert [(change.left, change.seconds) for change in job.result.recoveries] == [(1, 5.0)]
     assert (job.result.phases["start"], job.result.phases["recovery"]) == (1.0, 5.0)
 
 
-def test_a_loss_once_some_have_returned_is_one() -> None:
+def test_a_loss_after_some_workers_have_finished_counts_as_a_loss() -> None:
     job = PlayedJob(3, all_results=True)
     job.start([1, 2, 3])
     job.now = 5.0
@@ -112,14 +112,14 @@ def test_a_loss_once_some_have_returned_is_one() -> None:
     job.now = 8.0
     job.loses(2, step=40, regroup=0.5)
     job.form()
-    assert [change.kind for change in job.told] == [WorldChangeKind.START, WorldChangeKind.LOSS]
+    assert [change.kind for change in job.world_changes] == [WorldChangeKind.START, WorldChangeKind.LOSS]
     assert [change.seconds for change in job.result.recoveries] == [0.5]
     assert job.result.phases == pytest.approx(
         {"start": 1.0, "training": 4.0, "closing": 3.0, "recovery": 0.5, "planned": 0.0}
     )
 
 
-def test_all_lost_is_a_restart() -> None:
+def test_the_loss_of_all_workers_is_a_restart() -> None:
     job = PlayedJob(1)
     job.start([1])
     job.report(7)
@@ -127,11 +127,11 @@ def test_all_lost_is_a_restart() -> None:
     job.on(on.LaunchEnded(0, 1, "its host is lost"))
     job.comes(2)
     job.form()
-    assert job.told[-1].kind is WorldChangeKind.RESTART
-    assert job.told[-1].steps_lost == 7
+    assert job.world_changes[-1].kind is WorldChangeKind.RESTART
+    assert job.world_changes[-1].steps_lost == 7
 
 
-def test_checkpoint_costs_add_up_over_processes() -> None:
+def test_checkpoint_seconds_of_successive_rank_0_processes_add_up() -> None:
     job = PlayedJob(1)
     job.report(1, checkpoint_seconds=0.5)
     job.report(2, checkpoint_seconds=0.75)
@@ -139,12 +139,12 @@ def test_checkpoint_costs_add_up_over_processes() -> None:
     assert job.result.checkpoint_seconds == 1.0
 
 
-def test_the_story_is_bounded_and_joins_what_repeats() -> None:
+def test_history_entries_are_bounded_and_repeated_ones_are_merged() -> None:
     job = PlayedJob(1)
     for number in range(1000):
-        job.chronicle.turn(on.Tick(STARTED), (LaunchSlot("wanted", number),), None)
-    (told,) = job.chronicle.look()[3]
-    assert (told.kind, told.times) == ("launch slot", 1000)
+        job.history.on_transition(on.Tick(STARTED), (LaunchSlot("wanted", number),), None)
+    (entry,) = job.history.view().entries
+    assert (entry.kind, entry.times) == ("launch slot", 1000)
     for _ in range(2 * MAX_ENTRIES):
         job.on(on.WorkerStalled(0, "x", Fence(1, 1), "stuck"))
-    assert len(job.chronicle.look()[3]) == MAX_ENTRIES
+    assert len(job.history.view().entries) == MAX_ENTRIES

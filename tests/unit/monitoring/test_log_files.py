@@ -7,7 +7,7 @@ import pytest
 from spark_elastic.data.store import Store, memory_store
 from spark_elastic.errors import StoreError
 from spark_elastic.monitoring import log_files
-from spark_elastic.monitoring.log_files import LogFiles
+from spark_elastic.monitoring.log_files import StoreLog
 from spark_elastic.testing.fakes import FakeClock
 
 
@@ -15,11 +15,12 @@ def _kept(store: Store) -> list[tuple[str, str]]:
     return [(found.name, store.read_bytes(found.name).decode()) for found in store.find("runs/r/logs")]
 
 
-def test_each_line_says_when_and_who() -> None:
+def test_each_kept_line_has_time_worker_and_rank() -> None:
     store = memory_store()
-    files = LogFiles(store, "r", 3, 1 << 20, FakeClock(wall=0.25))
-    files.add("", None, ("importing",))
-    files.add("0-0.1", 1, ("one", "two caf\udce9"))
+    files = StoreLog(store, "r", 3, 1 << 20, FakeClock(wall=0.25))
+    files.on_output("", None, "importing")
+    files.on_output("0-0.1", 1, "one")
+    files.on_output("0-0.1", 1, "two caf\udce9")
     files.start()
     files.close()
     assert _kept(store) == [
@@ -32,11 +33,11 @@ def test_each_line_says_when_and_who() -> None:
     ]
 
 
-def test_the_oldest_go_and_the_newest_are_there() -> None:
+def test_the_oldest_parts_are_deleted_and_the_newest_are_kept() -> None:
     store = memory_store()
-    files = LogFiles(store, "r", 1, 4000, FakeClock())
+    files = StoreLog(store, "r", 1, 4000, FakeClock())
     for number in range(200):
-        files.add("0-0.1", 0, (f"line {number}.",))
+        files.on_output("0-0.1", 0, f"line {number}.")
         files._write()
     files.start()
     files.close()
@@ -48,11 +49,11 @@ def test_the_oldest_go_and_the_newest_are_there() -> None:
     assert names == tuple(sorted(names))
 
 
-def test_a_part_that_grows_is_one_object() -> None:
+def test_a_growing_part_is_one_object() -> None:
     store = memory_store()
-    files = LogFiles(store, "r", 1, 1 << 20, FakeClock())
+    files = StoreLog(store, "r", 1, 1 << 20, FakeClock())
     for text in ("one", "two"):
-        files.add("0-0.1", 0, (text,))
+        files.on_output("0-0.1", 0, text)
         files._write()
     ((_, text),) = _kept(store)
     assert text.splitlines()[1].endswith("two")
@@ -71,22 +72,22 @@ def test_a_store_that_fails_costs_one_warning_and_then_lines(
         write(self, name, data)
 
     monkeypatch.setattr(Store, "write_bytes", broken)
-    monkeypatch.setattr(log_files, "WRITE_EVERY", 0.001)
-    files = LogFiles(store, "r", 1, 400, FakeClock())
+    monkeypatch.setattr(log_files, "WRITE_INTERVAL", 0.001)
+    files = StoreLog(store, "r", 1, 400, FakeClock())
     for number in range(30):
-        files.add("0-0.1", 0, (f"{number} {'x' * 100}",))
+        files.on_output("0-0.1", 0, f"{number} {'x' * 100}")
     with pytest.raises(StoreError):
         files._write()
     working = True
     files._write()
-    files.add("0-0.1", 0, ("back",))
+    files.on_output("0-0.1", 0, "back")
     files.start()
     files.close()
     assert " lines are missing: the store was too slow\n" in _kept(store)[-1][1]
     working = False
     for _ in range(2):
-        files = LogFiles(store, "r", 1, 400, FakeClock())
-        files.add("0-0.1", 0, ("lost",))
+        files = StoreLog(store, "r", 1, 400, FakeClock())
+        files.on_output("0-0.1", 0, "lost")
         files.start()
         files.close()
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 2

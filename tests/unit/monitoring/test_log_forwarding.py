@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import pytest
 
 from spark_elastic.monitoring.log_forwarding import (
-    OF_JOBS,
-    TOLD,
+    ANNOUNCED,
+    JOB_LOGGERS,
     LogEntry,
     emit_forwarded,
     forward_log,
@@ -23,53 +23,53 @@ from spark_elastic.monitoring.log_forwarding import (
 )
 
 
-def test_the_log_is_told_inside_the_block_alone() -> None:
-    told: list[str] = []
+def test_the_listener_gets_the_log_inside_the_block_only() -> None:
+    messages: list[str] = []
     logger, root = logging.getLogger("spark_elastic"), logging.getLogger()
     before = list(logger.handlers), logger.level, list(root.handlers), root.level
-    with log_to_listener(told.append):
+    with log_to_listener(messages.append):
         logging.getLogger("spark_elastic.driver").info("a %s", "decision")
         logging.getLogger("spark_elastic.driver").debug("a detail")
         logger.warning("a worry")
-        logger.info("told anyway", extra=TOLD)
+        logger.info("told anyway", extra=ANNOUNCED)
         assert (list(root.handlers), root.level) == before[2:]
     logger.warning("after")
-    assert told == ["info: a decision", "warning: a worry"]
+    assert messages == ["info: a decision", "warning: a worry"]
     assert (list(logger.handlers), logger.level, list(root.handlers), root.level) == before
-    with log_to_listener(told.append, wanted=False):
+    with log_to_listener(messages.append, enabled=False):
         logger.warning("not wanted")
-    assert len(told) == 2
+    assert len(messages) == 2
 
 
-def test_whoever_logs_does_not_wait_for_a_stream_that_blocks() -> None:
+def test_logging_does_not_wait_for_a_listener_that_blocks() -> None:
     read = threading.Event()
-    told: list[str] = []
+    messages: list[str] = []
 
     def blocks(text: str) -> None:
         read.wait(20)
-        told.append(text)
+        messages.append(text)
 
     with log_to_listener(blocks):
         logging.getLogger("spark_elastic").warning("a worry")
-        assert told == []
+        assert messages == []
         read.set()
-    assert told == ["warning: a worry"]
+    assert messages == ["warning: a worry"]
 
 
-def test_one_job_s_end_leaves_the_log_to_the_other() -> None:
+def test_the_end_of_one_job_leaves_the_log_to_the_other() -> None:
     logger = logging.getLogger("spark_elastic")
-    before, told = logger.level, list[str]()
-    first, second = log_to_listener(lambda text: None), log_to_listener(told.append)
+    before, messages = logger.level, list[str]()
+    first, second = log_to_listener(lambda text: None), log_to_listener(messages.append)
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
     logger.info("goes on")
     second.__exit__(None, None, None)
-    assert told == ["info: goes on"]
+    assert messages == ["info: goes on"]
     assert logger.level == before
 
 
-def test_the_log_is_shown_inside_the_block_alone() -> None:
+def test_the_log_goes_to_the_stream_inside_the_block_only() -> None:
     stream, root = io.StringIO(), logging.getLogger()
     before = list(root.handlers)
     with log_to_stream(stream):
@@ -80,7 +80,7 @@ def test_the_log_is_shown_inside_the_block_alone() -> None:
     assert root.handlers == before
 
 
-def test_a_stream_that_fails_is_not_the_job_s_worry(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stream_that_fails_does_not_fail_the_job(capsys: pytest.CaptureFixture[str]) -> None:
     def closed(text: str) -> None:
         raise ValueError("I/O operation on closed file")
 
@@ -89,30 +89,30 @@ def test_a_stream_that_fails_is_not_the_job_s_worry(capsys: pytest.CaptureFixtur
     assert "closed file" in capsys.readouterr().err
 
 
-def test_what_a_driver_elsewhere_logs_is_logged_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_of_a_driver_in_another_process_is_logged_here(caplog: pytest.LogCaptureFixture) -> None:
     passed: list[LogEntry] = []
     with forward_log(passed.append):
         logging.getLogger("spark_elastic.driver").warning("rank %d keeps others waiting", 1)
-        logging.getLogger("spark_elastic").info("told anyway", extra=TOLD)
+        logging.getLogger("spark_elastic").info("told anyway", extra=ANNOUNCED)
         try:
             raise ValueError("why")
         except ValueError:
             logging.getLogger("spark_elastic").exception("it failed")
     assert logging.getLogger("spark_elastic").level == logging.NOTSET
     caplog.clear()
-    told: list[str] = []
-    with log_to_listener(told.append):
+    messages: list[str] = []
+    with log_to_listener(messages.append):
         for record in passed:
-            emit_forwarded(*record)
+            emit_forwarded(record)
     again = [(record.levelno, record.name) for record in caplog.records]
     assert again == [
         (logging.WARNING, "spark_elastic.driver"),
         (logging.INFO, "spark_elastic"),
         (logging.ERROR, "spark_elastic"),
     ]
-    assert told[0] == "warning: rank 1 keeps others waiting"
-    assert len(told) == 2
-    assert "ValueError: why" in told[1]
+    assert messages[0] == "warning: rank 1 keeps others waiting"
+    assert len(messages) == 2
+    assert "ValueError: why" in messages[1]
 
 
 class Handler(logging.Handler):
@@ -137,7 +137,7 @@ def handled(act: Callable[[str], object]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", ["spark_elastic.driver", "asyncio"])
-def test_a_handler_that_blocks_does_not_hold_up_who_logs(name: str) -> None:
+def test_a_handler_that_blocks_does_not_hold_up_logging(name: str) -> None:
     seen: list[str] = []
     read = threading.Event()
     own = logging.getLogger(name)
@@ -155,10 +155,10 @@ def test_a_handler_that_blocks_does_not_hold_up_who_logs(name: str) -> None:
         assert seen == ["a worry", "another"]
         own.warning("after")
         assert seen == ["a worry", "another", "after"], "whoever logs waits for handlers as ever"
-    assert not any(logging.getLogger(each).filters for each in (*OF_JOBS, name))
+    assert not any(logging.getLogger(each).filters for each in (*JOB_LOGGERS, name))
 
 
-def test_a_handler_that_raises_does_not_fail_who_logs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_handler_that_raises_does_not_fail_the_code_that_logs(capsys: pytest.CaptureFixture[str]) -> None:
     def fails(text: str) -> None:
         raise ConnectionError("no collector of logs")
 
@@ -167,7 +167,7 @@ def test_a_handler_that_raises_does_not_fail_who_logs(capsys: pytest.CaptureFixt
     assert capsys.readouterr().err.count("--- Logging error ---") == 1
 
 
-def test_of_two_jobs_in_a_process_the_end_of_one_leaves_the_other_s_log() -> None:
+def test_handlers_stay_isolated_when_another_job_of_the_process_ends() -> None:
     seen: list[str] = []
     with handled(seen.append):
         first, second = isolate_log_handlers(), isolate_log_handlers()
@@ -179,7 +179,7 @@ def test_of_two_jobs_in_a_process_the_end_of_one_leaves_the_other_s_log() -> Non
     assert seen == ["goes on"]
 
 
-def test_a_fork_of_the_driver_has_its_log_handled_there() -> None:
+def test_a_fork_of_the_driver_handles_its_own_log() -> None:
     reader, writer = os.pipe()
     with handled(lambda text: os.write(writer, text.encode())), isolate_log_handlers():
         if (child := os.fork()) == 0:

@@ -1,4 +1,4 @@
-"""People are told in order; one who blocks costs sentences, never the time of who tells."""
+"""A separate thread calls listeners in order; one that blocks costs notifications, never the callers time."""
 
 from __future__ import annotations
 
@@ -13,70 +13,70 @@ from typing import IO
 import pytest
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.monitoring import log_forwarding as module
-from spark_elastic.monitoring.log_forwarding import AsyncNotifier, close_within_deadline
-from spark_elastic.monitoring.progress import LineRateLimiter, OutputListener, ProgressListener
+from spark_elastic.monitoring import listener as module
+from spark_elastic.monitoring.console import LineRateLimiter, OutputListener, ProgressListener
+from spark_elastic.monitoring.listener import AsyncNotifier, close_within_deadline
 
 
-def test_sentences_come_in_order_and_the_end_tells_the_rest() -> None:
-    told: list[int] = []
-    with AsyncNotifier() as teller:
+def test_notifications_come_in_order_and_closing_delivers_the_rest() -> None:
+    calls: list[int] = []
+    with AsyncNotifier() as notifier:
         for number in range(100):
-            teller.tell(partial(told.append, number))
-    assert told == list(range(100))
+            notifier.submit(partial(calls.append, number))
+    assert calls == list(range(100))
 
 
-def test_of_progress_the_newest_alone_waits() -> None:
-    told: list[object] = []
+def test_only_the_newest_progress_report_waits() -> None:
+    calls: list[object] = []
     taken, free = threading.Event(), threading.Event()
-    with AsyncNotifier(most_waiting=2) as teller:
-        teller.tell(lambda: (taken.set(), free.wait(20)))
+    with AsyncNotifier(max_pending=2) as notifier:
+        notifier.submit(lambda: (taken.set(), free.wait(20)))
         assert taken.wait(20)
-        teller.tell(partial(told.append, "first"))
+        notifier.submit(partial(calls.append, "first"))
         for number in range(1000):
-            teller.progress(partial(told.append, number))
-        teller.tell(partial(told.append, "dropped"))
+            notifier.submit_latest(partial(calls.append, number))
+        notifier.submit(partial(calls.append, "dropped"))
         free.set()
-    assert told == ["first", 999]
+    assert calls == ["first", 999]
 
 
-def test_what_was_dropped_is_counted(caplog: pytest.LogCaptureFixture) -> None:
-    told: list[str] = []
+def test_dropped_notifications_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    calls: list[str] = []
     taken, free = threading.Event(), threading.Event()
-    with AsyncNotifier(most_waiting=1) as teller:
-        teller.tell(lambda: (taken.set(), free.wait(20)))
+    with AsyncNotifier(max_pending=1) as notifier:
+        notifier.submit(lambda: (taken.set(), free.wait(20)))
         assert taken.wait(20)
         for text in ("a", "b", "c"):
-            teller.tell(partial(told.append, text))
+            notifier.submit(partial(calls.append, text))
         free.set()
-    assert told == ["a"]
+    assert calls == ["a"]
     assert [record.getMessage() for record in caplog.records] == [
-        "2 sentences were dropped: they came faster than they were read"
+        "2 notifications were dropped: the job listener is too slow"
     ]
 
 
-def test_a_listener_that_fails_is_logged_and_hears_on(caplog: pytest.LogCaptureFixture) -> None:
-    told: list[str] = []
-    with AsyncNotifier() as teller:
-        teller.tell(lambda: 1 / 0)
-        teller.progress(lambda: 1 / 0)
-        teller.progress(partial(told.append, "on"))
-        teller.tell(partial(told.append, "and on"))
-    assert told == ["on", "and on"]
+def test_a_listener_that_fails_is_logged_and_still_called(caplog: pytest.LogCaptureFixture) -> None:
+    calls: list[str] = []
+    with AsyncNotifier() as notifier:
+        notifier.submit(lambda: 1 / 0)
+        notifier.submit_latest(lambda: 1 / 0)
+        notifier.submit_latest(partial(calls.append, "on"))
+        notifier.submit(partial(calls.append, "and on"))
+    assert calls == ["on", "and on"]
     assert {record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR} <= {
-        "the narrator failed"
+        "the job listener failed"
     }
 
 
-def test_the_end_waits_for_nobody_who_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_does_not_wait_for_a_listener_that_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CLOSE_SECONDS", 0.05)
     free = threading.Event()
     before = time.monotonic()
-    with AsyncNotifier() as teller:
-        teller.tell(lambda: free.wait(20))
+    with AsyncNotifier() as notifier:
+        notifier.submit(lambda: free.wait(20))
     assert time.monotonic() - before < 10
     free.set()
-    teller._thread.join(20)
+    notifier._thread.join(20)
 
 
 class Terminal(io.StringIO):
@@ -97,7 +97,12 @@ class Terminal(io.StringIO):
 
 def output(stream: IO[str]) -> OutputListener:
     return OutputListener(
-        stream, SystemClock(), timestamps=False, worlds=True, lines=True, limit=LineRateLimiter()
+        stream,
+        SystemClock(),
+        timestamps=False,
+        show_messages=True,
+        show_output=True,
+        limiter=LineRateLimiter(),
     )
 
 
@@ -105,29 +110,29 @@ def progress(stream: IO[str]) -> ProgressListener:
     return ProgressListener(1, stream=stream, live=False)
 
 
-@pytest.mark.parametrize("narrator", [output, progress])
+@pytest.mark.parametrize("create", [output, progress])
 @pytest.mark.parametrize("in_the_middle", [True, False], ids=["a line is held up", "the last words are"])
-def test_a_terminal_that_nobody_reads_holds_up_no_end(
-    narrator: Callable[[IO[str]], OutputListener | ProgressListener],
+def test_a_terminal_that_blocks_does_not_hold_up_the_end_of_a_job(
+    create: Callable[[IO[str]], OutputListener | ProgressListener],
     in_the_middle: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "CLOSE_SECONDS", 0.05)
     terminal = Terminal()
     before = time.monotonic()
-    with close_within_deadline(narrator(terminal)) as shown:
+    with close_within_deadline(create(terminal)) as shown:
         for number in range(600):  # more than are shown of a worker at once
-            shown.log(0, str(number))
+            shown.on_output("", 0, str(number))
         terminal.goes_on.clear()
         if in_the_middle:
-            threading.Thread(target=shown.tell, args=("a loss",), daemon=True).start()
+            threading.Thread(target=shown.on_message, args=("a loss",), daemon=True).start()
             assert terminal.held.wait(20)
     assert time.monotonic() - before < 10
     assert terminal.held.wait(20)
     terminal.goes_on.set()
 
 
-def test_last_words_that_fail_are_not_the_jobs_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_listener_whose_close_fails_does_not_fail_the_job(caplog: pytest.LogCaptureFixture) -> None:
     class Closed:
         def close(self) -> None:
             raise ValueError("I/O operation on closed file")

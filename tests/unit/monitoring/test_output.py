@@ -8,28 +8,34 @@ from typing import IO
 
 import pytest
 
-from spark_elastic.local.launcher import FileListener
-from spark_elastic.monitoring.progress import LineRateLimiter, OutputListener
+from spark_elastic.monitoring.console import LineRateLimiter, OutputListener
+from spark_elastic.monitoring.log_files import FileListener
 from spark_elastic.testing.fakes import FakeClock
 
 
-def output(stream: IO[str], lines: bool = True, limit: LineRateLimiter | None = None) -> OutputListener:
-    return OutputListener(stream, FakeClock(), timestamps=False, worlds=True, lines=lines, limit=limit)
+def output(
+    stream: IO[str], show_output: bool = True, limiter: LineRateLimiter | None = None
+) -> OutputListener:
+    return OutputListener(
+        stream, FakeClock(), timestamps=False, show_messages=True, show_output=show_output, limiter=limiter
+    )
 
 
 @pytest.mark.parametrize("limited", [True, False])
-def test_a_worker_that_prints_much_is_cut_short_where_it_is_to_be(limited: bool, tmp_path: Path) -> None:
+def test_the_output_of_a_worker_is_limited_on_a_screen_and_whole_in_files(
+    limited: bool, tmp_path: Path
+) -> None:
     stream = io.StringIO()
-    narration = FileListener(output(stream, limit=LineRateLimiter(burst=3.0) if limited else None), tmp_path)
+    listener = FileListener(output(stream, limiter=LineRateLimiter(burst=3.0) if limited else None), tmp_path)
     for number in range(5):
-        narration.log(1, f"line {number}")
-    narration.log(0, "another")
-    narration.tell("world 2")
-    narration.close()
+        listener.on_output("", 1, f"line {number}")
+    listener.on_output("", 0, "another")
+    listener.on_message("world 2")
+    listener.close()
     shown = stream.getvalue().splitlines()
     lines = [f"line {number}" for number in range(5)]
     first = [f"[1] {line}" for line in (lines[:3] if limited else lines)]
-    last = ["[1] 2 lines were left out"] if limited else []
+    last = ["[1] 2 lines were dropped"] if limited else []
     assert shown == [*first, "[0] another", "[driver] world 2", *last]
     assert (tmp_path / "rank.1" / "stdout").read_text().splitlines() == lines
 
@@ -42,43 +48,43 @@ class _ClosedPipe(io.StringIO):
         raise BrokenPipeError(32, "Broken pipe")
 
 
-def test_a_pipe_that_nobody_reads_any_more_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_pipe_whose_reader_has_closed_it_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     stream = _ClosedPipe()
     shown = output(stream)
     for number in range(3):
-        shown.log(0, f"line {number}")
+        shown.on_output("", 0, f"line {number}")
     shown.close()
     assert [record.getMessage() for record in caplog.records] == [
-        "nobody reads what workers print any more; the job goes on"
+        "the stream that shows workers' output has been closed; the job goes on"
     ]
     assert stream.writes == 1
 
 
-def test_what_a_streams_encoding_lacks_is_told_by_its_number() -> None:
+def test_characters_that_a_streams_encoding_lacks_are_escaped() -> None:
     written = io.BytesIO()
     stream = io.TextIOWrapper(written, encoding="ascii")
-    output(stream).log(0, "é")
+    output(stream).on_output("", 0, "é")
     assert written.getvalue() == b"[0] \\xe9\n"
 
 
-def test_without_logs_the_files_are_still_written(tmp_path: Path) -> None:
+def test_files_are_written_even_if_output_is_not_shown(tmp_path: Path) -> None:
     stream = io.StringIO()
-    narration = FileListener(output(stream, lines=False), tmp_path)
-    narration.log(None, "a line")
-    narration.close()
+    listener = FileListener(output(stream, show_output=False), tmp_path)
+    listener.on_output("", None, "a line")
+    listener.close()
     assert stream.getvalue() == ""
     assert (tmp_path / "rank.none" / "stdout").read_text() == "a line\n"
 
 
-def test_what_a_loop_reports_is_a_line_now_and_then() -> None:
+def test_metrics_of_a_loop_are_shown_as_a_line_now_and_then() -> None:
     stream, clock = io.StringIO(), FakeClock()
-    shown = OutputListener(stream, clock, timestamps=False, worlds=True, lines=True)
-    shown.progress({"step": 1, "world": 2})
+    shown = OutputListener(stream, clock, timestamps=False, show_messages=True, show_output=True)
+    shown.on_progress({"step": 1, "world": 2})
     for step in (2, 3, 4):
-        shown.progress({"step": step, "world": 2, "loss": 0.5, "auc": 0.75})
+        shown.on_progress({"step": step, "world": 2, "loss": 0.5, "auc": 0.75})
     clock.advance(2.0)
-    shown.progress({"step": 5, "world": 2, "loss": 0.25, "auc": 0.75})
-    shown.progress({"step": 6, "world": 2, "loss": 0.125, "auc": 0.75})
+    shown.on_progress({"step": 5, "world": 2, "loss": 0.25, "auc": 0.75})
+    shown.on_progress({"step": 6, "world": 2, "loss": 0.125, "auc": 0.75})
     shown.close()
     assert stream.getvalue().splitlines() == [
         "step 2 loss 0.5000 auc 0.75 world 2",

@@ -12,56 +12,56 @@ from typing import Any
 
 import pytest
 
-from spark_elastic.monitoring.progress import PLAIN_EVERY, ProgressListener
+from spark_elastic.monitoring.console import PROGRESS_INTERVAL, ProgressListener
 from spark_elastic.testing import FakeClock
 
 
-def numbers(step: int, epoch: int = 0) -> Mapping[str, Any]:
+def metrics(step: int, epoch: int = 0) -> Mapping[str, Any]:
     return {"epoch": epoch, "step": step, "steps": 10, "loss": 0.25, "rows": 64 * step, "world": 3}
 
 
-def test_plain_lines_come_now_and_then_and_at_each_epochs_end() -> None:
+def test_plain_progress_lines_come_now_and_then_and_at_each_epochs_end() -> None:
     stream, clock = io.StringIO(), FakeClock()
     progress = ProgressListener(2, stream=stream, clock=clock)
     for step in range(1, 11):
-        clock.sleep(PLAIN_EVERY / 4)
-        progress.progress(numbers(step))
+        clock.sleep(PROGRESS_INTERVAL / 4)
+        progress.on_progress(metrics(step))
     assert [line.split(" loss 0.2500 ")[0] for line in stream.getvalue().splitlines()] == [
         f"epoch 1/2 step {step}/10" for step in (1, 5, 9, 10)
     ]
 
 
-def test_a_new_epoch_is_shown_at_once() -> None:
+def test_the_progress_of_a_new_epoch_is_shown_at_once() -> None:
     stream = io.StringIO()
     progress = ProgressListener(2, stream=stream, clock=FakeClock())
-    progress.progress(numbers(4))
-    progress.progress(numbers(1, epoch=1))
+    progress.on_progress(metrics(4))
+    progress.on_progress(metrics(1, epoch=1))
     assert [line.split(" loss")[0] for line in stream.getvalue().splitlines()] == [
         "epoch 1/2 step 4/10",
         "epoch 2/2 step 1/10",
     ]
 
 
-def test_worlds_and_workers_lines_are_told_with_their_origin() -> None:
+def test_messages_and_output_are_shown_with_their_origin() -> None:
     stream = io.StringIO()
     progress = ProgressListener(1, stream=stream)
-    progress.tell("world of 2: slot 1-0 was lost")
-    progress.log(1, "hello")
-    progress.log(None, "not yet ranked")
+    progress.on_message("world of 2: slot 1-0 was lost")
+    progress.on_output("", 1, "hello")
+    progress.on_output("", None, "not yet ranked")
     assert stream.getvalue() == "world of 2: slot 1-0 was lost\n[1] hello\n[-] not yet ranked\n"
 
 
-def test_a_plain_install_has_the_live_line() -> None:
+def test_the_live_line_needs_no_optional_package() -> None:
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     assert "tqdm" in {re.split("[<>=]", line)[0] for line in project["dependencies"]}
 
 
-def test_the_live_line_is_one_line_and_lines_go_above_it() -> None:
+def test_the_live_line_is_one_line_and_other_lines_go_above_it() -> None:
     stream = io.StringIO()
     progress = ProgressListener(2, stream=stream, live=True)
     for step in range(1, 4):
-        progress.progress(numbers(step, epoch=1))
-    progress.log(0, "hello")
+        progress.on_progress(metrics(step, epoch=1))
+    progress.on_output("", 0, "hello")
     progress.close()
     text = stream.getvalue()
     assert "epoch 2/2" in text
@@ -71,49 +71,49 @@ def test_the_live_line_is_one_line_and_lines_go_above_it() -> None:
     assert "[0] hello\n" in text
 
 
-def test_quiet_says_nothing_and_the_listener_still_hears() -> None:
+def test_a_quiet_listener_shows_nothing_but_calls_the_callback() -> None:
     stream, heard = io.StringIO(), []
-    progress = ProgressListener(1, stream=stream, quiet=True, listener=heard.append)
-    progress.progress(numbers(1))
-    progress.tell("world of 1: start")
-    progress.log(0, "hello")
+    progress = ProgressListener(1, stream=stream, quiet=True, callback=heard.append)
+    progress.on_progress(metrics(1))
+    progress.on_message("world of 1: start")
+    progress.on_output("", 0, "hello")
     assert stream.getvalue() == ""
-    assert heard == [numbers(1)]
+    assert heard == [metrics(1)]
 
 
-def test_numbers_without_a_step_are_for_the_listener_alone() -> None:
+def test_metrics_without_a_step_go_to_the_callback_only() -> None:
     stream, heard = io.StringIO(), []
-    ProgressListener(1, stream=stream, listener=heard.append).progress({"phase": "validate"})
+    ProgressListener(1, stream=stream, callback=heard.append).on_progress({"phase": "validate"})
     assert (stream.getvalue(), heard) == ("", [{"phase": "validate"}])
 
 
-def test_a_file_gets_plain_lines_and_standard_error_is_the_default(
+def test_progress_goes_to_standard_error_as_plain_lines_by_default(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    ProgressListener(1).tell("world of 1: start")
+    ProgressListener(1).on_message("world of 1: start")
     assert capsys.readouterr().err == "world of 1: start\n"
     assert not sys.stderr.isatty()
 
 
-def test_speed_metrics_and_time_left_are_told_once_known() -> None:
+def test_throughput_metrics_and_time_left_are_shown_once_known() -> None:
     stream, clock = io.StringIO(), FakeClock()
     progress = ProgressListener(2, stream=stream, clock=clock)
-    progress.progress({**numbers(2), "rows": 64})
-    clock.sleep(PLAIN_EVERY)
-    progress.progress({**numbers(6), "rows": 64, "auc": 0.75})
+    progress.on_progress({**metrics(2), "rows": 64})
+    clock.sleep(PROGRESS_INTERVAL)
+    progress.on_progress({**metrics(6), "rows": 64, "auc": 0.75})
     assert stream.getvalue().splitlines() == [
         "epoch 1/2 step 2/10 loss 0.2500 world 3",
         "epoch 1/2 step 6/10 loss 0.2500 auc 0.75 128 rows/s world 3 7 s left",
     ]
 
 
-def test_a_worker_that_prints_too_much_is_cut_short_and_counted() -> None:
+def test_dropped_lines_of_a_worker_are_counted() -> None:
     stream = io.StringIO()
     progress = ProgressListener(1, stream=stream, clock=FakeClock())
     for number in range(1000):
-        progress.log(2, str(number))
+        progress.on_output("", 2, str(number))
     progress.close()
     lines = stream.getvalue().splitlines()
     assert lines[:2] == ["[2] 0", "[2] 1"]
-    assert lines[-1] == f"[2] {1000 - len(lines) + 1} lines were left out"
+    assert lines[-1] == f"[2] {1000 - len(lines) + 1} lines were dropped"
     assert len(lines) < 600

@@ -8,8 +8,14 @@ import re
 from html.parser import HTMLParser
 
 from spark_elastic.monitoring.job_history import JobHistory
-from spark_elastic.monitoring.report import WorldChange
-from spark_elastic.monitoring.status import MOST_SLOTS, MOST_TEXT, exposition, pages, snapshot, text
+from spark_elastic.monitoring.status import (
+    MAX_SLOTS,
+    MAX_TEXT,
+    build_status,
+    build_status_pages,
+    encode_json,
+    format_prometheus,
+)
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import Publish
@@ -19,13 +25,10 @@ from spark_elastic.testing.fakes import FakeClock
 from tests.simulator.stamping import stamp
 
 
-def ignore(change: WorldChange) -> None:
-    """Nobody listens."""
-
-
-def job(workers: int) -> JobHistory:
+def create_job(workers: int) -> tuple[JobHistory, FakeClock]:
     """A job whose first world stands, and whose rank 1 is stuck."""
-    chronicle = JobHistory(0.0, ignore)
+    clock = FakeClock()
+    history = JobHistory(clock)
     state, _ = driver_machine.initial(Limits(workers, 1, workers), 1)
     world = None
 
@@ -33,7 +36,7 @@ def job(workers: int) -> JobHistory:
         nonlocal state, world
         event = stamp(played, 1.0)
         state, commands = driver_machine.step(state, event)
-        chronicle.turn(event, commands, state)
+        history.on_transition(event, commands, state)
         world = next((c.world for c in commands if isinstance(c, Publish)), world)
 
     for number in range(1, workers + 1):
@@ -43,61 +46,68 @@ def job(workers: int) -> JobHistory:
     assert world is not None
     for member in world.members:
         play(WorldFormed(member.worker, world.fence))
-    stack = "rank 1 keeps others waiting\n" + "  File x\n" * MOST_TEXT
+    stack = "rank 1 keeps others waiting\n" + "  File x\n" * MAX_TEXT
     play(on.WorkerStalled(0, world.members[1].worker, world.fence, stack))
-    return chronicle
+    return history, clock
 
 
-def test_a_snapshot_of_a_training_that_stands_still_has_no_speed() -> None:
-    chronicle = job(2)
+def test_the_status_of_a_training_without_reports_has_no_throughput() -> None:
+    history, clock = create_job(2)
     for second in range(10):
-        chronicle.heard(second, {"epoch": 0, "epochs": 1, "step": 10 * second, "steps": 1000, "rows": 64})
-    seen = [snapshot(chronicle, "job", now) for now in (9.0, 60.0)]
+        clock.advance(1.0 if second else 0.0)
+        history.on_progress({"epoch": 0, "epochs": 1, "step": 10 * second, "steps": 1000, "rows": 64})
+    seen = [build_status(history, "job")]
+    clock.advance(51.0)
+    seen.append(build_status(history, "job"))
     assert [one["rows_per_second"] for one in seen] == [640.0, 0.0]
     assert seen[0]["seconds_left"] is not None
     assert seen[1]["seconds_left"] is None
-    assert b'spark_elastic_rows_per_second{job_name="job"} 0.0' in exposition(seen[1])
+    assert b'spark_elastic_rows_per_second{job_name="job"} 0.0' in format_prometheus(seen[1])
 
 
-def test_a_snapshot_says_how_the_job_stands() -> None:
-    chronicle = job(3)
-    chronicle.heard(2.0, {"epoch": 0, "step": 4, "steps": 9, "loss": 0.5, "rows": 8, "auc": 0.9, "note": "x"})
-    seen = json.loads(text(snapshot(chronicle, "job", 3.0)))
+def test_the_status_describes_stage_slots_and_metrics() -> None:
+    history, clock = create_job(3)
+    clock.advance(2.0)
+    history.on_progress({"epoch": 0, "step": 4, "steps": 9, "loss": 0.5, "rows": 8, "auc": 0.9, "note": "x"})
+    clock.advance(1.0)
+    seen = json.loads(encode_json(build_status(history, "job")))
     assert (seen["stage"], seen["size"], seen["generation"]) == ("running", 3, 1)
     assert [slot["rank"] for slot in seen["slots"]] == [0, 1, 2]
-    assert [slot["stuck"] for slot in seen["slots"]] == [False, True, False]
+    assert [slot["stalled"] for slot in seen["slots"]] == [False, True, False]
     assert {slot["status"] for slot in seen["slots"]} == {"running"}
-    assert seen["stuck"][0]["text"].startswith("rank 1 keeps others waiting")
-    assert seen["numbers"]["auc"] == 0.9
-    assert "note" not in seen["numbers"]
+    assert seen["stalled"][0]["text"].startswith("rank 1 keeps others waiting")
+    assert seen["metrics"]["auc"] == 0.9
+    assert "note" not in seen["metrics"]
     assert seen["curve"] == {"at": [2.0], "loss": [0.5], "rows": [0.0]}
-    assert seen["changes"][0]["text"].startswith("world of 3: started in 1.00 s")
+    assert seen["world_changes"][0]["text"].startswith("world of 3: started in 1.00 s")
 
 
-def test_a_large_job_makes_a_bounded_snapshot() -> None:
-    seen = snapshot(job(MOST_SLOTS + 50), "job", 3.0)
-    assert len(seen["slots"]) == MOST_SLOTS
+def test_the_status_of_a_large_job_is_bounded() -> None:
+    seen = build_status(create_job(MAX_SLOTS + 50)[0], "job")
+    assert len(seen["slots"]) == MAX_SLOTS
     assert seen["more_slots"] == 50
-    assert len(text(seen)) < 400_000
+    assert len(encode_json(seen)) < 400_000
 
 
-def test_a_job_that_has_not_begun_has_a_snapshot_too() -> None:
-    seen = snapshot(JobHistory(0.0, ignore), "job", 1.0)
+def test_a_job_that_has_not_begun_has_a_status() -> None:
+    seen = build_status(JobHistory(FakeClock()), "job")
     assert (seen["stage"], seen["slots"]) == ("starting", [])
-    assert b"spark_elastic_world_size" in exposition(seen)
+    assert b"spark_elastic_world_size" in format_prometheus(seen)
 
 
-def test_what_json_has_no_number_for_is_null() -> None:
-    chronicle = job(2)
-    chronicle.heard(2.0, {"step": 1, "loss": math.nan, "lr": math.inf})
-    seen = json.loads(text(snapshot(chronicle, "job", 3.0)), parse_constant=lambda name: 1 / 0)
-    assert (seen["numbers"]["loss"], seen["numbers"]["lr"], seen["curve"]["loss"]) == (None, None, [None])
+def test_infinities_and_nan_are_null_in_the_status() -> None:
+    history, clock = create_job(2)
+    clock.advance(2.0)
+    history.on_progress({"step": 1, "loss": math.nan, "lr": math.inf})
+    seen = json.loads(encode_json(build_status(history, "job")), parse_constant=lambda name: 1 / 0)
+    assert (seen["metrics"]["loss"], seen["metrics"]["lr"], seen["curve"]["loss"]) == (None, None, [None])
 
 
-def test_metrics_are_in_the_exposition_format() -> None:
-    chronicle = job(3)
-    chronicle.heard(2.0, {"epoch": 0, "step": 4, "loss": math.inf, "val_loss": 0.5})
-    lines = exposition(snapshot(chronicle, 'a "job"\\', 3.0)).decode().splitlines()
+def test_metrics_have_the_prometheus_text_format() -> None:
+    history, clock = create_job(3)
+    clock.advance(2.0)
+    history.on_progress({"epoch": 0, "step": 4, "loss": math.inf, "val_loss": 0.5})
+    lines = format_prometheus(build_status(history, 'a "job"\\')).decode().splitlines()
     sample = re.compile(
         r'spark_elastic_\w+\{job_name="a \\"job\\"\\\\"(,\w+="[\w ]+")?\} (-?[\d.e+-]+|Inf|NaN)'
     )
@@ -109,8 +119,8 @@ def test_metrics_are_in_the_exposition_format() -> None:
     assert len(typed) == len(set(typed))
 
 
-def test_the_page_needs_nothing_from_elsewhere() -> None:
-    page = pages(JobHistory(0.0, ignore), "job", FakeClock())[""]
+def test_the_status_page_loads_nothing_from_elsewhere() -> None:
+    page = build_status_pages(JobHistory(FakeClock()), "job")[""]
     html = page.render().decode()
     found: list[tuple[str, str | None]] = []
 

@@ -1,0 +1,276 @@
+"""What people see of a job on a terminal, in a notebook, or in a stream: its progress, messages and workers' output.
+
+Several threads call these listeners; one lock guards each of their streams. They block only on the stream. This module
+knows neither Spark nor a framework.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from typing import IO, Any
+
+from spark_elastic.clock import Clock, SystemClock
+from spark_elastic.monitoring.listener import JobListener, Metrics
+from spark_elastic.monitoring.report import Throughput
+
+log = logging.getLogger("spark_elastic")
+
+LINES_PER_SECOND = 50.0  # of each worker
+LINES_BURST = 500.0  # of each worker, at once
+PROGRESS_INTERVAL = 2.0  # seconds between two plain progress lines
+# Metrics that are shown in a fixed place, or not at all.
+POSITION_METRICS = ("epoch", "epochs", "step", "steps", "rows", "loss", "world", "checkpoint_seconds")
+COMMIT_METRICS = {"step", "world"}  # what every job reports without the program's doing
+
+
+@dataclass
+class _Allowance:
+    lines: float  # number of lines that the worker may still print
+    at: float  # when `lines` was computed
+    dropped: int = 0  # lines since the last one that was shown
+
+
+class LineRateLimiter:
+    """A token bucket for each worker, so that one that prints much does not hide the others. Times are arguments."""
+
+    def __init__(self, rate: float = LINES_PER_SECOND, burst: float = LINES_BURST) -> None:
+        self._rate = rate
+        self._burst = burst
+        self._allowances: dict[str, _Allowance] = {}
+
+    def limit(self, now: float, who: str, line: str) -> tuple[str, ...]:
+        """The line, preceded by a note on lines dropped before it; nothing if the worker is over its limit."""
+        allowance = self._allowances.setdefault(who, _Allowance(self._burst, now))
+        allowance.lines = min(self._burst, allowance.lines + self._rate * (now - allowance.at))
+        allowance.at = now
+        if allowance.lines < 1:
+            allowance.dropped += 1
+            return ()
+        allowance.lines -= 1
+        dropped, allowance.dropped = allowance.dropped, 0
+        return (f"{dropped} lines were dropped", line) if dropped else (line,)
+
+    def final_notes(self) -> Iterator[str]:
+        """A line for each worker whose last lines were dropped."""
+        for who, allowance in self._allowances.items():
+            if allowance.dropped:
+                yield f"[{who}] {allowance.dropped} lines were dropped"
+
+
+class ProgressListener(JobListener):
+    """Shows the progress of an estimator's fit: one live line, or plain lines now and then.
+
+    Args:
+        epochs: of the whole run.
+        stream: default standard error.
+        live: rewrite one line in place; default if the stream is a terminal, or in a notebook.
+        callback: also called with the metrics of each report.
+        quiet: show nothing; `callback` is still called.
+        show_output: show what workers print.
+    """
+
+    def __init__(
+        self,
+        epochs: int,
+        *,
+        stream: IO[str] | None = None,
+        live: bool | None = None,
+        callback: Callable[[Metrics], None] | None = None,
+        clock: Clock | None = None,
+        quiet: bool = False,
+        show_output: bool = True,
+    ) -> None:
+        self._epochs = epochs
+        self._stream = sys.stderr if stream is None else stream
+        self._live = _supports_live_line(self._stream) if live is None else live
+        self._callback = callback
+        self._clock = clock or SystemClock()
+        self._quiet = quiet
+        self._show_output = show_output
+        self._lock = threading.RLock()
+        self._bar: Any = None  # tqdm's
+        self._last_line: tuple[float, int] | None = None  # time and epoch of the last plain progress line
+        self._throughput = Throughput()
+        self._limiter = LineRateLimiter()
+
+    def on_output(self, worker: str, rank: int | None, line: str) -> None:
+        if not self._show_output:
+            return
+        with self._lock:
+            who = _format_rank(rank)
+            for shown in self._limiter.limit(self._clock.now(), who, line):
+                self._write(f"[{who}] {shown}")
+
+    def on_message(self, text: str) -> None:
+        self._write(text)
+
+    def on_progress(self, metrics: Metrics) -> None:
+        if self._callback is not None:
+            self._callback(metrics)
+        if self._quiet or "step" not in metrics or "steps" not in metrics:
+            return
+        with self._lock:
+            self._throughput.add(self._clock.now(), {"epochs": self._epochs, **metrics})
+            if self._live:
+                self._redraw_live_line(metrics)
+            else:
+                self._write_plain_line(metrics)
+
+    def close(self) -> None:
+        """Leaves the last state of the live line on the screen."""
+        with self._lock:
+            for note in self._limiter.final_notes():
+                self._write(note)
+            if self._bar is not None:
+                self._bar.close()
+                self._bar = None
+
+    def _write(self, text: str) -> None:
+        if self._quiet:
+            return
+        with self._lock:
+            if self._bar is not None:
+                self._bar.write(text, file=self._stream)
+            else:
+                self._stream.write(text + "\n")
+                self._stream.flush()
+
+    def _redraw_live_line(self, metrics: Metrics) -> None:
+        epoch, steps = int(metrics.get("epoch", 0)), int(metrics["steps"])
+        if self._bar is None:
+            # Without tqdm's monitor: its thread outlives the bar, and each report refreshes the bar anyway.
+            bar = type("Bar", (importlib.import_module("tqdm.auto").tqdm,), {"monitor_interval": 0})
+            self._bar = bar(total=self._epochs * steps, unit="step", file=self._stream, dynamic_ncols=True)
+        self._bar.n = epoch * steps + int(metrics["step"])
+        self._bar.set_description_str(f"epoch {epoch + 1}/{self._epochs}", refresh=False)
+        self._bar.set_postfix_str(format_metrics(metrics, self._throughput), refresh=False)
+        self._bar.refresh()
+
+    def _write_plain_line(self, metrics: Metrics) -> None:
+        now, epoch = self._clock.now(), int(metrics.get("epoch", 0))
+        epoch_finished = int(metrics["step"]) == int(metrics["steps"])
+        if (
+            self._last_line is not None
+            and not epoch_finished
+            and self._last_line[1] == epoch
+            and now - self._last_line[0] < PROGRESS_INTERVAL
+        ):
+            return
+        self._last_line = (now, epoch)
+        position = f"epoch {epoch + 1}/{self._epochs} step {metrics['step']}/{metrics['steps']}"
+        self._stream.write(f"{position} {format_metrics(metrics, self._throughput)}\n")
+        self._stream.flush()
+
+
+class OutputListener(JobListener):
+    """Writes what the workers of a function or script print to one stream, with their ranks as prefixes.
+
+    Args:
+        timestamps: prefix each line with the time of day.
+        show_messages: show messages and reported metrics.
+        show_output: show what workers print.
+        limiter: of workers' lines; None for no limit.
+    """
+
+    def __init__(
+        self,
+        stream: IO[str],
+        clock: Clock,
+        timestamps: bool,
+        show_messages: bool,
+        show_output: bool,
+        limiter: LineRateLimiter | None = None,
+    ) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._timestamps = timestamps
+        self._show_messages = show_messages
+        self._show_output = show_output
+        self._limiter = limiter
+        self._pending: Metrics | None = None  # the newest, not shown yet
+        self._next_progress = 0.0  # when metrics may be shown again
+        self._stream_closed = False  # the reader of a pipe has closed it, as `head` does
+        self._lock = threading.Lock()
+
+    def on_output(self, worker: str, rank: int | None, line: str) -> None:
+        if not self._show_output:
+            return
+        who = _format_rank(rank)
+        with self._lock:
+            lines = (line,) if self._limiter is None else self._limiter.limit(self._clock.now(), who, line)
+            for shown in lines:
+                self._write(f"[{who}] {shown}")
+
+    def on_message(self, text: str) -> None:
+        if self._show_messages:
+            with self._lock:
+                self._write(text)
+
+    def on_progress(self, metrics: Metrics) -> None:
+        """Shows what the program reports; mere commits are not shown."""
+        if not self._show_messages or not (metrics.keys() - COMMIT_METRICS):
+            return
+        with self._lock:
+            self._pending = metrics
+            if self._clock.now() >= self._next_progress:
+                self._next_progress = self._clock.now() + PROGRESS_INTERVAL
+                self._show_pending()
+
+    def close(self) -> None:
+        with self._lock:
+            self._show_pending()
+            if self._limiter is not None:
+                for note in self._limiter.final_notes():
+                    self._write(note)
+
+    def _show_pending(self) -> None:
+        metrics, self._pending = self._pending, None
+        if metrics is not None:
+            step = f"step {metrics['step']} " if "step" in metrics else ""
+            self._write(f"{step}{format_metrics(metrics, Throughput())}")
+
+    def _write(self, text: str) -> None:
+        if self._stream_closed:
+            return
+        if self._timestamps:
+            now = datetime.fromtimestamp(self._clock.wall()).astimezone()
+            text = f"{now.isoformat(timespec='seconds')} {text}"
+        try:
+            self._stream.write(_escape_unencodable(text, self._stream) + "\n")
+            self._stream.flush()
+        except BrokenPipeError:
+            self._stream_closed = True
+            log.warning("the stream that shows workers' output has been closed; the job goes on")
+
+
+def format_metrics(metrics: Metrics, throughput: Throughput) -> str:
+    """Loss, other floats that the program reports, throughput, world size and time left, as far as they are known."""
+    loss, world, seconds_left = metrics.get("loss"), metrics.get("world"), throughput.seconds_left
+    parts = [
+        f"loss {float(loss):.4f}" if loss is not None else "",
+        *(f"{k} {v:.4g}" for k, v in metrics.items() if k not in POSITION_METRICS and isinstance(v, float)),
+        f"{throughput.rows_per_second:,.0f} rows/s" if throughput.rows_per_second > 0 else "",
+        f"world {world}" if world is not None else "",
+        f"{seconds_left:.0f} s left" if seconds_left is not None else "",
+    ]
+    return " ".join(part for part in parts if part)
+
+
+def _format_rank(rank: int | None) -> str:
+    return "-" if rank is None else str(rank)
+
+
+def _supports_live_line(stream: IO[str]) -> bool:
+    """Whether the stream is a terminal, or this process a notebook's."""
+    return "ipykernel" in sys.modules or stream.isatty()
+
+
+def _escape_unencodable(text: str, stream: IO[str]) -> str:
+    encoding = getattr(stream, "encoding", None)
+    return text if encoding is None else text.encode(encoding, "backslashreplace").decode(encoding)

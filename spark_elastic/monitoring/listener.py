@@ -1,0 +1,143 @@
+"""The interface of everything that observes a job, and a thread that calls listeners which may block.
+
+Observers decide nothing: a listener that fails or blocks harms neither the job nor the other listeners.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+from spark_elastic.protocol.commands import DriverCommand
+from spark_elastic.protocol.driver.state import DriverState
+from spark_elastic.protocol.events import DriverEvent
+
+log = logging.getLogger("spark_elastic")
+
+MAX_PENDING = 10_000  # calls that wait for a listener
+CLOSE_SECONDS = 2.0  # how long the end of a job waits for a listener that blocks
+
+Metrics: TypeAlias = Mapping[str, Any]
+Call: TypeAlias = Callable[[], object]
+
+
+class JobListener:
+    """Hooks of a job, which all do nothing here. Several threads call them."""
+
+    def on_transition(
+        self, event: DriverEvent, commands: Sequence[DriverCommand], state: DriverState | None
+    ) -> None:
+        """The driver machine has handled an event. Only the observers of `JobMonitor` get this.
+
+        Args:
+            commands: what the machine decided.
+            state: the machine's state afterwards; None if the machine failed.
+        """
+
+    def on_world(self, size: int, reason: str) -> None:
+        """A new world has been published. A message follows once all its members have built it."""
+
+    def on_message(self, text: str) -> None:
+        """A sentence for people, such as a join, loss, drain or recovery with its cost."""
+
+    def on_progress(self, metrics: Metrics) -> None:
+        """The newest report of rank 0."""
+
+    def on_output(self, worker: str, rank: int | None, line: str) -> None:
+        """A worker has printed a line.
+
+        Args:
+            worker: its id; empty as long as the process is not a worker yet.
+            rank: None as long as the worker is in no world.
+        """
+
+    def close(self) -> None:
+        """The job is over."""
+
+
+class AsyncNotifier:
+    """Calls listeners from a thread of its own, in order. `submit` and `submit_latest` never block.
+
+    If the listeners are too slow, the newest calls are dropped and counted. A call that fails is logged. As a context
+    manager it starts and ends the thread.
+    """
+
+    def __init__(self, max_pending: int = MAX_PENDING) -> None:
+        self._max_pending = max_pending
+        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()  # None ends the thread
+        self._lock = threading.Lock()  # guards the next two
+        self._latest: Call | None = None  # of `submit_latest`; its place is already in `_calls`
+        self._dropped = 0
+        self._thread = threading.Thread(target=self._run, name="spark-elastic-notifier", daemon=True)
+
+    def __enter__(self) -> AsyncNotifier:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(CLOSE_SECONDS)
+
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def submit(self, call: Call) -> None:
+        """Make this call after all earlier ones, or drop it."""
+        with self._lock:
+            if self._calls.qsize() >= self._max_pending:
+                self._dropped += 1
+            else:
+                self._calls.put(call)
+
+    def submit_latest(self, call: Call) -> None:
+        """The same, but it replaces an earlier one of its kind that still waits. It is never dropped."""
+        with self._lock:
+            if self._latest is None:
+                self._calls.put(self._call_latest)
+            self._latest = call
+
+    def close(self, within: float = CLOSE_SECONDS) -> None:
+        """Make the calls that wait; a listener that blocks for longer than `within` seconds is abandoned."""
+        self._calls.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join(within)
+
+    def _call_latest(self) -> None:
+        with self._lock:
+            call, self._latest = self._latest, None
+        if call is not None:
+            call()
+
+    def _run(self) -> None:
+        for call in iter(self._calls.get, None):
+            with self._lock:
+                dropped, self._dropped = self._dropped, 0
+            if dropped:
+                log.warning("%d notifications were dropped: the job listener is too slow", dropped)
+            try:
+                call()
+            except Exception:
+                log.exception("the job listener failed")
+
+
+class Closeable(Protocol):
+    def close(self) -> None: ...
+
+
+C = TypeVar("C", bound=Closeable)
+
+
+@contextmanager
+def close_within_deadline(listener: C) -> Iterator[C]:
+    """Like `contextlib.closing`, but `close` may block or fail without any effect on the job."""
+    try:
+        yield listener
+    finally:
+        with AsyncNotifier() as notifier:
+            notifier.submit(listener.close)
