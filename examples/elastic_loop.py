@@ -5,7 +5,7 @@
     spark-elastic-run -np 2 --min-np 1 python examples/elastic_loop.py
 
 Scripts written for Horovod look the same but for the import of `hvd`. Workers may join, leave and die at any time: a
-loss goes back to the last commit, a planned change goes on from where it is.
+loss goes back to the last commit, a planned change continues from where it is.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     spark-elastic-run -np 2 --min-np 1 python examples/tf_elastic.py [batches]
 
 Scripts written for Horovod look the same but for the import of `hvd`. Workers may join, leave and die at any time: a
-loss goes back to the last commit, a planned change goes on from where it is. `spark_elastic.run` takes the same loop as
-a function, and runs it on Spark.
+loss goes back to the last commit, a planned change continues from where it is. `spark_elastic.run` takes the same loop
+as a function, and runs it on Spark.
 """
 
 from __future__ import annotations

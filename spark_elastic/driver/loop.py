@@ -41,7 +41,7 @@ class EventQueue:
             self._wakeup.set()
 
     def get(self, timeout: float) -> DriverEvent | None:
-        """The oldest event; waits up to `timeout` seconds for one that is no beat.
+        """The oldest event; waits up to `timeout` seconds for one that is no heartbeat.
 
         Raises:
             queue.Empty: there is none.
@@ -87,7 +87,7 @@ class DriverLoop:
         self._thread.start()
 
     def wait(self, timeout: float) -> End | None:
-        """The job's end, or None while it goes on."""
+        """The job's end, or None while the job runs."""
         self._ended.wait(timeout)
         return self._outcome
 

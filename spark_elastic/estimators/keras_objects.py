@@ -233,7 +233,7 @@ def _callbacks(callbacks: Any) -> tuple[Any, ...]:
         if type(callback).__name__ == _BACKUP_CALLBACK:
             raise InvalidInput(
                 f"{_BACKUP_CALLBACK} has no meaning here: checkpoints are written by themselves, and a fit with the "
-                "same run_id goes on from the last one."
+                "same run_id continues from the last one."
             )
     return found
 

@@ -123,4 +123,4 @@ def resume_after_coordinator_loss(attempt: Callable[[], T], find_checkpoints: Ca
             before, idle = after, 0 if after != before else idle + 1
             if idle >= MOST_IDLE:
                 raise
-            log.warning("%s; the run goes on from its newest checkpoint", error)
+            log.warning("%s; the run continues from its newest checkpoint", error)

@@ -1,4 +1,4 @@
-"""What a machine wants to be done, as values. Each command has a reason; the reasons are the job's event log."""
+"""The commands of the two machines, as values. Each has a reason; the reasons are the job's event log."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Announce(Command):
 
 @dataclass(frozen=True)
 class StopWorker(Command):
-    """The worker shall end (exit code 0). A slot that stays starts its spare in its place unless it is released too."""
+    """Tell the worker to end (exit code 0). Its slot starts the spare in its place, unless it is released, too."""
 
     worker: WorkerId
     kill: bool = False  # its slot kills it without asking
@@ -59,14 +59,14 @@ class StopWorker(Command):
 
 @dataclass(frozen=True)
 class ReleaseSlot(Command):
-    """The slot task shall end its worker and return."""
+    """Tell the slot task to end its worker and return."""
 
     slot: SlotId
 
 
 @dataclass(frozen=True)
 class PublishCheckpoint(Command):
-    """From now on a run resumes from one of these; others may be deleted."""
+    """Publish the checkpoints that count: a run resumes from one of them, and others may be deleted."""
 
     checkpoints: tuple[Checkpoint, ...]  # newest first
 

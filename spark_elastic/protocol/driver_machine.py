@@ -29,7 +29,7 @@ __all__ = ["DriverState", "initial", "step"]
 def initial(
     limits: Limits, attempt: int, checkpoints: tuple[Checkpoint, ...] = ()
 ) -> tuple[DriverState, tuple[DriverCommand, ...]]:
-    """A job that begins, or goes on from the first of `checkpoints`: ask for all the slots it may have."""
+    """A job that begins, or continues from the first of `checkpoints`: ask for all the slots it may have."""
     tx = Transition(DriverState(limits, attempt, checkpoints=checkpoints), 0.0)
     for number in range(1, limits.max_workers + 1):
         slots.launch(tx, SlotLaunch(number), f"slot {number} of {limits.max_workers}")

@@ -1,7 +1,7 @@
 """What can happen, as values. Each event has `now`: monotonic seconds of the process that posts it.
 
 Driver events are posted by the rendezvous server, the launcher, discovery and the ticker; worker events by the
-worker's loop and its control thread.
+worker's loop and its thread that polls the driver.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class ConnectionLost(Event):
 
 @dataclass(frozen=True)
 class ConnectionBack(Event):
-    """The connection stands again."""
+    """The worker or slot has connected again."""
 
     slot: SlotId
     worker: WorkerId | None = None  # as in `ConnectionLost`
@@ -96,7 +96,8 @@ class WorkerStalled(Event):
 
 @dataclass(frozen=True)
 class DrainRequested(Event):
-    """A worker or all workers of a host shall leave at a step boundary. Exactly one of worker, host and rank is set.
+    """A request that a worker, or all workers of a host, leave at a step boundary. Exactly one of worker, host and rank
+    is set.
 
     The slot of a single worker is not asked for again before a member is lost. The slots of a host are asked for again
     on other hosts.
@@ -106,16 +107,16 @@ class DrainRequested(Event):
     worker: WorkerId | None = None
     host: HostId | None = None  # its id or its machine's name
     rank: int | None = None  # of the newest world
-    by_user: bool = False  # a user asked for it, and is told if it concerns no worker
+    by_user: bool = False  # a user requested it, and receives a message if it concerns no worker
 
 
 @dataclass(frozen=True)
 class SlotsWanted(Event):
-    """R17 (gathering): another job of the application needs slots, or trains on them. A job that has too few gives back
-    for a while what it cannot use. The slots that it lacks are in use, so no time is counted."""
+    """R17 (gathering): another job of the application needs slots, or trains on them. A job with too few slots gives
+    them back for a while, and its `start_timeout` begins again."""
 
     reason: str
-    in_use: bool = False  # the other job trains: nothing is to be given back
+    in_use: bool = False  # the other job trains, so this job keeps its slots
 
 
 @dataclass(frozen=True)

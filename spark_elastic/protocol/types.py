@@ -179,7 +179,7 @@ class Limits:
     start_timeout: float = 600.0  # how long to wait for `min_workers`, at the start and after a loss
     lease: float = 5.0  # silence after which a worker is evicted
     reconnect_grace: float = 1.0  # how long a broken control connection alone may stay broken
-    driver_timeout: float = 60.0  # a worker that has not heard the driver for so long has ended itself
+    driver_timeout: float = 60.0  # a worker that the driver has not answered for so long has ended itself
     disconnect_window: float = 0.05  # connections that break within it count as broken at once
     regroup_timeout: float = 600.0  # how long survivors wait for a member that runs but does not come
     debounce: float = 0.05  # how long a planned change waits for others to be announced with it

@@ -299,8 +299,8 @@ class RendezvousClient:
         return self._clock.now()
 
     def last_answered_at(self) -> float:
-        """When the driver surely heard this client last: the newest request that this attempt's
-        driver answered was sent then. The answer's own time says nothing of what went there meanwhile (R18)."""
+        """When the newest request was sent that the driver of this attempt has answered. The answer's time
+        would not show when the driver last received something (R18)."""
         return self._last_answered
 
     def _envelope(self, request: Request[Any], hold: float) -> bytes:

@@ -63,37 +63,37 @@ class KeyValueStore:
         return names
 
     def set(self, scope: str, key: str, value: bytes) -> None:
-        held = self._scope(scope, create=True)
-        grown = self._bytes + len(value) - len(held.get(key, b""))
+        entries = self._scope(scope, create=True)
+        grown = self._bytes + len(value) - len(entries.get(key, b""))
         bounds = self._bounds
         if len(value) > bounds.value_bytes or len(key) > bounds.key_bytes:
             raise InvalidInput(
                 f"The value of {key[:80]!r} has {len(value)} bytes; {bounds.value_bytes} is the most."
             )
-        if grown > bounds.total_bytes or (key not in held and len(held) >= bounds.keys):
+        if grown > bounds.total_bytes or (key not in entries and len(entries) >= bounds.keys):
             raise InvalidInput(f"The key-value store is full; scope {scope[:80]!r} cannot take {key[:80]!r}.")
-        held[key] = value
+        entries[key] = value
         self._bytes = grown
 
     def get(self, scope: str, keys: Sequence[str]) -> tuple[bytes | None, ...]:
-        held = self._scope(scope)
-        return tuple(held.get(key) for key in keys)
+        entries = self._scope(scope)
+        return tuple(entries.get(key) for key in keys)
 
     def find_missing(self, scope: str, keys: Iterable[str]) -> list[str]:
-        held = self._scope(scope)
-        return [key for key in keys if key not in held]
+        entries = self._scope(scope)
+        return [key for key in keys if key not in entries]
 
     def _scope(self, name: str, create: bool = False) -> dict[str, bytes]:
-        held = self._scopes.get(name)
-        if held is None:
+        entries = self._scopes.get(name)
+        if entries is None:
             if name.startswith(GENERATION):
                 raise StaleGeneration(f"{name} is not open.")
-            held = {}
+            entries = {}
             if create:
                 if len(self._scopes) >= self._bounds.scopes:
                     raise InvalidInput(f"The key-value store has {len(self._scopes)} scopes, its most.")
-                self._scopes[name] = held
-        return held
+                self._scopes[name] = entries
+        return entries
 
 
 class Waiters:
@@ -108,10 +108,10 @@ class Waiters:
         return future
 
     def remove(self, topic: str, future: asyncio.Future[None]) -> None:
-        held = self._by_topic.get(topic)
-        if held is not None:
-            held.discard(future)
-            if not held:
+        entries = self._by_topic.get(topic)
+        if entries is not None:
+            entries.discard(future)
+            if not entries:
                 del self._by_topic[topic]
 
     def wake(self, topic: str) -> None:
@@ -135,7 +135,7 @@ class ServerState:
         self._blob_counts: Counter[str] = Counter()  # by name of the exchange, in the current world
         self._blobs: dict[str, Blobs] = {}
         self._world: World | None = None
-        self._next = NextWorld()  # how its members are told of it
+        self._next = NextWorld()  # the reply that tells its members of it
         self._aborted: str | None = None  # why the current world is over
         self._over: tuple[Fence, str] | None = None  # the newest generation that is over
         self._version, self._version_reason = 0, ""
@@ -211,18 +211,18 @@ class ServerState:
         for scope in self.values.close_generations():
             self.waiters.wake(scope)
 
-    # ---- what those who ask are told
+    # ---- replies to slots and workers
 
     def get_stop_reason(self, worker: WorkerId) -> str | None:
-        """Why a worker shall end; None: it shall not."""
+        """Why a worker has to end; None: it continues."""
         order = self._stops.get(worker)
         return self.ended if order is None else order.reason
 
     def find_next_world(self, worker: WorkerId, left: Fence | None) -> NextWorld | None:
         """The newest world, if it has `worker` as a member and is newer than the one it left.
 
-        Told even when it is over by now: the driver waits for each of its members to leave it, and one that never
-        heard of it would not. One object for all members, so that it is encoded once.
+        Members receive it even if it is over by now: the driver waits until each of them has left it. They share
+        one object, so that it is encoded once.
         """
         world = self._world
         if world is None or world.member(worker) is None:
@@ -247,7 +247,7 @@ class ServerState:
         return WorkerUpdate(self._version, self._version_reason, over, why, self.get_stop_reason(worker))
 
     def get_commands(self, slot: SlotId, seen: int) -> SlotCommands:
-        """Everything that `slot` was told to do after its first `seen` orders."""
-        told = self._commands.get(slot, [])
+        """The orders for a slot after the first `seen` ones."""
+        orders = self._commands.get(slot, [])
         release = self._released.get(slot) or self.ended
-        return SlotCommands(len(told), tuple(told[max(0, seen) :]), release)
+        return SlotCommands(len(orders), tuple(orders[max(0, seen) :]), release)

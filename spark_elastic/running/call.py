@@ -108,7 +108,7 @@ def run(
             the beginning of `fn`, in the world after a loss.
         arguments: num_workers (default: Spark's default parallelism), min_workers (1), max_workers (num_workers), env,
             stdout, verbose, prefix_output_with_timestamp, preload, run_id and store (commits are made durable, and a
-            call with the same run_id goes on from the newest one), storage_options (fsspec's for the store, such as
+            call with the same run_id continues from the newest one), storage_options (fsspec's for the store, such as
             credentials), all fields of `ElasticConfig`, and the arguments of Horovod's `run_elastic` under their names.
 
     Raises:

@@ -76,7 +76,7 @@ class Options:
     prefix_output_with_timestamp: bool = False
     # Modules that are imported before a worker is warm; None: those that the function seems to need.
     preload: tuple[str, ...] | None = None
-    # Commits are made durable in the store under this name, and another call with it goes on from them.
+    # Commits are made durable in the store under this name, and another call with it continues from them.
     run_id: str | None = None
     store: str | None = None
     # fsspec's options for the store. They may hold credentials, and are neither shown nor stored.

@@ -1,6 +1,6 @@
 """The run loop of hand-written training: what `elastic.run` wraps around the user's function.
 
-A loss goes back to the last commit, a planned change goes on from the live values; in both cases everything that the
+A loss goes back to the last commit, a planned change continues from the live values; in both cases everything that the
 state holds belongs together (W3). The world alone decides which rank hands its state to which, so that every rank
 decides alike (W2). Training thread only.
 """

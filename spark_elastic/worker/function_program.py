@@ -1,6 +1,6 @@
 """A user's function as a program, called in the worker's main thread.
 
-A function that uses `elastic.run` is called once and goes on from world to world. Any other function is called again
+A function that uses `elastic.run` is called once and continues from world to world. Any other function is called again
 from its beginning, with fresh copies of its arguments, in each world after a loss; a planned change waits for its end.
 """
 

@@ -63,7 +63,7 @@ def test_p7_everything_is_killed_at_a_random_moment(tmp_path: Path, seed: int) -
         lambda task: launcher(task, room=workers),
         run=run,
     )
-    assert "goes on from checkpoint 000001-" in result.worlds[0].reason
+    assert "continues from checkpoint 000001-" in result.worlds[0].reason
     assert difference(ours, train_plain(job, store, manifest)) < 1e-9
     every_row_once_by_attempt(tmp_path / "ledger", job.epochs)
 
@@ -96,6 +96,6 @@ def test_p7_all_workers_are_killed_at_random_moments_and_the_driver_lives(tmp_pa
     for thread in struck:
         thread.join()
     assert len(struck) == len(steps)
-    assert any("goes on from checkpoint" in world.reason for world in result.worlds)
+    assert any("continues from checkpoint" in world.reason for world in result.worlds)
     assert difference(ours, train_plain(job, store, manifest)) < 1e-9
     every_row_once(ledger, job.epochs)

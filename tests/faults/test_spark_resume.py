@@ -88,7 +88,7 @@ def runs(store: str) -> None:
     assert_exact(results, STEPS)
     (position,) = {checkpoint.position.step for checkpoint in durable[:1]}
     assert results[0]["trained"] == list(range(position, STEPS))
-    (reason,) = [line for line in lines.getvalue().splitlines() if "goes on from" in line]
+    (reason,) = [line for line in lines.getvalue().splitlines() if "continues from" in line]
     sys.stdout.write(f"ended: {reason}\n")
 
 
@@ -124,4 +124,4 @@ def test_p7_a_killed_driver_of_spark_leaves_a_run_that_goes_on(
     assert second.returncode == 0
     last = said.splitlines()[-1]
     assert last.startswith("ended: "), said
-    assert "goes on from checkpoint 000001-" in last
+    assert "continues from checkpoint 000001-" in last

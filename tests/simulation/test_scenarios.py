@@ -122,7 +122,7 @@ def test_all_lost_begins_from_nothing_and_says_so() -> None:
 
 
 @pytest.mark.parametrize("kind", [FaultKind.KILL_WORKER, FaultKind.KILL_SLOT, FaultKind.KILL_HOST])
-def test_all_but_one_lost_goes_on_from_the_last(kind: FaultKind) -> None:
+def test_all_but_one_lost_continues_from_the_last(kind: FaultKind) -> None:
     for seed in SEEDS:
         report = simulate(
             scene(Fault(kind, Moment.EXCHANGE, nth=20, share=Share.ALL_BUT_ONE, target=1), seed=seed)

@@ -53,7 +53,7 @@ class SimRun:
         self._checkpoints = CheckpointStore(self._store, RUN)
 
     def open(self) -> None:
-        """A driver acquires the run, and goes on from the checkpoints that count."""
+        """A driver acquires the run, and continues from the checkpoints that count."""
         held = RunLease.acquire(self._store, RUN)
         self.checkpoint_invariants.opened(held.attempt)
         self.servers.append(self._make(held))

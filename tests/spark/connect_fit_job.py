@@ -45,7 +45,7 @@ class Coordinators(logging.Handler):
         text = record.getMessage()
         if "runs in a task, at " in text:
             self.addresses.append(text.rpartition(" ")[2])
-        if "will run in a task" in text or "goes on from" in text:
+        if "will run in a task" in text or "continues from" in text:
             self.told.append(text)
 
     def inject_fault(self, gate: Path) -> None:

@@ -44,7 +44,7 @@ def test_a_fit_lives_through_kills_with_its_client_within_reach_and_out_of_it(tm
     assert beside["piped"] == connect_fit_job.estimators.ROWS
     assert afar["coordinators"] == 2
     assert f"cannot reach the driver at {connect_fit_job.NOBODY}" in afar["told"][0]
-    assert afar["told"][1].endswith("the run goes on from its newest checkpoint")
+    assert afar["told"][1].endswith("the run continues from its newest checkpoint")
     assert "checkpoint" in afar["began"]
     assert afar["shown"] == connect_fit_job.estimators.ROWS
     assert (afar["exact"], afar["channels"]) == (True, [])

@@ -62,7 +62,7 @@ def test_p7_r19_a_cancelled_fit_goes_on_where_it_was(
     model = est.copy({est.num_workers: 2}).fit(df)
     first = model.summary.worlds[0]
     assert first.size == 2
-    assert "goes on from checkpoint" in first.reason
+    assert "continues from checkpoint" in first.reason
     assert len(model.history) == EPOCHS
     assert close_to(model, plain(df, EPOCHS, mse))
     assert not (tmp_path / "runs" / "mine" / "rows").exists()
@@ -95,6 +95,6 @@ def test_p7_a_fit_whose_time_is_up_goes_on_at_the_very_step(spark: SparkSession,
     (last,) = CheckpointStore(Store.open(str(tmp_path)), "mine").read_published()
     gate.touch()
     model = estimator(tmp_path, **given).fit(df)
-    assert f"goes on from checkpoint {last.name}" in model.summary.worlds[0].reason
+    assert f"continues from checkpoint {last.name}" in model.summary.worlds[0].reason
     assert close_to(model, plain(df, STEPS, mse))
     assert len(model.history) == STEPS

@@ -31,7 +31,7 @@ MARGIN = 5.0  # seconds added to driver_timeout, for clocks that differ and for 
 
 
 def break_world(tx: Transition, reason: str) -> None:
-    """Abort the world, at the first evidence only. Nothing breaks it after the job's result: R15 (end)."""
+    """Abort the running world. Further evidence has no effect, nor has any after the job's result: R15 (end)."""
     state = tx.state
     if state.stage is not Stage.RUNNING or state.timers.done_since is not None:
         return
@@ -46,10 +46,10 @@ def break_world(tx: Transition, reason: str) -> None:
 def evict(
     tx: Transition, worker: WorkerRecord, reason: str, kill: bool = False, unaccounted: bool = False
 ) -> None:
-    """A living worker is lost.
+    """Count a worker as lost, and break its world if it is a member.
 
     Args:
-        kill: it may be alive, and its slot shall end it.
+        kill: it may be alive; its slot kills it.
         unaccounted: see `EvictedWorker`.
     """
     state = tx.state
@@ -61,7 +61,7 @@ def evict(
     remove(tx, worker, EvictedWorker(reason, WorkerStatus.FAILURE, unaccounted, worker.took_part))
     state.launches.relaunch |= worker.rank is not None and not worker.draining
     if kill:
-        tx.emit(StopWorker(f"{title} is given up: {reason}", worker.worker, kill=True))
+        tx.emit(StopWorker(f"{title} is evicted: {reason}", worker.worker, kill=True))
     if worker.rank is not None and worker.worker not in state.current.results:
         break_world(tx, f"{title} is lost: {reason}")
 
@@ -77,7 +77,7 @@ def evict_externally_lost(
 
 
 def remove(tx: Transition, worker: WorkerRecord, evicted: EvictedWorker) -> None:
-    """Move a worker from the living to the evicted ones."""
+    """Move a worker's record from the living workers to the evicted ones."""
     state = tx.state
     state.workers.evict(worker.worker, evicted)
     state.connections.forget(worker.worker)
@@ -136,7 +136,7 @@ def on_connection_back(tx: Transition, event: on.ConnectionBack) -> None:
 
 
 def mark_seen(tx: Transition, worker: WorkerRecord) -> WorkerRecord:
-    """The worker spoke, over a connection that stands. Returns its renewed record."""
+    """Record that the worker sent a message over a working connection. Returns its renewed record."""
     _mark_mass_disconnect(tx)
     tx.state.connections.restore(worker.worker)
     return tx.state.workers.mark_seen(worker, tx.now)
@@ -152,11 +152,11 @@ def suspect(tx: Transition, suspects: tuple[WorkerId, ...]) -> None:
 
 
 def _check_connection(tx: Transition, name: WorkerId) -> None:
-    """Evict a worker if what is known of its broken connection suffices.
+    """Evict a worker whose connection is broken, if there is enough evidence.
 
-    If a peer saw it break, too: at once. If its slot's connection broke, too: once it is clear that not all connections
-    did. Otherwise after `reconnect_grace`. If all broke at once, the server lost them, and every worker has that grace
-    to come back before its connection counts.
+    A peer's report evicts it at once. A broken connection of its slot evicts it once it is clear that not all
+    connections broke. Without either it is evicted after `reconnect_grace`. If all connections broke at once, the
+    server lost them, and every worker has that time to reconnect.
     """
     state, connections = tx.state, tx.state.connections
     worker, since = state.workers.get(name), connections.disconnected.get(name)
@@ -198,9 +198,8 @@ def _is_mass_disconnect(tx: Transition) -> bool:
 
 
 def notice_pause(tx: Transition) -> None:
-    """Called before any event is answered. A scan that did not come for half a lease shows that the driver was paused.
-    It may still have to read what it was sent meanwhile, so what it reads first says nothing of the others: R12
-    (driver silence)."""
+    """Detect before each event that the driver was paused: no scan ran for half a lease. Messages that came meanwhile
+    are still unread, so the silence of the other slots proves nothing: R12 (driver silence)."""
     connections = tx.state.connections
     if tx.now - connections.last_scan > tx.state.limits.lease / 2:
         connections.driver_partitioned = tx.now
@@ -235,8 +234,8 @@ def scan(tx: Transition) -> None:
 
 
 def _evict_silent_slots(tx: Transition) -> None:
-    """Drop slots that must have ended themselves under R12 (driver silence). If Spark has started their task anew,
-    their launch goes on, and nothing else tells of their end. Slots with a worker stay."""
+    """Evict slots without a worker that must have ended themselves under R12 (driver silence). If Spark has started
+    their task again, their launch continues, and no event reports their end."""
     state = tx.state
     patience = state.limits.driver_timeout + MARGIN
     for slot in tuple(state.slots.values()):

@@ -39,8 +39,8 @@ WORKER_EXIT_CODES = (
 
 
 def record_failure(tx: Transition, failure: Failure, slot_at_fault: bool = True) -> None:
-    """Count a failure, end the job where it is deterministic or one too many, and let its slot cool down if that is at
-    fault. Failures of excluded slots do no harm and do not count."""
+    """Count a failure. It ends the job if it is deterministic or exceeds the budget; a slot at fault cools down.
+    Failures of excluded slots do not count."""
     state = tx.state
     name = slot_of(failure.worker)
     if name in state.slots.excluded:
@@ -116,14 +116,14 @@ def _count(tx: Transition, failure: Failure) -> None:
     if count > state.limits.failure_budget:
         tx.end(
             Outcome.FAILURE_BUDGET,
-            f"workers failed {count} times within {state.limits.failure_window:g} s and the job bears "
+            f"workers failed {count} times within {state.limits.failure_window:g} s and the job tolerates "
             f"{state.limits.failure_budget} (failure_budget); the last was worker {failure.worker}",
             failure.detail,
         )
 
 
 def _key(failure: Failure) -> Hashable:
-    """What members of one world raise is one failure, since the other exceptions may be consequences of the first."""
+    """Failures with one key count once: all exceptions in one world may be consequences of the first."""
     return failure.generation if failure.generation and failure.fingerprint else failure.worker
 
 
@@ -143,7 +143,7 @@ def _record_oom_kill(tx: Transition, detail: str) -> None:
 
 
 def _record_slot_failure(tx: Transition, slot: SlotId, host: HostId) -> None:
-    """A worker of that slot failed by its own doing: slot or host are not used for a while."""
+    """Blacklist the slot, or its host, for a while: a worker of the slot failed by its own fault."""
     state = tx.state
     slots = state.slots.on_host(host)
     discovered = dict(state.hosts.discovered or ()).get(host, 0)
@@ -163,7 +163,7 @@ def _record_slot_failure(tx: Transition, slot: SlotId, host: HostId) -> None:
 
 
 def _find_repeated_exception(state: DriverState, earlier: tuple[Failure, ...], new: Failure) -> str:
-    """Why the program and not a host must be to blame for this exception; "" if that is not certain."""
+    """Why this exception is the program's fault and not a host's; "" if that is not certain."""
     if not new.fingerprint:
         return ""
     if new.generation == 0:
@@ -182,7 +182,7 @@ def _find_repeated_exception(state: DriverState, earlier: tuple[Failure, ...], n
 
 
 def _find_exception_on_all_slots(state: DriverState) -> str:
-    """Every slot's worker raises before it is warm, and none ever got warm."""
+    """The sentence for a job whose workers have raised on every slot before any was warm; "" otherwise."""
     raised = [f for f in state.failures.records if f.generation == 0 and f.fingerprint]
     slots = {slot_of(f.worker) for f in raised}
     if state.world is None and not state.workers.waiting and len(raised) > 1 and slots >= set(state.slots):
@@ -264,7 +264,7 @@ def check_progress(tx: Transition, chosen: Collection[WorkerId], position: Posit
         or tx.now - history.no_progress_since < state.limits.driver_timeout
     ):
         return ""
-    how = "since one did not come back in time" if lost else "although nobody was lost"
+    how = "since one did not come back in time" if lost else "although no worker was lost"
     reason = current.break_reason
     reasons = [reason, *(stall for stall in current.stalled.values() if stall not in reason)]
     if current.stalled:
@@ -279,7 +279,7 @@ def check_progress(tx: Transition, chosen: Collection[WorkerId], position: Posit
 
 
 def resume_point(state: DriverState, position: Position | None) -> str:
-    """Where a world begins whose source stands at that position."""
+    """Where a world begins if its source is at that position."""
     if position is None and state.checkpoints:
         return f"checkpoint {state.checkpoints[0].name}"
     return format_position(position)

@@ -1,7 +1,11 @@
-"""Worlds: when the running one shall stop, who is in the next one, and when that one is published.
+"""Forms worlds: decides when the running world stops, which workers are in the next one, and when it is published.
 
-`settle` runs after every event. It is level-triggered: only the present state counts, never which event led to it. So
-nothing is lost when two changes come together.
+    GATHERING   no world and no survivor of one: `_gather` publishes one when enough newcomers are warm
+    RUNNING     `_check_running` announces planned changes; each member then leaves at the next step boundary
+    REGROUPING  the world broke or stopped: `_regroup` publishes the next when every member has left it or is evicted
+
+`settle` runs after every event. It is level-triggered: only the present state counts, never the event that led to it,
+so two changes at the same time cannot hide each other.
 """
 
 from __future__ import annotations
@@ -57,7 +61,7 @@ LAST_STATE_FACTOR = 10  # times regroup_timeout, while only a member that has no
 
 
 def settle(tx: Transition) -> None:
-    """Do whatever is due in the present state."""
+    """Take the next step that the present state allows: announce, publish a world, or end the job."""
     state = tx.state
     if state.stage is Stage.ENDED:
         return
@@ -83,12 +87,12 @@ def settle(tx: Transition) -> None:
 
 
 def short_timeout(tx: Transition) -> float:
-    """Seconds that something may take which runs no user code."""
+    """Seconds for something that runs no user code."""
     return min(SHORT_TIMEOUT, tx.state.limits.regroup_timeout)
 
 
 def _finish(tx: Transition) -> None:
-    """R15 (end): the results that make the job a success are in. Members that are about to finish get a moment."""
+    """R15 (end): end the job, which has the results that it needs. Other members get a moment to report theirs."""
     state = tx.state
     assert state.world is not None
     assert state.timers.done_since is not None
@@ -107,7 +111,7 @@ def _finish(tx: Transition) -> None:
 
 
 def check_max_runtime(tx: Transition) -> str:
-    """Why the job shall stop at its next boundary; "" while it has time."""
+    """Why the job must stop at its next boundary; "" while it has time."""
     timers, limit = tx.state.timers, tx.state.limits.max_runtime
     if timers.began is None:
         timers.began = tx.now
@@ -117,9 +121,9 @@ def check_max_runtime(tx: Transition) -> str:
 
 
 def _may_end(tx: Transition) -> bool:
-    """Once its time is up: whether all members have passed the last boundary, no survivor is left to save anything, or
-    the time for that is over, too. A world that broke, or may have stopped for another change, is followed by one that
-    is told."""
+    """Whether a job whose time is up can end: all members have passed the last boundary, or no survivor is left to save
+    anything, or the time for that is over, too. After a world that broke or stopped for another change, one more world
+    is formed, and the job's end is announced to it."""
     state = tx.state
     assert state.timers.began is not None
     assert state.limits.max_runtime is not None
@@ -140,7 +144,7 @@ def _may_end(tx: Transition) -> bool:
 
 
 def _check_running(tx: Transition, over_time: str) -> None:
-    """A world is published: it has stopped as planned, is late with stopping or forming, or shall be asked to stop."""
+    """Handle a published world: regroup if it has stopped, break it if it is late, announce a planned change."""
     state, timers = tx.state, tx.state.timers
     # Under max_runtime a last checkpoint is written before the members come.
     timeout = LAST_STOP_TIMEOUT if over_time else short_timeout(tx)
@@ -185,7 +189,7 @@ def _announce(tx: Transition, over_time: str) -> None:
     current.version = next_version(current.version, job_ends=bool(over_time))
     current.announced = True
     current.end_announced |= bool(over_time)
-    reason = f"world {state.generation} shall stop at its next step boundary: {why}"
+    reason = f"world {state.generation} is to stop at its next step boundary: {why}"
     tx.emit(Announce(reason, current.version))
 
 
@@ -217,7 +221,7 @@ def _format_change(joining: list[str], leaving: list[str]) -> str:
 
 
 def _regroup(tx: Transition) -> None:
-    """The world is over. The next one is formed once every member has come back or is lost."""
+    """Publish the next world once every member of the old one has left it or is evicted."""
     state = tx.state
     if state.workers.not_left and not _evict_late_members(tx):
         return
@@ -226,7 +230,7 @@ def _regroup(tx: Transition) -> None:
         state.timers.regroup_since = None
         begins = f"from checkpoint {state.checkpoints[0].name}" if state.checkpoints else "from nothing"
         state.current.break_reason = (
-            f"nobody of world {state.generation} is left, so training begins {begins}: "
+            f"no worker of world {state.generation} is left, so training begins {begins}: "
             f"{state.current.break_reason}"
         )
         return
@@ -239,7 +243,7 @@ def _regroup(tx: Transition) -> None:
 
 
 def _evict_late_members(tx: Transition) -> bool:
-    """Evict members that do not come to the regroup; False while they are still waited for."""
+    """Evict members that do not leave the old world in time; False while the driver still waits for them."""
     state = tx.state
     since, timeout = state.timers.regroup_since, state.limits.regroup_timeout
     waited = math.inf if since is None else tx.now - since
@@ -260,9 +264,9 @@ def _evict_late_members(tx: Transition) -> bool:
 
 
 def _waits_for_failed_rank(tx: Transition, size: int) -> bool:
-    """R15 (end): a rank of a job that needs all results has failed by its own fault, and the next world would end well
-    without that rank. The next worker of its slot is waited for, for a while, so that a failure of the program shows
-    itself: R13 (deterministic failures). Nothing waits in the middle of an elastic training, where more is to come."""
+    """Whether to wait for the next worker of a slot whose rank has failed by its own fault, in a job that needs all
+    results: R15 (end). Without that rank the next world would succeed and hide a failure of the program: R13
+    (deterministic failures). In the middle of an elastic training nothing waits, since a failure would come again."""
     state = tx.state
     assert state.world is not None
     if not state.limits.all_results or size >= min(state.world.size, state.limits.capacity):
@@ -278,7 +282,7 @@ def _waits_for_failed_rank(tx: Transition, size: int) -> bool:
 
 
 def _may_return(tx: Transition, name: SlotId, until: float) -> bool:
-    """Whether the slot lives and is out of its cooldown by then, so that its worker could be in the next world."""
+    """Whether the slot is alive and its cooldown ends by then, so that its worker could be in the next world."""
     slot = tx.state.slots.get(name)
     if slot is None:
         return False
@@ -287,8 +291,8 @@ def _may_return(tx: Transition, name: SlotId, until: float) -> bool:
 
 
 def _gather(tx: Transition) -> None:
-    """R16 (start): a first world at `num_workers`, or at `min_workers` once `gather_timeout` has passed since the first
-    newcomer came."""
+    """R16 (start): publish a first world of `num_workers`, or of at least `min_workers` once the first newcomer has
+    waited for `gather_timeout`."""
     state, timers = tx.state, tx.state.timers
     count = tx.count_newcomers()
     if count == 0:
@@ -337,7 +341,7 @@ def _end_if_all_blacklisted(tx: Transition, deadline: float) -> None:
 
 
 def _explain_missing_workers(tx: Transition, count: int) -> str:
-    """The sentence with which the job ends: who came, and what was still waited for."""
+    """The reason for which the job ends: how many workers came, and what the driver still waited for."""
     state, launches = tx.state, tx.state.launches
     hosts = sorted({slot.host for slot in state.slots.values()})
     silent = [str(n) for n, each in launches.items() if each.slots == 0 and n not in launches.delayed]
@@ -417,7 +421,7 @@ def _explain_world(
     change = _format_change(joining, [worker.worker for worker in leaving])
     why = "; ".join(part for part in (state.current.break_reason, change) if part) or "nothing changed"
     point = resume_point(state, position)
-    return f"world {state.generation} of {len(chosen)} workers goes on from {point}: {why}"
+    return f"world {state.generation} of {len(chosen)} workers continues from {point}: {why}"
 
 
 def _enter(tx: Transition, world: World, chosen: list[WorkerRecord]) -> None:
@@ -433,7 +437,7 @@ def _enter(tx: Transition, world: World, chosen: list[WorkerRecord]) -> None:
 
 
 def _dismiss(tx: Transition, worker: WorkerRecord) -> None:
-    """A drained member, once the world without it is published."""
+    """Release a drained member, once the world without it is published."""
     reason = f"worker {worker.worker} leaves: {worker.draining}"
     remove(tx, worker, EvictedWorker(reason, WorkerStatus.SUCCESS))
     tx.emit(StopWorker(reason, worker.worker))
@@ -447,8 +451,8 @@ def _dismiss(tx: Transition, worker: WorkerRecord) -> None:
 def choose_members(
     survivors: Sequence[WorkerRecord], newcomers: Sequence[WorkerRecord], limits: Limits
 ) -> list[WorkerRecord]:
-    """Members of the next world in order of rank. A survivor that drains stays on only as far as it is needed: as the
-    holder of the newest state, or to keep `min_workers`. A drain loses no state.
+    """Members of the next world in order of rank. A draining survivor stays a member only if it alone has the newest
+    state, or if there would be fewer than `min_workers` without it.
 
     Args:
         survivors: the previous world's living members in its rank order: R4 (survivors).
@@ -469,12 +473,12 @@ def choose_members(
 
 @dataclass(frozen=True)
 class RankAssignment:
-    """A worker that gets a rank."""
+    """A worker that becomes a member of the next world."""
 
     worker: WorkerId
     slot: SlotId
     host: HostId
-    position: Position | None  # of the state that it brings, None for a newcomer
+    position: Position | None  # of its state; None: a newcomer
 
 
 def assign_ranks(assignments: Sequence[RankAssignment]) -> tuple[Member, ...]:
@@ -507,7 +511,7 @@ def assign_ranks(assignments: Sequence[RankAssignment]) -> tuple[Member, ...]:
 
 
 def find_source(assignments: Sequence[RankAssignment]) -> int | None:
-    """R4 (survivors): the lowest rank among those at the highest position; None where no worker brings one."""
+    """R4 (survivors): the lowest rank among those at the highest position; None if no worker has a state."""
     positions = [each.position for each in assignments]
     highest = max((position for position in positions if position is not None), default=None)
     return None if highest is None else positions.index(highest)

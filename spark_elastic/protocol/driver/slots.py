@@ -78,7 +78,7 @@ def launch_now(tx: Transition) -> None:
 
 
 def relaunch(tx: Transition) -> None:
-    """A member was lost: ask again for all slots that were held back."""
+    """Launch all slots again that were held back, because a member was lost."""
     launches = tx.state.launches
     launches.relaunch = False
     count, launches.held_back = launches.held_back, 0
@@ -185,8 +185,8 @@ def release_idle(tx: Transition) -> None:
 
 
 def on_slots_wanted(tx: Transition, event: on.SlotsWanted) -> None:
-    """R17 (gathering): another job of the application needs slots, or trains on them. Slots that it has are in use, not
-    missing, so no time is counted."""
+    """R17 (gathering): give slots back if another job of the application needs them, and restart `start_timeout`: the
+    slots that this job lacks are in use, not missing."""
     state = tx.state
     if not state.lacks_slots:
         return
@@ -197,8 +197,8 @@ def on_slots_wanted(tx: Transition, event: on.SlotsWanted) -> None:
 
 
 def _preempt(tx: Transition, reason: str) -> None:
-    """Too few for a world: leave the slots to another job, with all attempts of their tasks, and ask again later. A
-    survivor that holds the newest state stays (P3)."""
+    """Give all slots back to another job and ask for them again later, since they are too few for a world. A survivor
+    with the newest state keeps its slot (P3)."""
     state = tx.state
     if state.stage is Stage.RUNNING or state.workers.not_left:
         return
@@ -206,9 +206,7 @@ def _preempt(tx: Transition, reason: str) -> None:
     survivors = tx.survivors()
     newest = newest_position(survivors)
     holders = [worker for worker in survivors if newest is not None and worker.position == newest]
-    holders.sort(
-        key=lambda worker: bool(worker.draining)
-    )  # preferably one that need not leave, else the first
+    holders.sort(key=lambda worker: bool(worker.draining))  # workers that do not drain come first
     # With all attempts of its task: R14 (duplicates).
     staying = state.slots[holders[0].slot].launch if holders else None
     for slot in tuple(state.slots.values()):
@@ -223,7 +221,7 @@ def _preempt(tx: Transition, reason: str) -> None:
 
 
 def newest_position(workers: Sequence[WorkerRecord]) -> Position | None:
-    """The highest position among them; None where none has one."""
+    """The highest position of the workers; None if no worker has one."""
     return max((worker.position for worker in workers if worker.position is not None), default=None)
 
 
@@ -269,10 +267,10 @@ def _refuse(tx: Transition, slot: SlotId, reason: str) -> None:
 
 
 def release_evicted(tx: Transition, slot: SlotId) -> None:
-    """A slot speaks that was given up: it shall end."""
+    """Tell an evicted slot that still sends messages to end."""
     reason = tx.state.slots.evicted.get(slot)
     if reason is not None:
-        tx.emit(ReleaseSlot(f"slot {slot} was given up: {reason}", slot))
+        tx.emit(ReleaseSlot(f"slot {slot} was evicted: {reason}", slot))
 
 
 def on_heartbeat(tx: Transition, event: Heartbeat) -> None:
@@ -285,7 +283,7 @@ def on_heartbeat(tx: Transition, event: Heartbeat) -> None:
     state.slots.put(slot)
     evicted = state.workers.evicted.get(event.worker)
     if evicted is not None:
-        tx.emit(StopWorker(f"worker {event.worker} was given up: {evicted.reason}", event.worker, kill=True))
+        tx.emit(StopWorker(f"worker {event.worker} was evicted: {evicted.reason}", event.worker, kill=True))
     elif event.worker:
         if event.worker not in state.workers:
             adopt_worker(tx, slot, event.worker)
@@ -360,7 +358,7 @@ def on_hosts_discovered(tx: Transition, event: on.HostsDiscovered) -> None:
 
 
 def admit_excluded(tx: Transition) -> None:
-    """Admit an excluded slot once nothing speaks against it, and send it back once no attempt beside it is admitted."""
+    """Admit excluded slots that may take part now, and give back the others."""
     state = tx.state
     for name in tuple(state.slots.excluded):
         slot = state.slots[name]
@@ -372,7 +370,7 @@ def admit_excluded(tx: Transition) -> None:
 
 
 def _explain_refusal(tx: Transition, slot: SlotRecord) -> str:
-    """Why a slot that comes up, or is excluded, cannot take part, "" if it can."""
+    """Why a new or excluded slot cannot take part, "" if it can."""
     state = tx.state
     if slot.unfit:
         return slot.unfit
@@ -467,7 +465,7 @@ def on_drain_requested(tx: Transition, event: on.DrainRequested) -> None:
 
 
 def _drain(tx: Transition, worker: WorkerRecord, reason: str, cause: DrainCause) -> None:
-    """A member shall leave at the next boundary. A cause that lasts replaces one that can be undone."""
+    """Make a member leave at the next boundary. A lasting cause replaces one that can be undone."""
     if not worker.draining or worker.drain_cause is DrainCause.NOT_DISCOVERED:
         tx.state.workers.put(replace(worker, draining=reason, drain_cause=cause))
 

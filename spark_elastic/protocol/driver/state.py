@@ -181,7 +181,7 @@ class SlotEnd(Enum):
     """How the driver knows that a slot task is gone."""
 
     OBSERVED = "it ended, and with it all that ran in it"
-    TOLD_TO_END = "it was told to end, or will be once it speaks"
+    TOLD_TO_END = "the driver told it to end, or will with its next message"
     EXECUTOR_LOST = "Spark says that its executor is lost, and may only have lost sight of it"
 
 
@@ -203,7 +203,7 @@ class Slots(_Living[SlotId, SlotRecord]):
         self.alive = self.alive.put(slot.slot, slot)
 
     def evict(self, slot: SlotRecord, reason: str) -> None:
-        """The slot is gone for good: its name is never used again."""
+        """Record that the slot is gone. Its name is never used again."""
         self.alive = self.alive.drop(slot.slot)
         self._by_host = _without(self._by_host, slot.host, slot.slot)
         self._by_launch = _without(self._by_launch, slot.launch, slot.slot)
@@ -265,7 +265,7 @@ class WorkerRecord:
     formed: bool = False  # it has built that world's group
     has_left: bool = False  # it has left that world at `position`, by a join or with a result
     position: Position | None = None
-    draining: str = ""  # why it shall leave, "" if it need not
+    draining: str = ""  # why it has to leave, "" if it stays
     drain_cause: DrainCause | None = None
     extra: bool = False  # as in its `SlotRecord`
 
@@ -309,7 +309,7 @@ class Workers(_Living[WorkerId, WorkerRecord]):
         return seen
 
     def evict(self, worker: WorkerId, evicted: EvictedWorker) -> None:
-        """The worker is gone for good, whether it has been alive or not: its name is never used again."""
+        """Record that the worker is gone, whether it was alive or not. Its name is never used again."""
         before = self.alive.get(worker)
         if before is not None:
             self._count(before, None)
@@ -507,7 +507,7 @@ class Stage(Enum):
 
 @dataclass
 class CurrentWorld(Part):
-    """The newest world, what was announced to it, and how it fares."""
+    """The newest world, the changes announced to it, and its condition."""
 
     world: World | None = None
     generation: int = 0
@@ -554,7 +554,7 @@ class Timers(Part):
 
 @dataclass
 class DriverState(Part):
-    """What the driver knows of a job. Times are monotonic seconds, in the sense of `Event.now`."""
+    """Everything that the driver knows about a job. Times are monotonic seconds, in the sense of `Event.now`."""
 
     limits: Limits
     attempt: int
@@ -599,7 +599,7 @@ class DriverState(Part):
         return copied
 
     def is_same(self, other: DriverState) -> bool:
-        """Whether the machine will answer as if the events between the two had not been."""
+        """Whether no value differs, so that the events between the two states had no effect."""
         mine, others = self.__dict__, other.__dict__
         return all(mine[name] is others[name] for name in VALUES) and all(
             mine[name].is_same(others[name]) for name in PARTS
@@ -655,14 +655,14 @@ class Transition:
         return sorted(usable, key=lambda worker: (worker.extra, worker.arrival))
 
     def count_newcomers(self) -> int:
-        """How many `newcomers` has; without a look at each where all may enter."""
+        """The number of `newcomers`, computed without the list if every waiting worker may enter."""
         state = self.state
         if state.blacklist or state.slots.excluded:
             return len(self.newcomers())
         return len(state.workers.waiting)
 
     def describe(self, worker: WorkerRecord) -> str:
-        """How sentences name a worker."""
+        """The worker's name with its place, for messages."""
         place = f"rank {worker.rank} of world {self.state.generation}, " if worker.rank is not None else ""
         return f"worker {worker.worker} ({place}host {worker.host})"
 

@@ -49,7 +49,7 @@ def _find_worker(
     evicted, slot = state.workers.evicted.get(name), state.slots.get(slot_name)
     worker = state.workers.get(name)
     if evicted is not None:
-        tx.emit(StopWorker(f"worker {name} was given up: {evicted.reason}", name))
+        tx.emit(StopWorker(f"worker {name} was evicted: {evicted.reason}", name))
         return None
     if worker is None and slot is None:
         tx.emit(StopWorker(f"worker {name} is of slot {slot_name}, which is not of this job", name))
@@ -120,7 +120,7 @@ def on_worker_done(tx: Transition, event: WorkerDone) -> None:
     if worker is None:
         evicted = state.workers.evicted.get(event.worker)
         why = evicted.reason if evicted is not None else "it is not of this job"
-        tx.emit(StopWorker(f"worker {event.worker} is done but was given up: {why}", event.worker))
+        tx.emit(StopWorker(f"worker {event.worker} is done but was evicted: {why}", event.worker))
         return
     worker = mark_seen(tx, worker)
     if worker.rank is None or event.fence != state.fence or worker.has_left:

@@ -150,4 +150,4 @@ def test_p7_every_kind_of_column_when_all_workers_are_killed(tmp_path: Path, fau
             fault(kill, launcher, slot)
 
     worlds = trained(replace(JOB, checkpoint_steps=3), tmp_path, inject_fault).worlds
-    assert any("goes on from checkpoint" in world.reason for world in worlds)
+    assert any("continues from checkpoint" in world.reason for world in worlds)

@@ -106,7 +106,7 @@ def test_p1_p2_p3_p4_with_two_kills(tmp_path: Path, fault: Fault) -> None:
 
 
 @pytest.mark.scenario("G5")
-def test_p7_all_workers_are_lost_and_training_goes_on_from_the_last_checkpoint(
+def test_p7_all_workers_are_lost_and_training_continues_from_the_last_checkpoint(
     tmp_path: Path, fault: Fault
 ) -> None:
     killed: list[int] = []
@@ -120,7 +120,7 @@ def test_p7_all_workers_are_lost_and_training_goes_on_from_the_last_checkpoint(
     job = replace(JOBS["two outputs"], checkpoint_steps=3, callbacks=(Watches(),))
     data, result = train(job, tmp_path, {"epoch 1": inject_fault})
     assert len(killed) == 3
-    assert [w for w in result.worlds if "goes on from checkpoint" in w.reason], (
+    assert [w for w in result.worlds if "continues from checkpoint" in w.reason], (
         "nobody began from a checkpoint"
     )
     assert difference(weights_of(data[0]), plain(job, *data)[0]) < 1e-9

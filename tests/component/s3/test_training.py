@@ -31,7 +31,7 @@ from tests.patience import until
 pytestmark = [pytest.mark.native, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
 
-def test_p7_all_workers_are_lost_and_training_goes_on_from_the_bucket(store: Store, tmp_path: Path) -> None:
+def test_p7_all_workers_are_lost_and_training_continues_from_the_bucket(store: Store, tmp_path: Path) -> None:
     here, manifest = make_data(tmp_path)
     for name in ("rows/part.parquet", "manifest.json"):
         store.write_bytes(name, here.read_bytes(name))
@@ -58,6 +58,6 @@ def test_p7_all_workers_are_lost_and_training_goes_on_from_the_bucket(store: Sto
     with inject_faults(tmp_path / "faults", {"epoch 1": inject_fault}):
         run = RunLease.acquire(store, RUN)
         ours, result = train_elastic(job, store, manifest, str(ledger), Follower(), make, run=run)
-    assert any("goes on from checkpoint" in world.reason for world in result.worlds)
+    assert any("continues from checkpoint" in world.reason for world in result.worlds)
     assert difference(ours, train_plain(job, here, manifest)) < 1e-9
     assert len(CheckpointStore(store, RUN).read_published()) == 3

@@ -143,7 +143,7 @@ def test_p7_every_kind_of_column_when_the_driver_is_killed(reader: str, tmp_path
     ours, result = train_elastic(
         job, store, manifest, str(ledger), Follower(), lambda task: launcher(task, room=2), run=run
     )
-    assert "goes on from checkpoint" in result.worlds[0].reason
+    assert "continues from checkpoint" in result.worlds[0].reason
     assert ledger_of(by_attempt(ledger)) == {(epoch, row): 1 for epoch in range(2) for row in range(ROWS)}
     assert difference(ours, plain(make_job(reader).model, store, manifest, job.plan(manifest), 2)) < 1e-9
 

@@ -198,7 +198,7 @@ def breaks_in_vain() -> None:
 
 
 def test_r13_worlds_that_break_where_they_stand_end_the_job_with_the_workers_reason() -> None:
-    expected = r"worlds in a row.* step 1 although nobody was lost.* it broke for the test"
+    expected = r"worlds in a row.* step 1 although no worker was lost.* it broke for the test"
     with pytest.raises(WorkerFailed, match=expected):
         Run(breaks_in_vain, room=2, num_workers=2, driver_timeout=10.0).results()
 

@@ -74,8 +74,8 @@ def test_p7_driver_and_then_all_workers_are_killed(tmp_path: Path, fault: Fault)
     results = again.results()
     assert len(killed) == 2
     assert_exact(results, steps)
-    assert f"goes on from checkpoint 000001-000001-00000-0-{step:08d}" in again.lines.getvalue()
-    assert "goes on from checkpoint 000002-" in again.lines.getvalue()
+    assert f"continues from checkpoint 000001-000001-00000-0-{step:08d}" in again.lines.getvalue()
+    assert "continues from checkpoint 000002-" in again.lines.getvalue()
     assert results[0]["trained"][-1] == steps - 1
     assert newest_step(tmp_path) == steps, "the end is not durable"
 

@@ -40,7 +40,7 @@ def data(tmp_path: Path) -> tuple[Store, Manifest]:
 
 
 @pytest.mark.scenario("G5", "S7")
-def test_p7_all_workers_are_lost_and_training_goes_on_from_the_last_checkpoint(
+def test_p7_all_workers_are_lost_and_training_continues_from_the_last_checkpoint(
     data: tuple[Store, Manifest], tmp_path: Path, fault: Fault
 ) -> None:
     job, (store, manifest) = make_job(), data
@@ -60,7 +60,7 @@ def test_p7_all_workers_are_lost_and_training_goes_on_from_the_last_checkpoint(
     ledger, run = tmp_path / "ledger", RunLease.acquire(store, RUN)
     with inject_faults(tmp_path / "faults", {"epoch 1": inject_fault}):
         ours, result = train_elastic(job, store, manifest, str(ledger), Follower(), make, run=run)
-    again = [world for world in result.worlds if "goes on from checkpoint" in world.reason]
+    again = [world for world in result.worlds if "continues from checkpoint" in world.reason]
     assert len(killed) == 3
     assert len(again) == 1, "nobody began from a checkpoint"
     assert "00001-0-" in again[0].reason, "not from the epoch in which all were lost"
@@ -107,7 +107,7 @@ def test_p7_the_driver_is_killed_and_another_goes_on_with_fewer_workers(
         fewer, store, manifest, str(ledger), Follower(), lambda task: launcher(task, room=2), run=run
     )
     assert run.attempt == 2
-    assert "goes on from checkpoint 000001-" in result.worlds[0].reason
+    assert "continues from checkpoint 000001-" in result.worlds[0].reason
     assert first.returncode == -signal.SIGKILL
     assert difference(ours, train_plain(job, store, manifest)) < 1e-9
     every_row_once_by_attempt(ledger, job.epochs)

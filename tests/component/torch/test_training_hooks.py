@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.native, pytest.mark.timeout(180)]
 
 @pytest.mark.parametrize("lost", [pytest.param("one", marks=pytest.mark.faults), "all"])
 def test_p2_p7_hooks_have_the_state_of_an_undisturbed_run(lost: str, tmp_path: Path, fault: Fault) -> None:
-    """One worker is lost in training and one in validation; or all, and training goes on from a checkpoint."""
+    """One worker is lost in training and one in validation; or all, and training continues from a checkpoint."""
     (store, manifest), job = make_data(tmp_path), make_job()
     made: list[ProcessLauncher] = []
 

@@ -130,7 +130,7 @@ def test_fewer_than_min_workers_wait_for_another_worker_and_continue(fault: Faul
     job.at_step(10, inject_fault)
     result = job.run(min_workers=3)
     assert sizes(result) == [3, 3]
-    assert "goes on from epoch 0, train, step" in result.worlds[1].reason
+    assert "continues from epoch 0, train, step" in result.worlds[1].reason
 
 
 @pytest.mark.scenario("G9")

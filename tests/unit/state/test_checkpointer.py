@@ -1,4 +1,4 @@
-"""Commits of hand-written loops that outlive all workers: which are written, and who goes on from them (P7)."""
+"""Commits of hand-written loops that outlive all workers: which are written, and who continues from them (P7)."""
 
 from __future__ import annotations
 

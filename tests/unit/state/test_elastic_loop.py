@@ -265,7 +265,7 @@ def test_what_no_other_world_could_mend_is_raised() -> None:
         Stage(1).play(work)
 
 
-def test_a_second_call_of_the_users_function_goes_on_from_the_state_of_the_first() -> None:
+def test_a_second_call_of_the_users_function_continues_from_the_state_of_the_first() -> None:
     seen: list[int] = []
 
     def work(session: StageSession) -> int:

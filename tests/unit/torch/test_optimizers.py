@@ -29,7 +29,7 @@ def test_each_groups_rate_is_multiplied(rate: float | None, expected: list[float
     assert schedules == ()
 
 
-def test_a_schedule_made_beforehand_goes_on_from_the_multiplied_rates() -> None:
+def test_a_schedule_made_beforehand_continues_from_the_multiplied_rates() -> None:
     optimizer = sgd(net().parameters())
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
     model: Any = SimpleNamespace(configure_optimizers=lambda: ([optimizer], [schedule]))

@@ -59,7 +59,7 @@ def test_r18_a_world_without_survivors_begins_from_the_newest() -> None:
     world = bench.all(Publish)[-1].world
     assert [each.position.step for each in world.resume] == [6, 3]
     assert (world.source, world.position, world.receivers) == (0, None, (0, 1, 2, 3))
-    assert "goes on from checkpoint 1-1-6" in world.reason
+    assert "continues from checkpoint 1-1-6" in world.reason
 
 
 def test_r18_a_driver_that_opens_a_run_begins_from_its_newest() -> None:
