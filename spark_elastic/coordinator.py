@@ -164,7 +164,7 @@ class Coordinator:
             check_host=self.check_host,
             run=None if self.run is None else RunLease(self.end.store, *self.run),
             key=self.end.key,
-            turn=_RemoteTurn(channel),
+            scheduler=_RemoteScheduler(channel),
         )
         listener = _ForwardingListener(channel)
         try:
@@ -217,8 +217,8 @@ class _ForwardingListener(JobListener):
 
 
 @dataclass(frozen=True)
-class _RemoteTurn:
-    """The turn of the job to gather slots: the client has it, and other jobs of its application."""
+class _RemoteScheduler:
+    """Passes calls to the scheduler of the client, where the other jobs of the application are."""
 
     channel: StoreChannel
 
@@ -261,7 +261,7 @@ class CoordinatorClient:
         end: ChannelEnd,
         spec: SlotSpec,
         launcher: Launcher,
-        turn: GangScheduler,
+        scheduler: GangScheduler,
         listener: JobListener,
         clock: Clock,
     ) -> None:
@@ -271,7 +271,7 @@ class CoordinatorClient:
         """
         self._spec = spec
         self._launcher = launcher
-        self._turn = turn
+        self._scheduler = scheduler
         self._listener = listener
         self._clock = clock
         self._channel = StoreChannel(end, COORDINATOR_MESSAGES, self._on_message, clock)
@@ -311,7 +311,7 @@ class CoordinatorClient:
         task = threading.Thread(target=lambda: losses.append(run_task()), name="coordinator", daemon=True)
         task.start()
         self._channel.start()
-        self._turn.start(self._forward)
+        self._scheduler.start(self._forward)
         try:
             while not self._ended.wait(LOOK_EVERY) and task.is_alive():
                 if not self._begun and self._clock.now() - self._waits_since > config.start_timeout:
@@ -326,14 +326,14 @@ class CoordinatorClient:
             self._channel.send(CancelRequested(self._clock.now(), "the caller was interrupted"))
             raise
         finally:
-            self._turn.close()
+            self._scheduler.close()
             self._channel.close(CLOSE_WAIT)  # also reads the last messages of a task that has just ended
             left = self._launcher.close(CLOSE_WAIT)
             if left:
                 log.warning("still running at Spark: %s", ", ".join(left))
 
     def _forward(self, event: DriverEvent) -> None:
-        """Send an event of the launcher or of the turn to the coordinator."""
+        """Send an event of the launcher or of the scheduler to the coordinator."""
         if isinstance(event, SlotsWanted):
             self._waits_since = event.now
         if isinstance(event, LaunchEnded | SlotsWanted):
@@ -356,9 +356,9 @@ class CoordinatorClient:
             case WorldStarted(size, reason):
                 submit(partial(listener.on_world, size, reason))
             case SlotsGathered():
-                self._turn.finish_gathering()
+                self._scheduler.finish_gathering()
             case SlotsLacking(lacking):
-                self._turn.report_shortage(lacking)
+                self._scheduler.report_shortage(lacking)
             case UserNotified(text):
                 submit(partial(listener.on_message, text))
             case RecordLogged(entry):

@@ -161,11 +161,11 @@ class CommandExecutor:
         match command:
             case do.LaunchSlot(_, job):
                 self._launcher.launch(job)
-            case do.Publish(_, world):
+            case do.PublishWorld(_, world):
                 self._server.publish(world)
-            case do.Abort(reason, fence):
+            case do.AbortWorld(reason, fence):
                 self._server.abort(fence, reason)
-            case do.Announce(reason, version):
+            case do.AnnounceChange(reason, version):
                 self._server.announce(version, reason)
             case do.StopWorker(reason, worker, kill):
                 self._server.stop_worker(worker, reason, kill)

@@ -67,8 +67,8 @@ class LaunchResult:
     report: JobReport = field(default_factory=JobReport)
 
 
-class SlotTurn(Protocol):
-    """The job's turn to gather slots, among the jobs of its application. Called by the driver's thread."""
+class SlotScheduler(Protocol):
+    """Schedules the slots of the jobs of one application; the driver's thread reports this job's needs to it."""
 
     def finish_gathering(self) -> None:
         """The job has a world. Called for each world."""
@@ -96,7 +96,7 @@ class DriverOptions:
     # The job's key, if others know it already; None: a new one.
     key: bytes | None = field(default=None, repr=False)
     # None: no other job competes for slots.
-    turn: SlotTurn | None = None
+    scheduler: SlotScheduler | None = None
 
 
 def supervise(
@@ -114,7 +114,7 @@ def supervise(
         JobFailed: with its subclasses.
         JobCancelled: the user or Spark ended the job.
     """
-    clock, run, turn = SystemClock(), options.run, options.turn
+    clock, run, scheduler = SystemClock(), options.run, options.scheduler
     discovery = build_discovery(discovery, config.host_discovery, config.handle, clock)
     events: EventQueue = EventQueue()
 
@@ -122,7 +122,7 @@ def supervise(
     pace = partial(heartbeat_interval, limits.lease)
     store_log = _create_store_log(run, config, clock)
     observers = [StallDetector(events.put, config.stall_after, pace), *([store_log] if store_log else [])]
-    hooks = () if turn is None else (turn.finish_gathering, turn.report_shortage)
+    hooks = () if scheduler is None else (scheduler.finish_gathering, scheduler.report_shortage)
     monitor = JobMonitor(listener or JobListener(), clock, observers, *hooks)
     journal = Journal(config.journal, monitor.on_transition)
     status = StatusApp(build_status_pages(monitor.history, name), clock) if config.status_page else None

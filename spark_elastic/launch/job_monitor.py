@@ -10,7 +10,7 @@ from spark_elastic.monitoring.job_history import JobHistory
 from spark_elastic.monitoring.listener import AsyncNotifier, JobListener
 from spark_elastic.monitoring.log_forwarding import ANNOUNCED
 from spark_elastic.monitoring.report import WorldChange, WorldSpan
-from spark_elastic.protocol.commands import Abort, DriverCommand, NotifyUser, Publish
+from spark_elastic.protocol.commands import AbortWorld, DriverCommand, NotifyUser, PublishWorld
 from spark_elastic.protocol.driver.stall import find_stalls
 from spark_elastic.protocol.driver.state import DriverState
 from spark_elastic.protocol.events import DriverEvent, Received, WorkerStalled
@@ -56,9 +56,9 @@ class StallDetector(JobListener):
         self, event: DriverEvent, commands: Sequence[DriverCommand], state: DriverState | None
     ) -> None:
         for command in commands:
-            if isinstance(command, Publish):
+            if isinstance(command, PublishWorld):
                 self._world, self._world_since, self._world_over_since = command.world, event.now, None
-            elif isinstance(command, Abort):
+            elif isinstance(command, AbortWorld):
                 self._world_over_since = event.now
         if isinstance(event, Received) and isinstance(event.message, Heartbeat):
             self._heartbeats[event.message.slot] = event.now, event.message
@@ -127,9 +127,9 @@ class JobMonitor:
         self._observe(lambda observer: observer.on_transition(event, commands, state))
         for command in commands:
             match command:
-                case Publish(_, world):
+                case PublishWorld(_, world):
                     self._world_published(world)
-                case Abort(reason):
+                case AbortWorld(reason):
                     log.info("%s", reason)
                 case NotifyUser(reason):
                     self.announce(reason)

@@ -152,9 +152,9 @@ class JobHistory(JobListener):
 
     def _add_command(self, at: float, command: do.DriverCommand) -> None:
         match command:
-            case do.Publish(_, world):
+            case do.PublishWorld(_, world):
                 self._add_world(at, world)
-            case do.Abort():
+            case do.AbortWorld():
                 # No world was complete yet, or some workers had finished.
                 if self._phase in ("start", "closing"):
                     self._switch_phase(at, "recovery")

@@ -73,8 +73,8 @@ class ClassicPlatform(SparkPlatform):
     def _make_launcher(self, make_task: MakeTask, profile: ResourceProfile | None) -> SparkLauncher:
         return SparkLauncher(self._get_application(), make_task, self._clock, profile)
 
-    def _discover(self, turn: GangScheduler) -> Discovery:
-        return CombinedDiscovery(ExecutorWatch(self._get_application(), self._clock), turn)
+    def _discover(self, scheduler: GangScheduler) -> Discovery:
+        return CombinedDiscovery(ExecutorWatch(self._get_application(), self._clock), scheduler)
 
     def _ship_package(self) -> None:
         if self._config.ship:

@@ -85,20 +85,20 @@ class ConnectPlatform(SparkPlatform):
     def _make_launcher(self, make_task: MakeTask, profile: ResourceProfile | None) -> connect.ConnectLauncher:
         return connect.ConnectLauncher(self._spark, make_task, self._clock, profile)
 
-    def _discover(self, turn: GangScheduler) -> Discovery:
-        return turn  # the session does not tell which executors there are
+    def _discover(self, scheduler: GangScheduler) -> Discovery:
+        return scheduler  # the session does not tell which executors there are
 
     def _drive(
         self,
         job: JobSpec,
         launcher: ThreadPerSlotLauncher,
-        turn: GangScheduler,
+        scheduler: GangScheduler,
         settings: Mapping[str, str],
         listener: JobListener | None,
     ) -> LaunchResult:
         store, run = self._coordinator_store, job.run
         if store is None:
-            return super()._drive(job, launcher, turn, settings, listener)
+            return super()._drive(job, launcher, scheduler, settings, listener)
         assert isinstance(launcher, connect.ConnectLauncher)
         folder, key = f"channels/{uuid.uuid4().hex}", secrets.token_bytes(32)
         own, other = coordinator.CLIENT, coordinator.COORDINATOR
@@ -118,7 +118,7 @@ class ConnectPlatform(SparkPlatform):
             ChannelEnd(store, folder, key, own, other),
             spec,
             launcher,
-            turn,
+            scheduler,
             listener or JobListener(),
             self._clock,
         )

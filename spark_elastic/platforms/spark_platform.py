@@ -80,7 +80,7 @@ class SparkPlatform(ABC):
         """A launcher over the session."""
 
     @abstractmethod
-    def _discover(self, turn: GangScheduler) -> Discovery:
+    def _discover(self, scheduler: GangScheduler) -> Discovery:
         """The discovery that posts changes of hosts, and of the gathering job, to the driver."""
 
     # ---- what is the same
@@ -100,15 +100,17 @@ class SparkPlatform(ABC):
             launcher = self._make_launcher(
                 lambda spec: SlotTask(job.complete(spec), program, memory), profile
             )
-            turn = GangScheduler(get_job_queue(self._get_application()), job.name, job.limits, self._clock)
-            with turn.alive_lock, turn:
-                return self._drive(job, launcher, turn, settings, listener)
+            scheduler = GangScheduler(
+                get_job_queue(self._get_application()), job.name, job.limits, self._clock
+            )
+            with scheduler.alive_lock, scheduler:
+                return self._drive(job, launcher, scheduler, settings, listener)
 
     def _drive(
         self,
         job: JobSpec,
         launcher: ThreadPerSlotLauncher,
-        turn: GangScheduler,
+        scheduler: GangScheduler,
         settings: Mapping[str, str],
         listener: JobListener | None,
     ) -> LaunchResult:
@@ -120,7 +122,7 @@ class SparkPlatform(ABC):
             encrypted=is_ssl_enabled(settings),
             check_host=make_version_check(collect_host_facts(), job.needs),
             run=job.run,
-            turn=turn,
+            scheduler=scheduler,
         )
-        discovery = self._discover(turn)
+        discovery = self._discover(scheduler)
         return supervise(launcher, discovery, options, job.limits, self._config, job.name, listener)

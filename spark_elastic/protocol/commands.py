@@ -25,7 +25,7 @@ class LaunchSlot(Command):
 
 
 @dataclass(frozen=True)
-class Publish(Command):
+class PublishWorld(Command):
     """A new world: answer the joins (and results) of its members with it and open its address exchange.
 
     A member that asks with an older fence gets it too, however late: an answer may have been lost, and the driver
@@ -36,14 +36,14 @@ class Publish(Command):
 
 
 @dataclass(frozen=True)
-class Abort(Command):
+class AbortWorld(Command):
     """That generation is over: tell every member, close its address exchange."""
 
     fence: Fence
 
 
 @dataclass(frozen=True)
-class Announce(Command):
+class AnnounceChange(Command):
     """A planned change is wanted: workers put `version` into their step summaries and stop at a common boundary."""
 
     version: int  # of the membership; higher than the world's
@@ -98,7 +98,15 @@ class End(Command):
 
 
 DriverCommand: TypeAlias = (
-    LaunchSlot | Publish | Abort | Announce | StopWorker | ReleaseSlot | PublishCheckpoint | NotifyUser | End
+    LaunchSlot
+    | PublishWorld
+    | AbortWorld
+    | AnnounceChange
+    | StopWorker
+    | ReleaseSlot
+    | PublishCheckpoint
+    | NotifyUser
+    | End
 )
 
 

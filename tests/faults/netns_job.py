@@ -32,7 +32,7 @@ from spark_elastic.launch.job import LaunchResult  # noqa: E402
 from spark_elastic.monitoring.listener import JobListener  # noqa: E402
 from spark_elastic.platforms import JobSpec  # noqa: E402
 from spark_elastic.platforms.classic import ClassicPlatform  # noqa: E402
-from spark_elastic.protocol.commands import Abort, Publish  # noqa: E402
+from spark_elastic.protocol.commands import AbortWorld, PublishWorld  # noqa: E402
 from tests.spark.cluster import quiet_session  # noqa: E402
 
 
@@ -46,9 +46,9 @@ class Teller(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         command = record.args[0] if isinstance(record.args, tuple) and record.args else record.args
-        if isinstance(command, Publish):
+        if isinstance(command, PublishWorld):
             say(world=command.world.size)
-        elif isinstance(command, Abort):
+        elif isinstance(command, AbortWorld):
             say(lost=command.reason)
 
 

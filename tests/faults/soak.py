@@ -66,9 +66,9 @@ class Commands(logging.Handler):
             if not isinstance(record.args, tuple)
             else type(record.args[0]).__name__
         )
-        if command == "Abort":
+        if command == "AbortWorld":
             self.aborts.append(record.created)
-        elif command == "Publish":
+        elif command == "PublishWorld":
             self.worlds.append(record.created)
 
 

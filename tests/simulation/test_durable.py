@@ -88,7 +88,7 @@ def _with_resume(state: DriverState, event: on.DriverEvent, step: int) -> tuple[
     after, commands = driver_machine.step(state, event)
     changed: list[do.DriverCommand] = []
     for command in commands:
-        if isinstance(command, do.Publish) and command.world.resume:
+        if isinstance(command, do.PublishWorld) and command.world.resume:
             resume = command.world.resume[::step] if step else ()
             world = replace(command.world, resume=resume, source=0 if resume else None)
             command = replace(command, world=world)

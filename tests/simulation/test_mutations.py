@@ -38,20 +38,20 @@ def _rewriting(change: Callable[[do.DriverCommand], do.DriverCommand | None]) ->
 
 
 def _newcomer_as_source(command: do.DriverCommand) -> do.DriverCommand:
-    if isinstance(command, do.Publish) and command.world.source is not None:
+    if isinstance(command, do.PublishWorld) and command.world.source is not None:
         return replace(command, world=replace(command.world, source=command.world.size - 1))
     return command
 
 
 def _newcomers_first(command: do.DriverCommand) -> do.DriverCommand:
-    if isinstance(command, do.Publish):
+    if isinstance(command, do.PublishWorld):
         turned = tuple(replace(m, rank=r) for r, m in enumerate(reversed(command.world.members)))
         return replace(command, world=replace(command.world, members=turned))
     return command
 
 
 def _without_aborts(command: do.DriverCommand) -> do.DriverCommand | None:
-    return None if isinstance(command, do.Abort) else command
+    return None if isinstance(command, do.AbortWorld) else command
 
 
 def _impatient(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, Commands]:

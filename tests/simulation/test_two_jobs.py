@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from spark_elastic.driver.gang_scheduler import GangScheduler, JobQueue
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import Abort, End, LaunchSlot, Outcome, Publish, ReleaseSlot
+from spark_elastic.protocol.commands import AbortWorld, End, LaunchSlot, Outcome, PublishWorld, ReleaseSlot
 from spark_elastic.protocol.messages import DriverMessage, Heartbeat, JoinWorld, RegisterSlot, WorkerStarted
 from spark_elastic.protocol.types import Limits
 from spark_elastic.testing.fakes import FakeClock
@@ -61,10 +61,10 @@ class Job(Bench):
                     self.cores.queue.append((self, number))
                 case ReleaseSlot(_, slot):
                     self._ends(int(slot.partition("-")[0]))
-                case Publish():
+                case PublishWorld():
                     self.scheduler.finish_gathering()
                     self.form()
-                case Abort():
+                case AbortWorld():
                     for member in self.world.members:
                         if member.worker in self.state.workers and member.slot != self.late:
                             self.post(JoinWorld(member.worker, self.fence, at(self.step)))
@@ -125,13 +125,13 @@ def test_r17_of_two_jobs_that_are_short_after_one_loss_the_first_goes_on_and_the
     first.loses(1)
     second.loses(1)  # the same host
     _pass(30.0, clock, cores, first, second)
-    assert (len(first.all(Publish)), first.world.size, first.world.position) == (2, 3, at(7))
-    assert len(second.all(Publish)) == 1
+    assert (len(first.all(PublishWorld)), first.world.size, first.world.position) == (2, 3, at(7))
+    assert len(second.all(PublishWorld)) == 1
     _pass(2 * LIMITS.start_timeout, clock, cores, first, second)
     assert not second.all(End), "the slots are taken, not missing"
     first.post(on.CancelRequested(0, "it is done"))
     _pass(40.0, clock, cores, second)
-    assert (len(second.all(Publish)), second.world.size, second.world.position) == (2, 3, at(7))
+    assert (len(second.all(PublishWorld)), second.world.size, second.world.position) == (2, 3, at(7))
 
 
 def test_r17_where_even_that_is_not_enough_the_first_ends_with_a_sentence_and_the_second_goes_on() -> None:
@@ -144,7 +144,7 @@ def test_r17_where_even_that_is_not_enough_the_first_ends_with_a_sentence_and_th
     assert len(second.running) == 1
     _pass(60.0, clock, cores, first, second)
     assert first.end.outcome is Outcome.NOT_ENOUGH_WORKERS
-    assert (len(second.all(Publish)), second.world.position) == (2, at(7))
+    assert (len(second.all(PublishWorld)), second.world.position) == (2, at(7))
 
 
 def test_r17_nothing_is_given_back_to_a_job_that_has_its_slots_and_waits_for_a_late_member() -> None:
@@ -154,6 +154,6 @@ def test_r17_nothing_is_given_back_to_a_job_that_has_its_slots_and_waits_for_a_l
     first.post(JoinWorld(member.worker, first.fence, at(7), reason="its peer is silent"))
     second.loses(1)
     _pass(3 * LIMITS.gather_timeout, clock, cores, first, second)
-    assert len(first.all(Publish)) == 1
+    assert len(first.all(PublishWorld)) == 1
     assert first.state.workers.not_left == 1
     assert not second.all(ReleaseSlot), "its survivors stay warm for a new host"

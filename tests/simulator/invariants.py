@@ -90,12 +90,12 @@ class DriverInvariants:
             self.event_log.command(command)
             self._require(bool(command.reason), "a command without a reason")
             self._check_command(command, before, after)
-            if isinstance(command, do.Publish) and event is not None:
+            if isinstance(command, do.PublishWorld) and event is not None:
                 self._check_newcomers(command.world, before.world, after, event.now)
         self._unchecked += bool(commands) or not (
             event is None or isinstance(event, on.Tick) or on.is_heartbeat(event)
         )
-        grave = any(isinstance(command, do.Publish | do.Abort | do.End) for command in commands)
+        grave = any(isinstance(command, do.PublishWorld | do.AbortWorld | do.End) for command in commands)
         size = max(len(after.slots), len(after.workers), len(before.workers))
         due = 1 if size <= LARGE else size // 4
         if self._unchecked >= due or (grave and self._unchecked):
@@ -118,14 +118,14 @@ class DriverInvariants:
         if self._ended:
             self._require(isinstance(command, do.StopWorker | do.ReleaseSlot), "a decision after the end")
         match command:
-            case do.Publish(_, world):
+            case do.PublishWorld(_, world):
                 self._check_world(world, before, after)
-            case do.Abort(_, fence):
+            case do.AbortWorld(_, fence):
                 current = before.world is not None and fence == before.world.fence
                 self._require(current, "an abort of a world that is not the current one")
                 self._require(fence.generation not in self._aborted, "a world aborted twice")
                 self._aborted.add(fence.generation)
-            case do.Announce(_, version):
+            case do.AnnounceChange(_, version):
                 self._require(version > before.current.version, "an announced version that does not grow")
             case do.StopWorker(_, worker):
                 self._require(worker in self._named, "a command to a worker that no event named")

@@ -93,15 +93,15 @@ class SimServer:
             match command:
                 case do.LaunchSlot(_, launch):
                     self.sim.launch(self, launch)
-                case do.Publish(_, world):
+                case do.PublishWorld(_, world):
                     self._publish(world)
-                case do.Abort(reason, fence):
+                case do.AbortWorld(reason, fence):
                     self.aborted[fence] = reason
                     self.sim.moment(Moment.REGROUPING)
                     for worker in self._workers():
                         self._send_to_worker(worker, partial(self._abort, worker, fence, reason))
                     self.sim.at(ABORT_TIMEOUT, partial(self._check_no_waiters, fence))
-                case do.Announce(_, version):
+                case do.AnnounceChange(_, version):
                     self.version = version
                     for worker in self._workers():
                         self._send_to_worker(worker, partial(self._receive_version, worker, version))

@@ -100,7 +100,9 @@ def test_hosts_are_added_and_removed(spark: SparkSession, tmp_path: Path, fault:
     assert story.sizes[-1] == 1
     assert set(story.sizes[4:-1]) <= {1, 2, 3}, "one for another: at most one more or less in between"
     assert exact(result, program)
-    assert not [line for line in result.event_log if " Abort " in line], "a planned change broke a world (P3)"
+    assert not [line for line in result.event_log if " AbortWorld " in line], (
+        "a planned change broke a world (P3)"
+    )
 
 
 @pytest.mark.scenario("S3")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import Abort, StopWorker
+from spark_elastic.protocol.commands import AbortWorld, StopWorker
 from spark_elastic.protocol.driver.state import (
     EvictedWorker,
     PossiblyAlive,
@@ -40,7 +40,7 @@ def break_world(tx: Transition, reason: str) -> None:
     state.stage = Stage.REGROUPING
     state.current.break_reason = reason
     state.timers.regroup_since = tx.now
-    tx.emit(Abort(f"world {state.generation} is over: {reason}", state.fence))
+    tx.emit(AbortWorld(f"world {state.generation} is over: {reason}", state.fence))
 
 
 def evict(

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from spark_elastic.protocol.commands import Announce, Outcome, Publish, StopWorker
+from spark_elastic.protocol.commands import AnnounceChange, Outcome, PublishWorld, StopWorker
 from spark_elastic.protocol.driver.failure_detector import break_world, evict, remove
 from spark_elastic.protocol.driver.failures import check_progress, resume_point
 from spark_elastic.protocol.driver.slots import (
@@ -190,7 +190,7 @@ def _announce(tx: Transition, over_time: str) -> None:
     current.announced = True
     current.end_announced |= bool(over_time)
     reason = f"world {state.generation} is to stop at its next step boundary: {why}"
-    tx.emit(Announce(reason, current.version))
+    tx.emit(AnnounceChange(reason, current.version))
 
 
 def _change_possible(state: DriverState) -> bool:
@@ -401,7 +401,7 @@ def _publish(tx: Transition, chosen: list[WorkerRecord]) -> None:
     fence = Fence(state.attempt, state.generation)
     members = assign_ranks(assignments)
     world = World(fence, members, 0 if resume else source, reason, current.version, resume)
-    tx.emit(Publish(reason, world))
+    tx.emit(PublishWorld(reason, world))
     for worker in leaving:
         _dismiss(tx, worker)
     _enter(tx, world, chosen)

@@ -12,7 +12,7 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.driver.journal import Journal
 from spark_elastic.driver.loop import DriverLoop, EventQueue
 from spark_elastic.protocol import driver_machine
-from spark_elastic.protocol.commands import Abort, DriverCommand, Publish
+from spark_elastic.protocol.commands import AbortWorld, DriverCommand, PublishWorld
 from spark_elastic.protocol.messages import JoinWorld, RegisterSlot, WorkerStarted, WorldFormed
 from spark_elastic.protocol.types import Limits, Phase, Position, World
 from spark_elastic.rendezvous.client import RendezvousClient, exchange_blobs
@@ -35,9 +35,9 @@ def address() -> Iterator[str]:
     server = RendezvousServer(KEY, 1, ServerCallbacks(inbox.put, lambda lines: None), clock)
 
     def carry_out(command: DriverCommand) -> None:
-        if isinstance(command, Publish):
+        if isinstance(command, PublishWorld):
             server.publish(command.world)
-        elif isinstance(command, Abort):
+        elif isinstance(command, AbortWorld):
             server.abort(command.fence, command.reason)
 
     loop = DriverLoop(driver_machine.initial(limits, 1), inbox, carry_out, clock, Journal())

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 from spark_elastic.config import ElasticConfig
-from spark_elastic.protocol.commands import Abort, End, Publish
+from spark_elastic.protocol.commands import AbortWorld, End, PublishWorld
 from spark_elastic.testing import replay
 from tests.component.worker.losses import Job
 from tests.component.worker.moments import Held
@@ -20,8 +20,10 @@ def test_a_real_job_with_a_loss_decides_again_as_it_had(tmp_path: Path) -> None:
     result = job.run()
     again = replay(path)
     said = [command for turn in again.turns for command in turn.commands]
-    assert [c.world.size for c in said if isinstance(c, Publish)] == [world.size for world in result.worlds]
-    assert sum(isinstance(c, Abort) for c in said) == 1
+    assert [c.world.size for c in said if isinstance(c, PublishWorld)] == [
+        world.size for world in result.worlds
+    ]
+    assert sum(isinstance(c, AbortWorld) for c in said) == 1
     ends = [c for c in said if isinstance(c, End)]
     assert [end.results for end in ends] == [result.results]
     again.as_test()

@@ -78,7 +78,7 @@ def epoch_is_durable(store: Store, epoch: int) -> bool:
 
 def again_generation(story: tuple[str, ...]) -> int:
     """Of the last world that was published."""
-    last = [line for line in story if " Publish " in line][-1]
+    last = [line for line in story if " PublishWorld " in line][-1]
     return int(last.split("(world ")[-1].split()[0])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from spark_elastic.launch.job_monitor import SPARE_HEARTBEATS, StallDetector
-from spark_elastic.protocol.commands import Abort, DriverCommand, Publish
+from spark_elastic.protocol.commands import AbortWorld, DriverCommand, PublishWorld
 from spark_elastic.protocol.events import DriverEvent, Received, Tick, WorkerStalled
 from spark_elastic.protocol.messages import Heartbeat
 from spark_elastic.protocol.types import Fence, Member, World
@@ -49,27 +49,27 @@ def test_a_stall_is_reported_once_per_world(caplog: pytest.LogCaptureFixture) ->
     stage = Stage()
     stage.pass_seconds(5)
     assert not stage.stalled(), "without a world no member can be late"
-    stage.decide(Publish("start", world(1)))
+    stage.decide(PublishWorld("start", world(1)))
     stage.pass_seconds(2)
     assert not stage.stalled()
     stage.pass_seconds(8)
     (told,) = stage.stalled()
     assert (told.worker, told.fence) == ("1-0.1", Fence(1, 1))
     assert told.text in caplog.text
-    stage.decide(Publish("start", world(2)))
+    stage.decide(PublishWorld("start", world(2)))
     stage.pass_seconds(5)
     assert [event.fence.generation for event in stage.stalled()] == [1, 2]
 
 
 def test_a_member_that_works_on_after_the_end_of_its_world_is_named() -> None:
     stage = Stage()
-    stage.decide(Publish("start", world(1)))
-    stage.decide(Abort("broke", Fence(1, 1)))
+    stage.decide(PublishWorld("start", world(1)))
+    stage.decide(AbortWorld("broke", Fence(1, 1)))
     for second in range(1, 6):
         stage.clock.advance(1.0)
         stage.beat(1, False, 10.0 + second)
     assert [event.worker for event in stage.stalled()] == ["1-0.1"]
-    stage.decide(Publish("start", world(2)))
+    stage.decide(PublishWorld("start", world(2)))
     stage.clock.advance(5.0)
     stage.beat(1, False, 20.0)
     assert len(stage.stalled()) == 1
@@ -77,7 +77,7 @@ def test_a_member_that_works_on_after_the_end_of_its_world_is_named() -> None:
 
 def test_the_detector_forgets_heartbeats_of_slots_that_are_gone() -> None:
     stage = Stage()
-    stage.decide(Publish("start", world(1)))
+    stage.decide(PublishWorld("start", world(1)))
     for number in range(10 * SPARE_HEARTBEATS):
         stage.beat(number, False, 0.0)
         stage.clock.advance(0.3)

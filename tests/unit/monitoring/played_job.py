@@ -8,7 +8,7 @@ from spark_elastic.monitoring.job_history import JobHistory
 from spark_elastic.monitoring.report import JobReport, WorldChange
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import Publish
+from spark_elastic.protocol.commands import PublishWorld
 from spark_elastic.protocol.messages import (
     DriverMessage,
     JoinWorld,
@@ -50,7 +50,7 @@ class PlayedJob:
         self.state, commands = driver_machine.step(self.state, event)
         self.history.on_transition(event, commands, self.state)
         for command in commands:
-            if isinstance(command, Publish):
+            if isinstance(command, PublishWorld):
                 self.world = command.world
 
     def comes(self, job: int) -> None:

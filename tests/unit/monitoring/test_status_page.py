@@ -18,7 +18,7 @@ from spark_elastic.monitoring.status import (
 )
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import Publish
+from spark_elastic.protocol.commands import PublishWorld
 from spark_elastic.protocol.messages import DriverMessage, JoinWorld, RegisterSlot, WorkerStarted, WorldFormed
 from spark_elastic.protocol.types import Limits
 from spark_elastic.testing.fakes import FakeClock
@@ -37,7 +37,7 @@ def create_job(workers: int) -> tuple[JobHistory, FakeClock]:
         event = stamp(played, 1.0)
         state, commands = driver_machine.step(state, event)
         history.on_transition(event, commands, state)
-        world = next((c.world for c in commands if isinstance(c, Publish)), world)
+        world = next((c.world for c in commands if isinstance(c, PublishWorld)), world)
 
     for number in range(1, workers + 1):
         play(RegisterSlot(f"{number}-0", f"host-{number % 7}", number, "node"))

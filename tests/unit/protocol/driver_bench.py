@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import Announce, DriverCommand, End, Publish
+from spark_elastic.protocol.commands import AnnounceChange, DriverCommand, End, PublishWorld
 from spark_elastic.protocol.driver.state import DriverState
 from spark_elastic.protocol.messages import (
     DriverMessage,
@@ -74,7 +74,7 @@ class Bench:
 
     @property
     def world(self) -> World:
-        return self.all(Publish)[-1].world
+        return self.all(PublishWorld)[-1].world
 
     @property
     def fence(self) -> Fence:
@@ -108,7 +108,7 @@ class Bench:
     def start(self, *jobs: int) -> None:
         """A world that runs."""
         self.warm(*jobs)
-        if not self.all(Publish):
+        if not self.all(PublishWorld):
             self.wait(self.limits.gather_timeout, heartbeats_of=jobs)
         self.form()
 
@@ -118,7 +118,7 @@ class Bench:
             self.join(worker, self.fence, at(step))
 
     def stop_planned(self, step: int, *workers: str) -> None:
-        assert self.all(Announce)
+        assert self.all(AnnounceChange)
         fence = self.fence
         for worker in workers:
             self.join(worker, fence, at(step), planned=True)

@@ -7,12 +7,12 @@ import pytest
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import (
-    Abort,
-    Announce,
+    AbortWorld,
+    AnnounceChange,
     End,
     LaunchSlot,
     Outcome,
-    Publish,
+    PublishWorld,
     ReleaseSlot,
     StopWorker,
 )
@@ -58,7 +58,7 @@ def test_r14_a_second_attempt_parks_while_the_world_is_full() -> None:
     bench.on(WorkerStarted("1-1", "1-1.1"))
     bench.join("1-1.1")
     bench.wait(1.0, heartbeats_of=[1, 2])
-    assert not bench.all(Announce)
+    assert not bench.all(AnnounceChange)
     assert not bench.all(ReleaseSlot)
     bench.on(WorkerExited(slot_of(name(2)), name(2), -9))
     bench.regroup(3, name(1))
@@ -81,7 +81,7 @@ def test_r14_extra_slots_come_after_others() -> None:
 def test_r16_a_world_begins_at_num_workers() -> None:
     bench = Bench()
     bench.warm(1, 2, 3)
-    assert not bench.all(Publish)
+    assert not bench.all(PublishWorld)
     bench.warm(4)
     assert bench.members() == [name(job) for job in (1, 2, 3, 4)]
 
@@ -90,7 +90,7 @@ def test_r16_a_first_world_begins_with_min_workers_after_gather_timeout() -> Non
     bench = Bench(replace(FOUR, min_workers=2))
     bench.warm(1)
     bench.wait(11.0, heartbeats_of=[1])
-    assert not bench.all(Publish)
+    assert not bench.all(PublishWorld)
     bench.warm(2)
     assert bench.world.size == 2
 
@@ -116,7 +116,7 @@ def test_survivors_below_min_workers_wait_for_others() -> None:
     bench.on(WorkerExited(slot_of(name(2)), name(2), -9))
     bench.regroup(3, name(1), name(3), name(4))
     bench.wait(3.0, heartbeats_of=[1, 3, 4])
-    assert len(bench.all(Publish)) == 1
+    assert len(bench.all(PublishWorld)) == 1
     bench.on(WorkerStarted("2-0", name(2, 2)))
     bench.join(name(2, 2))
     assert bench.members() == [name(1), name(3), name(4), name(2, 2)]
@@ -172,7 +172,7 @@ def test_a_world_that_is_not_built_in_time_is_over() -> None:
     for job in (1, 2, 3):
         bench.on(WorldFormed(name(job), bench.fence))
     bench.wait(31.0, heartbeats_of=[1, 2, 3, 4])
-    assert f"{name(4)} did not build world 1" in bench.all(Abort)[0].reason
+    assert f"{name(4)} did not build world 1" in bench.all(AbortWorld)[0].reason
 
 
 def test_without_survivors_training_begins_from_nothing_and_the_reason_says_so() -> None:
@@ -192,7 +192,7 @@ def test_reset_limit_counts_new_worlds() -> None:
         bench.on(WorkerExited(slot_of(name(lost)), name(lost), -9))
         bench.regroup(3, *(name(job) for job in left))
     assert bench.end.outcome is Outcome.RESET_LIMIT
-    assert len(bench.all(Publish)) == 2
+    assert len(bench.all(PublishWorld)) == 2
 
 
 @pytest.mark.parametrize("order", [None, on.DrainRequested(0, "it goes", host="h1")])
@@ -206,7 +206,7 @@ def test_once_the_reset_limit_is_used_up_no_planned_change_ends_the_job(order: o
     if order is not None:
         bench.on(order)
     bench.wait(1.0, heartbeats_of=(1, 2, 3, 4))
-    assert len(bench.all(Announce)) == 1
+    assert len(bench.all(AnnounceChange)) == 1
     bench.on(WorkerExited(slot_of(name(3)), name(3), -9))
     bench.regroup(3, name(1), name(2))
     assert bench.end.outcome is Outcome.RESET_LIMIT
@@ -219,7 +219,7 @@ def test_a_newcomer_is_announced_at_once_if_no_other_worker_starts() -> None:
     bench = Bench()
     bench.start(1, 2)
     bench.warm(3)
-    assert [announce.version for announce in bench.all(Announce)] == [1]
+    assert [announce.version for announce in bench.all(AnnounceChange)] == [1]
 
 
 def test_newcomers_are_announced_once_after_the_debounce_and_let_in() -> None:
@@ -229,15 +229,15 @@ def test_newcomers_are_announced_once_after_the_debounce_and_let_in() -> None:
     bench.slot(4)
     bench.join(name(3))
     bench.on(on.Tick(0))
-    assert not bench.all(Announce)
+    assert not bench.all(AnnounceChange)
     bench.wait(0.5, heartbeats_of=[1, 2, 3, 4])
     bench.join(name(4))
     bench.wait(0.5, heartbeats_of=[1, 2, 3, 4])
-    assert [announce.version for announce in bench.all(Announce)] == [1]
+    assert [announce.version for announce in bench.all(AnnounceChange)] == [1]
     bench.stop_planned(6, name(2), name(1))
     assert bench.members() == [name(job) for job in (1, 2, 3, 4)]
     assert (bench.world.version, bench.world.position) == (1, at(6))
-    assert not bench.all(Abort)
+    assert not bench.all(AbortWorld)
 
 
 def test_no_change_is_announced_that_would_change_nothing() -> None:
@@ -245,7 +245,7 @@ def test_no_change_is_announced_that_would_change_nothing() -> None:
     bench.start(1, 2, 3)
     bench.wait(2.0, heartbeats_of=[1, 2, 3])
     assert bench.world.size == 2
-    assert not bench.all(Announce)
+    assert not bench.all(AnnounceChange)
 
 
 def test_a_change_that_is_undone_harms_nothing() -> None:
@@ -266,7 +266,7 @@ def test_a_loss_during_a_planned_stop_is_a_loss() -> None:
     bench.wait(0.5, heartbeats_of=[1, 2, 3, 4])
     bench.stop_planned(6, name(1))
     bench.on(WorkerExited(slot_of(name(2)), name(2), -9))
-    assert len(bench.all(Abort)) == 1
+    assert len(bench.all(AbortWorld)) == 1
     bench.regroup(5, name(3))
     assert bench.members() == [name(1), name(3), name(4)]
     assert bench.world.source == 0
@@ -280,7 +280,7 @@ def test_a_member_that_misses_the_planned_stop_is_left_out() -> None:
     bench.stop_planned(6, name(1))
     bench.wait(61.0, heartbeats_of=[1, 2, 3])
     assert bench.members() == [name(1), name(3)]
-    assert "did not come to the planned stop" in bench.all(Abort)[0].reason
+    assert "did not come to the planned stop" in bench.all(AbortWorld)[0].reason
 
 
 @pytest.mark.parametrize("whole_host", [True, False])
@@ -292,8 +292,8 @@ def test_a_draining_member_leaves_at_a_boundary(whole_host: bool) -> None:
     bench.wait(0.2, heartbeats_of=[1, 2, 3, 4])
     bench.stop_planned(6, *(name(job) for job in (1, 2, 3, 4)))
     assert bench.members() == [name(1), name(3), name(4)]
-    assert [type(command) for command in bench.commands] == [Publish, StopWorker, ReleaseSlot]
-    assert not bench.all(Abort)
+    assert [type(command) for command in bench.commands] == [PublishWorld, StopWorker, ReleaseSlot]
+    assert not bench.all(AbortWorld)
 
 
 def test_a_slot_that_comes_up_on_a_draining_host_is_released() -> None:
@@ -326,8 +326,8 @@ def test_r15_after_rank_0s_result_no_world_is_formed() -> None:
     bench.warm(4)
     bench.wait(1.0, heartbeats_of=[1, 2, 3, 4])
     bench.on(WorkerExited(slot_of(name(2)), name(2), -9))
-    assert not bench.all(Announce)
-    assert not bench.all(Abort)
+    assert not bench.all(AnnounceChange)
+    assert not bench.all(AbortWorld)
     _done(bench, 3)
     assert bench.end.results == ("result 1", "null", "result 3")
 
@@ -386,5 +386,5 @@ def test_thousands_of_workers_form_one_world() -> None:
             JoinWorld(name(job), None, None),
         ):
             state, commands = driver_machine.step(state, Received(0.0, message))
-            published += sum(isinstance(command, Publish) for command in commands)
+            published += sum(isinstance(command, PublishWorld) for command in commands)
     assert published == 1

@@ -10,7 +10,15 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.driver.discovery import HostPoller
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import Abort, Announce, End, Outcome, Publish, ReleaseSlot, StopWorker
+from spark_elastic.protocol.commands import (
+    AbortWorld,
+    AnnounceChange,
+    End,
+    Outcome,
+    PublishWorld,
+    ReleaseSlot,
+    StopWorker,
+)
 from spark_elastic.protocol.messages import JoinWorld, RegisterSlot, WorkerDone, WorkerExited, WorkerFailed
 from spark_elastic.protocol.types import slot_of
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
@@ -69,7 +77,7 @@ def test_wait_for_available_slots() -> None:
     bench = _bench(min_workers=4)
     _slots(bench, 1, 2, 3)
     bench.wait(30.0, heartbeats_of=[1, 2, 3])
-    assert not bench.all(Publish)
+    assert not bench.all(PublishWorld)
     _slots(bench, 4)
     assert bench.world.size == 4
 
@@ -133,7 +141,7 @@ def test_worker_notification_manager() -> None:
     _slots(bench, 4)
     bench.on(JoinWorld(name(3), bench.fence, at(5), planned=True))
     assert bench.members() == [name(1), name(3), name(2), name(4)]
-    assert [announce.version for announce in bench.all(Announce)] == [1]
+    assert [announce.version for announce in bench.all(AnnounceChange)] == [1]
 
 
 @pytest.mark.scenario("U1")
@@ -147,7 +155,7 @@ def test_worker_notification_manager_notifications_without_assignments() -> None
     bench.on(on.HostsDiscovered(0, (*TWO_HOSTS, ("host-3", 2))))
     bench.on(on.HostsDiscovered(0, TWO_HOSTS[:1]))
     bench.wait(1.0, heartbeats_of=[1, 2])
-    assert not bench.all(Announce)
+    assert not bench.all(AnnounceChange)
 
 
 @pytest.mark.scenario("U1")
@@ -172,7 +180,7 @@ def test_update_available_hosts() -> None:
     bench.wait(0.2, heartbeats_of=[1, 2, 3, 4])
     bench.stop_planned(5, *(name(job) for job in (1, 2, 3, 4)))
     assert bench.members() == [name(1), name(3), name(4)]
-    assert not bench.all(Abort)
+    assert not bench.all(AbortWorld)
 
 
 @pytest.mark.scenario("U1")

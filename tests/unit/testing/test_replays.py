@@ -73,11 +73,11 @@ def test_the_first_difference_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     _journal_of(63, path)
     lines = path.read_text().splitlines()
     number, changed = next(
-        (number, json.loads(line)) for number, line in enumerate(lines, 1) if '"Abort"' in line
+        (number, json.loads(line)) for number, line in enumerate(lines, 1) if '"AbortWorld"' in line
     )
     changed["commands"] = []
     path.write_text("\n".join([*lines[: number - 1], json.dumps(changed), *lines[number:], ""]))
-    with pytest.raises(ReplayDiffers, match=rf"line {number}, at .*: Abort\(.*comes in addition"):
+    with pytest.raises(ReplayDiffers, match=rf"line {number}, at .*: AbortWorld\(.*comes in addition"):
         replay(path)
 
 

@@ -6,11 +6,11 @@ import pytest
 
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import (
-    Abort,
-    Announce,
+    AbortWorld,
+    AnnounceChange,
     LaunchSlot,
     NotifyUser,
-    Publish,
+    PublishWorld,
     ReleaseSlot,
 )
 from spark_elastic.protocol.messages import RegisterSlot, WorkerExited, WorkerStarted
@@ -65,7 +65,7 @@ def test_a_member_on_a_host_that_discovery_removes_leaves_at_a_boundary_and_noth
     bench.stop_planned(6, *(name(job) for job in (1, 2, 3, 4)))
     assert bench.members() == [name(2), name(3), name(4)]
     assert bench.world.source == 0
-    assert not bench.all(Abort)
+    assert not bench.all(AbortWorld)
     assert [release.slot for release in bench.all(ReleaseSlot)] == ["1-0"]
     assert bench.state.current.version == 1
     bench.on(on.LaunchEnded(0, 1, "released"))
@@ -91,7 +91,7 @@ def test_w15_a_host_that_is_removed_and_listed_again_within_the_debounce_changes
     bench.wait(0.1, heartbeats_of=[1, 2, 3, 4])
     _list(bench, *ALL)
     bench.wait(1.0, heartbeats_of=[1, 2, 3, 4])
-    assert not bench.all(Announce)
+    assert not bench.all(AnnounceChange)
     assert not bench.state.workers.draining
 
 
@@ -104,7 +104,7 @@ def test_w15_added_and_removed_within_the_debounce_is_nothing() -> None:
     bench.wait(0.1, heartbeats_of=[1, 2, 3])
     _list(bench, *ALL[:2])
     bench.wait(1.0, heartbeats_of=[1, 2])
-    assert not bench.all(Announce)
+    assert not bench.all(AnnounceChange)
     assert "3-0" in {release.slot for release in bench.all(ReleaseSlot)}
 
 
@@ -117,8 +117,8 @@ def test_hosts_that_are_not_needed_may_come_and_go() -> None:
     bench.wait(1.0, heartbeats_of=[1, 2])
     _list(bench, *ALL[:2])
     bench.wait(1.0, heartbeats_of=[1, 2])
-    assert not bench.all(Announce)
-    assert len(bench.all(Publish)) == 1
+    assert not bench.all(AnnounceChange)
+    assert len(bench.all(PublishWorld)) == 1
 
 
 def test_no_listing_any_more_lets_everybody_in() -> None:

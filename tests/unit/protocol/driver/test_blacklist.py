@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import End, LaunchSlot, Outcome, Publish, ReleaseSlot
+from spark_elastic.protocol.commands import End, LaunchSlot, Outcome, PublishWorld, ReleaseSlot
 from spark_elastic.protocol.driver.blacklist import JITTER, Blacklist, delay
 from spark_elastic.protocol.messages import RegisterSlot, WorkerExited, WorkerStarted
 from spark_elastic.protocol.types import Limits, slot_of
@@ -209,6 +209,6 @@ def test_all_hosts_blacklisted_for_a_while_are_waited_for() -> None:
     bench.on(RegisterSlot("2-0", "h1", 2))
     bench.on(WorkerStarted("2-0", name(2)))
     bench.join(name(2))
-    assert len(bench.all(Publish)) == 1
+    assert len(bench.all(PublishWorld)) == 1
     bench.wait(5.0, heartbeats_of=[2])
     assert bench.members() == [name(2)]

@@ -9,7 +9,7 @@ import pytest
 
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import Publish, PublishCheckpoint
+from spark_elastic.protocol.commands import PublishCheckpoint, PublishWorld
 from spark_elastic.protocol.messages import CheckpointWritten, Heartbeat, WorkerExited, WorkerStarted
 from spark_elastic.protocol.types import Checkpoint, Fence, slot_of
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
@@ -56,7 +56,7 @@ def test_r18_a_world_without_survivors_begins_from_the_newest() -> None:
         bench.on(WorkerExited(slot_of(name(job)), name(job), -9))
         bench.on(WorkerStarted(f"{job}-0", name(job, 2)))
         bench.join(name(job, 2))
-    world = bench.all(Publish)[-1].world
+    world = bench.all(PublishWorld)[-1].world
     assert [each.position.step for each in world.resume] == [6, 3]
     assert (world.source, world.position, world.receivers) == (0, None, (0, 1, 2, 3))
     assert "continues from checkpoint 1-1-6" in world.reason
@@ -87,9 +87,9 @@ def test_r18_old_members_that_may_live_are_waited_for() -> None:
         bench.on(WorkerStarted(f"{job}-0", name(job, 2)))
         bench.join(name(job, 2))
     bench.wait(2.0, heartbeats_of=[1, 2, 3])
-    assert len(bench.all(Publish)) == 1, "a world while one of the old may be training"
+    assert len(bench.all(PublishWorld)) == 1, "a world while one of the old may be training"
     bench.on(on.LaunchEnded(0, 4, "its executor was lost"))
-    assert bench.all(Publish)[-1].world.resume == (checkpoint(3),)
+    assert bench.all(PublishWorld)[-1].world.resume == (checkpoint(3),)
 
 
 def disowned(hung_up: Callable[[Bench], None] | None, after: Callable[[Bench], None] | None = None) -> Bench:
@@ -108,9 +108,9 @@ def disowned(hung_up: Callable[[Bench], None] | None, after: Callable[[Bench], N
 
 def goes_on_after(bench: Bench, *jobs: int) -> float:
     """Seconds until there is a world of new workers."""
-    before, begun = len(bench.all(Publish)), bench.now
+    before, begun = len(bench.all(PublishWorld)), bench.now
     bench.warm(*jobs)
-    while len(bench.all(Publish)) == before and bench.now < begun + 100.0:
+    while len(bench.all(PublishWorld)) == before and bench.now < begun + 100.0:
         bench.wait(0.5, heartbeats_of=jobs)
     return bench.now - begun
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import Abort, ReleaseSlot, StopWorker
+from spark_elastic.protocol.commands import AbortWorld, ReleaseSlot, StopWorker
 from spark_elastic.protocol.messages import Heartbeat, WorkerExited, WorkerFailed, WorkerStarted
 from spark_elastic.protocol.types import slot_of
 from tests.unit.protocol.driver_bench import FOUR, Bench, name
@@ -34,8 +34,8 @@ def _running() -> Bench:
 def test_what_is_a_loss_at_once(event: on.DriverEvent) -> None:
     bench = _running()
     bench.on(event)
-    assert [abort.fence for abort in bench.all(Abort)] == [bench.fence]
-    assert W2 in bench.all(Abort)[0].reason
+    assert [abort.fence for abort in bench.all(AbortWorld)] == [bench.fence]
+    assert W2 in bench.all(AbortWorld)[0].reason
     assert W2 not in bench.state.workers
 
 
@@ -76,7 +76,7 @@ def test_a_connection_that_is_back_in_time_is_forgotten() -> None:
     bench.wait(0.5, heartbeats_of=[1, 2, 3, 4])
     bench.on(on.ConnectionBack(0, "2-0", W2))
     bench.wait(3.0, heartbeats_of=[1, 2, 3, 4])
-    assert not bench.all(Abort)
+    assert not bench.all(AbortWorld)
 
 
 def _cut_everybody(bench: Bench) -> None:
@@ -93,7 +93,7 @@ def test_r12_a_mass_disconnect_evicts_no_worker() -> None:
         bench.on(on.ConnectionBack(0, f"{job}-0", name(job)))
         bench.on(on.ConnectionBack(0, f"{job}-0"))
         bench.wait(0.2)  # they come back one by one
-    assert not bench.all(Abort)
+    assert not bench.all(AbortWorld)
 
 
 def test_r12_a_worker_that_does_not_reconnect_after_a_mass_disconnect_is_evicted() -> None:
@@ -103,9 +103,9 @@ def test_r12_a_worker_that_does_not_reconnect_after_a_mass_disconnect_is_evicted
     for job in (1, 3, 4):
         bench.on(on.ConnectionBack(0, f"{job}-0", name(job)))
     bench.wait(0.9, heartbeats_of=(1, 3, 4))
-    assert not bench.all(Abort)
+    assert not bench.all(AbortWorld)
     bench.wait(0.2, heartbeats_of=(1, 3, 4))
-    assert W2 in bench.all(Abort)[0].reason
+    assert W2 in bench.all(AbortWorld)[0].reason
 
 
 def test_after_a_mass_disconnect_the_lease_decides() -> None:
@@ -132,9 +132,9 @@ def test_a_stopped_process_does_not_renew_its_lease(letter: str, lost: bool) -> 
 def test_a_silent_slot_loses_its_worker_after_the_lease() -> None:
     bench = _running()
     bench.wait(4.9, heartbeats_of=[1, 3, 4])
-    assert not bench.all(Abort)
+    assert not bench.all(AbortWorld)
     bench.wait(0.5, heartbeats_of=[1, 3, 4])
-    assert "its slot was silent" in bench.all(Abort)[0].reason
+    assert "its slot was silent" in bench.all(AbortWorld)[0].reason
 
 
 def test_imports_that_keep_a_host_busy_cost_no_worker() -> None:
@@ -153,7 +153,7 @@ def test_a_loss_aborts_a_world_once() -> None:
     bench.on(WorkerExited(slot_of(W2), W2, -9))
     bench.on(WorkerExited(slot_of(name(3)), name(3), -9))
     bench.on(on.HostLost(0, "h3", "executor lost"))
-    assert len(bench.all(Abort)) == 1
+    assert len(bench.all(AbortWorld)) == 1
 
 
 def test_an_evicted_worker_is_told_to_stop_whenever_it_speaks() -> None:

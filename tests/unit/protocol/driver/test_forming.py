@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import Abort, End, Outcome, Publish, StopWorker
+from spark_elastic.protocol.commands import AbortWorld, End, Outcome, PublishWorld, StopWorker
 from spark_elastic.protocol.driver.forming import LAST_STATE_FACTOR, SHORT_TIMEOUT
 from spark_elastic.protocol.messages import Heartbeat, WorkerExited, WorkerStarted, WorldFormed
 from spark_elastic.protocol.types import slot_of
@@ -74,7 +74,7 @@ def test_building_a_world_has_its_own_bound() -> None:
     for job in (1, 2, 3):
         bench.on(WorldFormed(name(job), bench.fence))
     bench.wait(SHORT_TIMEOUT + 0.1, heartbeats_of=[1, 2, 3, 4])
-    (abort,) = bench.all(Abort)
+    (abort,) = bench.all(AbortWorld)
     assert f"{name(4)} did not build world 1 within 30 s" in abort.reason
 
 
@@ -104,7 +104,7 @@ def test_r13_repeated_evictions_of_rank_0_at_one_position_end_the_job(moves: boo
     if moves:
         assert not bench.all(End)
         return
-    assert len(bench.all(Publish)) == 4
+    assert len(bench.all(PublishWorld)) == 4
     assert bench.end.outcome is Outcome.USER_ERROR
     for words in ("step 7", "one did not come back", "timed out after 60 s", "evaluate (train.py:7)"):
         assert words in bench.end.reason

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import Abort, End, Outcome, Publish, ReleaseSlot
+from spark_elastic.protocol.commands import AbortWorld, End, Outcome, PublishWorld, ReleaseSlot
 from spark_elastic.protocol.messages import Heartbeat, RegisterSlot, WorkerExited, WorkerStarted
 from spark_elastic.protocol.types import DRIVER_SILENT_EXIT_CODE, Limits, slot_of
 from tests.unit.protocol.driver_bench import FOUR, Bench, name
@@ -26,7 +26,7 @@ def test_r12_a_driver_that_is_cut_off_evicts_no_worker() -> None:
     bench = _running()
     bench.wait(30.0)
     bench.wait(10.0, heartbeats_of=ALL)
-    assert not bench.all(Abort)
+    assert not bench.all(AbortWorld)
     assert len(bench.state.workers) == 4
 
 
@@ -36,16 +36,16 @@ def test_r12_heartbeats_that_are_all_missed_at_once_evict_no_worker() -> None:
         bench.wait(0.25)
         bench.on(Heartbeat(f"{job}-0", name(job), "S"))
     bench.wait(30.0)
-    assert not bench.all(Abort)
+    assert not bench.all(AbortWorld)
 
 
 def test_r12_slots_get_a_full_lease_after_the_driver_was_cut_off() -> None:
     bench = _running()
     bench.wait(30.0)
     bench.wait(4.0, heartbeats_of=(1,))
-    assert not bench.all(Abort)
+    assert not bench.all(AbortWorld)
     bench.wait(2.0, heartbeats_of=(1,))
-    assert "its slot was silent" in bench.all(Abort)[0].reason
+    assert "its slot was silent" in bench.all(AbortWorld)[0].reason
     assert set(bench.state.workers) == {name(1)}
 
 
@@ -57,7 +57,7 @@ def test_r12_a_driver_that_was_paused_evicts_no_worker() -> None:
         bench.wait(0.05)
         bench.on(Heartbeat(f"{job}-0", name(job), "S"))
     bench.wait(5.0, heartbeats_of=ALL)
-    assert not bench.all(Abort)
+    assert not bench.all(AbortWorld)
 
 
 @pytest.mark.parametrize("first", [1, 3])
@@ -160,7 +160,7 @@ def test_r18_a_worker_that_spoke_after_its_slot_is_waited_for_longer() -> None:
     bench.on(on.ConnectionBack(0, "1-0", name(1)))
     bench.wait(11.0, heartbeats_of=[2])
     assert "1-0" not in bench.state.slots
-    assert len(bench.all(Publish)) == 1, (
+    assert len(bench.all(PublishWorld)) == 1, (
         "it may train on until it has been without the driver for long enough"
     )
     bench.wait(5.0, heartbeats_of=[2])
@@ -175,4 +175,4 @@ def test_a_slot_whose_connection_is_back_counts_as_seen() -> None:
     bench.on(on.ConnectionBack(0, "1-0"))
     bench.on(on.ConnectionBack(0, "1-0", name(1)))
     bench.wait(1.5, heartbeats_of=(2, 3, 4))
-    assert not bench.all(Abort)
+    assert not bench.all(AbortWorld)

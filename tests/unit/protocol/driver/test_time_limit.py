@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import Announce, DriverCommand, End, Outcome, Publish
+from spark_elastic.protocol.commands import AnnounceChange, DriverCommand, End, Outcome, PublishWorld
 from spark_elastic.protocol.driver.forming import LAST_STOP_TIMEOUT
 from spark_elastic.protocol.events import Received
 from spark_elastic.protocol.messages import (
@@ -36,7 +36,7 @@ class Driver:
         self.say(Received(1.0, RegisterSlot("1-0", "h", 1)))
         self.say(Received(1.0, WorkerStarted("1-0", "1-0.1")))
         said = self.say(Received(2.0, JoinWorld("1-0.1", None, None, (), "warm", False)))
-        assert any(isinstance(command, Publish) for command in said)
+        assert any(isinstance(command, PublishWorld) for command in said)
         self.say(Received(2.0, WorldFormed("1-0.1", Fence(1, 1))))
         return self
 
@@ -51,9 +51,9 @@ def ends(commands: tuple[DriverCommand, ...]) -> list[Outcome]:
 
 def test_max_runtime_is_announced_and_the_job_ends_once_all_members_have_come() -> None:
     driver = Driver().trains()
-    assert not [c for c in driver.heartbeats(99.0) if isinstance(c, Announce)]
+    assert not [c for c in driver.heartbeats(99.0) if isinstance(c, AnnounceChange)]
     said = (*driver.heartbeats(100.0), *driver.heartbeats(101.0))
-    (announced,) = [c for c in said if isinstance(c, Announce)]
+    (announced,) = [c for c in said if isinstance(c, AnnounceChange)]
     assert "max_runtime" in announced.reason
     assert not ends(said)
     came = driver.say(Received(101.5, JoinWorld("1-0.1", Fence(1, 1), START, (), "boundary", True)))
@@ -92,8 +92,8 @@ def _stops_as_told(bench: Bench, step: int, *jobs: int) -> None:
     assert not bench.all(End)
     bench.form()
     bench.wait(0.5, heartbeats_of=jobs)
-    assert is_job_end(bench.all(Announce)[-1].version)
-    assert bench.all(Announce)[-1].version > bench.world.version
+    assert is_job_end(bench.all(AnnounceChange)[-1].version)
+    assert bench.all(AnnounceChange)[-1].version > bench.world.version
     bench.stop_planned(step, *(name(job) for job in jobs))
     assert bench.end.outcome is Outcome.TIME_LIMIT
 
@@ -103,9 +103,11 @@ def test_after_a_planned_change_that_comes_late_the_next_world_learns_that_the_t
     bench.wait(98.0 - bench.now, heartbeats_of=[1, 2])
     bench.warm(3)
     bench.wait(1.0, heartbeats_of=[1, 2, 3])
-    assert not is_job_end(bench.all(Announce)[-1].version)
+    assert not is_job_end(bench.all(AnnounceChange)[-1].version)
     bench.wait(3.0, heartbeats_of=[1, 2, 3])
-    assert is_job_end(bench.all(Announce)[-1].version), "a boundary that is not yet reached may be the last"
+    assert is_job_end(bench.all(AnnounceChange)[-1].version), (
+        "a boundary that is not yet reached may be the last"
+    )
     bench.stop_planned(50, name(1), name(2))  # the announcement may still have been on its way
     assert bench.members() == [name(1), name(2), name(3)]
     _stops_as_told(bench, 51, 1, 2, 3)

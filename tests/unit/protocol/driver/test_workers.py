@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from spark_elastic.protocol.commands import Abort, Announce, End, Outcome, Publish
+from spark_elastic.protocol.commands import AbortWorld, AnnounceChange, End, Outcome, PublishWorld
 from spark_elastic.protocol.messages import WorkerDone, WorkerExited, WorkerFailed, WorkerStarted
 from spark_elastic.protocol.types import slot_of
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
@@ -46,7 +46,7 @@ def test_r15_a_member_that_works_on_is_waited_for_however_long_it_takes() -> Non
     bench.warm(4)
     bench.wait(70.0, heartbeats_of=[1, 2, 3, 4])
     assert not bench.all(End)
-    assert not bench.all(Announce), "those that are done would be called again"
+    assert not bench.all(AnnounceChange), "those that are done would be called again"
     _done(bench, name(2))
     assert bench.end.outcome is Outcome.SUCCESS
     assert bench.end.results == tuple(f"result of {name(job)}" for job in (1, 2, 3))
@@ -57,7 +57,7 @@ def test_r15_a_member_lost_before_its_result_calls_those_again_that_are_done(fir
     bench = _three()
     _done(bench, first)
     bench.on(WorkerExited(slot_of(name(2)), name(2), -9))
-    (abort,) = bench.all(Abort)
+    (abort,) = bench.all(AbortWorld)
     assert name(2) in abort.reason
     _done(bench, *(worker for worker in (name(1), name(3)) if worker != first))
     assert not bench.all(End), "a result of a world that is over does not count"
@@ -74,7 +74,7 @@ def test_r15_a_member_lost_after_its_result_has_done_its_part() -> None:
     bench = _three()
     _done(bench, name(2))
     bench.on(WorkerExited(slot_of(name(2)), name(2), -9))
-    assert not bench.all(Abort)
+    assert not bench.all(AbortWorld)
     _done(bench, name(1), name(3))
     assert bench.end.results == tuple(f"result of {name(job)}" for job in (1, 2, 3))
 
@@ -88,7 +88,7 @@ def test_r15_what_a_rank_raises_is_tried_again_with_that_rank_and_ends_the_job(r
     _raise(bench, name(2))
     if not rank_0_first:
         _done(bench, name(1))
-    assert len(bench.all(Publish)) == 1, "without that rank it would not show itself"
+    assert len(bench.all(PublishWorld)) == 1, "without that rank it would not show itself"
     newcomer = _replace(bench, 2, 2)
     assert bench.members() == [name(1), newcomer]
     bench.form()
@@ -103,7 +103,7 @@ def test_r15_a_rank_that_raised_is_not_waited_for_for_ever() -> None:
     bench.start(1, 2)
     _raise(bench, name(2))
     _done(bench, name(1))
-    assert len(bench.all(Publish)) == 1
+    assert len(bench.all(PublishWorld)) == 1
     bench.wait(WHOLE.gather_timeout + 0.1, heartbeats_of=[1, 2])
     assert bench.members() == [name(1)]
 
