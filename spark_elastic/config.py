@@ -215,21 +215,21 @@ def _plain(value: Any) -> Any:
 
 def from_env(environment: Mapping[str, str] | None = None, **explicit: Any) -> ElasticConfig:
     """Config from `SPARK_ELASTIC_<NAME>` variables, or Horovod's where ours are unset, overridden by every explicit
-    argument that is not None, or is where that says something (`said`).
+    argument that is not None, or is where that says something (`changes_setting`).
 
     Raises:
         InvalidInput: a variable or argument has no setting of its name, or a value that does not fit.
     """
-    values = _given(ElasticConfig, os.environ if environment is None else environment)
+    values = _read_environment(ElasticConfig, os.environ if environment is None else environment)
     fields = {field.name for field in dataclasses.fields(ElasticConfig)}
     unknown = sorted(set(explicit) - fields)
     if unknown:
         raise InvalidInput(f"unknown setting {unknown[0]!r}; there are: {', '.join(sorted(fields))}.")
-    values.update({name: value for name, value in explicit.items() if said(name, value)})
+    values.update({name: value for name, value in explicit.items() if changes_setting(name, value)})
     return ElasticConfig(**values)
 
 
-def said(name: str, value: object) -> bool:
+def changes_setting(name: str, value: object) -> bool:
     """Whether an argument changes a setting: None stands for the default, but where it is another value than that."""
     return value is not None or name == "checkpoint_seconds"
 
@@ -246,7 +246,7 @@ def log_level(text: str) -> str:
     return level
 
 
-def _given(settings: type, environment: Mapping[str, str]) -> dict[str, Any]:
+def _read_environment(settings: type, environment: Mapping[str, str]) -> dict[str, Any]:
     """The settings that a variable of the environment gives, ours before Horovod's. An empty one says nothing."""
     values: dict[str, Any] = {}
     for field in dataclasses.fields(settings):
@@ -310,7 +310,7 @@ def operations_from_env(environment: Mapping[str, str] | None = None) -> Operati
         InvalidInput: a variable has a value that does not fit.
     """
     environment = os.environ if environment is None else environment
-    values = _given(OperationConfig, environment)
+    values = _read_environment(OperationConfig, environment)
     for name, value in values.items():
         if not isinstance(value, str) and not value >= 0:
             raise InvalidInput(f"{name} must be 0 or more; got {value!r}.")

@@ -131,11 +131,11 @@ class _File:
         for index in range(self.footer.num_row_groups):
             statistics = self.footer.row_group(index).column(leaf).statistics
             if statistics is None or not statistics.has_null_count:
-                return self._counted(name)
+                return self._count_values(name)
             total += statistics.null_count
         return total
 
-    def _counted(self, name: str) -> int:
+    def _count_values(self, name: str) -> int:
         total = 0
         with self.store.open_read(self.name) as source:
             file = open_parquet(source, buffer_size=1 << 20)

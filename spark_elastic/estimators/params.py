@@ -272,7 +272,7 @@ class EstimatorParams(ColumnParams):
     config: Param[Any] = declare("an ElasticConfig, or None for the environment's")
     settings: Param[Any] = declare("single settings of ElasticConfig that override `config`")
 
-    def _set_given(self, given: Mapping[str, Any]) -> None:
+    def _set_arguments(self, given: Mapping[str, Any]) -> None:
         """Take the constructor's defaults, and what was given."""
         # Also finds the keywords of a base class of the user's subclass.
         constructors = [vars(owner).get("__init__") for owner in reversed(type(self).__mro__)]
@@ -378,7 +378,7 @@ class TorchParams(EstimatorParams):
         **settings: Any,
     ) -> None:
         super().__init__()
-        self._set_given(self._input_kwargs)
+        self._set_arguments(self._input_kwargs)
 
 
 @with_accessors
@@ -448,7 +448,7 @@ class KerasParams(EstimatorParams):
         **settings: Any,
     ) -> None:
         super().__init__()
-        self._set_given(self._input_kwargs)
+        self._set_arguments(self._input_kwargs)
 
 
 def with_horovod_names(owner: T) -> T:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from spark_elastic.config import ElasticConfig, from_env, said
+from spark_elastic.config import ElasticConfig, changes_setting, from_env
 from spark_elastic.data.store import parse_store_url
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.predictor import ACTIVATIONS
@@ -124,7 +124,7 @@ def _check_listener(listener: Any) -> Any:
 
 
 def _build_elastic_config(config: Any, settings: Mapping[str, Any] | None) -> ElasticConfig:
-    settings = {name: value for name, value in (settings or {}).items() if said(name, value)}
+    settings = {name: value for name, value in (settings or {}).items() if changes_setting(name, value)}
     if config is None:
         return from_env(**settings)
     if not isinstance(config, ElasticConfig):

@@ -138,7 +138,7 @@ def _reader(hint: Any) -> Reader:
     if origin is tuple:
         if arguments[-1] is Ellipsis:
             return _sequence(_reader(arguments[0]))
-        return _fixed_tuple([_reader(argument) for argument in arguments])
+        return _make_tuple_reader([_reader(argument) for argument in arguments])
     if origin is dict or hint is dict:
         return _mapping(_reader(arguments[1]) if arguments else _anything)
     if hint is Any:
@@ -191,7 +191,7 @@ def _sequence(reader: Reader) -> Reader:
     return parse
 
 
-def _fixed_tuple(readers: list[Reader]) -> Reader:
+def _make_tuple_reader(readers: list[Reader]) -> Reader:
     def parse(value: Any, where: str) -> tuple[Any, ...]:
         if not isinstance(value, list) or len(value) != len(readers):
             raise MalformedMessage(f"{where} must be a list of {len(readers)}")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from spark_elastic.config import ElasticConfig, from_env, said
+from spark_elastic.config import ElasticConfig, changes_setting, from_env
 from spark_elastic.data.store import Store, parse_store_url
 from spark_elastic.errors import InvalidInput
 from spark_elastic.state import run_lease
@@ -135,7 +135,7 @@ def parse(given: Mapping[str, Any], config: object = None) -> Options:
                 raise InvalidInput(f"run() does not take {name}={value!r}: {why}.")
             continue
         own = names.get(name, name)
-        if not said(own, value):
+        if not changes_setting(own, value):
             continue
         if own in values:
             raise InvalidInput(f"{spelled[own]} and {name} are two names of one setting: give one of them.")

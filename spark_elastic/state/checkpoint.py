@@ -315,7 +315,7 @@ class Checkpointer:
         self._codec = codec
         self._writer = CheckpointWriter(CheckpointStore(store, policy.run_id), report)
         # A snapshot whose step is not finalized yet.
-        self._held: Snapshot | None = None
+        self._pending: Snapshot | None = None
         # Position of the newest snapshot that went to the writer.
         self._offered = START
 
@@ -326,18 +326,18 @@ class Checkpointer:
     def hold(self, build: Callable[[], Snapshot]) -> None:
         """Build a snapshot now, and keep it until `write_held` or `discard_held`."""
         began = self._clock.now()
-        self._held = build()
+        self._pending = build()
         self.seconds += self._clock.now() - began
 
-    def write_held(self, fence: Fence) -> None:
+    def write_pending(self, fence: Fence) -> None:
         """The step of the snapshot that is held is finalized: write it."""
-        snapshot, self._held = self._held, None
+        snapshot, self._pending = self._pending, None
         if snapshot is not None:
             self.write(fence, snapshot)
 
-    def discard_held(self) -> None:
+    def discard_pending(self) -> None:
         """The world broke before the step was finalized."""
-        self._held = None
+        self._pending = None
 
     def write(self, fence: Fence, snapshot: Snapshot) -> None:
         """Have a snapshot written, unless it was written before. Nothing may change it any more."""

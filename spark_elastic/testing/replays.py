@@ -117,7 +117,7 @@ def _jobs(path: Path) -> Iterator[Job]:
             if "journal" in line:
                 if job is not None:
                     yield job
-                job, torn = _begun(line), 0
+                job, torn = _read_header(line), 0
             elif job is None or torn:
                 raise MalformedMessage(f"line {torn or number} does not belong to a job")
             else:
@@ -133,7 +133,7 @@ def _jobs(path: Path) -> Iterator[Job]:
         yield job
 
 
-def _begun(line: dict[str, Any]) -> Job:
+def _read_header(line: dict[str, Any]) -> Job:
     if line["journal"] != FORMAT:
         raise MalformedMessage(f"it has format {line['journal']!r}, and this release knows {FORMAT}")
     return decode_initial(line["initial"]), decode_commands(line["commands"]), []

@@ -87,7 +87,7 @@ class TrainingLoop:
         except CollectiveError:
             self._mark("broke", group)
             if self._checkpointer is not None:
-                self._checkpointer.discard_held()
+                self._checkpointer.discard_pending()
             raise
 
     def close(self) -> None:
@@ -210,7 +210,7 @@ class TrainingLoop:
         checkpointer, state = self._checkpointer, self._state
         if checkpointer is None:
             return
-        checkpointer.write_held(world.fence)
+        checkpointer.write_pending(world.fence)
         if applied and checkpointer.count_step():
             checkpointer.hold(lambda: build_snapshot(state.position, state.capture))
 
@@ -219,7 +219,7 @@ class TrainingLoop:
         checkpointer, state = self._checkpointer, self._state
         if checkpointer is not None and version > world.version and is_job_end(version):
             checkpointer.hold(lambda: build_snapshot(state.position, state.capture))
-            checkpointer.write_held(world.fence)
+            checkpointer.write_pending(world.fence)
             checkpointer.flush()
 
     def _close_epoch(self, world: World, group: Group, handle: WorkerHandle) -> None:

@@ -80,7 +80,7 @@ class KerasTrainer:
         inputs = Inputs.of(model, spec.features, free=transformed)
         change = objects.transformation
         row = self._row()
-        structure, outputs = self._tried(
+        structure, outputs = self._run_sample_row(
             BatchBuilder(config, inputs, config.label_cols, change, None).build(row)
         )
         labels = order_labels(model, outputs, config.label_cols)
@@ -161,7 +161,7 @@ class KerasTrainer:
         }
         return StepRows(0, 0, 1, np.zeros(1, np.int64), stored)
 
-    def _tried(self, row: LocalBatch[Any]) -> tuple[Structure, Any]:
+    def _run_sample_row(self, row: LocalBatch[Any]) -> tuple[Structure, Any]:
         """How inputs and outputs are nested, and the outputs of the row."""
         nested = getattr(self.model, "input", None) if getattr(self.model, "inputs", None) else None
 

@@ -110,7 +110,9 @@ def on_connection_lost(tx: Transition, event: on.ConnectionLost) -> None:
     connections = state.connections
     connections.reset = connections.reset | {name} if event.reset else connections.reset - {name}
     for worker, member in state.evicted_members.behind(event.slot, event.worker):
-        closed = _ended_early(tx, tx.now, member.last_seen) and (member.connection_closed or not event.reset)
+        closed = _ends_within_lease(tx, tx.now, member.last_seen) and (
+            member.connection_closed or not event.reset
+        )
         state.evicted_members.update(worker, replace(member, connection_closed=closed))
     slot = state.slots.get(event.slot)
     if event.worker is None:
@@ -274,11 +276,12 @@ def _note_possibly_alive(tx: Transition, worker: WorkerRecord, executor_lost: bo
         (worker.slot, slot.disconnected_at if slot is not None else None),
     )
     closed = any(
-        at is not None and name not in connections.reset and _ended_early(tx, at, seen) for name, at in ends
+        at is not None and name not in connections.reset and _ends_within_lease(tx, at, seen)
+        for name, at in ends
     )
     state.evicted_members.add(worker.worker, PossiblyAlive(until, seen, closed, executor_lost))
 
 
-def _ended_early(tx: Transition, at: float, last_seen: float) -> bool:
+def _ends_within_lease(tx: Transition, at: float, last_seen: float) -> bool:
     """Whether a connection ended sooner than that of a host that is cut off would, by silence."""
     return at - last_seen <= tx.state.limits.lease
