@@ -227,7 +227,7 @@ def _call_find(find: Find, call: _Call) -> None:
                     f"discovery returned {host!r}: {slots!r}: give names of hosts and numbers of their slots."
                 )
         call.answer = tuple(found.items())
-    except Exception as error:  # handed to whoever asked
+    except Exception as error:  # raised again in the thread that polls
         call.error = error
     finally:
         call.done.set()

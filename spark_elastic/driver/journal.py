@@ -30,10 +30,8 @@ log = logging.getLogger("spark_elastic.driver")
 
 Commands: TypeAlias = tuple[DriverCommand, ...]
 Listener: TypeAlias = Callable[[DriverEvent, Commands, DriverState | None], None]
-FORMAT = 4  # of the file
-MAX_ENTRIES = (
-    10_000  # entries in memory; a week of ticks and beats is not worth keeping, so these are left out
-)
+FORMAT = 5  # of the file
+MAX_ENTRIES = 10_000  # entries in memory; ticks and heartbeats, of which a week has millions, are left out
 
 
 class Journal:
@@ -53,7 +51,7 @@ class Journal:
         self._state: DriverState | None = None
 
     def begin(self, state: DriverState, commands: Commands) -> None:
-        """Open the file and note what the machine begins from, and its first commands.
+        """Open the file and write the machine's initial state and first commands.
 
         Raises:
             InvalidInput: the file cannot be opened.
@@ -66,7 +64,11 @@ class Journal:
         )
 
     def record(self, event: DriverEvent, commands: Commands, after: DriverState | None = None) -> None:
-        """Note an event and what the machine made of it. after: the state that followed, None where none did."""
+        """Record an event with its commands.
+
+        Args:
+            after: the machine's next state; None: the machine failed.
+        """
         if self._start is None:
             self._start = event.now
         at = event.now - self._start
@@ -81,7 +83,7 @@ class Journal:
         self._notify_listener(event, commands, after)
 
     def format_entries(self) -> list[str]:
-        """One readable line per entry. Uneventful ticks and beats are left out."""
+        """One readable line for each entry."""
         return [
             f"{at:9.3f} {kind:7} {type(value).__name__} {_format_fields(value)}"
             for at, kind, value in list(self._entries)
@@ -97,12 +99,12 @@ class Journal:
             return
         try:
             self._listener(event, commands, after)
-        except Exception:  # it is for people, and must not end the job
-            log.exception("the listener of the journal failed and is told nothing more")
+        except Exception:  # a listener that fails must not end the job
+            log.exception("the listener of the journal failed and is no longer called")
             self._listener = None
 
     def _write(self, line: dict[str, Any]) -> None:
-        """A turn is one write, so that a killed driver leaves at most its last one torn."""
+        """Append a line with one write, so that a killed driver can only damage the last line."""
         if self._file is None:
             return
         try:

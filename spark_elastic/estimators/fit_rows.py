@@ -257,7 +257,7 @@ def delete_rows_after_run(request: Request, store: Store, run: RunLease, folder:
         yield
     except BaseException:
         if _is_resumable(request, store, run.run_id):
-            log.warning("run %s can go on: fit again with run_id=%r", run.run_id, run.run_id)
+            log.warning("run %s can be resumed: fit again with run_id=%r", run.run_id, run.run_id)
         else:
             run.delete(folder)
         raise

@@ -1,9 +1,9 @@
-"""Two documents of a run in the store: what it is bound to (R19, resuming a run), and its result.
+"""Two documents of a run in the store: its record, with which later fits must agree (R19), and its result.
 
-    runs/RUN/run.json       written once, when the rows are there; a fit that resumes the run must agree with it
+    runs/RUN/run.json       written once, after the rows; a fit that resumes the run must agree with it
     runs/RUN/result.json    written at the end; a fit of a finished run returns its model
 
-Values, but for `load` and `save`.
+Both are values; only `load` and `save` use the store.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PlannedRows = tuple[Manifest, DataPlan]
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run is bound to. Global batch and lanes stay, whatever number of workers resumes the run."""
+    """Everything that stays the same when a run is resumed, whatever the number of workers then is."""
 
     # Where the rows are: a folder of the store ("": its root), or the url of existing files.
     data: str
@@ -101,7 +101,7 @@ class RunRecord:
         now = request.objects.identity() if self.objects else {}
         different = [name for name, before in self.objects.items() if now.get(name) != before]
         if different == [WEIGHTS]:
-            log.warning("run %s goes on with its own weights: this fit's model begins with others", run_id)
+            log.warning("run %s keeps its own weights: this fit's model begins with others", run_id)
         elif different:
             raise InvalidInput(
                 f"run_id {run_id!r} was begun with another {different[0]} than this fit's: go on with the same, or use "
@@ -121,7 +121,7 @@ class RunRecord:
         return DataPlan(manifest.group_rows, self.global_batch, seed, self.lanes, shuffle)
 
     def load_validation(self) -> PlannedRows | None:
-        """The rows that are validated with, in the order of the table."""
+        """The validation rows and their plan; None: there are none."""
         if self.validation is None:
             return None
         manifest = Manifest.from_json(self.validation["manifest"])
@@ -136,7 +136,7 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class RunResult:
-    """The end of a run."""
+    """The result of a finished run."""
 
     # Name of the trained weights in the store, and their SHA-256.
     model: str

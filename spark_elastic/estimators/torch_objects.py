@@ -52,7 +52,7 @@ def check_serializable(model: torch.nn.Module) -> None:
                 "register it in a callback's on_fit_begin (training.model)."
             )
         computed = [
-            key for key, held in vars(part).items() if isinstance(held, torch.Tensor) and not held.is_leaf
+            key for key, value in vars(part).items() if isinstance(value, torch.Tensor) and not value.is_leaf
         ]
         if computed:
             raise InvalidInput(
@@ -69,7 +69,7 @@ def _check_picklable(model: torch.nn.Module) -> None:
         return
     parts = reversed(list(model.named_modules()))  # inner layers come first
     name, part = next(each for each in parts if _find_pickle_error(each[1], tensors) is not None)
-    keys = [key for key, held in vars(part).items() if _find_pickle_error(held, tensors) is not None]
+    keys = [key for key, value in vars(part).items() if _find_pickle_error(value, tensors) is not None]
     holds = f"{_format_layer(name)} holds {keys[0]!r}, which" if keys else _format_layer(name)
     raise InvalidInput(
         f"{holds} cannot be copied or pickled for the workers ({failed}): make it in forward, when it is first used."
@@ -276,16 +276,16 @@ def _find_watched_metrics(
 
 def _check_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
     """Check that the optimizer has all trainable parameters of the model, and no others."""
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     own = dict(model.named_parameters())
-    foreign = len(held - {id(parameter) for parameter in own.values()})
+    foreign = len(given - {id(parameter) for parameter in own.values()})
     if foreign:
         raise InvalidInput(
-            f"the optimizer holds {foreign} of {len(held)} parameters that are not the model's: make it from the "
+            f"the optimizer holds {foreign} of {len(given)} parameters that are not the model's: make it from the "
             "parameters of the model that is passed (of this very object, not of a copy)."
         )
     trainable = [name for name, parameter in own.items() if parameter.requires_grad]
-    missing = [name for name in trainable if id(own[name]) not in held]
+    missing = [name for name in trainable if id(own[name]) not in given]
     if missing:
         shown = ", ".join(missing[:3]) + (" ..." if len(missing) > 3 else "")
         raise InvalidInput(

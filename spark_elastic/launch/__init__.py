@@ -1,1 +1,1 @@
-"""Puts the parts together: a job from its launcher and server to its end, and who is told of it."""
+"""Connects the parts of a job: server, driver loop, launcher, discovery and monitor."""

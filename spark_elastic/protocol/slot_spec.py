@@ -1,4 +1,4 @@
-"""What is known of a slot: `SlotSpec` by the driver at the launch, `WorkerIdentity` by the slot where it runs.
+"""The description of a slot: the driver knows `SlotSpec` at the launch, the slot itself its `WorkerIdentity`.
 
 Both travel unchanged from the slot to its training processes. Pure.
 """

@@ -25,7 +25,7 @@ from spark_elastic.worker.slot_agent import SlotAgent
 
 @dataclass(frozen=True)
 class SlotTask:
-    """What is shipped to an executor for a slot."""
+    """The task of a slot, shipped to an executor."""
 
     spec: SlotSpec
     # The pickled program, fetched once by each executor.
@@ -52,7 +52,7 @@ class SlotTask:
             launch=launch,
             host=find_executor_id(),
             address=find_address_towards(host, port),
-            resources={name: tuple(held.addresses) for name, held in context.resources().items()},
+            resources={name: tuple(each.addresses) for name, each in context.resources().items()},
         )
         payload, clock, spec = self.program.value, SystemClock(), self.spec
         with RendezvousClient(

@@ -1,11 +1,14 @@
 """Checkpoints of a run in the store: workers write them in the background, only the driver publishes them (R18).
 
-    runs/RUN/checkpoints/ATTEMPT-GENERATION-EPOCH-PHASE-STEP/{parts, manifest.json}    objects that nobody knows yet
-    runs/RUN/checkpoints/published-ATTEMPT.json                                        which of them count
+    runs/RUN/checkpoints/ATTEMPT-GENERATION-EPOCH-PHASE-STEP/{parts, manifest.json}    one checkpoint
+    runs/RUN/checkpoints/published-ATTEMPT.json                                        the list of those that count
 
-Each attempt has a list of its own and the list of the highest attempt counts, so a driver that lost the run changes
-nothing. `CheckpointStore` reads and writes these objects, in any thread. A training process has one `Checkpointer`: its
-training thread decides when a snapshot is due, and one writer thread does everything slow.
+A checkpoint has the two parts of a `Snapshot`: `values`, encoded by the framework's codec, and `memory`, the bytes of
+all arrays. It counts once the driver has put it on the published list. Each attempt has a list of its own; the list of
+the highest attempt counts, so a driver that lost the run changes nothing.
+
+`CheckpointStore` reads and writes these objects, in any thread. A training process has one `Checkpointer`: its training
+thread decides when a snapshot is due, and one writer thread encodes and writes.
 """
 
 from __future__ import annotations
@@ -284,15 +287,15 @@ class SnapshotReader:
         return self._cached[1]
 
     def forget(self) -> None:
-        """The world that began from a checkpoint stands: free the memory."""
+        """Free the memory, once the world that began from the checkpoint has its state."""
         self._cached = None
 
 
 class Checkpointer:
     """Makes snapshots of one training process durable, and reads them back. Training thread only.
 
-    Rank 0 alone writes. It writes a snapshot only once its step is finalized (R1), that is part of what every survivor
-    holds; until then `hold` keeps it. The writer's thread encodes and writes.
+    Only rank 0 writes. `hold` keeps a snapshot until its step is finalized (R1): from then on the step is part of the
+    history of every survivor, and `write_pending` passes the snapshot to the writer's thread.
     """
 
     def __init__(
@@ -324,23 +327,23 @@ class Checkpointer:
         return self._schedule.count_step()
 
     def hold(self, build: Callable[[], Snapshot]) -> None:
-        """Build a snapshot now, and keep it until `write_held` or `discard_held`."""
+        """Build a snapshot now. It is pending until `write_pending` or `discard_pending`."""
         began = self._clock.now()
         self._pending = build()
         self.seconds += self._clock.now() - began
 
     def write_pending(self, fence: Fence) -> None:
-        """The step of the snapshot that is held is finalized: write it."""
+        """Write the pending snapshot, if there is one: its step is finalized."""
         snapshot, self._pending = self._pending, None
         if snapshot is not None:
             self.write(fence, snapshot)
 
     def discard_pending(self) -> None:
-        """The world broke before the step was finalized."""
+        """Drop the pending snapshot: the world broke before its step was finalized."""
         self._pending = None
 
     def write(self, fence: Fence, snapshot: Snapshot) -> None:
-        """Have a snapshot written, unless it was written before. Nothing may change it any more."""
+        """Pass a snapshot to the writer's thread, unless it was written before. It must not change any more."""
         if snapshot.position <= self._offered:
             return
         self._offered = snapshot.position

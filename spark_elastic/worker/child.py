@@ -135,7 +135,7 @@ class Child:
         return "" if code >= 0 or code in KILLED_EXIT_CODES else self._crash.wait(CRASH_LINES_WAIT)
 
     def wait(self, seconds: float) -> None:
-        """Wait for the end of a process that was told to end, for at most so many seconds."""
+        """Wait at most so many seconds for a process that has been told to end."""
         self._exited.wait(seconds)
 
     def close(self) -> None:

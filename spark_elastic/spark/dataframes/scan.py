@@ -28,9 +28,9 @@ _FLOATS = ("float32", "float64")
 
 @dataclass(frozen=True)
 class MissingValues:
-    """What happens to rows with a null, or a NaN, in one of the columns, at any depth.
+    """The treatment of rows with a null or NaN in one of the columns, at any depth.
 
-    refuse: an error with their number. drop: they are left out, and a log line has their number. keep: nothing.
+    refuse: an error with their number. drop: they are left out, and a log line has their number. keep: they stay.
     """
 
     nulls: Literal["refuse", "drop"] = "refuse"
@@ -128,7 +128,7 @@ def _prepare(column: Column, kind: ColumnType) -> Column:
 
 
 class TableScan:
-    """Counters of one write of the columns, and what follows from them."""
+    """The counters of one write of the columns; shapes and digests are computed from them."""
 
     def __init__(self, types: Mapping[str, ColumnType], nans: bool = False) -> None:
         """nans: also count NaN, and refuse it."""

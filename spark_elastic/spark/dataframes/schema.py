@@ -1,4 +1,4 @@
-"""Which columns of a DataFrame can be trained on, and what they become: checked from its schema, before any job.
+"""Checks from a DataFrame's schema, before any job, that its columns can be trained on, and finds their types.
 
 Maps Spark's types to numpy's. Knows nothing of stores or files. Any thread.
 """
@@ -54,7 +54,7 @@ _RAW_DTYPES: dict[type[DataType], str] = {
 
 @dataclass(frozen=True)
 class ColumnType:
-    """What a Spark column becomes."""
+    """The type in which a Spark column is written and read."""
 
     # numpy's dtype.
     dtype: str
@@ -112,7 +112,11 @@ def check_validation_column(schema: StructType, name: str) -> None:
 
 
 def find_column_type(schema: StructType, name: str, role: str = "", transformed: bool = False) -> ColumnType:
-    """What the column becomes; InvalidInput if it is missing or holds no numbers. role: for the message."""
+    """The type in which the column is written. role: for the message.
+
+    Raises:
+        InvalidInput: the column is missing, or holds no numbers.
+    """
     called = f"{role} column {name!r}".strip()
     if name in schema.names:
         return _find_column_type(schema[name].dataType, called, transformed)

@@ -67,7 +67,7 @@ def test_another_model_is_refused_and_another_draw_of_its_weights_is_told(caplog
         record.check(request({"model": "n", WEIGHTS: "v"}), "r")
     assert caplog.messages == []
     record.check(request({WEIGHTS: "v"}), "r")
-    assert caplog.messages == ["run r goes on with its own weights: this fit's model begins with others"]
+    assert caplog.messages == ["run r keeps its own weights: this fit's model begins with others"]
 
 
 @pytest.mark.parametrize("fields", [{"format": 99, "new": 1}, {"format": 2}, {"data": ""}])
