@@ -86,11 +86,11 @@ class ElasticConfig:
     stall_after: a worker that keeps others waiting for this long is named in the log, with what it is doing.
     collective_timeout: longest wait of a worker for its peers in one collective.
     regroup_timeout: how long the others wait, after a loss, for a worker that runs code without collectives (an
-        evaluation, a compilation); then they go on without it. Ten times as long if nobody else holds the state.
+        evaluation, a compilation); then they continue without it. Ten times as long if no other worker holds the state.
     driver_timeout: a worker that cannot reach the driver for this long ends itself.
     failure_budget: failures of workers within failure_window that the job tolerates (lost hosts do not count).
-    reset_limit: most new worlds after the first, including planned ones; then nobody joins or is drained any more and a
-        loss ends the job. None for no limit.
+    reset_limit: most new worlds after the first, including planned ones; then no worker joins or drains, and a loss
+        ends the job. None for no limit.
     cooldown_range: how long a slot is not used after its worker failed: at first, and, doubling each time, at most. The
         same for a host once more than one of its slots failed. (math.inf, math.inf): never again in this job.
     idle_slot_timeout: a slot that the world has no room for gives its core back after this long.

@@ -27,7 +27,7 @@ from spark_elastic.rendezvous import auth, codec
 from spark_elastic.rendezvous.messages import (
     MAX_POLL_SECONDS,
     VERSION,
-    Exchange,
+    ExchangeAddresses,
     GetValues,
     SetValues,
     WatchSlot,
@@ -114,7 +114,7 @@ class Worker:
             pass
         self._fence = Fence(world["fence"]["attempt"], world["fence"]["generation"])
         (rank,) = (member["rank"] for member in world["members"] if member["worker"] == worker)
-        exchange = Exchange(worker, self._fence, rank, os.urandom(BLOB), "mesh")
+        exchange = ExchangeAddresses(worker, self._fence, rank, os.urandom(BLOB), "mesh")
         while (blobs := (await self._worker.ask(exchange, MAX_POLL_SECONDS))["blobs"]) is None:
             pass
         assert len(blobs) == len(world["members"])

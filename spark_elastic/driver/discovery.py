@@ -57,7 +57,7 @@ class JobHandle:
     the same time, each of them gets every order.
 
     Orders given before the job has begun are carried out at its start, those for a worker or a rank once its first
-    world is complete. An order that matches nobody is reported in a sentence, in the log and with the job's progress.
+    world is complete. An order that matches no worker is reported in the log and with the job's progress.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:

@@ -26,8 +26,8 @@ from spark_elastic.rendezvous.server import RendezvousServer
 class EventQueue:
     """Events in the order in which they came; None ends the loop. Any thread puts, only the driver loop takes.
 
-    Heartbeats are most of the events and wake nobody: they wait for the next other event or tick. Waking the loop's
-    thread would take the interpreter lock from the server's thread, which costs more than the heartbeat itself.
+    Most events are heartbeats, which do not wake the loop: they wait for the next other event or tick. Waking the
+    loop's thread would take the interpreter lock from the server's thread, which costs more than the heartbeat itself.
     """
 
     def __init__(self) -> None:

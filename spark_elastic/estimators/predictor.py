@@ -201,7 +201,7 @@ class TorchPredictor:
 
     @property
     def needs_sample(self) -> bool:
-        """What a transformation makes of zeros is anyone's guess."""
+        """Whether the output widths can only be found with a real row: a transformation may fail on zeros."""
         return self._loaded[1] is not None
 
     @cached_property

@@ -33,7 +33,7 @@ from spark_elastic.rendezvous.messages import (
     MAX_POLL_SECONDS,
     VERSION,
     DriverClient,
-    Exchange,
+    ExchangeAddresses,
     GetValues,
     SetValues,
     path_of,
@@ -364,7 +364,7 @@ class RendezvousClient:
         raise Unauthorized(f"The driver at {self._address} does not accept this job's key.")
 
 
-def exchange_blobs(driver: DriverClient, request: Exchange, timeout: float) -> tuple[bytes, ...]:
+def exchange_blobs(driver: DriverClient, request: ExchangeAddresses, timeout: float) -> tuple[bytes, ...]:
     """Hand in a blob and wait for those of all ranks, in rank order.
 
     Raises:

@@ -122,8 +122,8 @@ class Blobs:
 
 
 @dataclass(frozen=True)
-class Exchange(WorkerRequest[Blobs]):
-    """Hands in the blob of `rank` and waits for those of all ranks (long poll)."""
+class ExchangeAddresses(WorkerRequest[Blobs]):
+    """Sends the address of `rank`, as bytes, and waits for those of all ranks (long poll)."""
 
     fence: Fence
     rank: int
@@ -167,7 +167,7 @@ REQUESTS: tuple[type[Request[Any]], ...] = (
     LogLines,
     WatchWorker,
     Report,
-    Exchange,
+    ExchangeAddresses,
     SetValues,
     GetValues,
 )

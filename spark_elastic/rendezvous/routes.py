@@ -32,7 +32,7 @@ from spark_elastic.rendezvous.auth_middleware import Call, Handler, PeerDisconne
 from spark_elastic.rendezvous.messages import (
     REQUESTS,
     Blobs,
-    Exchange,
+    ExchangeAddresses,
     GetValues,
     LogLines,
     Report,
@@ -142,7 +142,7 @@ class Routes:
             WatchSlot: self._watch_slot,
             WatchWorker: self._watch_worker,
             Report: self._report,
-            Exchange: self._exchange,
+            ExchangeAddresses: self._exchange,
             SetValues: self._set,
             GetValues: self._get,
         }
@@ -238,7 +238,7 @@ class Routes:
         return Acknowledged(self._stop_reason(message))
 
     async def _exchange(self, call: Call) -> Blobs:
-        message: Exchange = call.message
+        message: ExchangeAddresses = call.message
         self._connections.mark_connected(_sender(message))
         self._refuse_stale(message.fence)
         world = self._state.find_world(message.fence)

@@ -239,7 +239,7 @@ class Codec(Protocol):
 
 
 class PickleCodec:
-    """For hand-written states: whoever can write to the store can run code on the workers."""
+    """For hand-written states. Unpickling runs code: only trusted users may write to the store."""
 
     def dumps(self, values: Any) -> bytes:
         return pickle_value(values)

@@ -215,7 +215,7 @@ class TrainingLoop:
             checkpointer.hold(lambda: build_snapshot(state.position, state.capture))
 
     def _finish_checkpoints(self, world: World, version: int) -> None:
-        """If this boundary is the job's last, make the state durable before anybody leaves."""
+        """If this boundary is the job's last, make the state durable before any worker leaves."""
         checkpointer, state = self._checkpointer, self._state
         if checkpointer is not None and version > world.version and is_job_end(version):
             checkpointer.hold(lambda: build_snapshot(state.position, state.capture))

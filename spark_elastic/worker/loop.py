@@ -36,7 +36,13 @@ from spark_elastic.protocol.slot_spec import WorkerIdentity
 from spark_elastic.protocol.types import Fence, Member, Position, WorkerId, World
 from spark_elastic.rendezvous import codec
 from spark_elastic.rendezvous.client import exchange_blobs
-from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, DriverClient, Exchange, Report, WatchWorker
+from spark_elastic.rendezvous.messages import (
+    MAX_POLL_SECONDS,
+    DriverClient,
+    ExchangeAddresses,
+    Report,
+    WatchWorker,
+)
 from spark_elastic.worker.context import GroupContext, WaitRecorder, WorkerContext, get_context, set_context
 from spark_elastic.worker.program import (
     CHANGE,
@@ -76,7 +82,7 @@ class GroupConnector:
             world.size,
             (world.fence.attempt, world.fence.generation),
             lambda blob: exchange_blobs(
-                driver, Exchange(member.worker, world.fence, member.rank, blob), self._timeout
+                driver, ExchangeAddresses(member.worker, world.fence, member.rank, blob), self._timeout
             ),
             timeout=self._timeout,
             local_ranks=[peer.rank for peer in world.members if peer.host == member.host],

@@ -78,7 +78,7 @@ class SlotAgent:
         self._line_sender = threading.Thread(target=self._send_lines, name="spark-elastic-logs", daemon=True)
         self._threads = [
             threading.Thread(target=target, name=f"spark-elastic-{name}", daemon=True)
-            for name, target in (("watch", self._watch), ("beat", self._send_heartbeats))
+            for name, target in (("watch", self._watch), ("heartbeat", self._send_heartbeats))
         ]
 
     def run(self) -> str:

@@ -9,7 +9,7 @@ import pytest
 from spark_elastic.errors import InvalidInput, PeersMissing, StaleGeneration
 from spark_elastic.protocol.types import Fence
 from spark_elastic.rendezvous.client import exchange_blobs
-from spark_elastic.rendezvous.messages import Exchange
+from spark_elastic.rendezvous.messages import ExchangeAddresses
 from tests.component.rendezvous.driver_side import ATTEMPT, PATIENCE, Driver, world
 
 WORKERS = ("1-0.1", "2-0.1", "3-0.1")
@@ -19,7 +19,7 @@ FENCE = Fence(ATTEMPT, 1)
 def _exchange(driver: Driver, rank: int, blob: bytes, name: str = "mesh") -> Future[tuple[bytes, ...]]:
     worker = driver.client()
     return driver.aside(
-        lambda: exchange_blobs(worker, Exchange(WORKERS[rank], FENCE, rank, blob, name), PATIENCE)
+        lambda: exchange_blobs(worker, ExchangeAddresses(WORKERS[rank], FENCE, rank, blob, name), PATIENCE)
     )
 
 
@@ -60,17 +60,17 @@ def test_a_deadline_names_who_was_missing(driver: Driver) -> None:
     driver.server.publish(world(1, *WORKERS))
     worker = driver.client()
     with pytest.raises(PeersMissing, match=r"no address came from 2-0\.1, 3-0\.1\."):
-        exchange_blobs(worker, Exchange(WORKERS[0], FENCE, 0, b"a"), 0.1)
+        exchange_blobs(worker, ExchangeAddresses(WORKERS[0], FENCE, 0, b"a"), 0.1)
 
 
 def test_only_the_member_of_that_rank_may_hand_in_its_blob(driver: Driver) -> None:
     driver.server.publish(world(1, *WORKERS))
     stranger = driver.client()
     with pytest.raises(StaleGeneration, match="is not rank 0"):
-        exchange_blobs(stranger, Exchange("9-0.1", FENCE, 0, b"a"), 1.0)
+        exchange_blobs(stranger, ExchangeAddresses("9-0.1", FENCE, 0, b"a"), 1.0)
     member = driver.client()
     with pytest.raises(StaleGeneration, match="is not rank 0"):
-        exchange_blobs(member, Exchange(WORKERS[1], FENCE, 0, b"a"), 1.0)
+        exchange_blobs(member, ExchangeAddresses(WORKERS[1], FENCE, 0, b"a"), 1.0)
 
 
 def test_values_are_set_read_and_waited_for(driver: Driver) -> None:

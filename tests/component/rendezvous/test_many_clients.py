@@ -16,7 +16,7 @@ from spark_elastic.protocol.commands import AbortWorld, DriverCommand, PublishWo
 from spark_elastic.protocol.messages import JoinWorld, RegisterSlot, WorkerStarted, WorldFormed
 from spark_elastic.protocol.types import Limits, Phase, Position, World
 from spark_elastic.rendezvous.client import RendezvousClient, exchange_blobs
-from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, Exchange
+from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, ExchangeAddresses
 from spark_elastic.rendezvous.routes import ServerCallbacks
 from spark_elastic.rendezvous.server import RendezvousServer
 from spark_elastic.rendezvous.server_state import ServerState, Waiters
@@ -66,7 +66,9 @@ def _live(address: str, job: int, together: threading.Barrier) -> list[World]:
             member = world.member(f"{job}-0.1")
             assert member is not None
             blobs = exchange_blobs(
-                worker, Exchange(f"{job}-0.1", world.fence, member.rank, str(member.rank).encode()), 60.0
+                worker,
+                ExchangeAddresses(f"{job}-0.1", world.fence, member.rank, str(member.rank).encode()),
+                60.0,
             )
             assert blobs == tuple(str(rank).encode() for rank in range(WORKERS))
             worker.ask(WorldFormed(f"{job}-0.1", world.fence))

@@ -15,7 +15,7 @@ from spark_elastic.rendezvous import codec
 from spark_elastic.rendezvous.messages import (
     REQUESTS,
     Blobs,
-    Exchange,
+    ExchangeAddresses,
     SlotCommands,
     WatchWorker,
     WorkerStop,
@@ -45,8 +45,8 @@ def test_worlds_come_back_as_they_were(world: World) -> None:
 
 @given(FENCES, st.binary(max_size=100))
 def test_bytes_come_back_as_they_were(fence: Fence, blob: bytes) -> None:
-    request = Exchange("1-0.1", fence, 3, blob)
-    assert codec.read(Exchange, codec.loads(codec.dumps(request))) == request
+    request = ExchangeAddresses("1-0.1", fence, 3, blob)
+    assert codec.read(ExchangeAddresses, codec.loads(codec.dumps(request))) == request
     reply = Blobs((blob, b""), ("2-0.1",))
     assert codec.read(Blobs, codec.loads(codec.dumps(reply))) == reply
 
@@ -117,7 +117,7 @@ def test_what_is_no_json_object_is_refused(body: bytes) -> None:
 
 
 def test_the_wire_is_plain_json() -> None:
-    text = json.loads(codec.dumps(Exchange("w", Fence(1, 2), 0, b"\x00")))
+    text = json.loads(codec.dumps(ExchangeAddresses("w", Fence(1, 2), 0, b"\x00")))
     assert text == {
         "worker": "w", "fence": {"attempt": 1, "generation": 2}, "rank": 0, "blob": "AA==", "name": "mesh",
     }  # fmt: skip
