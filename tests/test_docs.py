@@ -126,9 +126,9 @@ def test_the_page_of_errors_says_how_many_kinds_of_a_failed_job_there_are() -> N
     assert set(re.findall(r"^\| `(\w+)` \|", below, re.MULTILINE)[:6]) == kinds
 
 
-def test_programs_of_the_testing_page_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_programs_of_the_testing_page_run(tmp_path: Path) -> None:
     programs = blocks("testing.md", "python")
     assert len(programs) >= 3
+    assert sum("\nassert " in program for program in programs) >= 2, "the programs check what they show"
     for program in programs:
         exec(compile(program.replace("/path/that/all/hosts/see", str(tmp_path)), "testing.md", "exec"), {})
-    assert "faults" in capsys.readouterr().out
