@@ -25,7 +25,7 @@ struct Memory::Registry {
   };
 
   std::shared_ptr<Segment> segment;
-  std::mutex mutex;                                   // guards the members below
+  std::mutex mutex;                       // guards the members below
   std::map<const char*, Extent> extents;  // by address
   uint64_t next = 0;
 
