@@ -30,7 +30,7 @@ def test_the_log_of_the_preflight_is_shown_like_that_of_the_job(monkeypatch: pyt
         return lambda *given: logging.getLogger("spark_elastic.spark").info(what)
 
     platform = SimpleNamespace(
-        workers=lambda asked: 1, preflight=says("the preflight"), launch=says("the job")
+        count_workers=lambda asked: 1, preflight=says("the preflight"), launch=says("the job")
     )
     monkeypatch.setattr(running, "make_platform", lambda *given: platform)
     monkeypatch.setattr(running, "decode_results", lambda launched: [])
