@@ -1,1 +1,1 @@
-"""The driver's shell around the driver machine. Knows no Spark: `driver/ports.py` says what it needs of a cluster."""
+"""The driver's thread and its ports to a cluster. Knows no Spark: a cluster implements `driver/ports.py`."""

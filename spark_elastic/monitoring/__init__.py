@@ -1,1 +1,1 @@
-"""What people see of a job: the progress line and the story of its worlds. Decides nothing."""
+"""Everything that shows people how a job runs: progress, history, report, status page. Decides nothing."""

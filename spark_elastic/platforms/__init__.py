@@ -1,4 +1,4 @@
-"""What a job needs of a Spark session, of the classic kind or of Spark Connect: `make_platform(session, config)`.
+"""Launches a job over a Spark session, of classic Spark or of Spark Connect: see `make_platform`.
 
 Runs in the caller's thread. This module imports no Spark, which `spark-elastic-run` does without.
 """

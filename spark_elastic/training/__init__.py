@@ -1,1 +1,1 @@
-"""The estimators' training without a framework: epochs, trailers, ledger, checkpoints; frameworks plug in."""
+"""The part of the estimators' training that is the same for all frameworks: epochs, step summaries, ledger."""

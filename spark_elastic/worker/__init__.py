@@ -1,1 +1,1 @@
-"""What runs inside an executor: the slot's agent, and the training process it keeps alive. Never imports `driver`."""
+"""The processes on an executor: the slot's agent, and the training process that it starts. Never imports `driver`."""

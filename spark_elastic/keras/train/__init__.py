@@ -1,1 +1,1 @@
-"""The estimator's learner in Keras: state, step, objective, metrics, hooks. Horovod's Keras API knows nothing of it."""
+"""The trainer of `ElasticKerasEstimator`: state, step, losses, metrics, callbacks. The Horovod API does not use it."""

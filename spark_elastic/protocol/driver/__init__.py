@@ -1,1 +1,1 @@
-"""The driver's state machine: its state and, by concept, what each kind of event changes."""
+"""The driver machine: its state, and the handlers of its events, by concept."""

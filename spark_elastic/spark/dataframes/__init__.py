@@ -1,1 +1,1 @@
-"""DataFrames as data sets in the store: which columns, which rows, written by Spark, and known again by a later fit."""
+"""Writes the rows of DataFrames to the store, and recognizes rows that were written before."""

@@ -1,2 +1,4 @@
-"""The gradients of a step, from the hooks that meet them in backward to their sums over the world: what
-`DistributedOptimizer` and the estimator's learner have in common."""
+"""The gradients of a step: hooks in backward, buckets, and their sums over all ranks.
+
+`DistributedOptimizer` and the trainer of the estimator share this package.
+"""

@@ -1,1 +1,1 @@
-"""The estimator's learner in torch: state, step, objective, metrics, hooks. Horovod's torch API knows nothing of it."""
+"""The trainer of `ElasticTorchEstimator`: state, step, loss, metrics, callbacks. The Horovod API does not use it."""
