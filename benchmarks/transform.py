@@ -26,7 +26,7 @@ from benchmarks.parts.report import Row, finish, parser
 from spark_elastic.data.manifest import Column
 from spark_elastic.estimators.predictor import TorchPredictor
 from spark_elastic.estimators.saving import pack
-from spark_elastic.estimators.torch_estimator import ElasticTorchModel
+from spark_elastic.estimators.torch_model import ElasticTorchModel
 from spark_elastic.estimators.transformer import FitSummary
 
 WIDTH, BATCH, ONE_BY_ONE = 50, 512, 20  # the last: a part of the rows

@@ -30,7 +30,7 @@ _EXPORTS = {
     "ElasticKerasEstimator": "spark_elastic.estimators.keras_estimator",
     "ElasticKerasModel": "spark_elastic.estimators.keras_model",
     "ElasticTorchEstimator": "spark_elastic.estimators.torch_estimator",
-    "ElasticTorchModel": "spark_elastic.estimators.torch_estimator",
+    "ElasticTorchModel": "spark_elastic.estimators.torch_model",
     "CoordinatorLost": "spark_elastic.errors",
     "FailureBudgetExceeded": "spark_elastic.errors",
     "InvalidInput": "spark_elastic.errors",
@@ -75,7 +75,8 @@ if TYPE_CHECKING:
     )
     from spark_elastic.estimators.keras_estimator import ElasticKerasEstimator
     from spark_elastic.estimators.keras_model import ElasticKerasModel
-    from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator, ElasticTorchModel
+    from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
+    from spark_elastic.estimators.torch_model import ElasticTorchModel
     from spark_elastic.running.call import run
     from spark_elastic.worker.session import report, task_resources
 

@@ -21,7 +21,7 @@ PUBLIC = {
     "ElasticKerasEstimator": "estimators.keras_estimator",
     "ElasticKerasModel": "estimators.keras_model",
     "ElasticTorchEstimator": "estimators.torch_estimator",
-    "ElasticTorchModel": "estimators.torch_estimator",
+    "ElasticTorchModel": "estimators.torch_model",
     "CoordinatorLost": "errors",
     "FailureBudgetExceeded": "errors",
     "InvalidInput": "errors",

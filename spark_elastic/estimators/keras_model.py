@@ -22,7 +22,7 @@ from spark_elastic.estimators.predictor import Floats, choose_gpu, predict_in_ba
 from spark_elastic.estimators.transformer import ElasticModel, ModelReader
 from spark_elastic.keras.train.archive import Archive
 from spark_elastic.keras.train.batching import Inputs, order_labels
-from spark_elastic.training.batch import transform_inputs
+from spark_elastic.training.model_io import transform_inputs
 
 PART, CUSTOM, TRANSFORMATION = "model.keras", "custom", "transformation"
 

@@ -18,8 +18,7 @@ import torch
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.saving import Packed
-from spark_elastic.training.batch import Transformation, transform_inputs
-from spark_elastic.training.trainer import input_dtype, output_parts
+from spark_elastic.training.model_io import Transformation, input_dtype, output_parts, transform_inputs
 
 # Where a Python worker of Spark predicts: on the GPU that Spark assigned to its task, else on the CPU. Pure.
 

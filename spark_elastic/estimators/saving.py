@@ -85,10 +85,6 @@ def check_format(metadata: dict[str, Any], path: str) -> dict[str, Any]:
 # key. Tensors that two places of the module share stay shared.
 
 
-# Modules of ours that saved models name, and where what was in them is now.
-_MOVED = {"spark_elastic.estimators.predictor": "spark_elastic.estimators.predictor"}
-
-
 @dataclass(frozen=True)
 class Packed:
     """architecture: cloudpickle, to be loaded only from places that are trusted. weights: tensors by name."""
@@ -154,6 +150,3 @@ class _Unpickler(pickle.Unpickler):
             tensor = self._tensors[key].requires_grad_(requires_grad)
             self._made[key] = torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor
         return self._made[key]
-
-    def find_class(self, module: str, name: str) -> Any:
-        return super().find_class(_MOVED.get(module, module), name)

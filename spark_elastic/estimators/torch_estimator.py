@@ -1,6 +1,6 @@
-"""`ElasticTorchEstimator`, the estimator of Spark ML for torch modules, and its fitted model.
+"""`ElasticTorchEstimator`, the estimator of Spark ML for torch modules.
 
-Its parameters are in `params.py`; what a fit does is in `fitting.py`.
+Its parameters are in `params.py`, the fitted model is in `torch_model.py`; what a fit does is in `fitting.py`.
 """
 
 from __future__ import annotations
@@ -12,47 +12,19 @@ from typing import Any
 import torch
 from pyspark.ml.util import MLReadable, MLReader
 
-from spark_elastic.data.manifest import Column
 from spark_elastic.estimators.elastic_estimator import ElasticEstimator, EstimatorReader
 from spark_elastic.estimators.fit_rows import RowSource
 from spark_elastic.estimators.fitting import Framework, train_model
 from spark_elastic.estimators.params import TorchParams, with_horovod_names
 from spark_elastic.estimators.predictor import ModuleWithTransformation, TorchPredictor
 from spark_elastic.estimators.saving import Packed, pack
+from spark_elastic.estimators.torch_model import ElasticTorchModel
 from spark_elastic.estimators.torch_objects import check_torch_objects, find_activation
-from spark_elastic.estimators.transformer import ElasticModel, ModelReader, try_widths
+from spark_elastic.estimators.transformer import try_widths
 from spark_elastic.estimators.validation import FitRequest, build_request
 from spark_elastic.torch.train.spec import TorchUserObjects
 from spark_elastic.torch.train.state import load_values
 from spark_elastic.torch.train.trainer import TorchTrainProgram, check_watched
-
-
-class ElasticTorchModel(ElasticModel, MLReadable["ElasticTorchModel"]):  # type: ignore[misc,unused-ignore]
-    """What `ElasticTorchEstimator.fit` returns.
-
-    `transform(df)` adds `prediction_col`: a double where the module returns one number per row, else an array of
-    doubles; with `probability_col` the class as a double and a vector of probabilities, as Spark's evaluators
-    take them.
-    The estimator's transformation_fn is applied here, too; it is given the feature columns alone.
-    A module of several outputs adds a column for each: `output_cols`, by default LABEL__output.
-
-    `history` has a dict per epoch, `summary` tells worlds and seconds too; `history_frame()` and `worlds_frame()`
-    are the same as DataFrames. `model` is a copy of the module, on the CPU, in evaluation mode.
-
-    `save` keeps the weights in a form that loads without running code; the module's architecture goes through
-    cloudpickle, so that `load` must be given only paths that are trusted.
-    """
-
-    @classmethod
-    def read(cls) -> MLReader[ElasticTorchModel]:
-        return ModelReader(cls)
-
-    @classmethod
-    def _restore_predictor(
-        cls, parts: Mapping[str, bytes], columns: tuple[Column, ...], extra: Mapping[str, Any]
-    ) -> TorchPredictor:
-        return TorchPredictor(Packed(**parts), columns)
-
 
 # A spare imports torch._dynamo in advance: the first step of an unpickled optimizer does, which takes 1.5 s.
 TORCH = Framework(("torch",), ("torch", "torch._dynamo"), ".pt", TorchTrainProgram)

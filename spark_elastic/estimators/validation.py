@@ -17,7 +17,6 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.predictor import ACTIVATIONS
 from spark_elastic.spark.dataframes.scan import MissingValues
 from spark_elastic.state import run_lease
-from spark_elastic.training.batch import reshape_results
 from spark_elastic.training.fit_config import (
     FitConfig,
     check_choice,
@@ -25,6 +24,7 @@ from spark_elastic.training.fit_config import (
     check_whole_number,
     describe_type,
 )
+from spark_elastic.training.model_io import reshape_results
 from spark_elastic.training.spec import UserObjects
 
 O = TypeVar("O", bound=UserObjects)  # noqa: E741

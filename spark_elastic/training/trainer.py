@@ -1,4 +1,4 @@
-"""What the training loop asks of a framework: a state, its steps and its callbacks, and rules that frameworks share."""
+"""What the training loop asks of a framework: a state, its steps and its callbacks."""
 
 from __future__ import annotations
 
@@ -189,25 +189,3 @@ def describe_dependent_layers(dependent: Iterable[tuple[str, str]]) -> str | Non
         f"the trained weights depend on the number of workers through {', '.join(layers[:MOST_NAMED])}{more}: every "
         "row still trains exactly once and all workers hold the same weights."
     )
-
-
-# ---- rules for torch models, also used by predictions, whose processes load no trainer
-
-
-def input_dtype(parameters: Iterable[Any], default: Any) -> Any:
-    """The dtype in which a model is given its columns: that of the first parameter that is trained, since a frozen one
-    may have fewer bits.
-
-    Args:
-        default: for models without floating point parameters.
-    """
-    floats = [parameter for parameter in parameters if parameter.is_floating_point()]
-    trained = [parameter for parameter in floats if parameter.requires_grad]
-    return next((parameter.dtype for parameter in trained or floats), default)
-
-
-def output_parts(output: Any) -> tuple[Any, ...]:
-    """A model's outputs in order: each member of a tuple, list or dict (as transformers' models return)."""
-    if isinstance(output, Mapping):
-        return tuple(output.values())
-    return tuple(output) if isinstance(output, tuple | list) else (output,)

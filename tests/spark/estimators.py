@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator, ElasticTorchModel
+from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
+from spark_elastic.estimators.torch_model import ElasticTorchModel
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

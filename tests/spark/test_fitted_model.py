@@ -19,7 +19,7 @@ from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators.predictor import ModuleWithTransformation, TorchPredictor
 from spark_elastic.estimators.saving import check_format, pack
-from spark_elastic.estimators.torch_estimator import ElasticTorchModel
+from spark_elastic.estimators.torch_model import ElasticTorchModel
 from spark_elastic.estimators.transformer import FitSummary, WorldRecord, try_widths
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def test_a_model_of_a_newer_release_is_refused() -> None:
 
 def test_loading_and_predicting_need_neither_engine_nor_trainer() -> None:
     program = (
-        "import sys, spark_elastic.estimators.torch_estimator, spark_elastic.estimators.predict_udf\n"
+        "import sys, spark_elastic.estimators.torch_model, spark_elastic.estimators.predict_udf\n"
         "print([m for m in sys.modules if m.startswith(('elastic_collectives', 'spark_elastic.torch'))])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

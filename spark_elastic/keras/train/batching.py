@@ -14,8 +14,9 @@ import numpy.typing as npt
 from spark_elastic.data.loader import StepRows
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
-from spark_elastic.training.batch import LocalBatch, Transformation, transform_columns
+from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.fit_config import FitConfig
+from spark_elastic.training.model_io import Transformation, transform_columns
 
 # Which column belongs to which input or output of a Keras model: by keys, by names, or by place. Pure; any thread.
 

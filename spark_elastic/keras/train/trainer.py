@@ -23,10 +23,11 @@ from spark_elastic.keras.train.compiled import CompiledLosses, CompiledMetrics
 from spark_elastic.keras.train.state import KerasTrainingState
 from spark_elastic.keras.train.step import Structure, TrainStep, describe_world_dependence
 from spark_elastic.protocol.types import Phase, Position
-from spark_elastic.training.batch import LocalBatch, Transformation
+from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.identity import digest
 from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.loop import TrainingLoop
+from spark_elastic.training.model_io import Transformation
 from spark_elastic.training.progress import TrainingProgress
 from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.step_summary import StepDecision

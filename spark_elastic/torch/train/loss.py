@@ -28,7 +28,7 @@ from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import ElasticError, InvalidInput
 from spark_elastic.protocol.types import Position
 from spark_elastic.training.batch import LocalBatch
-from spark_elastic.training.trainer import output_parts
+from spark_elastic.training.model_io import output_parts
 
 # ---- sums of losses
 

@@ -30,8 +30,9 @@ from spark_elastic.torch.train.loss import (
     MultiOutputLoss,
     find_loss_module,
 )
-from spark_elastic.training.batch import LocalBatch, transform_columns
+from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.identity import PLAIN, WEIGHTS, digest, to_text
+from spark_elastic.training.model_io import transform_columns
 from spark_elastic.training.spec import TrainSpec
 
 # ---- digests

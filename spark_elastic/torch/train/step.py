@@ -28,8 +28,9 @@ from spark_elastic.torch.train.state import TorchTrainingState
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.ledger import Ledger
+from spark_elastic.training.model_io import output_parts
 from spark_elastic.training.step_summary import StepDecision, StepSummary, exchange_summaries
-from spark_elastic.training.trainer import defer_interrupts, output_parts
+from spark_elastic.training.trainer import defer_interrupts
 
 
 class GradientScaling:

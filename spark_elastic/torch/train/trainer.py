@@ -28,10 +28,10 @@ from spark_elastic.torch.train.state import TorchTrainingState, dump_values
 from spark_elastic.torch.train.step import GradientScaling, TrainStep
 from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.loop import TrainingLoop
+from spark_elastic.training.model_io import input_dtype
 from spark_elastic.training.progress import TrainingProgress
 from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.step_summary import StepDecision, StepSummary, exchange_summaries
-from spark_elastic.training.trainer import input_dtype
 from spark_elastic.worker.session import get_engine
 
 
