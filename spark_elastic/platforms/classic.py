@@ -12,6 +12,9 @@ import cloudpickle
 from spark_elastic.driver.discovery import CombinedDiscovery
 from spark_elastic.driver.gang_scheduler import GangScheduler
 from spark_elastic.driver.ports import Discovery
+from spark_elastic.launch.job import LaunchResult
+from spark_elastic.monitoring.listener import JobListener
+from spark_elastic.platforms import JobSpec
 from spark_elastic.platforms.spark_platform import MakeTask, SparkPlatform
 from spark_elastic.rendezvous.http_server import Bind
 from spark_elastic.spark.executors import ExecutorWatch
@@ -19,6 +22,7 @@ from spark_elastic.spark.launcher import SparkLauncher
 from spark_elastic.spark.payload import Payload, broadcast
 from spark_elastic.spark.preflight import preflight
 from spark_elastic.spark.probe import ProbeSpec
+from spark_elastic.spark.progress_bar import pause_progress_bar
 from spark_elastic.spark.session import choose_bind
 from spark_elastic.spark.shipping import ship
 
@@ -38,6 +42,10 @@ class ClassicPlatform(SparkPlatform):
 
     def count_workers(self, asked: int | None) -> int:
         return self._get_application().defaultParallelism if asked is None else asked
+
+    def launch(self, job: JobSpec, listener: JobListener | None = None) -> LaunchResult:
+        with pause_progress_bar(self._get_application()):
+            return super().launch(job, listener)
 
     def _read_settings(self) -> dict[str, str]:
         return dict(self._get_application().getConf().getAll())

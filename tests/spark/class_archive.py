@@ -33,7 +33,7 @@ def main() -> None:
 
 def run_jobs(master: str) -> None:
     from pyspark.sql import SparkSession
-    from pyspark.sql import functions as F  # noqa: N812
+    from pyspark.sql import functions as F
 
     spark = SparkSession.builder.master(master).config("spark.executor.memory", "512m").getOrCreate()
     with tempfile.TemporaryDirectory() as folder:

@@ -50,7 +50,9 @@ def cluster_environment(scratch: Path | None = None) -> dict[str, str]:
     }
     if CLASS_ARCHIVE.exists():
         # A JVM that cannot use it, because its jars are others, does without and says nothing.
-        found["JDK_JAVA_OPTIONS"] += f" -XX:SharedArchiveFile={CLASS_ARCHIVE} -Xlog:cds=off -Xlog:cds+dynamic=off"
+        found["JDK_JAVA_OPTIONS"] += (
+            f" -XX:SharedArchiveFile={CLASS_ARCHIVE} -Xlog:cds=off -Xlog:cds+dynamic=off"
+        )
     if scratch is not None:
         found["JDK_JAVA_OPTIONS"] += f" -Djava.io.tmpdir={scratch}"
         found["SPARK_LOCAL_DIRS"] = str(scratch)
