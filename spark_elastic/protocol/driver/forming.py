@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from spark_elastic.protocol.commands import AnnounceChange, Outcome, PublishWorld, StopWorker
@@ -387,8 +387,13 @@ def _publish(tx: Transition, chosen: list[WorkerRecord]) -> None:
         tx.end(Outcome.RESET_LIMIT, f"a new world is needed and {formed}: {current.break_reason}")
         return
     names = {worker.worker for worker in chosen}
-    leaving = [worker for worker in tx.survivors() if worker.worker not in names]
-    assignments = [RankAssignment(w.worker, w.slot, w.host, w.position) for w in chosen]
+    survivors = {worker.worker: worker for worker in tx.survivors()}
+    leaving = [worker for worker in survivors.values() if worker.worker not in names]
+    machines = {worker.worker: state.slots[worker.slot].machine for worker in chosen}
+    staying = [worker for worker in chosen if worker.worker in survivors]
+    joining = [worker for worker in chosen if worker.worker not in survivors]
+    chosen = group_by_machine(staying, joining, machines)
+    assignments = [RankAssignment(w.worker, w.slot, w.host, w.position, machines[w.worker]) for w in chosen]
     source = find_source(assignments)
     position = None if source is None else chosen[source].position
     no_progress = check_progress(tx, names, position)
@@ -451,8 +456,8 @@ def _dismiss(tx: Transition, worker: WorkerRecord) -> None:
 def choose_members(
     survivors: Sequence[WorkerRecord], newcomers: Sequence[WorkerRecord], limits: Limits
 ) -> list[WorkerRecord]:
-    """Members of the next world in order of rank. A draining survivor stays a member only if it alone has the newest
-    state, or if there would be fewer than `min_workers` without it.
+    """Members of the next world: survivors in rank order, then newcomers. A draining survivor stays a member only if it
+    alone has the newest state, or if there would be fewer than `min_workers` without it.
 
     Args:
         survivors: the previous world's living members in its rank order: R4 (survivors).
@@ -471,6 +476,28 @@ def choose_members(
     return [worker for worker in survivors if worker.worker in chosen] + joining
 
 
+def group_by_machine(
+    staying: Sequence[WorkerRecord], joining: Sequence[WorkerRecord], machines: Mapping[WorkerId, str]
+) -> list[WorkerRecord]:
+    """The next world's members in order of rank. Survivors stay in their order, so that rank 0 is one of them; each
+    newcomer comes behind the other members on its machine. Newcomers on other machines come last, machine by machine.
+
+    Args:
+        machines: the machine of each worker.
+    """
+    last = {machines[worker.worker]: worker.worker for worker in staying}  # a machine's survivor of the highest rank
+    coming: dict[str, list[WorkerRecord]] = {}
+    for worker in joining:
+        coming.setdefault(machines[worker.worker], []).append(worker)
+    ranked: list[WorkerRecord] = []
+    for worker in staying:
+        ranked.append(worker)
+        machine = machines[worker.worker]
+        if last[machine] == worker.worker:
+            ranked += coming.pop(machine, ())
+    return ranked + [worker for newcomers in coming.values() for worker in newcomers]
+
+
 @dataclass(frozen=True)
 class RankAssignment:
     """A worker that becomes a member of the next world."""
@@ -479,20 +506,22 @@ class RankAssignment:
     slot: SlotId
     host: HostId
     position: Position | None  # of its state; None: a newcomer
+    machine: str = ""  # that carries its host; "": the host is one
 
 
 def assign_ranks(assignments: Sequence[RankAssignment]) -> tuple[Member, ...]:
-    """Members in the order given. Local ranks count a host's members; cross ranks count, over the hosts in order of
-    their first member, the members with an equal local rank (Horovod's definition)."""
-    on_host: Counter[HostId] = Counter()
+    """Members in the order given. Local ranks count a machine's members, on whichever of its hosts; cross ranks count,
+    over the machines in order of their first member, the members with an equal local rank (Horovod's definition)."""
+    machines = [each.machine or each.host for each in assignments]
+    on_machine: Counter[str] = Counter()
     local_ranks: list[int] = []
-    for each in assignments:
-        local_ranks.append(on_host[each.host])
-        on_host[each.host] += 1
-    cross: dict[HostId, list[int]] = {}  # host -> cross rank by local rank
-    width: Counter[int] = Counter()  # local rank -> how many hosts have it
-    for host, size in on_host.items():
-        cross[host] = [width[local] for local in range(size)]
+    for machine in machines:
+        local_ranks.append(on_machine[machine])
+        on_machine[machine] += 1
+    cross: dict[str, list[int]] = {}  # machine -> cross rank by local rank
+    width: Counter[int] = Counter()  # local rank -> how many machines have it
+    for machine, size in on_machine.items():
+        cross[machine] = [width[local] for local in range(size)]
         width.update(range(size))
     return tuple(
         Member(
@@ -501,12 +530,12 @@ def assign_ranks(assignments: Sequence[RankAssignment]) -> tuple[Member, ...]:
             host=each.host,
             rank=rank,
             local_rank=local,
-            local_size=on_host[each.host],
-            cross_rank=cross[each.host][local],
+            local_size=on_machine[machine],
+            cross_rank=cross[machine][local],
             cross_size=width[local],
             position=each.position,
         )
-        for rank, (each, local) in enumerate(zip(assignments, local_ranks, strict=True))
+        for rank, (each, machine, local) in enumerate(zip(assignments, machines, local_ranks, strict=True))
     )
 
 

@@ -176,6 +176,11 @@ class SlotRecord:
     node: str = ""  # its machine's name
     unfit: str = ""  # why what its host runs cannot take part, "" if it can
 
+    @property
+    def machine(self) -> str:
+        """Its machine, which local ranks count: slots of several executors may be on one."""
+        return self.node or self.host
+
 
 class SlotEnd(Enum):
     """How the driver knows that a slot task is gone."""

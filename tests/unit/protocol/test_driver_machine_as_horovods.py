@@ -140,7 +140,7 @@ def test_worker_notification_manager() -> None:
     bench.on(JoinWorld(name(1), bench.fence, at(5), planned=True))
     _slots(bench, 4)
     bench.on(JoinWorld(name(3), bench.fence, at(5), planned=True))
-    assert bench.members() == [name(1), name(3), name(2), name(4)]
+    assert bench.members() == [name(1), name(2), name(3), name(4)]
     assert [announce.version for announce in bench.all(AnnounceChange)] == [1]
 
 
