@@ -1,13 +1,15 @@
-"""Horovod's `ElasticSampler` for map-style datasets: one integer of progress, divided anew in every world.
+"""Horovod's `ElasticSampler` for map-style datasets: the progress of an epoch, divided anew in every world.
 
 The order is the plan's shuffle of one row group. Rank r takes every size-th remaining row from r on, so that a step of
 B rows per rank is the next B·size rows of the epoch: with a fixed global batch, steps do not depend on the world's
-size. `reset` asks for rank and size. Used by one thread.
+size. The progress is one integer if all ranks record whole batches, and a set of rows once a rank records rows of its
+own. `reset` asks for rank and size. Used by one thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from typing import Any
 
 from spark_elastic.data.plan import permutation
 from spark_elastic.errors import InvalidInput
@@ -37,14 +39,19 @@ class ElasticSampler:
         self.seed = seed
         self.pad = pad
         self.epoch = 0
-        self.processed_num = 0
+        # Rows that were recorded one by one, and all that were processed before them. Those of `_recorded` came since
+        # the last `reset`, and are not taken out of `remaining_indices` yet.
+        self._known: frozenset[int] = frozenset()
+        self._recorded: set[int] = set()
+        # How many rows of the epoch's order without `_known` all ranks have processed together.
+        self._taken = 0
         self._ask_rank, self._ask_size = rank, size
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch. Call it at the end of the last one, so that a new world does not repeat a finished epoch."""
         self.epoch = epoch
-        self.processed_num = 0
+        self._known, self._recorded, self._taken = frozenset(), set(), 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
@@ -53,16 +60,54 @@ class ElasticSampler:
             raise InvalidInput(
                 f"record_batch was given a batch of {batch_size} rows: give the loader's batch_size."
             )
-        self.processed_num = min(len(self.dataset), self.processed_num + batch_size * self.num_replicas)
+        left = len(self.dataset) - len(self._known)
+        self._taken = min(left, self._taken + batch_size * self.num_replicas)
 
-    def state_dict(self) -> dict[str, int]:
-        """The progress; the same on every rank between two steps."""
-        return {"epoch": self.epoch, "processed_num": self.processed_num}
+    def record_indices(self, indices: Iterable[int]) -> None:
+        """Count rows as processed, in addition to the batches; each rank records its own. A state brings the ranks'
+        rows together at the next change of the world, or when it is synced. Rows that only a lost worker recorded come
+        again."""
+        rows = [int(index) for index in indices]
+        odd = next((row for row in rows if not 0 <= row < len(self.dataset)), None)
+        if odd is not None:
+            raise InvalidInput(
+                f"record_indices was given row {odd} of a data set of {len(self.dataset)} rows: give what the sampler "
+                "yields."
+            )
+        self._recorded.update(rows)
 
-    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Take over progress, and this world's rank and size."""
+    def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
+        """This rank's rows of a batch, counted from the last `reset`."""
+        return self._mine[batch_idx * batch_size : (batch_idx + 1) * batch_size]
+
+    @property
+    def processed_indices(self) -> set[int]:
+        """The rows of this epoch that this rank knows to be processed, by whichever rank."""
+        return {*self._known, *self._find_order()[: self._taken], *self._recorded}
+
+    @property
+    def processed_num(self) -> int:
+        """The number of `processed_indices`."""
+        return len(self.processed_indices) if self._recorded else len(self._known) + self._taken
+
+    @property
+    def has_own_progress(self) -> bool:
+        """Whether this rank knows of rows that were recorded one by one, and other ranks may know of others."""
+        return bool(self._known or self._recorded)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The progress; the same on every rank between two steps, unless ranks recorded rows of their own."""
+        if not self.has_own_progress:
+            return {"epoch": self.epoch, "processed_num": self._taken}
+        rows = sorted(self.processed_indices)
+        return {"epoch": self.epoch, "processed_num": len(rows), "processed_indices": rows}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over progress, and this world's rank and size. Horovod's states fit, those of any of its versions."""
         self.epoch = state_dict["epoch"]
-        self.processed_num = state_dict["processed_num"]
+        self._known = frozenset(state_dict.get("processed_indices", ()))
+        self._recorded = set()
+        self._taken = max(0, state_dict.get("processed_num", 0) - len(self._known))
         self.reset()
 
     def reset(self) -> None:
@@ -70,15 +115,22 @@ class ElasticSampler:
         self.rank, self.num_replicas = self._ask_rank(), self._ask_size()
         if not 0 <= self.rank < self.num_replicas:
             raise InvalidInput(f"Rank {self.rank} is not in a world of {self.num_replicas}.")
-        rows = len(self.dataset)
-        order = permutation(rows, self.seed, self.epoch, 0).tolist() if self.shuffle else list(range(rows))
-        self.remaining_indices: list[int] = order[self.processed_num :]
+        if self._recorded:
+            self._known, self._taken = frozenset(self.processed_indices), 0
+            self._recorded = set()
+        self.remaining_indices: list[int] = self._find_order()[self._taken :]
         shared = list(self.remaining_indices)
         while self.pad and len(shared) % self.num_replicas:  # cycling: there may be fewer rows than ranks
             shared += self.remaining_indices[: -len(shared) % self.num_replicas]
         self.total_size = len(shared)
         self._mine = shared[self.rank :: self.num_replicas]
         self.num_samples = len(self._mine)
+
+    def _find_order(self) -> list[int]:
+        """The rows of the epoch in their order, without those that were recorded one by one before the last reset."""
+        rows = len(self.dataset)
+        order = permutation(rows, self.seed, self.epoch, 0).tolist() if self.shuffle else list(range(rows))
+        return [row for row in order if row not in self._known] if self._known else order
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._mine)

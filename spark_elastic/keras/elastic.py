@@ -19,17 +19,22 @@ from typing import Any, TypeVar
 import keras
 
 from spark_elastic.keras.callbacks import DONE_BEFORE
+from spark_elastic.protocol.types import HostUpdateResult
 from spark_elastic.state.elastic_loop import elastic
 from spark_elastic.state.state import State
+from spark_elastic.worker.notification import WorkerNotificationManager, notification_manager
 from spark_elastic.worker.session import KerasState, ObjectState, get_session
 
 __all__ = [
     "CommitStateCallback",
+    "HostUpdateResult",
     "KerasState",
     "ObjectState",
     "State",
     "UpdateBatchStateCallback",
     "UpdateEpochStateCallback",
+    "WorkerNotificationManager",
+    "notification_manager",
     "run",
 ]
 

@@ -6,7 +6,7 @@ Shared by driver, workers, the wire and the simulation.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, IntEnum
+from enum import Enum, IntEnum, IntFlag
 from functools import cached_property
 from typing import TypeAlias
 
@@ -74,9 +74,32 @@ START = Position(0, Phase.TRAIN, 0)
 _JOB_ENDS = 1 << 40
 
 
-def next_version(version: int, job_ends: bool) -> int:
+class HostUpdateResult(IntFlag):
+    """What a planned change does, under Horovod's names: whether workers leave, join, or both."""
+
+    no_update = 0
+    removed = 1
+    added = 2
+    mixed = 3
+
+
+_UPDATE_BITS = 2  # the lowest bits of a membership version say what its change does
+
+
+def next_version(version: int, job_ends: bool, update: HostUpdateResult = HostUpdateResult.no_update) -> int:
     """The membership version of the change that is announced after `version`."""
-    return version + (_JOB_ENDS if job_ends else 1)
+    if job_ends:
+        return version + _JOB_ENDS
+    return ((version >> _UPDATE_BITS) + 1) << _UPDATE_BITS | update
+
+
+def get_update(version: int) -> HostUpdateResult:
+    """What the change of that membership version does."""
+    return (
+        HostUpdateResult.no_update
+        if is_job_end(version)
+        else HostUpdateResult(version & HostUpdateResult.mixed)
+    )
 
 
 def is_job_end(version: int) -> bool:

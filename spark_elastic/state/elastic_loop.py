@@ -71,7 +71,7 @@ def _run_in_worlds(func: Callable[[], R], state: State, session: WorkerSession) 
             _write_last_commit(state, session)
             return result
         except HostsUpdatedInterrupt:
-            state.on_hosts_updated(float(session.world.fence.generation), 0)
+            state.on_hosts_updated(float(session.world.fence.generation), session.host_update)
             # The stop counts as a commit: a worker whose exchange broke here is one commit behind, and takes over.
             state.count_save()
             if session.is_job_ending():

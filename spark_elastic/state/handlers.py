@@ -7,8 +7,9 @@ thread only; imports no framework.
 from __future__ import annotations
 
 import copy
+import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -101,6 +102,22 @@ class StateDictHandler(SnapshotHandler):
 
 class SamplerStateHandler(StateDictHandler):
     """An `ElasticSampler`. It divides the rest of the epoch anew in every world and in each `sync`."""
+
+    def pack_progress(self) -> bytes:
+        """What this rank knows to be processed; b"" if no rank can know of other rows."""
+        return pickle.dumps(self.value.state_dict()) if self.value.has_own_progress else b""
+
+    def merge_progress(self, packed: Iterable[bytes]) -> None:
+        """Count the rows as processed that any rank knows of.
+
+        Args:
+            packed: the ranks' progress, from before the state was handed over. That of another epoch does not count.
+        """
+        known = [pickle.loads(each) for each in packed if each]
+        self.value.record_indices(
+            row for each in known if each["epoch"] == self.value.epoch for row in each["processed_indices"]
+        )
+        self.value.reset()
 
     def sync(self) -> None:
         self.value.reset()

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
-from spark_elastic.protocol.types import START, Checkpoint, Phase, Position, World
+from spark_elastic.protocol.types import START, Checkpoint, HostUpdateResult, Phase, Position, World
 from spark_elastic.state.checkpoint import Checkpointer
 from spark_elastic.state.handlers import (
     REGISTRY,
@@ -23,6 +23,7 @@ from spark_elastic.state.handlers import (
     LikeKerasModel,
     LikeKerasOptimizer,
     Registry,
+    SamplerStateHandler,
     SnapshotHandler,
     StateHandler,
     find_handler,
@@ -43,7 +44,7 @@ class HostsUpdatedInterrupt(RuntimeError):
     def __init__(self, skip_sync: bool = False) -> None:
         """
         Args:
-            skip_sync: one of Horovod's arguments; here the next world alone decides what is handed over.
+            skip_sync: workers leave and none joins. The next world decides what is handed over: then nothing is.
         """
         super().__init__("the membership changes")
         self.skip_sync = skip_sync
@@ -73,6 +74,11 @@ class WorkerSession(Protocol):
         Raises:
             CollectiveError: the group broke.
         """
+        ...
+
+    @property
+    def host_update(self) -> HostUpdateResult:
+        """What the planned change does that all ranks know of since `agree_to_stop`."""
         ...
 
     @property
@@ -119,8 +125,13 @@ class State(ABC):
         for callback in self._reset_callbacks:
             callback()
 
-    def on_hosts_updated(self, timestamp: float, update_res: int) -> None:  # noqa: B027 - a hook
-        """A planned change interrupts training here; a hook for subclasses."""
+    def on_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:  # noqa: B027 - a hook
+        """A planned change interrupts training here; a hook for subclasses.
+
+        Args:
+            timestamp: grows from change to change: the generation of the world that ends.
+            update_res: whether workers leave, join, or both.
+        """
 
     def commit(self) -> None:
         """Save, so that a failure goes back to here, and stop here if a planned change waits.
@@ -141,8 +152,9 @@ class State(ABC):
             HostsUpdatedInterrupt: on all ranks together; `elastic.run` catches it.
         """
         # Every rank takes part in the agreement, also one that is in the middle of a step.
-        if self._session is not None and self._session.agree_to_stop() and not self.in_mid_step():
-            raise HostsUpdatedInterrupt
+        session = self._session
+        if session is not None and session.agree_to_stop() and not self.in_mid_step():
+            raise HostsUpdatedInterrupt(skip_sync=session.host_update == HostUpdateResult.removed)
 
     def in_mid_step(self) -> bool:
         """Whether a step is under way: its rows may be counted already, but a save would not hold its result."""
@@ -304,9 +316,44 @@ class ObjectState(State):
             handler.restore()
         self._report_commit()
 
+    def begin_world(self, source: int | None, number: int | None) -> None:
+        if source is not None:
+            super().begin_world(source, number)  # `sync` merges what the samplers know
+            return
+        progress = self._gather_progress()
+        super().begin_world(source, number)
+        self._merge_progress(progress)
+
     def sync(self) -> None:
         """Take over the live state of `source_rank`, verified before anything changes (R5), and save it."""
-        group = self.get_group() if self._session is None else self._session.group
+        progress = self._gather_progress()
+        self._take_over()
+        self._merge_progress(progress)
+
+    def _gather_progress(self) -> dict[str, list[bytes]]:
+        """What each rank's samplers know to be processed, by the sampler's name. Collective if there is a sampler."""
+        group = self._find_group()
+        if group is None:
+            return {}
+        return {
+            name: group.allgather_bytes(h.pack_progress()) for name, h in self._sampler_handlers().items()
+        }
+
+    def _merge_progress(self, progress: dict[str, list[bytes]]) -> None:
+        differing = {name: packed for name, packed in progress.items() if any(packed)}
+        for name, packed in differing.items():
+            self._sampler_handlers()[name].merge_progress(packed)
+        if differing:
+            self.save_again()
+
+    def _sampler_handlers(self) -> dict[str, SamplerStateHandler]:
+        return {name: h for name, h in self._handlers.items() if isinstance(h, SamplerStateHandler)}
+
+    def _find_group(self) -> Group | None:
+        return self.get_group() if self._session is None else self._session.group
+
+    def _take_over(self) -> None:
+        group = self._find_group()
         # Handlers of the user's come first: a rank that breaks there has not taken over the rest, and claims nothing.
         self._sync_each(self._own_handlers())
         # Other ranks save nothing here: that snapshot would pass for the state that is to arrive.

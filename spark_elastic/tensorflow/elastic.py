@@ -13,12 +13,23 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from spark_elastic.errors import InvalidInput
+from spark_elastic.protocol.types import HostUpdateResult
 from spark_elastic.state.elastic_loop import elastic
 from spark_elastic.state.handlers import REGISTRY, Registry, VariablesHandler
 from spark_elastic.state.state import State
+from spark_elastic.worker.notification import WorkerNotificationManager, notification_manager
 from spark_elastic.worker.session import KerasState, ObjectState, get_session
 
-__all__ = ["ObjectState", "State", "TensorFlowKerasState", "TensorFlowState", "run"]
+__all__ = [
+    "HostUpdateResult",
+    "ObjectState",
+    "State",
+    "TensorFlowKerasState",
+    "TensorFlowState",
+    "WorkerNotificationManager",
+    "notification_manager",
+    "run",
+]
 
 R = TypeVar("R")
 

@@ -21,6 +21,7 @@ import torch
 from spark_elastic.data import sampler
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.topology import rank, size
+from spark_elastic.protocol.types import HostUpdateResult
 from spark_elastic.state.elastic_loop import elastic
 from spark_elastic.state.handlers import (
     REGISTRY,
@@ -33,10 +34,12 @@ from spark_elastic.state.snapshot import Bytes, Extent, SnapshotBuilder
 from spark_elastic.state.state import State
 from spark_elastic.torch.optimizer import has_unapplied
 from spark_elastic.worker.context import get_process_context
+from spark_elastic.worker.notification import WorkerNotificationManager, notification_manager
 from spark_elastic.worker.session import ObjectState, get_session
 
 __all__ = [
     "ElasticSampler",
+    "HostUpdateResult",
     "ModelStateHandler",
     "ObjectState",
     "OptimizerStateHandler",
@@ -45,7 +48,9 @@ __all__ = [
     "State",
     "StateHandler",
     "TorchState",
+    "WorkerNotificationManager",
     "get_handler_registry",
+    "notification_manager",
     "run",
     "set_handler_registry",
 ]

@@ -33,7 +33,7 @@ from spark_elastic.protocol.messages import (
     WorldFormed,
 )
 from spark_elastic.protocol.slot_spec import WorkerIdentity
-from spark_elastic.protocol.types import Fence, Member, Position, WorkerId, World
+from spark_elastic.protocol.types import Fence, Member, Position, WorkerId, World, get_update
 from spark_elastic.rendezvous import codec
 from spark_elastic.rendezvous.client import exchange_blobs
 from spark_elastic.rendezvous.messages import (
@@ -44,6 +44,7 @@ from spark_elastic.rendezvous.messages import (
     WatchWorker,
 )
 from spark_elastic.worker.context import GroupContext, WaitRecorder, WorkerContext, get_context, set_context
+from spark_elastic.worker.notification import notification_manager
 from spark_elastic.worker.program import (
     CHANGE,
     Completed,
@@ -354,7 +355,9 @@ class DriverWatch:
                 self._closing.wait(min(RETRY_EVERY, max(RETRY_AT_LEAST, left)))
                 continue
             now = self._clock.now()
-            self._version = max(self._version, news.version)
+            if news.version > self._version:
+                self._version = news.version
+                notification_manager.handle_hosts_updated(self._clock.wall(), get_update(news.version))
             if news.over is not None and news.over != over:
                 over = news.over
                 handle_event(AbortReceived(now, over, news.why))

@@ -11,7 +11,7 @@ import numpy as np
 
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
-from spark_elastic.protocol.types import Phase, Position, World, is_job_end
+from spark_elastic.protocol.types import HostUpdateResult, Phase, Position, World, get_update, is_job_end
 from spark_elastic.state import state
 from spark_elastic.state.checkpoint import CHECKPOINTER, Checkpointer
 from spark_elastic.worker.context import EngineThread, WorkerContext, get_context
@@ -59,6 +59,10 @@ class ContextSession:
             version = int(newest[0])
         self._agreed_version = version
         return version > self.world.version
+
+    @property
+    def host_update(self) -> HostUpdateResult:
+        return get_update(self._agreed_version)
 
     @property
     def checkpointer(self) -> Checkpointer | None:

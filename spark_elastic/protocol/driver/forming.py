@@ -39,6 +39,7 @@ from spark_elastic.protocol.types import (
     START,
     Fence,
     HostId,
+    HostUpdateResult,
     Limits,
     Member,
     Position,
@@ -182,11 +183,14 @@ def _announce(tx: Transition, over_time: str) -> None:
     )
     if more_may_come and tx.now - timers.change_since < state.limits.debounce:
         return  # working out the next world is worth it once, not at each of a thousand joins
-    why = over_time or _describe_change(tx)
+    joining, leaving = ([], []) if over_time else _find_change(tx)
+    why = over_time or _format_change(joining, leaving)
     if not why:
         timers.change_since = None
         return
-    current.version = next_version(current.version, job_ends=bool(over_time))
+    update = HostUpdateResult.added if joining else HostUpdateResult.no_update
+    update |= HostUpdateResult.removed if leaving else HostUpdateResult.no_update
+    current.version = next_version(current.version, job_ends=bool(over_time), update=update)
     current.announced = True
     current.end_announced |= bool(over_time)
     reason = f"world {state.generation} is to stop at its next step boundary: {why}"
@@ -199,16 +203,14 @@ def _change_possible(state: DriverState) -> bool:
     return bool(state.workers.draining or (room and state.workers.waiting))
 
 
-def _describe_change(tx: Transition) -> str:
-    """Who would join and leave if the next world were formed now; "" if no worker would."""
+def _find_change(tx: Transition) -> tuple[list[WorkerId], list[WorkerId]]:
+    """Who would join and who would leave if the next world were formed now."""
     # At a planned boundary all members stand at one position, whichever that will be.
     members = [replace(worker, position=START) for worker in tx.survivors()]
     newcomers = tx.newcomers()
     chosen = {worker.worker for worker in choose_members(members, newcomers, tx.state.limits)}
-    return _format_change(
-        [worker.worker for worker in newcomers if worker.worker in chosen],
-        [worker.worker for worker in members if worker.worker not in chosen],
-    )
+    joining = [worker.worker for worker in newcomers if worker.worker in chosen]
+    return joining, [worker.worker for worker in members if worker.worker not in chosen]
 
 
 def _format_change(joining: list[str], leaving: list[str]) -> str:
@@ -485,7 +487,9 @@ def group_by_machine(
     Args:
         machines: the machine of each worker.
     """
-    last = {machines[worker.worker]: worker.worker for worker in staying}  # a machine's survivor of the highest rank
+    last = {
+        machines[worker.worker]: worker.worker for worker in staying
+    }  # a machine's survivor of the highest rank
     coming: dict[str, list[WorkerRecord]] = {}
     for worker in joining:
         coming.setdefault(machines[worker.worker], []).append(worker)

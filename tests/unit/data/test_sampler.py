@@ -93,8 +93,47 @@ def test_epochs_differ_and_begin_at_nothing_processed() -> None:
     assert list(sampler) != first
 
 
+def test_rows_that_were_recorded_one_by_one_do_not_come_again() -> None:
+    world = World(2)
+    sampler = world.sampler(12, 0)
+    order = sampler.remaining_indices
+    sampler.record_batch(0, 2)
+    own = sampler.get_indices(1, 2)
+    assert own == list(sampler)[2:4]
+    sampler.record_indices([own[0], order[-1], order[0]])
+    assert sampler.processed_indices == {*order[:4], own[0], order[-1]}
+    assert sampler.processed_num == 6
+    progress = sampler.state_dict()
+    sampler.reset()
+    assert sampler.remaining_indices == [row for row in order[4:-1] if row != own[0]], "in the same order"
+    sampler.record_batch(0, 1)
+    assert sampler.processed_num == 8
+    other = world.sampler(12, 1)
+    other.load_state_dict(progress)
+    other.record_batch(0, 1)
+    assert other.state_dict() == sampler.state_dict()
+    other.set_epoch(1)
+    assert other.state_dict() == {"epoch": 1, "processed_num": 0}
+
+
+@pytest.mark.parametrize(
+    ("state", "left"),
+    [
+        ({"epoch": 0, "processed_indices": [0, 1, 5]}, [2, 3, 4, 6, 7]),  # Horovod's before 0.24
+        ({"epoch": 0, "processed_indices": {0}}, [1, 2, 3, 4, 5, 6, 7]),
+        ({"epoch": 0, "processed_num": 5}, [5, 6, 7]),
+    ],
+)
+def test_w5_states_of_horovods_sampler_are_loaded(state: dict[str, object], left: list[int]) -> None:
+    sampler = World(1).sampler(8, 0, shuffle=False)
+    sampler.load_state_dict(state)
+    assert list(sampler) == left
+
+
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(InvalidInput, match="batch_size"):
         World(1).sampler(5, 0).record_batch(0, 0)
+    with pytest.raises(InvalidInput, match="row 5 of a data set of 5"):
+        World(1).sampler(5, 0).record_indices([4, 5])
     with pytest.raises(InvalidInput, match="Rank 3"):
         World(2).sampler(5, 3)

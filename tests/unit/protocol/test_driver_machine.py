@@ -25,10 +25,11 @@ from spark_elastic.protocol.messages import (
     WorkerStarted,
     WorldFormed,
 )
-from spark_elastic.protocol.types import Fence, Phase, Position, slot_of
+from spark_elastic.protocol.types import Fence, HostUpdateResult, Phase, Position, next_version, slot_of
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
 
 CLOSE = Position(0, Phase.CLOSE, 0)
+ONE_JOINS = next_version(0, job_ends=False, update=HostUpdateResult.added)
 
 
 def _done(bench: Bench, *jobs: int) -> None:
@@ -219,7 +220,7 @@ def test_a_newcomer_is_announced_at_once_if_no_other_worker_starts() -> None:
     bench = Bench()
     bench.start(1, 2)
     bench.warm(3)
-    assert [announce.version for announce in bench.all(AnnounceChange)] == [1]
+    assert [announce.version for announce in bench.all(AnnounceChange)] == [ONE_JOINS]
 
 
 def test_newcomers_are_announced_once_after_the_debounce_and_let_in() -> None:
@@ -233,10 +234,10 @@ def test_newcomers_are_announced_once_after_the_debounce_and_let_in() -> None:
     bench.wait(0.5, heartbeats_of=[1, 2, 3, 4])
     bench.join(name(4))
     bench.wait(0.5, heartbeats_of=[1, 2, 3, 4])
-    assert [announce.version for announce in bench.all(AnnounceChange)] == [1]
+    assert [announce.version for announce in bench.all(AnnounceChange)] == [ONE_JOINS]
     bench.stop_planned(6, name(2), name(1))
     assert bench.members() == [name(job) for job in (1, 2, 3, 4)]
-    assert (bench.world.version, bench.world.position) == (1, at(6))
+    assert (bench.world.version, bench.world.position) == (ONE_JOINS, at(6))
     assert not bench.all(AbortWorld)
 
 

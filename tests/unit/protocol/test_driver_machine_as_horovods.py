@@ -20,10 +20,11 @@ from spark_elastic.protocol.commands import (
     StopWorker,
 )
 from spark_elastic.protocol.messages import JoinWorld, RegisterSlot, WorkerDone, WorkerExited, WorkerFailed
-from spark_elastic.protocol.types import slot_of
+from spark_elastic.protocol.types import HostUpdateResult, next_version, slot_of
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
 
 TWO_HOSTS = (("host-1", 2), ("host-2", 2))
+ONE_JOINS = next_version(0, job_ends=False, update=HostUpdateResult.added)
 
 
 def _slots(bench: Bench, *jobs: int) -> None:
@@ -141,7 +142,7 @@ def test_worker_notification_manager() -> None:
     _slots(bench, 4)
     bench.on(JoinWorld(name(3), bench.fence, at(5), planned=True))
     assert bench.members() == [name(1), name(2), name(3), name(4)]
-    assert [announce.version for announce in bench.all(AnnounceChange)] == [1]
+    assert [announce.version for announce in bench.all(AnnounceChange)] == [ONE_JOINS]
 
 
 @pytest.mark.scenario("U1")

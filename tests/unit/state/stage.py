@@ -15,7 +15,17 @@ import numpy as np
 from elastic_collectives import CollectiveError, Group
 from elastic_collectives.fakes import FakeFabric
 from spark_elastic.protocol.driver.forming import RankAssignment, assign_ranks, find_source
-from spark_elastic.protocol.types import START, Checkpoint, Fence, Phase, Position, World
+from spark_elastic.protocol.types import (
+    START,
+    Checkpoint,
+    Fence,
+    HostUpdateResult,
+    Phase,
+    Position,
+    World,
+    get_update,
+    next_version,
+)
 from spark_elastic.state.checkpoint import Checkpointer
 
 DEADLINE = 20.0  # seconds
@@ -76,7 +86,7 @@ class Stage:
             while self._events and step >= self._events[0].step:
                 event = self._events.pop(0)
                 if event.rank is None:
-                    self._version += 1
+                    self._version = next_version(self._version, False, HostUpdateResult.added)
                     self._start()
                 else:
                     self._members[event.rank % len(self._members)].light(event.after, event.slips)
@@ -92,7 +102,7 @@ class Stage:
     def announce(self) -> None:
         """A planned change that brings nobody, as when a host drains."""
         with self._news:
-            self._version += 1
+            self._version = next_version(self._version, False, HostUpdateResult.removed)
 
     @property
     def version(self) -> int:
@@ -188,10 +198,15 @@ class StageSession:
     def report_commit(self, commits: int) -> None:
         self.position = Position(0, Phase.TRAIN, commits)
 
+    @property
+    def host_update(self) -> HostUpdateResult:
+        return get_update(self._agreed)
+
     def agree_to_stop(self) -> bool:
         newest = np.array([self._stage.version], np.int64)
         self.allreduce(newest, "max")
-        return int(newest[0]) > self._world.version
+        self._agreed = int(newest[0])
+        return self._agreed > self._world.version
 
     def allreduce(self, array: Any, op: str = "sum") -> None:
         self._group.allreduce(array, op)

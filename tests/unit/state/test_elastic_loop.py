@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from elastic_collectives import CollectiveError, MismatchError
 from spark_elastic.errors import InvalidInput
-from spark_elastic.protocol.types import START, Fence, Phase, Position, World
+from spark_elastic.protocol.types import START, Fence, HostUpdateResult, Phase, Position, World
 from spark_elastic.state.elastic_loop import choose_source, elastic
 from spark_elastic.state.state import HostsUpdatedInterrupt, ObjectState, State
 from tests.unit.state.stage import Event, Stage, StageSession
@@ -121,6 +121,47 @@ def test_a_planned_change_loses_nothing_though_nothing_was_committed() -> None:
     assert stage.play(work) == [STEPS] * 3
     assert stage.sizes == [2, 3]
     assert steps == list(range(STEPS))
+
+
+@pytest.mark.parametrize(
+    ("size", "update", "skips"),
+    [(2, HostUpdateResult.added, False), (1, HostUpdateResult.removed, True)],
+)
+def test_a_state_hears_whether_workers_join_or_leave(
+    size: int, update: HostUpdateResult, skips: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[tuple[float, HostUpdateResult]] = []
+    interrupts: list[bool] = []
+    record = HostsUpdatedInterrupt.__init__
+
+    def watch(error: HostsUpdatedInterrupt, skip_sync: bool = False) -> None:
+        record(error, skip_sync)
+        interrupts.append(error.skip_sync)
+
+    monkeypatch.setattr(HostsUpdatedInterrupt, "__init__", watch)
+
+    class Listening(ObjectState):
+        def on_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
+            heard.append((timestamp, update_res))
+
+    def work(session: StageSession) -> int:
+        def loop(state: Any) -> int:
+            while state.step < STEPS:
+                if state.step == 5 and session.world.fence.generation == 1 and session.group.rank == 0:
+                    stage.reached(5)
+                    if update == HostUpdateResult.removed:
+                        stage.announce()
+                session.allreduce(np.ones(1))
+                state.step += 1
+                state.check_host_updates()
+            return int(state.step)
+
+        return elastic(loop, lambda: session)(Listening(step=0))
+
+    stage = Stage(size, (Event(5),) if update == HostUpdateResult.added else ())
+    stage.play(work)
+    assert set(heard) == {(1.0, update)}
+    assert set(interrupts) == {skips}
 
 
 def test_a_boundary_that_breaks_for_one_rank_alone_leaves_no_two_states_behind() -> None:

@@ -14,6 +14,7 @@ import spark_elastic.torch as hvd
 from elastic_collectives import CollectiveError, Group
 from elastic_collectives.fakes import FakeFabric
 from spark_elastic.errors import InvalidInput
+from spark_elastic.protocol.types import HostUpdateResult
 from spark_elastic.state.elastic_loop import elastic
 from spark_elastic.torch.elastic import ModelStateHandler
 from spark_elastic.worker.context import get_context, get_process_context
@@ -239,6 +240,30 @@ def test_a_state_is_synced_outside_of_the_run_loop(monkeypatch: pytest.MonkeyPat
     assert among_fakes(2, work) == [(5, [0.0], [4, 6]), (5, [0.0], [5, 7])]
 
 
+@pytest.mark.parametrize("begins", [False, True])
+def test_the_rows_that_each_rank_recorded_are_brought_together(
+    begins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a sync, and where a world begins in which no rank takes over another's state."""
+    per_thread(monkeypatch)
+
+    def work(group: Group) -> tuple[list[int], list[int]]:
+        sampler = hvd.elastic.ElasticSampler(range(8), shuffle=False)
+        state: Any = hvd.elastic.TorchState(sampler=sampler)
+        sampler.record_indices([1, 2 + group.rank])
+        state.commit()
+        if begins:
+            state.begin_world(None, None)
+        else:
+            state.sync()
+        merged = list(sampler)
+        sampler.record_indices([0])
+        state.restore()
+        return merged, sorted(sampler.processed_indices)
+
+    assert among_fakes(2, work) == [([0, 5, 7], [1, 2, 3]), ([4, 6, 0], [1, 2, 3])]
+
+
 def test_alone_a_sync_saves_and_divides_what_is_left_too() -> None:
     sampler = hvd.elastic.ElasticSampler(range(4), shuffle=False)
     state: Any = hvd.elastic.TorchState(sampler=sampler, epoch=1)
@@ -298,6 +323,8 @@ class LoneSession:
 
     def report_commit(self, commits: int) -> None:
         pass
+
+    host_update = HostUpdateResult.added
 
     def agree_to_stop(self) -> bool:
         self.asked += 1

@@ -32,11 +32,15 @@ def test_local_and_cross_ranks(
 
 
 def test_executors_of_one_machine_share_its_local_ranks() -> None:
-    places = [RankAssignment(f"w{i}", f"s{i}", f"executor {i}", None, machine) for i, machine in enumerate("mmn")]
+    places = [
+        RankAssignment(f"w{i}", f"s{i}", f"executor {i}", None, machine) for i, machine in enumerate("mmn")
+    ]
     members = assign_ranks(places)
     assert [(m.local_rank, m.local_size) for m in members] == [(0, 2), (1, 2), (0, 1)]
     assert [(m.cross_rank, m.cross_size) for m in members] == [(0, 2), (0, 1), (1, 2)]
-    assert [m.host for m in members] == ["executor 0", "executor 1", "executor 2"], "shared memory is an executor's"
+    assert [m.host for m in members] == ["executor 0", "executor 1", "executor 2"], (
+        "shared memory is an executor's"
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,7 +54,9 @@ def test_executors_of_one_machine_share_its_local_ranks() -> None:
     ],
 )
 def test_newcomers_come_behind_the_members_of_their_machine(staying: str, joining: str, ranked: str) -> None:
-    workers = [[WorkerRecord(w, f"slot {w}", "h", 0.0) for w in group.split()] for group in (staying, joining)]
+    workers = [
+        [WorkerRecord(w, f"slot {w}", "h", 0.0) for w in group.split()] for group in (staying, joining)
+    ]
     machines = {w.worker: w.worker[0] for group in workers for w in group}
     assert " ".join(w.worker for w in group_by_machine(*workers, machines)) == ranked
 

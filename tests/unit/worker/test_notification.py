@@ -1,0 +1,97 @@
+"""Horovod's `WorkerNotificationManager`: who hears of a planned change, when, and of which."""
+
+from __future__ import annotations
+
+import logging
+import queue
+from typing import Any, cast
+
+import pytest
+
+from spark_elastic.protocol.types import HostUpdateResult, next_version
+from spark_elastic.rendezvous.messages import WorkerUpdate
+from spark_elastic.testing.fakes import FakeClock
+from spark_elastic.torch import elastic
+from spark_elastic.worker.context import start_call
+from spark_elastic.worker.loop import DriverWatch
+from spark_elastic.worker.notification import WorkerNotificationManager, notification_manager
+
+DEADLINE = 10.0  # seconds
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.heard: queue.SimpleQueue[tuple[float, HostUpdateResult]] = queue.SimpleQueue()
+
+    def on_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
+        self.heard.put((timestamp, update_res))
+
+
+class Driver:
+    """Answers with each version in turn; after the last the worker is to stop."""
+
+    def __init__(self, versions: list[int]) -> None:
+        self._versions = versions
+
+    def last_answered_at(self) -> float:
+        return 0.0
+
+    def ask(self, request: object, hold: float, within: float) -> WorkerUpdate:
+        version = self._versions.pop(0)
+        return WorkerUpdate(version, stop=None if self._versions else "done")
+
+
+def _watch(*versions: int) -> None:
+    DriverWatch("1-0.1", cast("Any", Driver(list(versions))), FakeClock(), 30.0)._watch(lambda event: None)
+
+
+@pytest.fixture(autouse=True)
+def _new_call() -> None:
+    start_call()
+
+
+def test_a_listener_hears_of_each_change_once_when_the_driver_announces_it() -> None:
+    listener = Listener()
+    elastic.WorkerNotificationManager().register_listener(listener)
+    notification_manager.register_listener(listener)  # the same one
+    joins = next_version(0, False, HostUpdateResult.added)
+    _watch(0, joins, joins)
+    assert listener.heard.get(timeout=DEADLINE)[1] == HostUpdateResult.added
+    leaves = next_version(joins, False, HostUpdateResult.removed | HostUpdateResult.added)
+    _watch(leaves)
+    assert listener.heard.get(timeout=DEADLINE)[1] == HostUpdateResult.mixed
+    assert listener.heard.empty()
+
+
+def test_the_end_of_a_job_is_no_change_of_hosts() -> None:
+    listener = Listener()
+    notification_manager.register_listener(listener)
+    _watch(next_version(next_version(0, False, HostUpdateResult.added), job_ends=True))
+    assert listener.heard.empty()
+
+
+def test_who_is_removed_or_belongs_to_an_earlier_call_hears_nothing() -> None:
+    manager, removed, former, stays = WorkerNotificationManager(), Listener(), Listener(), Listener()
+    manager.register_listener(former)
+    start_call()
+    manager.register_listener(removed)
+    manager.register_listener(stays)
+    manager.remove_listener(removed)
+    manager.handle_hosts_updated(3.0, HostUpdateResult.removed)
+    assert stays.heard.get(timeout=DEADLINE) == (3.0, HostUpdateResult.removed)
+    assert removed.heard.empty()
+    assert former.heard.empty()
+
+
+def test_a_listener_that_raises_keeps_no_other_from_hearing(caplog: pytest.LogCaptureFixture) -> None:
+    class Raises:
+        def on_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
+            raise RuntimeError("no")
+
+    listener = Listener()
+    notification_manager.register_listener(Raises())
+    notification_manager.register_listener(listener)
+    with caplog.at_level(logging.ERROR):
+        notification_manager.handle_hosts_updated(1.0, HostUpdateResult.added)
+        listener.heard.get(timeout=DEADLINE)
+    assert "a listener of changes raised" in caplog.text
