@@ -1,4 +1,4 @@
-"""Elastic training of hand-written loops under Horovod's names: `hvd.elastic.run`, states, sampler, handlers.
+"""Elastic training of hand-written loops under Horovod's names: `hvd.elastic.run`, states, sampler, loader, handlers.
 
 ```
 @hvd.elastic.run
@@ -32,12 +32,14 @@ from spark_elastic.state.handlers import (
 )
 from spark_elastic.state.snapshot import Bytes, Extent, SnapshotBuilder
 from spark_elastic.state.state import State
+from spark_elastic.torch.data_loader import ElasticDataLoader
 from spark_elastic.torch.optimizer import has_unapplied
 from spark_elastic.worker.context import get_process_context
 from spark_elastic.worker.notification import WorkerNotificationManager, notification_manager
 from spark_elastic.worker.session import ObjectState, get_session
 
 __all__ = [
+    "ElasticDataLoader",
     "ElasticSampler",
     "HostUpdateResult",
     "ModelStateHandler",
@@ -77,7 +79,12 @@ def set_handler_registry(registry: Sequence[tuple[type, type[StateHandler]]]) ->
 
 
 def _registry() -> Registry:
-    return ((torch.nn.Module, ModelStateHandler), (torch.optim.Optimizer, OptimizerStateHandler), *REGISTRY)
+    return (
+        (torch.nn.Module, ModelStateHandler),
+        (torch.optim.Optimizer, OptimizerStateHandler),
+        (ElasticDataLoader, SamplerStateHandler),
+        *REGISTRY,
+    )
 
 
 class ElasticSampler(sampler.ElasticSampler, torch.utils.data.Sampler[int]):

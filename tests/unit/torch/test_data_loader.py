@@ -1,0 +1,287 @@
+"""`ElasticDataLoader`: exact over any worlds, steps that do not depend on them, and torch's worker processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import spark_elastic.torch as hvd
+from spark_elastic.data.plan import DataPlan
+from spark_elastic.errors import InvalidInput
+from spark_elastic.state.elastic_loop import ENTERED, STATE
+from spark_elastic.torch import data_loader
+from spark_elastic.torch.elastic import ElasticDataLoader
+
+
+class World:
+    """What the loaders of these tests take for this worker's world."""
+
+    rank = 0
+    size = 1
+
+
+@pytest.fixture(autouse=True, scope="module")
+def asked() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data_loader, "rank", lambda: World.rank)
+        patch.setattr(data_loader, "size", lambda: World.size)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def alone() -> None:
+    World.rank, World.size = 0, 1
+
+
+def take(loader: ElasticDataLoader, steps: int, rank: int = 0, size: int = 1) -> list[list[int]]:
+    """The rows of that many batches as that rank, then the loop over them is left."""
+    World.rank, World.size = rank, size
+    taken: list[list[int]] = []
+    if steps:
+        for batch in loader:
+            taken.append(batch.tolist())
+            if len(taken) == steps:
+                break
+    return taken
+
+
+@pytest.mark.scenario("U2")
+@given(
+    rows=st.integers(1, 200),
+    batch=st.integers(1, 40),
+    worlds=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 5)), min_size=1, max_size=5),
+    shuffle=st.booleans(),
+)
+@settings(max_examples=150)
+def test_p1_p2_each_row_once_in_the_steps_of_one_process_over_any_worlds(
+    rows: int, batch: int, worlds: list[tuple[int, int]], shuffle: bool
+) -> None:
+    """Each world takes some steps; the next one, of another size, has new loaders and one rank's position."""
+    plan = DataPlan((rows,), batch, 5, lanes=1, shuffle=shuffle)
+    expected = [set(plan.share(2, step, 0, 1).rows.tolist()) for step in range(plan.steps)]
+    position = {**ElasticDataLoader(range(rows), batch, 5, shuffle).state_dict(), "epoch": 2}
+    seen: list[set[int]] = []
+    for size, steps in [*worlds, (1, rows)]:
+        ranks = min(size, plan.base_rows)
+        positions, batches = [], []
+        for rank in range(ranks):
+            loader = ElasticDataLoader(range(rows), batch, 5, shuffle)
+            loader.load_state_dict(position)
+            batches.append(take(loader, min(steps, plan.steps - loader.step), rank, ranks))
+            positions.append(loader.state_dict())
+        assert all(each == positions[0] for each in positions)
+        position = positions[0]
+        for parts in zip(*batches, strict=True):
+            assert max(map(len, parts)) - min(map(len, parts)) <= 1
+            seen.append({row for part in parts for row in part})
+            assert sum(map(len, parts)) == len(seen[-1])
+    assert seen == expected
+    assert sorted(row for step in seen for row in step) == list(range(rows))
+
+
+@given(st.integers(1, 60), st.integers(1, 20), st.integers(0, 3))
+@settings(max_examples=50)
+def test_drop_last_gives_whole_batches_of_rows_that_come_once(rows: int, batch: int, epoch: int) -> None:
+    if rows < batch:
+        with pytest.raises(InvalidInput, match="drop_last leaves nothing"):
+            ElasticDataLoader(range(rows), batch, drop_last=True)
+        return
+    loader = ElasticDataLoader(range(rows), batch, drop_last=True)
+    loader.set_epoch(epoch)
+    batches = take(loader, rows)
+    assert [len(each) for each in batches] == [batch] * (rows // batch) == [batch] * len(loader)
+    seen = [row for each in batches for row in each]
+    assert len(set(seen)) == len(seen)
+
+
+def test_what_drop_last_leaves_out_differs_by_epoch() -> None:
+    loader = ElasticDataLoader(range(10), 3, drop_last=True)
+    left_out = [set(range(10)) - {row for batch in take(loader, 4) for row in batch} for _ in range(8)]
+    assert {len(rows) for rows in left_out} == {1}
+    assert len(set.union(*left_out)) > 1
+
+
+def test_p2_weighted_mean_losses_average_to_the_mean_of_the_step() -> None:
+    values = torch.randn(23, dtype=torch.float64)
+    for size in (1, 2, 3, 5):
+        averages = torch.zeros(3, dtype=torch.float64)
+        for World.rank in range(size):
+            World.size = size
+            loader = ElasticDataLoader(values, 8)
+            for step, batch in enumerate(loader):
+                averages[step] += loader.loss_weight * batch.mean() / size
+        World.rank, World.size = 0, 1
+        expected = [batch.mean() for batch in ElasticDataLoader(values, 8)]
+        torch.testing.assert_close(averages, torch.stack(expected), rtol=1e-12, atol=0)
+
+
+def test_global_rows_are_those_of_the_step_over_all_ranks() -> None:
+    World.size = 2
+    loader = ElasticDataLoader(range(5), 3, shuffle=False)
+    assert len(loader) == 2
+    rows = [(batch.tolist(), loader.global_rows, loader.loss_weight) for batch in loader]
+    assert rows == [([0], 3, 2 / 3), ([2], 2, 1.0)]
+
+
+def test_epochs_follow_each_other_by_themselves_or_by_set_epoch() -> None:
+    loader, other = ElasticDataLoader(range(20), 4), ElasticDataLoader(range(20), 4)
+    for epoch in range(3):
+        other.set_epoch(epoch)  # torch's habit: at the beginning of each
+        assert (loader.epoch, loader.step) == (epoch, 0)
+        mine, theirs = ([batch.tolist() for batch in each] for each in (loader, other))
+        assert mine == theirs
+    first, second = take(ElasticDataLoader(range(20), 4), 5), take(ElasticDataLoader(range(20), 4, seed=1), 5)
+    assert first != second
+
+
+def test_a_position_after_the_last_batch_begins_the_next_epoch() -> None:
+    """The last commit of an epoch is made inside its loop, and a new world begins from it."""
+    loader = ElasticDataLoader(range(8), 4)
+    take(loader, 2)
+    again = ElasticDataLoader(range(8), 4)
+    again.load_state_dict(loader.state_dict())
+    again.set_epoch(0)
+    assert list(again) == []
+    assert (again.epoch, again.step) == (1, 0)
+    assert len(list(again)) == 2
+
+
+def test_set_epoch_keeps_the_position_inside_an_epoch_and_never_goes_back() -> None:
+    loader = ElasticDataLoader(range(8), 2)
+    take(loader, 3)
+    loader.set_epoch(0)
+    assert (loader.epoch, loader.step) == (0, 3)
+    loader.set_epoch(2)
+    assert (loader.epoch, loader.step) == (2, 0)
+    with pytest.raises(InvalidInput, match="keep the epoch in the state"):
+        loader.set_epoch(1)
+
+
+def test_a_state_puts_the_position_back_and_rejects_other_settings() -> None:
+    loader = ElasticDataLoader(range(12), 3)
+    state: Any = hvd.elastic.TorchState(loader=loader)
+    first = take(loader, 2)
+    state.commit()
+    second = take(loader, 2)
+    state.restore()
+    assert loader.step == 2
+    assert take(loader, 2) == second != first
+    for other, named in (
+        (ElasticDataLoader(range(13), 3), "rows=12"),
+        (ElasticDataLoader(range(12), 4), "global_batch_size=3"),
+        (ElasticDataLoader(range(12), 3, seed=1), "seed=0"),
+        (ElasticDataLoader(range(12), 3, shuffle=False), "shuffle=True"),
+        (ElasticDataLoader(range(12), 3, drop_last=True), "drop_last=False"),
+    ):
+        with pytest.raises(InvalidInput, match=f"{named}.*make the same loader"):
+            other.load_state_dict(loader.state_dict())
+    with pytest.raises(InvalidInput, match="what state_dict"):
+        loader.load_state_dict({"epoch": 1})
+
+
+def test_a_loop_whose_position_was_put_back_does_not_end_as_if_the_epoch_had() -> None:
+    loader = ElasticDataLoader(range(12), 3)
+    state: Any = hvd.elastic.TorchState(loader=loader)
+    batches = iter(loader)
+    next(batches)
+    state.restore()
+    with pytest.raises(InvalidInput, match="begin another loop"):
+        next(batches)
+    assert len(list(loader)) == 4
+
+
+def test_rows_come_together_from_a_data_set_that_offers_it() -> None:
+    """As those of Hugging Face do, whose rows are dicts."""
+
+    class Table:
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, row: int) -> None:
+            raise AssertionError("one by one")
+
+        def __getitems__(self, rows: list[int]) -> list[dict[str, int]]:
+            return [{"x": row} for row in rows]
+
+    assert [batch["x"].tolist() for batch in ElasticDataLoader(Table(), 3, shuffle=False)] == [
+        [0, 1, 2],
+        [3, 4, 5],
+    ]
+
+
+def with_process(rows: list[torch.Tensor]) -> tuple[list[int], int]:
+    return [int(row) for row in rows], os.getpid()
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_worker_processes_end_with_their_world_unless_persistent(persistent: bool) -> None:
+    me = psutil.Process()
+    loader = ElasticDataLoader(
+        torch.arange(48), 4, num_workers=1, collate_fn=with_process, persistent_workers=persistent
+    )
+    expected = take(ElasticDataLoader(range(48), 4), 12)
+    random_state = torch.get_rng_state()
+    batches = iter(loader)
+    assert next(batches)[0] == expected[0]  # the process has read ahead by then
+    first = {child.pid for child in me.children()}
+    loader.reset()  # as a new world does
+    assert {child.pid for child in me.children()} == (first if persistent else set())
+    World.rank, World.size = 1, 2
+    rows = []
+    for mine, pid in loader:
+        rows.append(mine)
+        assert (pid in first) == persistent
+    assert rows == [step[2:] for step in expected[1:]]
+    assert torch.equal(torch.get_rng_state(), random_state), "worker processes cost the loop random numbers"
+
+
+def test_a_loader_outside_of_the_state_is_refused_in_an_elastic_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Session:
+        def __init__(self, state: Any) -> None:
+            self.persistent = {STATE: state, ENTERED: True}
+
+    inside, outside = ElasticDataLoader(range(4), 2), ElasticDataLoader(range(4), 2)
+    session = Session(hvd.elastic.TorchState(rows=inside))
+    monkeypatch.setattr(data_loader, "get_session", lambda: session)
+    assert len(list(inside)) == 2
+    with pytest.raises(InvalidInput, match="not in the state"):
+        iter(outside)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    class Stream(torch.utils.data.IterableDataset[int]):
+        """Has rows, but no numbers for them."""
+
+        def __iter__(self) -> Iterator[int]:
+            return iter([1])
+
+        def __len__(self) -> int:
+            return 1
+
+    for dataset in (Stream(), iter([1])):
+        with pytest.raises(InvalidInput, match="map-style"):
+            ElasticDataLoader(dataset, 2)
+    for batch in (0, 2.0, "8", True):
+        with pytest.raises(InvalidInput, match="global_batch_size is"):
+            ElasticDataLoader(range(4), batch)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="the data set is empty"):
+        ElasticDataLoader([], 2)
+    for name in ("batch_size", "sampler", "batch_sampler"):
+        with pytest.raises(InvalidInput, match=f"takes no {name}: use"):
+            ElasticDataLoader(range(4), 2, **{name: 1})
+    with pytest.raises(InvalidInput, match="no option 'workers'"):
+        ElasticDataLoader(range(4), 2, workers=1)
+    with pytest.raises(InvalidInput, match="in_order"):
+        ElasticDataLoader(range(4), 2, in_order=False)
+    with pytest.raises(InvalidInput, match="no batch yet"):
+        _ = ElasticDataLoader(range(4), 2).loss_weight
+    World.size = 3
+    with pytest.raises(InvalidInput, match="a step of 2 rows cannot be divided over 3 workers"):
+        iter(ElasticDataLoader(range(4), 2))
