@@ -13,22 +13,26 @@ fail() { printf 'build.sh: %s\n' "$*" >&2; exit 1; }
 
 # ---- what the verbs stand on ----------------------------------------------------------------------------------
 
-# The interpreter for .venv: 3.11 first, because it is the one that the tests run on.
+# The interpreter for .venv: 3.11 first, because it is the one that all tests run on.
 find_python() {
     local name
-    for name in ${PYTHON:-} python3.11 python3.12 python3.13 python3; do
-        if "$name" -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+    for name in ${PYTHON:-} python3.11 python3.12 python3.13 python3.10 python3; do
+        if "$name" -c 'import sys, venv; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
             echo "$name"
             return
         fi
     done
-    fail "no Python 3.11 or newer with venv was found: install python3.11 and python3.11-venv, or set PYTHON to it."
+    fail "no Python 3.10 or newer with venv was found: install python3.11 and python3.11-venv, or set PYTHON to it."
 }
 
 # One line for each requirement of the project and of the named extras, torch apart: requirements PYTHON EXTRA ...
 requirements() {
     "$1" - "${@:2}" <<'PY'
-import sys, tomllib
+import sys
+try:
+    import tomllib
+except ImportError: # Python 3.10
+    from pip._vendor import tomli as tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 extras = project["optional-dependencies"]
 print("\n".join(sorted({*project["dependencies"], *(line for name in sys.argv[1:] for line in extras[name])})))

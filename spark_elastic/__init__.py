@@ -7,15 +7,6 @@ Owns the list of public names and nothing else. Each name is imported when it is
 
 from __future__ import annotations
 
-import sys
-
-if sys.version_info < (3, 11):  # noqa: UP036 - the wheel installs on 3.10, where elastic_collectives alone runs
-    raise ImportError(
-        "spark_elastic needs Python 3.11 or newer, and this is "
-        f"{sys.version_info[0]}.{sys.version_info[1]}: set PYSPARK_PYTHON to a newer interpreter "
-        "(elastic_collectives alone runs on 3.10)."
-    )
-
 import importlib
 from typing import TYPE_CHECKING
 

@@ -241,7 +241,7 @@ def log_level(text: str) -> str:
         InvalidInput: there is no level of that name.
     """
     level = _LOG_LEVELS.get(text.lower(), text.upper())
-    if level not in logging.getLevelNamesMapping():
+    if not isinstance(logging.getLevelName(level), int):
         raise InvalidInput(f"log_level must be trace, debug, info, warning, error or fatal; got {text!r}.")
     return level
 

@@ -100,3 +100,8 @@ class ConnectionClosed(ElasticError):
 
 class StoreError(ElasticError):
     """The store cannot be read or written."""
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """`error.add_note(note)`, which exceptions have from Python 3.11 on."""
+    vars(error).setdefault("__notes__", []).append(note)

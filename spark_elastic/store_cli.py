@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from typing import Any
 
 import click
@@ -81,7 +81,7 @@ def _show(shown: list[StoreEntry]) -> None:
         when = (
             "unknown"
             if each.modified is None
-            else f"{datetime.fromtimestamp(each.modified, UTC):%Y-%m-%d %H:%M}"
+            else f"{datetime.fromtimestamp(each.modified, timezone.utc):%Y-%m-%d %H:%M}"
         )
         state = "unfinished" if each.needed else ""
         click.echo(f"{each.kind:6} {each.bytes:>15,} {when:16} {each.name} {state}".rstrip())

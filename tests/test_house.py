@@ -18,6 +18,20 @@ READERS_OF_THE_ENVIRONMENT = {
     "spark_elastic.config": "the one place for settings",
     "spark_elastic.spark.slot_task": "the executor's id, which Spark on Kubernetes gives by environment alone",
 }
+# Python 3.11 and newer have them.
+NEWER_NAMES = {
+    *(
+        "tomllib",
+        "typing.Self",
+        "typing.assert_never",
+        "typing.Never",
+        "typing.override",
+        "datetime.UTC",
+        "enum.StrEnum",
+    ),
+    *("asyncio.timeout", "asyncio.TaskGroup", "asyncio.Runner", "contextlib.chdir", "hashlib.file_digest"),
+    *("logging.getLevelNamesMapping", "itertools.batched", "sys.exception", "error.add_note", "exc.add_note"),
+}
 SOURCE_SUFFIXES = {".py", ".cc", ".cpp", ".h", ".sh"}
 # Written in pieces, so that this file does not hold what it forbids.
 MACHINE_PATHS = re.compile(
@@ -40,6 +54,27 @@ def _functions(module: Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDe
     for node in ast.walk(module.tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
+
+
+def test_no_module_needs_a_newer_standard_library_than_python_3_10_has() -> None:
+    wrong = [
+        f"{module.path.relative_to(ROOT)}:{node.lineno} {name}"
+        for module in modules()
+        for node in ast.walk(module.tree)
+        for name in _library_names(node)
+        if name in NEWER_NAMES
+    ]
+    assert not wrong
+
+
+def _library_names(node: ast.AST) -> Iterator[str]:
+    """`module.name` for each import of a module's name and for each attribute of a plain name."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+    elif isinstance(node, ast.Attribute):
+        yield f"{node.value.id}.{node.attr}" if isinstance(node.value, ast.Name) else node.attr
 
 
 def test_no_file_is_past_the_wall() -> None:

@@ -12,10 +12,9 @@ The rank that notices a failure informs the others: all reachable ranks raise th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
-if TYPE_CHECKING:
-    from typing import Self
+E = TypeVar("E", bound="CollectiveError")
 
 
 class CollectiveError(RuntimeError):
@@ -31,7 +30,7 @@ class CollectiveError(RuntimeError):
         self.ranks: tuple[int, ...] = tuple(ranks)
         self.reason = reason
 
-    def among(self, members: Sequence[int]) -> Self:
+    def among(self: E, members: Sequence[int]) -> E:
         """Translate a subgroup's error to the rank numbers of the whole group (`Group.members`)."""
         if list(members) == list(range(len(members))):
             return self

@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 from urllib.parse import urlsplit
@@ -322,11 +322,11 @@ def _modified_time(info: Mapping[str, Any]) -> float | None:
     for key in ("mtime", "LastModified", "last_modified", "updated", "created"):
         found = info.get(key)
         if isinstance(found, datetime):
-            return found.timestamp() if found.tzinfo else found.replace(tzinfo=UTC).timestamp()
+            return found.timestamp() if found.tzinfo else found.replace(tzinfo=timezone.utc).timestamp()
         if isinstance(found, int | float):
             return float(found)
         if isinstance(found, str):
-            return datetime.fromisoformat(found).timestamp()
+            return datetime.fromisoformat(found.replace("Z", "+00:00")).timestamp()  # Python 3.10 knows no Z
     return None
 
 

@@ -21,10 +21,9 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from typing import Self
-
     import keras
     import torch
+    from typing_extensions import Self
 
     from spark_elastic.torch.callbacks import Callback
 

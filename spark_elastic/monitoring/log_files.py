@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO
 
@@ -55,7 +55,7 @@ class StoreLog(JobListener):
 
     def on_output(self, worker: str, rank: int | None, line: str) -> None:
         """Never blocks."""
-        when = datetime.fromtimestamp(self._clock.wall(), UTC).isoformat(timespec="milliseconds")
+        when = datetime.fromtimestamp(self._clock.wall(), timezone.utc).isoformat(timespec="milliseconds")
         text = f"{when} {worker or '-'} [{'-' if rank is None else rank}] {line}\n"
         with self._lock:
             if len(self._parts) > MAX_PENDING_PARTS:

@@ -6,10 +6,13 @@ Both travel unchanged from the slot to its training processes. Pure.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 from spark_elastic.config import ElasticConfig
 from spark_elastic.protocol.types import HostId, SlotId, WorkerId
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _SETTINGS = ElasticConfig()
 

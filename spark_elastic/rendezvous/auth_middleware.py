@@ -136,21 +136,9 @@ class AuthMiddleware:
         for name, value in scope["headers"]:
             if name == b"content-length" and int(value) > limit:
                 raise HttpRefusal(413)
-        parts: list[bytes] = []
-        size = 0
         try:
-            async with asyncio.timeout(self._limits.body_seconds):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise PeerDisconnected
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
-                    if size > limit:
-                        raise HttpRefusal(413)
-                    if not message.get("more_body"):
-                        return b"".join(parts)
-        except TimeoutError:
+            return await asyncio.wait_for(_collect_body(receive, limit), self._limits.body_seconds)
+        except asyncio.TimeoutError:  # the TimeoutError of Python 3.11 and newer
             raise HttpRefusal(408) from None
 
     async def _answer(self, scope: Scope, body: bytes, receive: Receive) -> tuple[int, bytes]:
@@ -201,6 +189,27 @@ class AuthMiddleware:
         return (
             f"this driver holds attempt {self._attempt} of the run, and the request is of attempt {attempt}"
         )
+
+
+async def _collect_body(receive: Receive, limit: int) -> bytes:
+    """A request's body.
+
+    Raises:
+        HttpRefusal: it is longer than limit.
+        PeerDisconnected: the peer went away.
+    """
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise PeerDisconnected
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > limit:
+            raise HttpRefusal(413)
+        if not message.get("more_body"):
+            return b"".join(parts)
 
 
 def _encode_text(kind: str, value: object) -> bytes:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.clock import SystemClock
 from spark_elastic.data.loader import StepRows
+from spark_elastic.errors import add_note
 from spark_elastic.protocol.types import Phase, Position, World, is_job_end
 from spark_elastic.state.checkpoint import Checkpointer, SnapshotReader
 from spark_elastic.state.snapshot import build_snapshot
@@ -160,9 +161,10 @@ class TrainingLoop:
             raise
         except Exception as error:
             groups = np.searchsorted(self._spec.plan.group_offsets, rows.row_ids, side="right") - 1
-            error.add_note(
+            add_note(
+                error,
                 f"in step {rows.step} of epoch {rows.epoch}, on this worker's {len(rows)} rows: "
-                f"{_format_some(rows.row_ids)} of row groups {_format_some(np.unique(groups))}"
+                f"{_format_some(rows.row_ids)} of row groups {_format_some(np.unique(groups))}",
             )
             raise
 

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import runpy
+import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -129,6 +130,8 @@ def compute_fingerprint(error: BaseException) -> str:
 def format_traceback(error: BaseException) -> str:
     """The traceback as Python prints it, from the user's first frame on, cut to a size that a message can carry."""
     formatted = traceback.format_exception(type(error), error, _skip_callers(error.__traceback__))
+    if sys.version_info < (3, 11):  # which does not print them
+        formatted += [f"{note}\n" for note in getattr(error, "__notes__", ())]
     lines = "".join(formatted).split("\n")
     text = _cut("\n".join(_cut(line, LINE_AT_MOST) for line in lines), TRACEBACK_AT_MOST)
     return text.encode("utf-8", "backslashreplace").decode()

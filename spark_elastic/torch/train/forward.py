@@ -50,20 +50,38 @@ def set_rng_state(state: dict[str, Any]) -> None:
 @contextmanager
 def seeded_rng(*key: int) -> Iterator[None]:
     """Inside, random numbers follow from `key` alone; after it, the generators go on as if nothing had been drawn."""
-    kept = _torch_rng_state(), mtrand.get_bit_generator(), random.getstate()
+    kept = _torch_rng_state(), random.getstate()
     numbers = b"%d," * len(key) % key  # formatting a member of an enum takes ten times as long
     seed = int.from_bytes(hashlib.sha256(numbers).digest()[:8], "little")
     torch.default_generator.manual_seed(seed)
-    # numpy's generator is exchanged for another one, since getting and setting its state takes ten times as long.
-    mtrand.set_bit_generator(_spare_generator())
-    np.random.seed(seed % 2**32)
     random.seed(seed)
+    try:
+        with _seeded_numpy(seed % 2**32):
+            yield
+    finally:
+        torch.set_rng_state(kept[0])
+        random.setstate(kept[1])
+
+
+@contextmanager
+def _seeded_numpy(seed: int) -> Iterator[None]:
+    """`seeded_rng` for numpy's generator."""
+    if not hasattr(mtrand, "set_bit_generator"):  # before numpy 1.24
+        state: Any = np.random.get_state()
+        np.random.seed(seed)
+        try:
+            yield
+        finally:
+            np.random.set_state(state)
+        return
+    # The generator is exchanged for another one, since getting and setting its state takes ten times as long.
+    kept = mtrand.get_bit_generator()
+    mtrand.set_bit_generator(_spare_generator())
+    np.random.seed(seed)
     try:
         yield
     finally:
-        torch.set_rng_state(kept[0])
-        mtrand.set_bit_generator(kept[1])
-        random.setstate(kept[2])
+        mtrand.set_bit_generator(kept)
 
 
 @cache

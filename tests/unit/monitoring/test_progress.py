@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import re
 import sys
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -52,8 +51,9 @@ def test_messages_and_output_are_shown_with_their_origin() -> None:
 
 
 def test_the_live_line_needs_no_optional_package() -> None:
-    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
-    assert "tqdm" in {re.split("[<>=]", line)[0] for line in project["dependencies"]}
+    project = (Path(__file__).parents[3] / "pyproject.toml").read_text()
+    required = project.partition("\ndependencies = [")[2].partition("]")[0]
+    assert "tqdm" in re.findall(r'"([a-z]+)[<>=]', required)
 
 
 def test_the_live_line_is_one_line_and_other_lines_go_above_it() -> None:

@@ -41,12 +41,13 @@ def in_a_world(size: int, work: Callable[[Group], T], generation: int = 1, timeo
             return done
 
     # Ranks are processes to the code: it puts numpy's generator back to what it found, here another rank's.
-    generator = mtrand.get_bit_generator()
+    generator = mtrand.get_bit_generator() if hasattr(mtrand, "get_bit_generator") else None
     try:
         with ThreadPoolExecutor(size) as pool:
             ranks = [pool.submit(be, rank) for rank in range(size)]
     finally:
-        mtrand.set_bit_generator(generator)
+        if generator is not None:
+            mtrand.set_bit_generator(generator)
     errors = [error for rank in ranks if (error := rank.exception()) is not None]
     for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError | CollectiveError)):
         raise error  # the cause before its consequences

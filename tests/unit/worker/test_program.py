@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spark_elastic.errors import InvalidInput
+from spark_elastic.errors import InvalidInput, add_note
 from spark_elastic.rendezvous.auth_middleware import RequestLimits
 from spark_elastic.worker import program as raised_module
 from spark_elastic.worker.program import (
@@ -64,6 +64,12 @@ def test_a_long_traceback_keeps_its_beginning_and_end() -> None:
     assert "characters are left out here" in text
     assert text.endswith("row 49999 is bad\n")
     assert TRACEBACK_AT_MOST <= len(text) < TRACEBACK_AT_MOST + 100
+
+
+def test_a_traceback_ends_with_the_notes_of_its_error() -> None:
+    error = raised(ValueError("a bad row"))
+    add_note(error, "in step 3")
+    assert format_traceback(error).endswith("ValueError: a bad row\nin step 3\n")
 
 
 def test_a_traceback_begins_at_the_users_first_frame(tmp_path: Path) -> None:
