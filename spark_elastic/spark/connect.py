@@ -92,20 +92,32 @@ def driver_host(spark: SparkSession) -> str | None:
 
 def choose_bind(spark: SparkSession, config: ElasticConfig) -> Bind:
     """Where the driver listens: as the configuration says, else on this machine's address on the way to the server."""
-    if hasattr(spark, "_jsparkSession"):  # a classic session, whose SparkContext is denied
-        server = driver_host(spark) or LOOPBACK
-    else:
-        client: Any = spark.client
-        server = client.host
-    own = config.advertise_address or find_address_towards(server, 1)
+    own = config.advertise_address or _find_client_address(spark)
     return Bind(config.bind_address or own, config.driver_port, own)
+
+
+def _find_client_address(spark: SparkSession) -> str:
+    if hasattr(spark, "_jsparkSession"):  # a classic session, whose SparkContext is denied
+        return find_address_towards(driver_host(spark) or LOOPBACK, 1)
+    server = _find_server(spark)
+    return find_address_towards(server, 1) if server else find_own_address(driver_host(spark))
+
+
+def _find_server(spark: SparkSession) -> str | None:
+    """The host that the client's channel leads to; None if the channel does not say, as those of some platforms."""
+    try:
+        client: Any = spark.client
+        return str(client.host) or None
+    except Exception as error:  # of the platform's channel builder; pyspark's own base class raises, too
+        log.debug("the channel names no host: %s", error)
+        return None
 
 
 def find_plaintext_server(spark: SparkSession) -> str | None:
     """The server's host if the client speaks to it without TLS; None if not, or if that is unknown."""
     client: Any = None if hasattr(spark, "_jsparkSession") else spark.client
     secure = getattr(getattr(client, "_builder", None), "secure", True)  # no public name says so
-    return None if secure else str(client.host)
+    return None if secure else _find_server(spark)
 
 
 def check_call(config: ElasticConfig, number: int | None) -> int:

@@ -7,6 +7,7 @@ error as a task failure, and the driver alone decides what is launched again.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,13 +46,13 @@ class SlotTask:
     def _serve(self, launch: int) -> str:
         context = TaskContext.get()
         assert context is not None
-        host, port = _split(self.spec.address)
+        address = find_address_towards(*_split(self.spec.address))
         identity = WorkerIdentity(
             worker="",
             slot=f"{launch}-{context.attemptNumber()}",
             launch=launch,
-            host=find_executor_id(),
-            address=find_address_towards(host, port),
+            host=find_host_id(address),
+            address=address,
             resources={name: tuple(each.addresses) for name, each in context.resources().items()},
         )
         payload, clock, spec = self.program.value, SystemClock(), self.spec
@@ -62,10 +63,15 @@ class SlotTask:
             return SlotAgent(spec, identity, payload, client, clock, facts, shortage).run()
 
 
-def find_executor_id(proc: Path = Path("/proc")) -> str:
+def find_host_id(address: str, proc: Path = Path("/proc")) -> str:
     """Spark's id of the executor that this task runs in; "driver" in local mode.
 
     Spark does not tell Python workers. The id stands in the command line of the executor, an ancestor of this process.
+    Where platforms hide it, the address and the boot of this machine make the id: containers of one machine share the
+    boot, those of several machines may share the address.
+
+    Args:
+        address: this machine's own, on the way to the driver.
     """
     pid = os.getpid()
     try:
@@ -73,10 +79,19 @@ def find_executor_id(proc: Path = Path("/proc")) -> str:
             words = (proc / str(pid) / "cmdline").read_bytes().split(b"\0")
             if b"--executor-id" in words:
                 return words[words.index(b"--executor-id") + 1].decode()
+            if words[0].rpartition(b"/")[2] == b"java":  # Spark's own, which is no executor of a cluster
+                return "driver"
             pid = int((proc / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()[1])
     except OSError:
-        pass  # processes of other users are hidden here; an executor belongs to this user
-    return "driver"
+        pass  # processes of other users are hidden here
+    return f"{address}-{_read_boot(proc)}"
+
+
+def _read_boot(proc: Path) -> str:
+    try:
+        return (proc / "sys" / "kernel" / "random" / "boot_id").read_text(encoding="ascii")[:8]
+    except OSError:  # hidden, too
+        return socket.gethostname()
 
 
 def _split(address: str) -> tuple[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 pytest.importorskip("pyspark")
 
 import pyarrow as pa
+from pyspark.errors import PySparkNotImplementedError
 
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import InvalidInput, PreflightError
@@ -72,6 +74,38 @@ def test_the_driver_listens_on_the_way_to_the_server() -> None:
     assert connect.choose_bind(session, ElasticConfig()) == Bind("127.0.0.1", 0, "127.0.0.1")
     told = ElasticConfig(advertise_address="driver.example", bind_address="0.0.0.0", driver_port=7)
     assert connect.choose_bind(session, told) == Bind("0.0.0.0", 7, "driver.example")
+
+
+class WithoutHost(Session):
+    """Over a channel of a platform's own: pyspark's base class of channel builders names no host."""
+
+    @property
+    def host(self) -> str:
+        raise PySparkNotImplementedError
+
+    @host.setter
+    def host(self, host: str) -> None:
+        pass
+
+
+def test_an_advertised_address_needs_no_channel() -> None:
+    told = ElasticConfig(advertise_address="driver.example")
+    session: Any = object()
+    assert connect.choose_bind(session, told) == Bind("driver.example", 0, "driver.example")
+
+
+def test_over_a_channel_without_a_host_the_driver_listens_on_the_way_to_sparks_driver() -> None:
+    session: Any = WithoutHost()
+    session.conf = {"spark.driver.host": "127.0.0.1"}
+    assert connect.choose_bind(session, ElasticConfig()) == Bind("127.0.0.1", 0, "127.0.0.1")
+    session._builder = SimpleNamespace(secure=False)
+    assert connect.find_plaintext_server(session) is None
+
+
+def test_where_nobody_names_a_host_the_driver_listens_at_its_machines_own_address() -> None:
+    session: Any = WithoutHost()
+    own = socket.gethostbyname(socket.gethostname())
+    assert connect.choose_bind(session, ElasticConfig()) == Bind(own, 0, own)
 
 
 def test_a_session_that_denies_its_context_counts_as_without_one() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ pytest.importorskip("pyspark")
 
 from spark_elastic.errors import DriverUnreachable
 from spark_elastic.spark.session import find_address_towards
-from spark_elastic.spark.slot_task import find_executor_id
+from spark_elastic.spark.slot_task import find_host_id
+
+ADDRESS = "10.0.0.7"
 
 
 def process(proc: Path, pid: int, parent: int, *words: str) -> None:
@@ -22,18 +25,37 @@ def test_the_executor_id_comes_from_the_ancestors_command_line(tmp_path: Path) -
     process(tmp_path, os.getpid(), 70, "python", "-m", "pyspark.daemon")
     process(tmp_path, 70, 60, "python", "-m", "pyspark.daemon")
     process(tmp_path, 60, 1, "java", "CoarseGrainedExecutorBackend", "--executor-id", "12", "--cores", "1")
-    assert find_executor_id(tmp_path) == "12"
+    assert find_host_id(ADDRESS, tmp_path) == "12"
 
 
 def test_in_local_mode_the_executor_id_is_driver(tmp_path: Path) -> None:
     process(tmp_path, os.getpid(), 70, "python", "-m", "pyspark.daemon")
     process(tmp_path, 70, 1, "java", "SparkSubmit", "pyspark-shell")
-    assert find_executor_id(tmp_path) == "driver"
+    assert find_host_id(ADDRESS, tmp_path) == "driver"
 
 
-def test_hidden_ancestors_give_the_executor_id_driver(tmp_path: Path) -> None:
-    process(tmp_path, os.getpid(), 70, "python", "-m", "pyspark.daemon")
-    assert find_executor_id(tmp_path) == "driver"
+def test_hosts_that_hide_their_processes_differ_by_address_and_boot(tmp_path: Path) -> None:
+    ids = set()
+    for number, (address, boot) in enumerate(
+        [("10.0.0.1", "a" * 36), ("10.0.0.2", "a" * 36), ("10.0.0.1", "b" * 36)]
+    ):
+        proc = tmp_path / str(number)
+        process(proc, os.getpid(), 70, "python", "-m", "pyspark.daemon")
+        (proc / "sys" / "kernel" / "random").mkdir(parents=True)
+        (proc / "sys" / "kernel" / "random" / "boot_id").write_text(boot)
+        ids.add(find_host_id(address, proc))
+    assert ids == {"10.0.0.1-aaaaaaaa", "10.0.0.2-aaaaaaaa", "10.0.0.1-bbbbbbbb"}
+
+
+def test_a_host_that_hides_all_of_proc_is_known_by_address_and_name(tmp_path: Path) -> None:
+    assert find_host_id(ADDRESS, tmp_path) == f"{ADDRESS}-{socket.gethostname()}"
+
+
+def test_ancestors_without_a_java_belong_to_no_local_mode(tmp_path: Path) -> None:
+    process(
+        tmp_path, os.getpid(), 1, "python", "-m", "pyspark.daemon"
+    )  # an isolated one, as platforms start it
+    assert find_host_id(ADDRESS, tmp_path).startswith(f"{ADDRESS}-")
 
 
 def test_the_address_towards_a_driver_on_this_machine_is_loopback() -> None:
