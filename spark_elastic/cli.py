@@ -46,7 +46,11 @@ SOME = click.IntRange(min=1)
     "-np", "--num-proc", "num_proc", type=SOME, help="Workers to start with; default: all slots of the hosts."
 )
 @click.option(
-    "--min-np", "--min-num-proc", "min_np", type=SOME, help="Fewest workers to go on with; default 1."
+    "--min-np",
+    "--min-num-proc",
+    "min_np",
+    type=SOME,
+    help="Fewest workers to begin and to go on with; default: -np.",
 )
 @click.option(
     "--max-np",
@@ -175,6 +179,11 @@ def _execute(options: RunOptions) -> None:
     launcher = LocalLauncher(call.program, hosts, clock, call.preload)
     folder = _make_output_folder(options.output_filename)
     limits = call.make_limits(number)
+    if fixed and sum(fixed.values()) < limits.min_workers:
+        raise InvalidInput(
+            f"the hosts have {sum(fixed.values())} slots and the job needs {limits.min_workers} workers: give hosts "
+            "more slots, or --min-np fewer workers."
+        )
     limit = LineRateLimiter() if sys.stdout.isatty() else None
     output = OutputListener(
         sys.stdout, clock, options.prefix_output_with_timestamp, options.verbose, config.show_logs, limit

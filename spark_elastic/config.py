@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import logging
 import math
 import os
+import socket
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +32,10 @@ _HOROVODS = {
     "timeline_mark_cycles": ("HOROVOD_TIMELINE_MARK_CYCLES",),
     "log_level": ("HOROVOD_LOG_LEVEL",),
 }
+
+# Horovod's name of the interface whose address executors dial, where `advertise_address` is unset.
+INTERFACE = "HOROVOD_GLOO_IFACE"
+_SIOCGIFADDR = 0x8915  # Linux: asks for the address of an interface
 
 # The beginning of a setting's annotation -> of what kind its values are, and that in words.
 _KINDS: dict[str, tuple[Any, str]] = {
@@ -73,7 +80,8 @@ class ElasticConfig:
     """How a job behaves; none of it changes what is trained. Times in seconds.
 
     driver_port: port of the rendezvous server, 0 for any free one.
-    advertise_address: host name or address that executors dial; default `spark.driver.host`.
+    advertise_address: host name or address that executors dial; default: the address of the interface
+        HOROVOD_GLOO_IFACE, if that variable is set, or else `spark.driver.host`.
     bind_address: what the server binds; default `spark.driver.bindAddress`.
     tls: the server and the mesh use TLS; None: if `spark.ssl.enabled` is set or a certificate is given. See
         docs/security.md.
@@ -226,7 +234,28 @@ def from_env(environment: Mapping[str, str] | None = None, **explicit: Any) -> E
     if unknown:
         raise InvalidInput(f"unknown setting {unknown[0]!r}; there are: {', '.join(sorted(fields))}.")
     values.update({name: value for name, value in explicit.items() if changes_setting(name, value)})
+    interface = (os.environ if environment is None else environment).get(INTERFACE)
+    if interface and "advertise_address" not in values:
+        values["advertise_address"] = find_interface_address(interface)
     return ElasticConfig(**values)
+
+
+def find_interface_address(name: str) -> str:
+    """The IPv4 address of a network interface of this machine.
+
+    Raises:
+        InvalidInput: there is no interface of that name, or it has no such address.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        except OSError as error:
+            known = ", ".join(known for _, known in socket.if_nameindex())
+            raise InvalidInput(
+                f"{INTERFACE}={name!r} is no network interface of this machine with an IPv4 address ({error.strerror}); "
+                f"there are: {known}."
+            ) from error
+    return socket.inet_ntoa(answer[20:24])
 
 
 def changes_setting(name: str, value: object) -> bool:

@@ -106,10 +106,11 @@ def run(
         fn: a function, or the path of a script that runs as `__main__`, followed by its arguments. The function that
             it passes to `spark_elastic.torch.elastic.run` goes on through losses; all other code starts again, from
             the beginning of `fn`, in the world after a loss.
-        arguments: num_workers (default: Spark's default parallelism), min_workers (1), max_workers (num_workers), env,
-            stdout, verbose, prefix_output_with_timestamp, preload, run_id and store (commits are made durable, and a
-            call with the same run_id continues from the newest one), storage_options (fsspec's for the store, such as
-            credentials), all fields of `ElasticConfig`, and the arguments of Horovod's `run_elastic` under their names.
+        arguments: num_workers (default: Spark's default parallelism), min_workers (num_workers: a lost worker is waited
+            for), max_workers (num_workers), env, stdout, verbose, prefix_output_with_timestamp, preload, run_id and
+            store (commits are made durable, and a call with the same run_id continues from the newest one),
+            storage_options (fsspec's for the store, such as credentials), all fields of `ElasticConfig`, and the
+            arguments of Horovod's `run_elastic` under their names.
 
     Raises:
         InvalidInput: an argument is wrong, or `fn` captures what exists only on Spark's driver.

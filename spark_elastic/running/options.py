@@ -63,7 +63,7 @@ class Options:
 
     # None: Spark's default parallelism.
     num_workers: int | None = None
-    # None: 1.
+    # None: num_workers, as in Horovod.
     min_workers: int | None = None
     # None: num_workers. R16 (start) uses all three.
     max_workers: int | None = None
@@ -96,11 +96,11 @@ class Options:
         Raises:
             InvalidInput: they contradict each other.
         """
-        least = 1 if self.min_workers is None else self.min_workers
         number = self.num_workers
         if number is None:
-            number = max(default, least)
+            number = max(default, self.min_workers or 1)
             number = number if self.max_workers is None else min(number, self.max_workers)
+        least = number if self.min_workers is None else self.min_workers
         most = number if self.max_workers is None else self.max_workers
         if not 1 <= least <= number <= most:
             raise InvalidInput(

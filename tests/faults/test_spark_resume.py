@@ -79,6 +79,7 @@ def runs(store: str) -> None:
             hand_written.train,
             (STEPS, {}),
             num_workers=2,
+            min_workers=1,
             spark=spark,
             run_id=RUN,
             store=store,

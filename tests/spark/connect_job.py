@@ -119,7 +119,13 @@ def main(master: str, folder: str) -> None:
     lines = io.StringIO()
     whom = "worker" if master.startswith("local[") else "executor"
     seen["results"] = spark_elastic.run(
-        train, args=(folder, whom), num_workers=2, env={"TOKEN": SECRET}, stdout=lines, gather_timeout=60.0
+        train,
+        args=(folder, whom),
+        num_workers=2,
+        min_workers=1,
+        env={"TOKEN": SECRET},
+        stdout=lines,
+        gather_timeout=60.0,
     )
     seen["told"] = lines.getvalue()
     seen["fit"] = fitted(spark, folder)

@@ -66,6 +66,7 @@ def test_w26_a_worker_is_drained_by_hand_and_no_step_is_lost(spark: SparkSession
         (20, 1, False, {10: 2}),
         spark=spark,
         num_proc=3,
+        min_np=2,
         stdout=stream,
         handle=handle,
         gather_timeout=60.0,

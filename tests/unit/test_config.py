@@ -46,6 +46,18 @@ def test_a_job_follows_horovods_variables_where_ours_are_unset(
     )
 
 
+def test_horovods_interface_names_the_address_that_executors_dial() -> None:
+    assert from_env({"HOROVOD_GLOO_IFACE": "lo"}).advertise_address == "127.0.0.1"
+    ours = {"HOROVOD_GLOO_IFACE": "nowhere0", "SPARK_ELASTIC_ADVERTISE_ADDRESS": "10.0.0.1"}
+    assert from_env(ours).advertise_address == "10.0.0.1"
+    assert from_env({"HOROVOD_GLOO_IFACE": "nowhere0"}, advertise_address="here").advertise_address == "here"
+    sentence = (
+        r"HOROVOD_GLOO_IFACE='nowhere0' is no network interface of this machine .*; there are: .*\blo\b"
+    )
+    with pytest.raises(InvalidInput, match=sentence):
+        from_env({"HOROVOD_GLOO_IFACE": "nowhere0"})
+
+
 def test_values_are_read_by_their_kind() -> None:
     environment = {"SPARK_ELASTIC_WORKER_PORT_RANGE": "7000-7010", "SPARK_ELASTIC_LEASE": "2.5"}
     assert from_env(environment) == ElasticConfig(worker_port_range=(7000, 7010), lease=2.5)

@@ -139,7 +139,7 @@ class Run:
         self._threads: list[threading.Thread] = []
         self.lines = io.StringIO()
         config = ElasticConfig(gather_timeout=60.0, lease=3.0)
-        arguments = {"stdout": self, **arguments}
+        arguments = {"min_workers": 1, "stdout": self, **arguments}
         self.call: Call = prepare(fn, given, arguments, config)
         self.cluster = ProcessLauncher(self.call.program, SystemClock(), self.call.preload, room=room)
 

@@ -155,9 +155,9 @@ def test_settings_of_the_config_are_arguments_too_and_win_over_a_config() -> Non
 @pytest.mark.parametrize(
     ("given", "default", "expected"),
     [
-        ({}, 4, (4, 1, 4)),
-        ({"num_workers": 3}, 4, (3, 1, 3)),
-        ({"max_workers": 2}, 4, (2, 1, 2)),
+        ({}, 4, (4, 4, 4)),
+        ({"num_workers": 3}, 4, (3, 3, 3)),
+        ({"max_workers": 2}, 4, (2, 2, 2)),
         ({"min_workers": 6}, 4, (6, 6, 6)),
         ({"num_workers": 2, "min_workers": 1, "max_workers": 8}, 4, (2, 1, 8)),
     ],
