@@ -25,6 +25,7 @@ from spark_elastic.driver.ports import Discovery
 from spark_elastic.errors import ElasticError, InvalidInput
 from spark_elastic.horovodrun_options import THIS_MACHINE, add_options, get_variables
 from spark_elastic.launch.job import DriverOptions, supervise
+from spark_elastic.local.interpreter import Interpreter
 from spark_elastic.local.launcher import HostSlots, LocalLauncher, find_remote_hosts
 from spark_elastic.monitoring.console import LineRateLimiter, OutputListener
 from spark_elastic.monitoring.listener import close_within_deadline
@@ -154,7 +155,7 @@ def execute(options: RunOptions) -> None:
 
 
 def _execute(options: RunOptions) -> None:
-    program, arguments = _parse_program(options.command)
+    interpreter, program, arguments = _parse_program(options.command)
     fixed = _parse_fixed_hosts(options)
     number = sum(fixed.values()) if options.num_proc is None and fixed else options.num_proc
     if number is None:
@@ -176,7 +177,7 @@ def _execute(options: RunOptions) -> None:
     )
     hosts, clock = HostSlots(), SystemClock()
     config = call.options.config
-    launcher = LocalLauncher(call.program, hosts, clock, call.preload)
+    launcher = LocalLauncher(call.program, hosts, clock, call.preload, interpreter.path)
     folder = _make_output_folder(options.output_filename)
     limits = call.make_limits(number)
     if fixed and sum(fixed.values()) < limits.min_workers:
@@ -225,32 +226,23 @@ def _make_config(options: RunOptions) -> ElasticConfig:
     )
 
 
-def _parse_program(command: tuple[str, ...]) -> tuple[str | Module, tuple[str, ...]]:
-    """The script or module to run, and its arguments. An interpreter before it must be this process's own."""
+def _parse_program(command: tuple[str, ...]) -> tuple[Interpreter, str | Module, tuple[str, ...]]:
+    """The Python to run with, the script or module to run, and its arguments."""
     first = command[0]
     if Path(first).suffix == ".py":
-        return first, command[1:]
-    name = os.path.basename(first)
-    if not name.startswith("python"):
-        raise InvalidInput(
-            f"spark-elastic-run runs Python scripts, as in `python train.py`; {first!r} is not one."
-        )
-    if os.path.dirname(first) and os.path.realpath(first) != os.path.realpath(sys.executable):
-        raise InvalidInput(
-            f"workers run with the Python that runs spark-elastic-run, {sys.executable}, not with {first}: start it "
-            "from there."
-        )
-    rest = command[1:]
+        return Interpreter(sys.executable), first, command[1:]
+    interpreter, rest = Interpreter.find(first), command[1:]
     while rest and rest[0] == "-u":  # the output of workers is never buffered
         rest = rest[1:]
     if rest[:1] == ("-m",) and len(rest) > 1:
-        return Module.find(*rest[1:]), ()
+        return interpreter, interpreter.find_module(*rest[1:]), ()
+    interpreter.check()
     if not rest or rest[0].startswith("-"):
         raise InvalidInput(
             f"give the path of a script after {first}, or -m and a module; other options of Python ({rest[:1]}) are "
             "not taken."
         )
-    return rest[0], rest[1:]
+    return interpreter, rest[0], rest[1:]
 
 
 def _parse_fixed_hosts(options: RunOptions) -> dict[str, int]:

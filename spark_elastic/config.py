@@ -252,8 +252,8 @@ def find_interface_address(name: str) -> str:
         except OSError as error:
             known = ", ".join(known for _, known in socket.if_nameindex())
             raise InvalidInput(
-                f"{INTERFACE}={name!r} is no network interface of this machine with an IPv4 address ({error.strerror}); "
-                f"there are: {known}."
+                f"{INTERFACE}={name!r} is no network interface of this machine with an IPv4 address "
+                f"({error.strerror}); there are: {known}."
             ) from error
     return socket.inet_ntoa(answer[20:24])
 

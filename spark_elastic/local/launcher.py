@@ -110,12 +110,24 @@ class LocalLauncher(ThreadPerSlotLauncher):
 
     grace = 1 / 2
 
-    def __init__(self, program: object, pool: SlotPool, clock: Clock, preload: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        program: object,
+        pool: SlotPool,
+        clock: Clock,
+        preload: tuple[str, ...] = (),
+        interpreter: str = sys.executable,
+    ) -> None:
+        """
+        Args:
+            interpreter: path of the Python that slots run with.
+        """
         super().__init__(clock)
         self._program = program
         self._payload = cloudpickle.dumps(program)
         self._pool = pool
         self._preload = preload
+        self._interpreter = interpreter
         self._processes: dict[int, subprocess.Popen[bytes]] = {}  # by the number of the slot launch
 
     def start(self, spec: SlotSpec, post: Post) -> None:
@@ -156,7 +168,7 @@ class LocalLauncher(ThreadPerSlotLauncher):
         identity = WorkerIdentity(worker="", slot=f"{launch}-0", launch=launch, host=host)
         slot = LocalSlot(self.spec, identity, parent=os.getpid())
         try:
-            process = _start_process()
+            process = _start_process(self._interpreter)
         except (
             OSError
         ) as error:  # memory, processes or descriptors are used up: the driver launches another slot
@@ -175,15 +187,13 @@ class LocalLauncher(ThreadPerSlotLauncher):
         return reason if code == 0 else f"the slot process ended with {code}"
 
 
-def _start_process() -> subprocess.Popen[bytes]:
+def _start_process(interpreter: str) -> subprocess.Popen[bytes]:
+    # Another Python has packages of its own.
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} if interpreter == sys.executable else {}
     return subprocess.Popen(
-        [sys.executable, "-m", "spark_elastic.local.slot"],
+        [interpreter, "-m", "spark_elastic.local.slot"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,  # why it ended
         # One thread, as Spark sets for its Python workers: several workers with a thread per core slow each other down.
-        env={
-            "OMP_NUM_THREADS": "1",
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        },
+        env={"OMP_NUM_THREADS": "1", **os.environ, **path},
     )
