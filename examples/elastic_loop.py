@@ -15,7 +15,7 @@ import sys
 from typing import Any
 
 EPOCHS = 3
-BATCH_SIZE = 32
+BATCH_SIZE = 64  # rows of a step over all workers
 
 
 def train(epochs: int) -> float:
@@ -30,8 +30,7 @@ def train(epochs: int) -> float:
     inputs = torch.randn(1000, 8, generator=drawn)
     targets = inputs.sum(dim=1, keepdim=True) + 0.1 * torch.randn(1000, 1, generator=drawn)
     dataset = torch.utils.data.TensorDataset(inputs, targets)
-    sampler = hvd.elastic.ElasticSampler(dataset)
-    loader = torch.utils.data.DataLoader(dataset, batch_size=BATCH_SIZE, sampler=sampler)
+    loader = hvd.elastic.ElasticDataLoader(dataset, BATCH_SIZE)
 
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -40,22 +39,20 @@ def train(epochs: int) -> float:
     @hvd.elastic.run
     def loop(state: Any) -> float:
         while state.epoch < epochs:
-            for number, (x, y) in enumerate(loader):
+            for x, y in loader:
                 optimizer.zero_grad()
-                loss = nn.functional.mse_loss(model(x), y)
+                loss = nn.functional.mse_loss(model(x), y) * loader.loss_weight
                 loss.backward()
                 optimizer.step()
-                sampler.record_batch(number, BATCH_SIZE)
                 state.loss = float(hvd.allreduce(loss.detach()))
                 state.commit()
             if hvd.rank() == 0:
                 print(f"epoch {state.epoch}: loss {state.loss:.4f} on {hvd.size()} workers", flush=True)
             state.epoch += 1
-            sampler.set_epoch(state.epoch)
             state.commit()
         return float(state.loss)
 
-    return loop(hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, loss=0.0))
+    return loop(hvd.elastic.TorchState(model, optimizer, loader=loader, epoch=0, loss=0.0))
 
 
 def main() -> None:
