@@ -139,6 +139,26 @@ class RunOptions:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
+class CommandOutput(OutputListener):
+    """The workers' output; unless all messages are shown, each loss and each join is a line of standard error."""
+
+    _broken = False  # a world has broken, and the next one is not there yet
+    _begun = False  # there has been a world
+
+    def on_world_broken(self, reason: str) -> None:
+        self._broken = True
+        self._print(reason)
+
+    def on_world(self, size: int, reason: str) -> None:
+        if self._begun:
+            self._print(f"the next world has {size} workers" if self._broken else reason)
+        self._begun, self._broken = True, False
+
+    def _print(self, text: str) -> None:
+        if not self._show_messages:
+            click.echo(f"spark-elastic-run: {text}", err=True)
+
+
 def execute(options: RunOptions) -> None:
     """Run the job to its end.
 
@@ -150,7 +170,7 @@ def execute(options: RunOptions) -> None:
         _execute(options)
         return
     logging.getLogger("spark_elastic").setLevel(log_level(options.log_level or "info"))
-    with log_to_stream(sys.stderr):
+    with log_to_stream(sys.stderr, announced=not options.verbose):
         _execute(options)
 
 
@@ -186,7 +206,7 @@ def _execute(options: RunOptions) -> None:
             "more slots, or --min-np fewer workers."
         )
     limit = LineRateLimiter() if sys.stdout.isatty() else None
-    output = OutputListener(
+    output = CommandOutput(
         sys.stdout, clock, options.prefix_output_with_timestamp, options.verbose, config.show_logs, limit
     )
     with close_within_deadline(FileListener(output, folder)) as listener:

@@ -131,6 +131,7 @@ class JobMonitor:
                     self._world_published(world)
                 case AbortWorld(reason):
                     log.info("%s", reason)
+                    self.notifier.submit(lambda reason=reason: self._listener.on_world_broken(reason))  # type: ignore[misc]
                 case NotifyUser(reason):
                     self.announce(reason)
 

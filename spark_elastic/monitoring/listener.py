@@ -42,6 +42,9 @@ class JobListener:
     def on_world(self, size: int, reason: str) -> None:
         """A new world has been published. A message follows once all its members have built it."""
 
+    def on_world_broken(self, reason: str) -> None:
+        """A world has broken. reason: says which member was lost, and how, as far as the driver knows."""
+
     def on_message(self, text: str) -> None:
         """A sentence for people, such as a join, loss, drain or recovery with its cost."""
 

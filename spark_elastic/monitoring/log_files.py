@@ -139,6 +139,12 @@ class FileListener(JobListener):
     def on_progress(self, metrics: Metrics) -> None:
         self._console.on_progress(metrics)
 
+    def on_world(self, size: int, reason: str) -> None:
+        self._console.on_world(size, reason)
+
+    def on_world_broken(self, reason: str) -> None:
+        self._console.on_world_broken(reason)
+
     def on_message(self, text: str) -> None:
         self._console.on_message(f"[driver] {text}")
 

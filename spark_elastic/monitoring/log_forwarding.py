@@ -60,10 +60,16 @@ def log_to_listener(on_message: Callable[[str], None], enabled: bool = True) -> 
 
 
 @contextmanager
-def log_to_stream(stream: IO[str]) -> Iterator[None]:
-    """Write the records of all loggers to `stream`."""
+def log_to_stream(stream: IO[str], announced: bool = True) -> Iterator[None]:
+    """Write the records of all loggers to `stream`.
+
+    Args:
+        announced: also those that the job's listener gets as messages.
+    """
     writer, root = logging.StreamHandler(stream), logging.getLogger()
     writer.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
+    if not announced:
+        writer.addFilter(lambda record: not getattr(record, "announced", False))
     with _LogQueue(writer.handle) as records:
         root.addHandler(records.handler)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from spark_elastic import cli
 from spark_elastic.config import ElasticConfig, operations_from_env
 from spark_elastic.errors import InvalidInput
 from spark_elastic.horovodrun_options import REFUSED
+from spark_elastic.monitoring.log_files import FileListener
+from spark_elastic.testing.fakes import FakeClock
 
 
 @pytest.fixture
@@ -91,6 +94,23 @@ def test_mistakes_end_with_1_and_one_sentence(line: str, sentence: str, script: 
     assert result.exit_code == 1
     assert sentence in result.output
     assert result.output.startswith("spark-elastic-run: ")
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_each_loss_and_each_join_is_a_line(verbose: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    output = cli.CommandOutput(io.StringIO(), FakeClock(), False, verbose, True)
+    listener = FileListener(output, None)
+    listener.on_world(2, "begins")
+    listener.on_world_broken("world 1 is over: worker 1-0.1 is lost: its process ended (killed by signal 9)")
+    listener.on_world(1, "worker 1-0.1 is lost, again")
+    listener.on_world(2, "joining: 1-0.2")
+    lines = [
+        "world 1 is over: worker 1-0.1 is lost: its process ended (killed by signal 9)",
+        "the next world has 1 workers",
+        "joining: 1-0.2",
+    ]
+    told = "" if verbose else "".join(f"spark-elastic-run: {line}\n" for line in lines)
+    assert capsys.readouterr().err == told
 
 
 # Of Horovod 0.28.1's parser.

@@ -81,6 +81,26 @@ def test_an_observer_that_fails_is_logged_once_and_harms_no_other_observer(
     assert [record.message for record in caplog.records] == ["Failing failed"]
 
 
+def test_the_listener_hears_who_was_lost_before_the_next_world_is_there() -> None:
+    class Hears(Listener):
+        def on_world_broken(self, reason: str) -> None:
+            self.heard.append(reason)
+
+    listener, bench = Hears(), Bench(replace(FOUR, num_workers=2, min_workers=2, max_workers=2))
+    monitor = JobMonitor(listener, FakeClock())
+    with monitor.notifier:
+        for message in (
+            *(RegisterSlot(f"{job}-0", f"h{job}", job) for job in (1, 2)),
+            *(WorkerStarted(f"{job}-0", name(job)) for job in (1, 2)),
+            *(JoinWorld(name(job), None, None) for job in (1, 2)),
+            WorkerExited(slot_of(name(1)), name(1), -9, "killed by signal 9"),
+        ):
+            monitor.on_transition(stamp(message, bench.now), bench.on(message), bench.state)
+    (reason,) = listener.heard
+    assert name(1) in reason
+    assert "killed by signal 9" in reason
+
+
 def test_r17_whoever_shares_the_cluster_learns_whether_slots_are_missing() -> None:
     clock, heard = FakeClock(), list[bool]()
     monitor = JobMonitor(JobListener(), clock, on_slots_missing=heard.append)

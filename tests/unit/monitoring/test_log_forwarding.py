@@ -80,6 +80,14 @@ def test_the_log_goes_to_the_stream_inside_the_block_only() -> None:
     assert root.handlers == before
 
 
+def test_what_a_listener_shows_does_not_come_twice() -> None:
+    stream = io.StringIO()
+    with log_to_stream(stream, announced=False):
+        logging.getLogger("spark_elastic").warning("shown", extra=ANNOUNCED)
+        logging.getLogger("spark_elastic").warning("not shown")
+    assert stream.getvalue() == "WARNING:spark_elastic:not shown\n"
+
+
 def test_a_stream_that_fails_does_not_fail_the_job(capsys: pytest.CaptureFixture[str]) -> None:
     def closed(text: str) -> None:
         raise ValueError("I/O operation on closed file")
