@@ -135,10 +135,10 @@ def allreduce_slices(
         allow_single: a rank that is not in the set keeps its own rows; else that is an error.
 
     Raises:
-        InvalidInput: the reduction is neither Average nor Sum.
+        NotImplementedError: the reduction is neither Average nor Sum; Horovod's error, too.
     """
     if options.op not in (Average, Sum):
-        raise InvalidInput(
+        raise NotImplementedError(
             f"IndexedSlices take Average and Sum, not {options.op.name}: use tf.convert_to_tensor first."
         )
     given = [slices.values, slices.indices]
@@ -156,23 +156,28 @@ def allreduce_slices(
         rows = [as_engine_array(array) for array in arrays]
         channel = get_queue(options.process_set)
         values, indices = channel.submit(request, rows, awaited=True).wait()
-        factor = (
-            options.scale[0] * options.scale[1] / (options.process_set.size() if options.op is Average else 1)
-        )
-        return _sum_equal_indices(values.view(arrays[0].dtype), indices, factor)
+        factor = options.scale[0] * options.scale[1]
+        divisor = options.process_set.size() if options.op is Average else 1
+        return _sum_equal_indices(values.view(arrays[0].dtype), indices, factor, divisor)
 
     shapes = [[None, *tensor.shape[1:]] for tensor in given]
     values, indices = call(body, given, [tensor.dtype for tensor in given], shapes)
     return tf.IndexedSlices(values, indices, slices.dense_shape)
 
 
-def _sum_equal_indices(values: Array, indices: Array, factor: float = 1.0) -> list[Array]:
-    """Return (values times `factor`, indices) with each index once, the values of equal indices summed.
+def _sum_equal_indices(values: Array, indices: Array, factor: float = 1.0, divisor: int = 1) -> list[Array]:
+    """Return (values times `factor` by `divisor`, indices) with each index once, the values of equal indices summed.
+    Integers are truncated towards zero, as those of tensors are.
 
     Keras squares each listed value: with an index listed twice, Adam would depend on how ranks share the rows.
     """
     rows, positions = np.unique(indices, return_inverse=True)
-    wide = np.float32 if values.dtype.itemsize < 4 else values.dtype
+    integers = {"i": np.int64, "u": np.uint64}.get(values.dtype.kind)
+    wide: Any = integers or (np.float32 if values.dtype.itemsize < 4 else values.dtype)
     summed = np.zeros((len(rows), *values.shape[1:]), wide)
     np.add.at(summed, positions.reshape(-1), values.astype(wide, copy=False))
-    return [(summed * summed.dtype.type(factor)).astype(values.dtype, copy=False), rows]
+    if integers is None:
+        return [(summed * summed.dtype.type(factor / divisor)).astype(values.dtype, copy=False), rows]
+    if factor != 1.0:
+        return [np.trunc(summed * factor / divisor).astype(values.dtype), rows]
+    return [(np.sign(summed) * (np.abs(summed) // wide(divisor))).astype(values.dtype), rows]

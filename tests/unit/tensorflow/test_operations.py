@@ -108,8 +108,25 @@ def test_slices_keep_their_rows_and_process_sets_their_ranks(world: World) -> No
         assert tf.convert_to_tensor(hvd.allreduce(slices)).numpy()[2, 0] == 1.0
         if pair.included():
             assert hvd.allreduce(tf.constant(float(rank)), op=hvd.Sum, process_set=pair).numpy() == 2.0
-        with pytest.raises(InvalidInput, match="Average and Sum"):
-            hvd.allreduce(slices, op=hvd.Max)
+        with pytest.raises(NotImplementedError, match="Average and Sum"):
+            hvd.allreduce(slices, op=hvd.Min)
+
+    world(3, work)
+
+
+@pytest.mark.parametrize("dtype", [tf.int8, tf.int32, tf.int64])
+@pytest.mark.parametrize(("scale", "expected"), [(1.0, [-2, 50]), (2.0, [-4, 100])])
+def test_averages_of_integer_slices_are_integers(
+    dtype: Any, scale: float, expected: list[int], world: World
+) -> None:
+    """Truncated towards zero: -7 of one rank, and 50 of each."""
+
+    def work(group: Group) -> None:
+        values = tf.constant([[-7 if group.rank == 0 else 0], [50]], dtype)
+        slices = tf.IndexedSlices(values, tf.constant([0, 1]), tf.constant([2, 1]))
+        average = hvd.allreduce(slices, prescale_factor=scale)
+        assert average.values.dtype == dtype
+        assert average.values.numpy()[:, 0].tolist() == expected
 
     world(3, work)
 
