@@ -28,8 +28,11 @@ from spark_elastic.spark.dataframes.materialize import (
     find_difference,
     materialize,
 )
-from spark_elastic.spark.dataframes.scan import MissingValues
-from spark_elastic.spark.dataframes.schema import check_columns, check_validation_column
+from spark_elastic.spark.dataframes.schema import (
+    check_columns,
+    check_distinct_names,
+    check_validation_column,
+)
 from spark_elastic.state.checkpoint import CheckpointStore
 from spark_elastic.state.run_lease import RunLease
 
@@ -80,6 +83,11 @@ class TableRows:
         return self._df.sparkSession
 
     def check(self, request: Request) -> None:
+        if not hasattr(self._df, "isStreaming"):
+            raise InvalidInput(
+                f"fit takes a DataFrame of Spark; got {describe_class(self._df)}: make one of it with "
+                "spark.createDataFrame."
+            )
         if self._df.isStreaming:
             raise InvalidInput(
                 "the DataFrame is a stream, which has no end: read its source with spark.read, or fit in foreachBatch."
@@ -92,8 +100,11 @@ class TableRows:
             config.sample_weight_col,
             transformed=request.objects.transformation is not None,
         )
+        used = config.used_cols
         if isinstance(config.validation, str):
             check_validation_column(self._df.schema, config.validation)
+            used.append(config.validation)
+        check_distinct_names(self._df, used)
 
     def has_validation(self, request: Request) -> bool:
         return request.config.validation is not None
@@ -184,7 +195,7 @@ class FileRows:
                 "validation splits a table while it is written; fit_on_parquet reads files as they are: give "
                 "validation_paths instead."
             )
-        if request.missing != MissingValues():
+        if "drop" in (request.missing.nulls, request.missing.nans):
             raise InvalidInput(
                 "missing leaves out rows while a table is written; fit_on_parquet reads files as they are: use fit, or "
                 "write the files without those rows."
@@ -297,6 +308,13 @@ def _check_equal_columns(rows: Manifest, validation: Manifest | None) -> None:
                 f"column {one.name!r} is {other.dtype} of shape {other.shape} in validation_paths, and {one.dtype} of "
                 f"shape {one.shape} in the files that are trained on: write them alike."
             )
+
+
+def describe_class(value: object) -> str:
+    """The class of a value with the package that it is from, such as pandas.DataFrame."""
+    kind = type(value)
+    package = kind.__module__.partition(".")[0]
+    return kind.__qualname__ if package == "builtins" else f"{package}.{kind.__qualname__}"
 
 
 def _number_kind(column: Column) -> str:

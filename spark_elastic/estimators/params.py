@@ -135,7 +135,7 @@ REFUSED = {
     "logger": "use callbacks, which hear of every step; on_progress, on the driver, hears four times a second",
     "loss_constructors": "pass the losses themselves as loss",
     "mp_start_method": _READERS,
-    "num_gpus": "training runs on the CPU",
+    "num_gpus": "estimators train on the CPU",
     "partitions_per_process": _PARTITIONS,
     "profiler": "use callbacks",
     "reader_pool_type": _READERS,
@@ -148,7 +148,8 @@ REFUSED = {
     "trainer_args": "there is no Trainer; the parameters of this estimator say the same",
     "transformation_edit_fields": "transformation_fn returns its columns undeclared",
     "transformation_removed_fields": "transformation_fn returns its columns undeclared",
-    "use_gpu": "training runs on the CPU; use_gpu=False is understood",
+    "use_gpu": "estimators train on the CPU, transform predicts on the GPU that Spark gives to its task, and loops "
+    "under spark_elastic.run may use GPUs; use_gpu=False is understood",
     "val_async_data_loader_queue_size": _READERS,
     "val_reader_num_workers": _READERS,
     "validation_steps_per_epoch": "validation looks at every row exactly once",
@@ -207,6 +208,10 @@ class ColumnParams(Params):
         "column that `transform` adds: a double for one number per row, else an array; the class with probability_col"
     )
     probability_col: Param[str] = declare("column for a vector of class probabilities, or None")
+    raw_prediction_col: Param[str] = declare(
+        "column for a vector of the model's outputs before activation, as BinaryClassificationEvaluator takes it, or "
+        "None; with probability_col"
+    )
     activation: Param[str] = declare(
         "how outputs become probabilities: softmax, sigmoid, exp or identity; by default as the loss implies"
     )
@@ -245,7 +250,7 @@ class EstimatorParams(ColumnParams):
     backward_passes_per_step: Param[int] = declare("backward passes of a worker whose gradients are one step")
     gradient_compression: Param[str] = declare("bf16 or fp16 for float32 gradients on the wire, or None")
     reader: Param[str] = declare("what reads the rows: arrow or petastorm")
-    terminate_on_nan: Param[bool] = declare("whether a loss of NaN or infinity ends the training")
+    terminate_on_nan: Param[bool] = declare("whether the first loss of NaN or infinity ends the training")
     inmemory_cache_all: Param[bool] = declare(
         "whether a worker keeps the rows that it has read, as far as memory allows"
     )
@@ -256,7 +261,7 @@ class EstimatorParams(ColumnParams):
     store: Param[str] = declare("path or url for data and models that driver and executors share")
     storage_options: Param[Any] = declare("fsspec's options for the store, a dict; not saved", hide_values)
     missing: Param[Any] = declare(
-        "rows with nulls: refuse or drop; or a dict of nulls and nans (keep, refuse or drop)"
+        "rows with nulls or NaN: refuse or drop; or a dict of nulls (refuse or drop) and nans (keep, too)"
     )
     seed: Param[int] = declare("seed for the order of rows and the workers' random numbers")
     shuffle: Param[bool] = declare("whether each epoch has its own order")
@@ -347,6 +352,7 @@ class TorchParams(EstimatorParams):
         label_shapes: Sequence[Sequence[int]] | None = None,
         prediction_col: str = "prediction",
         probability_col: str | None = None,
+        raw_prediction_col: str | None = None,
         activation: str | None = None,
         output_cols: Sequence[str] | None = None,
         validation: float | str | None = None,
@@ -367,7 +373,7 @@ class TorchParams(EstimatorParams):
         precision: str | None = None,
         gradient_compression: str | None = None,
         reader: str = "arrow",
-        terminate_on_nan: bool = False,
+        terminate_on_nan: bool = True,
         inmemory_cache_all: bool = False,
         run_id: str | None = None,
         verbose: int = 1,
@@ -420,6 +426,7 @@ class KerasParams(EstimatorParams):
         label_shapes: Sequence[Sequence[int]] | None = None,
         prediction_col: str = "prediction",
         probability_col: str | None = None,
+        raw_prediction_col: str | None = None,
         activation: str | None = None,
         output_cols: Sequence[str] | None = None,
         validation: float | str | None = None,
@@ -437,7 +444,7 @@ class KerasParams(EstimatorParams):
         shuffle: bool = True,
         gradient_compression: str | None = None,
         reader: str = "arrow",
-        terminate_on_nan: bool = False,
+        terminate_on_nan: bool = True,
         inmemory_cache_all: bool = False,
         run_id: str | None = None,
         verbose: int = 1,

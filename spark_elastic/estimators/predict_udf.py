@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 from pyspark import TaskContext
 from pyspark.sql import Column, SparkSession
+from pyspark.sql import functions as F
 from pyspark.sql.pandas.functions import pandas_udf
 from pyspark.sql.types import ArrayType, DataType, DoubleType, StructField, StructType
 
@@ -81,4 +82,14 @@ def _values(shipped: ShippedPredictor, outputs: Outputs, batch: Any) -> list[Any
 
 
 def _kind(width: int) -> DataType:
-    return DoubleType() if width == 1 else ArrayType(DoubleType(), containsNull=False)
+    return DoubleType() if width == 1 else ArrayType(DoubleType(), containsNull=True)
+
+
+def restore_nan(predicted: Column, width: int) -> Column:
+    """A column of `predict_udf` with NaN where the model gave it: pandas' way to Arrow makes a null of it."""
+    nan = F.lit(float("nan"))
+    return (
+        F.coalesce(predicted, nan)
+        if width == 1
+        else F.transform(predicted, lambda each: F.coalesce(each, nan))
+    )

@@ -315,7 +315,7 @@ class Outputs:
     """Columns and the numbers that a row has in each; 1 is a plain double.
 
     activation: None, or what makes class probabilities of the one output: then the columns are the class, as a double,
-    and the probabilities.
+    the probabilities and, if there is a third one, what they are made of.
     """
 
     columns: tuple[str, ...]
@@ -328,6 +328,7 @@ class Outputs:
         widths: Sequence[int],
         prediction_col: str,
         probability_col: str | None = None,
+        raw_prediction_col: str | None = None,
         activation: str | None = None,
         output_cols: Sequence[str] | None = None,
         labels: Sequence[str] = (),
@@ -357,18 +358,21 @@ class Outputs:
                 f"activation {activation} makes no class probabilities of {widths[0]} numbers a row: sigmoid takes "
                 "one, softmax several."
             )
-        return cls((prediction_col, probability_col), (1, max(2, widths[0])), activation)
+        vectors = [name for name in (probability_col, raw_prediction_col) if name is not None]
+        width = max(2, widths[0])
+        return cls((prediction_col, *vectors), (1, *(width for _ in vectors)), activation)
 
     @staticmethod
     def find_known_columns(
         prediction_col: str,
         probability_col: str | None = None,
+        raw_prediction_col: str | None = None,
         output_cols: Sequence[str] | None = None,
         labels: Sequence[str] = (),
     ) -> tuple[str, ...]:
         """The columns that there will be, where their number does not depend on the model's outputs; else none."""
         if probability_col is not None:
-            return (prediction_col, probability_col)
+            return tuple(n for n in (prediction_col, probability_col, raw_prediction_col) if n is not None)
         if output_cols is not None:
             return tuple(output_cols)
         return (prediction_col,) if len(labels) <= 1 else ()
@@ -378,7 +382,13 @@ class Outputs:
         if self.activation is None:
             return list(outputs)
         probabilities = _probabilities(outputs[0], self.activation)
-        return [probabilities.argmax(1).astype(np.float64)[:, None], probabilities]
+        classes = np.where(np.isnan(probabilities).any(1), np.nan, probabilities.argmax(1))
+        found = [classes[:, None], probabilities]
+        return (
+            found
+            if len(self.columns) == 2
+            else [*found, _raw_predictions(outputs[0], probabilities, self.activation)]
+        )
 
 
 def _probabilities(output: Floats, activation: str) -> Floats:
@@ -391,6 +401,13 @@ def _probabilities(output: Floats, activation: str) -> Floats:
     else:
         found = np.exp(output) if activation == "exp" else output
     return np.concatenate([1.0 - found, found], axis=1) if found.shape[1] == 1 else found
+
+
+def _raw_predictions(output: Floats, probabilities: Floats, activation: str) -> Floats:
+    """What Spark ML's classifiers call rawPrediction: the output itself, or a number for each of two classes."""
+    if output.shape[1] > 1:
+        return output
+    return np.concatenate([-output, output], axis=1) if activation == "sigmoid" else probabilities
 
 
 def as_column(values: Floats) -> Any:

@@ -294,12 +294,21 @@ def _check_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) 
         )
 
 
+_HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
+
+
 def _check_callbacks(callbacks: Any) -> tuple[Callback, ...]:
     found = tuple(callbacks) if isinstance(callbacks, Sequence) else () if callbacks is None else (callbacks,)
     for callback in found:
         if not isinstance(callback, Callback):
             raise InvalidInput(
                 f"callbacks must be instances of spark_elastic.torch.callbacks.Callback; got {describe_type(callback)}."
+            )
+        unknown = [name for name in dir(type(callback)) if name.startswith("on_") and name not in _HOOKS]
+        if unknown:
+            raise InvalidInput(
+                f"callback {type(callback).__name__} has {unknown[0]}, which nothing calls: the hooks are "
+                f"{', '.join(_HOOKS)}; rename it if it is none."
             )
     return found
 

@@ -34,7 +34,7 @@ from spark_elastic.estimators.params import ColumnParams
 from spark_elastic.estimators.predictor import Outputs, Predictor
 from spark_elastic.monitoring.report import JobReport
 from spark_elastic.spark.dataframes.scan import get_column
-from spark_elastic.spark.dataframes.schema import ColumnType, find_column_type
+from spark_elastic.spark.dataframes.schema import ColumnType, find_column_type, get_name_folding
 
 if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn
@@ -102,6 +102,7 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
         self._setDefault(
             prediction_col="prediction",
             probability_col=None,
+            raw_prediction_col=None,
             activation=None,
             output_cols=None,
             label_cols=[],
@@ -156,7 +157,7 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
         return {}
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
-        names = ("prediction_col", "probability_col", "output_cols")
+        names = ("prediction_col", "probability_col", "raw_prediction_col", "output_cols")
         wanted = {name: self.getOrDefault(name) for name in names}
         wanted["labels"] = self.getOrDefault("label_cols")
         _check_new(dataset, Outputs.find_known_columns(**wanted))  # before `_widths`, which may run a job
@@ -164,17 +165,16 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
         activation = self.getOrDefault("activation")
         outputs = Outputs.of(self._widths(dataset, inputs), activation=activation, **wanted)
         _check_new(dataset, outputs.columns)
-        from spark_elastic.estimators.predict_udf import predict_udf, ship_predictor
+        from spark_elastic.estimators.predict_udf import predict_udf, restore_nan, ship_predictor
 
         predicted = predict_udf(ship_predictor(dataset.sparkSession, self._predictor), outputs)(*inputs)
         if len(outputs.columns) == 1:
-            return dataset.withColumn(outputs.columns[0], predicted)
+            return dataset.withColumn(outputs.columns[0], restore_nan(predicted, outputs.widths[0]))
         added = dataset.withColumn(_ALL, predicted)
-        for name in outputs.columns:
-            field = F.col(_ALL).getField(name)
-            added = added.withColumn(
-                name, array_to_vector(field) if name == wanted["probability_col"] else field
-            )
+        vectors = (wanted["probability_col"], wanted["raw_prediction_col"])
+        for name, width in zip(outputs.columns, outputs.widths, strict=True):
+            field = restore_nan(F.col(_ALL).getField(name), width)
+            added = added.withColumn(name, array_to_vector(field) if name in vectors else field)
         return added.drop(_ALL)
 
     def _widths(self, dataset: DataFrame, inputs: list[SparkColumn]) -> list[int]:
@@ -203,7 +203,7 @@ def try_widths(predictor: Predictor, sample: Sequence[Any] | None) -> list[int] 
 
 def _check_new(dataset: DataFrame, names: Sequence[str]) -> None:
     """Names as the session compares them."""
-    folded = name_folding(dataset)
+    folded = get_name_folding(dataset)
     there = {folded(name): name for name in dataset.columns}
     for name in names:
         found = there.get(folded(name))
@@ -214,7 +214,7 @@ def _check_new(dataset: DataFrame, names: Sequence[str]) -> None:
     if len({folded(name) for name in names}) < len(names):
         raise InvalidInput(
             f"the predictions' columns would be called {', '.join(names)}: give each another name in prediction_col, "
-            "probability_col and output_cols."
+            "probability_col, raw_prediction_col and output_cols."
         )
 
 
@@ -288,12 +288,6 @@ def model_input(dataset: DataFrame, column: Column) -> SparkColumn:
             "what it was in training."
         )
     return _plain(get_column(column.name), spark_type, given)
-
-
-def name_folding(dataset: DataFrame) -> Callable[[str], str]:
-    """Of names: equal for those that the session takes for one."""
-    sensitive = dataset.sparkSession.conf.get("spark.sql.caseSensitive", "false") == "true"
-    return str if sensitive else str.lower
 
 
 def _fits(given: ColumnType, column: Column) -> bool:

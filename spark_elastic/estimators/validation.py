@@ -98,20 +98,24 @@ def _reshape_inputs(objects: O, config: FitConfig) -> O:
 def _check_prediction_columns(values: Mapping[str, Any]) -> None:
     """Names for `transform`. Whether they fit the model's outputs is known once there are some."""
     columns = [values["prediction_col"], *(values["output_cols"] or ())]
-    if values["probability_col"] is not None:
-        columns.append(values["probability_col"])
+    columns += [
+        values[name] for name in ("probability_col", "raw_prediction_col") if values[name] is not None
+    ]
     for name in columns:
         if not isinstance(name, str) or not name:
             raise InvalidInput(
-                f"prediction_col, probability_col and output_cols must be names of columns; got {name!r}."
+                f"prediction_col, probability_col, raw_prediction_col and output_cols must be names of columns; got "
+                f"{name!r}."
             )
+    if values["raw_prediction_col"] is not None and values["probability_col"] is None:
+        raise InvalidInput("raw_prediction_col needs probability_col: give both.")
     if values["probability_col"] is not None and values["output_cols"] is not None:
         raise InvalidInput("probability_col and output_cols exclude each other: leave one out.")
     check_choice("activation", values["activation"], ACTIVATIONS)
 
 
 def _check_missing(value: Any) -> MissingValues:
-    wanted = {"nulls": value} if isinstance(value, str) else value
+    wanted = {"nulls": value, "nans": value} if isinstance(value, str) else value
     if not isinstance(wanted, Mapping) or not set(wanted) <= {"nulls", "nans"}:
         raise InvalidInput(f"missing must be 'refuse', 'drop', or a dict of nulls and nans; got {value!r}.")
     return MissingValues(**wanted)

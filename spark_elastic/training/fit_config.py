@@ -186,8 +186,8 @@ class FitConfig:
     gradient_compression: str | None = _param(_check_16_bit, None)
     # What reads the rows, a name of `data.reading.readers`.
     reader: str = _param(_check_reader, "arrow", may_change=True)
-    # Whether a loss of NaN or infinity ends the training.
-    terminate_on_nan: bool = _param(check_flag, False, may_change=True)
+    # Whether the first loss of NaN or infinity ends the training.
+    terminate_on_nan: bool = _param(check_flag, True, may_change=True)
     # Whether a worker keeps all decoded rows, as far as memory allows.
     inmemory_cache_all: bool = _param(check_flag, False, may_change=True)
 

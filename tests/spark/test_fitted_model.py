@@ -81,6 +81,27 @@ def test_several_numbers_are_an_array_and_vectors_go_in_as_arrays_do(spark: Spar
     np.testing.assert_allclose([row.scores for row in rows], expected(module, rows), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_row_of_nan_predicts_nan_and_the_others_stay(spark: SparkSession, width: int) -> None:
+    from pyspark.ml.evaluation import BinaryClassificationEvaluator
+
+    model = linear(width)[1]
+    df = table(spark).selectExpr(
+        "id", "if(id = 7, array(float('nan'), float(1)), x) as x", "double(id % 2) as label"
+    )
+    for row in model.transform(df).collect():
+        assert np.isnan(row.prediction).all() == np.isnan(row.prediction).any() == (row.id == 7)
+    model.setProbabilityCol("p").setRawPredictionCol("rawPrediction")
+    model.setActivation("sigmoid" if width == 1 else "softmax")
+    predicted = model.transform(df)
+    for row in predicted.collect():
+        assert np.isnan([row.prediction, *row.p.toArray(), *row.rawPrediction.toArray()]).all() == (
+            row.id == 7
+        )
+    if width == 1:
+        assert 0 <= BinaryClassificationEvaluator().evaluate(predicted.where("id <> 7")) <= 1
+
+
 def test_several_inputs_and_shapes_reach_the_module(spark: SparkSession) -> None:
     class Two(torch.nn.Module):
         def forward(self, image: torch.Tensor, number: torch.Tensor) -> torch.Tensor:

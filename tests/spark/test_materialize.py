@@ -146,6 +146,10 @@ def test_a_table_that_was_overwritten_is_not_reused(
             r"column 'x' has nulls in 1 of 20 rows",
         ),
         (
+            "select id, if(id = 3, array(1.0d, double('nan')), array(1.0d, 2.0d)) as x from range(20)",
+            r"column 'x' has NaN in 1 of 20 rows: .* 'keep'",
+        ),
+        (
             "select id, if(id = 7, array(1, 2), array(1, 2, 3)) as x from range(20)",
             r"column 'x' have different lengths, 2 and 3: the row with id=7 has 2",
         ),
@@ -163,6 +167,36 @@ def test_bad_columns_get_one_sentence(spark: SparkSession, store: Store, query: 
         materialize(spark.sql(query), ["id", "x"], store)
     assert "\n" not in str(raised.value)
     assert not list(Path(store.path("")).rglob("*.parquet")), "what was refused is cleaned away"
+
+
+@pytest.mark.parametrize(
+    ("condition", "same"),
+    [
+        ("id < 7", True),
+        ("id < unix_timestamp()", False),
+        ("to_date('2020-01-01') <= current_date()", False),
+        ("id < 10 + rand(3)", False),
+        ("id < (select max(id) + 10 * rand(3) from range(9))", False),
+        ("id in (select id from range(9) where now() > timestamp'2020-01-01')", False),
+    ],
+)
+def test_rows_that_change_by_themselves_are_never_taken_for_the_same(
+    spark: SparkSession, condition: str, same: bool
+) -> None:
+    from spark_elastic.spark.dataframes.materialize import WriteOptions, fingerprint_table
+
+    df = spark.range(10).where(condition)
+    one, other = (fingerprint_table(df, ["id"], WriteOptions(), None) for _ in range(2))
+    assert (one == other) == same
+
+
+def test_a_feature_that_has_the_name_of_the_split_is_refused(spark: SparkSession, store: Store) -> None:
+    from spark_elastic.spark.dataframes.materialize import ValidationSplit
+    from spark_elastic.spark.dataframes.materialize import materialize as write
+
+    df = spark.range(10).withColumnRenamed("id", "__Validation")
+    with pytest.raises(InvalidInput, match="'__validation' has the name of the folders that validation"):
+        write(df, ["__Validation"], store, split=ValidationSplit(0.5))
 
 
 def test_a_null_vector_is_named(spark: SparkSession, store: Store) -> None:

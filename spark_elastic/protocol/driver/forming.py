@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from spark_elastic.protocol.commands import AnnounceChange, Outcome, PublishWorld, StopWorker
+from spark_elastic.protocol.commands import AnnounceChange, NotifyUser, Outcome, PublishWorld, StopWorker
 from spark_elastic.protocol.driver.failure_detector import break_world, evict, remove
 from spark_elastic.protocol.driver.failures import check_progress, resume_point
 from spark_elastic.protocol.driver.slots import (
@@ -306,6 +306,14 @@ def _gather(tx: Transition) -> None:
     assert timers.gather_since is not None
     waited = tx.now - timers.gather_since
     if count >= state.limits.wanted_at_start or waited >= state.limits.gather_timeout:
+        if count < state.limits.wanted_at_start and not state.generation:
+            tx.emit(
+                NotifyUser(
+                    f"{count} of {state.limits.wanted_at_start} workers (num_workers) came within "
+                    f"{state.limits.gather_timeout:g} s (gather_timeout): the job begins with them, others join once "
+                    "the cluster has cores for them"
+                )
+            )
         _publish(tx, tx.newcomers()[: state.limits.capacity])
 
 
@@ -317,6 +325,7 @@ def _has_enough(tx: Transition, count: int) -> bool:
     state, timers = tx.state, tx.state.timers
     if count >= state.limits.min_workers:
         timers.short_since = None
+        timers.short_announced = False
         return True
     state.launches.relaunch |= state.launches.held_back > 0  # what was given back is needed now
     if timers.short_since is None:
@@ -324,6 +333,15 @@ def _has_enough(tx: Transition, count: int) -> bool:
     elif tx.now - timers.short_since >= state.limits.start_timeout:
         tx.end(Outcome.NOT_ENOUGH_WORKERS, _explain_missing_workers(tx, count))
     else:
+        if not timers.short_announced and tx.now - timers.short_since >= state.limits.gather_timeout:
+            timers.short_announced = True
+            tx.emit(
+                NotifyUser(
+                    f"{count} workers are there and {state.limits.min_workers} are needed (min_workers): the job waits "
+                    f"for up to {state.limits.start_timeout:g} s (start_timeout); give the application more cores, or "
+                    "lower min_workers"
+                )
+            )
         _end_if_all_blacklisted(tx, timers.short_since + state.limits.start_timeout)
     return False
 

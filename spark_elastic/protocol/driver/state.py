@@ -551,6 +551,7 @@ class Timers(Part):
     change_since: float | None = None  # a planned change is wanted
     regroup_since: float | None = None  # the world broke, or its first member left as planned
     short_since: float | None = None  # there are too few workers
+    short_announced: bool = False  # the user knows that there are too few workers
     done_since: float | None = None  # the job's result is there
 
 

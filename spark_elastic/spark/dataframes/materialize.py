@@ -5,8 +5,9 @@ manifest. The job that writes also counts nulls and array lengths; a second job 
 
 `fingerprint` identifies what was written from what: the logical plan, the columns, how they are written, and the state
 of the files that the plan reads. Where that state cannot be seen (other databases, Spark Connect, clusters that deny
-it), a fingerprint is unique and nothing is reused. `find_difference` then counts and hashes the rows by a job of its
-own (R19, resuming a run). Runs in the caller's thread.
+it), or the plan has random or time-dependent expressions, a fingerprint is unique and nothing is reused.
+`find_difference` then counts and hashes the rows by a job of its own (R19, resuming a run).
+Runs in the caller's thread.
 """
 
 from __future__ import annotations
@@ -149,6 +150,11 @@ def materialize(
     names = list(dict.fromkeys(columns))
     if not names:
         raise InvalidInput(f"No columns to write: name some of {df.columns}.")
+    if split is not None and _SPLIT in map(str.lower, names):
+        raise InvalidInput(
+            f"The column {_SPLIT!r} has the name of the folders that validation splits the rows into: rename it "
+            "(df.withColumnRenamed)."
+        )
     options = options or WriteOptions()
     types = find_column_types(df, names, options)
     found = fingerprint_table(df, names, options, split)
@@ -297,7 +303,7 @@ def _describe_source(df: DataFrame) -> list[Any]:
     try:
         plan = frame.queryExecution().analyzed()
         kinds = set(_iter_leaves(plan))
-        if not kinds <= _FIXED_LEAVES | {_FILES}:
+        if not kinds <= _FIXED_LEAVES | {_FILES} or _changes_by_itself(df, plan):
             return [uuid.uuid4().hex]
         text = str(plan.canonicalized().toString())
         # Spark tells RDDs apart by an address, which may belong to other rows in another driver.
@@ -305,6 +311,13 @@ def _describe_source(df: DataFrame) -> list[Any]:
         return [text, _list_files(df) if _FILES in kinds else [], *filter(None, [owner])]
     except Py4JError:
         return [uuid.uuid4().hex]
+
+
+def _changes_by_itself(df: DataFrame, plan: Any) -> bool:
+    """Whether the plan, or a query in it, has random expressions or some that depend on the time, user or session."""
+    gateway: Any = df.sparkSession._jvm
+    current = gateway.org.apache.spark.sql.catalyst.trees.TreePattern.CURRENT_LIKE()
+    return not plan.deterministic() or bool(plan.containsPattern(current))
 
 
 def _iter_leaves(plan: Any) -> Iterator[str]:

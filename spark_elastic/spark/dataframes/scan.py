@@ -34,7 +34,7 @@ class MissingValues:
     """
 
     nulls: Literal["refuse", "drop"] = "refuse"
-    nans: Literal["keep", "refuse", "drop"] = "keep"
+    nans: Literal["keep", "refuse", "drop"] = "refuse"
 
     def __post_init__(self) -> None:
         if self.nulls not in ("refuse", "drop"):
@@ -196,8 +196,9 @@ class TableScan:
                 )
             if name in self._nans and found[f"nans{number}"]:
                 raise InvalidInput(
-                    f"The column {name!r} has NaN in {found[f'nans{number}']} of {found['rows']} rows: "
-                    f"fill them (df.fillna) or drop those rows."
+                    f"The column {name!r} has NaN in {found[f'nans{number}']} of {found['rows']} rows: fill them "
+                    f"(df.fillna, Imputer), drop those rows (missing='drop'), or train on them as they are "
+                    f"(missing={{'nans': 'keep'}})."
                 )
         return {
             name: tuple(self._find_length(found, number, level, written) for level in range(kind.dimensions))

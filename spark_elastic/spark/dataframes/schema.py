@@ -5,8 +5,9 @@ Maps Spark's types to numpy's. Knows nothing of stores or files. Any thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pyspark.ml.linalg import VectorUDT
 from pyspark.sql.types import (
@@ -30,6 +31,9 @@ from pyspark.sql.types import (
 
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
 
 VECTOR_DTYPE = "float32"
 _DTYPES: dict[type[DataType], str] = {
@@ -96,6 +100,25 @@ def check_columns(
                     f"The sample weight column {name!r} is {schema[name].dataType.simpleString()}: "
                     f"it must be one number a row."
                 )
+
+
+def check_distinct_names(df: DataFrame, used: Iterable[str]) -> None:
+    """Raise InvalidInput if the session takes another column of the table for one of those that are used."""
+    folded = get_name_folding(df)
+    for name in used:
+        alike = [each for each in df.columns if folded(each) == folded(name)]
+        if len(alike) > 1:
+            raise InvalidInput(
+                f"The table has several columns called {name!r} ({', '.join(alike)}), which Spark cannot tell apart: "
+                "rename or drop one of them (df.toDF, df.drop), or set spark.sql.caseSensitive=true if they differ in "
+                "case."
+            )
+
+
+def get_name_folding(df: DataFrame) -> Callable[[str], str]:
+    """A function that makes equal strings of names that the session takes for one."""
+    sensitive = df.sparkSession.conf.get("spark.sql.caseSensitive", "false") == "true"
+    return str if sensitive else str.lower
 
 
 def check_validation_column(schema: StructType, name: str) -> None:

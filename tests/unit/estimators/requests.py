@@ -37,6 +37,7 @@ def values(**changes: Any) -> dict[str, Any]:
         "label_shapes": None,
         "prediction_col": "prediction",
         "probability_col": None,
+        "raw_prediction_col": None,
         "activation": None,
         "output_cols": None,
         "validation": None,

@@ -22,6 +22,31 @@ def test_a_stream_is_refused() -> None:
         TableRows(stream).check(request())
 
 
+def test_a_table_of_pandas_is_refused() -> None:
+    import pandas
+
+    frame: Any = pandas.DataFrame({"x": [1.0]})
+    with pytest.raises(
+        InvalidInput, match=r"got pandas\.DataFrame: make one of it with spark\.createDataFrame"
+    ):
+        TableRows(frame).check(request())
+
+
+@pytest.mark.parametrize(
+    ("more", "sensitive", "refused"),
+    [("X", "false", True), ("X", "true", False), ("x", "true", True), ("z", "false", False)],
+)
+def test_columns_that_spark_cannot_tell_apart_are_refused(more: str, sensitive: str, refused: bool) -> None:
+    schema = StructType().add("x", DoubleType()).add("y", DoubleType()).add(more, DoubleType())
+    session = SimpleNamespace(conf={"spark.sql.caseSensitive": sensitive})
+    table: Any = SimpleNamespace(isStreaming=False, schema=schema, columns=schema.names, sparkSession=session)
+    if not refused:
+        TableRows(table).check(request())
+        return
+    with pytest.raises(InvalidInput, match=rf"several columns called 'x' \(x, {more}\).* rename or drop one"):
+        TableRows(table).check(request())
+
+
 def test_strings_do_not_say_which_rows_validate() -> None:
     schema = StructType().add("x", DoubleType()).add("y", DoubleType()).add("part", StringType())
     table: Any = SimpleNamespace(isStreaming=False, schema=schema, columns=schema.names)

@@ -41,6 +41,30 @@ def test_probabilities_and_their_class(activation: str, row: list[float], expect
 
 
 @pytest.mark.parametrize(
+    ("activation", "row", "raw"),
+    [
+        ("softmax", [1.0, 2.0, 3.0], [1.0, 2.0, 3.0]),
+        ("sigmoid", [2.0], [-2.0, 2.0]),
+        ("identity", [0.75], [0.25, 0.75]),
+    ],
+)
+def test_raw_predictions_order_rows_as_evaluators_want_it(
+    activation: str, row: list[float], raw: list[float]
+) -> None:
+    form = outputs([len(row)], probability_col="q", raw_prediction_col="r", activation=activation)
+    assert (form.columns, form.widths) == (("p", "q", "r"), (1, len(raw), len(raw)))
+    assert form.values([np.array([row])])[2].tolist() == [raw]
+
+
+@pytest.mark.parametrize(("activation", "width"), [("softmax", 3), ("sigmoid", 1)])
+def test_a_row_whose_output_is_nan_has_no_class(activation: str, width: int) -> None:
+    form = outputs([width], probability_col="q", activation=activation)
+    classes, probabilities = form.values([np.array([[np.nan] * width, [1.0] * width])])
+    assert np.isnan(classes[:, 0]).tolist() == [True, False]
+    assert np.isnan(probabilities).all(axis=1).tolist() == [True, False]
+
+
+@pytest.mark.parametrize(
     ("widths", "names", "sentence"),
     [
         ([1, 1], {"output_cols": ["a"]}, "2 outputs: name as many columns"),

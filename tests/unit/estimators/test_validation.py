@@ -18,9 +18,11 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators import torch_objects
+from spark_elastic.estimators.params import TorchParams
 from spark_elastic.estimators.torch_objects import check_torch_objects
 from spark_elastic.estimators.validation import FitRequest, build_request
 from spark_elastic.torch.callbacks import BestWeights, Callback, EarlyStopping, LearningRateSchedule
+from spark_elastic.training.fit_config import FitConfig
 from tests.unit.estimators.requests import net, values
 
 
@@ -60,6 +62,10 @@ class Sharpness(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         assert closure is not None, "Sharpness Aware Minimization requires closure"
         return super().step(closure)
+
+
+class BatchCounter(Callback):
+    def on_batch_end(self, batch: int) -> None: ...
 
 
 class Queues(Callback):
@@ -122,9 +128,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"activation": "softmx"}, "activation must be one of 'softmax', 'sigmoid', 'exp', 'identity', or None"),
     ({"prediction_col": ""}, "prediction_col, .* must be names of columns; got ''"),
     ({"probability_col": ["p"]}, "must be names of columns; got .'p'"),
+    ({"raw_prediction_col": "r"}, "raw_prediction_col needs probability_col"),
     ({"output_cols": [1]}, "must be names of columns; got 1"),
     ({"probability_col": "p", "output_cols": ["q"]}, "exclude each other"),
     ({"callbacks": [print]}, "callbacks must be instances of spark_elastic.torch.callbacks.Callback"),
+    (
+        {"callbacks": [BatchCounter()]},
+        "callback BatchCounter has on_batch_end, which nothing calls: the hooks are on_fit",
+    ),
     ({"train_minibatch_fn": lambda model, features, labels: 0}, "leave loss out"),
     (
         {"train_minibatch_fn": lambda a, b, c, d: 0, "loss": None},
@@ -341,3 +352,12 @@ def test_a_plateau_is_seen_behind_an_epoch() -> None:
         InvalidInput, match="ReduceLROnPlateau looks at a number of each epoch: use every='epoch'"
     ):
         ask(callbacks=[plateau])
+
+
+def test_nan_is_refused_and_ends_a_training_unless_the_user_wants_it() -> None:
+    refused, dropped, kept = (ask(missing=each).missing for each in ("refuse", "drop", {"nans": "keep"}))
+    assert (refused.nulls, refused.nans) == ("refuse", "refuse")
+    assert (dropped.nulls, dropped.nans) == ("drop", "drop")
+    assert (kept.nulls, kept.nans) == ("refuse", "keep")
+    assert FitConfig(feature_cols=("x",), label_cols=("y",)).terminate_on_nan
+    assert TorchParams().getOrDefault("terminate_on_nan")

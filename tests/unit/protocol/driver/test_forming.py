@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import AbortWorld, End, Outcome, PublishWorld, StopWorker
+from spark_elastic.protocol.commands import AbortWorld, End, NotifyUser, Outcome, PublishWorld, StopWorker
 from spark_elastic.protocol.driver.forming import LAST_STATE_FACTOR, SHORT_TIMEOUT
 from spark_elastic.protocol.messages import Heartbeat, WorkerExited, WorkerStarted, WorldFormed
 from spark_elastic.protocol.types import slot_of
@@ -109,3 +109,23 @@ def test_r13_repeated_evictions_of_rank_0_at_one_position_end_the_job(moves: boo
     for words in ("step 7", "one did not come back", "timed out after 60 s", "evaluate (train.py:7)"):
         assert words in bench.end.reason
     assert "raise collective_timeout" in bench.end.reason
+
+
+def test_a_start_with_fewer_workers_than_wanted_is_announced() -> None:
+    bench = Bench(replace(FOUR, gather_timeout=5.0))
+    bench.warm(1, 2)
+    bench.wait(5.1, heartbeats_of=[1, 2])
+    (told,) = [each.reason for each in bench.all(NotifyUser)]
+    assert told.startswith(
+        "2 of 4 workers (num_workers) came within 5 s (gather_timeout): the job begins with them"
+    )
+
+
+def test_a_wait_for_min_workers_is_announced_once_and_again_after_the_next_loss() -> None:
+    bench = Bench(replace(FOUR, min_workers=2, gather_timeout=5.0))
+    bench.wait(12.0)
+    (told,) = [each.reason for each in bench.all(NotifyUser)]
+    assert told.startswith("0 workers are there and 2 are needed (min_workers)")
+    assert "more cores, or lower min_workers" in told
+    bench.start(1, 2, 3, 4)
+    assert len(bench.all(NotifyUser)) == 1
