@@ -1,7 +1,8 @@
 """A manifest for Parquet files that somebody else wrote: any row groups, further columns, folders by partition.
 
 Owns what is checked before such files are trained on: one type and one shape a column, and no nulls, by the footers
-wherever these say so. Large row groups become several. Knows nothing of Spark. Runs in the caller's thread.
+wherever these say so. Columns that petastorm encoded are described as what they decode to. Large row groups become
+several. Knows nothing of Spark. Runs in the caller's thread.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -25,6 +27,7 @@ from spark_elastic.data.reading.decoding import (
     partition_values,
     read_footer,
 )
+from spark_elastic.data.reading.unischema import Field, describe_field, find_unischema
 from spark_elastic.data.store import ObjectInfo, Store
 from spark_elastic.errors import InvalidInput, StoreError
 
@@ -77,7 +80,8 @@ def describe_parquet(
     with_rows = [file for file in files if file.footer.num_rows]
     if not with_rows:
         raise InvalidInput(f"The Parquet files in {store.url} have no rows: there is nothing to train on.")
-    described = tuple(_column(name, with_rows, transformed) for name in dict.fromkeys(columns))
+    fields = _find_fields(store, names)
+    described = tuple(_column(name, with_rows, transformed, fields) for name in dict.fromkeys(columns))
     for column in described:
         _refuse_nulls(column, with_rows)
         _refuse_ragged(column, with_rows)
@@ -177,7 +181,17 @@ def _refuse_table_formats(store: Store, name: str, listed: Sequence[ObjectInfo])
             )
 
 
-def _column(name: str, files: Sequence[_File], transformed: bool) -> Column:
+def _find_fields(store: Store, names: Sequence[str]) -> dict[str, Field]:
+    """What petastorm's schemas say of the columns, by name; nothing for files that petastorm did not write."""
+    found = [find_unischema(store, name) for name in names]
+    if any(fields != found[0] for fields in found):
+        raise InvalidInput(
+            f"The paths in {store.url} belong to petastorm data sets of different schemas: train on one at a time."
+        )
+    return found[0]
+
+
+def _column(name: str, files: Sequence[_File], transformed: bool, fields: Mapping[str, Field]) -> Column:
     if name not in files[0].schema.names:
         return _partition_column(name, files, transformed)
     arrow = files[0].schema.field(name).type
@@ -187,6 +201,9 @@ def _column(name: str, files: Sequence[_File], transformed: bool) -> Column:
             raise InvalidInput(
                 f"The column {name!r} is {arrow} in {files[0].name!r} and {other} in {file.name!r}: write them alike."
             )
+    field = fields.get(name)
+    if field is not None and field.codec_name:
+        return describe_field(field, files[0].first_row(name)[0].as_py())
     if is_vector(arrow):
         vector = files[0].first_row(name)
         size = vector.field("size")[0].as_py()
@@ -201,7 +218,10 @@ def _column(name: str, files: Sequence[_File], transformed: bool) -> Column:
             )
         shape.append(len(values[0]))
         values, arrow = values.flatten(), arrow.value_type
-    return Column(name, _dtype(name, arrow, transformed), tuple(shape))
+    dtype = _dtype(name, arrow, transformed)
+    # petastorm keeps numbers in the next type that Parquet or Spark has: uint8 as int16.
+    is_number = field is not None and np.dtype(dtype).kind in "biuf"
+    return Column(name, (field.dtype if field and is_number else None) or dtype, tuple(shape))
 
 
 def _dtype(name: str, arrow: pa.DataType, transformed: bool) -> str:
@@ -247,7 +267,7 @@ def _null_error(name: str, nulls: int, files: Sequence[_File]) -> InvalidInput:
 
 def _refuse_ragged(column: Column, files: Sequence[_File]) -> None:
     """Judged by the number of values in each row group. Lengths that add up by chance are found when they are read."""
-    if not column.shape:
+    if not column.shape or column.codec:
         return
     for file in files:
         if is_vector(file.schema.field(column.name).type):

@@ -32,6 +32,8 @@ class Column:
     dtype: str
     # Shape of one row, () for a scalar.
     shape: tuple[int, ...] = ()
+    # How petastorm encoded a row in the file: "ndarray", "compressed_ndarray" or "image"; "": not at all.
+    codec: str = ""
 
     @property
     def is_raw(self) -> bool:
@@ -88,7 +90,7 @@ class Manifest:
         """Hash of the content without names and encodings: equal rows written again have the same."""
         content = {
             "version": VERSION,
-            "columns": [asdict(column) for column in self.columns],
+            "columns": [_to_fields(column) for column in self.columns],
             "row_groups": self.group_rows,
             "content": self.content,
         }
@@ -112,6 +114,7 @@ class Manifest:
     def to_json(self) -> str:
         """The document."""
         content: dict[str, Any] = {"version": VERSION, **asdict(self), "hash": self.hash}
+        content["columns"] = [_to_fields(column) for column in self.columns]
         return json.dumps(content, sort_keys=True)
 
     @classmethod
@@ -125,7 +128,7 @@ class Manifest:
                     f"The manifest has version {version}, this release reads {VERSION}: write it again."
                 )
             manifest = cls(
-                tuple(Column(c["name"], c["dtype"], tuple(c["shape"])) for c in content["columns"]),
+                tuple(Column(**{**c, "shape": tuple(c["shape"])}) for c in content["columns"]),
                 tuple(content["files"]),
                 tuple(RowGroup(**group) for group in content["row_groups"]),
                 content["fingerprint"],
@@ -149,3 +152,8 @@ class Manifest:
     def save(self, store: Store, name: str) -> None:
         """Publish the manifest under that name."""
         store.write_bytes(name, self.to_json().encode())
+
+
+def _to_fields(column: Column) -> dict[str, Any]:
+    """A column's fields for a document: the codec where there is one, so that the hashes of other data sets stay."""
+    return {name: value for name, value in asdict(column).items() if name != "codec" or value}

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pyarrow.types as types
 
 from spark_elastic.data.manifest import Column, RowGroup
+from spark_elastic.data.reading.codecs import decode_values
 from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
 
@@ -119,6 +120,8 @@ def _array(chunked: pa.ChunkedArray | pa.Array, column: Column, rows: int) -> Ar
         raise ValueError(f"column {column.name!r} has {values.null_count} nulls")
     if is_vector(values.type):
         array = _vectors(values, column)
+    elif column.codec:
+        array = decode_values(values.to_pylist(), column)
     else:
         for length in column.shape:
             _same_length(values, length, column)

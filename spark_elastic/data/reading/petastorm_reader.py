@@ -34,6 +34,11 @@ class PetastormReader(GroupReader):
     ) -> None:
         super().__init__(store, manifest, columns, cache_bytes)
         for column in self.columns:
+            if column.codec:
+                raise InvalidInput(
+                    f"petastorm's batch reader does not decode column {column.name!r}: use the reader 'arrow', which "
+                    "does."
+                )
             if len(column.shape) > 1:
                 raise InvalidInput(
                     f"petastorm reads no nested arrays such as column {column.name!r}: use the reader 'arrow'."
