@@ -51,6 +51,8 @@ IMPURE = {
 }  # fmt: skip
 # Foreign package -> the parts of spark_elastic that may import it.
 FOREIGN = {
+    "cv2": ("data",),
+    "PIL": ("data",),
     "pyspark": ("spark", "estimators"),
     "py4j": ("spark",),
     "pandas": ("spark", "estimators"),
