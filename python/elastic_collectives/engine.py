@@ -18,6 +18,7 @@ from elastic_collectives.operands import (
     Reduction,
     as_array,
     as_reduction,
+    as_result,
     as_rows,
     even_parts,
     signature,
@@ -187,6 +188,7 @@ class EngineGroup(ReducingGroup):
         weight: float | None = None,
         scale: tuple[float, float] = (1.0, 1.0),
         compression: str | None = None,
+        out: Array | None = None,
     ) -> Array:
         view = as_rows(array)
         reduction = self._resolve_weight(as_reduction(view, op, dtype, weight, scale, compression))
@@ -195,7 +197,7 @@ class EngineGroup(ReducingGroup):
         if reduction.before != 1.0:
             view = np.zeros_like(view) if reduction.is_ignored else view.copy()
         counts = even_parts(len(view), self.size)
-        part = np.empty((counts[self.rank], *view.shape[1:]), view.dtype)
+        part = as_result(out, (counts[self.rank], *view.shape[1:]), view.dtype)
         row = _row_size(view)
         native = [count * row for count in counts]
         self._native.reducescatter(_as_bytes(view), native, _as_bytes(part), _to_native(reduction))
@@ -211,9 +213,9 @@ class EngineGroup(ReducingGroup):
             for begin in range(0, max(data.nbytes, 1), BROADCAST_PART):
                 self._native.broadcast(data[begin : begin + BROADCAST_PART], root, same)
 
-    def allgather(self, array: Any) -> Array:
+    def allgather(self, array: Any, out: Array | None = None) -> Array:
         view = as_array(array, writable=False)
-        gathered = np.empty((self.size, *view.shape), view.dtype)
+        gathered = as_result(out, (self.size, *view.shape), view.dtype)
         if self._is_single():
             gathered[0:1] = view
         else:
@@ -235,15 +237,19 @@ class EngineGroup(ReducingGroup):
             self._native.allgather(_as_bytes(view), _as_bytes(gathered), sizes, same)
         return split(gathered, lengths.tolist())
 
-    def alltoall(self, array: Any, splits: Sequence[int] | None = None) -> tuple[Array, list[int]]:
+    def alltoall(
+        self, array: Any, splits: Sequence[int] | None = None, out: Array | None = None
+    ) -> tuple[Array, list[int]]:
         view = as_rows(array)
         outgoing = np.array(validate_splits(len(view), splits, self.size), np.int64)
         if self._is_single():
-            return view.copy(), outgoing.tolist()
+            received = as_result(out, view.shape, view.dtype)
+            received[...] = view
+            return received, outgoing.tolist()
         same = signature(view.dtype.str, view.shape[1:])
         incoming, each = np.empty_like(outgoing), [8] * self.size
         self._native.alltoall(outgoing, each, incoming, each, same)
-        received = np.empty((int(incoming.sum()), *view.shape[1:]), view.dtype)
+        received = as_result(out, (int(incoming.sum()), *view.shape[1:]), view.dtype)
         row = view.dtype.itemsize * _row_size(view)
         sent, came = (outgoing * row).tolist(), (incoming * row).tolist()
         self._native.alltoall(_as_bytes(view), sent, _as_bytes(received), came, same)

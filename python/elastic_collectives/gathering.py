@@ -17,6 +17,7 @@ from elastic_collectives.operands import (
     Reduction,
     as_array,
     as_reduction,
+    as_result,
     as_rows,
     even_parts,
     split,
@@ -46,12 +47,14 @@ class GatheringGroup(ReducingGroup):
         weight: float | None = None,
         scale: tuple[float, float] = (1.0, 1.0),
         compression: str | None = None,
+        out: Array | None = None,
     ) -> Array:
         view = as_rows(array)
         reduction = as_reduction(view, op, dtype, weight, scale, compression)
         if op == "adasum":
             raise ValueError("reducescatter knows no adasum; use allreduce and take a part of its result.")
-        return split(self._reduce("reducescatter", reduction), even_parts(len(view), self.size))[self.rank]
+        parts = split(self._reduce("reducescatter", reduction), even_parts(len(view), self.size))
+        return _place(parts[self.rank], out)
 
     def broadcast(self, array: Any, root: int) -> None:
         view = as_array(array, writable=self.rank != root)
@@ -60,9 +63,9 @@ class GatheringGroup(ReducingGroup):
         if self.rank != root:
             view.reshape(-1).view(np.uint8)[:] = parts[root].reshape(-1).view(np.uint8)
 
-    def allgather(self, array: Any) -> Array:
+    def allgather(self, array: Any, out: Array | None = None) -> Array:
         view = as_array(array, writable=False)
-        return np.stack(self._exchange_parts(("allgather", view.shape, view.dtype.str), view))
+        return _place(np.stack(self._exchange_parts(("allgather", view.shape, view.dtype.str), view)), out)
 
     def allgatherv(self, array: Any) -> list[Array]:
         view = as_rows(array)
@@ -70,13 +73,15 @@ class GatheringGroup(ReducingGroup):
             part.copy() for part in self._exchange_parts(("allgatherv", view.shape[1:], view.dtype.str), view)
         ]
 
-    def alltoall(self, array: Any, splits: Sequence[int] | None = None) -> tuple[Array, list[int]]:
+    def alltoall(
+        self, array: Any, splits: Sequence[int] | None = None, out: Array | None = None
+    ) -> tuple[Array, list[int]]:
         view = as_rows(array)
         outgoing = np.array(validate_splits(len(view), splits, self.size))
         lengths = np.stack(self._exchange_parts(("splits", view.shape[1:], view.dtype.str), outgoing))
         parts = self._exchange_parts(("alltoall", view.shape[1:], view.dtype.str), view)
         mine = [split(part, length)[self.rank] for part, length in zip(parts, lengths.tolist(), strict=True)]
-        return np.concatenate(mine), lengths[:, self.rank].tolist()
+        return _place(np.concatenate(mine), out), lengths[:, self.rank].tolist()
 
     def barrier(self) -> None:
         self._exchange_parts(("barrier",), np.empty(0))
@@ -98,3 +103,12 @@ class GatheringGroup(ReducingGroup):
     def _fold_parts(self, call: tuple[Any, ...], part: Array, dtype: str, reduction: Reduction) -> Array:
         """Reduce the parts of all ranks, which have this dtype, to one array."""
         return reduce_parts(self._exchange_parts(call, part), dtype, reduction.op, reduction.after)
+
+
+def _place(result: Array, out: Array | None) -> Array:
+    """The result itself, or `out` with its values."""
+    if out is None:
+        return result
+    target = as_result(out, result.shape, result.dtype)
+    target[...] = result
+    return target

@@ -82,10 +82,14 @@ class Group(Protocol):
         weight: float | None = None,
         scale: tuple[float, float] = (1.0, 1.0),
         compression: str | None = None,
+        out: Array | None = None,
     ) -> Array:
         """Return this rank's rows of the result of `allreduce`, summed in rank order; `array` is not changed.
 
         The first dimension is split evenly; if it does not divide, the first ranks get one row more. No adasum.
+
+        Args:
+            out: the array that receives the result, C-contiguous and of its shape and dtype; None: a new one.
         """
         ...
 
@@ -93,17 +97,24 @@ class Group(Protocol):
         """Copy `array` of rank `root` to all, in place; any dtype, with the same dtype and size on all ranks."""
         ...
 
-    def alltoall(self, array: Any, splits: Sequence[int] | None = None) -> tuple[Array, list[int]]:
+    def alltoall(
+        self, array: Any, splits: Sequence[int] | None = None, out: Array | None = None
+    ) -> tuple[Array, list[int]]:
         """Send rank r the r-th part of the first dimension; returns the parts received, in rank order, and their rows.
 
         Args:
             array: its dtype and all but the first dimension must be equal on all ranks.
             splits: rows for each rank; None: equal parts, and the first dimension must divide.
+            out: as in `reducescatter`.
         """
         ...
 
-    def allgather(self, array: Any) -> Array:
-        """Return the arrays of all ranks (equal shape and dtype) as one array of shape (size, *array.shape)."""
+    def allgather(self, array: Any, out: Array | None = None) -> Array:
+        """Return the arrays of all ranks (equal shape and dtype) as one array of shape (size, *array.shape).
+
+        Args:
+            out: as in `reducescatter`.
+        """
         ...
 
     def allgatherv(self, array: Any) -> list[Array]:

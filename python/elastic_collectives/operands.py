@@ -79,6 +79,21 @@ def as_array(data: Any, writable: bool) -> Array:
     return array
 
 
+def as_result(out: Array | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """The array that receives a result: `out`, or a new one.
+
+    Raises:
+        ValueError: `out` has another shape or dtype, is not C-contiguous, or is read-only.
+    """
+    if out is None:
+        return np.empty(shape, dtype)
+    if out.shape != shape or out.dtype != dtype or not (out.flags.c_contiguous and out.flags.writeable):
+        raise ValueError(
+            f"out must be a writable C-contiguous array of shape {shape} and {dtype}; got {out.shape}, {out.dtype}."
+        )
+    return out
+
+
 def as_rows(data: Any) -> Array:
     """A numpy view of an array that the collective splits along its first dimension.
 

@@ -161,6 +161,30 @@ class GetValues(Request[Values]):
     wait: bool = False
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """Answers a `CompareAndSet`."""
+
+    # Whether the key had the expected value and was changed.
+    changed: bool
+    # What it has now; None: nothing.
+    value: bytes | None = None
+
+
+@dataclass(frozen=True)
+class CompareAndSet(Request[Comparison]):
+    """Changes a key of a scope in one step, if it has the expected value."""
+
+    scope: str
+    key: str
+    # None: the key has no value.
+    expected: bytes | None
+    # None: remove the key.
+    desired: bytes | None
+    # Unique. A request that is sent again, after a broken connection, gets the first one's reply.
+    token: str
+
+
 REQUESTS: tuple[type[Request[Any]], ...] = (
     *typing.get_args(DriverMessage),
     WatchSlot,
@@ -170,6 +194,7 @@ REQUESTS: tuple[type[Request[Any]], ...] = (
     ExchangeAddresses,
     SetValues,
     GetValues,
+    CompareAndSet,
 )
 
 

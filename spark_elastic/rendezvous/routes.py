@@ -32,6 +32,8 @@ from spark_elastic.rendezvous.auth_middleware import Call, Handler, PeerDisconne
 from spark_elastic.rendezvous.messages import (
     REQUESTS,
     Blobs,
+    CompareAndSet,
+    Comparison,
     ExchangeAddresses,
     GetValues,
     LogLines,
@@ -145,6 +147,7 @@ class Routes:
             ExchangeAddresses: self._exchange,
             SetValues: self._set,
             GetValues: self._get,
+            CompareAndSet: self._compare_and_set,
         }
         return {request: own.get(request, self._acknowledge) for request in REQUESTS}
 
@@ -283,6 +286,12 @@ class Routes:
 
         reply = await self._poll(call, None, message.scope, find_values)
         return reply or Values(self._state.values.get(message.scope, message.keys))
+
+    async def _compare_and_set(self, call: Call) -> Comparison:
+        message: CompareAndSet = call.message
+        reply = self._state.values.compare_and_set(message)
+        self._state.waiters.wake(message.scope)
+        return reply
 
     # ---- waiting
 

@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from spark_elastic.errors import InvalidInput, StaleGeneration
 from spark_elastic.protocol.messages import NextWorld
 from spark_elastic.protocol.types import Fence, SlotId, WorkerId, World, slot_of
-from spark_elastic.rendezvous.messages import Blobs, SlotCommands, WorkerStop, WorkerUpdate
+from spark_elastic.rendezvous.messages import (
+    Blobs,
+    CompareAndSet,
+    Comparison,
+    SlotCommands,
+    WorkerStop,
+    WorkerUpdate,
+)
 
 GENERATION = "generation/"  # begins the scopes that only `open` makes
 
@@ -46,6 +53,7 @@ class KeyValueStore:
     def __init__(self, bounds: KeyValueLimits | None = None) -> None:
         self._bounds = bounds or KeyValueLimits()
         self._scopes: dict[str, dict[str, bytes]] = {}
+        self._comparisons: dict[str, dict[str, Comparison]] = {}  # replies by scope and token
         self._bytes = 0
 
     def open(self, scope: str) -> None:
@@ -54,6 +62,7 @@ class KeyValueStore:
     def close(self, scope: str) -> None:
         """Forget a scope and what is in it."""
         self._bytes -= sum(map(len, self._scopes.pop(scope, {}).values()))
+        self._comparisons.pop(scope, None)
 
     def close_generations(self) -> list[str]:
         """Close every generation's scope; their names."""
@@ -78,6 +87,21 @@ class KeyValueStore:
     def get(self, scope: str, keys: Sequence[str]) -> tuple[bytes | None, ...]:
         entries = self._scope(scope)
         return tuple(entries.get(key) for key in keys)
+
+    def compare_and_set(self, request: CompareAndSet) -> Comparison:
+        entries = self._scope(request.scope, create=True)
+        replies = self._comparisons.setdefault(request.scope, {})
+        if request.token in replies:
+            return replies[request.token]
+        changed = entries.get(request.key) == request.expected
+        if changed and request.desired is not None:
+            self.set(request.scope, request.key, request.desired)
+        elif changed:
+            self._bytes -= len(entries.pop(request.key, b""))
+        if len(replies) >= self._bounds.keys:
+            del replies[next(iter(replies))]  # the oldest, which no client sends again
+        replies[request.token] = reply = Comparison(changed, entries.get(request.key))
+        return reply
 
     def find_missing(self, scope: str, keys: Iterable[str]) -> list[str]:
         entries = self._scope(scope)

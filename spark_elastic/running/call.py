@@ -57,7 +57,7 @@ class Results(list[T]):
 # Module that a function uses -> modules to preload. They take seconds to import, for which a world would otherwise
 # wait for each new worker.
 SLOW = {
-    "torch": ("torch", "torch._dynamo"),
+    "torch": ("torch", "torch._dynamo", "spark_elastic.torch.distributed"),
     "spark_elastic.torch": ("torch", "torch._dynamo", "spark_elastic.torch"),
     "tensorflow": ("tensorflow",),
     "spark_elastic.tensorflow": ("tensorflow", "spark_elastic.tensorflow"),

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.protocol.types import Position, WorkerId, World
+from spark_elastic.rendezvous.messages import DriverClient
 from spark_elastic.worker.program import WorkerHandle
 
 T = TypeVar("T")
@@ -104,10 +105,21 @@ class GroupContext(Scope):
         # collectives after `wait_until_idle`, or through `engine.run`.
         self.engine = EngineThread()
         self._agreed_version: int | None = None
+        self._ends: list[Callable[[], object]] = []
 
     def record_agreed_version(self, version: int) -> None:
         """An exchange brought every rank the same newest membership version: R6 (step summary)."""
         self._agreed_version = max(version, self._agreed_version or 0)
+
+    def call_at_end(self, end: Callable[[], object]) -> None:
+        """Call `end` once the group is closed. Any thread."""
+        self._ends.append(end)
+
+    def close(self) -> None:
+        """End the group's threads. Call it after the group was closed, which frees them from their collectives."""
+        self.engine.close()
+        for end in self._ends:
+            end()
 
     def take_agreed_version(self) -> int | None:
         """The version last agreed on, the same on every rank; None if no exchange followed the last call."""
@@ -152,6 +164,8 @@ class WorkerContext:
     # The way to the worker's loop.
     handle: WorkerHandle | None = None
     group_context: GroupContext = field(default_factory=GroupContext)
+    # The driver, whose key-value store the worker may use; None in a process without one.
+    driver: DriverClient | None = None
     # Where the worker's peers find it.
     address: str = "127.0.0.1"
     # First and last port that the worker may listen on; None: any.

@@ -34,6 +34,7 @@ from spark_elastic.protocol.slot_spec import SlotSpec, WorkerIdentity
 from spark_elastic.rendezvous import codec
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.messages import DriverClient
+from spark_elastic.worker.imports import import_followers
 from spark_elastic.worker.loop import DriverWatch, GroupConnector, MetricsReporter, WorkerLoop
 from spark_elastic.worker.program import Program, compute_fingerprint, format_traceback, get_environment
 from spark_elastic.worker.stack_sampler import StackSampler, WaitRecordingClient
@@ -129,6 +130,7 @@ def _load_program(payload: bytes, preload: tuple[str, ...]) -> tuple[Program | N
         program: Program = cloudpickle.loads(payload)
         os.environ.update(get_environment(program))  # before preloaded modules read it
         _log_to_stderr(operations_from_env().log_level)
+        import_followers()
         for module in preload:
             importlib.import_module(module)
         program.prepare()

@@ -130,6 +130,7 @@ class WorkerLoop:
             ports=identity.ports,
             resources=identity.resources,
             wait_recorder=groups.wait_recorder,
+            driver=driver,
         )
 
     def run(self) -> int:
@@ -305,7 +306,7 @@ class WorkerLoop:
             group, self._group = self._group, None
         if group is not None:
             group.close()  # releases the engine's thread from a collective
-            self._group_context.engine.close()
+            self._group_context.close()
 
 
 class DriverWatch:

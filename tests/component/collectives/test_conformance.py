@@ -159,6 +159,21 @@ def test_alltoall(make: Make) -> None:
     assert each(make(10), call) == [expected(rank) for rank in range(SIZE)]
 
 
+def test_results_go_where_the_caller_wants_them(make: Make) -> None:
+    def call(group: Group) -> Any:
+        own, rows = np.full(2, group.rank), np.full((SIZE, 2), group.rank)
+        gathered, part, swapped = np.zeros((SIZE, 2), int), np.zeros((1, 2), int), np.zeros((SIZE, 2), int)
+        assert group.allgather(own, out=gathered) is gathered
+        assert group.reducescatter(rows, out=part) is part
+        assert group.alltoall(rows, out=swapped)[0] is swapped
+        with pytest.raises(ValueError, match=r"out must be a writable C-contiguous array of shape \(3, 2\)"):
+            group.allgather(own, out=part)
+        return gathered.tolist(), part.tolist(), swapped.tolist()
+
+    every = [[rank, rank] for rank in range(SIZE)]
+    assert each(make(10), call) == [(every, [[3, 3]], every)] * SIZE
+
+
 def test_everything_else(make: Make) -> None:
     def call(group: Group) -> Any:
         array = np.full((2, 2), group.rank, np.int16)

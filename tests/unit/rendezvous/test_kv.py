@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from spark_elastic.errors import InvalidInput, StaleGeneration
+from spark_elastic.rendezvous.messages import CompareAndSet, Comparison
 from spark_elastic.rendezvous.server_state import KeyValueLimits, KeyValueStore, generation_scope
 
 
@@ -63,3 +64,24 @@ def test_room_that_is_given_back_can_be_used_again() -> None:
         store.set("a", "k", b"12")
         store.set("a", "k", b"4321")
         store.close("a")
+
+
+def compare(key: str, expected: bytes | None, desired: bytes | None, token: str) -> CompareAndSet:
+    return CompareAndSet("a", key, expected, desired, token)
+
+
+def test_a_key_changes_only_from_the_expected_value() -> None:
+    store = KeyValueStore(KeyValueLimits(total_bytes=3))
+    assert store.compare_and_set(compare("k", None, b"1", "t1")) == Comparison(True, b"1")
+    assert store.compare_and_set(compare("k", None, b"2", "t2")) == Comparison(False, b"1")
+    assert store.compare_and_set(compare("k", b"1", b"234", "t3")) == Comparison(True, b"234")
+    assert store.compare_and_set(compare("k", b"234", None, "t4")) == Comparison(True, None)
+    store.set("a", "l", b"567")  # there is room again
+
+
+def test_a_request_that_is_sent_again_changes_nothing_again() -> None:
+    store = KeyValueStore()
+    first = store.compare_and_set(compare("k", None, b"1", "t1"))
+    store.compare_and_set(compare("k", b"1", None, "t2"))
+    assert store.compare_and_set(compare("k", None, b"1", "t1")) == first
+    assert store.get("a", ["k"]) == (None,)

@@ -129,7 +129,7 @@ def test_slow_imports_are_found_in_the_function() -> None:
         keras.Model(tensorflow)
 
     assert prepare(keras_of_torch, (), {}).preload == ("tensorflow",)
-    assert prepare(inside, (), {}).preload == ("torch", "torch._dynamo")
+    assert prepare(inside, (), {}).preload == ("torch", "torch._dynamo", "spark_elastic.torch.distributed")
     assert "spark_elastic.torch" in prepare(facade, (), {}).preload
     assert prepare(print, (), {}).preload == ()
     assert prepare(inside, (), {"preload": []}).preload == ()

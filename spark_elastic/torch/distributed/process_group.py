@@ -1,0 +1,447 @@
+"""The process group of the backend `elastic`: torch.distributed's collectives over a group of the engine.
+
+The collectives of a process group run in the order of their calls, in a thread of the group; one that its caller waits
+for at once runs in the calling thread. After an error all results are void, and `error` says why. torch changed some
+names: both the old and the new ones are here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elastic_collectives import CollectiveError, Group
+from spark_elastic.errors import InvalidInput
+from spark_elastic.torch.distributed.operands import (
+    Operand,
+    Reduction,
+    check_device,
+    concatenate,
+    distribute,
+)
+from spark_elastic.torch.distributed.point_to_point import PointToPoint
+from spark_elastic.torch.distributed.work import BackwardGuard, EngineWork, get_live_groups
+from spark_elastic.worker.context import EngineThread, WaitRecorder
+
+NAME = "elastic"
+
+Tensors = list[torch.Tensor]
+Call = Callable[[], object]
+# torch declares each method with overloads that C++ resolves before Python is called.
+_ProcessGroup: Any = dist.ProcessGroup
+
+
+class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
+    """One rank's process group in one world."""
+
+    def __init__(
+        self,
+        group: Group,
+        timeout: timedelta,
+        connect_pair: Callable[[int, int], Group],
+        recorder: WaitRecorder,
+    ) -> None:
+        """
+        Args:
+            group: this process group's own; it is closed with the process group.
+            timeout: how long a collective may wait for a rank.
+            connect_pair: the engine group for messages from one rank of the process group to another.
+        """
+        super().__init__(group.rank, group.size)
+        self.error: BaseException | None = None
+        self._group = recorder.watch_group(group)
+        self._record_wait = recorder.record_wait
+        self._seconds = timeout.total_seconds()
+        self._group.limit(self._seconds)
+        self._thread = EngineThread()
+        self._messages = PointToPoint(group.rank, connect_pair, self._seconds, self._fail)
+        self._guard = BackwardGuard(self)
+        self._closed = False
+        self._names = ["", ""]  # of the group, and its description
+        get_live_groups().add(self)
+
+    # ---- the state of the group
+
+    def raise_error(self) -> None:
+        error = self.error
+        if isinstance(error, CollectiveError):
+            raise type(error)(error.ranks, error.reason)
+        if error is not None:
+            raise error
+
+    def record_wait(self) -> AbstractContextManager[object]:
+        return self._record_wait()
+
+    def shutdown(self) -> None:
+        """End the group: torch calls it when the group is destroyed, the worker at the end of the world."""
+        if self._closed:
+            return
+        self._closed = True
+        get_live_groups().remove(self)
+        if self.error is None:
+            self._thread.drain()
+        self._group.close()
+        self._thread.close()
+        self._messages.close()
+
+    def abort(self) -> None:
+        self._group.abort(f"rank {self.rank()} aborted its process group")
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._seconds = timeout.total_seconds()
+        self._group.limit(self._seconds)
+
+    _set_default_timeout = set_timeout
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    _get_backend_name = name = getBackendName
+
+    # DeviceMesh and functional collectives find a group by its name, which C++ asks for here.
+    def setGroupName(self, name: str) -> None:
+        self._names[0] = name
+
+    def getGroupName(self) -> str:
+        return self._names[0]
+
+    def setGroupDesc(self, description: str) -> None:
+        self._names[1] = description
+
+    def getGroupDesc(self) -> str:
+        return self._names[1]
+
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
+
+    # ---- reductions
+
+    def allreduce(self, tensors: Tensors | torch.Tensor, options: Any = None) -> dist.Work:
+        given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        reduction = Reduction.of(getattr(options, "reduceOp", options))
+        if given[0].layout is torch.sparse_coo:
+            if reduction.name not in ("SUM", "AVG"):
+                raise InvalidInput(f"all_reduce of sparse tensors knows SUM and AVG; got {reduction.name}.")
+            return self._submit(partial(self._allreduce_sparse, given[0], reduction), given, options)
+        operands = [Operand(tensor) for tensor in given]
+        for operand in operands:
+            reduction.check(operand)
+
+        def call() -> None:
+            reduction.allreduce(self._group, operands)
+            for operand in operands:
+                operand.write_back()
+
+        return self._submit(call, given, options)
+
+    allreduce_coalesced = allreduce
+
+    def _allreduce_sparse(self, tensor: torch.Tensor, reduction: Reduction) -> None:
+        """Sum sparse tensors: every rank gathers the indices and values of all."""
+        own = tensor.detach().coalesce()
+        indices = self._group.allgatherv(own.indices().t().contiguous().numpy())
+        values = self._group.allgatherv(Operand(own.values()).array.reshape(own.values().shape))
+        whole = torch.sparse_coo_tensor(
+            torch.cat([torch.from_numpy(part) for part in indices]).t(),
+            torch.cat([torch.from_numpy(part).view(tensor.dtype) for part in values]),
+            tensor.shape,
+        ).coalesce()
+        with torch.no_grad():
+            tensor.copy_(whole / self.size() if reduction.name == "AVG" else whole)
+
+    def reduce(self, tensors: Tensors, options: Any) -> dist.Work:
+        reduction = Reduction.of(options.reduceOp)
+        target = Operand(tensors[0])
+        reduction.check(target)
+        operand = target if self.rank() == options.rootRank else target.copy()
+
+        def call() -> None:
+            reduction.allreduce(self._group, [operand])
+            operand.write_back()
+
+        return self._submit(call, tensors, options)
+
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], options: Any = None) -> dist.Work:
+        reduction, (out,), (parts,) = Reduction.of(getattr(options, "reduceOp", None)), outputs, inputs
+        self._check_count("reduce_scatter", parts)
+        operand, counts = concatenate(parts)
+        target = Operand(out)
+        reduction.check(operand)
+        if counts[self.rank()] != target.flat.numel():
+            raise InvalidInput(
+                f"reduce_scatter puts {counts[self.rank()]} elements into this rank's output, which has "
+                f"{target.flat.numel()}."
+            )
+
+        def call() -> None:
+            if len(set(counts)) == 1:
+                reduction.reducescatter(self._group, operand, target)
+            else:
+                reduction.allreduce(self._group, [operand])
+                begin = sum(counts[: self.rank()])
+                target.array[...] = operand.array[begin : begin + counts[self.rank()]]
+            target.write_back()
+
+        return self._submit(call, outputs, options)
+
+    def reduce_scatter_single(
+        self, out: torch.Tensor, tensor: torch.Tensor, options: Any = None
+    ) -> dist.Work:
+        return self.reduce_scatter_single_coalesced([out], [tensor], options)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, options: Any = None
+    ) -> dist.Work:
+        reduction = Reduction.of(getattr(options, "reduceOp", None))
+        pairs = [(Operand(out), Operand(tensor)) for out, tensor in zip(outputs, inputs, strict=True)]
+        for out, operand in pairs:
+            reduction.check(operand)
+            self._check_sizes("reduce_scatter", out, operand)
+
+        def call() -> None:
+            for out, operand in pairs:
+                reduction.reducescatter(self._group, operand, out)
+                out.write_back()
+
+        return self._submit(call, outputs, options)
+
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # ---- what moves data
+
+    def broadcast(self, tensors: Tensors | torch.Tensor, options: Any = None) -> dist.Work:
+        given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        root = options if isinstance(options, int) else getattr(options, "rootRank", 0)
+        operands = [Operand(tensor) for tensor in given]
+
+        def call() -> None:
+            for operand in operands:
+                self._group.broadcast(operand.array, root)
+                operand.write_back()
+
+        return self._submit(call, given, options)
+
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, options: Any = None) -> dist.Work:
+        pairs = list(zip(outputs, map(Operand, inputs), strict=True))
+        for parts, _ in pairs:
+            self._check_count("all_gather", parts)
+
+        def call() -> None:
+            for parts, operand in pairs:
+                self._gather_into(parts, operand)
+
+        return self._submit(call, [list(parts) for parts in outputs], options)
+
+    allgather_coalesced = allgather
+
+    def _gather_into(self, parts: Tensors, operand: Operand) -> None:
+        counts = [part.numel() * (2 if part.is_complex() else 1) for part in parts]
+        if len(set(counts)) == 1:
+            whole = self._group.allgather(operand.array)
+            for part, array in zip(parts, whole, strict=True):
+                _fill(part, array)
+            return
+        for part, array in zip(parts, self._group.allgatherv(operand.array), strict=True):
+            _fill(part, array)
+
+    def all_gather_single(self, out: torch.Tensor, tensor: torch.Tensor, options: Any = None) -> dist.Work:
+        return self.all_gather_single_coalesced([out], [tensor], options)
+
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, options: Any = None
+    ) -> dist.Work:
+        pairs = [(Operand(out), Operand(tensor)) for out, tensor in zip(outputs, inputs, strict=True)]
+        for out, operand in pairs:
+            self._check_sizes("all_gather", operand, out)
+
+        def call() -> None:
+            for out, operand in pairs:
+                self._group.allgather(operand.array, out=out.rows(self.size()))
+                out.write_back()
+
+        return self._submit(call, outputs, options)
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def gather(self, outputs: list[Tensors], inputs: Tensors, options: Any) -> dist.Work:
+        operand, root = Operand(inputs[0]), options.rootRank
+        parts = outputs[0] if self.rank() == root else []
+        if self.rank() == root:
+            self._check_count("gather", parts)
+        splits = [operand.flat.numel() if rank == root else 0 for rank in range(self.size())]
+
+        def call() -> None:
+            received, counts = self._group.alltoall(operand.array, splits)
+            begin = 0
+            for part, count in zip(parts, counts, strict=False):
+                _fill(part, received[begin : begin + count])
+                begin += count
+
+        return self._submit(call, [list(parts)], options)
+
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], options: Any) -> dist.Work:
+        out = Operand(outputs[0])
+        if self.rank() == options.rootRank:
+            self._check_count("scatter", inputs[0])
+            whole, splits = concatenate(inputs[0])
+        else:
+            whole, splits = Operand(outputs[0].new_empty(0)), [0] * self.size()
+
+        def call() -> None:
+            self._group.alltoall(whole.array, splits, out=out.array)
+            out.write_back()
+
+        return self._submit(call, outputs, options)
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, options: Any = None) -> dist.Work:
+        self._check_count("all_to_all", inputs)
+        self._check_count("all_to_all", outputs)
+        whole, splits = concatenate(inputs)
+        for tensor in outputs:
+            check_device(tensor)
+
+        def call() -> None:
+            received, _ = concatenate(outputs)
+            self._group.alltoall(whole.array, splits, out=received.array)
+            distribute(received, outputs)
+
+        return self._submit(call, outputs, options)
+
+    def all_to_all_single(
+        self,
+        out: torch.Tensor,
+        tensor: torch.Tensor,
+        out_splits: Sequence[int],
+        splits: Sequence[int],
+        options: Any = None,
+    ) -> dist.Work:
+        operand, target = Operand(tensor), Operand(out)
+        shares = self._count_elements("input", tensor, operand, splits)
+        expected = self._count_elements("output", out, target, out_splits)
+
+        def call() -> None:
+            _, came = self._group.alltoall(operand.array, shares, out=target.array)
+            if came != expected:
+                raise InvalidInput(
+                    f"rank {self.rank()} received {came} elements where output_split_sizes expect {expected}."
+                )
+            target.write_back()
+
+        return self._submit(call, [out], options)
+
+    alltoall_base = all_to_all_single
+
+    def _count_elements(
+        self, which: str, tensor: torch.Tensor, operand: Operand, splits: Sequence[int]
+    ) -> list[int]:
+        """The elements of each rank's rows."""
+        rows = tensor.shape[0] if tensor.dim() else 1
+        shares = list(splits) or [rows // self.size()] * self.size()
+        if len(shares) != self.size() or sum(shares) != rows:
+            raise InvalidInput(
+                f"all_to_all_single cannot split the {rows} rows of its {which} among {self.size()} ranks as {shares}: "
+                f"pass {which}_split_sizes with one number for each rank that add up to {rows}."
+            )
+        per_row = operand.flat.numel() // rows if rows else 0
+        return [share * per_row for share in shares]
+
+    def send(self, tensors: Tensors, target: int, tag: int) -> dist.Work:
+        self._check_usable()
+        return EngineWork(self, self._messages.send(tensors[0], target, tag), tensors)
+
+    def recv(self, tensors: Tensors, source: int, tag: int) -> dist.Work:
+        self._check_usable()
+        return EngineWork(self, self._messages.receive(tensors[0], source, tag, self.size()), tensors)
+
+    def recv_anysource(self, tensors: Tensors, tag: int) -> dist.Work:
+        self._check_usable()
+        return EngineWork(self, self._messages.receive(tensors[0], None, tag, self.size()), tensors)
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        return self._submit(self._group.barrier, [], opts)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier whose error names the ranks that did not come, with or without `wait_all_ranks`."""
+        seconds = self._seconds if timeout is None else timeout.total_seconds()
+        self._start(self._group.barrier, [], seconds, wait=True).wait()
+
+    # ---- how a collective runs
+
+    def _submit(self, call: Call, tensors: list[Any], options: Any) -> dist.Work:
+        timeout = getattr(options, "timeout", None)
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else -1.0
+        return self._start(call, tensors, seconds, wait=getattr(options, "asyncOp", True) is False)
+
+    def _start(self, call: Call, tensors: list[Any], seconds: float, *, wait: bool) -> dist.Work:
+        """
+        Args:
+            tensors: what the collective fills.
+            seconds: how long it may wait for a rank; 0 or less: the group's timeout.
+            wait: the caller waits for it at once.
+        """
+        self._check_usable()
+        self._guard.watch_backward()
+        work = partial(self._carry_out, call, seconds)
+        if not wait:
+            return EngineWork(self, self._thread.submit(work), tensors)
+        running: Future[None] = Future()
+        try:
+            self._thread.run(work)
+            running.set_result(None)
+        except Exception as error:
+            running.set_exception(error)  # `wait` raises it
+        return EngineWork(self, running, tensors)
+
+    def _carry_out(self, call: Call, seconds: float) -> None:
+        self.raise_error()
+        try:
+            if seconds > 0:
+                self._group.limit(seconds)
+            call()
+            if seconds > 0:
+                self._group.limit(self._seconds)
+        except CollectiveError as error:
+            self._fail(error.among(self._group.members))
+            raise
+        except BaseException as error:  # peers must not wait for this rank until their timeout
+            self._group.abort(f"rank {self.rank()} cannot go on: {type(error).__name__}: {error}")
+            self._fail(error)
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        self.error = self.error or error
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise InvalidInput(
+                "this process group has ended, with its world or by destroy_process_group: call init_process_group in "
+                "each world, and wrap the model anew."
+            )
+
+    def _check_count(self, what: str, tensors: Tensors) -> None:
+        if len(tensors) != self.size():
+            raise InvalidInput(f"{what} takes a tensor for each of {self.size()} ranks; got {len(tensors)}.")
+
+    def _check_sizes(self, what: str, part: Operand, whole: Operand) -> None:
+        if part.dtype != whole.dtype or part.flat.numel() * self.size() != whole.flat.numel():
+            raise InvalidInput(
+                f"{what} among {self.size()} ranks takes tensors of one dtype, the larger with {self.size()} times the "
+                f"elements of the smaller; got {part.flat.numel()} of {part.dtype} and {whole.flat.numel()} of "
+                f"{whole.dtype}."
+            )
+
+
+def _fill(tensor: torch.Tensor, array: Any) -> None:
+    target = Operand(tensor)
+    target.array[...] = array.reshape(-1)
+    target.write_back()

@@ -1,0 +1,144 @@
+"""What a collective of torch.distributed returns: its `Work`, and where an error of a broken collective is raised.
+
+An error never travels in a future, since DDP's reducer crashes on one: the future is completed with the tensors, whose
+values are void then. The error is raised by `Work.wait`, at the end of the backward pass that started the collective,
+and before any optimizer's step, so that no void gradient is applied.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from elastic_collectives import CollectiveTimeout
+from spark_elastic.worker.context import get_process_context
+
+TorchFuture = torch.futures.Future
+
+
+class FailingGroup(Protocol):
+    """What a `Work` and the checks for errors need of a process group."""
+
+    @property
+    def error(self) -> BaseException | None:
+        """What broke the group; None while it works."""
+        ...
+
+    def raise_error(self) -> None:
+        """Raise `error`, if there is one."""
+        ...
+
+    def record_wait(self) -> AbstractContextManager[object]: ...
+
+
+class EngineWork(dist.Work):
+    """A collective in progress. Any thread may wait for it."""
+
+    def __init__(self, group: FailingGroup, running: Future[Any], tensors: list[Any]) -> None:
+        """
+        Args:
+            running: its result is the rank of the sender for a receive; its exception is also the group's error.
+            tensors: what the collective fills.
+        """
+        super().__init__()
+        self._group = group
+        self._running = running
+        self._tensors = tensors
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the end of the collective.
+
+        Raises:
+            CollectiveError: the group broke, or the collective did not end in that time.
+        """
+        seconds = timeout.total_seconds() if timeout else None
+        if not self._running.done():
+            with self._group.record_wait():
+                try:
+                    self._running.exception(seconds)
+                except TimeoutError:
+                    raise CollectiveTimeout((), f"the collective did not end within {seconds:g} s") from None
+        if self._running.exception() is not None:
+            self._group.raise_error()
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._running.done()
+
+    def is_success(self) -> bool:
+        return self._running.done() and self._running.exception() is None
+
+    def exception(self) -> BaseException | None:
+        return self._running.exception() if self._running.done() else None
+
+    def result(self) -> list[Any]:
+        self.wait()
+        return self._tensors
+
+    def source_rank(self) -> int:
+        return int(self._running.result())
+
+    _source_rank = source_rank
+
+    def get_future(self) -> TorchFuture[Any]:
+        future: TorchFuture[Any] = TorchFuture()
+        self._running.add_done_callback(lambda running: future.set_result(self._tensors))
+        return future
+
+
+class LiveGroups:
+    """The process groups that this process has, so that an optimizer's step can ask them for errors. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._groups: list[FailingGroup] = []
+        register_optimizer_step_pre_hook(self._check_before_step)
+
+    def add(self, group: FailingGroup) -> None:
+        with self._lock:
+            self._groups.append(group)
+
+    def remove(self, group: FailingGroup) -> None:
+        with self._lock:
+            self._groups = [other for other in self._groups if other is not group]
+
+    def _check_before_step(self, *step: object) -> None:
+        for group in self._groups:
+            group.raise_error()
+
+
+def get_live_groups() -> LiveGroups:
+    return get_process_context().get_or_create(LiveGroups)
+
+
+class BackwardGuard:
+    """Raises the error of a group at the end of a backward pass that started one of its collectives.
+
+    Only the thread that runs the backward pass calls it.
+    """
+
+    def __init__(self, group: FailingGroup) -> None:
+        self._group = group
+        self._task = -1  # of autograd: the last backward pass that is guarded
+
+    def watch_backward(self) -> None:
+        """If a backward pass runs in this thread, let it check the group at its end."""
+        task = torch._C._current_graph_task_id()
+        if task not in (-1, self._task):
+            self._task = task
+            # A callback of a callback: it comes after those of DDP, which waits for its collectives in one.
+            _call_after_backward(lambda: _call_after_backward(self._group.raise_error))
+
+
+def _call_after_backward(callback: Any) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

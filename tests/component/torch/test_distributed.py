@@ -1,0 +1,130 @@
+"""torch.distributed over the engine on real processes, beside torch's own Gloo."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+
+from tests.component.torch import distributed_calls
+from tests.component.torch.distributed_calls import (
+    MOVED,
+    MOVES,
+    REDUCED,
+    REDUCTIONS,
+    compare,
+    find_ops,
+    train_alone,
+    train_ddp,
+)
+from tests.component.torch.hand_written import Run
+
+pytestmark = [pytest.mark.native, pytest.mark.timeout(300)]
+
+for module in (__name__, distributed_calls.__name__):
+    cloudpickle.register_pickle_by_value(sys.modules[module])
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    """Of all calls, by rank: one world makes them all."""
+    return Run(compare, room=3, num_workers=3).results()
+
+
+@pytest.mark.parametrize("call", [move.__name__ for move in MOVES])
+def test_every_dtype_arrives_as_over_gloo(results: list[Any], call: str) -> None:
+    compared = 0
+    for dtype in MOVED:
+        for found, expected in (of_rank[f"{call} {dtype}"] for of_rank in results):
+            assert not isinstance(found, str), (dtype, found)
+            if isinstance(expected, list):  # Gloo does not know all dtypes
+                assert [part.tolist() for part in found] == [part.tolist() for part in expected], dtype
+                compared += bool(found)
+    assert compared
+
+
+@pytest.mark.parametrize("call", [reduction.__name__ for reduction in REDUCTIONS])
+def test_reductions_of_every_dtype(results: list[Any], call: str) -> None:
+    cases = [f"{call} {dtype} {op}" for dtype in REDUCED for op in find_ops(call, dtype)]
+    assert cases
+    for case in cases:
+        for found, expected in (of_rank[case] for of_rank in results):
+            assert not isinstance(found, str), (case, found)
+            torch.testing.assert_close(found, expected, msg=lambda text, case=case: f"{case}: {text}")
+
+
+def test_ddp_and_fsdp_train_as_over_gloo(results: list[Any]) -> None:
+    for of_rank in results:
+        weights = of_rank["ddp over elastic"]
+        assert weights == results[0]["ddp over elastic"]
+        for other in ("ddp over gloo", "fsdp over elastic"):
+            torch.testing.assert_close(
+                torch.tensor(of_rank[other]), torch.tensor(weights), rtol=0, atol=1e-12
+            )
+
+
+def test_other_ways_to_communicate(results: list[Any]) -> None:
+    for rank, of_rank in enumerate(results):
+        assert of_rank["objects"] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+        assert of_rank["sparse"] == [6.0, 0.0, 6.0]
+        assert of_rank["premultiplied"] == 3.0
+        assert of_rank["functional"] == 3.0
+        assert of_rank["mesh"] == [3.0, float(rank)]
+        assert of_rank["pair"] == (None if rank == 1 else 2.0)
+        assert of_rank["backend names"] == ("undefined", "gloo", "gloo")
+        assert of_rank["store"] == (True, 3, b"by one rank")
+
+
+@pytest.mark.parametrize(
+    ("mistake", "sentence"),
+    [
+        ("another size", r"MismatchError: .*rank"),
+        ("another reduction", r"MismatchError: .*rank"),
+        (
+            "an ended group",
+            r"InvalidInput: this process group has ended.*call init_process_group in each world",
+        ),
+        ("bool average", r"InvalidInput: ReduceOp.AVG takes no bool: convert"),
+        ("too few tensors", r"InvalidInput: all_gather takes a tensor for each of 3 ranks; got 1"),
+        (
+            "a tensor elsewhere",
+            r"InvalidInput: the backend 'elastic' carries CPU tensors and got one on meta",
+        ),
+        (
+            "another rank",
+            r"InvalidInput: this worker is rank \d of 3, and the process group was asked for as rank",
+        ),
+    ],
+)
+def test_bad_input_gets_a_sentence(results: list[Any], mistake: str, sentence: str) -> None:
+    for of_rank in results:
+        assert re.search(sentence, of_rank[mistake]), of_rank[mistake]
+
+
+def test_outside_of_a_job_there_is_no_elastic_backend() -> None:
+    code = (
+        "import spark_elastic.torch.distributed, torch.distributed as dist\n"
+        "dist.init_process_group('elastic', store=dist.HashStore(), rank=0, world_size=1)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120
+    )
+    assert "the backend 'elastic' works inside of a job only: start the program with" in done.stderr
+
+
+def test_ddp_continues_at_the_step_in_flight_after_a_kill() -> None:
+    run = Run(train_ddp, room=3, num_workers=3)
+    results = run.results()
+    assert run.sizes()[:2] == [3, 2]
+    whole = train_alone()
+    for result in results:
+        torch.testing.assert_close(torch.tensor(result["weights"]), torch.tensor(whole), rtol=0, atol=1e-12)
+        assert result["error"] is None or re.search("rank 1", result["error"])
+    trained = max((result["trained"] for result in results), key=len)
+    assert trained == list(range(len(trained)))  # no step was taken again, none left out
+    assert any(result["error"] for result in results)
