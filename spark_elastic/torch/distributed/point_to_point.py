@@ -27,7 +27,7 @@ HEADING = struct.Struct("<qq")  # at its beginning: tag and size of the message
 SHORT = FRAME - HEADING.size  # bytes of a message that fits into its frame
 
 
-@dataclass
+@dataclass(eq=False)
 class _Receive:
     """A posted receive."""
 
@@ -51,7 +51,7 @@ class _Receive:
             )
             self.future.set_exception(MismatchError((source,), reason))
             return
-        if message is not memory:
+        if message.ctypes.data != memory.ctypes.data:
             memory[...] = message
         self.target.write_back()
         self.future.set_result(source)
@@ -180,24 +180,35 @@ class PointToPoint:
         group.broadcast(frame, root)
         tag, size = HEADING.unpack(frame[: HEADING.size].tobytes())
         with self._lock:
-            receive = next((receive for receive in self._posted if receive.fits(source, tag)), None)
-            if receive is not None:
-                self._posted.remove(receive)
-            self._let_idle()
+            receive = self._take_posted(source, tag)
         if size <= SHORT:
             message = frame[HEADING.size : HEADING.size + size]
         else:
             memory = None if receive is None else as_bytes(receive.target)
             message = memory if memory is not None and memory.nbytes == size else np.empty(size, np.uint8)
-            group.broadcast(message, root)
-        if receive is not None:
-            receive.complete(source, message)
-            failure = receive.future.exception()
-            if failure is not None:
-                self._on_error(failure)
-            return
+            try:
+                group.broadcast(message, root)
+            except CollectiveError:
+                with self._lock:
+                    self._posted += [] if receive is None else [receive]  # `_fail` completes it
+                raise
         with self._lock:
-            self._arrived.append((source, tag, message))
+            receive = receive or self._take_posted(source, tag)  # posted meanwhile
+            self._let_idle()
+            if receive is None:
+                self._arrived.append((source, tag, message))
+                return
+        receive.complete(source, message)
+        failure = receive.future.exception()
+        if failure is not None:
+            self._on_error(failure)
+
+    def _take_posted(self, source: int, tag: int) -> _Receive | None:
+        """With the lock: the receive that a message is for, which is not posted any more."""
+        found = next((receive for receive in self._posted if receive.fits(source, tag)), None)
+        if found is not None:
+            self._posted.remove(found)
+        return found
 
     def _let_idle(self) -> None:
         """With the lock: sources that no posted receive names are silent for as long as they like."""

@@ -65,8 +65,10 @@ class EngineWork(dist.Work):
                     self._running.exception(seconds)
                 except TimeoutError:
                     raise CollectiveTimeout((), f"the collective did not end within {seconds:g} s") from None
-        if self._running.exception() is not None:
+        error = self._running.exception()
+        if error is not None:
             self._group.raise_error()
+            raise error
         return True
 
     def synchronize(self) -> None:
