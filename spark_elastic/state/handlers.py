@@ -101,7 +101,7 @@ class StateDictHandler(SnapshotHandler):
 
 
 class SamplerStateHandler(StateDictHandler):
-    """An `ElasticSampler` or a loader. It divides the rest of the epoch anew in every world and in each `sync`."""
+    """An `ElasticSampler`. It divides the rest of the epoch anew in every world and in each `sync`."""
 
     def pack_progress(self) -> bytes:
         """What this rank knows to be processed; b"" if no rank can know of other rows."""

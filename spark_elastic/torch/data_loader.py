@@ -19,6 +19,7 @@ from spark_elastic.data.plan import DataPlan, EpochPermutation, Int64s, draw_uni
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.topology import rank, size
 from spark_elastic.state.elastic_loop import ENTERED, STATE
+from spark_elastic.state.handlers import StateDictHandler
 from spark_elastic.state.state import ObjectState
 from spark_elastic.worker.session import get_session
 
@@ -204,6 +205,16 @@ class ElasticDataLoader:
             order = np.arange(self._rows) if shuffled is None else shuffled
             self._order = self.epoch, order, self._plan.permute_epoch(self.epoch)
         return self._order[1:]
+
+
+class DataLoaderStateHandler(StateDictHandler):
+    """An `ElasticDataLoader`. All ranks have one position, unlike those of samplers."""
+
+    def sync(self) -> None:
+        self.value.reset()
+
+    def reset(self) -> None:
+        self.value.reset()
 
 
 class _Shares:

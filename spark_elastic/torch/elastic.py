@@ -32,7 +32,7 @@ from spark_elastic.state.handlers import (
 )
 from spark_elastic.state.snapshot import Bytes, Extent, SnapshotBuilder
 from spark_elastic.state.state import State
-from spark_elastic.torch.data_loader import ElasticDataLoader
+from spark_elastic.torch.data_loader import DataLoaderStateHandler, ElasticDataLoader
 from spark_elastic.torch.optimizer import has_unapplied
 from spark_elastic.worker.context import get_process_context
 from spark_elastic.worker.notification import WorkerNotificationManager, notification_manager
@@ -82,7 +82,7 @@ def _registry() -> Registry:
     return (
         (torch.nn.Module, ModelStateHandler),
         (torch.optim.Optimizer, OptimizerStateHandler),
-        (ElasticDataLoader, SamplerStateHandler),
+        (ElasticDataLoader, DataLoaderStateHandler),
         *REGISTRY,
     )
 

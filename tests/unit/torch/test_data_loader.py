@@ -13,11 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import spark_elastic.torch as hvd
+from elastic_collectives import Group
 from spark_elastic.data.plan import DataPlan
 from spark_elastic.errors import InvalidInput
 from spark_elastic.state.elastic_loop import ENTERED, STATE
 from spark_elastic.torch import data_loader
 from spark_elastic.torch.elastic import ElasticDataLoader
+from tests.unit.ops.workers import among_fakes, per_thread
 
 
 class World:
@@ -184,6 +186,23 @@ def test_a_state_puts_the_position_back_and_rejects_other_settings() -> None:
             other.load_state_dict(loader.state_dict())
     with pytest.raises(InvalidInput, match="what state_dict"):
         loader.load_state_dict({"epoch": 1})
+
+
+def test_a_newcomer_takes_over_the_position_and_its_own_loop_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    per_thread(monkeypatch)
+
+    def work(group: Group) -> int:
+        loader = ElasticDataLoader(range(12), 3)
+        state: Any = hvd.elastic.TorchState(loader=loader)
+        batches = iter(loader)
+        if group.rank == 0:
+            next(batches), next(batches)
+        state.sync()
+        with pytest.raises(InvalidInput, match="begin another loop"):
+            next(batches)
+        return loader.step
+
+    assert among_fakes(2, work) == [2, 2]
 
 
 def test_a_loop_whose_position_was_put_back_does_not_end_as_if_the_epoch_had() -> None:
