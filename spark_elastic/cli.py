@@ -142,17 +142,18 @@ class RunOptions:
 class CommandOutput(OutputListener):
     """The workers' output; unless all messages are shown, each loss and each join is a line of standard error."""
 
-    _broken = False  # a world has broken, and the next one is not there yet
+    _loss = ""  # why a world has broken, while the next one is not there yet
     _begun = False  # there has been a world
 
     def on_world_broken(self, reason: str) -> None:
-        self._broken = True
+        self._loss = reason
         self._print(reason)
 
     def on_world(self, size: int, reason: str) -> None:
         if self._begun:
-            self._print(f"the next world has {size} workers" if self._broken else reason)
-        self._begun, self._broken = True, False
+            known = self._loss and self._loss.partition(": ")[2] in reason
+            self._print(f"the next world has {size} workers" if known else reason)
+        self._begun, self._loss = True, ""
 
     def _print(self, text: str) -> None:
         if not self._show_messages:

@@ -102,7 +102,7 @@ def test_each_loss_and_each_join_is_a_line(verbose: bool, capsys: pytest.Capture
     listener = FileListener(output, None)
     listener.on_world(2, "begins")
     listener.on_world_broken("world 1 is over: worker 1-0.1 is lost: its process ended (killed by signal 9)")
-    listener.on_world(1, "worker 1-0.1 is lost, again")
+    listener.on_world(1, "world 2: worker 1-0.1 is lost: its process ended (killed by signal 9)")
     listener.on_world(2, "joining: 1-0.2")
     lines = [
         "world 1 is over: worker 1-0.1 is lost: its process ended (killed by signal 9)",

@@ -30,15 +30,19 @@ MARGIN = 5.0  # seconds added to driver_timeout, for clocks that differ and for 
 # ---- evictions
 
 
-def break_world(tx: Transition, reason: str) -> None:
-    """Abort the running world. Further evidence has no effect, nor has any after the job's result: R15 (end)."""
+def break_world(tx: Transition, reason: str, only_seen: bool = False) -> None:
+    """Abort the running world. Further evidence has no effect, nor has any after the job's result: R15 (end).
+
+    Args:
+        only_seen: see `CurrentWorld`.
+    """
     state = tx.state
     if state.stage is not Stage.RUNNING or state.timers.done_since is not None:
         return
     for stall in state.current.stalled.values():
         reason = reason if stall in reason else f"{reason}; {stall}"
     state.stage = Stage.REGROUPING
-    state.current.break_reason = reason
+    state.current.break_reason, state.current.only_seen = reason, only_seen
     state.timers.regroup_since = tx.now
     tx.emit(AbortWorld(f"world {state.generation} is over: {reason}", state.fence))
 
@@ -63,7 +67,10 @@ def evict(
     if kill:
         tx.emit(StopWorker(f"{title} is evicted: {reason}", worker.worker, kill=True))
     if worker.rank is not None and worker.worker not in state.current.results:
-        break_world(tx, f"{title} is lost: {reason}")
+        loss, current = f"{title} is lost: {reason}", state.current
+        if current.only_seen and worker.worker in current.suspected - current.late:
+            current.break_reason, current.only_seen = loss, False
+        break_world(tx, loss)
 
 
 def evict_externally_lost(

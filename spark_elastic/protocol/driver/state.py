@@ -520,6 +520,7 @@ class CurrentWorld(Part):
     announced: bool = False  # the world was told to stop at its next boundary
     end_announced: bool = False  # and that this boundary is the job's last
     break_reason: str = ""  # why the world broke, "" if it did not
+    only_seen: bool = False  # that is what a survivor saw; who was lost, and how, is not known yet
     suspected: frozenset[WorkerId] = frozenset()  # members that peers saw break
     late: frozenset[WorkerId] = frozenset()  # members evicted because they did not come to the regroup
     stalled: Table[WorkerId, str] = field(default_factory=Table)  # members that kept others waiting, and how
@@ -528,7 +529,7 @@ class CurrentWorld(Part):
     def enter(self, world: World) -> None:
         """A new world was published."""
         self.world = world
-        self.announced = self.end_announced = False
+        self.announced = self.end_announced = self.only_seen = False
         self.break_reason = ""
         self.suspected = self.late = frozenset()
         self.stalled, self.results = Table(), Table()

@@ -8,9 +8,9 @@ import pytest
 
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import AbortWorld, ReleaseSlot, StopWorker
-from spark_elastic.protocol.messages import Heartbeat, WorkerExited, WorkerFailed, WorkerStarted
+from spark_elastic.protocol.messages import Heartbeat, JoinWorld, WorkerExited, WorkerFailed, WorkerStarted
 from spark_elastic.protocol.types import slot_of
-from tests.unit.protocol.driver_bench import FOUR, Bench, name
+from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
 
 W2 = name(2)
 
@@ -181,3 +181,15 @@ def test_what_a_slot_said_of_an_older_worker_comes_late() -> None:
     bench.on(WorkerStarted("2-0", name(2, 2)))
     assert name(2, 3) in bench.state.workers
     assert name(2, 2) in bench.state.workers.evicted
+
+
+def test_the_next_world_says_who_was_lost_and_how_though_a_survivor_saw_it_first() -> None:
+    bench = Bench(replace(FOUR, num_workers=2))
+    bench.start(1, 2)
+    bench.on(JoinWorld(name(1), bench.fence, at(5), suspects=(W2,), reason="it hung up"))
+    assert "could not go on" in bench.all(AbortWorld)[0].reason
+    bench.on(WorkerExited(slot_of(W2), W2, -9, "killed by signal 9"))
+    assert bench.members() == [name(1)]
+    assert f"worker {W2}" in bench.world.reason
+    assert "is lost: its process ended" in bench.world.reason
+    assert "could not go on" not in bench.world.reason
