@@ -100,8 +100,24 @@ install_requirements() {
         "$VENV/bin/python" -m pip check >/dev/null && is_whole
 }
 
-# Python finds both packages where their sources are.
-add_sources() { printf '%s\n' "$PWD" "$PWD/python" >"$("$VENV/bin/python" -c 'import site; print(site.getsitepackages()[0])')/sources.pth"; }
+# Python finds both packages where their sources are, and .venv/bin has their commands.
+add_sources() {
+    "$VENV/bin/python" - "$PWD" <<'PY'
+import site, sys, sysconfig
+from pathlib import Path
+try:
+    import tomllib
+except ImportError:  # Python 3.10
+    from pip._vendor import tomli as tomllib
+root = Path(sys.argv[1])
+Path(site.getsitepackages()[0], "sources.pth").write_text(f"{root}\n{root / 'python'}\n")
+for name, target in tomllib.loads(Path("pyproject.toml").read_text())["project"]["scripts"].items():
+    module, function = target.split(":")
+    script = Path(sysconfig.get_path("scripts"), name)
+    script.write_text(f"#!{sys.executable}\nimport sys\nfrom {module} import {function}\nsys.exit({function}())\n")
+    script.chmod(0o755)
+PY
+}
 
 # Every file of every package is there: a killed installation may leave a package that pip takes for installed.
 is_whole() {
@@ -221,8 +237,7 @@ two_streams() {
     set -- "${bounded[@]}" "$@"
     set -m # a process group for the one behind, in which Ctrl-C is not ignored
     {
-        python -m pytest "$@" --ignore=tests/spark --ignore=tests/faults && verb_s3 "$@" &&
-            verb_unfaulted "${bounded[@]}" --ignore=tests/spark --ignore=tests/faults
+        python -m pytest "$@" --ignore=tests/spark --ignore=tests/faults && verb_s3 "$@"
     } >"$log" 2>&1 &
     trap "kill -INT -- -$! 2>/dev/null; exit 130" INT TERM
     python -m pytest "$@" tests/spark tests/faults || on_spark=$?
@@ -254,7 +269,7 @@ verb_unit() { run_tests tests/unit "$@"; } # pure parts, milliseconds each
 verb_sim() { run_tests tests/simulation "$@"; } # the elastic protocol under seeded fault plans
 verb_component() { run_tests tests/component "$@"; } # real sockets and processes, no Java
 verb_spark() { setup; setup_class_archive; run_tests tests/spark "$@"; } # real Spark on a standalone cluster
-verb_faults() { setup; setup_class_archive; run_tests -m faults "$@"; } # the long fault plans
+verb_faults() { setup; setup_class_archive; run_tests -m faults "$@" && verb_unfaulted; } # the long fault plans
 verb_unfaulted() { run_tests -m "scenario and (not faults or ci)" --without-faults "$@"; } # scenarios whose faults do not happen: each must fail
 
 verb_notebooks() { run_tests -m "" tests/spark/test_notebooks.py "$@"; } # the notebooks of examples/, each on a Spark of its own
@@ -372,7 +387,7 @@ verb_wheel() { # dist/*.whl, self-contained: needs nothing of the system but its
     linux=$(uname -m)-linux-gnu
     setup_zig "$linux.$WHEEL_GLIBC"
     setup_gloo
-    say "building the wheel for $linux, glibc $WHEEL_GLIBC"
+    say "building the wheel for $linux, glibc $WHEEL_GLIBC (some minutes)"
     rm -rf build/wheel
     CXX=$PWD/build/zig/c++ python -m pip wheel -qq --no-deps --no-build-isolation --wheel-dir build/wheel . \
         --config-settings=build-dir=build/wheel-objects --config-settings=cmake.define.GLOO_SOURCE="$GLOO_SOURCE" \

