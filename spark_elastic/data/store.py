@@ -111,6 +111,21 @@ def _is_unsupported(error: Exception) -> bool:
     return isinstance(error, NotImplementedError) or getattr(error, "errno", None) in _NO_SUCH_OPERATION
 
 
+class StoreFull(StoreError):
+    """The store has no room for what was to be written."""
+
+
+# What file systems and servers without room answer.
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
+_NO_ROOM_WORDS = ("StorageFull", "QuotaExceeded")  # MinIO and Ceph; HDFS (DSQuotaExceededException)
+
+
+def _is_full(error: Exception) -> bool:
+    return getattr(error, "errno", None) in _NO_ROOM or any(
+        word in f"{type(error).__name__} {error}" for word in _NO_ROOM_WORDS
+    )
+
+
 # File systems where one put appears whole or not at all, and a rename is a copy.
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "memory"}
 
@@ -307,7 +322,7 @@ class Store:
             raise StoreError(f"The store {self.url} has no {name!r}.") from error
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-            raise StoreError(
+            raise (StoreFull if _is_full(error) else StoreError)(
                 f"Cannot {verb} {name or 'the root'!r} in the store {self.url} ({reason})."
             ) from error
 

@@ -29,7 +29,7 @@ from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.driver.state import DriverState
 from spark_elastic.protocol.messages import JoinWorld, WorkerDone, WorldFormed
-from spark_elastic.protocol.types import Phase, Position, World
+from spark_elastic.protocol.types import Checkpoint, Phase, Position, World
 
 MAX_WORLD_CHANGES = 5000
 MAX_ENTRIES = 400
@@ -87,6 +87,7 @@ class JobHistory(JobListener):
         self._state: DriverState | None = None
         self._world: World | None = None
         self._checkpoints = 0
+        self._newest_checkpoint: Checkpoint | None = None
         self._checkpoint_seconds = 0.0  # as reported by the current process of rank 0
         self._earlier_checkpoint_seconds = 0.0  # of the processes that were rank 0 before
         self._ended = False
@@ -159,8 +160,9 @@ class JobHistory(JobListener):
                 if self._phase in ("start", "closing"):
                     self._switch_phase(at, "recovery")
                 self._stop_training(at, "recovery")
-            case do.PublishCheckpoint():
+            case do.PublishCheckpoint(_, kept) if kept[0] != self._newest_checkpoint:
                 self._checkpoints += 1
+                self._newest_checkpoint = kept[0]
             case do.End():
                 self._stop_training(at, "closing")
                 self._switch_phase(at, "closing")

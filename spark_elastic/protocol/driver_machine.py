@@ -63,8 +63,22 @@ def _on_checkpoint_written(tx: Transition, event: messages.CheckpointWritten) ->
     newest = state.checkpoints[0] if state.checkpoints else None
     if not of_this_run or (newest and (new.fence, new.position) <= (newest.fence, newest.position)):
         return
-    state.checkpoints = (new, *state.checkpoints)[: state.limits.checkpoints_kept]
+    kept = state.checkpoints_kept or state.limits.checkpoints_kept
+    state.checkpoints = (new, *state.checkpoints)[:kept]
     tx.emit(PublishCheckpoint(f"checkpoint {new.name} counts", state.checkpoints))
+
+
+def _on_checkpoint_refused(tx: Transition, event: messages.CheckpointRefused) -> None:
+    """The oldest checkpoint gives way, and from now on one less is kept, but always the newest."""
+    state = tx.state
+    if len(state.checkpoints) > 1:
+        *kept, oldest = state.checkpoints
+        state.checkpoints, state.checkpoints_kept = tuple(kept), len(kept)
+        tx.emit(
+            PublishCheckpoint(
+                f"the store is full: checkpoint {oldest.name} gives way to the next", state.checkpoints
+            )
+        )
 
 
 def _on_cancel_requested(tx: Transition, event: on.CancelRequested) -> None:
@@ -100,6 +114,7 @@ HANDLERS: dict[type[messages.DriverMessage | on.DriverEvent], Callable[[Transiti
     messages.WorkerDone: workers.on_worker_done,
     on.WorkerStalled: workers.on_worker_stalled,
     messages.CheckpointWritten: _on_checkpoint_written,
+    messages.CheckpointRefused: _on_checkpoint_refused,
     on.DrainRequested: slots.on_drain_requested,
     on.SlotsWanted: slots.on_slots_wanted,
     on.CancelRequested: _on_cancel_requested,

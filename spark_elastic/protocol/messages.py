@@ -191,6 +191,11 @@ class CheckpointWritten(WorkerRequest[Acknowledged]):
     checkpoint: Checkpoint
 
 
+@dataclass(frozen=True)
+class CheckpointRefused(WorkerRequest[Acknowledged]):
+    """The store has no room for the worker's checkpoint: the oldest one gives way to the next."""
+
+
 DriverMessage: TypeAlias = (
     RegisterSlot
     | Heartbeat
@@ -201,4 +206,5 @@ DriverMessage: TypeAlias = (
     | WorkerFailed
     | WorkerDone
     | CheckpointWritten
+    | CheckpointRefused
 )

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from spark_elastic.clock import Clock
-from spark_elastic.data.store import Store
+from spark_elastic.data.store import Store, StoreFull
 from spark_elastic.errors import ElasticError, StoreError
 from spark_elastic.protocol.types import START, Checkpoint, Fence, Phase, Position
 from spark_elastic.state.snapshot import Codec, Snapshot
@@ -47,14 +47,18 @@ class CheckpointStore:
         """Write the parts and, at last, a manifest of them. The checkpoint counts once the driver has published it.
 
         Raises:
+            StoreFull: the store has no room; what was written of the checkpoint is removed.
             StoreError: the store cannot be written, or does not give back the bytes that were written.
         """
         name = name_of(fence, position)
-        for part, data in parts.items():
-            self._store.write_verified(f"{self._folder}/{name}/{part}", data)
         checksums = {part: {"bytes": len(data), "sha256": _sha256(data)} for part, data in parts.items()}
         manifest = json.dumps({"version": VERSION, "parts": checksums}, sort_keys=True).encode()
-        self._store.write_verified(f"{self._folder}/{name}/{MANIFEST}", manifest)
+        try:
+            for part, data in {**parts, MANIFEST: manifest}.items():
+                self._store.write_verified(f"{self._folder}/{name}/{part}", data)
+        except StoreFull:
+            self._store.remove_tree(f"{self._folder}/{name}")
+            raise
         return Checkpoint(fence, position, name, _sha256(manifest))
 
     def read(self, checkpoint: Checkpoint) -> dict[str, bytes]:
@@ -163,13 +167,14 @@ CLOSE_WAIT = 60.0  # seconds that `close` waits for the checkpoint in flight
 class CheckpointWriter:
     """Writes checkpoints in one thread. One is in flight at a time, and a newer one replaces one that still waits.
 
-    A store that fails costs a warning and that checkpoint, never the training.
+    A store that fails costs that checkpoint, never the training; of a row of failures only the first is a warning.
     """
 
-    def __init__(self, store: CheckpointStore, report: Callable[[Checkpoint], object]) -> None:
+    def __init__(self, store: CheckpointStore, report: Callable[[Checkpoint | None], object]) -> None:
         """
         Args:
-            report: passes a written checkpoint to the driver, which decides whether it counts; called in the thread.
+            report: passes a written checkpoint to the driver, which decides whether it counts, or None if the store has
+                no room for one; called in the thread.
         """
         self._store = store
         self._report = report
@@ -180,6 +185,8 @@ class CheckpointWriter:
         self._writing = False
         self._closing = False
         self._thread: threading.Thread | None = None  # `offer` starts it
+        # How many checkpoints have failed since the last one that was written; the thread's own.
+        self._failures = 0
 
     def offer(self, fence: Fence, position: Position, make_parts: Callable[[], Mapping[str, bytes]]) -> None:
         """Have a checkpoint written, and return at once. The writer's thread calls `make_parts`."""
@@ -217,16 +224,30 @@ class CheckpointWriter:
                 self._writing = task is not None
             if task is None:
                 return
-            fence, position, make_parts = task
             try:
-                self._report(self._store.write(fence, position, make_parts()))
+                self._write(*task)
             except ElasticError as error:
-                log.warning("checkpoint at %s not written: %s", position, error)
+                self._failures += 1
+                level = logging.WARNING if self._failures == 1 else logging.DEBUG
+                log.log(level, "checkpoint at %s not written: %s", task[1], error)
             except Exception:  # raised by whatever made the bytes; the next checkpoint may succeed
-                log.exception("checkpoint at %s not written", position)
+                log.exception("checkpoint at %s not written", task[1])
             with self._changed:
                 self._writing = False
                 self._changed.notify_all()
+
+    def _write(self, fence: Fence, position: Position, make_parts: Callable[[], Mapping[str, bytes]]) -> None:
+        try:
+            written = self._store.write(fence, position, make_parts())
+        except StoreFull as error:
+            self._report(None)
+            raise StoreFull(
+                f"{error} Older checkpoints give way to the next ones; the newest stays."
+            ) from error
+        self._report(written)
+        if self._failures:
+            log.warning("checkpoints are written again, after %d that failed.", self._failures)
+            self._failures = 0
 
 
 @dataclass(frozen=True)
@@ -304,11 +325,12 @@ class Checkpointer:
         policy: CheckpointPolicy,
         clock: Clock,
         codec: Codec,
-        report: Callable[[Checkpoint], object],
+        report: Callable[[Checkpoint | None], object],
     ) -> None:
         """
         Args:
-            report: passes a written checkpoint to the driver, which decides whether it counts (R18, publication).
+            report: passes a written checkpoint to the driver, which decides whether it counts (R18, publication), or
+                None if the store has no room for one.
         """
         self.reader = SnapshotReader(store, policy.run_id, codec)
         # Seconds for which building snapshots has held up the training thread.

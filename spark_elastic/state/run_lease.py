@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeAlias
 
-from spark_elastic.data.store import Store
+from spark_elastic.data.store import Store, StoreFull
 from spark_elastic.errors import InvalidInput, JobCancelled, StoreError
 from spark_elastic.protocol.types import Checkpoint
 from spark_elastic.state.checkpoint import CheckpointStore
@@ -130,7 +130,14 @@ class RunLease:
             StoreError: the store failed.
         """
         self.check()
-        self._checkpoint_store.publish(self.attempt, checkpoints)
+        try:
+            self._checkpoint_store.publish(self.attempt, checkpoints)
+        except StoreFull:
+            # Not even the list has room before a checkpoint is deleted. One that is on both lists must stay.
+            if not set(checkpoints) & set(self._checkpoint_store.read_published()):
+                raise
+            self._checkpoint_store.sweep(self.attempt, checkpoints)
+            self._checkpoint_store.publish(self.attempt, checkpoints)
         self.check()  # a driver that took the run over meanwhile may resume from a checkpoint that `sweep` deletes
         self._checkpoint_store.sweep(self.attempt, checkpoints)
 

@@ -24,6 +24,7 @@ from spark_elastic.protocol import events as on
 from spark_elastic.protocol import worker_machine
 from spark_elastic.protocol.events import AbortReceived, DriverSilent, StopReceived
 from spark_elastic.protocol.messages import (
+    CheckpointRefused,
     CheckpointWritten,
     JoinWorld,
     NextWorld,
@@ -33,7 +34,7 @@ from spark_elastic.protocol.messages import (
     WorldFormed,
 )
 from spark_elastic.protocol.slot_spec import WorkerIdentity
-from spark_elastic.protocol.types import Fence, Member, Position, WorkerId, World, get_update
+from spark_elastic.protocol.types import Checkpoint, Fence, Member, Position, WorkerId, World, get_update
 from spark_elastic.rendezvous import codec
 from spark_elastic.rendezvous.client import exchange_blobs
 from spark_elastic.rendezvous.messages import (
@@ -121,7 +122,7 @@ class WorkerLoop:
             self._report_position,
             reporter.report,
             self._next_world,
-            report_checkpoint=lambda written: driver.ask(CheckpointWritten(identity.worker, written)),
+            report_checkpoint=self._report_checkpoint,
         )
         self._outside_world = WorkerContext(
             identity.worker,
@@ -145,6 +146,10 @@ class WorkerLoop:
         finally:
             self._close_group()
             self._program.close()
+
+    def _report_checkpoint(self, written: Checkpoint | None) -> None:
+        worker = self._identity.worker
+        self._driver.ask(CheckpointRefused(worker) if written is None else CheckpointWritten(worker, written))
 
     def _advance(self, event: on.WorkerEvent) -> do.Sync | do.Run | do.Exit:
         """Post the event and execute the commands that follow, up to one for the program or the process's exit."""

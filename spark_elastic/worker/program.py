@@ -67,8 +67,9 @@ class WorkerHandle:
     next_world: Callable[[CollectiveError | None], tuple[World, Group]]
     # Objects by name that outlive one call of a user's function.
     persistent: dict[str, Any] = field(default_factory=dict)
-    # Tells the driver, which decides whether the checkpoint counts: R18 (publication). One short request; any thread.
-    report_checkpoint: Callable[[Checkpoint], object] = lambda checkpoint: None
+    # Tells the driver, which decides whether the checkpoint counts: R18 (publication); None: the store has no room for
+    # one. One short request; any thread.
+    report_checkpoint: Callable[[Checkpoint | None], object] = lambda checkpoint: None
 
 
 class WorkerExit(BaseException):

@@ -567,6 +567,7 @@ class DriverState(Part):
     attempt: int
     stage: Stage = Stage.GATHERING
     checkpoints: tuple[Checkpoint, ...] = ()  # that count, newest first
+    checkpoints_kept: int | None = None  # how many the full store has room for; None: as many as `limits` say
     blacklist: Blacklist = field(default_factory=Blacklist)
     launches: Launches = field(default_factory=Launches)
     hosts: Hosts = field(default_factory=Hosts)
@@ -613,7 +614,7 @@ class DriverState(Part):
         )
 
 
-VALUES = ("limits", "attempt", "stage", "checkpoints", "blacklist")
+VALUES = ("limits", "attempt", "stage", "checkpoints", "checkpoints_kept", "blacklist")
 PARTS = tuple(each.name for each in fields(DriverState) if each.name not in VALUES)
 
 

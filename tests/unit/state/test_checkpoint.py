@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket
 import threading
 import uuid
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from spark_elastic.data.store import Store, memory_store
 from spark_elastic.errors import StoreError
+from spark_elastic.protocol.commands import PublishCheckpoint
+from spark_elastic.protocol.messages import CheckpointRefused, CheckpointWritten
 from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
 from spark_elastic.state import run_lease
-from spark_elastic.state.checkpoint import CheckpointStore, CheckpointWriter
+from spark_elastic.state.checkpoint import CheckpointStore, CheckpointWriter, name_of
 from spark_elastic.state.run_lease import RunLease
+from tests.unit.protocol.driver_bench import FOUR, Bench, name
 
 
 @pytest.fixture(params=["folder", "objects"])
@@ -87,8 +92,8 @@ def test_r10_each_driver_takes_an_attempt_of_its_own(store: Store) -> None:
 
 
 def begun(store: Store) -> RunLease:
-    for name in ("run.json", "rows/a"):
-        store.write_bytes(f"runs/r/{name}", b"{}")
+    for each in ("run.json", "rows/a"):
+        store.write_bytes(f"runs/r/{each}", b"{}")
     return RunLease.acquire(store, "r")
 
 
@@ -220,3 +225,77 @@ def test_a_store_that_fails_costs_a_warning(tmp_path: Path, caplog: pytest.LogCa
         writer.offer(Fence(1, 1), at(1), lambda: {"a": b"1"})
         writer.close()
     assert "not written" in caplog.text
+
+
+def test_a_full_store_keeps_checkpointing_the_oldest_gives_way(caplog: pytest.LogCaptureFixture) -> None:
+    """The store has room for three checkpoints. Three are kept, so a fourth needs the room of one of them."""
+    store, bench = memory_store(), Bench(replace(FOUR, checkpoints_kept=3))
+    bench.start(1, 2, 3, 4)
+    limit_room(store, 4400)
+    lease = RunLease.acquire(store, "r")
+    told: list[Checkpoint | None] = []
+    with caplog.at_level(logging.WARNING, "spark_elastic"):
+        writer = CheckpointWriter(CheckpointStore(store, "r"), told.append)
+        for step in range(1, 12):
+            writer.offer(Fence(1, 1), at(step), lambda: {"values": bytes(500), "memory": bytes(400)})
+            writer.flush()
+            answer = told[-1]
+            commands = bench.on(
+                CheckpointRefused(name(1)) if answer is None else CheckpointWritten(name(1), answer)
+            )
+            for command in commands:
+                assert isinstance(command, PublishCheckpoint)
+                lease.publish_now(command.checkpoints)
+        writer.close()
+    published = CheckpointStore(store, "r").read_published()
+    assert [each.position.step for each in published] == [11, 10]
+    assert all(CheckpointStore(store, "r").read(each) for each in published)
+    assert told.count(None) == 1
+    refused, again = (record.getMessage() for record in caplog.records)
+    assert refused.startswith(f"checkpoint at {at(4)} not written: Cannot write ")
+    assert "No space left" in refused
+    assert refused.endswith("Older checkpoints give way to the next ones; the newest stays.")
+    assert again == "checkpoints are written again, after 1 that failed."
+
+
+def test_a_store_that_stays_full_is_one_warning_and_leaves_no_half_checkpoint(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = memory_store()
+    limit_room(store, 700)
+    told: list[Checkpoint | None] = []
+    writer = CheckpointWriter(CheckpointStore(store, "r"), told.append)
+    with caplog.at_level(logging.WARNING, "spark_elastic"):
+        for step in range(5):
+            writer.offer(Fence(1, 1), at(step), lambda: {"values": bytes(500), "memory": bytes(400)})
+            writer.flush()
+        writer.close()
+    assert told == [None] * 5
+    assert len(caplog.records) == 1
+    assert not store.find("runs/r")
+
+
+def test_a_list_that_finds_no_room_waits_for_the_oldest_checkpoint_to_go() -> None:
+    store = memory_store()
+    lease = RunLease.acquire(store, "r")
+    old, newer = written(store, 1), written(store, 2)
+    lease.publish_now((newer, old))
+    limit_room(store, sum(each.bytes for each in store.find()))
+    newest = replace(newer, position=at(3), name=name_of(newer.fence, at(3)) + "-a-longer-name")
+    lease.publish_now((newest, newer))
+    assert CheckpointStore(store, "r").read_published() == (newest, newer)
+    with pytest.raises(StoreError):
+        CheckpointStore(store, "r").read(old)
+
+
+def limit_room(store: Store, room: int) -> None:
+    """Have a store in memory refuse what exceeds so many bytes."""
+    pipe = store.filesystem.pipe_file
+
+    def pipe_within_room(path: str, data: bytes, **more: object) -> None:
+        used = sum(each.bytes for each in store.find() if each.name != path.lstrip("/"))
+        if used + len(data) > room:
+            raise OSError(errno.ENOSPC, "No space left on device", path)
+        pipe(path, data, **more)
+
+    store.filesystem.pipe_file = pipe_within_room
