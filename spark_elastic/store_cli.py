@@ -50,7 +50,7 @@ def ls(url: str, options: tuple[str, ...]) -> None:
 @click.option("--unfinished", is_flag=True, help="Also remove runs that could be resumed, and their rows.")
 @_OPTION
 def clean_store(url: str, older_than: str, unfinished: bool, options: tuple[str, ...]) -> None:
-    """Remove data sets and ended runs that have not been written to for a while."""
+    """Remove data sets, ended runs and half-written files that have not been written to for a while."""
     gone = remove_old_entries(
         _open_store(url, options), parse_age(older_than), SystemClock().wall(), unfinished
     )

@@ -270,6 +270,13 @@ class Store:
 
     def find(self, name: str = "") -> Sequence[ObjectInfo]:
         """All objects under a folder, at any depth, by name."""
+        return [each for each in self._find(name) if not _is_partial(each.name)]
+
+    def find_partial(self, name: str = "") -> Sequence[ObjectInfo]:
+        """The files under a folder that are still being written, or whose writer was killed."""
+        return [each for each in self._find(name) if _is_partial(each.name)]
+
+    def _find(self, name: str) -> Sequence[ObjectInfo]:
         with self._translate_errors("list", name):
             self.filesystem.invalidate_cache()
             folder = self.path(name)
@@ -278,7 +285,6 @@ class Store:
             return [
                 ObjectInfo(path[start:], int(info.get("size") or 0), _modified_time(info))
                 for path, info in sorted(found.items())
-                if not path.rpartition("/")[2].startswith(TEMPORARY)
             ]
 
     def list(self, name: str = "") -> list[str]:
@@ -325,6 +331,10 @@ class Store:
             raise (StoreFull if _is_full(error) else StoreError)(
                 f"Cannot {verb} {name or 'the root'!r} in the store {self.url} ({reason})."
             ) from error
+
+
+def _is_partial(name: str) -> bool:
+    return name.rpartition("/")[2].startswith(TEMPORARY)
 
 
 def _protocols(filesystem: fsspec.AbstractFileSystem) -> set[str]:
@@ -400,7 +410,7 @@ class StoreEntry:
     """A folder of this package in a store."""
 
     name: str
-    # data, run, probe or channel
+    # data, run, probe, channel, or partial: a file whose writer was killed, or still writes
     kind: str
     bytes: int
     # When its newest object was written, in seconds since 1970; None if the store does not say.
@@ -410,7 +420,12 @@ class StoreEntry:
 
 
 def list_entries(store: Store) -> list[StoreEntry]:
-    """Everything that this package wrote to the store, by name."""
+    """Everything that this package wrote to the store: partial files, then folders, by name."""
+    partial = [
+        StoreEntry(each.name, "partial", each.bytes, each.modified, needed=False)
+        for each in store.find_partial()
+        if each.name.partition("/")[0] in _KINDS
+    ]
     sizes: dict[str, int] = {}
     changed: dict[str, float | None] = {}
     runs: set[str] = set()
@@ -429,7 +444,7 @@ def list_entries(store: Store) -> list[StoreEntry]:
             ended.add(name)
     unfinished = runs - ended
     needed = unfinished | {rows for run in unfinished for rows in _rows_of(store, run)}
-    return [
+    return partial + [
         StoreEntry(n, _KINDS[n.partition("/")[0]], sizes[n], changed[n], n in needed) for n in sorted(sizes)
     ]
 

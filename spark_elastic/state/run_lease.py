@@ -47,13 +47,16 @@ class RunLease:
 
     @classmethod
     def acquire(cls, store: Store, run_id: str) -> RunLease:
-        """Take the run's next attempt. From then on no other driver owns the run.
+        """Take the run's next attempt. From then on no other driver owns the run, and what earlier ones left half
+        written is removed.
 
         Raises:
             StoreError: the store cannot be read or written.
         """
         attempt = acquire_attempt(store, run_id)
-        return cls(store, run_id, attempt, CheckpointStore(store, run_id).read_published())
+        lease = cls(store, run_id, attempt, CheckpointStore(store, run_id).read_published())
+        lease.remove_partial()
+        return lease
 
     def check(self) -> None:
         """Raises JobCancelled if another driver owns the run."""
@@ -78,6 +81,10 @@ class RunLease:
             except StoreError as error:
                 log.warning("%s Remove %s by hand.", error, " and ".join(filter(None, names[place:])))
                 return
+
+    def remove_partial(self) -> None:
+        """Delete files of the run whose writers were killed. Nobody may write to the run meanwhile."""
+        self.release(*(each.name for each in self.store.find_partial(f"runs/{self.run_id}")))
 
     def delete(self, *names: str) -> None:
         """Delete a run that cannot be resumed: its record, then `names`, then its attempts.

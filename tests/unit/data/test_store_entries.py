@@ -56,6 +56,25 @@ def test_what_an_unfinished_run_reads_stays(store: Store) -> None:
     assert store.read_bytes("somebody/else's") == b"1"
 
 
+def test_what_a_killed_writer_left_is_listed_and_cleaned(tmp_path: Path) -> None:
+    store = Store.open(str(tmp_path))
+    fill(store)
+    for name in ("runs/ended/.part-0a", "runs/open/.part-0b", "somebody/.part-else"):
+        (tmp_path / name).write_bytes(b"half a model")
+    partial = [entry for entry in list_entries(store) if entry.kind == "partial"]
+    assert [(each.name, each.bytes) for each in partial] == [
+        ("runs/ended/.part-0a", 12),
+        ("runs/open/.part-0b", 12),
+    ]
+    assert [each.name for each in remove_old_entries(store, 3600, LATER)] == [
+        "runs/ended/.part-0a",
+        "runs/open/.part-0b",
+        "data/old",
+        "runs/ended",
+    ]
+    assert [path.name for path in tmp_path.rglob(".part-*")] == [".part-else"]
+
+
 def test_a_damaged_run_is_said(store: Store) -> None:
     store.write_bytes("runs/open/run.json", b"{")
     with pytest.raises(StoreError, match=r"runs/open/run\.json .* is damaged"):

@@ -123,6 +123,16 @@ def test_what_a_store_does_not_let_go_stays_with_its_record(caplog: pytest.LogCa
     assert "Remove runs/r/run.json and runs/r/rows and runs/r/attempts by hand" in caplog.text
 
 
+def test_the_next_driver_of_a_run_removes_what_a_killed_writer_left(tmp_path: Path) -> None:
+    store = Store.open(str(tmp_path))
+    begun(store)
+    for run in ("r", "another"):
+        (tmp_path / "runs" / run).mkdir(exist_ok=True)
+        (tmp_path / "runs" / run / ".part-0a").write_bytes(b"half a model")
+    begun(store)
+    assert [path.parent.name for path in tmp_path.rglob(".part-*")] == ["another"]
+
+
 def test_an_object_is_created_once(store: Store) -> None:
     assert store.create_exclusive("x/y", b"mine")
     assert not store.create_exclusive("x/y", b"theirs")
