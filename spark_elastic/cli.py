@@ -51,7 +51,7 @@ SOME = click.IntRange(min=1)
     "--min-num-proc",
     "min_np",
     type=SOME,
-    help="Fewest workers to begin and to go on with; default: -np.",
+    help="Fewest workers to start and to continue with; default: -np.",
 )
 @click.option(
     "--max-np",
@@ -143,17 +143,17 @@ class CommandOutput(OutputListener):
     """The workers' output; unless all messages are shown, each loss and each join is a line of standard error."""
 
     _loss = ""  # why a world has broken, while the next one is not there yet
-    _begun = False  # there has been a world
+    _world_formed = False  # there has been a world
 
     def on_world_broken(self, reason: str) -> None:
         self._loss = reason
         self._print(reason)
 
     def on_world(self, size: int, reason: str) -> None:
-        if self._begun:
+        if self._world_formed:
             known = self._loss and self._loss.partition(": ")[2] in reason
             self._print(f"the next world has {size} workers" if known else reason)
-        self._begun, self._loss = True, ""
+        self._world_formed, self._loss = True, ""
 
     def _print(self, text: str) -> None:
         if not self._show_messages:
@@ -282,13 +282,13 @@ def _parse_fixed_hosts(options: RunOptions) -> dict[str, int]:
 def _make_discovery(options: RunOptions, fixed: Mapping[str, int], hosts: HostSlots) -> Discovery:
     """Discovery that tells the launcher of new hosts before it tells the driver."""
     clock = SystemClock()
-    tell = partial(_update_hosts, hosts)
+    notify = partial(_update_hosts, hosts)
     if options.host_discovery_script is None:
-        return FixedHosts(fixed, clock, tell)
+        return FixedHosts(fixed, clock, notify)
     path = options.host_discovery_script
     command = [os.path.abspath(path) if os.path.exists(path) else path]
     return HostPoller(
-        create_script_finder(command, lambda text: parse_hosts(text, options.slots_per_host)), clock, tell
+        create_script_finder(command, lambda text: parse_hosts(text, options.slots_per_host)), clock, notify
     )
 
 

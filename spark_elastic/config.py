@@ -109,11 +109,11 @@ class ElasticConfig:
     host_discovery: which hosts may take part, asked once a second: a function `() -> {host: slots}`, or an executable
         that prints `host[:slots]` lines. A host is an executor's id or its machine's name. None: all, with all slots.
     handle: a `JobHandle`, by which another thread can drain workers or hosts of the running job, or end it.
-    checkpoint_steps: write a checkpoint every this many steps, while training goes on; None: not by steps.
+    checkpoint_steps: write a checkpoint every this many steps, while training continues; None: not by steps.
     checkpoint_seconds: write a checkpoint this many seconds after the last one; None: not by time.
     max_runtime: the job ends at its next step boundary this many seconds after it asked for its slots, and its newest
-        checkpoint stays. Waiting for workers counts; what a fit does before (checks, writing rows) does not. A run that
-        goes on starts over with its time. None: never.
+        checkpoint stays. Waiting for workers counts; what a fit does before (checks, writing rows) does not. A
+        resumed run starts over with its time. None: never.
     checkpoints_kept: number of checkpoints to keep, the newest ones.
     ledger: workers of a fit write which rows they trained in which step, and when.
     ship: send this package (not numpy or the framework) to executors that lack it.

@@ -277,7 +277,7 @@ class CoordinatorClient:
         self._channel = StoreChannel(end, COORDINATOR_MESSAGES, self._on_message, clock)
         # The listener is called in another thread: a terminal that blocks must not look like a client that is gone.
         self._notifier = AsyncNotifier()
-        self._begun = False  # the coordinator's task runs
+        self._task_started = False  # the coordinator's task runs
         self._waits_since = (
             0.0  # for a core; the time does not count while another job of the application trains
         )
@@ -314,12 +314,12 @@ class CoordinatorClient:
         self._scheduler.start(self._forward)
         try:
             while not self._ended.wait(LOOK_EVERY) and task.is_alive():
-                if not self._begun and self._clock.now() - self._waits_since > config.start_timeout:
+                if not self._task_started and self._clock.now() - self._waits_since > config.start_timeout:
                     raise NotEnoughWorkers(
                         f"no executor took the coordinator of {self._spec.job_name} within {config.start_timeout:g} s "
                         "(start_timeout): it needs a core beside those of the workers."
                     )
-                if self._begun and self._clock.now() - self._channel.last_seen > limit:
+                if self._task_started and self._clock.now() - self._channel.last_seen > limit:
                     losses.append(f"it has not been heard for {limit:g} s")
                     break
         except BaseException:
@@ -343,7 +343,7 @@ class CoordinatorClient:
         submit, listener = self._notifier.submit, self._listener
         match message:
             case DriverStarted(address, certificate):
-                self._begun = True
+                self._task_started = True
                 log.info("the coordinator of %s runs in a task, at %s", self._spec.job_name, address)
                 spec = dataclasses.replace(self._spec, address=address, certificate=certificate)
                 self._launcher.start(spec, self._forward)

@@ -51,11 +51,11 @@ def ls(url: str, options: tuple[str, ...]) -> None:
 @_OPTION
 def clean_store(url: str, older_than: str, unfinished: bool, options: tuple[str, ...]) -> None:
     """Remove data sets, ended runs and half-written files that have not been written to for a while."""
-    gone = remove_old_entries(
+    removed = remove_old_entries(
         _open_store(url, options), parse_age(older_than), SystemClock().wall(), unfinished
     )
-    _show(gone)
-    click.echo(f"removed {len(gone)}, {sum(each.bytes for each in gone):,} bytes")
+    _show(removed)
+    click.echo(f"removed {len(removed)}, {sum(each.bytes for each in removed):,} bytes")
 
 
 def parse_age(text: str) -> float:

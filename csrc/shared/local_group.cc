@@ -38,12 +38,12 @@ LocalGroup::LocalGroup(std::shared_ptr<Segment> segment, LivenessSockets livenes
       if (fd >= 0) mesh_.addFd(fd, [this, m](uint32_t) { return onLivenessEvent(m); });
     }
   }
-  const auto tell = [this](const Failure& failure) {
+  const auto publishFailure = [this](const Failure& failure) {
     barrier_.publish(failure);
     // Wakes members that wait in their mesh; a failed send does not matter.
     if (liveness_.own.get() >= 0) send(liveness_.own.get(), "", 1, MSG_NOSIGNAL);
   };
-  mesh_.observeFailure(tell, &segment_->line(self_).heartbeat);
+  mesh_.observeFailure(publishFailure, &segment_->line(self_).heartbeat);
 }
 
 LocalGroup::~LocalGroup() { close(); }
@@ -62,9 +62,9 @@ void LocalGroup::close() {
 std::unique_ptr<Failure> LocalGroup::onLivenessEvent(int member) {
   const int fd = liveness_.others[static_cast<size_t>(member)].get();
   char byte;
-  const bool told = recv(fd, &byte, 1, MSG_PEEK) == 1;  // not consumed: all members share this end
+  const bool signalled = recv(fd, &byte, 1, MSG_PEEK) == 1;  // not consumed: all members share this end
   mesh_.removeFd(fd);
-  if (told || barrier_.failed()) return std::make_unique<Failure>(barrier_.failure());
+  if (signalled || barrier_.failed()) return std::make_unique<Failure>(barrier_.failure());
   barrier_.lost(member);
   // While all members wait for this one, a closed socket cannot be an orderly exit.
   return barrier_.isAwaited() ? std::make_unique<Failure>(barrier_.makeLossFailure(member)) : nullptr;

@@ -166,8 +166,8 @@ void Mesh::dispatch(int fd, uint32_t events) {
     continueHandshake(found->second);
   } else if (auto known = byFd_.find(fd); known != byFd_.end()) {
     known->second->onEvents(events);
-  } else if (auto guest = externalFds_.find(fd); guest != externalFds_.end()) {
-    const OnEvents onEvents = guest->second;  // a copy: the callback may remove itself
+  } else if (auto external = externalFds_.find(fd); external != externalFds_.end()) {
+    const OnEvents onEvents = external->second;  // a copy: the callback may remove itself
     if (const auto failure = onEvents(events)) abortLocked(failure->cause, failure->ranks, failure->what());
   }
 }
@@ -430,10 +430,10 @@ void Mesh::removeFd(int fd) {
   if (externalFds_.erase(fd) > 0) unwatch(fd);
 }
 
-void Mesh::observeFailure(std::function<void(const Failure&)> onFailure, std::atomic<uint32_t>* pulse) {
+void Mesh::observeFailure(std::function<void(const Failure&)> onFailure, std::atomic<uint32_t>* heartbeat) {
   Lock lock(mu_);
   onFailure_ = std::move(onFailure);
-  heartbeat_ = pulse;
+  heartbeat_ = heartbeat;
   if (failure_ && onFailure_) onFailure_(*failure_);
 }
 

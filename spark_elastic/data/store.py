@@ -464,10 +464,10 @@ def remove_old_entries(
     old = [
         each for each in list_entries(store) if each.modified is not None and each.modified < now - older_than
     ]
-    gone = [each for each in old if unfinished or not each.needed]
-    for each in gone:
+    removable = [each for each in old if unfinished or not each.needed]
+    for each in removable:
         store.remove_tree(each.name)
-    return gone
+    return removable
 
 
 def _rows_of(store: Store, run: str) -> Iterator[str]:

@@ -168,7 +168,7 @@ class HostPoller:
         self._thread: threading.Thread | None = None
 
     def start(self, post: Post) -> None:
-        """Ask for the first time, and go on asking.
+        """Ask once, then keep asking in a thread.
 
         Raises:
             InvalidInput: the first answer failed or did not come.

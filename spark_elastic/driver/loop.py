@@ -171,8 +171,8 @@ class CommandExecutor:
                 self._server.stop_worker(worker, reason, kill)
             case do.ReleaseSlot(reason, slot):
                 self._server.release_slot(slot, reason)
-            case do.PublishCheckpoint(_, kept):
-                self._publisher(kept)
+            case do.PublishCheckpoint(_, checkpoints):
+                self._publisher(checkpoints)
             case do.End(reason):
                 self._server.end(reason)
             case do.NotifyUser():

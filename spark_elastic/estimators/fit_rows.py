@@ -60,7 +60,7 @@ class RowSource(Protocol):
         ...
 
     def check_same_rows(self, request: Request, record: RunRecord, run_id: str) -> None:
-        """Raises InvalidInput if the run was begun on other rows (R19, resuming a run); may start a job."""
+        """Raises InvalidInput if the run began with other rows (R19, resuming a run); may start a job."""
         ...
 
     def materialize_rows(
@@ -112,8 +112,8 @@ class TableRows:
     def check_same_rows(self, request: Request, record: RunRecord, run_id: str) -> None:
         if "://" in record.data:
             raise InvalidInput(
-                f"run_id {run_id!r} was begun by fit_on_parquet on {record.data}: go on with that, or use another "
-                "run_id."
+                f"run_id {run_id!r} began as fit_on_parquet on {record.data}: continue with those files, or use "
+                "another run_id."
             )
         if record.manifest == self._verified_manifest:
             return
@@ -122,7 +122,7 @@ class TableRows:
         found = find_difference(self._df, request.config.used_cols, *_write_options(request), written)
         if found is not None:
             raise InvalidInput(
-                f"run_id {run_id!r} was begun with another table ({found}): go on with the same, or use another run_id."
+                f"run_id {run_id!r} began with another table ({found}): continue with the same, or use another run_id."
             )
         self._verified_manifest = record.manifest
 
@@ -130,7 +130,7 @@ class TableRows:
     def materialize_rows(
         self, request: Request, store: Store, run: RunLease
     ) -> Iterator[tuple[RunRecord, Store]]:
-        """Write the rows, or take those that a resumed run was begun with.
+        """Write the rows, or take those that a resumed run began with.
 
         With `keep_data` they are written for later fits, too; else to a folder of the run, until it has succeeded.
         """
@@ -213,7 +213,7 @@ class FileRows:
         before = record.load_validation()
         if (record.load_manifest(), None if before is None else before[0]) != self._described:
             raise InvalidInput(
-                f"run_id {run_id!r} was begun on other files than those now in {self._files.url}, or on a table: bring "
+                f"run_id {run_id!r} began with other files than those now in {self._files.url}, or on a table: bring "
                 "them back, or use another run_id."
             )
 
@@ -221,7 +221,7 @@ class FileRows:
     def materialize_rows(
         self, request: Request, store: Store, run: RunLease
     ) -> Iterator[tuple[RunRecord, Store]]:
-        """Only writes the run's record. A resumed run needs the files that it was begun with."""
+        """Only writes the run's record. A resumed run needs the files that it began with."""
         assert self._described is not None
         record = RunRecord.load(store, run.run_id)
         if record is None:

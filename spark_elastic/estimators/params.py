@@ -129,7 +129,7 @@ REFUSED = {
     "custom_objects": _FRAME,
     "data_module": "rows are read from Parquet by one reader, through Arrow",
     "debug_data_loader": "the worker's messages name the step and rows of an error by themselves",
-    "initial_epoch": "a fit with the same run_id goes on where the run stands",
+    "initial_epoch": "a fit with the same run_id continues where the run stopped",
     "loader_num_epochs": _EPOCH,
     "log_every_n_steps": "callbacks hear of every step; on_progress, on the driver, four times a second",
     "logger": "use callbacks, which hear of every step; on_progress, on the driver, hears four times a second",
@@ -256,7 +256,7 @@ class EstimatorParams(ColumnParams):
     )
     epochs: Param[int] = declare("passes over the data")
     num_workers: Param[int] = declare("workers wanted at the start")
-    min_workers: Param[int] = declare("fewest workers to go on with")
+    min_workers: Param[int] = declare("fewest workers to continue with")
     max_workers: Param[int] = declare("most workers ever; default num_workers")
     store: Param[str] = declare("path or url for data and models that driver and executors share")
     storage_options: Param[Any] = declare("fsspec's options for the store, a dict; not saved", hide_values)

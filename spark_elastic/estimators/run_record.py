@@ -95,8 +95,8 @@ class RunRecord:
             before = self.settings.get(name, value)  # a parameter may be newer than the run
             if before != value:
                 raise InvalidInput(
-                    f"run_id {run_id!r} was begun with {name}={before!r} and this fit has {value!r}: "
-                    "go on with the same, or use another run_id."
+                    f"run_id {run_id!r} began with {name}={before!r} and this fit has {value!r}: "
+                    "continue with the same, or use another run_id."
                 )
         now = request.objects.identity() if self.objects else {}
         different = [name for name, before in self.objects.items() if now.get(name) != before]
@@ -104,7 +104,7 @@ class RunRecord:
             log.warning("run %s keeps its own weights: this fit's model begins with others", run_id)
         elif different:
             raise InvalidInput(
-                f"run_id {run_id!r} was begun with another {different[0]} than this fit's: go on with the same, or use "
+                f"run_id {run_id!r} began with another {different[0]} than this fit's: continue with the same, or use "
                 "another run_id."
             )
 
@@ -112,7 +112,7 @@ class RunRecord:
         """The manifest of the rows that are trained on. Raises StoreError if the document was altered."""
         manifest = Manifest.from_json(self.manifest)
         if manifest.hash != self.manifest_hash:
-            raise StoreError("The run's manifest is not the one that it was begun with: it was altered.")
+            raise StoreError("The run's manifest is not the one that it began with: it was altered.")
         return manifest
 
     def build_plan(self, manifest: Manifest) -> DataPlan:

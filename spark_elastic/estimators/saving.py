@@ -142,11 +142,11 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, tensors: dict[str, torch.Tensor]) -> None:
         super().__init__(file)
         self._tensors = tensors
-        self._made: dict[str, torch.Tensor] = {}
+        self._parameters: dict[str, torch.Tensor] = {}
 
     def persistent_load(self, identity: Any) -> torch.Tensor:
         key, is_parameter, requires_grad = identity
-        if key not in self._made:
+        if key not in self._parameters:
             tensor = self._tensors[key].requires_grad_(requires_grad)
-            self._made[key] = torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor
-        return self._made[key]
+            self._parameters[key] = torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor
+        return self._parameters[key]

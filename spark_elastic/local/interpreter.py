@@ -83,7 +83,7 @@ class Interpreter:
             self._ask()
 
     def _ask(self, *module: str) -> dict[str, Any]:
-        told = f"workers cannot run with {self.path}"
+        problem = f"workers cannot run with {self.path}"
         try:
             done = subprocess.run(
                 [self.path, "-c", _QUESTION, *module],
@@ -95,15 +95,15 @@ class Interpreter:
             answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
             if not isinstance(error, ValueError | IndexError):
-                raise InvalidInput(f"{told} ({error}): give a Python that has spark_elastic.") from error
+                raise InvalidInput(f"{problem} ({error}): give a Python that has spark_elastic.") from error
             said = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
             raise InvalidInput(
-                f"{told} ({said}): give a Python that has spark_elastic, or install it there. A program that starts "
+                f"{problem} ({said}): give a Python that has spark_elastic, or install it there. A program that starts "
                 "Python by itself, such as a shell script, is started around spark-elastic-run, not by it."
             ) from error
         if answer["version"] != spark_elastic.__version__:
             raise InvalidInput(
-                f"{told}: it has spark_elastic {answer['version']}, and spark-elastic-run is of "
+                f"{problem}: it has spark_elastic {answer['version']}, and spark-elastic-run is of "
                 f"{spark_elastic.__version__}; install the same version."
             )
         if "error" in answer:

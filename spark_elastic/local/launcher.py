@@ -136,10 +136,10 @@ class LocalLauncher(ThreadPerSlotLauncher):
 
     def slots(self) -> dict[int, int]:
         """Living slot processes: number of the launch -> process id."""
-        living = [
+        alive = [
             (launch, process) for launch, process in list(self._processes.items()) if process.poll() is None
         ]
-        return {launch: process.pid for launch, process in living}
+        return {launch: process.pid for launch, process in alive}
 
     def kill(self, launch: int, sig: int = signal.SIGKILL) -> None:
         """Signal a slot process; its training child dies with it."""

@@ -246,7 +246,7 @@ class OutputListener(JobListener):
             self._stream.flush()
         except BrokenPipeError:
             self._stream_closed = True
-            log.warning("the stream that shows workers' output has been closed; the job goes on")
+            log.warning("the stream that shows workers' output has been closed; the job continues")
 
 
 def format_metrics(metrics: Metrics, throughput: Throughput) -> str:

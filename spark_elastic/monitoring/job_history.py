@@ -235,8 +235,8 @@ class JobHistory(JobListener):
         """Reported steps that the new world has to repeat."""
         if self._world is None or not self._metrics:
             return 0
-        kept = _count_steps_before(world.start_position, int(self._metrics.get("steps", 0)))
-        return max(0, count_steps(self._metrics) - kept)
+        resumed_from = _count_steps_before(world.start_position, int(self._metrics.get("steps", 0)))
+        return max(0, count_steps(self._metrics) - resumed_from)
 
     def _add_entry(self, at: float, kind: str, text: str) -> None:
         times = 1

@@ -178,7 +178,7 @@ class WorldChange:
             case WorldChangeKind.RESTART:
                 return f"all {self.before} lost, restarted"
         moves = [(self.joined, "joined"), (self.left, "left as planned")]
-        return ", ".join(f"{count} {word}" for count, word in moves if count) or "re-formed"
+        return ", ".join(f"{count} {verb}" for count, verb in moves if count) or "re-formed"
 
     def _describe_steps_lost(self) -> str:
         if self.kind not in UNPLANNED:

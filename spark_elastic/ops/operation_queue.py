@@ -238,7 +238,7 @@ class OperationQueue:
         except CollectiveError as error:
             self._break(error.among(self.group.members))
         except BaseException as error:  # peers must not wait for this rank until their timeout
-            reason = f"rank {self.group.rank} cannot go on: {type(error).__name__}: {error}"
+            reason = f"rank {self.group.rank} cannot continue: {type(error).__name__}: {error}"
             self.group.abort(reason)
             if isinstance(error, Exception):
                 self._break(error)  # as itself: another world would not mend it

@@ -3,7 +3,7 @@
 One row per name: QUEUE until the round that announces the operation, NEGOTIATE_x until all ranks have requested it,
 then x itself; and one row per gradient bucket, which ranks do not negotiate. Several threads write; a lock guards the
 file. The file is readable after a crash, since the format lets the closing bracket be missing. If the file cannot be
-written any more, the trace ends and training goes on.
+written any more, the trace ends and training continues.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class _TimelineState:
             except InvalidInput as error:
                 if not is_continued:
                     raise
-                log.warning("%s It ends here; training goes on.", error)
+                log.warning("%s It ends here; training continues.", error)
                 self.path = None
         return self.timeline
 

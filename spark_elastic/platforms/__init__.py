@@ -109,7 +109,7 @@ def resume_after_coordinator_loss(attempt: Callable[[], T], find_checkpoints: Ca
     The loss of a coordinator is that of a driver (P7): the client takes the run's next attempt.
 
     Args:
-        find_checkpoints: looks up the checkpoints from which the run would go on.
+        find_checkpoints: looks up the checkpoints from which the run would resume.
 
     Raises:
         CoordinatorLost: `MOST_IDLE` coordinators in a row were lost without a new checkpoint.

@@ -44,7 +44,7 @@ class WorkerRequest(Request[R_co]):
 class Acknowledged:
     """The driver has received the message."""
 
-    # Why the sender must end; None: it goes on.
+    # Why the sender must end; None: it continues.
     stop: str | None = None
 
 
@@ -65,7 +65,7 @@ class HeartbeatReply:
 
     # Seconds until the next heartbeat is due.
     heartbeat_interval: float = 1.0
-    # Why the slot must end; None: it goes on.
+    # Why the slot must end; None: it continues.
     stop: str | None = None
 
 

@@ -196,7 +196,7 @@ class Limits:
     """What bounds a job. Times are in seconds."""
 
     num_workers: int  # slots wanted at the start: R16 (start)
-    min_workers: int  # fewest to go on with
+    min_workers: int  # fewest to continue with
     max_workers: int  # most ever
     gather_timeout: float = 10.0  # how long the start waits for `num_workers` once `min_workers` are there
     start_timeout: float = 600.0  # how long to wait for `min_workers`, at the start and after a loss

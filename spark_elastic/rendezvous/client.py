@@ -34,8 +34,6 @@ from spark_elastic.rendezvous.messages import (
     VERSION,
     DriverClient,
     ExchangeAddresses,
-    GetValues,
-    SetValues,
     path_of,
     reply_of,
 )
@@ -220,17 +218,6 @@ class RendezvousClient:
         self._session: _Session | None = None
         self._last_answered = float("-inf")
 
-    # ---- the key-value store
-
-    def set_values(self, scope: str, values: dict[str, bytes]) -> None:
-        self.ask(SetValues(scope, tuple(values), tuple(values.values())))
-
-    def get_values(self, scope: str, keys: tuple[str, ...], hold: float = 0.0) -> tuple[bytes | None, ...]:
-        """Values of `keys`, after waiting up to `hold` seconds (at most MAX_POLL_SECONDS) until all are there."""
-        return self.ask(GetValues(scope, keys, wait=hold > 0), hold).values
-
-    # ---- asking
-
     def ask(self, request: Request[R], hold: float = 0.0, within: float | None = None) -> R:
         """Sends the request and returns the reply; dials again until the time is over.
 
@@ -256,12 +243,12 @@ class RendezvousClient:
             sent = self._clock.now()
             left = retries.deadline - sent
             # Short enough for a driver that went silent to be noticed in time, at a second try too.
-            held = max(0.0, min(hold, left * POLL_SHARE))
-            body = self._envelope(request, held)
+            hold_seconds = max(0.0, min(hold, left * POLL_SHARE))
+            body = self._envelope(request, hold_seconds)
             try:
                 session = self._session or self._open_session(retries)
                 credentials = auth.sign_request(self._key, path, session.name, session.next(), body)
-                response = self._post(path, credentials, body, min(held + ANSWER_SECONDS, left))
+                response = self._post(path, credentials, body, min(hold_seconds + ANSWER_SECONDS, left))
             except TransportClosed:
                 raise ConnectionClosed("The connection to the driver was closed on this side.") from None
             except CertificateMismatch:

@@ -74,12 +74,12 @@ class _CoalescingTransport:
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport = transport
         self._loop = loop
-        self._held: list[bytes] = []
+        self._unsent: list[bytes] = []
 
     def write(self, data: bytes) -> None:
-        if not self._held:
+        if not self._unsent:
             self._loop.call_soon(self._send)
-        self._held.append(data)
+        self._unsent.append(data)
 
     def close(self) -> None:
         self._send()
@@ -89,9 +89,9 @@ class _CoalescingTransport:
         return getattr(self._transport, name)
 
     def _send(self) -> None:
-        if self._held:
-            held, self._held = self._held, []
-            self._transport.write(b"".join(held))
+        if self._unsent:
+            unsent, self._unsent = self._unsent, []
+            self._transport.write(b"".join(unsent))
 
 
 # h11: httptools in its place saved nothing measurable, since only system calls are left.

@@ -87,7 +87,7 @@ class WorkerUpdate:
     # The newest generation that is over, and why.
     over: Fence | None = None
     why: str = ""
-    # Why the worker must end; None: it goes on.
+    # Why the worker must end; None: it continues.
     stop: str | None = None
 
 

@@ -313,22 +313,24 @@ class Routes:
 
     async def _wait_until_ready(self, call: Call, topic: str, ready: Callable[[], R | None]) -> R | None:
         deadline = self._clock.now() + call.hold
-        gone = asyncio.ensure_future(call.wait_disconnected())
+        disconnected = asyncio.ensure_future(call.wait_disconnected())
         try:
             while (left := deadline - self._clock.now()) > 0:
                 wake = self._state.waiters.add(topic)
                 try:
-                    await asyncio.wait({wake, gone}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait(
+                        {wake, disconnected}, timeout=left, return_when=asyncio.FIRST_COMPLETED
+                    )
                 finally:
                     self._state.waiters.remove(topic, wake)
-                if gone.done():
+                if disconnected.done():
                     raise call.get_disconnect_error()
                 reply = ready()
                 if reply is not None:
                     return reply
             return None
         finally:
-            gone.cancel()
+            disconnected.cancel()
 
 
 def _sender(message: SlotRequest[Any] | WorkerRequest[Any]) -> Peer:

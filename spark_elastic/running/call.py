@@ -104,7 +104,7 @@ def run(
 
     Args:
         fn: a function, or the path of a script that runs as `__main__`, followed by its arguments. The function that
-            it passes to `spark_elastic.torch.elastic.run` goes on through losses; all other code starts again, from
+            it passes to `spark_elastic.torch.elastic.run` continues through losses; all other code starts again, from
             the beginning of `fn`, in the world after a loss.
         arguments: num_workers (default: Spark's default parallelism), min_workers (num_workers: a lost worker is waited
             for), max_workers (num_workers), env, stdout, verbose, prefix_output_with_timestamp, preload, run_id and

@@ -265,11 +265,11 @@ def _collect_probes(spark: SparkSession, frame: Any, tag: str, timeout: float) -
         except Exception as error:  # raised below, in the caller's thread
             errors.append(error)
 
-    patience = QueueTimeout(get_job_queue(spark), timeout, SystemClock(), "the preflight of a job")
+    queue_timeout = QueueTimeout(get_job_queue(spark), timeout, SystemClock(), "the preflight of a job")
     thread = threading.Thread(target=work, name="spark-elastic-preflight", daemon=True)
     thread.start()
     try:
-        patience.join(thread)
+        queue_timeout.join(thread)
     finally:
         if late := thread.is_alive():
             _interrupt(spark, tag)

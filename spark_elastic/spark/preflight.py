@@ -92,12 +92,12 @@ def _run_probes(sc: SparkContext, task: Task, tasks: int, tag: str, timeout: flo
         finally:
             sc.removeJobTag(tag)
 
-    patience = QueueTimeout(get_job_queue(sc), timeout, SystemClock(), "the preflight of a job")
+    queue_timeout = QueueTimeout(get_job_queue(sc), timeout, SystemClock(), "the preflight of a job")
     thread = InheritableThread(target=work, name="spark-elastic-preflight", daemon=True)
     thread.start()
     late = True
     try:
-        late = not patience.join(thread)
+        late = not queue_timeout.join(thread)
     finally:
         if late:
             sc.cancelJobsWithTag(tag)

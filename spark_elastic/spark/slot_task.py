@@ -116,9 +116,9 @@ CONTEXT_STOPPED = SlotEnd("the SparkContext was stopped", cancelled=True)
 
 def classify_error(text: str) -> SlotEnd:
     """How a Spark job ended that failed with an error of this text."""
-    if any(word in text for word in STOPPED):
+    if any(marker in text for marker in STOPPED):
         return CONTEXT_STOPPED
-    if any(word in text for word in CANCELLED):
+    if any(marker in text for marker in CANCELLED):
         return SlotEnd(f"the slot job was cancelled: {_first_line(text)}", cancelled=True)
     return SlotEnd(_first_line(text), executor_lost=EXECUTOR_LOST in text)
 

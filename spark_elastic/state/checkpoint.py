@@ -112,14 +112,14 @@ class CheckpointStore:
                 log.warning("%s cannot be read, the list before it is taken: %s", name, error)
         return ()
 
-    def sweep(self, attempt: int, kept: Sequence[Checkpoint]) -> None:
+    def sweep(self, attempt: int, published: Sequence[Checkpoint]) -> None:
         """Delete the checkpoints that the published list of `attempt` does not name: older ones, and those of dead
         attempts.
 
         The manifest is deleted first, so a half-deleted checkpoint never looks whole. Checkpoints newer than those of
-        `kept` stay, since a worker may be about to report them.
+        `published` stay, since a worker may be about to report them.
         """
-        names = {checkpoint.name for checkpoint in kept}
+        names = {checkpoint.name for checkpoint in published}
         newest = max(names, default="")
         for path in self._store.list(self._folder):
             name = path.rpartition("/")[2]

@@ -21,7 +21,7 @@ R = TypeVar("R")
 # Keys of `WorkerSession.persistent`.
 STATE = "state"  # the state of the newest elastic function of this process
 ENTERED = "entered"  # whether this call of the user's function has reached its elastic function
-BEGUN = "begun"  # the fence of the world that the elastic function was begun in
+START_FENCE = "start_fence"  # the fence of the world in which the elastic function started
 
 
 def elastic(func: Callable[..., R], get_session: Callable[[], WorkerSession | None]) -> Callable[..., R]:
@@ -96,7 +96,7 @@ def _wait_for_next_world(session: WorkerSession, error: CollectiveError | None) 
 
 def _begin_world(state: State, session: WorkerSession) -> None:
     world = session.world
-    if session.persistent.get(BEGUN) == world.fence:
+    if session.persistent.get(START_FENCE) == world.fence:
         return  # the user's function called its elastic function again
     source, number = choose_source(world)
     if world.resume:
@@ -104,7 +104,7 @@ def _begin_world(state: State, session: WorkerSession) -> None:
         if session.group.rank == source and session.checkpointer is not None:
             state.restore_checkpoint(session.checkpointer, world.resume)
     state.begin_world(source, number)
-    session.persistent[BEGUN] = world.fence
+    session.persistent[START_FENCE] = world.fence
 
 
 def _write_last_commit(state: State, session: WorkerSession) -> None:

@@ -204,7 +204,7 @@ class State(ABC):
         self._session = session
 
     def begin_world(self, source: int | None, number: int | None) -> None:
-        """Prepare to go on in a new world.
+        """Prepare to continue in a new world.
 
         Args:
             source: the rank whose state all take over; None: all hold it already.

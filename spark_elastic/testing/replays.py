@@ -29,7 +29,7 @@ class ReplayDiffers(AssertionError):
 
 
 @dataclass(frozen=True)
-class JournalTurn:
+class JournalEntry:
     """An event and the commands that it led to. line: of the journal."""
 
     line: int
@@ -43,13 +43,13 @@ class Replay:
 
     initial: dict[str, Any]
     first: tuple[DriverCommand, ...]
-    turns: tuple[JournalTurn, ...]
+    entries: tuple[JournalEntry, ...]
     state: DriverState
 
-    def as_test(self, name: str = "test_replayed_journal", turns: int | None = None) -> str:
-        """Source of a test that takes the machine through the first `turns` of it (default: all)."""
+    def as_test(self, name: str = "test_replayed_journal", entries: int | None = None) -> str:
+        """Source of a test that takes the machine through the first `entries` of it (default: all)."""
         lines = _Source()
-        table = [f"    ({lines.of(t.event)}, {lines.of(t.commands)})," for t in self.turns[:turns]]
+        table = [f"    ({lines.of(t.event)}, {lines.of(t.commands)})," for t in self.entries[:entries]]
         arguments = ", ".join(f"{key}={lines.of(value)}" for key, value in self.initial.items())
         first = lines.of(self.first)
         return "\n".join(
@@ -86,21 +86,21 @@ def replay(path: str | os.PathLike[str], job: int = -1) -> Replay:
     jobs = list(_jobs(Path(path)))
     if not -len(jobs) <= job < len(jobs):
         raise InvalidInput(f"The journal {path} holds {len(jobs)} jobs, and number {job} is asked for.")
-    initial, first, turns = jobs[job]
+    initial, first, entries = jobs[job]
     state, commands = driver_machine.initial(**initial)
     _compare(path, "the beginning", first, commands)
-    for turn in turns:
+    for entry in entries:
         try:
-            state, commands = driver_machine.step(state, turn.event)
+            state, commands = driver_machine.step(state, entry.event)
         except Exception as error:
             raise ReplayDiffers(
-                f"{path}, line {turn.line}: the machine fails at {_subject(turn.event)}: {error!r}"
+                f"{path}, line {entry.line}: the machine fails at {_subject(entry.event)}: {error!r}"
             ) from error
-        _compare(path, f"line {turn.line}, at {turn.event}", turn.commands, commands)
-    return Replay(initial, first, tuple(turns), state)
+        _compare(path, f"line {entry.line}, at {entry.event}", entry.commands, commands)
+    return Replay(initial, first, tuple(entries), state)
 
 
-Job = tuple[dict[str, Any], tuple[DriverCommand, ...], list[JournalTurn]]
+Job = tuple[dict[str, Any], tuple[DriverCommand, ...], list[JournalEntry]]
 
 
 def _jobs(path: Path) -> Iterator[Job]:
@@ -122,7 +122,7 @@ def _jobs(path: Path) -> Iterator[Job]:
                 raise MalformedMessage(f"line {torn or number} does not belong to a job")
             else:
                 job[2].append(
-                    JournalTurn(number, decode_event(line["event"]), decode_commands(line["commands"]))
+                    JournalEntry(number, decode_event(line["event"]), decode_commands(line["commands"]))
                 )
         except (MalformedMessage, KeyError, TypeError) as error:
             raise InvalidInput(

@@ -41,7 +41,7 @@ class ElasticDataLoader:
     of equally many rows, give or take one, at most `global_batch_size`.
 
     A batch counts as taken once the loop has received it, as in torchdata's StatefulDataLoader: commit after the
-    optimizer's step. After the last batch the loader goes on to the next epoch by itself.
+    optimizer's step. After the last batch the loader continues with the next epoch by itself.
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class ElasticDataLoader:
         self._check_world()
         self.reset()
         if self._generator is not None:  # torch seeds its worker processes by it
-            drawn = draw_uniform(np.array([rank()]), 1, self.seed, self.epoch, self.step)
-            self._generator.manual_seed(int(drawn[0, 0] * 2**53))
+            uniform = draw_uniform(np.array([rank()]), 1, self.seed, self.epoch, self.step)
+            self._generator.manual_seed(int(uniform[0, 0] * 2**53))
         left = self.step < len(self)
         iteration = _Iteration(self, iter(self._batches) if left else iter(()), size())
         self._iteration = weakref.ref(iteration)

@@ -243,15 +243,15 @@ class OptimizerStateHandler(SnapshotHandler):
 
     def load(self, values: Any, memory: Bytes) -> None:
         settings, states = values
-        for group, kept in zip(self.value.param_groups, settings, strict=True):
-            for key, value in kept.items():
+        for group, saved in zip(self.value.param_groups, settings, strict=True):
+            for key, value in saved.items():
                 group[key] = _thaw(value, group.get(key), memory)
         parameters = [p for group in self.value.param_groups for p in group["params"]]
-        for parameter, kept in zip(parameters, states, strict=True):
-            if kept is None:
+        for parameter, saved in zip(parameters, states, strict=True):
+            if saved is None:
                 self.value.state.pop(parameter, None)
             else:
-                self.value.state[parameter] = _thaw(kept, self.value.state.get(parameter), memory)
+                self.value.state[parameter] = _thaw(saved, self.value.state.get(parameter), memory)
 
     def reset(self) -> None:
         """Drop the gradients of the former world."""
@@ -269,20 +269,20 @@ class OptimizerStateHandler(SnapshotHandler):
         return copy.deepcopy(value)
 
 
-def _thaw(kept: Any, live: Any, memory: Bytes) -> Any:
+def _thaw(saved: Any, live: Any, memory: Bytes) -> Any:
     """Return the value that was frozen, in the live tensor if shape and dtype fit."""
-    if isinstance(kept, _Frozen):
-        arrived = _tensor(kept, memory)
+    if isinstance(saved, _Frozen):
+        arrived = _tensor(saved, memory)
         if isinstance(live, torch.Tensor) and live.shape == arrived.shape and live.dtype == arrived.dtype:
             with torch.no_grad():
                 return live.copy_(arrived)
         return arrived.clone()
-    if isinstance(kept, dict):
+    if isinstance(saved, dict):
         known = live if isinstance(live, dict) else {}
-        return {key: _thaw(item, known.get(key), memory) for key, item in kept.items()}
-    if type(kept) in (list, tuple):
-        return type(kept)(_thaw(item, None, memory) for item in kept)
-    return copy.deepcopy(kept)
+        return {key: _thaw(item, known.get(key), memory) for key, item in saved.items()}
+    if type(saved) in (list, tuple):
+        return type(saved)(_thaw(item, None, memory) for item in saved)
+    return copy.deepcopy(saved)
 
 
 def _tensor(frozen: _Frozen, memory: Bytes) -> torch.Tensor:

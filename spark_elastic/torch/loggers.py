@@ -1,8 +1,8 @@
 """Callbacks that write the numbers of a training to TensorBoard and MLflow. Rank 0 writes; the others keep count.
 
-Both packages are imported on the workers, where they are used. What is written goes on where it stood when rank 0 is
-another worker, or another driver took the run up. Main thread of training only; a tracking server is spoken to by a
-thread of its own, since a client tries for minutes before it gives one up, and the other ranks would wait for rank 0.
+Both packages are imported on the workers, where they are used. They continue where they stood when another worker
+becomes rank 0, or another driver resumes the run. Called from the main thread of training. A thread of its own talks
+to a tracking server: a client retries for minutes before it gives up, and the other ranks would wait for rank 0.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class MLflowLogger(_Counting):
             if not self._run:
                 self._open()
             call()
-        except Exception as reason:  # whatever it is, the training goes on
+        except Exception as reason:  # whatever it is, the training continues
             self._warn(reason)
 
     def _warn(self, reason: object) -> None:

@@ -25,7 +25,7 @@ from spark_elastic.torch.gradients.buckets import even_groups, layout_hash
 from spark_elastic.torch.gradients.exchange_options import build_specs, find_trainable, options_from_env
 from spark_elastic.torch.gradients.gradient_sync import (
     GradientSync,
-    exchange_trailer,
+    exchange_summary,
     get_optimizers_in_use,
     get_training_group,
     world_ranks_in_errors,
@@ -65,8 +65,8 @@ def name_parameters(
             f"named_parameters lacks {len(unnamed)} of the optimizer's parameters (group.number {unnamed[0]} first): "
             "pass the named_parameters() of every module that it trains, or leave the argument out."
         )
-    held = {id(parameter) for _, parameter in mine}
-    return [(name, parameter) for name, parameter in pairs if id(parameter) in held]
+    own = {id(parameter) for _, parameter in mine}
+    return [(name, parameter) for name, parameter in pairs if id(parameter) in own]
 
 
 class DistributedBase(torch.optim.Optimizer):
@@ -113,7 +113,7 @@ class AdasumSync:
         with torch.no_grad(), world_ranks_in_errors(group):
             for parameter in self._parameters:
                 _allreduce_adasum(group, torch.zeros_like(parameter))
-            return self._exchange_trailer(group, rows=0).rows > 0
+            return self._exchange_summary(group, rows=0).rows > 0
 
     def combine_step(self, apply: Callable[[], Any]) -> Any:
         """Call `apply`, which changes the parameters, and replace the change by that of all ranks.
@@ -144,12 +144,12 @@ class AdasumSync:
         for parameter, was in zip(self._parameters, before, strict=True):
             change = _allreduce_adasum(group, parameter - was)
             parameter.copy_(was + change.to(was.device))
-        self._exchange_trailer(group, rows=1)
+        self._exchange_summary(group, rows=1)
         self._steps = group, 1 + (self._steps[1] if self._steps[0] is group else 0)
 
-    def _exchange_trailer(self, group: Group, rows: int) -> StepDecision:
+    def _exchange_summary(self, group: Group, rows: int) -> StepDecision:
         everything = np.ones(len(self._parameters), np.bool_)
-        return exchange_trailer(group, self._layout, everything, ~everything, rows)
+        return exchange_summary(group, self._layout, everything, ~everything, rows)
 
 
 def _allreduce_adasum(group: Group, change: torch.Tensor) -> torch.Tensor:
@@ -244,7 +244,7 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
         predivide=gradient_predivide_factor,
         wire=reduce.compression.wire,
         compressor=_find_custom_compressor(reduce.compression),
-        sparse="dense" if sparse_as_dense else "kept",
+        sparse="dense" if sparse_as_dense else "sparse",
     )
     if op is Adasum and (options.wire is not None or options.compressor is not None or options.groups):
         raise InvalidInput("op=Adasum combines each parameter by itself: leave compression and groups out.")

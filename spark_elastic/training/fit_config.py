@@ -164,7 +164,7 @@ class FitConfig:
     epochs: int = _param(_check_count, 1, may_change=True)
     # Workers at the start; the global batch is made for them.
     num_workers: int = _param(_check_workers, 1, may_change=True)
-    # Fewest workers to go on with.
+    # Fewest workers to continue with.
     min_workers: int = _param(_check_count, 1, may_change=True)
     # Most workers ever; None stands for num_workers and is replaced by it.
     max_workers: int = _param(_check_optional_count, None, may_change=True)

@@ -75,7 +75,7 @@ class TrainingProgress:
     validation: StepSums = field(default_factory=StepSums)
     # Logs of the newest step until it is finalized (R1, finalized steps); callbacks see them only then.
     pending_logs: dict[str, Any] | None = None
-    # Why the training ends with this epoch; None: it goes on.
+    # Why the training ends with this epoch; None: it continues.
     stop_reason: str | None = None
     # Whether the warning about layers that depend on the number of workers was given (R9, what P2 covers).
     has_warned: bool = False

@@ -83,7 +83,7 @@ class StepDecision(NamedTuple):
         if not math.isfinite(self.loss):
             raise FloatingPointError(
                 f"the loss became {self.loss} in step {position.step} of epoch {position.epoch}: look at these rows, "
-                "or lower the learning rate (training ended before they were applied; terminate_on_nan=False goes on)."
+                "or lower the learning rate (training ended before the update; terminate_on_nan=False continues)."
             )
 
 

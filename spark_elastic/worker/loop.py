@@ -356,19 +356,19 @@ class DriverWatch:
                 # Asks by what it heard last, not by the world that the worker is in. So it does not miss the end of a
                 # world that begins while the request is open.
                 request = WatchWorker(self._worker, over, self._version)
-                news = self._driver.ask(request, MAX_POLL_SECONDS, max(0.0, left))
+                watched = self._driver.ask(request, MAX_POLL_SECONDS, max(0.0, left))
             except ElasticError:
                 self._closing.wait(min(RETRY_EVERY, max(RETRY_AT_LEAST, left)))
                 continue
             now = self._clock.now()
-            if news.version > self._version:
-                self._version = news.version
-                notification_manager.handle_hosts_updated(self._clock.wall(), get_update(news.version))
-            if news.over is not None and news.over != over:
-                over = news.over
-                handle_event(AbortReceived(now, over, news.why))
-            if news.stop is not None:
-                self._exit(handle_event(StopReceived(now, news.stop)), news.stop)
+            if watched.version > self._version:
+                self._version = watched.version
+                notification_manager.handle_hosts_updated(self._clock.wall(), get_update(watched.version))
+            if watched.over is not None and watched.over != over:
+                over = watched.over
+                handle_event(AbortReceived(now, over, watched.why))
+            if watched.stop is not None:
+                self._exit(handle_event(StopReceived(now, watched.stop)), watched.stop)
                 return
 
     def _exit(self, code: int | None, reason: str) -> None:

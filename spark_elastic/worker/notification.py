@@ -87,4 +87,4 @@ def _tell(listeners: tuple[HostsListener, ...], timestamp: float, update_res: Ho
         try:
             listener.on_hosts_updated(timestamp, update_res)
         except Exception:  # user code; the others are told nevertheless
-            log.exception("a listener of changes raised, and the job goes on")
+            log.exception("a listener of changes raised, and the job continues")

@@ -169,7 +169,7 @@ def assert_right(verdict: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("lease", [1.0, 5.0])
 def test_a_host_that_is_cut_off_for_30_seconds(lease: float, field: Field, fault: Fault) -> None:
-    """The others go on within the lease; when the network heals the host rejoins, and its zombie ends itself."""
+    """The others continue within the lease; when the network heals the host rejoins, and its zombie ends itself."""
     field.train(lease)
     field.hear("world", HOSTS)
     time.sleep(3.0)  # into the middle of an epoch
@@ -207,7 +207,7 @@ def test_a_host_whose_network_comes_and_goes(field: Field, fault: Fault) -> None
 def test_r12_a_driver_that_is_cut_off_for_longer_than_the_lease_loses_nobody(
     field: Field, fault: Fault
 ) -> None:
-    """Training goes on without it: not one world is lost, and steps are taken meanwhile."""
+    """Training continues without it: no world is lost, and steps are taken meanwhile."""
     field.train(lease=3.0)
     field.hear("world", HOSTS)
     time.sleep(2.0)

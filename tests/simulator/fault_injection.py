@@ -168,7 +168,7 @@ class FaultInjection:
             self.sim.at(self.sim.plan.replace_after, self.sim.add_host)
 
     def _cut(self, host: SimHost, seconds: float) -> None:
-        """Cut the host off the driver, not off its peers: under R12 (driver silence) training goes on."""
+        """Cut the host off from the driver, not from its peers: under R12 (driver silence) training continues."""
         if host.cut:
             return
         host.cut = True
@@ -180,7 +180,7 @@ class FaultInjection:
         self.sim.at(seconds, lambda: self._heal(host))
 
     def _partition_and_replace(self, host: SimHost, seconds: float) -> None:
-        """As `_cut`, but no connection breaks, and Spark gives up the executor, whose processes go on."""
+        """As `_cut`, but no connection breaks, and Spark gives up the executor, whose processes keep running."""
         self.sim.silent = True
         self._cut(host, seconds)
         self.sim.silent = False

@@ -33,7 +33,7 @@ NET = {"num_workers": 2, "batch_size": estimators.ROWS // 2, "epochs": EPOCHS, "
 
 
 class Coordinators(logging.Handler):
-    """Where coordinators said that they run; kills the executor of the first once its run can go on."""
+    """Records where coordinators run; kills the executor of the first one once its run can be resumed."""
 
     def __init__(self, store: Store, run: str) -> None:
         super().__init__()

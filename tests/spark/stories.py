@@ -1,4 +1,4 @@
-"""A program that lasts as long as it shall, a listener that acts as the job goes on, and what a result must be."""
+"""A program of adjustable length, a listener that acts while the job runs, and the expected result."""
 
 from __future__ import annotations
 

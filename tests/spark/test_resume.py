@@ -1,4 +1,4 @@
-"""A fit that was ended in mid-run goes on under its run_id, with other workers, and what is finished is not redone."""
+"""A fit that ended early is resumed by its run_id, with other workers, and finished work is not repeated."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_p7_r19_a_cancelled_fit_goes_on_where_it_was(
         est.fit(df)
     gate.touch()
     assert list((tmp_path / "runs" / "mine" / "rows").rglob("*.parquet")), "the run's rows are gone"
-    with pytest.raises(InvalidInput, match="was begun with batch_size=16 and this fit has 8"):
+    with pytest.raises(InvalidInput, match="began with batch_size=16 and this fit has 8"):
         est.copy({est.batch_size: 8}).fit(df)
     model = est.copy({est.num_workers: 2}).fit(df)
     first = model.summary.worlds[0]

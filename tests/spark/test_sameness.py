@@ -1,4 +1,4 @@
-"""R19 on real Spark: which tables are the one that a run was begun with, and that no other one gets its model."""
+"""R19 on real Spark: which tables are the one that a run began with, and that no other one gets its model."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ def test_r19_no_fold_and_no_other_table_gets_a_run_s_model(spark: SparkSession, 
     again = est.fit(table(spark))
     assert again.summary.worlds == (), "a finished run was trained again"
     assert again.summary.digest == first.summary.digest
-    with pytest.raises(InvalidInput, match="begun with another table"):
+    with pytest.raises(InvalidInput, match="began with another table"):
         est.fit(df.where("id < 24"))
-    with pytest.raises(InvalidInput, match=r"begun with learning_rate=None and this fit has 0\.5"):
+    with pytest.raises(InvalidInput, match=r"began with learning_rate=None and this fit has 0\.5"):
         est.fit(df, {est.learning_rate: 0.5})
     grid = ParamGridBuilder().addGrid(est.learning_rate, [0.1, 0.5]).build()
     search = CrossValidator(

@@ -41,7 +41,7 @@ class KerasCallbackList:
         self._step = [-1, -1]
         self._tested = -1
         # Numbers of the callbacks that know that training began.
-        self._begun: set[int] = set()
+        self._started: set[int] = set()
         model.stop_training = False
         for callback in self._callbacks:
             callback.set_params(dict(params))
@@ -53,8 +53,8 @@ class KerasCallbackList:
 
     def capture(self) -> dict[str, Any]:
         """Attributes of all callbacks that are plain values and arrays."""
-        begun = {"epoch": self._epoch, "step": list(self._step), "tested": self._tested}
-        return {**begun, "attributes": [_attributes_of(callback) for callback in self._callbacks]}
+        progress = {"epoch": self._epoch, "step": list(self._step), "tested": self._tested}
+        return {**progress, "attributes": [_attributes_of(callback) for callback in self._callbacks]}
 
     def load(self, values: Mapping[str, Any]) -> None:
         self._epoch, self._step, self._tested = values["epoch"], values["step"], values["tested"]
@@ -67,14 +67,14 @@ class KerasCallbackList:
     def on_world_begin(self, group: Group) -> None:
         self._rank = group.rank
         for number, callback in enumerate(self._callbacks):
-            if self._runs(callback) and number not in self._begun:
+            if self._runs(callback) and number not in self._started:
                 if self._epoch >= 0:
                     self._take_over(number, callback)
                 else:
                     self._begin(number, callback)
 
     def on_epoch_begin(self, epoch: int) -> None:
-        if epoch > self._epoch:  # a new world may go on with an epoch that has begun
+        if epoch > self._epoch:  # a new world may continue an epoch that has begun
             self._epoch = epoch
             self._each("on_epoch_begin", epoch, {})
 
@@ -119,11 +119,11 @@ class KerasCallbackList:
         self._each("on_train_end", keras_logs(history[-1]) if history else {})
 
     def _begin(self, number: int, callback: Any) -> None:
-        self._begun.add(number)
+        self._started.add(number)
         callback.on_train_begin({})
 
     def _take_over(self, number: int, callback: Any) -> None:
-        """A callback that writes goes on here, with the attributes that it had on the former rank 0."""
+        """A callback that writes continues here, with the attributes that it had on the former rank 0."""
         attributes = _attributes_of(callback)
         if isinstance(callback, keras.callbacks.CSVLogger):
             callback.append = True  # keeps the rows of the former rank 0 where the path is a shared one

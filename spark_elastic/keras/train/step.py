@@ -54,8 +54,8 @@ class RunningStats:
         """Keep the values as they are, and let random layers draw by `key` from here on."""
         self._before = [np.array(value_of(v)) for v in self.variables]
         for number, seed in enumerate(self._seeds):
-            drawn = hashlib.sha256(repr((*key, number)).encode()).digest()
-            seed.assign(np.array([int.from_bytes(drawn[:4], "little") >> 1, 0]))
+            digest = hashlib.sha256(repr((*key, number)).encode()).digest()
+            seed.assign(np.array([int.from_bytes(digest[:4], "little") >> 1, 0]))
 
     def weighted_values(self, weight: float) -> tuple[list[Array | None], list[bool]]:
         """Each variable times `weight`, this rank's part of the step's rows, and whether the step has changed it."""

@@ -231,10 +231,10 @@ def scan(tx: Transition) -> None:
     reachable_since = connections.driver_partitioned
     for worker in tuple(state.workers.values()):
         slot = state.slots.get(worker.slot)
-        patience = max(lease, STARTING_LEASE) if worker.status is WorkerStatus.STARTING else lease
-        if slot is not None and tx.now - max(slot.last_seen, reachable_since) > patience:
+        limit = max(lease, STARTING_LEASE) if worker.status is WorkerStatus.STARTING else lease
+        if slot is not None and tx.now - max(slot.last_seen, reachable_since) > limit:
             reason = f"its slot was silent for {tx.now - slot.last_seen:.1f} s"
-        elif tx.now - max(worker.last_seen, reachable_since) > patience:
+        elif tx.now - max(worker.last_seen, reachable_since) > limit:
             reason = f"its process has not run for {tx.now - worker.last_seen:.1f} s"
         else:
             continue
@@ -246,16 +246,16 @@ def _evict_silent_slots(tx: Transition) -> None:
     """Evict slots without a worker that must have ended themselves under R12 (driver silence). If Spark has started
     their task again, their launch continues, and no event reports their end."""
     state = tx.state
-    patience = state.limits.driver_timeout + MARGIN
+    limit = state.limits.driver_timeout + MARGIN
     for slot in tuple(state.slots.values()):
         silence = tx.now - max(slot.last_seen, state.connections.driver_partitioned)
-        if slot.worker is None and silence > patience:
+        if slot.worker is None and silence > limit:
             evict_slot(tx, slot, f"slot {slot.slot} was silent for {silence:.1f} s", SlotEnd.TOLD_TO_END)
 
 
 def _is_driver_partitioned(tx: Transition) -> bool:
     """Whether no slot was seen for half a lease, in which each sends at least one heartbeat, although connections
-    stand: then the driver is cut off, or was paused. R12 (driver silence): training goes on without it until
+    stand: then the driver is cut off, or was paused. R12 (driver silence): training continues without it until
     `driver_timeout`, after which the workers have ended themselves."""
     state = tx.state
     slots = state.slots

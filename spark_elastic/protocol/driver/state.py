@@ -50,7 +50,7 @@ class Part:
 
 
 @dataclass
-class _Living(Part, Mapping[K, V]):
+class _LiveRecords(Part, Mapping[K, V]):
     """A part that can be read as a mapping of the records of what is alive."""
 
     alive: Table[K, V] = field(default_factory=Table)
@@ -98,7 +98,7 @@ class DelayedLaunch:
 
 
 @dataclass
-class Launches(_Living[int, SlotLaunch]):
+class Launches(_LiveRecords[int, SlotLaunch]):
     """Slot launches that run or are delayed, by number."""
 
     next_launch: int = 1  # the number of the next one
@@ -191,7 +191,7 @@ class SlotEnd(Enum):
 
 
 @dataclass
-class Slots(_Living[SlotId, SlotRecord]):
+class Slots(_LiveRecords[SlotId, SlotRecord]):
     """Slots that are alive, by name."""
 
     # Indexes, so that an event costs its own slot or host, never all of them.
@@ -292,7 +292,7 @@ class EvictedWorker:
 
 
 @dataclass
-class Workers(_Living[WorkerId, WorkerRecord]):
+class Workers(_LiveRecords[WorkerId, WorkerRecord]):
     """Workers that are alive, by name, and how many of them are in a condition that forming a world waits for."""
 
     evicted: Table[WorkerId, EvictedWorker] = field(default_factory=Table)

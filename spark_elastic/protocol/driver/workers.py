@@ -84,7 +84,7 @@ def _leave_world(tx: Transition, worker: WorkerRecord, event: JoinWorld) -> None
         timers.regroup_since = tx.now
     if not event.planned:
         saw = f", which saw {', '.join(event.suspects)} break" if event.suspects else ""
-        reason = f"{tx.describe(worker)} could not go on{saw}: {event.reason or 'its group broke'}"
+        reason = f"{tx.describe(worker)} could not continue{saw}: {event.reason or 'its group broke'}"
         break_world(tx, reason, only_seen=True)
         suspect(tx, event.suspects)
 

@@ -414,7 +414,7 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
             self._fail(error.among(self._group.members))
             raise
         except BaseException as error:  # peers must not wait for this rank until their timeout
-            self._group.abort(f"rank {self.rank()} cannot go on: {type(error).__name__}: {error}")
+            self._group.abort(f"rank {self.rank()} cannot continue: {type(error).__name__}: {error}")
             self._fail(error)
             raise
 

@@ -33,7 +33,7 @@ class _WorldGroups:
     """The process groups of one world."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[str, tuple[int, ...]], int] = {}
+        self._group_counts: dict[tuple[str, tuple[int, ...]], int] = {}
         self._groups: list[ElasticProcessGroup] = []
 
     def add(self, group: ElasticProcessGroup) -> None:
@@ -41,8 +41,8 @@ class _WorldGroups:
 
     def count(self, name: str, ranks: tuple[int, ...]) -> int:
         """How many groups of that name and those ranks there were before: the same on all of their ranks."""
-        before = self._made.get((name, ranks), 0)
-        self._made[name, ranks] = before + 1
+        before = self._group_counts.get((name, ranks), 0)
+        self._group_counts[name, ranks] = before + 1
         return before
 
     def close(self) -> None:

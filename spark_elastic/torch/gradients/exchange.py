@@ -219,7 +219,7 @@ class GradientExchange:
         In the first step of a world a sparse gradient travels dense, while the step summary tells the ranks of it: that
         takes no exchange of its own, and a rank without such a gradient is no special case.
         """
-        if self._options.sparse == "kept":
+        if self._options.sparse == "sparse":
             for index in np.flatnonzero(found_sparse).tolist():
                 gradient = self._parameters[index].grad
                 if gradient is not None and not gradient.is_sparse:
@@ -370,7 +370,7 @@ class GradientExchange:
         """Return what to exchange for a sparse gradient: itself with each row listed once, or its dense form."""
         if self._options.sparse == "refused":
             raise InvalidInput(f"parameter {self._names[index]!r} has a sparse gradient: use sparse=False.")
-        if self._options.sparse == "kept":
+        if self._options.sparse == "sparse":
             self._step.found_sparse[index] = True
             gradient = coalesce_rows(self._names[index], gradient)
             if self._memory is None or index in self._sparse:

@@ -28,9 +28,8 @@ class ExchangeOptions:
     wire: str | None = None  # the engine's format of float32; None: as it is
     # A compressor of the user's, called on the host for each gradient that has all its rows.
     compressor: type[Compressor] | None = None
-    sparse: str = (
-        "refused"  # gradients with missing rows: "refused", made "dense", or "kept" from the second step on
-    )
+    # Sparse gradients are "refused", exchanged as "dense" ones, or as "sparse" ones from the second step of a world on.
+    sparse: str = "refused"
     warn_after: float = math.inf  # seconds; see `ops.stall.watch_collective`
     wait_at_most: float | None = None  # seconds; likewise
 
@@ -48,7 +47,7 @@ class ExchangeOptions:
             parts.append(f"sent as {self.wire}")
         if self.compressor is not None:
             parts.append(f"compressed by {self.compressor.__qualname__}")
-        return ", ".join([*parts, f"sparse ones {self.sparse}"])
+        return ", ".join([*parts, f"sparse gradients: {self.sparse}"])
 
 
 DEFAULT_OPTIONS = ExchangeOptions()  # gradients are summed as they are

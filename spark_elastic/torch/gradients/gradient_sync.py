@@ -126,7 +126,7 @@ class GradientSync:
             with world_ranks_in_errors(exchange.group):
                 exchange.finish()
                 if exchange.group is not None:
-                    there = self._exchange_trailer(exchange.group, there, rows=1).present
+                    there = self._exchange_summary(exchange.group, there, rows=1).present
         except CollectiveError:
             exchange.clear()
             raise
@@ -175,16 +175,16 @@ class GradientSync:
         try:
             with world_ranks_in_errors(group):
                 self.exchange.finish()
-                decision = self._exchange_trailer(
+                decision = self._exchange_summary(
                     group, np.zeros(len(self.exchange.parameters), np.bool_), rows=0
                 )
         finally:
             self.exchange.clear()
         return decision.rows > 0
 
-    def _exchange_trailer(self, group: Group, there: Marks, rows: int) -> StepDecision:
+    def _exchange_summary(self, group: Group, there: Marks, rows: int) -> StepDecision:
         exchange = self.exchange
-        decision = exchange_trailer(group, exchange.layout_hash, there, exchange.found_sparse, rows)
+        decision = exchange_summary(group, exchange.layout_hash, there, exchange.found_sparse, rows)
         exchange.apply_agreement(decision.found_sparse)
         return decision
 
@@ -237,7 +237,7 @@ def world_ranks_in_errors(group: Group | None) -> Iterator[None]:
         raise error if group is None else error.among(group.members) from error.__cause__
 
 
-def exchange_trailer(
+def exchange_summary(
     group: Group, layout: int, present: Marks, found_sparse: Marks, rows: int = 1
 ) -> StepDecision:
     """Exchange the summary of a step, by which the ranks also agree on planned changes of the world (R6, step summary).

@@ -21,7 +21,7 @@ class TorchCallbackList:
     ) -> None:
         self.callbacks = list(callbacks)
         self._training = Training(model, optimizer)
-        self._begun = False
+        self._started = False
         for callback in self._schedules:
             callback.bind(optimizer)
 
@@ -32,8 +32,8 @@ class TorchCallbackList:
     def on_fit_begin(self, group: Group) -> None:
         """See `training.trainer.CallbackList`."""
         self._training.rank, self._training.size = group.rank, group.size
-        if not self._begun:
-            self._begun = True
+        if not self._started:
+            self._started = True
             for callback in self.callbacks:
                 callback.on_fit_begin(self._training)
 

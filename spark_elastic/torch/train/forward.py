@@ -49,8 +49,8 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 @contextmanager
 def seeded_rng(*key: int) -> Iterator[None]:
-    """Inside, random numbers follow from `key` alone; after it, the generators go on as if nothing had been drawn."""
-    kept = _torch_rng_state(), random.getstate()
+    """Inside, random numbers depend on `key` alone; afterwards the generators are as they were before."""
+    saved = _torch_rng_state(), random.getstate()
     numbers = b"%d," * len(key) % key  # formatting a member of an enum takes ten times as long
     seed = int.from_bytes(hashlib.sha256(numbers).digest()[:8], "little")
     torch.default_generator.manual_seed(seed)
@@ -59,8 +59,8 @@ def seeded_rng(*key: int) -> Iterator[None]:
         with _seeded_numpy(seed % 2**32):
             yield
     finally:
-        torch.set_rng_state(kept[0])
-        random.setstate(kept[1])
+        torch.set_rng_state(saved[0])
+        random.setstate(saved[1])
 
 
 @contextmanager
@@ -75,13 +75,13 @@ def _seeded_numpy(seed: int) -> Iterator[None]:
             np.random.set_state(state)
         return
     # The generator is exchanged for another one, since getting and setting its state takes ten times as long.
-    kept = mtrand.get_bit_generator()
+    saved = mtrand.get_bit_generator()
     mtrand.set_bit_generator(_spare_generator())
     np.random.seed(seed)
     try:
         yield
     finally:
-        mtrand.set_bit_generator(kept)
+        mtrand.set_bit_generator(saved)
 
 
 @cache
@@ -113,11 +113,11 @@ class BufferSnapshot:
 
     def restore(self) -> None:
         with torch.no_grad():
-            for name, (buffer, kept) in self._buffers.items():
+            for name, (buffer, saved) in self._buffers.items():
                 owner, _, own_name = name.rpartition(".")
                 # A forward pass may have put a new tensor in its place.
                 self._model.get_submodule(owner)._buffers[own_name] = buffer
-                buffer.copy_(kept)
+                buffer.copy_(saved)
 
 
 class BufferExchange:

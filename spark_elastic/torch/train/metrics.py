@@ -41,17 +41,17 @@ class Metrics:
         self._updates = 0
         self._part = MetricRows()
 
-    def add(self, scored: LossResult, labels: Sequence[torch.Tensor]) -> None:
+    def add(self, result: LossResult, labels: Sequence[torch.Tensor]) -> None:
         """Add a part of this rank's rows."""
-        if self._given and not scored.outputs:
+        if self._given and not result.outputs:
             raise InvalidInput(
                 "metrics need the model's outputs, and found no tensor among them: return tensors, or a tuple, list or "
                 "dict of them, or leave metrics out."
             )
         rows = len(labels[0])
-        logged = {name: value * rows for name, value in scored.logged.items()}
+        logged = {name: value * rows for name, value in result.logged.items()}
         columns = (
-            [to_float32(tensor).numpy() for tensor in (*scored.outputs, *labels)] if self._given else None
+            [to_float32(tensor).numpy() for tensor in (*result.outputs, *labels)] if self._given else None
         )
         self._part.add(rows, logged, columns)
 
@@ -95,8 +95,8 @@ class Metrics:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._sums, self._updates = dict(state["sums"]), state["updates"]
         self._objects = {
-            name: (given, _restore_metric(self._given[given], kept, self._updates))
-            for name, (given, kept) in state["objects"].items()
+            name: (given, _restore_metric(self._given[given], saved, self._updates))
+            for name, (given, saved) in state["objects"].items()
         }
 
     def _update(self, outputs: list[torch.Tensor], labels: list[torch.Tensor]) -> None:
@@ -218,13 +218,13 @@ def _parts(metric: Any) -> list[Any]:
     return [part for part in inner if hasattr(part, "persistent")]
 
 
-def _restore_metric(metric: Any, kept: dict[str, Any], updates: int) -> Any:
+def _restore_metric(metric: Any, saved: dict[str, Any], updates: int) -> Any:
     metric = copy.deepcopy(metric)
     if not hasattr(metric, "load_state_dict"):
-        vars(metric).update(kept)
+        vars(metric).update(saved)
         return metric
     for part in _parts(metric):
         part.persistent(True)
         part._update_count = updates  # without it torchmetrics warns of results without data
-    metric.load_state_dict(kept)
+    metric.load_state_dict(saved)
     return metric

@@ -98,7 +98,7 @@ def test_a_job_is_ended_by_its_handle() -> None:
 
 
 def test_a_run_id_resumes_after_its_command_was_killed(tmp_path: Path) -> None:
-    """`spark-elastic-run --run-id`: killed once a commit is durable, the same command goes on after that commit."""
+    """`spark-elastic-run --run-id`: killed once a commit is durable, the same command continues after that commit."""
     durable = ("--run-id", "mine", "--store", str(tmp_path / "store"), "--checkpoint-steps", "5")
     fault, folders = Fault(on=True), [tmp_path / name for name in ("first", "second")]
     for folder in folders:

@@ -1,4 +1,4 @@
-"""P6: whoever does not prove the job's key, or speaks otherwise than the wire does, gets nothing; the job goes on."""
+"""P6 (key holders only): a peer without the job's key, or with malformed requests, gets nothing; the job continues."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import pytest
 from spark_elastic.errors import InvalidInput, PeersMissing, StaleGeneration
 from spark_elastic.protocol.types import Fence
 from spark_elastic.rendezvous.client import exchange_blobs
-from spark_elastic.rendezvous.messages import ExchangeAddresses
+from spark_elastic.rendezvous.messages import ExchangeAddresses, GetValues, SetValues
 from tests.component.rendezvous.driver_side import ATTEMPT, PATIENCE, Driver, world
 
 WORKERS = ("1-0.1", "2-0.1", "3-0.1")
@@ -75,27 +75,27 @@ def test_only_the_member_of_that_rank_may_hand_in_its_blob(driver: Driver) -> No
 
 def test_values_are_set_read_and_waited_for(driver: Driver) -> None:
     client = driver.client()
-    client.set_values("tuning", {"a": b"1"})
-    assert client.get_values("tuning", ("a", "b")) == (b"1", None)
-    assert client.get_values("nothing", ("a",)) == (None,)
-    waiting = driver.aside(lambda: client.get_values("tuning", ("b", "a"), hold=PATIENCE))
-    client.set_values("tuning", {"b": b"2"})
-    assert waiting.result(PATIENCE) == (b"2", b"1")
+    client.ask(SetValues("tuning", ("a",), (b"1",)))
+    assert client.ask(GetValues("tuning", ("a", "b"))).values == (b"1", None)
+    assert client.ask(GetValues("nothing", ("a",))).values == (None,)
+    waiting = driver.aside(lambda: client.ask(GetValues("tuning", ("b", "a"), wait=True), PATIENCE))
+    client.ask(SetValues("tuning", ("b",), (b"2",)))
+    assert waiting.result(PATIENCE).values == (b"2", b"1")
 
 
 def test_a_generations_scope_ends_with_it(driver: Driver) -> None:
     client = driver.client()
     driver.server.publish(world(1, *WORKERS))
-    client.set_values("generation/1", {"a": b"1"})
+    client.ask(SetValues("generation/1", ("a",), (b"1",)))
     driver.server.publish(world(2, *WORKERS))
     with pytest.raises(StaleGeneration):
-        client.get_values("generation/1", ("a",))
+        client.ask(GetValues("generation/1", ("a",)))
     with pytest.raises(StaleGeneration):
-        client.set_values("generation/1", {"a": b"1"})
+        client.ask(SetValues("generation/1", ("a",), (b"1",)))
 
 
 def test_a_value_beyond_the_bounds_is_refused_in_a_sentence(driver: Driver) -> None:
     client = driver.client()
     with pytest.raises(InvalidInput, match="bytes"):
-        client.set_values("big", {"a": bytes((4 << 20) + 1)})
-    client.set_values("big", {"a": b"fits"})
+        client.ask(SetValues("big", ("a",), (bytes((4 << 20) + 1),)))
+    client.ask(SetValues("big", ("a",), (b"fits",)))

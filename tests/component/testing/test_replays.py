@@ -19,7 +19,7 @@ def test_a_real_job_with_a_loss_decides_again_as_it_had(tmp_path: Path) -> None:
     job.at_step(5, lambda: os.kill(job.workers()[1].pid, signal.SIGKILL))
     result = job.run()
     again = replay(path)
-    said = [command for turn in again.turns for command in turn.commands]
+    said = [command for entry in again.entries for command in entry.commands]
     assert [c.world.size for c in said if isinstance(c, PublishWorld)] == [
         world.size for world in result.worlds
     ]

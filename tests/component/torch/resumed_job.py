@@ -1,4 +1,4 @@
-"""A job that another driver goes on with, and what its ledger must show: every row once, whoever trained it."""
+"""A job that another driver resumes, and the check of its ledger: each row was trained exactly once."""
 
 from __future__ import annotations
 

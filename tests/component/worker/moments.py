@@ -17,7 +17,7 @@ from spark_elastic.worker.program import CHANGE, Completed, Outcome, Stopped, Wo
 
 LONG = 1.5  # seconds
 LOOK_EVERY = 0.03  # seconds
-HELD_AT_MOST = 60.0  # seconds in one world; then it goes on, and the test sees what is missing
+HELD_AT_MOST = 60.0  # seconds in one world; then it continues, and the test sees what is missing
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -145,7 +145,7 @@ def test_training_survives_many_resets_within_one_epoch(fault: Fault) -> None:
 
 @pytest.mark.scenario("G4")
 def test_a_silent_host_is_evicted_and_fenced_when_it_wakes(fault: Fault) -> None:
-    """Slot and worker stop, no connection breaks; when they go on, the old worker is no part of anything."""
+    """Slot and worker are paused, no connection breaks; when they resume, the old worker is in no world."""
     job = Job(Held(20, 0.02), until=lambda now: 3 in now.sizes[2:], faults=fault.on)
     frozen: list[psutil.Process] = []
 

@@ -40,7 +40,7 @@ def test_r17_one_job_gathers_at_a_time() -> None:
         thread = threading.Thread(target=second)
         thread.start()
         assert not entered.wait(0.2)
-        first.finish_gathering()  # its world stands; it goes on beside the next
+        first.finish_gathering()  # its world is formed; it runs beside the next job
         assert entered.wait(10.0)
         thread.join(10.0)
     with _turn(queue, "third"):

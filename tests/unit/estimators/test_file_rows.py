@@ -1,4 +1,4 @@
-"""A fit's rows in files that are there: what a run keeps of them, and what it goes on with."""
+"""Fits on existing files: what a run records about them, and what it checks when it is resumed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_run_goes_on_with_the_same_files_only(tmp_path: Path) -> None:
     assert not store.list("runs/mine/rows")
     write(tmp_path / "t", 10)
     with (
-        pytest.raises(InvalidInput, match="was begun on other files than those now in file:"),
+        pytest.raises(InvalidInput, match="began with other files than those now in file:"),
         found(train, seen).materialize_rows(request(), store, RunLease.acquire(store, "mine")),
     ):
         pass

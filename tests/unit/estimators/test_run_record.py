@@ -57,13 +57,13 @@ def test_a_record_comes_back_as_it_was_and_agrees_with_its_request() -> None:
 )
 def test_another_setting_is_named(name: str, value: Any) -> None:
     record = build_record(request(), "rows", ROWS, None)
-    with pytest.raises(InvalidInput, match=f"run_id 'r' was begun with {name}=.*use another run_id"):
+    with pytest.raises(InvalidInput, match=f"run_id 'r' began with {name}=.*use another run_id"):
         record.check(request(**{name: value}), "r")
 
 
 def test_another_model_is_refused_and_another_draw_of_its_weights_is_told(caplog: Any) -> None:
     record = build_record(request(), "rows", ROWS, None)
-    with pytest.raises(InvalidInput, match="run_id 'r' was begun with another model than this fit's"):
+    with pytest.raises(InvalidInput, match="run_id 'r' began with another model than this fit's"):
         record.check(request({"model": "n", WEIGHTS: "v"}), "r")
     assert caplog.messages == []
     record.check(request({WEIGHTS: "v"}), "r")
@@ -110,14 +110,16 @@ def test_r19_another_table_is_refused_whether_the_run_has_ended_or_not(
     assert (_load_finished_run(mine, wanted, store, "r") is not None) == ended
     _load_finished_run(mine, wanted, store, "r")
     assert asked == ["mine"], "known to be the same, and asked again"
-    with pytest.raises(InvalidInput, match=r"begun with another table \(its rows have other values\): go on"):
+    with pytest.raises(
+        InvalidInput, match=r"began with another table \(its rows have other values\): continue"
+    ):
         _load_finished_run(TableRows("fold 2"), wanted, store, "r")  # type: ignore[arg-type]
 
 
 def test_r19_a_run_of_files_is_no_table_s(monkeypatch: pytest.MonkeyPatch) -> None:
     store = memory_store()
     build_record(request(), "s3://bucket/files", ROWS, None).save(store, "r")
-    with pytest.raises(InvalidInput, match="was begun by fit_on_parquet on s3://bucket/files"):
+    with pytest.raises(InvalidInput, match="began as fit_on_parquet on s3://bucket/files"):
         _load_finished_run(TableRows(None), request(), store, "r")  # type: ignore[arg-type]
 
 

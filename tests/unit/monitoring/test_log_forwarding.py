@@ -63,9 +63,9 @@ def test_the_end_of_one_job_leaves_the_log_to_the_other() -> None:
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
-    logger.info("goes on")
+    logger.info("continues")
     second.__exit__(None, None, None)
-    assert messages == ["info: goes on"]
+    assert messages == ["info: continues"]
     assert logger.level == before
 
 
@@ -182,9 +182,9 @@ def test_handlers_stay_isolated_when_another_job_of_the_process_ends() -> None:
         first.__enter__()
         second.__enter__()
         first.__exit__(None, None, None)
-        logging.getLogger("spark_elastic").warning("goes on")
+        logging.getLogger("spark_elastic").warning("continues")
         second.__exit__(None, None, None)
-    assert seen == ["goes on"]
+    assert seen == ["continues"]
 
 
 def test_a_fork_of_the_driver_handles_its_own_log() -> None:

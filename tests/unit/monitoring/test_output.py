@@ -55,7 +55,7 @@ def test_a_pipe_whose_reader_has_closed_it_is_logged_once(caplog: pytest.LogCapt
         shown.on_output("", 0, f"line {number}")
     shown.close()
     assert [record.getMessage() for record in caplog.records] == [
-        "the stream that shows workers' output has been closed; the job goes on"
+        "the stream that shows workers' output has been closed; the job continues"
     ]
     assert stream.writes == 1
 

@@ -244,7 +244,7 @@ def test_a_failure_of_one_rank_is_raised_there_as_itself_and_as_a_collective_err
     assert "cycle" in [entry.name for entry in raised.traceback]
     with pytest.raises(OSError, match="No space left"):
         summed(queues[1], "later", np.ones(1))
-    with pytest.raises(CollectiveError, match="rank 1 cannot go on: OSError"):
+    with pytest.raises(CollectiveError, match="rank 1 cannot continue: OSError"):
         handles[0].wait()
     for queue in queues:
         queue.close()

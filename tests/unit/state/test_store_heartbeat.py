@@ -1,4 +1,4 @@
-"""A count in a store: while it goes on, whoever watches it waits; a store that fails is no sign of death."""
+"""A heartbeat in a store: its watcher waits while the count grows; a failing store is no sign of death."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_a_job_decides_again_as_it_had(seed: int, tmp_path: Path) -> None:
     path = tmp_path / "journal"
     _journal_of(seed, path)
     again = replay(path)
-    assert len(again.turns) == len(path.read_text().splitlines()) - 1
+    assert len(again.entries) == len(path.read_text().splitlines()) - 1
     assert again.state.stage is Stage.ENDED
 
 
@@ -55,7 +55,7 @@ def test_it_becomes_a_unit_test_that_passes_and_can_fail(
     test = module["test_the_job_of_monday"]
     assert callable(test)
     test()
-    monkeypatch.setitem(driver_machine.HANDLERS, JoinWorld, lambda turn, event: None)
+    monkeypatch.setitem(driver_machine.HANDLERS, JoinWorld, lambda tx, event: None)
     with pytest.raises(AssertionError):
         test()
 
@@ -63,7 +63,7 @@ def test_it_becomes_a_unit_test_that_passes_and_can_fail(
 def test_a_part_of_it_is_a_shorter_test(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     _journal_of(63, path)
-    source = replay(path).as_test(turns=10)
+    source = replay(path).as_test(entries=10)
     assert source.count("(now=") == 10
     exec(compile(source, "pasted", "exec"), {})
 
@@ -85,7 +85,7 @@ def test_a_machine_that_falls_over_is_a_difference(tmp_path: Path, monkeypatch: 
     path = tmp_path / "journal"
     _journal_of(63, path)
 
-    def broken(turn: object, event: object) -> None:
+    def broken(tx: object, event: object) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setitem(driver_machine.HANDLERS, JoinWorld, broken)
@@ -96,11 +96,11 @@ def test_a_machine_that_falls_over_is_a_difference(tmp_path: Path, monkeypatch: 
 def test_a_driver_killed_in_mid_line_costs_its_last_turn(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     _journal_of(63, path)
-    whole = len(replay(path).turns)
+    whole = len(replay(path).entries)
     path.write_bytes(path.read_bytes()[:-20])
-    assert len(replay(path).turns) == whole - 1
+    assert len(replay(path).entries) == whole - 1
     _journal_of(44, path)  # the next driver appends to it
-    assert len(replay(path, 0).turns) == whole - 1
+    assert len(replay(path, 0).entries) == whole - 1
     assert replay(path).initial["limits"] == random_plan(44).limits
     with pytest.raises(InvalidInput, match="holds 2 jobs, and number 2 is asked for"):
         replay(path, 2)

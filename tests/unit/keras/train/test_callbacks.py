@@ -62,7 +62,7 @@ def alone(rank: int = 0, theirs: bytes | None = None) -> Any:
 def test_each_hook_is_called_once_whatever_resets_happen() -> None:
     counts = Counts()
     callback_list, _ = make(counts)
-    for _ in range(3):  # worlds that go on with the same epoch
+    for _ in range(3):  # worlds that continue the same epoch
         callback_list.on_world_begin(alone())
         callback_list.on_epoch_begin(0)
     callback_list.on_epoch_end(alone(), {"epoch": 0, "loss": 1.0, "rows": 7, "seconds": 2.0})

@@ -137,7 +137,7 @@ def test_members_of_a_blacklisted_host_stay() -> None:
 
 
 def test_a_killed_process_is_a_loss_and_no_crash() -> None:
-    """Twenty of each kind must not exhaust a budget of ten; a slot that goes on being killed is to blame."""
+    """Twenty of each kind must not exhaust a budget of ten; a slot whose worker keeps being killed is to blame."""
     bench = Bench()
     bench.start(1, 2, 3, 4)
     for number in range(1, 21):

@@ -138,7 +138,7 @@ def test_a_silent_slot_loses_its_worker_after_the_lease() -> None:
 
 
 def test_imports_that_keep_a_host_busy_cost_no_worker() -> None:
-    """Whoever is given up while it starts is started again: on a busy machine that would go on for ever."""
+    """A worker that is evicted while it starts is started again: on a busy machine that would never end."""
     bench = Bench(replace(FOUR, max_workers=5))
     bench.start(1, 2, 3, 4)
     bench.slot(5)
@@ -187,9 +187,9 @@ def test_the_next_world_says_who_was_lost_and_how_though_a_survivor_saw_it_first
     bench = Bench(replace(FOUR, num_workers=2))
     bench.start(1, 2)
     bench.on(JoinWorld(name(1), bench.fence, at(5), suspects=(W2,), reason="it hung up"))
-    assert "could not go on" in bench.all(AbortWorld)[0].reason
+    assert "could not continue" in bench.all(AbortWorld)[0].reason
     bench.on(WorkerExited(slot_of(W2), W2, -9, "killed by signal 9"))
     assert bench.members() == [name(1)]
     assert f"worker {W2}" in bench.world.reason
     assert "is lost: its process ended" in bench.world.reason
-    assert "could not go on" not in bench.world.reason
+    assert "could not continue" not in bench.world.reason

@@ -284,7 +284,7 @@ def test_r17_all_attempts_of_a_slot_are_left_to_the_other_job() -> None:
 
 
 def _parted() -> Bench:
-    """A world of three that cannot go on with fewer."""
+    """A world of three that cannot continue with fewer."""
     bench = Bench(replace(FOUR, num_workers=3, min_workers=3, max_workers=3))
     bench.start(1, 2, 3)
     return bench

@@ -46,7 +46,7 @@ def test_r07_the_layouts_hash_precedes_data() -> None:
     [
         (
             ExchangeOptions(average=True),
-            "averaged, sparse ones refused, in 0 groups; on rank 1, gradients are summed",
+            "averaged, sparse gradients: refused, in 0 groups; on rank 1, gradients are summed",
         ),
         (ExchangeOptions(wire="fp16"), "on rank 1, gradients are summed, sent as fp16"),
         (ExchangeOptions(predivide=2.0), "divided by 2.0 before"),

@@ -73,7 +73,7 @@ def test_r03_draws_follow_from_the_key_and_leave_the_generators_alone(
 
 
 def test_nothing_is_collected_while_torch_holds_its_generators_lock() -> None:
-    """A thread that is let go on by a collection there, and wants that lock, would stop the whole process."""
+    """A garbage collection there may release a thread that wants that lock: the process would deadlock."""
     collecting: set[str] = set()
 
     def collects(phase: str, info: dict[str, Any]) -> None:
