@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from elastic_collectives import _engine
-from elastic_collectives.errors import raise_by_cause
+from elastic_collectives.errors import raise_by_cause, refuse_forks
 from elastic_collectives.group import Array, Group, WaitObserver
 from elastic_collectives.operands import (
     Reduction,
@@ -174,6 +175,7 @@ class EngineGroup(ReducingGroup):
         self._subgroups: list[EngineGroup] = []
         self._end_reason: str | None = None
         self._lock = threading.Lock()  # guards _subgroups and _end_reason
+        self._pid = os.getpid()
         self.rank = rank
         self.size = len(spec.peers)
         self.members = spec.members
@@ -190,6 +192,7 @@ class EngineGroup(ReducingGroup):
         compression: str | None = None,
         out: Array | None = None,
     ) -> Array:
+        refuse_forks(self._pid)
         view = as_rows(array)
         reduction = self._resolve_weight(as_reduction(view, op, dtype, weight, scale, compression))
         if op == "adasum":
@@ -274,11 +277,15 @@ class EngineGroup(ReducingGroup):
         return group
 
     def abort(self, reason: str) -> None:
+        if os.getpid() != self._pid:
+            return  # the memory that this process shares with its parent is the parent's group's
         self._native.abort(reason)
         for group in self._end(reason):
             group.abort(reason)
 
     def close(self) -> None:
+        if os.getpid() != self._pid:
+            return
         for group in self._end(f"rank {self.rank}: the group is closed"):
             group.close()
         self._native.close()
@@ -299,6 +306,7 @@ class EngineGroup(ReducingGroup):
             return list(self._subgroups)
 
     def _allreduce(self, reduction: Reduction) -> None:
+        refuse_forks(self._pid)
         reduction = self._resolve_weight(reduction)
         if reduction.is_ignored:
             reduction.array.fill(0)
@@ -306,6 +314,7 @@ class EngineGroup(ReducingGroup):
 
     def _is_single(self) -> bool:
         """Whether this rank is the only one. Raises if the group has failed."""
+        refuse_forks(self._pid)
         self._native.check()
         return self.size == 1
 

@@ -11,6 +11,7 @@ The rank that notices a failure informs the others: all reachable ranks raise th
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -53,6 +54,15 @@ class CollectiveTimeout(CollectiveError):
 
 class MismatchError(CollectiveError):
     """The ranks did not call the same collective with the same sizes."""
+
+
+def refuse_forks(pid: int) -> None:
+    """Raises RuntimeError in a process that was forked from `pid`: its parent's connections are not its own."""
+    if os.getpid() != pid:
+        raise RuntimeError(
+            "a process that a worker's code forked (os.fork) called a collective, which only the worker may: end such "
+            "a process by os._exit, or start it by subprocess or multiprocessing."
+        )
 
 
 BY_CAUSE: tuple[type[CollectiveError], ...] = (PeerLost, GroupAborted, CollectiveTimeout, MismatchError)

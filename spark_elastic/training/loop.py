@@ -29,6 +29,7 @@ from spark_elastic.training.progress import TrainingProgress, select_figures, to
 from spark_elastic.training.spec import Rows, TrainSpec
 from spark_elastic.training.step_summary import StepDecision
 from spark_elastic.training.trainer import ModelTrainer, sync_state
+from spark_elastic.worker.exits import exit_forks
 from spark_elastic.worker.program import CHANGE, Completed, Outcome, Stopped, WorkerHandle
 
 
@@ -128,7 +129,10 @@ class TrainingLoop:
         position, version = self._state.position, world.version
         handle.report_position(position)
         self._callbacks.on_epoch_begin(position.epoch)
-        with self._loader.steps(position.epoch, position.step, group.rank, group.size) as steps:
+        with (
+            self._loader.steps(position.epoch, position.step, group.rank, group.size) as steps,
+            exit_forks(),  # before the reader is closed, whose threads a forked process has not
+        ):
             for rows in steps:
                 if rows.step == position.step:
                     self._mark("read", group)
@@ -325,6 +329,7 @@ class Validation:
         with (
             trainer.validation_mode(),
             self._loader.steps(0, position.step, group.rank, group.size) as steps,
+            exit_forks(),
         ):
             for rows in steps:
                 decision = trainer.validation_step(group, rows, handle.membership_version())

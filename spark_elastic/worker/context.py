@@ -6,6 +6,7 @@ main thread writes; readers in other threads see the last complete value.
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from elastic_collectives import CollectiveError, Group
+from elastic_collectives.errors import refuse_forks
 from spark_elastic.protocol.types import Position, WorkerId, World
 from spark_elastic.rendezvous.messages import DriverClient
 from spark_elastic.worker.program import WorkerHandle
@@ -35,10 +37,12 @@ class EngineThread:
         self._lock = threading.Lock()  # owns _thread, _last and the order of _work
         self._thread: threading.Thread | None = None
         self._last: Future[Any] | None = None
+        self._pid = os.getpid()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Run `work` after everything submitted before; the future has its result or exception."""
         future: Future[T] = Future()
+        refuse_forks(self._pid)
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="spark-elastic-engine", daemon=True)
@@ -54,6 +58,7 @@ class EngineThread:
 
     def drain(self) -> None:
         """Wait until all submitted work has ended, successfully or not. The group's timeout bounds the wait."""
+        refuse_forks(self._pid)
         with self._lock:
             last = self._last
         if last is not None:

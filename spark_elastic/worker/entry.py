@@ -7,8 +7,6 @@ with the exit code that the interpreter would give it, after a limited time for 
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -19,8 +17,6 @@ import os
 import signal
 import sys
 import threading
-import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -34,12 +30,12 @@ from spark_elastic.protocol.slot_spec import SlotSpec, WorkerIdentity
 from spark_elastic.rendezvous import codec
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.messages import DriverClient
+from spark_elastic.worker.exits import exit_forks, exit_process, get_exit_code
 from spark_elastic.worker.imports import import_followers
 from spark_elastic.worker.loop import DriverWatch, GroupConnector, MetricsReporter, WorkerLoop
 from spark_elastic.worker.program import Program, compute_fingerprint, format_traceback, get_environment
 from spark_elastic.worker.stack_sampler import StackSampler, WaitRecordingClient
 
-AT_EXIT_TIMEOUT = 2.0  # seconds for `atexit` functions; less than `slot_agent.STOP_GRACE`
 PR_SET_PDEATHSIG = 1
 
 
@@ -127,13 +123,14 @@ def _load_program(payload: bytes, preload: tuple[str, ...]) -> tuple[Program | N
     """(the prepared program, ("", "")), or None with the fingerprint and traceback of what its loading raised."""
     gc.disable()  # visiting the many lasting objects of an import again and again takes a tenth of its time
     try:
-        program: Program = cloudpickle.loads(payload)
-        os.environ.update(get_environment(program))  # before preloaded modules read it
-        _log_to_stderr(operations_from_env().log_level)
-        import_followers()
-        for module in preload:
-            importlib.import_module(module)
-        program.prepare()
+        with exit_forks():
+            program: Program = cloudpickle.loads(payload)
+            os.environ.update(get_environment(program))  # before preloaded modules read it
+            _log_to_stderr(operations_from_env().log_level)
+            import_followers()
+            for module in preload:
+                importlib.import_module(module)
+            program.prepare()
     except Exception as error:  # reported once this process is a worker; the driver decides
         return None, (compute_fingerprint(error), format_traceback(error))
     finally:
@@ -207,51 +204,6 @@ def _run(fds: ChildFds | None) -> int:
 def run(fds: ChildFds | None = None) -> NoReturn:
     """A training process's whole life. fds: replaces the header's descriptors in a forked process."""
     exit_process(_run(fds))
-
-
-def get_exit_code(error: BaseException) -> int:
-    """The exit code that the interpreter would choose, after printing what the interpreter would print."""
-    if isinstance(error, SystemExit):
-        if error.code is None or isinstance(error.code, int):
-            return error.code or 0
-        sys.stderr.write(f"{error.code}\n")
-    else:
-        traceback.print_exception(error)
-    return 1
-
-
-def exit_process(code: int) -> NoReturn:
-    """End the process after running `atexit` functions for at most `AT_EXIT_TIMEOUT`.
-
-    Threads of user code or of a framework do not keep a finished worker alive.
-    """
-    late = threading.Timer(AT_EXIT_TIMEOUT, os._exit, (code,))
-    late.daemon = True
-    late.start()
-    with contextlib.suppress(BaseException):  # the interpreter has printed it
-        atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # closed or unread: no reason for another exit code
-            stream.flush()
-    os._exit(code)
-
-
-@contextlib.contextmanager
-def exit_forks() -> Iterator[None]:
-    """Processes that the block's code forks (`os.fork`) end with the block, as they would with a script.
-
-    Such a process is no worker and must not use the connections of the one that forked it.
-    """
-    own = os.getpid()
-    code = 0
-    try:
-        yield
-    except BaseException as error:
-        if os.getpid() == own:
-            raise
-        code = get_exit_code(error)
-    if os.getpid() != own:
-        exit_process(code)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from spark_elastic.state.elastic_loop import ENTERED
 from spark_elastic.state.snapshot import PickleCodec
 from spark_elastic.worker import program
 from spark_elastic.worker.context import get_context, start_call
-from spark_elastic.worker.entry import exit_forks
+from spark_elastic.worker.exits import exit_forks
 from spark_elastic.worker.program import Completed, Outcome, WorkerHandle
 from spark_elastic.worker.script import destroy_process_group, set_dist_env
 

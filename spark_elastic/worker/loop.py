@@ -45,6 +45,7 @@ from spark_elastic.rendezvous.messages import (
     WatchWorker,
 )
 from spark_elastic.worker.context import GroupContext, WaitRecorder, WorkerContext, get_context, set_context
+from spark_elastic.worker.exits import exit_forks
 from spark_elastic.worker.notification import notification_manager
 from spark_elastic.worker.program import (
     CHANGE,
@@ -264,9 +265,11 @@ class WorkerLoop:
         group = self._group
         assert group is not None
         try:
-            if isinstance(command, do.Run):
-                return self._train(command.world, group)
-            return on.Synced(self._clock.now(), command.world.fence, self._program.sync(command.world, group))
+            with exit_forks():
+                if isinstance(command, do.Run):
+                    return self._train(command.world, group)
+                position = self._program.sync(command.world, group)
+            return on.Synced(self._clock.now(), command.world.fence, position)
         except CollectiveError as error:
             return self._group_broke(self._fence(), error)
         except WorkerExit:

@@ -18,7 +18,7 @@ from elastic_collectives import Group
 from spark_elastic.data.store import scratch_folder
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import World
-from spark_elastic.worker.entry import exit_forks
+from spark_elastic.worker.exits import exit_forks
 
 # Outside the range that systems use for outgoing connections, one of which could take the port before the user does.
 PORTS = (20_000, 32_767)

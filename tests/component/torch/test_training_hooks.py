@@ -10,8 +10,18 @@ from spark_elastic.state.run_lease import RunLease
 from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.torch.train.trainer import TorchTrainProgram
 from tests.component.injected_faults import inject_faults, kill
-from tests.component.torch.hooked_job import make_job, plain, same_history
-from tests.component.torch.job import RUN, Follower, difference, launcher, make_data, train_elastic
+from tests.component.torch.hooked_job import ForkingLoss, make_job, plain, same_history
+from tests.component.torch.job import (
+    RUN,
+    Follower,
+    Job,
+    difference,
+    launcher,
+    make_data,
+    train_elastic,
+    train_plain,
+)
+from tests.component.torch.nets import mlp, sgd
 from tests.scenarios import Fault
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(180)]
@@ -39,3 +49,18 @@ def test_p2_p7_hooks_have_the_state_of_an_undisturbed_run(lost: str, tmp_path: P
     assert len(result.worlds) > 1, "nobody was lost"
     assert difference(ours, theirs) < 1e-9
     same_history(result, history)
+
+
+def test_a_process_that_a_loss_forks_does_not_speak_for_its_worker(tmp_path: Path) -> None:
+    store, manifest = make_data(tmp_path)
+    codes, follower = tmp_path / "codes", Follower()
+    job = Job(mlp(), sgd, ForkingLoss(str(codes)), epochs=1, workers=2, batch_size=20)
+    ours, result = train_elastic(
+        job, store, manifest, None, follower, lambda task: launcher(task, room=2), lease=30.0
+    )
+    assert len(result.worlds) == 1, result.event_log
+    assert codes.read_text().split() == ["0", "1", "1"]
+    said = "\n".join(follower.lines)
+    assert "ValueError: of the fork" in said
+    assert "a process that a worker's code forked (os.fork) called a collective" in said
+    assert difference(ours, train_plain(job, store, manifest)) < 1e-9
