@@ -204,7 +204,7 @@ class StepStream:
             left = max(since, self._last_read) + self._limit.deadline - self._clock.now()
             if left <= 0:
                 raise StoreError(
-                    f"The rows of step {self._next} of epoch {self._order.epoch} did not come: the store has not "
+                    f"The rows of step {self._next} of epoch {self._order.epoch + 1} did not come: the store has not "
                     f"answered for {self._limit.deadline:g} s."
                 )
             self._changed.wait(left)

@@ -33,6 +33,8 @@ from spark_elastic.protocol.types import Checkpoint, Phase, Position, World
 
 MAX_WORLD_CHANGES = 5000
 MAX_ENTRIES = 400
+MAX_LOST_SLOTS = 100
+LOST_SECONDS = 600.0  # for so long the status page shows a slot that is gone
 MERGED_ENTRIES = (
     "launch slot",
     "release slot",
@@ -51,6 +53,18 @@ class HistoryEntry:
     times: int = 1
 
 
+@dataclass(frozen=True)
+class LostSlot:
+    """A slot that is gone."""
+
+    at: float  # seconds since the launch
+    host: str
+    node: str
+    worker: str  # "" if it had none
+    rank: int | None
+    reason: str
+
+
 class HistoryView(NamedTuple):
     """What the status page reads of a history at one time."""
 
@@ -59,6 +73,7 @@ class HistoryView(NamedTuple):
     metrics: Metrics  # newest report of rank 0
     throughput: Throughput
     entries: tuple[HistoryEntry, ...]
+    lost_slots: tuple[LostSlot, ...]  # those of the last `LOST_SECONDS`, newest first
 
 
 class JobHistory(JobListener):
@@ -83,6 +98,7 @@ class JobHistory(JobListener):
         self._phase, self._phase_since = "start", 0.0
         self._reserved = self._useful = 0.0  # worker-seconds
         self._slots = 0
+        self._lost: deque[LostSlot] = deque(maxlen=MAX_LOST_SLOTS)
         self._last_event = 0.0
         self._state: DriverState | None = None
         self._world: World | None = None
@@ -100,6 +116,8 @@ class JobHistory(JobListener):
             self._reserved += self._slots * max(0.0, at - self._last_event)
             self._last_event = max(at, self._last_event)
             if state is not None:
+                if len(state.slots) < self._slots and not self._ended:
+                    self._add_lost_slots(at, state)
                 self._state, self._slots = state, len(state.slots)
             for command in commands:
                 self._add_command(at, command)
@@ -147,7 +165,8 @@ class JobHistory(JobListener):
     def view(self) -> HistoryView:
         now = self._clock.now()
         with self._lock:
-            return HistoryView(now, self._state, self._metrics, self._throughput, tuple(self._entries))
+            lost = tuple(s for s in reversed(self._lost) if now - self._started - s.at <= LOST_SECONDS)
+            return HistoryView(now, self._state, self._metrics, self._throughput, tuple(self._entries), lost)
 
     # ---- under the lock
 
@@ -168,6 +187,16 @@ class JobHistory(JobListener):
                 self._switch_phase(at, "closing")
                 self._ended = True
         self._add_entry(at, _split_words(type(command).__name__), command.reason)
+
+    def _add_lost_slots(self, at: float, state: DriverState) -> None:
+        before = self._state
+        assert before is not None
+        for name, slot in before.slots.items():
+            if name not in state.slots:
+                worker = None if slot.worker is None else before.workers.get(slot.worker)
+                rank = None if worker is None else worker.rank
+                reason = state.slots.evicted.get(name, "")
+                self._lost.append(LostSlot(at, slot.host, slot.node, slot.worker or "", rank, reason))
 
     def _add_world(self, at: float, world: World) -> None:
         before, now = _worker_ids(self._world), _worker_ids(world)
@@ -231,10 +260,12 @@ class JobHistory(JobListener):
             return 0.0
         return self._world.size * max(0.0, at - self._phase_since)
 
-    def _count_steps_lost(self, world: World) -> int:
-        """Reported steps that the new world has to repeat."""
-        if self._world is None or not self._metrics:
+    def _count_steps_lost(self, world: World) -> int | None:
+        """Reported steps that the new world has to repeat; None if the program reports no steps."""
+        if self._world is None:
             return 0
+        if "step" not in self._metrics:
+            return None
         resumed_from = _count_steps_before(world.start_position, int(self._metrics.get("steps", 0)))
         return max(0, count_steps(self._metrics) - resumed_from)
 

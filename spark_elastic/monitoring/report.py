@@ -162,7 +162,7 @@ class WorldChange:
     seconds: float | None = (
         None  # downtime until every member had built this world; None if it was never built
     )
-    steps_lost: int = 0  # applied steps that have to be repeated
+    steps_lost: int | None = 0  # applied steps that have to be repeated; None: the program counts no steps
 
     def __str__(self) -> str:
         """One line: what happened and what it cost."""
@@ -181,7 +181,7 @@ class WorldChange:
         return ", ".join(f"{count} {verb}" for count, verb in moves if count) or "re-formed"
 
     def _describe_steps_lost(self) -> str:
-        if self.kind not in UNPLANNED:
+        if self.kind not in UNPLANNED or self.steps_lost is None:
             return ""
         return f", {self.steps_lost or 'no'} step{'' if self.steps_lost == 1 else 's'} lost"
 
@@ -229,7 +229,7 @@ class JobReport:
 
     @property
     def steps_lost(self) -> int:
-        return sum(change.steps_lost for change in self.world_changes)
+        return sum(change.steps_lost or 0 for change in self.world_changes)
 
     def recovery_seconds(self, percent: float) -> float | None:
         """The percentile (nearest rank) of the recoveries' durations; None if there was none."""
@@ -282,7 +282,9 @@ class JobReport:
         if self.recoveries:
             p50, p99 = self.recovery_seconds(50), self.recovery_seconds(99)
             took = "" if p50 is None or p99 is None else f", p50 {p50:.2f} s, p99 {p99:.2f} s"
-            lines.append(f"recoveries: {len(self.recoveries)}{took}; steps lost: {self.steps_lost}")
+            lost = [change.steps_lost for change in self.recoveries if change.steps_lost is not None]
+            steps = f"; steps lost: {sum(lost)}" if lost else ""
+            lines.append(f"recoveries: {len(self.recoveries)}{took}{steps}")
         else:
             lines.append("no losses")
         lines.append(

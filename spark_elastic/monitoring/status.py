@@ -7,6 +7,7 @@ driver machine, which is immutable.
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 import json
 import math
@@ -47,7 +48,7 @@ def build_status_pages(history: JobHistory, name: str) -> dict[str, Page]:
 
 def build_status(history: JobHistory, name: str) -> dict[str, Any]:
     """A value that JSON can hold. Times are seconds since the launch."""
-    now, state, metrics, throughput, entries = history.view()
+    now, state, metrics, throughput, entries, lost_slots = history.view()
     report = history.build_report()
     stalled = throughput.is_stalled(report.seconds)
     return {
@@ -56,6 +57,7 @@ def build_status(history: JobHistory, name: str) -> dict[str, Any]:
         **_describe_stage(state),
         "slots": _describe_slots(state, now),
         "more_slots": max(0, len(state.slots) - MAX_SLOTS) if state is not None else 0,
+        "lost_slots": [{**dataclasses.asdict(lost), "reason": lost.reason[:MAX_TEXT]} for lost in lost_slots],
         "stalled": _describe_stalled_workers(state),
         "metrics": {key: value for key, value in metrics.items() if isinstance(value, int | float)},
         "rows_per_second": 0.0 if stalled else round(throughput.rows_per_second, 2),

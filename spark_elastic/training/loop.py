@@ -167,7 +167,7 @@ class TrainingLoop:
             groups = np.searchsorted(self._spec.plan.group_offsets, rows.row_ids, side="right") - 1
             add_note(
                 error,
-                f"in step {rows.step} of epoch {rows.epoch}, on this worker's {len(rows)} rows: "
+                f"in step {rows.step} of epoch {rows.epoch + 1}, on this worker's {len(rows)} rows: "
                 f"{_format_some(rows.row_ids)} of row groups {_format_some(np.unique(groups))}",
             )
             raise

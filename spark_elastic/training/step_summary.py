@@ -82,8 +82,8 @@ class StepDecision(NamedTuple):
         """Raises FloatingPointError if the loss of the step at `position` is not finite; on every rank alike."""
         if not math.isfinite(self.loss):
             raise FloatingPointError(
-                f"the loss became {self.loss} in step {position.step} of epoch {position.epoch}: look at these rows, "
-                "or lower the learning rate (training ended before the update; terminate_on_nan=False continues)."
+                f"the loss became {self.loss} in step {position.step} of epoch {position.epoch + 1}: look at these "
+                "rows, or lower the learning rate (training ended before the update; terminate_on_nan=False continues)."
             )
 
 

@@ -118,7 +118,7 @@ def test_all_lost_begins_from_nothing_and_says_so() -> None:
     report = simulate(scene(Fault(FaultKind.KILL_WORKER, Moment.EXCHANGE, nth=20, share=Share.ALL)))
     assert report.end.outcome is Outcome.SUCCESS
     assert report.worlds[1].source is None
-    assert "training begins from nothing" in report.worlds[1].reason
+    assert "the next starts from the beginning" in report.worlds[1].reason
 
 
 @pytest.mark.parametrize("kind", [FaultKind.KILL_WORKER, FaultKind.KILL_SLOT, FaultKind.KILL_HOST])

@@ -95,7 +95,9 @@ def test_r18_executors_that_were_killed_are_known_dead(
     result = ClassicPlatform(spark, ElasticConfig()).launch(
         JobSpec(program, Limits(3, 1, 3), "all"), Striker({30: kill_all})
     )
-    anew = next(after for after, world in enumerate(result.worlds) if "begins from nothing" in world.reason)
+    anew = next(
+        after for after, world in enumerate(result.worlds) if "starts from the beginning" in world.reason
+    )
     waited = result.worlds[anew].seconds - result.worlds[anew - 1].seconds
     assert waited < Limits(3, 1, 3).driver_timeout / 2
 

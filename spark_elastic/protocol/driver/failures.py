@@ -286,6 +286,7 @@ def resume_point(state: DriverState, position: Position | None) -> str:
 
 
 def format_position(position: Position | None) -> str:
+    """For people, who count epochs from 1."""
     if position is None:
         return "the beginning"
-    return f"epoch {position.epoch}, {position.phase.name.lower()}, step {position.step}"
+    return f"epoch {position.epoch + 1}, {position.phase.name.lower()}, step {position.step}"

@@ -230,9 +230,9 @@ def _regroup(tx: Transition) -> None:
     if not tx.has_survivors():
         state.stage = Stage.GATHERING
         state.timers.regroup_since = None
-        begins = f"from checkpoint {state.checkpoints[0].name}" if state.checkpoints else "from nothing"
+        begins = f"checkpoint {state.checkpoints[0].name}" if state.checkpoints else "the beginning"
         state.current.break_reason = (
-            f"no worker of world {state.generation} is left, so training begins {begins}: "
+            f"no worker of world {state.generation} is left, so the next starts from {begins}: "
             f"{state.current.break_reason}"
         )
         return
@@ -446,7 +446,8 @@ def _explain_world(
     change = _format_change(joining, [worker.worker for worker in leaving])
     why = "; ".join(part for part in (state.current.break_reason, change) if part) or "nothing changed"
     point = resume_point(state, position)
-    return f"world {state.generation} of {len(chosen)} workers continues from {point}: {why}"
+    size = f"{len(chosen)} worker{'' if len(chosen) == 1 else 's'}"
+    return f"world {state.generation}, of {size}, continues from {point}: {why}"
 
 
 def _enter(tx: Transition, world: World, chosen: list[WorkerRecord]) -> None:

@@ -195,7 +195,7 @@ def test_p5_a_reader_that_stalls_is_an_error_with_the_step() -> None:
     reader.gate.clear()
     with StepLoader(PLAN, reader, COLUMNS, Prefetch(deadline=0.05)).steps(4, 2, 0, 1) as stream:
         with pytest.raises(
-            StoreError, match=r"step 2 of epoch 4 did not come: the store has not answered for 0.05 s"
+            StoreError, match=r"step 2 of epoch 5 did not come: the store has not answered for 0.05 s"
         ):
             next(stream)
         reader.broken = StoreError(

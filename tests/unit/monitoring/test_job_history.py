@@ -37,7 +37,9 @@ def test_a_loss_is_one_world_change_with_its_cost() -> None:
         1,
     )
     assert "host host-2 is lost" in loss.reason
-    assert str(loss).startswith("world of 2: 1 of 3 lost, recovered in 0.50 s, 1 step lost (world 2 of")
+    assert str(loss).startswith(
+        "world of 2: 1 of 3 lost, recovered in 0.50 s, 1 step lost (world 2, of 2 workers, continues"
+    )
 
 
 def test_each_second_of_a_job_belongs_to_one_phase() -> None:
@@ -129,6 +131,21 @@ def test_the_loss_of_all_workers_is_a_restart() -> None:
     job.form()
     assert job.world_changes[-1].kind is WorldChangeKind.RESTART
     assert job.world_changes[-1].steps_lost == 7
+
+
+def test_a_program_that_reports_no_steps_is_told_of_none_lost() -> None:
+    job = PlayedJob(1)
+    job.start([1])
+    job.loses(1, step=0, regroup=0.0)
+    job.on(on.LaunchEnded(0, 1, "its host is lost"))
+    job.comes(2)
+    job.form()
+    (change,) = job.result.recoveries
+    assert change.steps_lost is None
+    assert "all 1 lost, restarted" in str(change)
+    assert "(world 2, of 1 worker, continues from the beginning: " in str(change)
+    assert "steps" not in str(change)
+    assert "steps lost" not in str(job.result)
 
 
 def test_checkpoint_seconds_of_successive_rank_0_processes_add_up() -> None:

@@ -7,7 +7,7 @@ import math
 import re
 from html.parser import HTMLParser
 
-from spark_elastic.monitoring.job_history import JobHistory
+from spark_elastic.monitoring.job_history import LOST_SECONDS, JobHistory
 from spark_elastic.monitoring.status import (
     MAX_SLOTS,
     MAX_TEXT,
@@ -63,6 +63,20 @@ def test_the_status_of_a_training_without_reports_has_no_throughput() -> None:
     assert seen[0]["seconds_left"] is not None
     assert seen[1]["seconds_left"] is None
     assert b'spark_elastic_rows_per_second{job_name="job"} 0.0' in format_prometheus(seen[1])
+
+
+def test_a_slot_that_is_gone_stays_on_the_page_for_a_while_with_the_reason() -> None:
+    history, clock = create_job(3)
+    state = history.view().state
+    assert state is not None
+    event = on.LaunchEnded(1.0, 2, "executor 7 was lost: SIGKILL", executor_lost=True)
+    after, commands = driver_machine.step(state, event)
+    history.on_transition(event, commands, after)
+    (gone,) = build_status(history, "job")["lost_slots"]
+    assert (gone["host"], gone["worker"], gone["rank"]) == ("host-2", "2-0.1", 1)
+    assert "executor 7 was lost: SIGKILL" in gone["reason"]
+    clock.advance(LOST_SECONDS + 2.0)
+    assert not build_status(history, "job")["lost_slots"]
 
 
 def test_the_status_describes_stage_slots_and_metrics() -> None:

@@ -183,7 +183,7 @@ def test_without_survivors_training_begins_from_nothing_and_the_reason_says_so()
     bench.on(WorkerStarted("1-0", name(1, 2)))
     bench.join(name(1, 2))
     assert bench.world.source is None
-    assert "begins from nothing" in bench.world.reason
+    assert "the next starts from the beginning" in bench.world.reason
 
 
 def test_reset_limit_counts_new_worlds() -> None:

@@ -18,7 +18,7 @@ def decision(loss: float) -> StepDecision:
 def test_a_loss_that_is_no_number_is_told_with_its_step(loss: float) -> None:
     with pytest.raises(
         FloatingPointError,
-        match=rf"the loss became {loss} in step 7 of epoch 2: .* learning rate.*=False continues",
+        match=rf"the loss became {loss} in step 7 of epoch 3: .* learning rate.*=False continues",
     ):
         decision(loss).check_finite(Position(2, Phase.TRAIN, 7))
 
