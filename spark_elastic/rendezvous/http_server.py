@@ -31,11 +31,14 @@ from spark_elastic.rendezvous.auth import Certificate
 # Seconds until a host that vanished without a word is noticed: 10 + 3 × 5. Leases are quicker; this frees descriptors.
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
+log = logging.getLogger("spark_elastic.rendezvous")
+
 # Keys in a request's scope. The first value is called once the sender has authenticated itself; the second one returns
 # whether the network broke the connection, as opposed to the end of the sender's process.
 AUTHENTICATED = "spark_elastic.authenticated"
 RESET = "spark_elastic.reset"
 MAX_UNAUTHENTICATED = 2048
+STRANGERS_INTERVAL = 60.0  # seconds between two lines of the log about requests that are not served
 
 
 def max_unauthenticated() -> int:
@@ -94,6 +97,32 @@ class _CoalescingTransport:
             self._transport.write(b"".join(unsent))
 
 
+class _ConnectionLog(logging.LoggerAdapter[logging.Logger]):
+    """uvicorn's log of all connections of one server. What strangers cause are its warnings (no HTTP, WebSockets): they
+    are counted, and one line in `STRANGERS_INTERVAL` says how many there were. Loop thread only."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.getLogger("uvicorn.error"), {})
+        self._ignored = 0  # requests since the last line
+        self._next_line = 0.0
+
+    @property
+    def level(self) -> int:
+        return self.logger.level
+
+    def warning(self, msg: object, *arguments: object, **named: object) -> None:
+        self._ignored += 1
+        now = asyncio.get_running_loop().time()
+        if now >= self._next_line:
+            self._next_line = now + STRANGERS_INTERVAL
+            count, self._ignored = self._ignored, 0
+            log.warning(
+                "%d request%s that the driver's server does not serve (the last one: %s): strangers talk to its port, "
+                "which costs the job nothing. The next line about it comes in %g s at the earliest.",
+                count, "" if count == 1 else "s", str(msg).partition(". ")[0].rstrip("."), STRANGERS_INTERVAL,
+            )  # fmt: skip
+
+
 # h11: httptools in its place saved nothing measurable, since only system calls are left.
 class Connection(H11Protocol):
     """A connection with a deadline: it closes itself if the head of a request is incomplete `head_seconds` after the
@@ -115,6 +144,7 @@ class Connection(H11Protocol):
             "unauthenticated", {}
         )
         self._served, self.app = self.app, self._serve_request
+        self.logger = vars(self.server_state).setdefault("log", _ConnectionLog())
 
     def on_accepted(self, connection: socket.socket) -> None:
         """The event loop has it from the listening socket."""
@@ -172,8 +202,6 @@ class Connection(H11Protocol):
             self._head_deadline.cancel()
             self._head_deadline = None
 
-
-log = logging.getLogger("spark_elastic.rendezvous")
 
 RESTART_DELAY = 0.05  # seconds between the death of a loop and the next, doubled while none comes up
 MAX_RESTART_DELAY = 1.0  # seconds

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import itertools
 import json
+import logging
 import socket
 from collections.abc import Iterator
 
@@ -318,3 +319,18 @@ def test_strangers_whose_tls_fails_are_forgotten() -> None:
                 first.recv(1)
     finally:
         serving.close()
+
+
+def test_strangers_cost_one_line_of_the_log(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither noise nor requests for WebSockets fill the driver's log, or advise anybody to install packages."""
+    stranger = Stranger(driver.port)
+    with caplog.at_level(logging.INFO):
+        for _ in range(5):
+            assert parse(stranger.send(b"noise\r\n\r\n"))[0] == 400
+            stranger.request("/", b"", None, "GET", {"connection": "close, upgrade", "upgrade": "websocket"})
+    lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(lines) == 1, lines
+    assert lines[0].startswith(
+        "1 request that the driver's server does not serve (the last one: Invalid HTTP"
+    )
+    assert "pip install" not in caplog.text
