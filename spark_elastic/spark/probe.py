@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import pickle
 import socket
+import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -237,7 +238,7 @@ def make_probe_task(probe: Probe, program: Payload) -> Task:
             try:
                 yield pickle.loads(packed).report(number, program.value)
             except ImportError as error:
-                yield socket.gethostname(), str(error)
+                yield socket.gethostname(), str(error), sys.executable
 
     return run
 
@@ -278,11 +279,12 @@ def require_report(answer: Any) -> ProbeReport:
     """
     if isinstance(answer, ProbeReport):
         return answer
-    host, reason = answer
-    version = spark_elastic.__version__
+    host, reason, interpreter = answer
+    own = f"spark_elastic {spark_elastic.__version__}"
     raise PreflightError(
-        f"host {host} cannot load spark_elastic ({reason}), and the driver has {version}: install "
-        f"spark_elastic {version} there, or send it along with ship=True."
+        f"host {host} cannot load spark_elastic with {interpreter} ({reason}), and the driver has {own} in "
+        f"{sys.executable}: set PYSPARK_PYTHON to a Python that has it on every host, install {own} there, or send it "
+        "along with ship=True."
     )
 
 

@@ -123,14 +123,26 @@ def test_another_version_on_the_hosts_is_named_with_both(
 
 
 def test_a_host_without_our_package_is_named(
-    spark_with: Callable[[Mapping[str, str]], SparkSession], store: Store, tmp_path: Path
+    spark_with: Callable[[Mapping[str, str]], SparkSession],
+    store: Store,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """And both interpreters: the usual reason is that the workers' is another one."""
     hidden = tmp_path / "hidden"
     hidden.mkdir()
     (hidden / "spark_elastic.py").write_text(
         "raise ModuleNotFoundError(\"No module named 'spark_elastic'\")\n"
     )
     spark = spark_with({"spark.executorEnv.PYTHONPATH": str(hidden)})
-    with pytest.raises(PreflightError, match=r"cannot load spark_elastic .* the driver has 0") as caught:
+    interpreter = tmp_path / "bin" / "python-of-workers"
+    interpreter.parent.mkdir()
+    interpreter.symlink_to(sys.executable)
+    monkeypatch.setattr(spark.sparkContext, "pythonExec", str(interpreter))
+    with pytest.raises(PreflightError, match=r"cannot load spark_elastic .* the driver has") as caught:
         probe(spark, store)
-    assert collect_host_facts()["host"] in str(caught.value)
+    sentence = str(caught.value)
+    assert sentence.startswith(
+        f"host {collect_host_facts()['host']} cannot load spark_elastic with {interpreter} ("
+    )
+    assert f" in {sys.executable}: set PYSPARK_PYTHON to a Python that has it on every host, " in sentence
