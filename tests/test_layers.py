@@ -59,6 +59,8 @@ FOREIGN = {
     "torch": ("torch", "keras", "estimators"),
     "tensorflow": ("tensorflow", "keras", "estimators"),
     "keras": ("keras", "estimators"),
+    "transformers": ("torch",),
+    "accelerate": ("torch",),
     "petastorm": ("data.reading.petastorm_reader",),
     "starlette": ("rendezvous", "monitoring"),
     "uvicorn": ("rendezvous",),

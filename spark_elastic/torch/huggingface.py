@@ -1,0 +1,323 @@
+"""Elastic training by Hugging Face's libraries: `ElasticTrainer` for transformers, `create_accelerator` for accelerate.
+
+In each world the Trainer's own `train` runs from the newest commit: this module gives it the process groups of that
+world, the rows that the epoch has still to take, and the progress that the state has kept. What the Trainer does in
+between, and everything around it, is the Trainer's. Training thread only.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from transformers import Trainer
+from transformers.trainer_callback import CallbackHandler, ExportableState, TrainerCallback
+
+from spark_elastic.errors import InvalidInput
+from spark_elastic.state.handlers import Registry, SnapshotHandler
+from spark_elastic.state.snapshot import Bytes, SnapshotBuilder
+from spark_elastic.torch.data_loader import ElasticDataLoader
+from spark_elastic.torch.elastic import TorchState, get_handler_registry, run
+
+
+def create_accelerator(**options: Any) -> Accelerator:
+    """Create an `Accelerator` in the current world; call it at the beginning of an elastic loop.
+
+    Args:
+        options: those of `accelerate.Accelerator`.
+    """
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    return Accelerator(**options)
+
+
+class ElasticTrainer(Trainer):  # type: ignore[misc]
+    """`transformers.Trainer` whose `train` survives the loss of workers and takes each row once per epoch.
+
+    A step takes `global_batch_size` rows over all ranks, whatever their number, so that weights do not depend on it.
+    `per_device_train_batch_size` counts for nothing; with `gradient_accumulation_steps`, a step is that many times
+    `global_batch_size` rows. The order of the rows follows from `args.data_seed`, or else `args.seed`.
+    """
+
+    # The Trainer's own.
+    model_init: Any
+    optimizer: Any
+    state: Any
+
+    def __init__(self, *args: Any, global_batch_size: int, commit_every: int = 1, **options: Any) -> None:
+        """
+        Args:
+            args: those of `transformers.Trainer`.
+            global_batch_size: rows of a batch over all ranks.
+            commit_every: optimizer steps from commit to commit. A loss repeats the steps since the newest one.
+            options: those of `transformers.Trainer`.
+
+        Raises:
+            InvalidInput: an argument is wrong, or the installed transformers is too old.
+        """
+        if not hasattr(Trainer, "_run_epoch"):
+            raise InvalidInput("ElasticTrainer needs transformers 5.3 or newer: pip install -U transformers.")
+        if commit_every < 1:
+            raise InvalidInput(f"commit_every is {commit_every}: give a number of steps, at least 1.")
+        self.global_batch_size = global_batch_size
+        self.commit_every = commit_every
+        # The rows of all epochs; made by `train`.
+        self._loader: ElasticDataLoader | None = None
+        # What the worlds hand on; None outside of `train`.
+        self._elastic_state: TorchState | None = None
+        # What the newest commit knows of the training; None before the first one.
+        self._committed: dict[str, Any] | None = None
+        # ElasticDataLoader.loss_weight of the batches that were fetched and are not trained yet.
+        self._loss_weights: list[float] = []
+        # That of the batch under way; None outside of a training step.
+        self._loss_weight: float | None = None
+        super().__init__(*args, **options)
+        self.add_callback(_ElasticCallback(self))
+
+    def train(self, resume_from_checkpoint: Any = None, trial: Any = None, **options: Any) -> Any:
+        """Train in world after world, until the last step.
+
+        Args:
+            resume_from_checkpoint: as for `Trainer.train`. A commit of this run is newer than it.
+            trial: not supported.
+            options: those of `Trainer.train`.
+
+        Raises:
+            InvalidInput: this kind of training cannot be elastic.
+        """
+        self._check_training(trial)
+        _forget_progress(self)
+        self._loader = self._make_loader()
+        max_steps = self.set_initial_training_values(self.args, self._loader)[-1]
+        self.create_optimizer_and_scheduler(num_training_steps=max_steps)
+        optimizer, self._created_lr_scheduler = self.optimizer, False
+        model_init, self.model_init = self.model_init, None  # the model lives through all worlds
+        state = _TrainingState(
+            self.model,
+            optimizer,
+            scheduler=self.lr_scheduler,
+            loader=self._loader,
+            progress=_Progress(self),
+        )
+
+        @run
+        def train_in_world(state: TorchState) -> Any:
+            self.model_wrapped, self.optimizer = self.model, optimizer
+            self.args.__dict__.pop(
+                "_setup_devices", None
+            )  # cached: rank, size and device, by the process group
+            _ = self.args.device
+            GradientState._reset_state()
+            self.create_accelerator_and_postprocess()
+            begun = self._committed is not None
+            return super(ElasticTrainer, self).train(None if begun else resume_from_checkpoint, **options)
+
+        self._elastic_state = state
+        try:
+            return train_in_world(state)
+        finally:
+            self._elastic_state, self.model_init = None, model_init
+
+    def get_train_dataloader(self) -> Any:
+        return super().get_train_dataloader() if self._loader is None else self._loader
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        """The Trainer's loss. A mean over this rank's rows is weighted: the ranks' average is then that of all rows."""
+        weight = self._loss_weight
+        result = super().compute_loss(model, inputs, *args, **options)
+        if weight is None or options.get("num_items_in_batch") is not None:
+            return result  # normalized over all ranks already
+        return (result[0] * weight, *result[1:]) if isinstance(result, tuple) else result * weight
+
+    def training_step(self, *args: Any, **options: Any) -> Any:
+        self._loss_weight = self._loss_weights.pop(0) if self._loss_weights else None
+        try:
+            return super().training_step(*args, **options)
+        finally:
+            self._loss_weight = None
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], *args: Any, **options: Any) -> Any:
+        self._loss_weights.clear()
+        return super().get_batch_samples(self._weigh(epoch_iterator), *args, **options)
+
+    def _weigh(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            if self._loader is not None:
+                self._loss_weights.append(self._loader.loss_weight)
+            yield batch
+
+    def _init_training_state(self, *args: Any, **options: Any) -> tuple[int, int]:
+        begun: tuple[int, int] = super()._init_training_state(*args, **options)
+        if self._committed is None:
+            return begun
+        fresh, self.state = self.state, copy.copy(self._committed["state"])
+        for name in ("is_local_process_zero", "is_world_process_zero", "max_steps", "num_train_epochs"):
+            setattr(self.state, name, getattr(fresh, name))
+        assert self._loader is not None
+        return self._loader.epoch, 0
+
+    def _run_epoch(self, *, epoch: int, resume_from_checkpoint: Any = None, **options: Any) -> None:
+        """The rest of an epoch. The Trainer counts from the position on; `_ElasticCallback` puts the epoch right."""
+        loader = self._loader
+        assert loader is not None
+        if self.state.global_step >= self.state.max_steps > 0:
+            self.control.should_training_stop = True
+            return
+        skipped = options.pop("steps_trained_in_current_epoch")
+        if resume_from_checkpoint is not None and epoch == options["epochs_trained"]:
+            loader.set_epoch(epoch)
+            loader.step = skipped
+            self._load_rng_state(resume_from_checkpoint)
+        if epoch == loader.epoch and loader.step:
+            options["steps_in_epoch"] -= loader.step
+            options["num_update_steps_per_epoch"] -= loader.step // self.args.gradient_accumulation_steps
+        super()._run_epoch(
+            epoch=epoch, resume_from_checkpoint=None, steps_trained_in_current_epoch=0, **options
+        )
+        if loader.step == len(loader):
+            loader.set_epoch(epoch + 1)
+        self._commit()
+
+    def _maybe_log_save_evaluate(self, *args: Any, **options: Any) -> None:
+        """What the Trainer does after a step, then the commit; an epoch's last one follows the epoch's end."""
+        super()._maybe_log_save_evaluate(*args, **options)
+        loader = self._loader
+        stops = self.control.should_training_stop or self.control.should_epoch_stop
+        due = self.state.global_step % self.commit_every == 0
+        if loader is not None and loader.step < len(loader) and due and not stops:
+            self._commit()
+
+    def _commit(self) -> None:
+        if self._elastic_state is not None:
+            self._elastic_state.commit()
+
+    def _make_loader(self) -> ElasticDataLoader:
+        """A loader with the data set, collator and DataLoader settings that the Trainer would use."""
+        if self.train_dataset is None:
+            raise InvalidInput("ElasticTrainer has no train_dataset: pass one.")
+        theirs = super().get_train_dataloader()
+        args = self.args
+        seed = args.seed if args.data_seed is None else args.data_seed
+        workers = (
+            {
+                "persistent_workers": args.dataloader_persistent_workers,
+                "prefetch_factor": args.dataloader_prefetch_factor,
+            }
+            if args.dataloader_num_workers
+            else {}
+        )
+        return ElasticDataLoader(
+            theirs.dataset,
+            self.global_batch_size,
+            seed,
+            drop_last=args.dataloader_drop_last,
+            collate_fn=theirs.collate_fn,
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
+            **workers,
+        )
+
+    def _check_training(self, trial: Any) -> None:
+        if trial is not None:
+            raise InvalidInput(
+                "ElasticTrainer searches no hyperparameters: start one training for each trial."
+            )
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            raise InvalidInput(
+                "ElasticTrainer trains with DistributedDataParallel only: remove fsdp and deepspeed from the "
+                "TrainingArguments."
+            )
+
+
+class _ElasticCallback(TrainerCallback):  # type: ignore[misc]
+    """Puts right what the Trainer derives from a count of steps that begins with each world."""
+
+    def __init__(self, trainer: ElasticTrainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        trainer = self._trainer
+        if trainer._committed is not None:
+            trainer._tr_loss.fill_(trainer._committed["loss"])
+            trainer._total_loss_scalar = trainer._committed["logged loss"]
+            trainer._globalstep_last_logged = trainer._committed["logged step"]
+            trainer._initial_global_step = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        loader = self._trainer._loader
+        if loader is not None:
+            state.epoch = loader.epoch + loader.step / len(loader)
+
+
+class _Progress:
+    """The Trainer's own progress, as a value of the state."""
+
+    def __init__(self, trainer: ElasticTrainer) -> None:
+        self.trainer = trainer
+
+
+class _ProgressHandler(SnapshotHandler):
+    """Counters, logs, exportable callbacks and random generators of a Trainer."""
+
+    def capture(self, builder: SnapshotBuilder) -> Any:
+        trainer: ElasticTrainer = self.value.trainer
+        if not hasattr(trainer, "_tr_loss"):
+            return None  # before the first step
+        state = copy.copy(trainer.state)
+        state.log_history = list(state.log_history)  # its entries stay as they are
+        trainer._committed = {
+            "state": state,
+            "loss": float(trainer._tr_loss),
+            "logged loss": trainer._total_loss_scalar,
+            "logged step": trainer._globalstep_last_logged,
+            "callbacks": [
+                copy.deepcopy(callback.state()["attributes"])
+                for callback in _exportable(trainer.callback_handler)
+            ],
+            "random": (random.getstate(), np.random.get_state(), torch.get_rng_state(), _get_cuda_states()),
+        }
+        return trainer._committed
+
+    def load(self, values: Any, memory: Bytes) -> None:
+        trainer: ElasticTrainer = self.value.trainer
+        if values is None:
+            _forget_progress(trainer)
+            return
+        trainer._committed = values
+        trainer.state = copy.copy(values["state"])
+        trainer.state.log_history = list(trainer.state.log_history)
+        for callback, attributes in zip(
+            _exportable(trainer.callback_handler), values["callbacks"], strict=True
+        ):
+            vars(callback).update(copy.deepcopy(attributes))
+        python, numpy, torch_cpu, cuda = values["random"]
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(torch_cpu)
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)
+
+
+class _TrainingState(TorchState):
+    @property
+    def registry(self) -> Registry:  # type: ignore[override] # looked up when the state is made
+        return [(_Progress, _ProgressHandler), *get_handler_registry()]
+
+
+def _forget_progress(trainer: ElasticTrainer) -> None:
+    trainer._committed = None
+    trainer.__dict__.pop("_tr_loss", None)
+
+
+def _exportable(handler: CallbackHandler) -> list[Any]:
+    return [callback for callback in handler.callbacks if isinstance(callback, ExportableState)]
+
+
+def _get_cuda_states() -> list[torch.Tensor]:
+    return torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []

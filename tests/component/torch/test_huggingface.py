@@ -1,0 +1,225 @@
+"""Hugging Face's Trainer and Accelerate on real processes: a worker is killed, and another one takes its place."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+
+from tests.component.torch.hand_written import Run, hold
+from tests.scenarios import Fault
+
+pytestmark = [pytest.mark.native, pytest.mark.timeout(240)]
+
+for name in (__name__, hold.__module__):
+    cloudpickle.register_pickle_by_value(sys.modules[name])
+
+ROWS, EPOCHS, BATCH = 38, 3, 6
+
+
+def train_net(folder: str, holds: dict[int, int | str]) -> dict[str, Any]:
+    """A linear net, and a ledger that is trained with it: a row's count grows by exactly 1 when its step is applied."""
+    drawn = torch.Generator().manual_seed(3)
+    x = torch.randn(ROWS, 4, generator=drawn, dtype=torch.float64)
+    rows = [{"row": torch.tensor(i), "x": x[i], "y": x[i].sum().sin()} for i in range(ROWS)]
+    trainers: list[Any] = []
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(4, 1).double()
+            self.ledger = torch.nn.Parameter(torch.zeros(ROWS, dtype=torch.float64))
+
+        def forward(self, row: Any, x: Any, y: Any) -> dict[str, Any]:
+            count = self.ledger[row].mean() * trainers[0].get_train_dataloader().global_rows
+            return {"loss": (self.linear(x).squeeze(1) - y).pow(2).mean() - count}
+
+    torch.manual_seed(7)
+    net = Net()
+    optimizer = torch.optim.SGD(
+        [{"params": net.linear.parameters(), "momentum": 0.9}, {"params": [net.ledger], "lr": 1.0}], lr=0.05
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 1 / (1 + step), lambda step: 1.0])
+    return _train(folder, net, rows, holds, trainers, optimizers=(optimizer, schedule))
+
+
+def train_language_model(folder: str, holds: dict[int, int | str]) -> dict[str, Any]:
+    """A small Llama whose loss is a mean over the tokens of all ranks; two batches make a step."""
+    import transformers
+
+    drawn = torch.Generator().manual_seed(3)
+    lengths = torch.randint(3, 9, (ROWS,), generator=drawn).tolist()
+    rows = [torch.randint(0, 32, (length,), generator=drawn) for length in lengths]
+
+    def collate(batch: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        labels = torch.nn.utils.rnn.pad_sequence(batch, batch_first=True, padding_value=-100)
+        return {"input_ids": labels.clamp(min=0), "attention_mask": labels.ne(-100).long(), "labels": labels}
+
+    torch.manual_seed(7)
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = transformers.LlamaForCausalLM(config).double()
+    return _train(folder, model, rows, holds, [], data_collator=collate, accumulation=2)
+
+
+def _train(
+    folder: str,
+    model: torch.nn.Module,
+    rows: list[Any],
+    holds: dict[int, int | str],
+    trainers: list[Any],
+    accumulation: int = 1,
+    **options: Any,
+) -> dict[str, Any]:
+    import time
+
+    import transformers
+
+    import spark_elastic.torch as hvd
+    from spark_elastic.torch.huggingface import ElasticTrainer
+
+    hvd.init()
+    trained: list[int] = []
+
+    class Watch(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+            time.sleep(0.03)
+            trained.append(state.global_step)
+            print(f"step {state.global_step}", flush=True)  # noqa: T201 - what the test waits for
+            if state.global_step in holds:  # rows and counters belong together here, so the world may change
+                hold(trainers[0]._elastic_state, holds[state.global_step])
+
+    args = transformers.TrainingArguments(
+        folder,
+        num_train_epochs=EPOCHS,
+        gradient_accumulation_steps=accumulation,
+        learning_rate=0.05,
+        max_grad_norm=0.0,
+        logging_steps=4,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        seed=5,
+    )
+    trainer = ElasticTrainer(
+        model, args, train_dataset=rows, callbacks=[Watch()], global_batch_size=BATCH, **options
+    )
+    trainers.append(trainer)
+    output = trainer.train()
+    weights = {name: p.detach().reshape(-1).tolist() for name, p in model.named_parameters()}
+    return {
+        "ledger": weights.pop("ledger", [EPOCHS] * ROWS),
+        "weights": [value for values in weights.values() for value in values],
+        "trained": trained,
+        "steps": output.global_step,
+        "epoch": trainer.state.epoch,
+        "logged": [entry["step"] for entry in trainer.state.log_history if "loss" in entry],
+        "rate": trainer.lr_scheduler.get_last_lr()[0],
+    }
+
+
+@pytest.mark.scenario("G2")
+@pytest.mark.parametrize(
+    ("train", "steps"),
+    [(train_net, 21), pytest.param(train_language_model, 12, marks=pytest.mark.faults)],
+)
+def test_p1_p2_a_trainer_continues_at_the_step_in_flight(
+    train: Any, steps: int, fault: Fault, tmp_path: Path
+) -> None:
+    alone = train(str(tmp_path), {})
+    assert alone["trained"] == list(range(1, steps + 1))
+    run = Run(train, (str(tmp_path), {9: 2, 11: 3} if fault.on else {}), room=2, num_workers=2, max_workers=2)
+    run.at(5, lambda: fault(run.workers()[0].kill))
+    results = run.results()
+    assert len(run.sizes()) >= 3, "no worker was lost, or none took its place"
+    expected = torch.tensor(alone["weights"], dtype=torch.float64)
+    for result in results:
+        assert result["weights"] == results[0]["weights"]
+        got = torch.tensor(result["weights"], dtype=torch.float64)
+        assert float((got - expected).abs().max() / expected.abs().max()) < 1e-9
+        assert max(abs(count - EPOCHS) for count in result["ledger"]) < 1e-9
+        assert {name: result[name] for name in ("steps", "epoch", "logged", "rate")} == {
+            name: alone[name] for name in ("steps", "epoch", "logged", "rate")
+        }
+    trained = max((result["trained"] for result in results), key=len)
+    assert trained[-1] == steps
+    assert len(trained) - len(set(trained)) <= 1, "more than the step in flight was taken again"
+
+
+def train_by_accelerate(steps: int, holds: dict[int, int | str]) -> list[float]:
+    """A loop of Accelerate's documentation, which prepares model and optimizer again in each world."""
+    import time
+
+    import spark_elastic.torch as hvd
+    from spark_elastic.torch.huggingface import create_accelerator
+
+    hvd.init()
+    torch.manual_seed(7)
+    model = torch.nn.Linear(4, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    @hvd.elastic.run
+    def loop(state: Any) -> None:
+        accelerator = create_accelerator(cpu=True)
+        assert accelerator.num_processes == hvd.size()
+        prepared, stepper = accelerator.prepare(model, optimizer)
+        while state.step < steps:
+            time.sleep(0.03)
+            batch = torch.randn(
+                6, 4, generator=torch.Generator().manual_seed(state.step), dtype=torch.float64
+            )
+            mine = batch[accelerator.process_index :: accelerator.num_processes]
+            stepper.zero_grad()
+            loss = prepared(mine).pow(2).sum() * accelerator.num_processes / len(batch)
+            accelerator.backward(loss)
+            stepper.step()
+            state.step += 1
+            print(f"step {state.step}", flush=True)  # noqa: T201 - what the test waits for
+            state.commit()
+            if state.step in holds:
+                hold(state, holds[state.step])
+
+    loop(hvd.elastic.TorchState(model, optimizer, step=0))
+    return [float(value) for p in model.parameters() for value in p.detach().reshape(-1)]
+
+
+@pytest.mark.faults
+@pytest.mark.scenario("G2")
+def test_p2_a_loop_of_accelerate_continues_at_the_step_in_flight(fault: Fault) -> None:
+    expected = torch.tensor(train_by_accelerate(12, {}))
+    run = Run(
+        train_by_accelerate, (12, {8: 2, 10: 3} if fault.on else {}), room=2, num_workers=2, max_workers=2
+    )
+    run.at(4, lambda: fault(run.workers()[0].kill))
+    results = run.results()
+    assert len(run.sizes()) >= 3, "no worker was lost, or none took its place"
+    for result in results:
+        torch.testing.assert_close(torch.tensor(result), expected, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "call", "advice"),
+    [
+        ({"commit_every": 0}, {}, "at least 1"),
+        ({}, {}, "train_dataset"),
+        ({"train_dataset": [1]}, {"trial": object()}, "one training for each trial"),
+    ],
+)
+def test_a_trainer_that_cannot_be_elastic_is_refused(
+    options: dict[str, Any], call: dict[str, Any], advice: str, tmp_path: Path
+) -> None:
+    import transformers
+
+    from spark_elastic.errors import InvalidInput
+    from spark_elastic.torch.huggingface import ElasticTrainer
+
+    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    with pytest.raises(InvalidInput, match=advice):
+        ElasticTrainer(torch.nn.Linear(2, 1), args, global_batch_size=2, **options).train(**call)
