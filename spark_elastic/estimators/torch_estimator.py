@@ -19,15 +19,22 @@ from spark_elastic.estimators.params import TorchParams, with_horovod_names
 from spark_elastic.estimators.predictor import ModuleWithTransformation, TorchPredictor
 from spark_elastic.estimators.saving import Packed, pack
 from spark_elastic.estimators.torch_model import ElasticTorchModel
-from spark_elastic.estimators.torch_objects import check_torch_objects, find_activation
+from spark_elastic.estimators.torch_objects import check_scalar_inputs, check_torch_objects, find_activation
 from spark_elastic.estimators.transformer import try_widths
 from spark_elastic.estimators.validation import FitRequest, build_request
 from spark_elastic.torch.train.spec import TorchUserObjects
 from spark_elastic.torch.train.state import load_values
 from spark_elastic.torch.train.trainer import TorchTrainProgram, check_watched
+from spark_elastic.training.spec import TrainSpec
+
+
+def _build_program(spec: TrainSpec, objects: TorchUserObjects) -> TorchTrainProgram:
+    check_scalar_inputs(objects, spec.features)
+    return TorchTrainProgram(spec, objects)
+
 
 # A spare imports torch._dynamo in advance: the first step of an unpickled optimizer does, which takes 1.5 s.
-TORCH = Framework(("torch",), ("torch", "torch._dynamo"), ".pt", TorchTrainProgram)
+TORCH = Framework(("torch",), ("torch", "torch._dynamo"), ".pt", _build_program)
 
 
 def fit_torch(rows: RowSource, request: FitRequest[TorchUserObjects]) -> ElasticTorchModel:

@@ -11,13 +11,16 @@ import inspect
 import io
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
+from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
 from spark_elastic.torch.callbacks import Callback, LearningRateSchedule
 from spark_elastic.torch.gradients.exchange_options import find_trainable
@@ -27,6 +30,7 @@ from spark_elastic.torch.train.metrics import name_metrics
 from spark_elastic.torch.train.spec import TorchUserObjects
 from spark_elastic.torch.train.state import check_storable
 from spark_elastic.training.fit_config import describe_type
+from spark_elastic.training.model_io import input_dtype
 
 
 def check_serializable(model: torch.nn.Module) -> None:
@@ -133,6 +137,8 @@ def check_torch_objects(values: Mapping[str, Any]) -> TorchUserObjects:
             "metrics are of the model's outputs, which train_minibatch_fn and a LightningModule's training_step keep "
             "to themselves: leave metrics out (a LightningModule has self.log)."
         )
+    if not own_step:
+        _check_forward(model, values["feature_cols"] or ())
     losses = _check_losses(values["loss"], len(values["label_cols"] or ()), own_step)
     learning_rate = values["learning_rate"]
     callbacks = _check_callbacks(values["callbacks"])
@@ -177,6 +183,63 @@ def _check_model(model: Any, seed: Any) -> torch.nn.Module:
     _check_dense(model)
     check_storable(model.state_dict(), "the model")
     return model
+
+
+def _check_forward(model: torch.nn.Module, features: Sequence[str]) -> None:
+    """Refuse a forward that does not take one tensor for each feature column."""
+    try:
+        inspect.signature(model.forward).bind(*features)
+    except ValueError:
+        return  # it does not say what it takes
+    except TypeError as error:
+        raise InvalidInput(
+            f"{type(model).__name__}.forward is given one tensor for each of feature_cols {list(features)}, which it "
+            f"does not take ({error}): combine columns of numbers into one by VectorAssembler, or write a forward with "
+            "these parameters."
+        ) from error
+
+
+def check_scalar_inputs(objects: TorchUserObjects, features: Sequence[Column]) -> None:
+    """Refuse a model that takes columns of single numbers as (rows, 1): they come as (rows,). It is run on two rows.
+
+    Any other failure says nothing, since the model may need a worker's devices.
+    """
+    scalar = [column.name for column in features if column.shape == ()]
+    if (
+        not scalar
+        or objects.transformation is not None
+        or objects.train_minibatch_fn is not None
+        or is_lightning(objects.model)
+        or _runs_on_two_rows(objects.model, features)
+        or not _runs_on_two_rows(
+            objects.model, [replace(each, shape=each.shape or (1,)) for each in features]
+        )
+    ):
+        return
+    shapes = [list(column.shape or (1,)) for column in features]
+    raise InvalidInput(
+        f"the model does not take feature columns of single numbers ({', '.join(scalar)}) as tensors of shape (rows,), "
+        f"but takes (rows, 1): set input_shapes={shapes}."
+    )
+
+
+def _runs_on_two_rows(model: torch.nn.Module, features: Sequence[Column]) -> bool:
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            tried = copy.deepcopy(model).eval()
+            floats = input_dtype(tried.parameters(), torch.get_default_dtype())
+            dtypes = {"f": floats, "b": torch.bool}
+            tried(
+                *(
+                    torch.zeros(
+                        (2, *column.shape), dtype=dtypes.get(np.dtype(column.dtype).kind, torch.int64)
+                    )
+                    for column in features
+                )
+            )
+    except Exception:  # of the user's code
+        return False
+    return True
 
 
 def _check_dense(model: torch.nn.Module) -> None:

@@ -93,7 +93,7 @@ def test_a_rate_that_is_not_multiplied_is_told_once(
 ) -> None:
     platform: Any = SimpleNamespace(launch=lambda order, progress: None)
     wanted = request(num_workers=workers, min_workers=1, max_workers=2, scale_lr=scales, epochs=1, verbose=1)
-    plan: Any = SimpleNamespace(plan=SimpleNamespace(global_batch=8))
+    plan: Any = SimpleNamespace(plan=SimpleNamespace(global_batch=8), features=())
     with fitting._show_progress(wanted) as shown:
         training: Any = SimpleNamespace(
             platform=platform, request=wanted, framework=TORCH, listener=shown, run_id="r"
@@ -106,7 +106,7 @@ def test_a_fit_does_not_wait_for_a_terminal_that_blocks(monkeypatch: pytest.Monk
     monkeypatch.setattr(listener, "CLOSE_SECONDS", 0.05)
     platform: Any = SimpleNamespace(launch=lambda order, progress: "launched")
     wanted = request(num_workers=2, min_workers=1, max_workers=2, epochs=1, verbose=1)
-    plan: Any = SimpleNamespace(plan=SimpleNamespace(global_batch=8))
+    plan: Any = SimpleNamespace(plan=SimpleNamespace(global_batch=8), features=())
     read = threading.Event()
     shown = SimpleNamespace(on_message=lambda text: read.wait(60.0))
     training: Any = SimpleNamespace(
