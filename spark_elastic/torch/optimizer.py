@@ -31,7 +31,7 @@ from spark_elastic.torch.gradients.gradient_sync import (
     world_ranks_in_errors,
 )
 from spark_elastic.torch.optimizers import multiply_rates
-from spark_elastic.torch.tensors import disable_compile
+from spark_elastic.torch.tensors import array_of, disable_compile
 from spark_elastic.training.step_summary import StepDecision
 from spark_elastic.worker.context import get_context
 from spark_elastic.worker.session import get_engine
@@ -154,8 +154,7 @@ class AdasumSync:
 
 def _allreduce_adasum(group: Group, change: torch.Tensor) -> torch.Tensor:
     host = change.cpu().contiguous()
-    flat = host.view(torch.uint16) if host.dtype == torch.bfloat16 else host
-    group.allreduce(flat.numpy(), op="adasum", dtype=str(host.dtype).removeprefix("torch."))
+    group.allreduce(array_of(host), op="adasum", dtype=str(host.dtype).removeprefix("torch."))
     return host
 
 

@@ -58,8 +58,7 @@ class BucketMemory:
 
     def array(self, number: int) -> npt.NDArray[Any]:
         """Return a bucket as the array that the engine takes; bfloat16 as uint16."""
-        flat = self._on_host(number)
-        return (flat.view(torch.uint16) if flat.dtype == torch.bfloat16 else flat).numpy()
+        return array_of(self._on_host(number))
 
     def gradients(self, number: int) -> list[torch.Tensor]:
         """Return the gradients of a bucket, each in its shape, as views of the memory of `array`."""
@@ -321,5 +320,4 @@ def allreduce_rows(group: Group, own: torch.Tensor, factor: float) -> torch.Tens
 
 
 def _array(values: torch.Tensor) -> npt.NDArray[Any]:
-    dense = values.cpu().contiguous()
-    return (dense.view(torch.uint16) if dense.dtype == torch.bfloat16 else dense).numpy()
+    return array_of(values.cpu().contiguous())

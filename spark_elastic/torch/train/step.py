@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from elastic_collectives import Group
+from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import Position
 from spark_elastic.torch.gradients.exchange import GradientExchange
 from spark_elastic.torch.layers import RowDropout, draw_rows
@@ -37,28 +38,36 @@ class GradientScaling:
     """A `GradScaler` around the exchange where `precision` is fp16; else nothing. Its scale is part of the state.
 
     A step whose gradients overflowed is not applied. All ranks decide alike, since they look at the same sums.
+
+    Raises:
+        InvalidInput: `precision` is fp16, and torch is older than 2.3.
     """
 
     def __init__(self, precision: str | None = None) -> None:
-        self._scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
+        if precision == "fp16" and not hasattr(torch.amp, "GradScaler"):
+            raise InvalidInput(
+                f"precision='fp16' needs torch 2.3 or newer, and this is {torch.__version__}: update it, or set "
+                "precision to 'bf16'."
+            )
+        self._scaler = torch.amp.GradScaler("cpu") if precision == "fp16" else None
         # Steps since training began that were not applied.
         self.skipped = 0
 
     def backward(self, total: torch.Tensor, divisor: int) -> None:
         """The backward pass of total / divisor."""
-        if self._scaler.is_enabled():
+        if self._scaler is not None:
             self._scaler.scale(total / divisor).backward()  # type: ignore[no-untyped-call]
         else:  # the gradient of the division, without a node in the graph
             total.backward(total.new_full((), 1.0 / divisor))  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscale the gradients, once they are summed over all ranks."""
-        if self._scaler.is_enabled():
+        if self._scaler is not None:
             self._scaler.scale(torch.zeros(()))  # a rank without rows has not initialized its scale yet
             self._scaler.unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self._scaler.is_enabled():
+        if self._scaler is None:
             optimizer.step()
             return
         before = self._scaler.get_scale()
@@ -68,11 +77,14 @@ class GradientScaling:
             self.skipped += 1
 
     def state_dict(self) -> dict[str, Any]:
-        return {"scaler": self._scaler.state_dict(), "skipped": self.skipped}
+        return {
+            "scaler": self._scaler.state_dict() if self._scaler is not None else {},
+            "skipped": self.skipped,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.skipped = state["skipped"]
-        if state["scaler"]:
+        if self._scaler is not None and state["scaler"]:
             self._scaler.load_state_dict(state["scaler"])
 
 

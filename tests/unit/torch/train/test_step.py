@@ -13,8 +13,10 @@ import torch
 from torch import nn
 
 from elastic_collectives import CollectiveError, Group
+from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import START, Phase, Position
 from spark_elastic.torch.gradients.exchange import GradientExchange
+from spark_elastic.torch.train.step import GradientScaling
 from spark_elastic.training.trainer import defer_interrupts
 from tests.unit.torch.train.trainees import ROWS, Trainee, X, plain, same
 from tests.unit.torch.worlds import in_a_world
@@ -249,3 +251,17 @@ def test_r01_an_interrupt_waits_for_the_end_of_the_apply_section() -> None:
     assert through
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
+
+
+def test_fp16_is_refused_where_torch_has_no_scaler_for_cpus_and_all_else_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As torch 2.2 is."""
+    monkeypatch.delattr(torch.amp, "GradScaler")
+    with pytest.raises(
+        InvalidInput, match=r"precision='fp16' needs torch 2\.3 or newer, and this is .* to 'bf16'"
+    ):
+        GradientScaling("fp16")
+    assert (
+        GradientScaling("bf16").state_dict() == GradientScaling().state_dict() == {"scaler": {}, "skipped": 0}
+    )
