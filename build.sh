@@ -336,6 +336,12 @@ verb_pygloo() { # the engine on CPython 3.10, beside pygloo, in an environment o
     "$own/bin/python" -m pytest -m pygloo tests/component/collectives "$@"
 }
 
+verb_matrix() { # matrix [row ...]: the wheel beside what each platform of tests/platforms ships; makes docs/platforms.md
+    setup
+    python tests/platforms/matrix.py "$@"
+    python docs/generate.py
+}
+
 verb_native() { # the engine's own tests
     setup
     native_programs

@@ -1,4 +1,6 @@
-"""Writes params.md from the Params and benchmarks.md from benchmarks/results: `python docs/generate.py`."""
+"""Writes params.md from the Params, benchmarks.md from benchmarks/results, platforms.md from tests/platforms/results:
+`python docs/generate.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import inspect
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from pyspark.ml.param import Param, Params
 
@@ -57,6 +60,25 @@ turns. Beside memory stands its bound.
 | benchmark | case | ours | peer | ratio |
 |---|---|---|---|---|
 """
+PLATFORMS = """# Platforms and versions
+
+Made from `tests/platforms/results/` by `python docs/generate.py`. `./build.sh matrix [row ...]` makes an environment
+of the versions that each platform ships (`tests/platforms/*.txt`), installs the wheel with `pip install --constraint`
+and fails if pip moves any of them. Then, in that environment: `spark-elastic-run` with two ranks; a `fit` on three
+executors, one of which is killed, to the weights of a plain loop (1e-9 in float64) with each row trained once per
+epoch; `transform`, saving and loading; an elastic loop that loses an executor; and on Spark Connect a `fit` and a
+loop that loses a worker. Spark is Apache Spark of PyPI on one machine, and torch runs on its CPU: what platforms
+change in Spark, and GPUs, were not tried. `./build.sh test` does not run these rows.
+
+| platform | Python | Spark | torch | numpy | pandas | pyarrow | Spark Connect | |
+|---|---|---|---|---|---|---|---|---|
+"""
+NOT_SUPPORTED = """
+The wheel accepts Python 3.10 to 3.13 (pip refuses others), Spark 3.5 to 4.3, and from torch 2.2, numpy 1.23.5, pandas
+1.5.3 and pyarrow 14 on. Not supported: Databricks Runtime 14.3 and serverless environment 1 (pyarrow 8), Fabric 1.2
+(Spark 3.4), Python 3.9 of EMR 7 (choose its 3.11). Not tried, because PyPI has no pandas 1.5.3 for Python 3.12:
+Databricks Runtime 16.4.
+"""
 CASES = (
     ("allreduce", "4 KB, 2 ranks, shared memory"),
     ("allreduce", "4 MB, 2 ranks, sockets"),
@@ -97,6 +119,21 @@ def params_page() -> str:
 
 def benchmarks_page() -> str:
     return MEASURED + "".join(_measured(name, case) for name, case in CASES)
+
+
+def platforms_page() -> str:
+    results = (FOLDER.parent / "tests" / "platforms" / "results").glob("*.json")
+    rows = [json.loads(path.read_text()) for path in results]
+    rows.sort(
+        key=lambda row: [[int(part) for part in row[name].split(".")[:2]] for name in ("spark", "python")]
+    )
+    return PLATFORMS + "".join(map(_platform, rows)) + NOT_SUPPORTED
+
+
+def _platform(row: dict[str, Any]) -> str:
+    versions = (row[name] for name in ("python", "spark", "torch", "numpy", "pandas", "pyarrow"))
+    connect = "yes" if "connect" in row["seen"] else f"no: {row['seen']['no_connect']}"
+    return _row(row["name"], *versions, connect, f"run by us on {row['date']}")
 
 
 def _measured(name: str, case: str) -> str:
@@ -145,3 +182,4 @@ def _row(*cells: str) -> str:
 if __name__ == "__main__":
     (FOLDER / "params.md").write_text(params_page())
     (FOLDER / "benchmarks.md").write_text(benchmarks_page())
+    (FOLDER / "platforms.md").write_text(platforms_page())

@@ -81,6 +81,11 @@ def test_the_page_of_parameters_is_current() -> None:
     assert page == (DOCS / "params.md").read_text(), "run python docs/generate.py"
 
 
+def test_the_page_of_platforms_is_current() -> None:
+    page: str = generator().platforms_page()
+    assert page == (DOCS / "platforms.md").read_text(), "run python docs/generate.py"
+
+
 @pytest.mark.timeout(300)  # it imports both frameworks
 def test_quoted_benchmarks_have_their_results() -> None:
     assert generator().benchmarks_page().count("\n| ") > 10

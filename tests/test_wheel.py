@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from tests.sources import ROOT, names
 
@@ -63,7 +65,11 @@ def test_wheel_holds_both_packages_and_the_engine(wheel: Path) -> None:
 def test_wheel_requires_ranges_and_no_framework(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     (path,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
-    lines = [line for line in archive.read(path).decode().splitlines() if line.startswith("Requires-Dist: ")]
+    metadata = archive.read(path).decode()
+    (pythons,) = re.findall(r"^Requires-Python: (.*)$", metadata, re.MULTILINE)
+    tried = ("3.9.18", "3.10.0", "3.13.9", "3.14.0")
+    assert [version in SpecifierSet(pythons) for version in tried] == [False, True, True, False]
+    lines = [line for line in metadata.splitlines() if line.startswith("Requires-Dist: ")]
     plain = [line.removeprefix("Requires-Dist: ") for line in lines if "extra ==" not in line]
     assert plain
     assert not [line for line in lines if "==" in line.split(";")[0]]
