@@ -1,0 +1,208 @@
+"""What do torch.distributed's wrappers and collectives take over the backend `elastic`, against torch's own Gloo?
+
+    python benchmarks/torch_distributed.py --json benchmarks/results/torch_distributed.json
+
+Processes of one machine, each with one thread for arithmetic; float32. Steps with SGD: the local step (no exchange),
+DDP and FSDP2 over both backends, and our `DistributedOptimizer`, on nets of the same weights; "added" is a step's time
+less the local step's. Collectives: each that Gloo has, by bytes of its larger operand on a rank; a round makes several
+calls of the small ones. All contenders run in the same processes, in turns, in rotating order; a figure is the median
+over all rounds of the slowest rank's time.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from benchmarks.parts.ranks import find_medians, make_exchange, run_ranks, take_turns
+from benchmarks.parts.report import Row, finish, parser
+from benchmarks.training_step import Net
+from elastic_collectives import Endpoint, connect
+from spark_elastic.clock import SystemClock
+from spark_elastic.protocol.types import Fence, Member, World
+from spark_elastic.torch import DistributedOptimizer
+from spark_elastic.torch.distributed import register
+from spark_elastic.worker.context import WorkerContext, set_context
+from spark_elastic.worker.stack_sampler import StackReader, StackSampler
+
+SIZES = {"4 KB": 4 << 10, "256 KB": 256 << 10, "4 MB": 4 << 20, "64 MB": 64 << 20}
+KEY = b"a benchmark's key"
+WARM_UP = 3
+BLOCK = 20  # modules that FSDP2 gathers together
+COLLECTIVES = (
+    "all_reduce",
+    "all_reduce, asynchronous",
+    "reduce",
+    "broadcast",
+    "all_gather",
+    "all_gather_into_tensor",
+    "gather",
+    "scatter",
+    "reduce_scatter_tensor",
+    "all_to_all_single",
+    "send and recv",
+    "barrier",
+)
+
+
+def _one_rank(pipe: Connection, rank: int, size: int, folder: str, what: Callable[..., Any]) -> None:
+    """Send what `what` measures between both backends."""
+    torch.set_num_threads(1)
+    register()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    reader = StackReader()
+    sampler = StackSampler(reader.activity, reader.stacks, SystemClock())  # as in each training process
+    sampler.start()
+    with (
+        Endpoint(KEY) as end,
+        connect(end, rank, size, (1, 1), make_exchange(pipe), local_ranks=range(size)) as group,
+    ):
+        members = tuple(Member(f"w{r}", f"s{r}", "h", r, r, size, 0, 1, None) for r in range(size))
+        world = World(Fence(*group.fence), members, None, "")
+        worker = WorkerContext(f"w{rank}", world, group, wait_recorder=sampler)
+        set_context(worker)
+        pipe.send(what(dist.new_group(backend="elastic"), dist.group.WORLD, group.barrier))
+        worker.group_context.close()
+        set_context(None)
+    sampler.close()
+    reader.close()
+
+
+# ---- steps
+
+
+def _time_steps(
+    net: Net, rounds: int, ours: Any, gloo: Any, barrier: Callable[[], None]
+) -> list[list[float]]:
+    """Of (local, DDP over both, FSDP2 over both, our optimizer)."""
+    data = torch.randn(net.rows, net.width, generator=torch.Generator().manual_seed(dist.get_rank()))
+    first = net.build()
+    ddp = partial(torch.nn.parallel.DistributedDataParallel, gradient_as_bucket_view=True)
+    models = [
+        first,
+        ddp(copy.deepcopy(first), process_group=ours),
+        ddp(copy.deepcopy(first), process_group=gloo),
+        _shard(copy.deepcopy(first), ours),
+        _shard(copy.deepcopy(first), gloo),
+        copy.deepcopy(first),
+    ]
+    optimizers: list[Any] = [torch.optim.SGD(model.parameters(), lr=1e-3) for model in models]
+    optimizers[-1] = DistributedOptimizer(optimizers[-1], models[-1].named_parameters())
+
+    def step(which: int) -> None:
+        optimizers[which].zero_grad()
+        models[which](data).square().mean().backward()
+        optimizers[which].step()
+
+    times = take_turns([partial(step, which) for which in range(len(models))], barrier, rounds, WARM_UP)
+    optimizers[-1].close()
+    return times
+
+
+def _shard(model: torch.nn.Module, group: Any) -> torch.nn.Module:
+    mesh, layers = DeviceMesh.from_group(group, "cpu"), list(model.children())
+    for begin in range(0, len(layers), BLOCK):
+        fully_shard(layers[begin : begin + BLOCK], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def measure_steps(size: int, net: Net, rounds: int) -> list[Row]:
+    """Rows in milliseconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        times = run_ranks(size, _one_rank, folder, partial(_time_steps, net, rounds))
+    local, ddp, gloo_ddp, fsdp, gloo_fsdp, own = find_medians(times)
+    case = f"{net.parameters / 1e6:.0f} M parameters in {2 * net.layers} tensors, {size} ranks"
+    return [
+        Row(f"{case}: local step", local, None, "ms"),
+        Row(f"{case}: DDP, step", ddp, gloo_ddp, "ms"),
+        Row(f"{case}: DDP, added", ddp - local, gloo_ddp - local, "ms"),
+        Row(f"{case}: DistributedOptimizer, added, beside DDP", own - local, gloo_ddp - local, "ms"),
+        Row(f"{case}: FSDP2, step", fsdp, gloo_fsdp, "ms"),
+        Row(f"{case}: FSDP2, added", fsdp - local, gloo_fsdp - local, "ms"),
+    ]
+
+
+# ---- collectives
+
+
+def _time_collectives(rounds: int, ours: Any, gloo: Any, barrier: Callable[[], None]) -> list[Any]:
+    """By size and collective: times of (ours, Gloo's)."""
+    found = []
+    for count in SIZES.values():
+        repeats = max(1, min(20, (4 << 20) // count))
+        for name in COLLECTIVES:
+            pair = [_build_call(name, count // 4, group) for group in (ours, gloo)]
+            found.append(take_turns(pair, barrier, rounds, 2, repeats))
+    return found
+
+
+def _build_call(name: str, count: int, group: Any) -> Callable[[], object]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    count -= count % size
+    whole, part = torch.zeros(count), torch.zeros(count // size)
+    parts = list(torch.zeros(count).chunk(size))
+    root, last = rank == 0, rank == size - 1
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "all_reduce, asynchronous": lambda: dist.all_reduce(whole, group=group, async_op=True).wait(),
+        "reduce": lambda: dist.reduce(whole, 0, group=group),
+        "broadcast": lambda: dist.broadcast(whole, 0, group=group),
+        "all_gather": lambda: dist.all_gather(parts, part, group=group),
+        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(whole, part, group=group),
+        "gather": lambda: dist.gather(part, parts if root else None, 0, group=group),
+        "scatter": lambda: dist.scatter(part, parts if root else None, 0, group=group),
+        "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
+        "all_to_all_single": lambda: dist.all_to_all_single(torch.empty_like(whole), whole, group=group),
+        "send and recv": lambda: (
+            dist.send(whole, size - 1, group=group) if root else last and dist.recv(whole, 0, group=group)
+        ),
+        "barrier": lambda: dist.barrier(group),
+    }
+    return calls[name]
+
+
+def measure_collectives(size: int, rounds: int) -> list[Row]:
+    """Rows in milliseconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = run_ranks(size, _one_rank, folder, partial(_time_collectives, rounds))
+    cases = [(label, name) for label in SIZES for name in COLLECTIVES]
+    rows = []
+    for (label, name), *times in zip(cases, *found, strict=True):
+        ours, theirs = find_medians(times)
+        rows.append(Row(f"{name}, {label}, {size} ranks", ours, theirs, "ms"))
+    return rows
+
+
+def main() -> int:
+    arguments = parser(__doc__ or "")
+    arguments.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    arguments.add_argument("--what", choices=["all", "steps", "collectives"], default="all")
+    arguments.add_argument("--layers", type=int, default=80)
+    arguments.add_argument("--width", type=int, default=560)
+    arguments.add_argument("--rows", type=int, default=32)
+    arguments.add_argument("--rounds", type=int, default=15)
+    chosen = arguments.parse_args()
+    net = Net(chosen.layers, chosen.width, chosen.rows)
+    rows = []
+    for size in chosen.ranks:
+        if chosen.what != "collectives":
+            rows += measure_steps(size, net, chosen.rounds)
+        if chosen.what != "steps":
+            rows += measure_collectives(size, chosen.rounds)
+    finish("torch_distributed", rows, chosen.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
