@@ -229,13 +229,20 @@ void Group::reducescatter(void* data, const std::vector<size_t>& counts, void* o
   const uint32_t tag = start(callOf(CallKind::kReducescatter, count * widthOf(reduction.type), reduction));
   if (count == 0) return waitForAll(tag);
   scale(data, count, reduction.type, reduction.before, 1);
-  // Between all ranks also where some share a host: in two levels it could not sum in rank order.
-  if (reduction.wire == Wire::kPlain) return reduceParts(route(tag), reduction, data, counts, out);
+  if (reduction.wire == Wire::kPlain) return reduceToParts(data, counts, out, reduction, tag);
   const Reduction packed = pack(static_cast<float*>(data), count, reduction);
   const size_t own = counts[static_cast<size_t>(rank_)];
   std::vector<uint16_t> part(own);
-  reduceParts(route(tag), packed, packed_.get(), counts, part.data());
+  reduceToParts(packed_.get(), counts, part.data(), packed, tag);
   widen(packed.type, part.data(), static_cast<float*>(out), own);
+}
+
+// On several hosts between all ranks, also where some share a host: in two levels it could not sum in rank order.
+void Group::reduceToParts(void* data, const std::vector<size_t>& counts, void* out, const Reduction& reduction,
+                          uint32_t tag) {
+  const auto hosts = this->hosts();
+  if (hosts && hosts->isSingleHost()) return hosts->reducescatter(data, counts, out, reduction, call_);
+  reduceParts(route(tag), reduction, data, counts, out);
 }
 
 void Group::broadcast(void* data, size_t bytes, int root, uint32_t signature) {
@@ -261,6 +268,8 @@ void Group::alltoall(const void* in, const std::vector<size_t>& inSizes, void* o
                      uint32_t signature) {
   // Ranks may send different amounts.
   const uint32_t tag = start(callOf(CallKind::kAlltoall, 0, signature));
+  const auto hosts = this->hosts();
+  if (hosts && hosts->isSingleHost()) return hosts->alltoall(in, inSizes, out, outSizes, call_);
   elastic::alltoall(route(tag), in, inSizes, out, outSizes);
 }
 

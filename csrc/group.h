@@ -74,6 +74,8 @@ class Group {
   void reduceBySockets(const World& world, void* data, size_t count, const Reduction& reduction, uint32_t tag);
   void reduce(void* data, size_t count, const Reduction& reduction, uint32_t tag);
   void reduceDirectly(void* data, size_t count, const Reduction& reduction, uint32_t tag);
+  void reduceToParts(void* data, const std::vector<size_t>& counts, void* out, const Reduction& reduction,
+                     uint32_t tag);
   Reduction pack(const float* data, size_t count, const Reduction& reduction);
   void reducePacked(float* data, size_t count, const Reduction& reduction, uint32_t tag);
   void reducePackedAcross(Hosts& hosts, float* data, size_t count, const Reduction& reduction, uint32_t tag);

@@ -35,6 +35,15 @@ class Hosts {
   // The in-place operation among leaders, in the world of the leaders.
   using Step = std::function<void(const World& leaders)>;
   void allreduce(void* data, size_t count, const Reduction& reduction, const Call& call, const Step& across);
+  // Among ranks that all share one host; see LocalGroup.
+  void reducescatter(const void* data, const std::vector<size_t>& counts, void* out, const Reduction& reduction,
+                     const Call& call) {
+    local_->reducescatter(data, counts, out, reduction, call);
+  }
+  void alltoall(const void* in, const std::vector<size_t>& inSizes, void* out, const std::vector<size_t>& outSizes,
+                const Call& call) {
+    local_->alltoall(in, inSizes, out, outSizes, call);
+  }
   // across: also gets the root's host, as a rank among leaders.
   void broadcast(void* data, size_t bytes, int root, const Call& call,
                  const std::function<void(const World&, int root)>& across);

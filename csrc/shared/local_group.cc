@@ -18,6 +18,13 @@ size_t startOf(int member, int members, size_t count, size_t width) {
   return std::min(count, (each + line - 1) / line * line * static_cast<size_t>(member));
 }
 
+// Where each of the parts begins that lie one behind the other.
+std::vector<size_t> startsOf(const std::vector<size_t>& sizes) {
+  std::vector<size_t> starts(sizes.size(), 0);
+  for (size_t m = 1; m < sizes.size(); m++) starts[m] = starts[m - 1] + sizes[m - 1];
+  return starts;
+}
+
 }  // namespace
 
 LocalGroup::LocalGroup(std::shared_ptr<Segment> segment, LivenessSockets liveness, std::vector<int> ranks, int self,
@@ -238,6 +245,92 @@ void LocalGroup::reduceInPlace(uint32_t bank, size_t count, const Reduction& red
     }
   }
   barrier_.arriveAndWait();
+}
+
+// Bytes of a slot: what one member has for another in one phase.
+size_t LocalGroup::sizeOfSlot() const { return segment_->chunk() / static_cast<size_t>(members_) / kLine * kLine; }
+
+char* LocalGroup::slot(uint32_t bank, int from, int to) const {
+  return segment_->staging(bank, from) + static_cast<size_t>(to) * sizeOfSlot();
+}
+
+// Phase p copies chunk p of the other members' parts in, and reduces chunk p - 1 of this member's part.
+void LocalGroup::reducescatter(const void* data, const std::vector<size_t>& counts, void* out,
+                               const Reduction& reduction, const Call& call) {
+  const size_t width = widthOf(reduction.type), slot = sizeOfSlot(), step = std::min(kScratchBytes, slot);
+  const size_t longest = *std::max_element(counts.begin(), counts.end()) * width;
+  const char* const mine = static_cast<const char*>(data) + startsOf(counts)[static_cast<size_t>(self_)] * width;
+  const size_t size = counts[static_cast<size_t>(self_)] * width;
+  std::vector<const char*> parts(static_cast<size_t>(members_));
+  for (size_t at = 0;; at += slot) {
+    const uint32_t now = barrier_.bank(), before = now ^ 1;
+    if (at == 0) post(call, nullptr, 0);
+    const char* part = static_cast<const char*>(data);
+    for (int m = 0; m < members_; m++) {
+      const size_t bytes = counts[static_cast<size_t>(m)] * width;
+      if (m != self_ && at < bytes) std::memcpy(this->slot(now, self_, m), part + at, std::min(slot, bytes - at));
+      part += bytes;
+    }
+    for (size_t done = at < slot ? size : at - slot; done < std::min(at, size); done += step) {
+      const size_t some = std::min({step, at - done, size - done});
+      for (int m = 0; m < members_; m++) {
+        parts[static_cast<size_t>(m)] = m == self_ ? mine + done : this->slot(before, m, self_) + (done + slot - at);
+      }
+      foldParts(reduction, parts, some / width, scratch_.get(), static_cast<char*>(out) + done);
+    }
+    if (at >= longest) return;
+    barrier_.arriveAndWait();
+    if (at == 0) check(now, call);
+  }
+}
+
+// Every member tells every other one how much it will send. Returns the longest of all messages.
+size_t LocalGroup::agreeOnLongest(const std::vector<size_t>& inSizes, const std::vector<size_t>& outSizes,
+                                  const Call& call) {
+  const uint32_t bank = barrier_.bank();
+  const size_t bytes = inSizes.size() * sizeof(size_t);
+  std::memcpy(segment_->staging(bank, self_), inSizes.data(), bytes);
+  post(call, nullptr, 0);
+  barrier_.arriveAndWait();
+  check(bank, call);
+  size_t longest = 0;
+  for (int m = 0; m < members_; m++) {
+    std::vector<size_t> theirs(inSizes.size());
+    std::memcpy(theirs.data(), segment_->staging(bank, m), bytes);
+    longest = std::max(longest, *std::max_element(theirs.begin(), theirs.end()));
+    const size_t sent = theirs[static_cast<size_t>(self_)], expected = outSizes[static_cast<size_t>(m)];
+    if (sent == expected) continue;
+    const int rank = ranks_[static_cast<size_t>(m)];
+    mesh_.abort(Cause::kMismatch, {mesh_.rank, rank},
+                "rank " + std::to_string(rank) + " sends " + std::to_string(sent) + " bytes to rank " +
+                    std::to_string(mesh_.rank) + ", which expects " + std::to_string(expected));
+    mesh_.check();
+  }
+  return longest;
+}
+
+void LocalGroup::alltoall(const void* in, const std::vector<size_t>& inSizes, void* out,
+                          const std::vector<size_t>& outSizes, const Call& call) {
+  const size_t slot = sizeOfSlot(), longest = agreeOnLongest(inSizes, outSizes, call);
+  const auto inStarts = startsOf(inSizes), outStarts = startsOf(outSizes);
+  const auto from = static_cast<const char*>(in);
+  const auto to = static_cast<char*>(out);
+  const auto me = static_cast<size_t>(self_);
+  if (inSizes[me] > 0) std::memcpy(to + outStarts[me], from + inStarts[me], inSizes[me]);
+  for (size_t at = 0; at < longest; at += slot) {
+    const uint32_t now = barrier_.bank();
+    for (size_t m = 0; m < inSizes.size(); m++) {
+      if (m == me || at >= inSizes[m]) continue;
+      std::memcpy(this->slot(now, self_, static_cast<int>(m)), from + inStarts[m] + at,
+                  std::min(slot, inSizes[m] - at));
+    }
+    barrier_.arriveAndWait();
+    for (size_t m = 0; m < outSizes.size(); m++) {
+      if (m == me || at >= outSizes[m]) continue;
+      std::memcpy(to + outStarts[m] + at, this->slot(now, static_cast<int>(m), self_),
+                  std::min(slot, outSizes[m] - at));
+    }
+  }
 }
 
 void LocalGroup::broadcast(void* data, size_t bytes, int root, const Call& call) {

@@ -2,7 +2,8 @@
 //
 // Members are numbered from 0 in rank order. Operands pass through staging buffers chunk by chunk, with one barrier per
 // chunk: while chunk p is copied in, each member reduces its part of chunk p - 1, and chunk p - 2 is copied out.
-// Operands that all lie in shared memory are reduced in place. Parts are reduced in rank order.
+// Operands that all lie in shared memory are reduced in place. Parts are reduced in rank order. Where each member has
+// something else for each other one, a staging buffer holds a slot for each of them.
 #pragma once
 
 #include <memory>
@@ -24,6 +25,12 @@ class LocalGroup {
   // call: must be equal on all members. toAllMembers: every member gets the result; otherwise only the first one, and
   // the other operands are undefined.
   void allreduce(void* data, size_t count, const Reduction& reduction, const Call& call, bool toAllMembers);
+  // counts: elements of each member's part of data; out: receives the result of this member's part, and may lie in it.
+  void reducescatter(const void* data, const std::vector<size_t>& counts, void* out, const Reduction& reduction,
+                     const Call& call);
+  // inSizes, outSizes: bytes for and from each member, whose parts lie one behind the other in `in` and `out`.
+  void alltoall(const void* in, const std::vector<size_t>& inSizes, void* out, const std::vector<size_t>& outSizes,
+                const Call& call);
   void broadcast(void* data, size_t bytes, int root, const Call& call);
   // out: destination of each member's part; own: this member's part, copied unless it is already in place.
   void gather(const void* own, const std::vector<char*>& out, const std::vector<size_t>& sizes, const Call& call);
@@ -47,6 +54,9 @@ class LocalGroup {
   void copyIn(const StagedReduction& work, size_t c, uint32_t bank);
   void reducePart(const StagedReduction& work, size_t c, uint32_t from, uint32_t to);
   void copyOut(const StagedReduction& work, size_t c, uint32_t bank);
+  size_t sizeOfSlot() const;
+  char* slot(uint32_t bank, int from, int to) const;
+  size_t agreeOnLongest(const std::vector<size_t>& inSizes, const std::vector<size_t>& outSizes, const Call& call);
   void reduceInPlace(uint32_t bank, size_t count, const Reduction& reduction, bool toAllMembers);
 
   void broadcastInPlace(char* operand, size_t bytes, int root, uint32_t bank);

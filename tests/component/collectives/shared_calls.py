@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import logging.handlers
 import os
@@ -16,7 +17,7 @@ import numpy as np
 from elastic_collectives import CollectiveError, Group, connect
 from tests.component.collectives.ranks import Member
 
-ACTIONS = ("plain", "buffer", "small", "broadcast", "gather", "barrier")
+ACTIONS = ("plain", "buffer", "small", "broadcast", "gather", "barrier", "scatter", "exchange")
 LIMITS = {"files": resource.RLIMIT_FSIZE, "mappings": resource.RLIMIT_AS}
 KEPT: list[Any] = []  # in the rank's process
 
@@ -41,6 +42,30 @@ def reduce_in_buffers(member: Member) -> list[str]:
         group.broadcast(buffer, root)
         if not (buffer == root).all():
             wrong.append(f"broadcast from {root}")
+    return wrong
+
+
+def scatter_and_exchange(member: Member) -> list[str]:
+    """Parts of less than a staging buffer's slot, and of several, equally and unequally long: what was wrong."""
+    group, wrong = member.live, []
+    rank, size = group.rank, group.size
+    for dtype, rows in itertools.product(("float32", "float16", "int64"), (size, 5, 300_001)):
+        array = (np.arange(rows) % 13 + rank).astype(dtype)
+        expected = np.array_split(size * (np.arange(rows) % 13) + size * (size - 1) // 2, size)[rank]
+        if not np.array_equal(group.reducescatter(array), expected.astype(dtype)):
+            wrong.append(f"reducescatter of {rows} {dtype}")
+        if not np.array_equal(array, (np.arange(rows) % 13 + rank).astype(dtype)):
+            wrong.append(f"operand of {rows} {dtype}")
+    for unit in (1, 70_001):
+        splits = [unit * (rank + 2 * other) for other in range(size)]  # nothing from 0 to 0
+        array = np.arange(sum(splits)) + (rank << 32)
+        came, counts = group.alltoall(array, splits)
+        begins = [unit * sum(r + 2 * other for other in range(rank)) for r in range(size)]
+        parts = [begins[r] + np.arange(counts[r]) + (r << 32) for r in range(size)]
+        if counts != [unit * (r + 2 * rank) for r in range(size)] or not np.array_equal(
+            came, np.concatenate(parts)
+        ):
+            wrong.append(f"alltoall of {unit}")
     return wrong
 
 
@@ -84,6 +109,8 @@ def _calls(group: Group) -> dict[str, Callable[[], Any]]:
         "broadcast": lambda: group.broadcast(plain, group.size - 1),
         "gather": lambda: group.allgather(plain[:200_000]),
         "barrier": group.barrier,
+        "scatter": lambda: group.reducescatter(plain),
+        "exchange": lambda: group.alltoall(plain[: 1000 * group.size]),
     }
 
 

@@ -28,10 +28,11 @@ def test_r07_sums_are_right_and_equal_bit_by_bit(pool: Pool, hosts: tuple[int, .
 
 
 @pytest.mark.parametrize("hosts", LAYOUTS)
-def test_operands_in_shared_memory_on_all_or_some_ranks(pool: Pool, hosts: tuple[int, ...]) -> None:
+def test_operands_in_shared_memory_and_parts_for_each_rank(pool: Pool, hosts: tuple[int, ...]) -> None:
     ranks = pool.take(sum(hosts))
     pool.world(ranks, hosts=hosts)
     assert each(ranks, shared.reduce_in_buffers) == [[]] * len(ranks)
+    assert each(ranks, shared.scatter_and_exchange) == [[]] * len(ranks)
     in_memory = [count for count in hosts for _ in range(count)]
     assert each(ranks, shared.segments) == [min(count - 1, 1) for count in in_memory]
 
