@@ -31,6 +31,7 @@ NEWER_NAMES = {
     ),
     *("asyncio.timeout", "asyncio.TaskGroup", "asyncio.Runner", "contextlib.chdir", "hashlib.file_digest"),
     *("logging.getLevelNamesMapping", "itertools.batched", "sys.exception", "error.add_note", "exc.add_note"),
+    *("logging.LoggerAdapter[]", "logging.StreamHandler[]"),  # as bases of a class
 }
 SOURCE_SUFFIXES = {".py", ".cc", ".cpp", ".h", ".sh"}
 # Written in pieces, so that this file does not hold what it forbids.
@@ -68,13 +69,15 @@ def test_no_module_needs_a_newer_standard_library_than_python_3_10_has() -> None
 
 
 def _library_names(node: ast.AST) -> Iterator[str]:
-    """`module.name` for each import of a module's name and for each attribute of a plain name."""
+    """`module.name` for each import of a name and each attribute of a plain name; `module.name[]` for each base."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
         yield from (f"{node.module}.{alias.name}" for alias in node.names)
     elif isinstance(node, ast.Attribute):
         yield f"{node.value.id}.{node.attr}" if isinstance(node.value, ast.Name) else node.attr
+    elif isinstance(node, ast.ClassDef):
+        yield from (f"{ast.unparse(base.value)}[]" for base in node.bases if isinstance(base, ast.Subscript))
 
 
 def test_no_file_is_past_the_wall() -> None:

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -97,7 +97,13 @@ class _CoalescingTransport:
             self._transport.write(b"".join(unsent))
 
 
-class _ConnectionLog(logging.LoggerAdapter[logging.Logger]):
+if TYPE_CHECKING:
+    _LoggerAdapter = logging.LoggerAdapter[logging.Logger]
+else:  # Python 3.10 has it without parameters
+    _LoggerAdapter = logging.LoggerAdapter
+
+
+class _ConnectionLog(_LoggerAdapter):
     """uvicorn's log of all connections of one server. What strangers cause are its warnings (no HTTP, WebSockets): they
     are counted, and one line in `STRANGERS_INTERVAL` says how many there were. Loop thread only."""
 
