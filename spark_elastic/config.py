@@ -16,7 +16,7 @@ from numbers import Integral, Real
 from operator import le, lt
 from typing import Any
 
-from spark_elastic.errors import InvalidInput
+from spark_elastic.errors import InvalidInput, suggest_name
 
 PREFIX = "SPARK_ELASTIC_"
 # Horovod's names, which count where ours are unset; the first that is set.
@@ -232,7 +232,9 @@ def from_env(environment: Mapping[str, str] | None = None, **explicit: Any) -> E
     fields = {field.name for field in dataclasses.fields(ElasticConfig)}
     unknown = sorted(set(explicit) - fields)
     if unknown:
-        raise InvalidInput(f"unknown setting {unknown[0]!r}; there are: {', '.join(sorted(fields))}.")
+        raise InvalidInput(
+            f"unknown setting {unknown[0]!r}{suggest_name(unknown[0], fields)}: docs/params.md lists them."
+        )
     values.update({name: value for name, value in explicit.items() if changes_setting(name, value)})
     interface = (os.environ if environment is None else environment).get(INTERFACE)
     if interface and "advertise_address" not in values:

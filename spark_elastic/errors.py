@@ -21,10 +21,15 @@ ElasticError                      everything below
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
     from typing import Any
+
+
+MAX_COLUMNS_SHOWN = 12
 
 
 class ElasticError(Exception):
@@ -100,6 +105,25 @@ class ConnectionClosed(ElasticError):
 
 class StoreError(ElasticError):
     """The store cannot be read or written."""
+
+
+# Names that other libraries have for ours, where the letters do not say so.
+_SYNONYMS = {"lr": "learning_rate", "n_epochs": "epochs", "workers": "num_workers"}
+
+
+def suggest_name(name: str, known: Iterable[str]) -> str:
+    """The end of a sentence about an unknown name: " (did you mean 'epochs'?)", or "" if no known name is near."""
+    names = list(known)
+    near = get_close_matches(name, names, 3) if _SYNONYMS.get(name) not in names else [_SYNONYMS[name]]
+    return f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
+
+
+def format_columns(name: str, columns: Sequence[str]) -> str:
+    """What there is instead of an unknown column: all of a few columns, the nearest ones of a wide table."""
+    if len(columns) <= MAX_COLUMNS_SHOWN:
+        return f"the columns {list(columns)}"
+    near = get_close_matches(name, columns, 3)
+    return f"{len(columns)} columns" + (f", of which the nearest are {near}" if near else "")
 
 
 def add_note(error: BaseException, note: str) -> None:

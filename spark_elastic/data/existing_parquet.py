@@ -29,7 +29,7 @@ from spark_elastic.data.reading.decoding import (
 )
 from spark_elastic.data.reading.unischema import Field, describe_field, find_unischema
 from spark_elastic.data.store import ObjectInfo, Store
-from spark_elastic.errors import InvalidInput, StoreError
+from spark_elastic.errors import InvalidInput, StoreError, format_columns
 
 PIECE_BYTES = 4 << 20
 VECTOR_DTYPE = "float32"
@@ -238,7 +238,9 @@ def _partition_column(name: str, files: Sequence[_File], transformed: bool) -> C
     values = [partition_values(file.name).get(name) for file in files]
     if any(value is None for value in values):
         names = sorted({*files[0].schema.names, *partition_values(files[0].name)})
-        raise InvalidInput(f"There is no column {name!r} in {files[0].store.url}: it has {names}.")
+        raise InvalidInput(
+            f"There is no column {name!r} in {files[0].store.url}: it has {format_columns(name, names)}."
+        )
     nulls = sum(file.footer.num_rows for file, value in zip(files, values, strict=True) if value == _NO_VALUE)
     if nulls:
         raise _null_error(name, nulls, files)

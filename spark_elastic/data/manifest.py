@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from spark_elastic.data.store import Store
-from spark_elastic.errors import InvalidInput, StoreError
+from spark_elastic.errors import InvalidInput, StoreError, format_columns
 
 VERSION = 2
 
@@ -101,7 +101,9 @@ class Manifest:
         for column in self.columns:
             if column.name == name:
                 return column
-        raise InvalidInput(f"The data set has no column {name!r}; it has {[c.name for c in self.columns]}.")
+        raise InvalidInput(
+            f"The data set has no column {name!r}; it has {format_columns(name, [c.name for c in self.columns])}."
+        )
 
     def max_decoded_group_bytes(self, names: Iterable[str] | None = None) -> int:
         """Bytes of the largest row group in memory, of all columns or of those named."""

@@ -18,7 +18,7 @@ from pyspark import keyword_only
 from pyspark.ml.param import Param, Params
 
 from spark_elastic.config import ElasticConfig
-from spark_elastic.errors import InvalidInput
+from spark_elastic.errors import InvalidInput, suggest_name
 
 if TYPE_CHECKING:
     import keras
@@ -292,8 +292,9 @@ class EstimatorParams(ColumnParams):
         settings = {name: value for name, value in values.items() if not self.hasParam(name)}
         known = {field.name for field in dataclasses.fields(ElasticConfig)}
         for name in settings.keys() - known:
+            near = suggest_name(name, {*known, *(param.name for param in self.params)})
             raise InvalidInput(
-                f"{name!r} is neither a parameter of {type(self).__name__} nor a field of ElasticConfig."
+                f"{name!r} is neither a parameter of {type(self).__name__} nor a field of ElasticConfig{near}."
             )
         self._set(**{name: value for name, value in values.items() if self.hasParam(name)})
         self._set(settings={**self.getOrDefault("settings"), **settings})

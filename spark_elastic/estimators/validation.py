@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from spark_elastic.config import ElasticConfig, changes_setting, from_env
 from spark_elastic.data.store import parse_store_url
-from spark_elastic.errors import InvalidInput
+from spark_elastic.errors import InvalidInput, suggest_name
 from spark_elastic.estimators.predictor import ACTIVATIONS
 from spark_elastic.spark.dataframes.scan import MissingValues
 from spark_elastic.state import run_lease
@@ -136,5 +136,7 @@ def _build_elastic_config(config: Any, settings: Mapping[str, Any] | None) -> El
     known = {field.name for field in dataclasses.fields(ElasticConfig)}
     unknown = sorted(set(settings) - known)
     if unknown:
-        raise InvalidInput(f"unknown setting {unknown[0]!r}; there are: {', '.join(sorted(known))}.")
+        raise InvalidInput(
+            f"unknown setting {unknown[0]!r}{suggest_name(unknown[0], known)}: docs/params.md lists them."
+        )
     return dataclasses.replace(config, **settings)

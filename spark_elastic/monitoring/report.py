@@ -199,7 +199,10 @@ class EpochRows:
     duplicated: int  # how many more than planned
 
 
-@dataclass(frozen=True)
+GOODPUT_SECONDS = 60.0  # a report of a shorter job prints no goodput
+
+
+@dataclass(frozen=True, repr=False)
 class JobReport:
     """Where the time of a job went, what losses cost, and how many rows were trained."""
 
@@ -275,10 +278,16 @@ class JobReport:
         epochs = tuple(EpochRows(**epoch) for epoch in values.pop("epochs"))
         return cls(world_changes=tuple(changes), curve=curve, epochs=epochs, **values)
 
+    def __repr__(self) -> str:
+        recoveries = f"{len(self.recoveries)} recover{'y' if len(self.recoveries) == 1 else 'ies'}"
+        return f"<JobReport of {self.seconds:.1f} s, {recoveries}; print() shows more>"
+
     def __str__(self) -> str:
         """A human-readable summary of a few lines."""
         shares = ", ".join(f"{name} {self.phases.get(name, 0.0):.1f} s" for name in PHASES)
-        lines = [f"goodput {self.goodput:.1%} of {self.seconds:.1f} s: {shares}"]
+        # Of a short job the start is the greatest part, which says nothing about a longer one.
+        goodput = f"goodput {self.goodput:.1%} of " if self.seconds >= GOODPUT_SECONDS else ""
+        lines = [f"{goodput}{self.seconds:.1f} s: {shares}"]
         if self.recoveries:
             p50, p99 = self.recovery_seconds(50), self.recovery_seconds(99)
             took = "" if p50 is None or p99 is None else f", p50 {p50:.2f} s, p99 {p99:.2f} s"
@@ -286,7 +295,7 @@ class JobReport:
             steps = f"; steps lost: {sum(lost)}" if lost else ""
             lines.append(f"recoveries: {len(self.recoveries)}{took}{steps}")
         else:
-            lines.append("no losses")
+            lines.append("no worker was lost")
         lines.append(
             f"checkpoints: {self.checkpoints}, which held up training for {self.checkpoint_seconds:.2f} s"
         )

@@ -31,7 +31,7 @@ def test_the_first_page_does_what_it_says(
     without_session = "\n".join(line for line in program.splitlines() if not line.startswith("spark = "))
     exec(compile(without_session, "index.md", "exec"), names)
     assert names["model"].summary.report.epochs[-1].seen == 1000
-    assert "goodput" in capsys.readouterr().out
+    assert "no worker was lost" in capsys.readouterr().out
     (program,) = blocks("README.md", "python")
     monkeypatch.setenv("SPARK_ELASTIC_GATHER_TIMEOUT", "1")  # there is no room for the fourth worker
     df = spark.range(520).selectExpr("array_repeat(id / 520, 20) as x", "id / 260 as y")

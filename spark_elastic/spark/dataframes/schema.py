@@ -30,7 +30,7 @@ from pyspark.sql.types import (
 )
 
 from spark_elastic.data.manifest import Column
-from spark_elastic.errors import InvalidInput
+from spark_elastic.errors import InvalidInput, format_columns
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -143,7 +143,7 @@ def find_column_type(schema: StructType, name: str, role: str = "", transformed:
     called = f"{role} column {name!r}".strip()
     if name in schema.names:
         return _find_column_type(schema[name].dataType, called, transformed)
-    raise InvalidInput(f"There is no {called}: the DataFrame has the columns {schema.names}.")
+    raise InvalidInput(f"There is no {called}: the DataFrame has {format_columns(name, schema.names)}.")
 
 
 def compute_row_bytes(types: Iterable[ColumnType]) -> int | None:

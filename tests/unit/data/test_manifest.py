@@ -53,5 +53,5 @@ def test_half_a_document_is_refused() -> None:
 
 
 def test_an_unknown_column_names_those_there_are() -> None:
-    with pytest.raises(InvalidInput, match=r"no column 'z'; it has \['x', 'y'\]"):
+    with pytest.raises(InvalidInput, match=r"no column 'z'; it has the columns \['x', 'y'\]"):
         MANIFEST.column("z")

@@ -385,3 +385,14 @@ def test_nan_is_refused_and_ends_a_training_unless_the_user_wants_it() -> None:
     assert (kept.nulls, kept.nans) == ("refuse", "keep")
     assert FitConfig(feature_cols=("x",), label_cols=("y",)).terminate_on_nan
     assert TorchParams().getOrDefault("terminate_on_nan")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [("lr", "learning_rate"), ("batchsize", "batch_size"), ("colective_timeout", "collective_timeout")],
+)
+def test_an_unknown_keyword_gets_the_one_that_was_meant(wrong: str, right: str) -> None:
+    with pytest.raises(InvalidInput, match=rf"did you mean '{right}'"):
+        TorchParams(**{wrong: 1})
+    with pytest.raises(InvalidInput, match=r"field of ElasticConfig\.$"):
+        TorchParams(zzzzzz=1)

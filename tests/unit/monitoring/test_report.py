@@ -57,6 +57,15 @@ def test_a_report_prints_as_a_few_lines() -> None:
     assert lines[-1] == "epoch 1: 10 rows, 2 missing, 0 duplicated"
 
 
+def test_a_report_of_a_short_job_prints_no_goodput_and_its_repr_is_short() -> None:
+    short = JobReport(seconds=20.8, phases={"start": 18.0, "training": 2.0})
+    assert str(short).splitlines()[:2] == [
+        "20.8 s: start 18.0 s, training 2.0 s, recovery 0.0 s, planned 0.0 s, closing 0.0 s",
+        "no worker was lost",
+    ]
+    assert repr(REPORT) == "<JobReport of 100.0 s, 3 recoveries; print() shows more>"
+
+
 def test_the_example_in_the_docs_is_what_a_report_prints() -> None:
     report = JobReport(
         seconds=62.4,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from pyspark.ml.linalg import VectorUDT
+from pyspark.sql import types
 from pyspark.sql.types import (
     ArrayType,
     BinaryType,
@@ -102,3 +103,13 @@ def test_truth_values_and_numbers_say_which_rows_validate(name: str) -> None:
 def test_other_columns_do_not(name: str, says: str) -> None:
     with pytest.raises(InvalidInput, match=says):
         check_validation_column(SCHEMA, name)
+
+
+def test_an_unknown_column_of_a_wide_table_gets_the_nearest_names() -> None:
+    names = ["price", *(f"c{number}" for number in range(300))]
+    schema = types.StructType([types.StructField(name, types.DoubleType()) for name in names])
+    with pytest.raises(InvalidInput) as error:
+        check_columns(schema, ["prices"], ["c1"])
+    assert str(error.value) == (
+        "There is no feature column 'prices': the DataFrame has 301 columns, of which the nearest are ['price']."
+    )
