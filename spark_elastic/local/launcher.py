@@ -16,13 +16,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Protocol
 
-import cloudpickle
-
 from spark_elastic.clock import Clock
 from spark_elastic.driver.ports import Post
 from spark_elastic.driver.thread_launcher import SlotEnd, ThreadPerSlotLauncher
 from spark_elastic.local.slot import LocalSlot
 from spark_elastic.protocol.slot_spec import SlotSpec, WorkerIdentity
+from spark_elastic.worker import pickling
 from spark_elastic.worker.forking import select_fork_imports
 
 
@@ -124,7 +123,7 @@ class LocalLauncher(ThreadPerSlotLauncher):
         """
         super().__init__(clock)
         self._program = program
-        self._payload = cloudpickle.dumps(program)
+        self._payload = pickling.dumps(program)
         self._pool = pool
         self._preload = preload
         self._interpreter = interpreter

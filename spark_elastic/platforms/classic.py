@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import cloudpickle
-
 from spark_elastic.driver.discovery import CombinedDiscovery
 from spark_elastic.driver.gang_scheduler import GangScheduler
 from spark_elastic.driver.ports import Discovery
@@ -25,6 +23,7 @@ from spark_elastic.spark.probe import ProbeSpec
 from spark_elastic.spark.progress_bar import pause_progress_bar
 from spark_elastic.spark.session import choose_bind
 from spark_elastic.spark.shipping import ship
+from spark_elastic.worker import pickling
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -66,7 +65,7 @@ class ClassicPlatform(SparkPlatform):
     @contextmanager
     def _ship(self, program: object) -> Iterator[Payload]:
         self._ship_package()
-        shipped = broadcast(self._get_application(), cloudpickle.dumps(program), "the program")
+        shipped = broadcast(self._get_application(), pickling.dumps(program), "the program")
         try:
             yield shipped
         finally:

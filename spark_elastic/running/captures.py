@@ -12,9 +12,8 @@ from functools import partial
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
-import cloudpickle
-
 from spark_elastic.errors import InvalidInput
+from spark_elastic.worker.pickling import WorkerPickler
 
 DRIVER_ONLY = {
     "Accumulator", "Broadcast", "Column", "DataFrame", "HiveContext", "RDD", "SQLContext", "SparkContext",
@@ -45,7 +44,7 @@ def dumps(call: object) -> bytes:
     return buffer.getvalue()
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no types
+class _Pickler(WorkerPickler):
     def __init__(self, file: io.BytesIO, call: object) -> None:
         super().__init__(file)
         self._call = call

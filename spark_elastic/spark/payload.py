@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import cloudpickle
-
 from spark_elastic.data.store import Store, scratch_folder
 from spark_elastic.errors import InvalidInput
+from spark_elastic.worker import pickling
+from spark_elastic.worker.pickling import WorkerPickler
 
 if TYPE_CHECKING:
     from pyspark import Broadcast, SparkContext
@@ -102,16 +102,16 @@ def make_payload(spark: SparkSession, content: bytes) -> InlinePayload | Artifac
 def make_program_payload(spark: SparkSession, program: object) -> InlinePayload | SplitPayload:
     """A payload with a pickled program. The secrets that stay out of files are the values of the program's environment
     and its stores with their options."""
-    content = cloudpickle.dumps(program)
+    content = pickling.dumps(program)
     if len(content) <= INLINE_AT_MOST:
         return InlinePayload(content)
     bulk = io.BytesIO()
     pickler = _SecretPickler(bulk, getattr(program, "environment", None))
     pickler.dump(program)
-    return SplitPayload(make_payload(spark, bulk.getvalue()), cloudpickle.dumps(pickler.secrets))
+    return SplitPayload(make_payload(spark, bulk.getvalue()), pickling.dumps(pickler.secrets))
 
 
-class _SecretPickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _SecretPickler(WorkerPickler):
     """Replaces secrets by numbers, and collects them in the order of the numbers."""
 
     def __init__(self, file: io.BytesIO, environment: object) -> None:

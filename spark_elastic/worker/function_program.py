@@ -18,7 +18,7 @@ from spark_elastic.protocol.types import Position, World
 from spark_elastic.state.checkpoint import CHECKPOINTER, Checkpointer, CheckpointPolicy
 from spark_elastic.state.elastic_loop import ENTERED
 from spark_elastic.state.snapshot import PickleCodec
-from spark_elastic.worker import program
+from spark_elastic.worker import pickling, program
 from spark_elastic.worker.context import get_context, start_call
 from spark_elastic.worker.exits import exit_forks
 from spark_elastic.worker.program import Completed, Outcome, WorkerHandle
@@ -38,7 +38,7 @@ class FunctionProgram:
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
         environment: Mapping[str, str] | None = None,
-        dumps: Callable[[object], bytes] = cloudpickle.dumps,
+        dumps: Callable[[object], bytes] = pickling.dumps,
         durable: tuple[Store, CheckpointPolicy] | None = None,
     ) -> None:
         self._durable = durable

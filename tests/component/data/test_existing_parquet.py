@@ -157,7 +157,7 @@ def test_vectors_as_spark_writes_them(tmp_path: Path) -> None:
         ),
         ({"x": pa.array(["a"])}, "'x' is string, which cannot be trained on"),
         ({"x": pa.array([], pa.float32())}, "have no rows"),
-        ({"y": pa.array([1])}, r"no column 'x' in .*: it has \['y'\]"),
+        ({"y": pa.array([1])}, r"no column 'x' in .*: it has the columns \['y'\]"),
     ],
 )
 @pytest.mark.parametrize("statistics", [True, False])

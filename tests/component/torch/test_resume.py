@@ -79,7 +79,7 @@ def epoch_is_durable(store: Store, epoch: int) -> bool:
 def again_generation(story: tuple[str, ...]) -> int:
     """Of the last world that was published."""
     last = [line for line in story if " PublishWorld " in line][-1]
-    return int(last.split("(world ")[-1].split()[0])
+    return int(last.split("(world ")[-1].split()[0].rstrip(","))
 
 
 @pytest.mark.scenario("G6", "G18")

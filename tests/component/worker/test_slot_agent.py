@@ -22,7 +22,7 @@ from spark_elastic.protocol.messages import Heartbeat, JoinWorld, RegisterSlot, 
 from spark_elastic.protocol.slot_spec import SlotSpec, WorkerIdentity
 from spark_elastic.rendezvous.messages import MAX_BODY_BYTES
 from spark_elastic.testing.fakes import CountingProgram
-from spark_elastic.worker import slot_agent
+from spark_elastic.worker import pickling, slot_agent
 from spark_elastic.worker.child import CLOSE_WAIT
 from spark_elastic.worker.forking import fork_server_cache
 from spark_elastic.worker.slot_agent import SlotAgent
@@ -60,7 +60,7 @@ def serve(
 ) -> str:
     """Run a slot in this thread, which must be the main one, while `play` acts as the driver in another."""
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    payload = cloudpickle.dumps(program)
+    payload = pickling.dumps(program)
 
     spec = SlotSpec(
         address=driver.server.address,
