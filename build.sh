@@ -141,6 +141,13 @@ system_package() {
         fail "apt-get could not install $package: install it by hand, then run this again."
 }
 
+# What hosts of their own (tests/hosts.py) need; where it is missing, tests skip. No sshd is started on somebody's machine.
+host_packages() {
+    if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null || [ -d /run/systemd/system ]; then return; fi
+    system_package iproute2 command -v ip
+    system_package openssh-server test -x /usr/sbin/sshd
+}
+
 has_gloo() { [ -n "${Gloo_DIR:-}" ] || [ -e /usr/include/gloo/context.h ] || [ -e /usr/local/include/gloo/context.h ]; }
 
 # The engine, built where Python finds it (python/elastic_collectives); nothing is done while its sources stay. With OFF
@@ -224,6 +231,7 @@ verb_test() { # everything but the long fault plans and the benchmarks
         setup_class_archive &
         native_programs
         s3_packages
+        host_packages
         wait $!
         two_streams -m "not faults or ci" --durations=30
     fi

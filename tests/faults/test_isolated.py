@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.namespaces import Network, why_not
+from tests.hosts import Network, why_not
 from tests.spark.cluster import cluster_environment
 
 MISSING = why_not()

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.faults.namespaces import Network, why_not
+from tests.hosts import Network, why_not
 from tests.patience import until
 from tests.scenarios import Fault
 from tests.spark.cluster import await_line, cluster_environment
