@@ -15,6 +15,7 @@ from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.driver.ports import Discovery, Post
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.events import CancelRequested, DrainRequested, DriverEvent, HostsDiscovered
+from spark_elastic.protocol.types import WorkerId
 
 ALL_SLOTS = 1_000_000  # of a host that is listed without a number: as many as it has
 
@@ -80,12 +81,16 @@ class JobHandle:
         after the loss of another member. host: an executor's id or its machine's name; this job no longer uses it.
 
         Raises:
-            InvalidInput: not exactly one of worker, rank and host is given.
+            InvalidInput: not exactly one of worker, rank and host is given, or `worker` is no worker id.
         """
         if sum(choice is not None for choice in (worker, rank, host)) != 1:
             raise InvalidInput("drain takes exactly one of worker, rank and host.")
+        try:
+            worker_id = None if worker is None else WorkerId(worker)
+        except ValueError as error:
+            raise InvalidInput(f"drain: {error}; the status page and the log name the workers.") from None
         now = self._clock.now()
-        self._send(DrainRequested(now, reason, worker=worker, host=host, rank=rank, by_user=True))
+        self._send(DrainRequested(now, reason, worker=worker_id, host=host, rank=rank, by_user=True))
 
     def cancel(self, reason: str = "the user cancelled it") -> None:
         """End the job: the call that runs it raises `JobCancelled`."""

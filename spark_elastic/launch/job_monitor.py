@@ -142,13 +142,14 @@ class JobMonitor:
 
     def on_lines(self, message: LogLines) -> None:
         """What a worker printed. Called on a thread that may block."""
-        rank = self._ranks.get(message.worker)
+        worker = message.worker or ""
+        rank = self._ranks.get(worker)
         for line in message.lines:
-            self._observe(lambda observer, line=line: observer.on_output(message.worker, rank, line))  # type: ignore[misc]
+            self._observe(lambda observer, line=line: observer.on_output(worker, rank, line))  # type: ignore[misc]
             if line.startswith(SLOT_LINE_PREFIX):  # the slot's own line, which the user must see
                 log.warning("%s (slot %s)", line.removeprefix(SLOT_LINE_PREFIX), message.slot)
             else:
-                self._show_output(message.worker, rank, line)
+                self._show_output(worker, rank, line)
 
     def on_report(self, report: Report) -> None:
         """What a worker reported. Called on the server's thread."""

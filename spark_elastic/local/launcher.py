@@ -20,7 +20,8 @@ from spark_elastic.clock import Clock
 from spark_elastic.driver.ports import Post
 from spark_elastic.driver.thread_launcher import SlotEnd, ThreadPerSlotLauncher
 from spark_elastic.local.slot import LocalSlot
-from spark_elastic.protocol.slot_spec import SlotSpec, WorkerIdentity
+from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
+from spark_elastic.protocol.types import SlotId
 from spark_elastic.worker import pickling
 from spark_elastic.worker.forking import select_fork_imports
 
@@ -164,7 +165,7 @@ class LocalLauncher(ThreadPerSlotLauncher):
 
     def _run_process(self, launch: int, host: str) -> str:
         """Returns why the slot ended."""
-        identity = WorkerIdentity(worker="", slot=f"{launch}-0", launch=launch, host=host)
+        identity = SlotIdentity(slot=SlotId.build(launch, attempt=0), host=host)
         slot = LocalSlot(self.spec, identity, parent=os.getpid())
         try:
             process = _start_process(self._interpreter)

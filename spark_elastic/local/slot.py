@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.errors import ElasticError
-from spark_elastic.protocol.slot_spec import SlotSpec, WorkerIdentity
+from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
 from spark_elastic.rendezvous import codec
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.worker.entry import die_with_parent
@@ -25,7 +25,7 @@ class LocalSlot:
     """What the launcher tells a slot's process."""
 
     spec: SlotSpec
-    identity: WorkerIdentity
+    identity: SlotIdentity
     # Process id of the launcher.
     parent: int
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from spark_elastic.protocol.types import Checkpoint, Fence, HostId, Position, SlotId, WorkerId, World, slot_of
+from spark_elastic.protocol.types import Checkpoint, Fence, HostId, Position, SlotId, WorkerId, World
 
 R_co = TypeVar("R_co", covariant=True)
 
@@ -34,7 +34,7 @@ class WorkerRequest(Request[R_co]):
 
     @property
     def slot(self) -> SlotId:
-        return slot_of(self.worker)
+        return self.worker.slot
 
 
 # ---- replies
@@ -104,8 +104,8 @@ class RegisterSlot(SlotRequest[Admission]):
 class Heartbeat(SlotRequest[HeartbeatReply]):
     """The slot is alive, and this is the state of its worker."""
 
-    # "" while it has none.
-    worker: WorkerId = ""
+    # None while it has none.
+    worker: WorkerId | None = None
     # State letter of the worker's process as in /proc, "" without a process.
     state: str = ""
     # The worker's main thread waits for other workers; False: it works.

@@ -1,4 +1,4 @@
-"""The description of a slot: the driver knows `SlotSpec` at the launch, the slot itself its `WorkerIdentity`.
+"""The description of a slot: the driver knows `SlotSpec` at the launch, the slot itself its `SlotIdentity`.
 
 Both travel unchanged from the slot to its training processes. Pure.
 """
@@ -54,20 +54,28 @@ class SlotSpec:
         return cls(**{name: getattr(config, name) for name in settings}, **known)
 
 
-@dataclass(frozen=True)
-class WorkerIdentity:
-    """Who a training process is. Its slot fills this in; `worker` follows when the process becomes a worker."""
+@dataclass(frozen=True, kw_only=True)
+class SlotIdentity:
+    """Which slot a process belongs to."""
 
-    # "" as long as the process is a spare.
-    worker: WorkerId
     slot: SlotId
-    # Number of the slot launch; the first part of the slot's id.
-    launch: int = 0
     # The host that carries the slot: a Spark executor.
     host: HostId = ""
     # The address of this machine at which peers reach the worker.
     address: str = "127.0.0.1"
-    # First and last port at which the worker may listen. None: any.
-    ports: tuple[int, int] | None = None
     # What Spark gave to the slot: addresses by the name of the resource, such as {"gpu": ("0",)}.
     resources: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerIdentity(SlotIdentity):
+    """Which worker of its slot a training process is, once its slot has made it one."""
+
+    worker: WorkerId
+    # First and last port at which the worker may listen. None: any.
+    ports: tuple[int, int] | None = None
+
+    @classmethod
+    def of_slot(cls, slot: SlotIdentity, worker: WorkerId, ports: tuple[int, int] | None) -> Self:
+        known = {f.name: getattr(slot, f.name) for f in fields(slot)}
+        return cls(worker=worker, ports=ports, **known)

@@ -5,33 +5,66 @@ Shared by driver, workers, the wire and the simulation.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import Enum, IntEnum, IntFlag
 from functools import cached_property
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-WorkerId: TypeAlias = str  # one training process, never used twice in a job: "<slot>.<number>"
-SlotId: TypeAlias = str  # one attempt of a slot task, never used twice in a job: "<launch>-<attempt>"
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 HostId: TypeAlias = str  # one live executor
 
 
-def slot_of(worker: WorkerId) -> SlotId:
-    """The slot that the worker ran in."""
-    return worker.rpartition(".")[0]
+class SlotId(str):
+    """One attempt of a slot task, never used twice in a job: "<launch>-<attempt>".
+
+    Text, so that messages and logs carry it as it is. Other text is refused.
+    """
+
+    __slots__ = ()
+    _FORMAT = re.compile(r"\d+-\d+", re.ASCII)
+
+    def __new__(cls, text: str) -> Self:
+        if cls._FORMAT.fullmatch(text) is None:
+            raise ValueError(f'{text!r} is no slot id, "<launch>-<attempt>"')
+        return super().__new__(cls, text)
+
+    @classmethod
+    def build(cls, launch: int, attempt: int) -> Self:
+        return cls(f"{launch}-{attempt}")
+
+    @property
+    def launch(self) -> int:
+        """The number of the launch whose task the slot is an attempt of."""
+        return int(self.partition("-")[0])
 
 
-def worker_number(worker: WorkerId) -> int:
-    """The worker's number within its slot, from 1; 0 for a name that has none."""
-    return _number(worker.rpartition(".")[2])
+class WorkerId(str):
+    """One training process, never used twice in a job: "<slot>.<number>". Text like `SlotId`."""
 
+    __slots__ = ()
+    _FORMAT = re.compile(r"\d+-\d+\.\d+", re.ASCII)
 
-def launch_of(name: SlotId | WorkerId) -> int:
-    """The number of the launch whose task the slot, or the worker's slot, is an attempt of; 0 for a name without."""
-    return _number(name.partition("-")[0])
+    def __new__(cls, text: str) -> Self:
+        if cls._FORMAT.fullmatch(text) is None:
+            raise ValueError(f'{text!r} is no worker id, "<launch>-<attempt>.<number>"')
+        return super().__new__(cls, text)
 
+    @classmethod
+    def build(cls, slot: SlotId, number: int) -> Self:
+        return cls(f"{slot}.{number}")
 
-def _number(text: str) -> int:
-    return int(text) if text.isdecimal() else 0
+    @property
+    def slot(self) -> SlotId:
+        """The slot that the worker ran in."""
+        return SlotId(self.rpartition(".")[0])
+
+    @property
+    def number(self) -> int:
+        """The worker's number within its slot, from 1."""
+        return int(self.rpartition(".")[2])
 
 
 NOT_RUNNING = frozenset(

@@ -29,7 +29,6 @@ from spark_elastic.protocol.types import (
     START,
     Fence,
     Position,
-    SlotId,
     WorkerId,
     World,
 )
@@ -50,7 +49,6 @@ class WorkerState:
     """What a worker knows of itself and its world."""
 
     worker: WorkerId
-    slot: SlotId
     stage: Stage = Stage.STARTING
     fence: Fence | None = None  # of the last world that it entered
     world: World | None = None
@@ -65,9 +63,9 @@ class WorkerState:
 StepResult: TypeAlias = tuple[WorkerState, tuple[WorkerCommand, ...]]
 
 
-def initial(worker: WorkerId, slot: SlotId) -> StepResult:
+def initial(worker: WorkerId) -> StepResult:
     """A process that was just started; it does nothing before it is warm."""
-    return WorkerState(worker, slot), ()
+    return WorkerState(worker), ()
 
 
 def step(state: WorkerState, event: on.WorkerEvent) -> StepResult:

@@ -149,6 +149,8 @@ def _reader(hint: Any) -> Reader:
         return _record(typing.cast("type", hint))
     if isinstance(hint, type) and issubclass(hint, Enum):
         return _enum(hint)
+    if isinstance(hint, type) and issubclass(hint, str) and hint is not str:
+        return _identifier(hint)
     return _scalar(hint)
 
 
@@ -162,6 +164,20 @@ def _scalar(hint: type) -> Reader:
         if type(value) is hint or (hint is float and type(value) is int):
             return value
         raise MalformedMessage(f"{where} must be {hint.__name__}, not {type(value).__name__}")
+
+    return parse
+
+
+def _identifier(hint: type[str]) -> Reader:
+    """Reads a subclass of str, whose constructor raises ValueError for text that it does not take."""
+
+    def parse(value: Any, where: str) -> str:
+        if type(value) is not str:
+            raise MalformedMessage(f"{where} must be str, not {type(value).__name__}")
+        try:
+            return hint(value)
+        except ValueError as error:
+            raise MalformedMessage(f"{where}: {error}") from None
 
     return parse
 

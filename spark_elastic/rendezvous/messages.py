@@ -68,7 +68,8 @@ class WatchSlot(SlotRequest[SlotCommands]):
 class LogLines(SlotRequest[Acknowledged]):
     """Output of a worker."""
 
-    worker: WorkerId
+    # None: of a spare.
+    worker: WorkerId | None
     # None before its first world.
     rank: int | None
     lines: tuple[str, ...]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from spark_elastic.errors import InvalidInput, StaleGeneration
 from spark_elastic.protocol.messages import NextWorld
-from spark_elastic.protocol.types import Fence, SlotId, WorkerId, World, slot_of
+from spark_elastic.protocol.types import Fence, SlotId, WorkerId, World
 from spark_elastic.rendezvous.messages import (
     Blobs,
     CompareAndSet,
@@ -191,7 +191,7 @@ class ServerState:
         self.waiters.wake_all()
 
     def stop_worker(self, worker: WorkerId, reason: str, kill: bool) -> None:
-        slot = slot_of(worker)
+        slot = worker.slot
         self._stops[worker] = order = WorkerStop(worker, reason, kill)
         self._commands[slot].append(order)
         self.waiters.wake(worker)

@@ -16,7 +16,8 @@ from pyspark import TaskContext
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.driver.thread_launcher import SlotEnd
-from spark_elastic.protocol.slot_spec import SlotSpec, WorkerIdentity
+from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
+from spark_elastic.protocol.types import SlotId
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.spark.payload import Payload
 from spark_elastic.spark.session import collect_host_facts, find_address_towards
@@ -47,10 +48,8 @@ class SlotTask:
         context = TaskContext.get()
         assert context is not None
         address = find_address_towards(*_split(self.spec.address))
-        identity = WorkerIdentity(
-            worker="",
-            slot=f"{launch}-{context.attemptNumber()}",
-            launch=launch,
+        identity = SlotIdentity(
+            slot=SlotId.build(launch, context.attemptNumber()),
             host=find_host_id(address),
             address=address,
             resources={name: tuple(each.addresses) for name, each in context.resources().items()},

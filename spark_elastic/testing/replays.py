@@ -180,6 +180,8 @@ class _Source:
             fields = [f for f in dataclasses.fields(value) if getattr(value, f.name) != f.default]
             inner = ", ".join(f"{f.name}={self.of(getattr(value, f.name))}" for f in fields)
             return f"{self._name(type(value))}({inner})"
+        if isinstance(value, str) and type(value) is not str:  # an id
+            return f"{self._name(type(value))}({str(value)!r})"
         return repr(value)
 
     def imports(self) -> list[str]:

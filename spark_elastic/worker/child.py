@@ -21,8 +21,8 @@ from typing import IO
 
 from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.data.store import remove_stale_folders
-from spark_elastic.protocol.slot_spec import SlotSpec, WorkerIdentity
-from spark_elastic.protocol.types import KILLED_EXIT_CODES
+from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
+from spark_elastic.protocol.types import KILLED_EXIT_CODES, WorkerId
 from spark_elastic.worker.entry import ChildFds, Header
 from spark_elastic.worker.forking import ChildProcess, start_process
 from spark_elastic.worker.stack_sampler import DUMP_SIGNAL, StackReader, StackSample
@@ -53,7 +53,7 @@ class Child:
         on_exit: Callable[[Child, int], None],
     ) -> None:
         """status: the reading end of the process's status pipe."""
-        self.worker: str | None = None  # None: a spare
+        self.worker: WorkerId | None = None  # None: a spare
         self.warm = False  # set by the slot's main thread
         self._process = process
         self._reader = reader
@@ -75,16 +75,13 @@ class Child:
     def spawn(
         cls,
         spec: SlotSpec,
-        identity: WorkerIdentity,
+        identity: SlotIdentity,
         payload: bytes,
         on_line: Callable[[Child, str], None],
         on_warm: Callable[[Child], None],
         on_exit: Callable[[Child, int], None],
     ) -> Child:
-        """Start a process from the slot's main thread, with which the process ends (PR_SET_PDEATHSIG).
-
-        identity: the slot's, without a worker.
-        """
+        """Start a process from the slot's main thread, with which the process ends (PR_SET_PDEATHSIG)."""
         status_read, status_write = os.pipe()
         reader = StackReader()
         fds = ChildFds(status_write, reader.activity, reader.stacks)
@@ -103,7 +100,7 @@ class Child:
         assert self._process.pid is not None
         return self._process.pid
 
-    def activate(self, worker: str) -> None:
+    def activate(self, worker: WorkerId) -> None:
         """Make the process a worker. It starts to work when its imports are complete."""
         self.worker = worker
         self._input.put((json.dumps({"worker": worker}) + "\n").encode())

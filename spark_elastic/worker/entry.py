@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NoReturn
 
 import cloudpickle
@@ -26,7 +26,8 @@ from elastic_collectives import Endpoint
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import operations_from_env
 from spark_elastic.protocol.messages import WorkerFailed
-from spark_elastic.protocol.slot_spec import SlotSpec, WorkerIdentity
+from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec, WorkerIdentity
+from spark_elastic.protocol.types import WorkerId
 from spark_elastic.rendezvous import codec
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.messages import DriverClient
@@ -55,7 +56,7 @@ class Header:
     """What a slot tells its child process on the first line of its standard input."""
 
     spec: SlotSpec
-    identity: WorkerIdentity
+    identity: SlotIdentity
     # Process id of the slot.
     parent: int
     # Length of the pickled program, which follows the header.
@@ -88,8 +89,8 @@ def main(fds: ChildFds | None = None) -> int:
     activation = channel.readline()
     if not activation:
         return 0
-    spec, worker = header.spec, json.loads(activation)["worker"]
-    me = replace(header.identity, worker=worker, ports=spec.worker_port_range)
+    spec, worker = header.spec, WorkerId(json.loads(activation)["worker"])
+    me = WorkerIdentity.of_slot(header.identity, worker, spec.worker_port_range)
     threading.Thread(
         target=_exit_with_slot, args=(_detach_stdin(),), name="spark-elastic-parent", daemon=True
     ).start()

@@ -113,7 +113,7 @@ class WorkerLoop:
         self._reporter = reporter
         self._groups = groups
         self._lock = threading.Lock()  # owns _state, _group, _aborted
-        self._state, _ = worker_machine.initial(identity.worker, identity.slot)
+        self._state, _ = worker_machine.initial(identity.worker)
         self._group: Group | None = None
         self._world: World | None = None
         self._group_context = GroupContext()

@@ -14,8 +14,8 @@ from typing import Any
 from spark_elastic.clock import Clock
 from spark_elastic.errors import DriverUnreachable, ElasticError
 from spark_elastic.protocol.messages import Heartbeat, RegisterSlot, WorkerExited, WorkerStarted
-from spark_elastic.protocol.slot_spec import SlotSpec, WorkerIdentity
-from spark_elastic.protocol.types import NOT_RUNNING
+from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
+from spark_elastic.protocol.types import NOT_RUNNING, WorkerId
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.messages import (
     MAX_POLL_SECONDS,
@@ -44,7 +44,7 @@ class SlotAgent:
     def __init__(
         self,
         spec: SlotSpec,
-        identity: WorkerIdentity,
+        identity: SlotIdentity,
         payload: bytes,
         client: RendezvousClient,
         clock: Clock,
@@ -66,7 +66,7 @@ class SlotAgent:
         self._client = client
         self._clock = clock
         self._events: queue.SimpleQueue[Callable[[], str | None]] = queue.SimpleQueue()
-        self._lines: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+        self._lines: queue.SimpleQueue[tuple[WorkerId | None, str]] = queue.SimpleQueue()
         self._active: Child | None = None
         self._spare: Child | None = None
         self._stopping: Child | None = None  # the worker that was told to end
@@ -89,7 +89,7 @@ class SlotAgent:
         """
         me = self._identity
         node = str(self._facts.get("host", ""))
-        answer = self._client.ask(RegisterSlot(me.slot, me.host, me.launch, node, facts=self._facts))
+        answer = self._client.ask(RegisterSlot(me.slot, me.host, me.slot.launch, node, facts=self._facts))
         self._heartbeat_every = answer.heartbeat_interval
         for thread in (self._line_sender, *self._threads):
             thread.start()
@@ -114,7 +114,7 @@ class SlotAgent:
     def _promote(self) -> None:
         """Make the spare the slot's worker, or start a worker if there is no spare."""
         self._started += 1
-        worker = f"{self._identity.slot}.{self._started}"
+        worker = WorkerId.build(self._identity.slot, self._started)
         child = self._spare if self._spare is not None else self._spawn()
         self._active, self._spare = child, None
         # From here on its lines are the worker's, however long the driver takes to answer.
@@ -210,7 +210,7 @@ class SlotAgent:
     # ---- other threads
 
     def _on_line(self, child: Child, line: str) -> None:
-        self._lines.put((child.worker or "", line))
+        self._lines.put((child.worker, line))
 
     def _on_warm(self, child: Child) -> None:
         self._events.put(lambda: self._handle_warm(child))
@@ -260,9 +260,7 @@ class SlotAgent:
         sample = child.read_sample(self._clock.now(), stopped)
         is_stalled = stopped or (not sample.is_waiting and sample.seconds > STACK_AFTER)
         stack = sample.stack if is_stalled else ""
-        return Heartbeat(
-            self._identity.slot, child.worker or "", state, sample.is_waiting, sample.seconds, stack
-        )
+        return Heartbeat(self._identity.slot, child.worker, state, sample.is_waiting, sample.seconds, stack)
 
     def _send_lines(self) -> None:
         while not self._lines_complete.wait(SEND_LINES_EVERY):
@@ -277,9 +275,9 @@ class SlotAgent:
                 except ElasticError:
                     continue  # losing lines, which are for people, must not hurt training
 
-    def _next_lines(self) -> dict[str, list[str]]:
+    def _next_lines(self) -> dict[WorkerId | None, list[str]]:
         """Waiting lines by worker, as many as one message holds."""
-        batch: dict[str, list[str]] = {}
+        batch: dict[WorkerId | None, list[str]] = {}
         count = characters = 0
         while count < LINES_AT_ONCE and characters < CHARACTERS_AT_ONCE and not self._lines.empty():
             worker, line = self._lines.get()

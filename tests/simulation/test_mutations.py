@@ -13,7 +13,7 @@ from spark_elastic.protocol import events as on
 from spark_elastic.protocol.driver.state import DriverState
 from spark_elastic.protocol.events import Received
 from spark_elastic.protocol.messages import JoinWorld, WorkerDone
-from spark_elastic.protocol.types import Fence, Position
+from spark_elastic.protocol.types import Fence, Position, WorkerId
 from spark_elastic.protocol.worker_machine import Stage, StepResult, WorkerState
 from tests.simulation.scenes import scene
 from tests.simulator.fault_plan import Fault, FaultKind, FaultPlan, Moment, random_plan
@@ -150,7 +150,7 @@ def _caught(step: WorkerStep, plan: FaultPlan) -> bool:
 def test_a_driver_that_misses_a_message_hangs_and_is_caught() -> None:
     def forgetful(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, Commands]:
         match event:
-            case Received(_, WorkerDone(worker="1-0.1")):
+            case Received(_, WorkerDone(worker=WorkerId("1-0.1"))):
                 return state, ()
         return driver_machine.step(state, event)
 

@@ -9,7 +9,7 @@ from spark_elastic.driver.gang_scheduler import GangScheduler, JobQueue
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import AbortWorld, End, LaunchSlot, Outcome, PublishWorld, ReleaseSlot
 from spark_elastic.protocol.messages import DriverMessage, Heartbeat, JoinWorld, RegisterSlot, WorkerStarted
-from spark_elastic.protocol.types import Limits
+from spark_elastic.protocol.types import Limits, SlotId, WorkerId
 from spark_elastic.testing.fakes import FakeClock
 from tests.unit.protocol.driver_bench import Bench, at
 
@@ -73,9 +73,9 @@ class Job(Bench):
 
     def begins(self, number: int) -> None:
         self.running.add(number)
-        slot, worker = f"{number}-0", f"{number}-0.1"
-        self.post(RegisterSlot(slot, f"h{number}", number))
-        self.post(WorkerStarted(slot, worker))
+        worker = WorkerId(f"{number}-0.1")
+        self.post(RegisterSlot(worker.slot, f"h{number}", number))
+        self.post(WorkerStarted(worker.slot, worker))
         self.post(JoinWorld(worker, None, None))
 
     def _ends(self, number: int) -> None:
@@ -91,7 +91,7 @@ class Job(Bench):
 
     def tick(self) -> None:
         for number in sorted(self.running):
-            self.post(Heartbeat(f"{number}-0", f"{number}-0.1", "S"))
+            self.post(Heartbeat(SlotId(f"{number}-0"), WorkerId(f"{number}-0.1"), "S"))
         self.post(on.Tick(0))
         if self.clock.now() - self._looked >= LIMITS.gather_timeout:
             self._looked = self.clock.now()

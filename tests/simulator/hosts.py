@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol import worker_machine
-from spark_elastic.protocol.types import Fence, Position, World, heartbeat_interval
+from spark_elastic.protocol.types import Fence, Position, SlotId, WorkerId, World, heartbeat_interval
 from spark_elastic.protocol.worker_machine import Stage
 from tests.simulator.fault_plan import Moment
 from tests.simulator.invariants import Violation
@@ -105,7 +105,7 @@ class SimHost:
 class SimSlot:
     """One attempt of a slot task with its training process."""
 
-    def __init__(self, sim: Simulation, server: SimServer, name: str, launch: int, host: SimHost) -> None:
+    def __init__(self, sim: Simulation, server: SimServer, name: SlotId, launch: int, host: SimHost) -> None:
         self.sim, self.name, self.launch, self.host = sim, name, launch, host
         self.server = server
         self.alive = True
@@ -124,7 +124,7 @@ class SimSlot:
         if not self.alive or self.server.over:
             return
         self.started += 1
-        self.worker = SimWorker(self.sim, f"{self.name}.{self.started}", self)
+        self.worker = SimWorker(self.sim, WorkerId.build(self.name, self.started), self)
         self.server.started(self, self.worker.name)
 
     def send_heartbeat(self) -> None:
@@ -161,10 +161,10 @@ class SimSlot:
 class SimWorker:
     """A training process: it carries out the real machine's commands in simulated time."""
 
-    def __init__(self, sim: Simulation, name: str, slot: SimSlot) -> None:
+    def __init__(self, sim: Simulation, name: WorkerId, slot: SimSlot) -> None:
         self.sim, self.name, self.slot = sim, name, slot
         self.alive, self.stopped, self.connected = True, False, False
-        self.state, _ = worker_machine.initial(name, slot.name)
+        self.state, _ = worker_machine.initial(name)
         self.weights = INITIAL_WEIGHTS
         self.version = 0  # the newest membership version that it received
         self.group: SimGroup | None = None

@@ -19,7 +19,7 @@ from spark_elastic.data.store import memory_store
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import driver_machine, worker_machine
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position, World, slot_of
+from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position, SlotId, WorkerId, World
 from spark_elastic.state.checkpoint import CheckpointStore, name_of
 from spark_elastic.state.run_lease import RunLease
 from tests.simulator.fault_injection import FaultInjection
@@ -160,7 +160,7 @@ class Simulation:
         self._count = 0
         self.silent = False  # deaths that happen now break no connection
         self.hosts: list[SimHost] = []
-        self.slots: dict[str, SimSlot] = {}
+        self.slots: dict[SlotId, SimSlot] = {}
         self.released: dict[str, str] = {}
         self._waiting_launches: deque[tuple[SimServer, int]] = deque()  # that wait for room
         self._rooms: list[tuple[int, int, SimHost]] = []  # heap: the roomiest host first; may be out of date
@@ -252,7 +252,7 @@ class Simulation:
                 continue
             attempt = self._attempts.get(launch, -1) + 1
             self._attempts[launch] = attempt
-            name = f"{launch}-{attempt}"
+            name = SlotId.build(launch, attempt)
             slot = self.slots[name] = SimSlot(self, server, name, launch, host)
             self._slots_of_launch.setdefault((server, launch), []).append(slot)
 
@@ -295,8 +295,8 @@ class Simulation:
         """All training processes that live."""
         return [s.worker for s in self.slots.values() if s.worker is not None and s.worker.alive]
 
-    def worker(self, name: str) -> SimWorker | None:
-        slot = self.slots.get(slot_of(name))
+    def worker(self, name: WorkerId) -> SimWorker | None:
+        slot = self.slots.get(name.slot)
         worker = slot.worker if slot is not None else None
         return worker if worker is not None and worker.name == name else None
 

@@ -21,7 +21,6 @@ from spark_elastic.protocol.types import (
     Position,
     SlotId,
     WorkerId,
-    slot_of,
 )
 
 MAX_OOM_KILLS = 2  # kills because memory ran out that a job tolerates within the failure window
@@ -42,7 +41,7 @@ def record_failure(tx: Transition, failure: Failure, slot_at_fault: bool = True)
     """Count a failure. It ends the job if it is deterministic or exceeds the budget; a slot at fault cools down.
     Failures of excluded slots do not count."""
     state = tx.state
-    name = slot_of(failure.worker)
+    name = failure.worker.slot
     if name in state.slots.excluded:
         return
     _count(tx, failure)
@@ -62,7 +61,7 @@ def record_exit(tx: Transition, event: WorkerExited, took_part: bool, alive: boo
         alive: the worker was on the records until now.
     """
     state = tx.state
-    slot = slot_of(event.worker)
+    slot = event.worker.slot
     if slot in state.slots.excluded:
         return
     window = state.limits.failure_window
@@ -184,7 +183,7 @@ def _find_repeated_exception(state: DriverState, earlier: tuple[Failure, ...], n
 def _find_exception_on_all_slots(state: DriverState) -> str:
     """The sentence for a job whose workers have raised on every slot before any was warm; "" otherwise."""
     raised = [f for f in state.failures.records if f.generation == 0 and f.fingerprint]
-    slots = {slot_of(f.worker) for f in raised}
+    slots = {f.worker.slot for f in raised}
     if state.world is None and not state.workers.waiting and len(raised) > 1 and slots >= set(state.slots):
         return f"no worker could load the program: {len(raised)} tried on {len(slots)} slots and all raised"
     return ""
@@ -204,7 +203,7 @@ def _find_repeated_crash(state: DriverState, new: Failure) -> str:
     if len(alike) < MIN_TRIES:
         return ""
     if new.generation == 0:
-        tried = Counter(slot_of(f.worker) for f in alike)
+        tried = Counter(f.worker.slot for f in alike)
         if state.workers.waiting or any(tried[slot] < MIN_TRIES for slot in state.slots):
             return ""
         where = f"before they were warm, on all {len(state.slots)} slots"

@@ -48,7 +48,6 @@ from spark_elastic.protocol.types import (
     WorkerStatus,
     World,
     next_version,
-    slot_of,
 )
 
 LAST_STOP_TIMEOUT = (
@@ -213,7 +212,7 @@ def _find_change(tx: Transition) -> tuple[list[WorkerId], list[WorkerId]]:
     return joining, [worker.worker for worker in members if worker.worker not in chosen]
 
 
-def _format_change(joining: list[str], leaving: list[str]) -> str:
+def _format_change(joining: Sequence[str], leaving: Sequence[str]) -> str:
     joined = f"joining: {format_names(joining)}" if joining else ""
     left = f"leaving: {format_names(leaving)}" if leaving else ""
     return "; ".join(part for part in (joined, left) if part)
@@ -279,7 +278,7 @@ def _waits_for_failed_rank(tx: Transition, size: int) -> bool:
         return False
     since = state.timers.regroup_since if state.timers.regroup_since is not None else tx.now
     until = since + min(state.limits.gather_timeout, short_timeout(tx))
-    failed = {slot_of(f.worker) for f in state.failures.records if f.generation == state.generation}
+    failed = {f.worker.slot for f in state.failures.records if f.generation == state.generation}
     return tx.now < until and any(_may_return(tx, slot, until) for slot in failed)
 
 

@@ -31,7 +31,6 @@ from spark_elastic.protocol.types import (
     SlotId,
     WorkerId,
     WorkerStatus,
-    worker_number,
 )
 
 # Seconds before a launch, by failed attempts before it. A host that may not be used and has room would be found again
@@ -281,10 +280,12 @@ def on_heartbeat(tx: Transition, event: Heartbeat) -> None:
         return
     slot = replace(slot, last_seen=tx.now)
     state.slots.put(slot)
+    if event.worker is None:
+        return
     evicted = state.workers.evicted.get(event.worker)
     if evicted is not None:
         tx.emit(StopWorker(f"worker {event.worker} was evicted: {evicted.reason}", event.worker, kill=True))
-    elif event.worker:
+    else:
         if event.worker not in state.workers:
             adopt_worker(tx, slot, event.worker)
         worker = state.workers.get(event.worker)
@@ -305,7 +306,7 @@ def adopt_worker(tx: Transition, slot: SlotRecord, name: WorkerId) -> None:
     """`name` is the slot's worker now; another that it had has ended."""
     state = tx.state
     previous = tx.worker_of(slot)
-    if previous is not None and worker_number(name) < worker_number(previous.worker):
+    if previous is not None and name.number < previous.worker.number:
         # This message was delayed, and the slot has another worker since.
         reason = f"its slot started worker {previous.worker} in its place"
         state.workers.evict(name, EvictedWorker(reason, WorkerStatus.FAILURE, unaccounted=True))

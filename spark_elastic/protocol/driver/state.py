@@ -26,8 +26,6 @@ from spark_elastic.protocol.types import (
     WorkerId,
     WorkerStatus,
     World,
-    launch_of,
-    slot_of,
 )
 
 K = TypeVar("K")
@@ -373,7 +371,7 @@ class EvictedMembers(Part):
 
     def add(self, worker: WorkerId, member: PossiblyAlive) -> None:
         self.update(worker, member)
-        launch = launch_of(worker)
+        launch = worker.slot.launch
         self._by_launch = self._by_launch.put(launch, (*self._by_launch.get(launch, ()), worker))
 
     def update(self, worker: WorkerId, member: PossiblyAlive) -> None:
@@ -389,8 +387,8 @@ class EvictedMembers(Part):
         """Members that a connection speaks for: its worker, or, for a slot's connection, all that ran in the slot."""
         return [
             (name, member)
-            for name, member in self._of_launch(launch_of(slot))
-            if name == worker or (worker is None and slot_of(name) == slot)
+            for name, member in self._of_launch(slot.launch)
+            if name == worker or (worker is None and name.slot == slot)
         ]
 
     def end_slot(self, slot: SlotId, how: SlotEnd) -> None:
@@ -430,7 +428,7 @@ class Connections(Part):
 
     disconnected: Table[WorkerId, float] = field(default_factory=Table)  # workers, and since when
     # Workers and slots whose last connection was reset or timed out, hence not closed by a kernel.
-    reset: frozenset[str] = frozenset()
+    reset: frozenset[WorkerId | SlotId] = frozenset()
     mass_disconnect: float = float("-inf")  # when last all workers were disconnected at once
     driver_partitioned: float = float("-inf")  # when last the driver itself was cut off or paused
     last_scan: float = float("inf")  # when the leases were last checked
@@ -441,7 +439,8 @@ class Connections(Part):
 
     def forget(self, name: WorkerId | SlotId) -> None:
         """The worker or slot is gone."""
-        self.disconnected = self.disconnected.drop(name)
+        if isinstance(name, WorkerId):
+            self.restore(name)
         self.reset -= {name}
 
 

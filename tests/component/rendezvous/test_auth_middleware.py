@@ -22,7 +22,7 @@ from spark_elastic.rendezvous.http_server import Bind, Connection, HttpServer, l
 from spark_elastic.rendezvous.messages import REQUESTS, VERSION, path_of
 from tests.component.rendezvous.driver_side import ATTEMPT, KEY, PATIENCE, Driver, Stranger, parse, read_all
 
-BEAT = json.dumps({"v": VERSION, "attempt": ATTEMPT, "message": {"slot": "1-0", "worker": "", "state": ""}})
+BEAT = json.dumps({"v": VERSION, "attempt": ATTEMPT, "message": {"slot": "1-0", "state": ""}})
 
 PATH = path_of(Heartbeat)
 

@@ -15,6 +15,7 @@ from spark_elastic.protocol.messages import (
     WorkerExited,
     WorkerStarted,
 )
+from spark_elastic.protocol.types import WorkerId
 from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, LogLines, SlotCommands, WatchSlot, WorkerStop
 from tests.component.rendezvous.driver_side import ATTEMPT, BEAT_EVERY, PATIENCE, Driver, start_driver
 
@@ -56,7 +57,7 @@ def test_orders_come_at_once_and_only_once(driver: Driver) -> None:
     slot = driver.client()
     slot.ask(WorkerStarted("1-0", "1-0.1"))
     waiting = driver.aside(lambda: slot.ask(WatchSlot("1-0", 0), hold=MAX_POLL_SECONDS))
-    driver.server.stop_worker("1-0.1", "it hangs", kill=True)
+    driver.server.stop_worker(WorkerId("1-0.1"), "it hangs", kill=True)
     first = waiting.result(PATIENCE)
     assert first == SlotCommands(1, (WorkerStop("1-0.1", "it hangs", True),))
     # A reply that was lost is asked for again, and repeated.
@@ -69,7 +70,7 @@ def test_orders_come_at_once_and_only_once(driver: Driver) -> None:
 
 def test_orders_of_one_slot_do_not_reach_another(driver: Driver) -> None:
     other = driver.client()
-    driver.server.stop_worker("1-0.1", "gone")
+    driver.server.stop_worker(WorkerId("1-0.1"), "gone")
     assert other.ask(WatchSlot("2-0", 0), hold=0.05) == SlotCommands(0)
 
 

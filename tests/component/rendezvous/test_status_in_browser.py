@@ -53,7 +53,7 @@ class Played(PlayedJob):
             self.now += 0.25
             self.report(step, loss=0.2 + 2 * math.exp(-step / 30) + 0.03 * math.sin(step))
         for slot in list(self.state.slots.values()):
-            self.on(Heartbeat(slot.slot, slot.worker or "", "S"))
+            self.on(Heartbeat(slot.slot, slot.worker, "S"))
 
     def joins(self, job: int, step: int) -> None:
         """A newcomer, for whom the world stops at a boundary."""

@@ -8,12 +8,12 @@ import pytest
 
 from spark_elastic.errors import StaleGeneration
 from spark_elastic.protocol.messages import JoinWorld, NextWorld, WorkerDone, WorkerFailed, WorldFormed
-from spark_elastic.protocol.types import Fence, Phase, Position
+from spark_elastic.protocol.types import Fence, Phase, Position, WorkerId
 from spark_elastic.rendezvous.codec import encode_numbers
 from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, Report, WatchWorker, WorkerUpdate
 from tests.component.rendezvous.driver_side import ATTEMPT, PATIENCE, Driver, world
 
-A, B, C = "1-0.1", "2-0.1", "3-0.1"
+A, B, C = WorkerId("1-0.1"), WorkerId("2-0.1"), WorkerId("3-0.1")
 HERE = Position(1, Phase.VALIDATE, 5)
 
 

@@ -10,7 +10,8 @@ import threading
 
 import cloudpickle
 
-from spark_elastic.protocol.slot_spec import SlotSpec, WorkerIdentity
+from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
+from spark_elastic.protocol.types import SlotId
 from spark_elastic.worker.child import Child
 
 
@@ -21,7 +22,7 @@ def run_child(payload: bytes) -> tuple[list[str], int]:
 
     child = Child.spawn(
         SlotSpec(address="127.0.0.1:1", key=b"\0", attempt=1, collective_timeout=5.0, driver_timeout=0.5),
-        WorkerIdentity("", "1-0"),
+        SlotIdentity(slot=SlotId("1-0")),
         payload,
         lambda child, line: lines.append(line),
         lambda child: child.activate("1-0.1"),

@@ -19,7 +19,8 @@ import cloudpickle
 import psutil
 import pytest
 
-from spark_elastic.protocol.slot_spec import SlotSpec, WorkerIdentity
+from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
+from spark_elastic.protocol.types import SlotId
 from spark_elastic.worker import forking
 from spark_elastic.worker.child import Child
 from spark_elastic.worker.forking import AdoptedProcess, ForkedProcess, fork_server_cache
@@ -75,7 +76,7 @@ class Life:
         )
         self.child = Child.spawn(
             spec,
-            WorkerIdentity("", "1-0"),
+            SlotIdentity(slot=SlotId("1-0")),
             payload,
             lambda child, line: self.lines.put(line),
             lambda child: self._warm.put(None),

@@ -19,7 +19,8 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.data.store import scratch_folder
 from spark_elastic.protocol.events import is_heartbeat
 from spark_elastic.protocol.messages import Heartbeat, JoinWorld, RegisterSlot, WorkerExited, WorkerStarted
-from spark_elastic.protocol.slot_spec import SlotSpec, WorkerIdentity
+from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
+from spark_elastic.protocol.types import SlotId
 from spark_elastic.rendezvous.messages import MAX_BODY_BYTES
 from spark_elastic.testing.fakes import CountingProgram
 from spark_elastic.worker import pickling, slot_agent
@@ -30,7 +31,7 @@ from tests.component.rendezvous.driver_side import ATTEMPT, KEY, Driver, start_d
 
 pytestmark = pytest.mark.native
 
-SLOT = "4-0"
+SLOT = SlotId("4-0")
 MUCH = MAX_BODY_BYTES + 1
 CLOCK = SystemClock()
 
@@ -71,7 +72,7 @@ def serve(
         spare_after=spare_after,
         imports=imports,
     )
-    identity = WorkerIdentity("", SLOT, launch=4, host="host-4")
+    identity = SlotIdentity(slot=SLOT, host="host-4")
     played = driver.aside(play)
     with driver.client(timeout=min(30.0, driver_timeout)) as client:
         ended = SlotAgent(spec, identity, payload, client, CLOCK, find_shortage=shortage).run()
@@ -319,7 +320,7 @@ def test_r14_a_slot_on_an_unfit_host_starts_no_worker_and_waits_for_its_release(
 
     def play() -> None:
         driver.heard(RegisterSlot)
-        assert driver.heard(Heartbeat).worker == ""  # else it would be taken for ended
+        assert driver.heard(Heartbeat).worker is None  # else it would be taken for ended
         driver.server.release_slot(SLOT, "the first attempt is gone")
 
     try:

@@ -10,8 +10,9 @@ import pytest
 from spark_elastic.driver.loop import EventQueue
 from spark_elastic.protocol.events import CancelRequested, Received
 from spark_elastic.protocol.messages import Heartbeat
+from spark_elastic.protocol.types import SlotId
 
-BEAT = Received(1.0, Heartbeat("1-0", "", ""))
+BEAT = Received(1.0, Heartbeat(SlotId("1-0"), "", ""))
 CANCEL = CancelRequested(2.0, "enough")
 
 

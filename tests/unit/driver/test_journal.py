@@ -21,7 +21,11 @@ from spark_elastic.protocol.events import (
     Tick,
 )
 from spark_elastic.protocol.messages import Heartbeat, RegisterSlot
-from spark_elastic.protocol.types import Checkpoint, Limits
+from spark_elastic.protocol.types import Checkpoint, Limits, SlotId, WorkerId
+
+NUMBERS = st.integers(0, 10**6)
+st.register_type_strategy(SlotId, st.builds(SlotId.build, NUMBERS, NUMBERS))
+st.register_type_strategy(WorkerId, st.builds(WorkerId.build, st.from_type(SlotId), NUMBERS))
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -31,7 +35,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 def test_the_story_leaves_out_what_changed_nothing() -> None:
     journal = Journal()
     journal.record(Tick(10.0), ())
-    journal.record(Received(10.5, Heartbeat("1-0", "1-0.1", "R")), ())
+    journal.record(Received(10.5, Heartbeat(SlotId("1-0"), WorkerId("1-0.1"), "R")), ())
     journal.record(Tick(11.0), (LaunchSlot("a worker is missing", 4),))
     story = journal.format_entries()
     assert [line.split()[:3] for line in story] == [
@@ -66,10 +70,10 @@ def test_events_that_change_nothing_are_left_out_and_beats_are_not(tmp_path: Pat
     state, commands = driver_machine.initial(Limits(1, 1, 1, lease=2.0), 1)
     journal.begin(state, commands)
     events: list[DriverEvent] = [
-        Received(0.0, RegisterSlot("1-0", "h", 1)),
+        Received(0.0, RegisterSlot(SlotId("1-0"), "h", 1)),
         *(Tick(0.05 * n) for n in range(1, 21)),
     ]
-    for event in (*events, Received(1.01, Heartbeat("1-0", "", "S"))):
+    for event in (*events, Received(1.01, Heartbeat(SlotId("1-0"), None, "S"))):
         state, commands = driver_machine.step(state, event)
         journal.record(event, commands, state)
     journal.close()

@@ -12,7 +12,7 @@ from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import DriverCommand, End, LaunchSlot, Outcome
 from spark_elastic.protocol.events import CancelRequested, Received
 from spark_elastic.protocol.messages import Heartbeat
-from spark_elastic.protocol.types import Limits
+from spark_elastic.protocol.types import Limits, SlotId
 
 
 def make(
@@ -45,7 +45,7 @@ def test_ticks_are_not_starved_by_a_busy_inbox() -> None:
 
     def flood() -> None:
         while not stop.is_set():
-            inbox.put(Received(time.monotonic(), Heartbeat("nobody", "", "")))
+            inbox.put(Received(time.monotonic(), Heartbeat(SlotId("9-0"))))
             time.sleep(0.0005)
 
     thread = threading.Thread(target=flood)

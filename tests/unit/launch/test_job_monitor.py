@@ -16,7 +16,7 @@ from spark_elastic.protocol.messages import (
     WorkerExited,
     WorkerStarted,
 )
-from spark_elastic.protocol.types import slot_of
+from spark_elastic.protocol.types import SlotId, WorkerId
 from spark_elastic.rendezvous.messages import SLOT_LINE_PREFIX, LogLines, Report
 from spark_elastic.testing.fakes import FakeClock
 from tests.simulator.stamping import stamp
@@ -35,7 +35,9 @@ def test_a_slot_s_own_words_are_a_warning(caplog: pytest.LogCaptureFixture) -> N
     clock, listener = FakeClock(), Listener()
     monitor = JobMonitor(listener, clock)
     monitor.on_lines(
-        LogLines("1-0", "1-0.1", None, ("hello", f"{SLOT_LINE_PREFIX}memory will not do", "bye"))
+        LogLines(
+            SlotId("1-0"), WorkerId("1-0.1"), None, ("hello", f"{SLOT_LINE_PREFIX}memory will not do", "bye")
+        )
     )
     assert listener.heard == ["hello", "bye"]
     (record,) = caplog.records
@@ -60,9 +62,9 @@ def test_a_listener_that_fails_at_each_line_is_logged_once_until_it_recovers(
     monitor._ranks = {"1-0.1": 0}
     for room in (1, 2):
         listener.room = room
-        monitor.on_lines(LogLines("1-0", "1-0.1", None, ("shown", "lost")))
-        monitor.on_report(Report("1-0.1", {"loss": 1.0}))  # which goes to others, too
-        monitor.on_lines(LogLines("1-0", "1-0.1", None, ("lost",)))
+        monitor.on_lines(LogLines(SlotId("1-0"), WorkerId("1-0.1"), None, ("shown", "lost")))
+        monitor.on_report(Report(WorkerId("1-0.1"), {"loss": 1.0}))  # which goes to others, too
+        monitor.on_lines(LogLines(SlotId("1-0"), WorkerId("1-0.1"), None, ("lost",)))
         assert len(caplog.records) == room
     assert listener.heard == ["shown", "shown"]
 
@@ -76,7 +78,7 @@ def test_an_observer_that_fails_is_logged_once_and_harms_no_other_observer(
 
     clock, listener, other = FakeClock(), Listener(), Listener()
     monitor = JobMonitor(listener, clock, [Failing(), other])
-    monitor.on_lines(LogLines("1-0", "1-0.1", None, ("one", "two")))
+    monitor.on_lines(LogLines(SlotId("1-0"), WorkerId("1-0.1"), None, ("one", "two")))
     assert listener.heard == other.heard == ["one", "two"]
     assert [record.message for record in caplog.records] == ["Failing failed"]
 
@@ -90,10 +92,10 @@ def test_the_listener_hears_who_was_lost_before_the_next_world_is_there() -> Non
     monitor = JobMonitor(listener, FakeClock())
     with monitor.notifier:
         for message in (
-            *(RegisterSlot(f"{job}-0", f"h{job}", job) for job in (1, 2)),
-            *(WorkerStarted(f"{job}-0", name(job)) for job in (1, 2)),
+            *(RegisterSlot(SlotId(f"{job}-0"), f"h{job}", job) for job in (1, 2)),
+            *(WorkerStarted(SlotId(f"{job}-0"), name(job)) for job in (1, 2)),
             *(JoinWorld(name(job), None, None) for job in (1, 2)),
-            WorkerExited(slot_of(name(1)), name(1), -9, "killed by signal 9"),
+            WorkerExited(name(1).slot, name(1), -9, "killed by signal 9"),
         ):
             monitor.on_transition(stamp(message, bench.now), bench.on(message), bench.state)
     (reason,) = listener.heard
@@ -111,12 +113,12 @@ def test_r17_whoever_shares_the_cluster_learns_whether_slots_are_missing() -> No
 
     play(on.Tick(0))
     for job in (1, 2, 3):
-        play(RegisterSlot(f"{job}-0", f"h{job}", job))
+        play(RegisterSlot(SlotId(f"{job}-0"), f"h{job}", job))
     assert heard == [True, False]
     for job in (1, 2):
-        play(WorkerStarted(f"{job}-0", name(job)))
+        play(WorkerStarted(SlotId(f"{job}-0"), name(job)))
         play(JoinWorld(name(job), None, None))
-    play(WorkerExited(slot_of(name(1)), name(1), -9))
+    play(WorkerExited(name(1).slot, name(1), -9))
     assert bench.state.stage is Stage.REGROUPING
     assert heard == [True, False], "the slot starts another worker"
     play(on.LaunchEnded(0, 1, "executor lost", executor_lost=True))

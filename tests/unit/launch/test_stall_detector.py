@@ -8,13 +8,14 @@ from spark_elastic.launch.job_monitor import SPARE_HEARTBEATS, StallDetector
 from spark_elastic.protocol.commands import AbortWorld, DriverCommand, PublishWorld
 from spark_elastic.protocol.events import DriverEvent, Received, Tick, WorkerStalled
 from spark_elastic.protocol.messages import Heartbeat
-from spark_elastic.protocol.types import Fence, Member, World
+from spark_elastic.protocol.types import Fence, Member, SlotId, WorkerId, World
 from spark_elastic.testing.fakes import FakeClock
 
 
 def world(generation: int) -> World:
     members = tuple(
-        Member(f"{rank}-0.1", f"{rank}-0", f"host-{rank}", rank, 0, 1, rank, 2, None) for rank in range(2)
+        Member(WorkerId(f"{rank}-0.1"), SlotId(f"{rank}-0"), f"host-{rank}", rank, 0, 1, rank, 2, None)
+        for rank in range(2)
     )
     return World(Fence(1, generation), members, None, "start")
 
@@ -27,7 +28,7 @@ class Stage:
 
     def beat(self, rank: int, waits: bool, seconds: float) -> None:
         now = self.clock.now()
-        heartbeat = Heartbeat(f"{rank}-0", f"{rank}-0.1", "S", waits, seconds, "f (a.py:1)")
+        heartbeat = Heartbeat(SlotId(f"{rank}-0"), WorkerId(f"{rank}-0.1"), "S", waits, seconds, "f (a.py:1)")
         self.detector.on_transition(Received(now, heartbeat), (), None)
 
     def decide(self, command: DriverCommand) -> None:

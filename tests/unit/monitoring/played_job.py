@@ -17,7 +17,7 @@ from spark_elastic.protocol.messages import (
     WorkerStarted,
     WorldFormed,
 )
-from spark_elastic.protocol.types import Limits, Phase, Position, World
+from spark_elastic.protocol.types import Limits, Phase, Position, SlotId, WorkerId, World
 from spark_elastic.testing.fakes import FakeClock
 from tests.simulator.stamping import stamp
 
@@ -54,9 +54,9 @@ class PlayedJob:
                 self.world = command.world
 
     def comes(self, job: int) -> None:
-        self.on(RegisterSlot(f"{job}-0", f"host-{job}", job))
-        self.on(WorkerStarted(f"{job}-0", f"{job}-0.1"))
-        self.on(JoinWorld(f"{job}-0.1", None, None))
+        self.on(RegisterSlot(SlotId(f"{job}-0"), f"host-{job}", job))
+        self.on(WorkerStarted(SlotId(f"{job}-0"), WorkerId(f"{job}-0.1")))
+        self.on(JoinWorld(WorkerId(f"{job}-0.1"), None, None))
 
     def form(self) -> None:
         assert self.world is not None

@@ -20,7 +20,7 @@ from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import PublishWorld
 from spark_elastic.protocol.messages import DriverMessage, JoinWorld, RegisterSlot, WorkerStarted, WorldFormed
-from spark_elastic.protocol.types import Limits
+from spark_elastic.protocol.types import Limits, SlotId, WorkerId
 from spark_elastic.testing.fakes import FakeClock
 from tests.simulator.stamping import stamp
 
@@ -40,9 +40,9 @@ def create_job(workers: int) -> tuple[JobHistory, FakeClock]:
         world = next((c.world for c in commands if isinstance(c, PublishWorld)), world)
 
     for number in range(1, workers + 1):
-        play(RegisterSlot(f"{number}-0", f"host-{number % 7}", number, "node"))
-        play(WorkerStarted(f"{number}-0", f"{number}-0.1"))
-        play(JoinWorld(f"{number}-0.1", None, None))
+        play(RegisterSlot(SlotId(f"{number}-0"), f"host-{number % 7}", number, "node"))
+        play(WorkerStarted(SlotId(f"{number}-0"), WorkerId(f"{number}-0.1")))
+        play(JoinWorld(WorkerId(f"{number}-0.1"), None, None))
     assert world is not None
     for member in world.members:
         play(WorldFormed(member.worker, world.fence))

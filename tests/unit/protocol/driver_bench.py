@@ -18,7 +18,7 @@ from spark_elastic.protocol.messages import (
     WorkerStarted,
     WorldFormed,
 )
-from spark_elastic.protocol.types import Fence, Limits, Phase, Position, World
+from spark_elastic.protocol.types import Fence, Limits, Phase, Position, SlotId, WorkerId, World
 from tests.simulator.invariants import DriverInvariants
 from tests.simulator.stamping import stamp
 
@@ -34,8 +34,8 @@ def _next(position: Position) -> Position:
     return replace(position, step=position.step + 1)
 
 
-def name(job: int, started: int = 1) -> str:
-    return f"{job}-0.{started}"
+def name(job: int, started: int = 1) -> WorkerId:
+    return WorkerId(f"{job}-0.{started}")
 
 
 class Bench:
@@ -66,7 +66,7 @@ class Bench:
             for job in heartbeats_of:
                 slot = self.state.slots.get(f"{job}-0")
                 if slot is not None:
-                    self.on(Heartbeat(slot.slot, slot.worker or "", "S"))
+                    self.on(Heartbeat(slot.slot, slot.worker, "S"))
             self.on(on.Tick(0))
 
     def all(self, kind: type[C]) -> list[C]:
@@ -87,8 +87,8 @@ class Bench:
     # ---- what usually happens
 
     def slot(self, job: int, host: str = "") -> None:
-        self.on(RegisterSlot(f"{job}-0", host or f"h{job}", job))
-        self.on(WorkerStarted(f"{job}-0", name(job)))
+        self.on(RegisterSlot(SlotId(f"{job}-0"), host or f"h{job}", job))
+        self.on(WorkerStarted(SlotId(f"{job}-0"), name(job)))
 
     def warm(self, *jobs: int) -> None:
         """Slots come up and their workers get warm."""

@@ -25,7 +25,15 @@ from spark_elastic.protocol.messages import (
     WorkerStarted,
     WorldFormed,
 )
-from spark_elastic.protocol.types import Fence, HostUpdateResult, Phase, Position, next_version, slot_of
+from spark_elastic.protocol.types import (
+    Fence,
+    HostUpdateResult,
+    Phase,
+    Position,
+    SlotId,
+    WorkerId,
+    next_version,
+)
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
 
 CLOSE = Position(0, Phase.CLOSE, 0)
@@ -55,13 +63,13 @@ def test_a_cancelled_slot_job_ends_the_job_and_is_not_launched_again() -> None:
 def test_r14_a_second_attempt_parks_while_the_world_is_full() -> None:
     bench = Bench(replace(FOUR, max_workers=2, num_workers=2))
     bench.start(1, 2)
-    bench.on(RegisterSlot("1-1", "h9", 1))
-    bench.on(WorkerStarted("1-1", "1-1.1"))
-    bench.join("1-1.1")
+    bench.on(RegisterSlot(SlotId("1-1"), "h9", 1))
+    bench.on(WorkerStarted(SlotId("1-1"), WorkerId("1-1.1")))
+    bench.join(WorkerId("1-1.1"))
     bench.wait(1.0, heartbeats_of=[1, 2])
     assert not bench.all(AnnounceChange)
     assert not bench.all(ReleaseSlot)
-    bench.on(WorkerExited(slot_of(name(2)), name(2), -9))
+    bench.on(WorkerExited(name(2).slot, name(2), -9))
     bench.regroup(3, name(1))
     assert bench.members() == [name(1), "1-1.1"]  # capacity allows
     assert len(bench.all(LaunchSlot)) == 2
@@ -70,8 +78,8 @@ def test_r14_a_second_attempt_parks_while_the_world_is_full() -> None:
 def test_r14_extra_slots_come_after_others() -> None:
     bench = Bench(replace(FOUR, max_workers=3, num_workers=3, min_workers=3))
     bench.warm(1)
-    bench.on(RegisterSlot("1-1", "h9", 1))
-    bench.join("1-1.1")
+    bench.on(RegisterSlot(SlotId("1-1"), "h9", 1))
+    bench.join(WorkerId("1-1.1"))
     bench.warm(2)
     assert bench.members() == [name(1), name(2), "1-1.1"]
 
@@ -114,11 +122,11 @@ def test_too_few_workers_after_start_timeout_end_the_job_with_the_names_of_those
 def test_survivors_below_min_workers_wait_for_others() -> None:
     bench = Bench(replace(FOUR, min_workers=4, start_timeout=20.0))
     bench.start(1, 2, 3, 4)
-    bench.on(WorkerExited(slot_of(name(2)), name(2), -9))
+    bench.on(WorkerExited(name(2).slot, name(2), -9))
     bench.regroup(3, name(1), name(3), name(4))
     bench.wait(3.0, heartbeats_of=[1, 3, 4])
     assert len(bench.all(PublishWorld)) == 1
-    bench.on(WorkerStarted("2-0", name(2, 2)))
+    bench.on(WorkerStarted(SlotId("2-0"), name(2, 2)))
     bench.join(name(2, 2))
     assert bench.members() == [name(1), name(3), name(4), name(2, 2)]
     assert bench.world.position == at(3)
@@ -128,7 +136,7 @@ def test_survivors_below_min_workers_wait_for_others() -> None:
 def test_r04_survivors_keep_their_order_and_the_most_advanced_is_the_source() -> None:
     bench = Bench()
     bench.start(1, 2, 3, 4)
-    bench.on(WorkerExited(slot_of(name(1)), name(1), -9))
+    bench.on(WorkerExited(name(1).slot, name(1), -9))
     bench.regroup(4, name(4))
     bench.regroup(3, name(3), name(2))
     assert bench.members() == [name(2), name(3), name(4)]
@@ -139,7 +147,7 @@ def test_r04_survivors_keep_their_order_and_the_most_advanced_is_the_source() ->
 def test_r04_a_worker_from_an_older_world_is_sent_home() -> None:
     bench = Bench(replace(FOUR, regroup_timeout=30.0))
     bench.start(1, 2, 3, 4)
-    bench.on(WorkerExited(slot_of(name(1)), name(1), -9))
+    bench.on(WorkerExited(name(1).slot, name(1), -9))
     bench.regroup(3, name(3), name(2))
     bench.wait(31.0, heartbeats_of=[2, 3, 4])
     assert bench.members() == [name(2), name(3)]
@@ -160,7 +168,7 @@ def test_r10_a_question_that_the_world_answers_changes_nothing() -> None:
 def test_a_member_that_never_received_its_broken_world_takes_part_in_the_next() -> None:
     bench = Bench()
     bench.start(1, 2, 3, 4)
-    bench.on(WorkerExited(slot_of(name(1)), name(1), -9))
+    bench.on(WorkerExited(name(1).slot, name(1), -9))
     for job in (2, 3, 4):
         bench.join(name(job))
     assert bench.members() == [name(2), name(3), name(4)]
@@ -179,8 +187,8 @@ def test_a_world_that_is_not_built_in_time_is_over() -> None:
 def test_without_survivors_training_begins_from_nothing_and_the_reason_says_so() -> None:
     bench = Bench(replace(FOUR, num_workers=1, max_workers=1))
     bench.start(1)
-    bench.on(WorkerExited(slot_of(name(1)), name(1), -9))
-    bench.on(WorkerStarted("1-0", name(1, 2)))
+    bench.on(WorkerExited(name(1).slot, name(1), -9))
+    bench.on(WorkerStarted(SlotId("1-0"), name(1, 2)))
     bench.join(name(1, 2))
     assert bench.world.source is None
     assert "the next starts from the beginning" in bench.world.reason
@@ -190,7 +198,7 @@ def test_reset_limit_counts_new_worlds() -> None:
     bench = Bench(replace(FOUR, reset_limit=1))
     bench.start(1, 2, 3, 4)
     for lost, left in ((1, (2, 3, 4)), (2, (3, 4))):
-        bench.on(WorkerExited(slot_of(name(lost)), name(lost), -9))
+        bench.on(WorkerExited(name(lost).slot, name(lost), -9))
         bench.regroup(3, *(name(job) for job in left))
     assert bench.end.outcome is Outcome.RESET_LIMIT
     assert len(bench.all(PublishWorld)) == 2
@@ -208,7 +216,7 @@ def test_once_the_reset_limit_is_used_up_no_planned_change_ends_the_job(order: o
         bench.on(order)
     bench.wait(1.0, heartbeats_of=(1, 2, 3, 4))
     assert len(bench.all(AnnounceChange)) == 1
-    bench.on(WorkerExited(slot_of(name(3)), name(3), -9))
+    bench.on(WorkerExited(name(3).slot, name(3), -9))
     bench.regroup(3, name(1), name(2))
     assert bench.end.outcome is Outcome.RESET_LIMIT
 
@@ -254,7 +262,7 @@ def test_a_change_that_is_undone_harms_nothing() -> None:
     bench.start(1, 2)
     bench.warm(3)
     bench.wait(0.5, heartbeats_of=[1, 2, 3])
-    bench.on(WorkerExited(slot_of(name(3)), name(3), -9))
+    bench.on(WorkerExited(name(3).slot, name(3), -9))
     bench.stop_planned(6, name(1), name(2))
     assert bench.members() == [name(1), name(2)]
     assert bench.world.receivers == ()
@@ -266,7 +274,7 @@ def test_a_loss_during_a_planned_stop_is_a_loss() -> None:
     bench.warm(4)
     bench.wait(0.5, heartbeats_of=[1, 2, 3, 4])
     bench.stop_planned(6, name(1))
-    bench.on(WorkerExited(slot_of(name(2)), name(2), -9))
+    bench.on(WorkerExited(name(2).slot, name(2), -9))
     assert len(bench.all(AbortWorld)) == 1
     bench.regroup(5, name(3))
     assert bench.members() == [name(1), name(3), name(4)]
@@ -301,7 +309,7 @@ def test_a_slot_that_comes_up_on_a_draining_host_is_released() -> None:
     bench = Bench()
     bench.start(1, 2, 3)
     bench.on(on.DrainRequested(0, "decommissioning", host="h4"))
-    bench.on(RegisterSlot("4-0", "h4", 4))
+    bench.on(RegisterSlot(SlotId("4-0"), "h4", 4))
     assert [type(command) for command in bench.commands] == [ReleaseSlot]
 
 
@@ -326,7 +334,7 @@ def test_r15_after_rank_0s_result_no_world_is_formed() -> None:
     _done(bench, 1)
     bench.warm(4)
     bench.wait(1.0, heartbeats_of=[1, 2, 3, 4])
-    bench.on(WorkerExited(slot_of(name(2)), name(2), -9))
+    bench.on(WorkerExited(name(2).slot, name(2), -9))
     assert not bench.all(AnnounceChange)
     assert not bench.all(AbortWorld)
     _done(bench, 3)
@@ -337,7 +345,7 @@ def test_r15_rank_0_lost_before_its_result_regroups_the_done() -> None:
     bench = Bench()
     bench.start(1, 2, 3, 4)
     _done(bench, 2, 3)
-    bench.on(WorkerExited(slot_of(name(1)), name(1), -9))
+    bench.on(WorkerExited(name(1).slot, name(1), -9))
     bench.join(name(4), bench.fence, CLOSE, reason="rank 0 closed its connection")
     assert bench.members() == [name(2), name(3), name(4)]
     assert bench.world.position == CLOSE
@@ -359,7 +367,7 @@ def test_after_the_end_everybody_is_sent_home() -> None:
     bench.start(1, 2, 3, 4)
     bench.on(on.CancelRequested(0, "Ctrl-C"))
     assert bench.end.outcome is Outcome.CANCELLED
-    bench.on(RegisterSlot("9-0", "h9", 9))
+    bench.on(RegisterSlot(SlotId("9-0"), "h9", 9))
     assert [type(command) for command in bench.commands] == [ReleaseSlot]
     bench.join(name(1), bench.fence, at(3))
     assert [type(command) for command in bench.commands] == [StopWorker]
@@ -371,7 +379,7 @@ def test_step_leaves_the_state_that_it_was_given_alone() -> None:
     bench = Bench()
     bench.start(1, 2, 3)
     before, frozen = bench.state, bench.state.copy()
-    bench.on(WorkerExited(slot_of(name(2)), name(2), -9))
+    bench.on(WorkerExited(name(2).slot, name(2), -9))
     assert before == frozen
 
 
@@ -383,7 +391,7 @@ def test_thousands_of_workers_form_one_world() -> None:
     published = 0
     for job in range(1, count + 1):
         for message in (
-            RegisterSlot(f"{job}-0", f"h{job // 8}", job),
+            RegisterSlot(SlotId(f"{job}-0"), f"h{job // 8}", job),
             JoinWorld(name(job), None, None),
         ):
             state, commands = driver_machine.step(state, Received(0.0, message))

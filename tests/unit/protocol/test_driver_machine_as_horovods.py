@@ -20,7 +20,7 @@ from spark_elastic.protocol.commands import (
     StopWorker,
 )
 from spark_elastic.protocol.messages import JoinWorld, RegisterSlot, WorkerDone, WorkerExited, WorkerFailed
-from spark_elastic.protocol.types import HostUpdateResult, next_version, slot_of
+from spark_elastic.protocol.types import HostUpdateResult, SlotId, next_version
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
 
 TWO_HOSTS = (("host-1", 2), ("host-2", 2))
@@ -123,9 +123,9 @@ def test_host_shutdown_on_worker_failure() -> None:
     bench = _bench(cooldown_range=(20.0, 60.0))
     _slots(bench, 1, 2, 3, 4)
     bench.form()
-    bench.on(WorkerExited(slot_of(name(1)), name(1), 1))
+    bench.on(WorkerExited(name(1).slot, name(1), 1))
     assert not bench.all(ReleaseSlot)
-    bench.on(WorkerExited(slot_of(name(2)), name(2), 1))
+    bench.on(WorkerExited(name(2).slot, name(2), 1))
     assert {release.slot for release in bench.all(ReleaseSlot)} == {"1-0", "2-0"}
 
 
@@ -190,10 +190,10 @@ def test_blacklist_host() -> None:
     _slots(bench, 1, 2, 3, 4)
     bench.form()
     for job in (1, 2):
-        bench.on(WorkerExited(slot_of(name(job)), name(job), 1))
+        bench.on(WorkerExited(name(job).slot, name(job), 1))
         bench.on(on.LaunchEnded(0, job, "released"))
     for job in (5, 6):
-        bench.on(RegisterSlot(f"{job}-0", "host-1", job))
+        bench.on(RegisterSlot(SlotId(f"{job}-0"), "host-1", job))
     assert not {"5-0", "6-0"} & set(bench.state.slots)
     bench.regroup(3, name(3), name(4))
     assert bench.members() == [name(3), name(4)]

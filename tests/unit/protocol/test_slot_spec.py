@@ -12,7 +12,8 @@ from spark_elastic import cli
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import InvalidInput
 from spark_elastic.local.slot import LocalSlot
-from spark_elastic.protocol.slot_spec import SlotSpec, WorkerIdentity
+from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
+from spark_elastic.protocol.types import SlotId
 
 SETTINGS: dict[str, Any] = {
     "collective_timeout": 7.0,
@@ -36,7 +37,7 @@ def test_a_slot_spec_does_not_show_its_key() -> None:
 
 def test_a_local_slots_process_reads_what_its_launcher_wrote() -> None:
     spec = SlotSpec(address="a:7", key=b"\xff\x00", attempt=2, preload=("torch",), **SETTINGS)
-    slot = LocalSlot(spec, WorkerIdentity("", "5-0", launch=5, host="a"), parent=1)
+    slot = LocalSlot(spec, SlotIdentity(slot=SlotId("5-0"), host="a"), parent=1)
     assert LocalSlot.from_line(slot.to_line()) == slot
 
 

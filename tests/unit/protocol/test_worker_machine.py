@@ -34,7 +34,7 @@ def _world(generation: int, **positions: Position | None) -> World:
 
 class Me:
     def __init__(self) -> None:
-        self.state, _ = worker_machine.initial(ME, "slot a")
+        self.state, _ = worker_machine.initial(ME)
 
     def on(self, event: on.WorkerEvent) -> list[type[WorkerCommand]]:
         self.state, self.commands = worker_machine.step(self.state, event)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spark_elastic.protocol.messages import Heartbeat, JoinWorld, NextWorld, RegisterSlot, Request
-from spark_elastic.protocol.types import Fence, Member, Phase, Position, World
+from spark_elastic.protocol.types import Fence, Member, Phase, Position, SlotId, WorkerId, World
 from spark_elastic.rendezvous import codec
 from spark_elastic.rendezvous.messages import (
     REQUESTS,
@@ -26,7 +26,10 @@ from spark_elastic.rendezvous.messages import (
 NAMES = st.text(max_size=20).filter(lambda text: "\ud800" not in text)
 POSITIONS = st.builds(Position, st.integers(0, 9), st.sampled_from(Phase), st.integers(0, 10**9))
 FENCES = st.builds(Fence, st.integers(0, 9), st.integers(0, 10**6))
-MEMBERS = st.builds(Member, NAMES, NAMES, NAMES, *[st.integers(0, 64)] * 5, position=st.none() | POSITIONS)
+NUMBERS = st.integers(0, 10**6)
+SLOTS = st.builds(SlotId.build, NUMBERS, NUMBERS)
+WORKERS = st.builds(WorkerId.build, SLOTS, NUMBERS)
+MEMBERS = st.builds(Member, WORKERS, SLOTS, NAMES, *[st.integers(0, 64)] * 5, position=st.none() | POSITIONS)
 
 
 @given(
@@ -51,9 +54,9 @@ def test_bytes_come_back_as_they_were(fence: Fence, blob: bytes) -> None:
     assert codec.read(Blobs, codec.loads(codec.dumps(reply))) == reply
 
 
-@given(st.none() | FENCES, st.none() | POSITIONS, st.lists(NAMES, max_size=3).map(tuple))
+@given(st.none() | FENCES, st.none() | POSITIONS, st.lists(WORKERS, max_size=3).map(tuple))
 def test_absent_values_come_back_as_absent(
-    fence: Fence | None, position: Position | None, suspects: tuple[str, ...]
+    fence: Fence | None, position: Position | None, suspects: tuple[WorkerId, ...]
 ) -> None:
     request = JoinWorld("1-0.1", fence, position, suspects, "é – ✓", True)
     assert codec.read(JoinWorld, codec.loads(codec.dumps(request))) == request
@@ -84,22 +87,24 @@ def test_every_request_and_reply_has_a_reader_and_a_path_of_its_own(
     [
         (Heartbeat, {"slot": 1}, "Heartbeat.slot must be str, not int"),
         (Heartbeat, {}, "Heartbeat lacks slot"),
-        (Heartbeat, {"slot": "a", "rank": 1}, "Heartbeat has no field 'rank'"),
+        (Heartbeat, {"slot": "1-0.1"}, "Heartbeat.slot: '1-0.1' is no slot id"),
+        (Heartbeat, {"slot": "1-0", "worker": "1-0"}, "Heartbeat.worker: '1-0' is no worker id"),
+        (Heartbeat, {"slot": "1-0", "rank": 1}, "Heartbeat has no field 'rank'"),
         (
             WatchWorker,
-            {"worker": "", "over": None, "version": True},
+            {"worker": "1-0.1", "over": None, "version": True},
             "version must be int, not bool",
         ),
         (
             WatchWorker,
-            {"worker": "", "over": {"attempt": 1}, "version": 1},
+            {"worker": "1-0.1", "over": {"attempt": 1}, "version": 1},
             "over lacks generation",
         ),
         (Position, {"epoch": 1, "phase": 9, "step": 0}, "phase must be one of"),
         (Blobs, {"blobs": "x"}, "blobs must be a list"),
         (Blobs, {"blobs": ["%"]}, "blobs must be base64"),
         (Blobs, {"blobs": [3]}, "blobs must be base64"),
-        (RegisterSlot, {"slot": "", "host": "", "launch": 1, "facts": []}, "facts must be an object"),
+        (RegisterSlot, {"slot": "1-0", "host": "", "launch": 1, "facts": []}, "facts must be an object"),
     ],
 )
 def test_what_does_not_fit_is_named(cls: type[Any], value: object, where: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spark_elastic.protocol.messages import NextWorld
-from spark_elastic.protocol.types import Fence, Member, World
+from spark_elastic.protocol.types import Fence, Member, WorkerId, World
 from spark_elastic.rendezvous.messages import SlotCommands, WorkerStop
 from spark_elastic.rendezvous.server_state import ServerState
 
@@ -42,8 +42,8 @@ def test_the_end_is_over_everything() -> None:
 
 def test_the_order_to_stop_a_worker_reaches_its_slot() -> None:
     state = ServerState(1)
-    state.stop_worker("7-2.3", "a", kill=False)
-    state.stop_worker("7-2.4", "b", kill=True)
+    state.stop_worker(WorkerId("7-2.3"), "a", kill=False)
+    state.stop_worker(WorkerId("7-2.4"), "b", kill=True)
     orders = (WorkerStop("7-2.3", "a", False), WorkerStop("7-2.4", "b", True))
     assert state.get_commands("7-2", 0) == SlotCommands(2, orders)
     assert state.get_commands("7-2", 1) == SlotCommands(2, orders[1:])

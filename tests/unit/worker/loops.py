@@ -7,6 +7,7 @@ from typing import Any
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.protocol.slot_spec import WorkerIdentity
+from spark_elastic.protocol.types import SlotId, WorkerId
 from spark_elastic.worker.context import WaitRecorder
 from spark_elastic.worker.loop import DriverWatch, GroupConnector, MetricsReporter, WorkerLoop
 
@@ -16,7 +17,7 @@ NOTHING: Any = None
 def build_loop(program: Any = NOTHING, driver: Any = NOTHING) -> WorkerLoop:
     """Its watch and its reporter are not started."""
     driver = driver or SimpleNamespace()
-    identity, clock = WorkerIdentity("1-0.1", "1-0"), SystemClock()
+    identity, clock = WorkerIdentity(worker=WorkerId("1-0.1"), slot=SlotId("1-0")), SystemClock()
     watch = DriverWatch(identity.worker, driver, clock, 30.0)
     groups = GroupConnector(NOTHING, 5.0, WaitRecorder())
     return WorkerLoop(

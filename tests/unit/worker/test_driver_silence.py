@@ -8,7 +8,8 @@ import pytest
 
 from spark_elastic.errors import DriverUnreachable
 from spark_elastic.protocol.events import DriverSilent
-from spark_elastic.protocol.slot_spec import SlotSpec, WorkerIdentity
+from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
+from spark_elastic.protocol.types import SlotId
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.messages import SlotCommands, WorkerUpdate
 from spark_elastic.testing.fakes import FakeClock
@@ -81,7 +82,7 @@ def test_r12_a_slot_ends_one_timeout_after_the_drivers_last_answer() -> None:
     clock = FakeClock()
     driver = Refused(SlotCommands(0), clock)
     spec = SlotSpec(address="", key=b"", attempt=1, driver_timeout=TIMEOUT)
-    identity = WorkerIdentity("", "1-0")
+    identity = SlotIdentity(slot=SlotId("1-0"))
     agent = SlotAgent(spec, identity, b"", cast("RendezvousClient", driver), clock)
     agent._watch()
     assert TIMEOUT <= clock.now() - driver.at < 1.2 * TIMEOUT

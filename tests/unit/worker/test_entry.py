@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from spark_elastic.protocol.slot_spec import SlotSpec, WorkerIdentity
+from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
+from spark_elastic.protocol.types import SlotId
 from spark_elastic.worker.entry import ChildFds, Header
 
 
@@ -19,7 +20,7 @@ def test_a_header_survives_the_pipe(span: tuple[int, int] | None) -> None:
     spec = SlotSpec(
         address="127.0.0.1:1", key=bytes(range(256)), attempt=1, worker_port_range=span, preload=("torch",)
     )
-    header = Header(spec, WorkerIdentity("", "1-0", resources=resources), 1, 10, ChildFds(5, 6, 7))
+    header = Header(spec, SlotIdentity(slot=SlotId("1-0"), resources=resources), 1, 10, ChildFds(5, 6, 7))
     assert Header.from_line(header.to_line()) == header
 
 

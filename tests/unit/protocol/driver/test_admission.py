@@ -14,7 +14,7 @@ from spark_elastic.protocol.commands import (
     ReleaseSlot,
 )
 from spark_elastic.protocol.messages import RegisterSlot, WorkerExited, WorkerStarted
-from spark_elastic.protocol.types import HostUpdateResult, get_update, slot_of
+from spark_elastic.protocol.types import HostUpdateResult, SlotId, get_update
 from tests.unit.protocol.driver_bench import FOUR, Bench, name
 
 ALL = (("h1", 1), ("h2", 1), ("h3", 1), ("h4", 1))
@@ -52,8 +52,8 @@ def test_a_host_gets_no_more_slots_than_discovery_lists() -> None:
 def test_discovery_may_list_a_host_by_its_machines_name() -> None:
     bench = Bench()
     _list(bench, ("node1.cluster", 1))
-    bench.on(RegisterSlot("1-0", "executor 7", 1, "node1.cluster"))
-    bench.on(RegisterSlot("2-0", "executor 8", 2, "node1.cluster"))
+    bench.on(RegisterSlot(SlotId("1-0"), "executor 7", 1, "node1.cluster"))
+    bench.on(RegisterSlot(SlotId("2-0"), "executor 8", 2, "node1.cluster"))
     assert set(bench.state.slots) == {"1-0"}
 
 
@@ -145,7 +145,7 @@ def test_w26_a_drained_workers_slot_is_asked_for_again_once_a_member_is_lost(
     bench.on(on.LaunchEnded(0, 2, "released"))
     bench.form()
     assert len(bench.all(LaunchSlot)) == 4
-    bench.on(WorkerExited(slot_of(name(3)), name(3), -9))
+    bench.on(WorkerExited(name(3).slot, name(3), -9))
     assert len(bench.all(LaunchSlot)) == 5
 
 
@@ -153,8 +153,8 @@ def test_w26_a_drained_worker_that_dies_first_is_not_followed_by_its_spare() -> 
     bench = Bench()
     bench.start(1, 2, 3, 4)
     bench.on(on.DrainRequested(0, "wanted elsewhere", worker=name(2)))
-    bench.on(WorkerExited(slot_of(name(2)), name(2), -9))
-    bench.on(WorkerStarted("2-0", name(2, 2)))
+    bench.on(WorkerExited(name(2).slot, name(2), -9))
+    bench.on(WorkerStarted(SlotId("2-0"), name(2, 2)))
     bench.join(name(2, 2))
     bench.regroup(3, name(1), name(3), name(4))
     assert bench.members() == [name(1), name(3), name(4)]
@@ -165,7 +165,7 @@ def test_what_was_given_back_is_asked_for_again_below_min_workers() -> None:
     bench = Bench(replace(FOUR, min_workers=2, max_workers=2, num_workers=2))
     bench.start(1, 2)
     bench.on(on.DrainRequested(0, "wanted elsewhere", worker=name(2)))
-    bench.on(WorkerExited(slot_of(name(2)), name(2), -9))
+    bench.on(WorkerExited(name(2).slot, name(2), -9))
     bench.on(on.LaunchEnded(0, 2, "released"))
     bench.regroup(3, name(1))
     bench.on(on.Tick(0))
@@ -175,7 +175,7 @@ def test_what_was_given_back_is_asked_for_again_below_min_workers() -> None:
 def test_a_drained_machine_takes_all_its_executors_along_and_takes_no_other() -> None:
     bench = Bench()
     for job in (1, 2, 3, 4):
-        bench.on(RegisterSlot(f"{job}-0", f"executor {job}", job, "left" if job < 3 else "right"))
+        bench.on(RegisterSlot(SlotId(f"{job}-0"), f"executor {job}", job, "left" if job < 3 else "right"))
         bench.join(name(job))
     bench.form()
     bench.on(on.DrainRequested(0, "maintenance", host="left"))
@@ -183,7 +183,7 @@ def test_a_drained_machine_takes_all_its_executors_along_and_takes_no_other() ->
     bench.stop_planned(6, *(name(job) for job in (1, 2, 3, 4)))
     assert bench.members() == [name(3), name(4)]
     bench.on(on.LaunchEnded(0, 1, "released"))
-    bench.on(RegisterSlot("5-0", "executor 9", 5, "left"))
+    bench.on(RegisterSlot(SlotId("5-0"), "executor 9", 5, "left"))
     assert "5-0" not in bench.state.slots
 
 

@@ -9,7 +9,7 @@ from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import End, LaunchSlot, Outcome, PublishWorld, ReleaseSlot
 from spark_elastic.protocol.driver.blacklist import JITTER, Blacklist, delay
 from spark_elastic.protocol.messages import RegisterSlot, WorkerExited, WorkerStarted
-from spark_elastic.protocol.types import Limits, slot_of
+from spark_elastic.protocol.types import Limits, SlotId
 from tests.unit.protocol.driver_bench import FOUR, Bench, name
 
 RULES = Limits(4, 1, 4, failure_window=100.0, cooldown_range=(2.0, 30.0))
@@ -80,11 +80,11 @@ def test_the_blacklist_forgets_a_host_that_is_gone() -> None:
 
 
 def _crash(bench: Bench, job: int, started: int = 1) -> None:
-    bench.on(WorkerExited(slot_of(name(job, started)), name(job, started), 3))
+    bench.on(WorkerExited(name(job, started).slot, name(job, started), 3))
 
 
 def _spare(bench: Bench, job: int, started: int = 2) -> None:
-    bench.on(WorkerStarted(f"{job}-0", name(job, started)))
+    bench.on(WorkerStarted(SlotId(f"{job}-0"), name(job, started)))
     bench.join(name(job, started))
 
 
@@ -111,14 +111,14 @@ def test_a_host_that_is_out_for_long_gives_its_slots_back_and_gets_none() -> Non
     assert [release.slot for release in bench.all(ReleaseSlot)] == ["2-0"]
     bench.regroup(3, name(1), name(3), name(4))
     bench.on(on.LaunchEnded(0, 2, "released"))
-    bench.on(RegisterSlot("5-0", "h2", 5))
+    bench.on(RegisterSlot(SlotId("5-0"), "h2", 5))
     assert "blacklisted" in bench.all(ReleaseSlot)[-1].reason
     bench.on(on.LaunchEnded(0, 5, "refused"))
-    bench.on(RegisterSlot("6-0", "h9", 6))
+    bench.on(RegisterSlot(SlotId("6-0"), "h9", 6))
     assert "6-0" in bench.state.slots
     bench.wait(21.0, heartbeats_of=[1, 3, 4, 6])
     bench.on(on.LaunchEnded(0, 6, "lost"))
-    bench.on(RegisterSlot("7-0", "h2", 7))
+    bench.on(RegisterSlot(SlotId("7-0"), "h2", 7))
     assert "7-0" in bench.state.slots
 
 
@@ -141,14 +141,14 @@ def test_a_killed_process_is_a_loss_and_no_crash() -> None:
     bench = Bench()
     bench.start(1, 2, 3, 4)
     for number in range(1, 21):
-        bench.on(WorkerExited(slot_of(name(2, number)), name(2, number), -9))
+        bench.on(WorkerExited(name(2, number).slot, name(2, number), -9))
         _spare(bench, 2, number + 1)
         bench.regroup(number, name(1), name(3), name(4))
         assert bench.members()[-1] == name(2, number + 1)
         bench.form()
     assert not bench.state.blacklist
     assert not bench.state.failures.records
-    bench.on(WorkerExited(slot_of(name(2, 21)), name(2, 21), -9))
+    bench.on(WorkerExited(name(2, 21).slot, name(2, 21), -9))
     assert "21 of its slot ended so within 600 s" in bench.state.failures.records[0].detail
     assert "2-0" in bench.state.blacklist.slots
 
@@ -157,9 +157,9 @@ def test_a_slot_whose_workers_are_killed_before_they_take_part_is_to_blame() -> 
     bench = Bench(replace(FOUR, failure_budget=2))
     bench.warm(1)
     for number in range(1, 6):
-        bench.on(RegisterSlot("2-0", "h2", 2))
-        bench.on(WorkerStarted("2-0", name(2, number)))
-        bench.on(WorkerExited(slot_of(name(2, number)), name(2, number), -9))
+        bench.on(RegisterSlot(SlotId("2-0"), "h2", 2))
+        bench.on(WorkerStarted(SlotId("2-0"), name(2, number)))
+        bench.on(WorkerExited(name(2, number).slot, name(2, number), -9))
         if number == 2:
             assert not bench.state.failures.records
     assert bench.end.outcome is Outcome.FAILURE_BUDGET
@@ -189,8 +189,8 @@ def test_a_good_host_that_was_lost_is_waited_for_though_all_others_are_blacklist
     bench.wait(1.0)
     assert not bench.all(End)
     job = bench.all(LaunchSlot)[-1].launch
-    bench.on(RegisterSlot(f"{job}-0", "h2", job))
-    bench.on(WorkerStarted(f"{job}-0", name(job)))
+    bench.on(RegisterSlot(SlotId(f"{job}-0"), "h2", job))
+    bench.on(WorkerStarted(SlotId(f"{job}-0"), name(job)))
     bench.join(name(job))
     bench.wait(bench.limits.driver_timeout + 10.0, heartbeats_of=[job])
     assert bench.members() == [name(job)]
@@ -206,8 +206,8 @@ def test_all_hosts_blacklisted_for_a_while_are_waited_for() -> None:
     assert len(bench.all(LaunchSlot)) == 1  # no sooner than it would be let in
     bench.wait(1.5)
     assert len(bench.all(LaunchSlot)) == 2
-    bench.on(RegisterSlot("2-0", "h1", 2))
-    bench.on(WorkerStarted("2-0", name(2)))
+    bench.on(RegisterSlot(SlotId("2-0"), "h1", 2))
+    bench.on(WorkerStarted(SlotId("2-0"), name(2)))
     bench.join(name(2))
     assert len(bench.all(PublishWorld)) == 1
     bench.wait(5.0, heartbeats_of=[2])

@@ -11,7 +11,7 @@ from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import PublishCheckpoint, PublishWorld
 from spark_elastic.protocol.messages import CheckpointWritten, Heartbeat, WorkerExited, WorkerStarted
-from spark_elastic.protocol.types import Checkpoint, Fence, slot_of
+from spark_elastic.protocol.types import Checkpoint, Fence, SlotId
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
 
 
@@ -53,8 +53,8 @@ def test_r18_a_world_without_survivors_begins_from_the_newest() -> None:
     written(bench, 3)
     written(bench, 6)
     for job in (1, 2, 3, 4):
-        bench.on(WorkerExited(slot_of(name(job)), name(job), -9))
-        bench.on(WorkerStarted(f"{job}-0", name(job, 2)))
+        bench.on(WorkerExited(name(job).slot, name(job), -9))
+        bench.on(WorkerStarted(SlotId(f"{job}-0"), name(job, 2)))
         bench.join(name(job, 2))
     world = bench.all(PublishWorld)[-1].world
     assert [each.position.step for each in world.resume] == [6, 3]
@@ -79,12 +79,12 @@ def test_r18_old_members_that_may_live_are_waited_for() -> None:
     for _ in range(12):
         bench.wait(0.5)
         for job in (1, 2, 3, 4):
-            bench.on(Heartbeat(f"{job}-0", name(job), "T"))
+            bench.on(Heartbeat(SlotId(f"{job}-0"), name(job), "T"))
     assert not bench.state.workers
     for job in (1, 2, 3):
-        bench.on(WorkerExited(slot_of(name(job)), name(job), -9))
+        bench.on(WorkerExited(name(job).slot, name(job), -9))
     for job in (1, 2, 3):
-        bench.on(WorkerStarted(f"{job}-0", name(job, 2)))
+        bench.on(WorkerStarted(SlotId(f"{job}-0"), name(job, 2)))
         bench.join(name(job, 2))
     bench.wait(2.0, heartbeats_of=[1, 2, 3])
     assert len(bench.all(PublishWorld)) == 1, "a world while one of the old may be training"
@@ -118,7 +118,7 @@ def goes_on_after(bench: Bench, *jobs: int) -> float:
 def all_hang_up(bench: Bench, failed: bool = False) -> None:
     """Of some the worker's connection is seen to end, of others their slot task's."""
     for job in (1, 2, 3, 4):
-        bench.on(on.ConnectionLost(0, f"{job}-0", name(job) if job % 2 else None, failed))
+        bench.on(on.ConnectionLost(0, SlotId(f"{job}-0"), name(job) if job % 2 else None, failed))
 
 
 @pytest.mark.parametrize(("before", "after"), [(all_hang_up, None), (None, all_hang_up)])
@@ -157,8 +157,8 @@ def test_r18_connections_that_the_network_breaks_are_no_proof(
 def test_r18_one_connection_of_two_that_its_kernel_closed_is_proof_enough() -> None:
     def some_are_reset(bench: Bench) -> None:
         for job in (1, 2, 3, 4):
-            bench.on(on.ConnectionLost(0, f"{job}-0"))
-            bench.on(on.ConnectionLost(0, f"{job}-0", name(job), reset=True))
+            bench.on(on.ConnectionLost(0, SlotId(f"{job}-0")))
+            bench.on(on.ConnectionLost(0, SlotId(f"{job}-0"), name(job), reset=True))
 
     assert goes_on_after(disowned(some_are_reset), 5, 6, 7, 8) < 2.0
     assert goes_on_after(disowned(None, some_are_reset), 5, 6, 7, 8) < 2.0
@@ -166,10 +166,10 @@ def test_r18_one_connection_of_two_that_its_kernel_closed_is_proof_enough() -> N
 
 def test_r18_a_worker_that_connects_again_is_alive() -> None:
     def blinks(bench: Bench) -> None:
-        bench.on(on.ConnectionLost(0, "1-0", name(1)))
-        bench.on(on.ConnectionBack(0, "1-0", name(1)))
+        bench.on(on.ConnectionLost(0, SlotId("1-0"), name(1)))
+        bench.on(on.ConnectionBack(0, SlotId("1-0"), name(1)))
         for job in (2, 3, 4):
-            bench.on(on.ConnectionLost(0, f"{job}-0"))
+            bench.on(on.ConnectionLost(0, SlotId(f"{job}-0")))
 
     assert goes_on_after(disowned(blinks), 5, 6, 7, 8) > FOUR.driver_timeout - 10
 

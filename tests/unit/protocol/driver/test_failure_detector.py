@@ -9,7 +9,7 @@ import pytest
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import AbortWorld, ReleaseSlot, StopWorker
 from spark_elastic.protocol.messages import Heartbeat, JoinWorld, WorkerExited, WorkerFailed, WorkerStarted
-from spark_elastic.protocol.types import slot_of
+from spark_elastic.protocol.types import SlotId
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
 
 W2 = name(2)
@@ -24,11 +24,11 @@ def _running() -> Bench:
 @pytest.mark.parametrize(
     "event",
     [
-        WorkerExited(slot_of(W2), W2, -9),
+        WorkerExited(W2.slot, W2, -9),
         WorkerFailed(W2, None, None, "f", "ValueError: x"),
         on.LaunchEnded(0, 2, "task failed"),
         on.HostLost(0, "h2", "executor lost"),
-        WorkerStarted("2-0", name(2, 2)),
+        WorkerStarted(SlotId("2-0"), name(2, 2)),
     ],
 )
 def test_what_is_a_loss_at_once(event: on.DriverEvent) -> None:
@@ -54,9 +54,9 @@ def test_what_is_a_loss_at_once(event: on.DriverEvent) -> None:
 def test_connections(worker_cut: bool, slot_cut: bool, suspected: bool, after: float, lost: bool) -> None:
     bench = _running()
     if worker_cut:
-        bench.on(on.ConnectionLost(0, "2-0", W2))
+        bench.on(on.ConnectionLost(0, SlotId("2-0"), W2))
     if slot_cut:
-        bench.on(on.ConnectionLost(0, "2-0"))
+        bench.on(on.ConnectionLost(0, SlotId("2-0")))
     if suspected:
         bench.join(name(1), bench.fence, suspects=(W2,))
     bench.wait(after, heartbeats_of=[1, 2, 3, 4])
@@ -66,23 +66,23 @@ def test_connections(worker_cut: bool, slot_cut: bool, suspected: bool, after: f
 def test_suspicion_before_the_connection_breaks_counts_as_well() -> None:
     bench = _running()
     bench.join(name(1), bench.fence, suspects=(W2,))
-    bench.on(on.ConnectionLost(0, "2-0", W2))
+    bench.on(on.ConnectionLost(0, SlotId("2-0"), W2))
     assert W2 not in bench.state.workers
 
 
 def test_a_connection_that_is_back_in_time_is_forgotten() -> None:
     bench = _running()
-    bench.on(on.ConnectionLost(0, "2-0", W2))
+    bench.on(on.ConnectionLost(0, SlotId("2-0"), W2))
     bench.wait(0.5, heartbeats_of=[1, 2, 3, 4])
-    bench.on(on.ConnectionBack(0, "2-0", W2))
+    bench.on(on.ConnectionBack(0, SlotId("2-0"), W2))
     bench.wait(3.0, heartbeats_of=[1, 2, 3, 4])
     assert not bench.all(AbortWorld)
 
 
 def _cut_everybody(bench: Bench) -> None:
     for job in (1, 2, 3, 4):
-        bench.on(on.ConnectionLost(0, f"{job}-0", name(job)))
-        bench.on(on.ConnectionLost(0, f"{job}-0"))
+        bench.on(on.ConnectionLost(0, SlotId(f"{job}-0"), name(job)))
+        bench.on(on.ConnectionLost(0, SlotId(f"{job}-0")))
 
 
 def test_r12_a_mass_disconnect_evicts_no_worker() -> None:
@@ -90,8 +90,8 @@ def test_r12_a_mass_disconnect_evicts_no_worker() -> None:
     _cut_everybody(bench)
     bench.wait(3.0)
     for job in (1, 2, 3, 4):
-        bench.on(on.ConnectionBack(0, f"{job}-0", name(job)))
-        bench.on(on.ConnectionBack(0, f"{job}-0"))
+        bench.on(on.ConnectionBack(0, SlotId(f"{job}-0"), name(job)))
+        bench.on(on.ConnectionBack(0, SlotId(f"{job}-0")))
         bench.wait(0.2)  # they come back one by one
     assert not bench.all(AbortWorld)
 
@@ -101,7 +101,7 @@ def test_r12_a_worker_that_does_not_reconnect_after_a_mass_disconnect_is_evicted
     _cut_everybody(bench)
     bench.wait(2.0)
     for job in (1, 3, 4):
-        bench.on(on.ConnectionBack(0, f"{job}-0", name(job)))
+        bench.on(on.ConnectionBack(0, SlotId(f"{job}-0"), name(job)))
     bench.wait(0.9, heartbeats_of=(1, 3, 4))
     assert not bench.all(AbortWorld)
     bench.wait(0.2, heartbeats_of=(1, 3, 4))
@@ -122,7 +122,7 @@ def test_a_stopped_process_does_not_renew_its_lease(letter: str, lost: bool) -> 
     bench = _running()
     for _ in range(12):
         bench.wait(0.5, heartbeats_of=[1, 3, 4])
-        bench.on(Heartbeat("2-0", W2, letter))
+        bench.on(Heartbeat(SlotId("2-0"), W2, letter))
     assert (W2 not in bench.state.workers) is lost
     assert bool(bench.all(StopWorker)) is lost
     if lost:
@@ -150,35 +150,35 @@ def test_imports_that_keep_a_host_busy_cost_no_worker() -> None:
 
 def test_a_loss_aborts_a_world_once() -> None:
     bench = _running()
-    bench.on(WorkerExited(slot_of(W2), W2, -9))
-    bench.on(WorkerExited(slot_of(name(3)), name(3), -9))
+    bench.on(WorkerExited(W2.slot, W2, -9))
+    bench.on(WorkerExited(name(3).slot, name(3), -9))
     bench.on(on.HostLost(0, "h3", "executor lost"))
     assert len(bench.all(AbortWorld)) == 1
 
 
 def test_an_evicted_worker_is_told_to_stop_whenever_it_speaks() -> None:
     bench = _running()
-    bench.on(on.ConnectionLost(0, "2-0", W2))
+    bench.on(on.ConnectionLost(0, SlotId("2-0"), W2))
     bench.wait(1.1, heartbeats_of=[1, 3, 4])
     bench.join(W2, bench.fence)
     assert isinstance(bench.commands[0], StopWorker)
-    bench.on(Heartbeat("2-0", W2, "S"))
+    bench.on(Heartbeat(SlotId("2-0"), W2, "S"))
     assert bench.commands == (StopWorker(bench.commands[0].reason, W2, kill=True),)
 
 
 def test_a_slot_of_a_lost_host_is_released_when_it_speaks() -> None:
     bench = _running()
     bench.on(on.HostLost(0, "h2", "executor lost"))
-    bench.on(Heartbeat("2-0", W2, "S"))
+    bench.on(Heartbeat(SlotId("2-0"), W2, "S"))
     assert isinstance(bench.commands[0], ReleaseSlot)
 
 
 def test_what_a_slot_said_of_an_older_worker_comes_late() -> None:
     """Held up on the way, while its host was cut off: the newer one stays what it is."""
     bench = _running()
-    bench.on(WorkerExited(slot_of(W2), W2, -9))
-    bench.on(WorkerStarted("2-0", name(2, 3)))
-    bench.on(WorkerStarted("2-0", name(2, 2)))
+    bench.on(WorkerExited(W2.slot, W2, -9))
+    bench.on(WorkerStarted(SlotId("2-0"), name(2, 3)))
+    bench.on(WorkerStarted(SlotId("2-0"), name(2, 2)))
     assert name(2, 3) in bench.state.workers
     assert name(2, 2) in bench.state.workers.evicted
 
@@ -188,7 +188,7 @@ def test_the_next_world_says_who_was_lost_and_how_though_a_survivor_saw_it_first
     bench.start(1, 2)
     bench.on(JoinWorld(name(1), bench.fence, at(5), suspects=(W2,), reason="it hung up"))
     assert "could not continue" in bench.all(AbortWorld)[0].reason
-    bench.on(WorkerExited(slot_of(W2), W2, -9, "killed by signal 9"))
+    bench.on(WorkerExited(W2.slot, W2, -9, "killed by signal 9"))
     assert bench.members() == [name(1)]
     assert f"worker {W2}" in bench.world.reason
     assert "is lost: its process ended" in bench.world.reason

@@ -9,7 +9,7 @@ from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import End, Outcome
 from spark_elastic.protocol.driver.failures import format_position
 from spark_elastic.protocol.messages import CheckpointWritten, WorkerExited, WorkerFailed, WorkerStarted
-from spark_elastic.protocol.types import Checkpoint, slot_of
+from spark_elastic.protocol.types import Checkpoint, SlotId
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
 
 AT = "net.py, line 7, in forward"
@@ -59,7 +59,7 @@ def test_what_others_raise_since_a_peer_is_gone_is_one_failure_and_no_slots_faul
     """As functions do whose ranks talk over torch.distributed: each with the address of the peer in its message."""
     bench = Bench(replace(FOUR, failure_budget=1, all_results=True))
     bench.start(1, 2, 3, 4)
-    bench.on(WorkerExited(slot_of(name(2)), name(2), -9))
+    bench.on(WorkerExited(name(2).slot, name(2), -9))
     for job in (1, 3, 4):
         _raise(bench, name(job), f"connection {job} closed by peer", step=0)
     assert not bench.all(End)
@@ -67,8 +67,8 @@ def test_what_others_raise_since_a_peer_is_gone_is_one_failure_and_no_slots_faul
 
 
 def _killed(bench: Bench, world: int) -> None:
-    bench.on(WorkerExited(slot_of(name(3, world)), name(3, world), -9))
-    bench.on(WorkerStarted("3-0", name(3, world + 1)))
+    bench.on(WorkerExited(name(3, world).slot, name(3, world), -9))
+    bench.on(WorkerStarted(SlotId("3-0"), name(3, world + 1)))
     bench.join(name(3, world + 1))
 
 
@@ -82,7 +82,7 @@ def _raise_as_nccl(bench: Bench, worker: str) -> None:
 
 
 def _abort_as_nccl(bench: Bench, worker: str) -> None:
-    bench.on(WorkerExited(slot_of(worker), worker, -6, "killed by signal 6", crashed_at=AT))
+    bench.on(WorkerExited(worker.slot, worker, -6, "killed by signal 6", crashed_at=AT))
 
 
 @pytest.mark.parametrize("survivor_first", [True, False])
@@ -106,7 +106,7 @@ def test_r13_how_others_fail_since_a_peer_was_taken_is_not_the_programs_fault(
         if survivor_first:
             taken(bench, world)
         bench.join(other, bench.fence, None)
-        bench.on(WorkerStarted(f"{job}-0", name(job, 2)))
+        bench.on(WorkerStarted(SlotId(f"{job}-0"), name(job, 2)))
         bench.join(name(job, 2))
         bench.wait(5.0, heartbeats_of=[1, 2, 3, 4, 5])
         bench.form()
@@ -139,14 +139,14 @@ def test_the_budget_is_for_failures_of_workers_within_the_window() -> None:
     bench = Bench(replace(FOUR, failure_budget=2, failure_window=100.0, cooldown_range=(1.0, 1.0)))
     bench.start(1, 2)
     for started in (1, 2):
-        bench.on(WorkerExited(slot_of(name(2, started)), name(2, started), -11))
-        bench.on(WorkerStarted("2-0", name(2, started + 1)))
+        bench.on(WorkerExited(name(2, started).slot, name(2, started), -11))
+        bench.on(WorkerStarted(SlotId("2-0"), name(2, started + 1)))
     bench.wait(101.0, heartbeats_of=[1, 2])
-    bench.on(WorkerExited(slot_of(name(2, 3)), name(2, 3), 1))
+    bench.on(WorkerExited(name(2, 3).slot, name(2, 3), 1))
     assert not bench.all(End)
     for started in (4, 5):
-        bench.on(WorkerStarted("2-0", name(2, started)))
-        bench.on(WorkerExited(slot_of(name(2, started)), name(2, started), 1))
+        bench.on(WorkerStarted(SlotId("2-0"), name(2, started)))
+        bench.on(WorkerExited(name(2, started).slot, name(2, started), 1))
     assert bench.end.outcome is Outcome.FAILURE_BUDGET
     assert "failed 3 times within 100 s" in bench.end.reason
 
@@ -154,12 +154,14 @@ def test_the_budget_is_for_failures_of_workers_within_the_window() -> None:
 def test_memory_that_runs_out_again_and_again_ends_the_job_with_the_setting_to_raise() -> None:
     bench = Bench(replace(FOUR, failure_window=100.0, cooldown_range=(1.0, 1.0)))
     bench.start(1, 2)
-    exits = [WorkerExited("2-0", name(2, started), -9, "out of memory", True) for started in (1, 2, 3, 4)]
+    exits = [
+        WorkerExited(SlotId("2-0"), name(2, started), -9, "out of memory", True) for started in (1, 2, 3, 4)
+    ]
     bench.on(exits[0])
     bench.wait(101.0, heartbeats_of=[1, 2])
     for started, event in enumerate(exits[1:], 2):
         assert not bench.all(End)
-        bench.on(WorkerStarted("2-0", name(2, started)))
+        bench.on(WorkerStarted(SlotId("2-0"), name(2, started)))
         bench.on(event)
     assert bench.end.outcome is Outcome.OUT_OF_MEMORY
     assert "ran out of memory 3 times within 100 s" in bench.end.reason
@@ -170,22 +172,22 @@ def test_lost_hosts_and_drains_cost_no_budget() -> None:
     bench = Bench(replace(FOUR, failure_budget=0))
     bench.start(1, 2, 3, 4)
     bench.on(on.HostLost(0, "h2", "executor lost"))
-    bench.on(WorkerExited(slot_of(name(2)), name(2), -9))
+    bench.on(WorkerExited(name(2).slot, name(2), -9))
     bench.on(on.LaunchEnded(0, 3, "task failed"))
     bench.on(on.DrainRequested(0, "decommissioning", host="h4"))
     bench.regroup(3, name(1), name(4))
-    bench.on(WorkerExited(slot_of(name(4)), name(4), 0))
+    bench.on(WorkerExited(name(4).slot, name(4), 0))
     assert not bench.all(End)
 
 
 def test_an_exit_that_is_reported_after_its_broken_connection_is_counted_once() -> None:
     bench = Bench(replace(FOUR, failure_budget=0))
     bench.start(1, 2, 3, 4)
-    bench.on(on.ConnectionLost(0, "2-0", name(2)))
+    bench.on(on.ConnectionLost(0, SlotId("2-0"), name(2)))
     bench.join(name(1), bench.fence, at(3), suspects=(name(2),))
     assert name(2) not in bench.state.workers
     assert not bench.all(End)
-    bench.on(WorkerExited(slot_of(name(2)), name(2), -11))
+    bench.on(WorkerExited(name(2).slot, name(2), -11))
     assert bench.end.outcome is Outcome.FAILURE_BUDGET
 
 
@@ -193,7 +195,7 @@ def test_a_report_and_the_exit_that_follows_are_one_failure() -> None:
     bench = Bench(replace(FOUR, failure_budget=1))
     bench.start(1, 2, 3, 4)
     _raise(bench, name(2), "row 17")
-    bench.on(WorkerExited(slot_of(name(2)), name(2), 1))
+    bench.on(WorkerExited(name(2).slot, name(2), 1))
     assert not bench.all(End)
 
 
@@ -260,7 +262,7 @@ def test_an_outage_between_peers_is_borne_as_one_of_the_driver_is() -> None:
 
 
 def _crash(bench: Bench, worker: str, at: str = AT) -> None:
-    bench.on(WorkerExited(slot_of(worker), worker, -11, "killed by signal 11", crashed_at=at))
+    bench.on(WorkerExited(worker.slot, worker, -11, "killed by signal 11", crashed_at=at))
 
 
 def _crash_and_come_back(bench: Bench, job: int, *others: int, at: str = AT) -> None:
@@ -268,7 +270,7 @@ def _crash_and_come_back(bench: Bench, job: int, *others: int, at: str = AT) -> 
     _crash(bench, name(job), at)
     for other in others:
         bench.join(name(other), bench.fence, None)
-    bench.on(WorkerStarted(f"{job}-0", name(job, 2)))
+    bench.on(WorkerStarted(SlotId(f"{job}-0"), name(job, 2)))
     bench.join(name(job, 2))
     bench.wait(2.0, heartbeats_of=[job, *others])
     bench.form()
@@ -301,11 +303,11 @@ def test_r13_a_crash_that_is_reported_after_its_broken_connection_is_the_program
     bench.start(1, 2, 3)
     for job, other in ((2, name(1)), (1, name(2, 2))):
         assert not bench.all(End)
-        bench.on(on.ConnectionLost(0, f"{job}-0", name(job)))
+        bench.on(on.ConnectionLost(0, SlotId(f"{job}-0"), name(job)))
         bench.join(other, bench.fence, None, suspects=(name(job),))
         assert name(job) in bench.state.workers.evicted
         _crash(bench, name(job))
-        bench.on(WorkerStarted(f"{job}-0", name(job, 2)))
+        bench.on(WorkerStarted(SlotId(f"{job}-0"), name(job, 2)))
         bench.join(name(job, 2))
         bench.wait(2.0, heartbeats_of=[1, 2, 3])
         bench.join(name(3), bench.fence, None)
@@ -318,7 +320,7 @@ def test_r13_a_host_that_is_not_known_any_more_is_no_second_one() -> None:
     bench = Bench(ALL_TWO)
     bench.start(1, 2)
     _crash_and_come_back(bench, 2, 1)
-    bench.on(on.ConnectionLost(0, "2-0", name(2, 2)))
+    bench.on(on.ConnectionLost(0, SlotId("2-0"), name(2, 2)))
     bench.wait(bench.limits.reconnect_grace + 1.0, heartbeats_of=[1, 2])
     bench.on(on.HostLost(0, "h2", "Spark lost sight of it"))
     _crash(bench, name(2, 2))
@@ -352,7 +354,7 @@ def test_r13_worlds_from_two_checkpoints_did_not_begin_at_one_position() -> None
             written = Checkpoint(bench.fence, at(step), f"checkpoint-{step}", "digest")
             bench.on(CheckpointWritten(name(1, started), written))
         _crash(bench, name(1, started))
-        bench.on(WorkerStarted("1-0", name(1, started + 1)))
+        bench.on(WorkerStarted(SlotId("1-0"), name(1, started + 1)))
         bench.join(name(1, started + 1))
         bench.wait(5.0, heartbeats_of=[1])
         bench.form()
@@ -370,7 +372,7 @@ def test_r13_a_crash_before_any_world_is_the_programs_once_all_slots_have_seen_i
         for job in (1, 2):
             assert not bench.all(End)
             _crash(bench, name(job, started))
-            bench.on(WorkerStarted(f"{job}-0", name(job, started + 1)))
+            bench.on(WorkerStarted(SlotId(f"{job}-0"), name(job, started + 1)))
     assert "on all 2 slots" in bench.end.reason
 
 
@@ -382,5 +384,5 @@ def test_r13_newcomers_that_crash_do_not_stop_those_who_train() -> None:
     for started in (1, 2):
         for job in (2, 3):
             _crash(bench, name(job, started))
-            bench.on(WorkerStarted(f"{job}-0", name(job, started + 1)))
+            bench.on(WorkerStarted(SlotId(f"{job}-0"), name(job, started + 1)))
     assert not bench.all(End)

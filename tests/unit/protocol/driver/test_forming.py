@@ -10,7 +10,7 @@ from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import AbortWorld, End, NotifyUser, Outcome, PublishWorld, StopWorker
 from spark_elastic.protocol.driver.forming import LAST_STATE_FACTOR, SHORT_TIMEOUT
 from spark_elastic.protocol.messages import Heartbeat, WorkerExited, WorkerStarted, WorldFormed
-from spark_elastic.protocol.types import slot_of
+from spark_elastic.protocol.types import SlotId
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
 
 SHORT = replace(FOUR, regroup_timeout=4.0, driver_timeout=8.0)
@@ -23,7 +23,7 @@ def _killed(bench: Bench) -> set[str]:
 def test_the_last_member_with_the_state_is_not_evicted_while_it_works() -> None:
     bench = Bench(SHORT)
     bench.start(1, 2)
-    bench.on(WorkerExited(slot_of(name(2)), name(2), -9))
+    bench.on(WorkerExited(name(2).slot, name(2), -9))
     bench.wait(SHORT.regroup_timeout * LAST_STATE_FACTOR - 0.1, heartbeats_of=[1, 2])
     assert not _killed(bench)
     bench.regroup(7, name(1))
@@ -33,7 +33,7 @@ def test_the_last_member_with_the_state_is_not_evicted_while_it_works() -> None:
 def test_the_last_member_with_the_state_is_not_evicted_while_only_members_without_state_came_back() -> None:
     bench = Bench(SHORT)
     bench.start(1, 2, 3)
-    bench.on(WorkerExited(slot_of(name(3)), name(3), -9))
+    bench.on(WorkerExited(name(3).slot, name(3), -9))
     bench.join(name(2), bench.fence, None)  # it had not taken the state yet
     bench.wait(SHORT.regroup_timeout + 1.0, heartbeats_of=[1, 2])
     assert not _killed(bench)
@@ -42,7 +42,7 @@ def test_the_last_member_with_the_state_is_not_evicted_while_only_members_withou
 def test_the_last_member_with_the_state_is_evicted_after_ten_regroup_timeouts() -> None:
     bench = Bench(SHORT)
     bench.start(1, 2)
-    bench.on(WorkerExited(slot_of(name(2)), name(2), -9))
+    bench.on(WorkerExited(name(2).slot, name(2), -9))
     bench.wait(SHORT.regroup_timeout * LAST_STATE_FACTOR + 0.1, heartbeats_of=[1, 2])
     assert _killed(bench) == {name(1)}
 
@@ -61,9 +61,9 @@ def test_a_member_that_works_on_is_evicted_after_regroup_timeout_if_another_came
 def test_a_member_that_does_not_run_is_evicted_when_its_lease_ends() -> None:
     bench = Bench(replace(SHORT, regroup_timeout=600.0))
     bench.start(1, 2)
-    bench.on(WorkerExited(slot_of(name(2)), name(2), -9))
+    bench.on(WorkerExited(name(2).slot, name(2), -9))
     for _ in range(int(SHORT.lease / 0.1) + 5):
-        bench.on(Heartbeat("1-0", name(1), "T"))
+        bench.on(Heartbeat(SlotId("1-0"), name(1), "T"))
         bench.wait(0.1, heartbeats_of=[2])
     assert name(1) in _killed(bench)
 
@@ -88,8 +88,8 @@ def _busy_rank_0(bench: Bench, step: int) -> None:
     if bench.all(End):
         return
     job, started = int(zero[0]), int(zero.rpartition(".")[2])
-    bench.on(WorkerExited(slot_of(zero), zero, -9))
-    bench.on(WorkerStarted(f"{job}-0", name(job, started + 1)))
+    bench.on(WorkerExited(zero.slot, zero, -9))
+    bench.on(WorkerStarted(SlotId(f"{job}-0"), name(job, started + 1)))
     bench.join(name(job, started + 1))
     bench.form()
 

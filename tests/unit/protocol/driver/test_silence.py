@@ -10,7 +10,7 @@ import pytest
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import AbortWorld, End, Outcome, PublishWorld, ReleaseSlot
 from spark_elastic.protocol.messages import Heartbeat, RegisterSlot, WorkerExited, WorkerStarted
-from spark_elastic.protocol.types import DRIVER_SILENT_EXIT_CODE, Limits, slot_of
+from spark_elastic.protocol.types import DRIVER_SILENT_EXIT_CODE, Limits, SlotId, WorkerId
 from tests.unit.protocol.driver_bench import FOUR, Bench, name
 
 ALL = (1, 2, 3, 4)
@@ -34,7 +34,7 @@ def test_r12_heartbeats_that_are_all_missed_at_once_evict_no_worker() -> None:
     bench = _running()
     for job in ALL:
         bench.wait(0.25)
-        bench.on(Heartbeat(f"{job}-0", name(job), "S"))
+        bench.on(Heartbeat(SlotId(f"{job}-0"), name(job), "S"))
     bench.wait(30.0)
     assert not bench.all(AbortWorld)
 
@@ -55,7 +55,7 @@ def test_r12_a_driver_that_was_paused_evicts_no_worker() -> None:
     bench.on(on.Tick(0))
     for job in ALL:
         bench.wait(0.05)
-        bench.on(Heartbeat(f"{job}-0", name(job), "S"))
+        bench.on(Heartbeat(SlotId(f"{job}-0"), name(job), "S"))
     bench.wait(5.0, heartbeats_of=ALL)
     assert not bench.all(AbortWorld)
 
@@ -68,7 +68,7 @@ def test_r12_after_a_pause_of_the_driver_one_fresh_heartbeat_proves_nothing_abou
     bench = _running()
     bench.wait(1.0, heartbeats_of=ALL)
     bench.now += 10.0
-    bench.on(Heartbeat(f"{first}-0", name(first), "S"))
+    bench.on(Heartbeat(SlotId(f"{first}-0"), name(first), "S"))
     bench.on(on.Tick(0))
     bench.wait(4.0, heartbeats_of=(first,))
     assert len(bench.state.workers) == 4
@@ -79,12 +79,12 @@ def test_r12_after_a_pause_of_the_driver_one_fresh_heartbeat_proves_nothing_abou
 def test_r12_a_driver_that_slept_lets_a_broken_connection_come_back() -> None:
     bench = _running()
     bench.wait(1.0, heartbeats_of=ALL)
-    bench.on(on.ConnectionLost(0, "2-0", name(2)))
+    bench.on(on.ConnectionLost(0, SlotId("2-0"), name(2)))
     bench.now += 10.0
-    bench.on(Heartbeat("1-0", name(1), "S"))
+    bench.on(Heartbeat(SlotId("1-0"), name(1), "S"))
     bench.on(on.Tick(0))
     assert len(bench.state.workers) == 4
-    bench.on(on.ConnectionBack(0, "2-0", name(2)))
+    bench.on(on.ConnectionBack(0, SlotId("2-0"), name(2)))
     bench.wait(4.0, heartbeats_of=ALL)
     assert len(bench.state.workers) == 4
 
@@ -102,10 +102,10 @@ def test_r12_workers_that_ended_because_the_driver_was_silent_count_as_no_failur
     bench.start(*sixteen)
     if not known:
         for job in sixteen:
-            bench.on(on.ConnectionLost(0, f"{job}-0", name(job)))
+            bench.on(on.ConnectionLost(0, SlotId(f"{job}-0"), name(job)))
         bench.wait(bench.limits.reconnect_grace + 1.0, heartbeats_of=sixteen)
     for job in sixteen:
-        bench.on(WorkerExited(slot_of(name(job)), name(job), DRIVER_SILENT_EXIT_CODE))
+        bench.on(WorkerExited(name(job).slot, name(job), DRIVER_SILENT_EXIT_CODE))
     assert not bench.state.workers
     assert not bench.all(End)
     assert not bench.state.blacklist
@@ -118,8 +118,8 @@ def test_a_function_that_chooses_that_code_does_not_run_for_ever() -> None:
     for started in range(1, 25):
         if bench.all(End):
             break
-        bench.on(WorkerExited(slot_of(name(1, started)), name(1, started), DRIVER_SILENT_EXIT_CODE))
-        bench.on(WorkerStarted("1-0", name(1, started + 1)))
+        bench.on(WorkerExited(name(1, started).slot, name(1, started), DRIVER_SILENT_EXIT_CODE))
+        bench.on(WorkerStarted(SlotId("1-0"), name(1, started + 1)))
     assert bench.end.outcome is Outcome.FAILURE_BUDGET
 
 
@@ -138,17 +138,17 @@ def test_r14_a_first_attempt_that_died_unseen_keeps_its_successor_out_only_until
     """Spark retries a task whose process was killed, and reports nothing."""
     bench = Bench(Limits(2, 2, 2, driver_timeout=10.0))
     bench.start(1, 2)
-    bench.on(WorkerExited(slot_of(name(1)), name(1), -9))
+    bench.on(WorkerExited(name(1).slot, name(1), -9))
     bench.on(order)
-    bench.on(RegisterSlot("1-1", "h9", 1))
-    bench.join("1-1.1")
+    bench.on(RegisterSlot(SlotId("1-1"), "h9", 1))
+    bench.join(WorkerId("1-1.1"))
     for _ in range(14):
         bench.wait(1.0, heartbeats_of=[2])
-        bench.on(Heartbeat("1-1", "1-1.1", "S"))
+        bench.on(Heartbeat(SlotId("1-1"), WorkerId("1-1.1"), "S"))
     assert not bench.all(ReleaseSlot)
     bench.wait(2.0, heartbeats_of=[2])
     assert [release.slot for release in bench.all(ReleaseSlot)] == ["1-1"]
-    bench.on(Heartbeat("1-0", "", ""))
+    bench.on(Heartbeat(SlotId("1-0")))
     assert bench.all(ReleaseSlot)[-1].slot == "1-0"
 
 
@@ -157,7 +157,7 @@ def test_r18_a_worker_that_spoke_after_its_slot_is_waited_for_longer() -> None:
     bench.start(1)
     bench.warm(2)
     bench.wait(4.5, heartbeats_of=[2])
-    bench.on(on.ConnectionBack(0, "1-0", name(1)))
+    bench.on(on.ConnectionBack(0, SlotId("1-0"), name(1)))
     bench.wait(11.0, heartbeats_of=[2])
     assert "1-0" not in bench.state.slots
     assert len(bench.all(PublishWorld)) == 1, (
@@ -170,9 +170,9 @@ def test_r18_a_worker_that_spoke_after_its_slot_is_waited_for_longer() -> None:
 def test_a_slot_whose_connection_is_back_counts_as_seen() -> None:
     """Its connection is back before its next heartbeat."""
     bench = _running()
-    bench.on(on.ConnectionLost(0, "1-0"))
+    bench.on(on.ConnectionLost(0, SlotId("1-0")))
     bench.wait(4.5, heartbeats_of=(2, 3, 4))
-    bench.on(on.ConnectionBack(0, "1-0"))
-    bench.on(on.ConnectionBack(0, "1-0", name(1)))
+    bench.on(on.ConnectionBack(0, SlotId("1-0")))
+    bench.on(on.ConnectionBack(0, SlotId("1-0"), name(1)))
     bench.wait(1.5, heartbeats_of=(2, 3, 4))
     assert not bench.all(AbortWorld)

@@ -7,7 +7,7 @@ import pytest
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import End, LaunchSlot, Outcome, ReleaseSlot
 from spark_elastic.protocol.messages import Heartbeat, RegisterSlot, WorkerExited, WorkerFailed, WorkerStarted
-from spark_elastic.protocol.types import Limits, slot_of
+from spark_elastic.protocol.types import Limits, SlotId, WorkerId
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
 
 # ---- launches
@@ -40,7 +40,7 @@ def _free_of_work(bench: Bench, seconds: float, host: str) -> int:
     while bench.now < end:
         for job in tuple(bench.state.launches):
             if job not in bench.state.launches.delayed:
-                bench.on(RegisterSlot(f"{job}-0", host, job))
+                bench.on(RegisterSlot(SlotId(f"{job}-0"), host, job))
                 bench.on(on.LaunchEnded(0, job, "released"))
         bench.wait(0.5)
     return len(bench.all(LaunchSlot)) - before
@@ -95,18 +95,18 @@ def test_w19_a_slot_that_no_world_needs_gives_its_core_back_until_a_member_is_lo
     assert [release.slot for release in bench.all(ReleaseSlot)] == ["4-0"]
     bench.on(on.LaunchEnded(0, 4, "released"))
     assert len(bench.all(LaunchSlot)) == 4
-    bench.on(WorkerExited(slot_of(name(1)), name(1), -9))
+    bench.on(WorkerExited(name(1).slot, name(1), -9))
     assert len(bench.all(LaunchSlot)) == 5
 
 
 def test_r14_an_idle_second_attempt_is_not_sent_back_before_the_first() -> None:
     bench = Bench(replace(FOUR, max_workers=2, num_workers=2, idle_slot_timeout=2.0))
     bench.start(1, 2)
-    bench.on(RegisterSlot("1-1", "h9", 1))
-    bench.join("1-1.1")
+    bench.on(RegisterSlot(SlotId("1-1"), "h9", 1))
+    bench.join(WorkerId("1-1.1"))
     for _ in range(10):
         bench.wait(0.5, heartbeats_of=[1, 2])
-        bench.on(Heartbeat("1-1", "1-1.1", "S"))
+        bench.on(Heartbeat(SlotId("1-1"), WorkerId("1-1.1"), "S"))
     assert not bench.all(ReleaseSlot)
 
 
@@ -114,14 +114,14 @@ def _copied(host: str = "h9") -> Bench:
     """A world of two; the task of its first slot has a second attempt on that host, with a warm worker."""
     bench = Bench(Limits(2, 1, 3))
     bench.start(1, 2)
-    bench.on(RegisterSlot("1-1", host, 1))
-    bench.join("1-1.1")
+    bench.on(RegisterSlot(SlotId("1-1"), host, 1))
+    bench.join(WorkerId("1-1.1"))
     return bench
 
 
 ORDERS = (
     on.DrainRequested(0, "decommissioned", host="h9"),
-    on.DrainRequested(0, "wanted elsewhere", worker="1-1.1"),
+    on.DrainRequested(0, "wanted elsewhere", worker=WorkerId("1-1.1")),
     on.HostsDiscovered(0, (("h1", 1), ("h2", 1))),
 )
 
@@ -145,9 +145,9 @@ def test_r14_one_that_is_not_let_in_waits_for_the_end_of_its_job() -> None:
     bench = Bench(Limits(2, 1, 3))
     bench.start(1, 2)
     bench.on(on.HostsDiscovered(0, (("h1", 1), ("h2", 1))))
-    bench.on(RegisterSlot("1-1", "h9", 1))
-    bench.join("1-1.1")
-    bench.on(RegisterSlot("3-0", "h9", 3))
+    bench.on(RegisterSlot(SlotId("1-1"), "h9", 1))
+    bench.join(WorkerId("1-1.1"))
+    bench.on(RegisterSlot(SlotId("3-0"), "h9", 3))
     assert [release.slot for release in bench.all(ReleaseSlot)] == ["3-0"], "that one is alone"
     bench.on(on.LaunchEnded(0, 1, "killed"))
     assert [release.slot for release in bench.all(ReleaseSlot)] == ["3-0"]
@@ -158,12 +158,12 @@ def test_r14_one_that_is_not_let_in_waits_for_the_end_of_its_job() -> None:
 def test_r14_an_attempt_on_a_host_that_is_unfit_waits_beside_another_and_is_sent_back_alone() -> None:
     bench = Bench(Limits(2, 1, 3))
     bench.start(1, 2)
-    bench.on(RegisterSlot("1-1", "h9", 1, unfit="host h9 has no torch"))
-    bench.on(RegisterSlot("3-0", "h9", 3, unfit="host h9 has no torch"))
-    assert bench.all(ReleaseSlot) == [ReleaseSlot("host h9 has no torch", "3-0")]
+    bench.on(RegisterSlot(SlotId("1-1"), "h9", 1, unfit="host h9 has no torch"))
+    bench.on(RegisterSlot(SlotId("3-0"), "h9", 3, unfit="host h9 has no torch"))
+    assert bench.all(ReleaseSlot) == [ReleaseSlot("host h9 has no torch", SlotId("3-0"))]
     bench.on(on.HostsDiscovered(0, (("h1", 1), ("h2", 1), ("h9", 2))))
     bench.on(on.HostLost(0, "h1", "executor lost"))
-    assert bench.all(ReleaseSlot)[-1] == ReleaseSlot("host h9 has no torch", "1-1")
+    assert bench.all(ReleaseSlot)[-1] == ReleaseSlot("host h9 has no torch", SlotId("1-1"))
 
 
 def test_r14_a_second_attempt_is_admitted_once_discovery_lists_its_host() -> None:
@@ -174,8 +174,8 @@ def test_r14_a_second_attempt_is_admitted_once_discovery_lists_its_host() -> Non
     bench.wait(0.5, heartbeats_of=[1, 2])
     bench.stop_planned(2, *bench.members())
     assert bench.members() == [name(1), name(2)]
-    bench.on(WorkerStarted("1-1", "1-1.2"))
-    bench.join("1-1.2")
+    bench.on(WorkerStarted(SlotId("1-1"), WorkerId("1-1.2")))
+    bench.join(WorkerId("1-1.2"))
     bench.form()
     assert set(bench.state.slots.excluded) == {"1-1"}
     bench.on(on.HostsDiscovered(0, (("h1", 1), ("h2", 1), ("h9", 1))))
@@ -188,13 +188,13 @@ def test_r14_a_second_attempt_is_let_in_once_its_hosts_cooldown_is_over() -> Non
     bench = Bench(replace(Limits(2, 1, 3), cooldown_range=(20.0, 20.0)))
     bench.start(1, 2)
     bench.slot(3, "h9")
-    bench.on(WorkerExited(slot_of(name(3)), name(3), 1))
-    bench.on(RegisterSlot("1-1", "h9", 1))
-    bench.join("1-1.1")
+    bench.on(WorkerExited(name(3).slot, name(3), 1))
+    bench.on(RegisterSlot(SlotId("1-1"), "h9", 1))
+    bench.join(WorkerId("1-1.1"))
     assert set(bench.state.slots.excluded) == {"1-1"}
     while bench.now < 21.0:
         bench.wait(0.5, heartbeats_of=[1, 2])
-        bench.on(Heartbeat("1-1", "1-1.1", "S"))
+        bench.on(Heartbeat(SlotId("1-1"), WorkerId("1-1.1"), "S"))
     bench.stop_planned(1, name(1), name(2))
     assert bench.members() == [name(1), name(2), "1-1.1"]
 
@@ -225,8 +225,8 @@ def test_r14_crashes_of_an_attempt_that_takes_no_part_cost_nothing() -> None:
     bench = _copied()
     bench.on(on.DrainRequested(0, "decommissioned", host="h9"))
     for started in range(1, 30):
-        bench.on(WorkerExited(slot_of(f"1-1.{started}"), f"1-1.{started}", 1, out_of_memory=started % 2 == 0))
-        bench.on(WorkerStarted("1-1", f"1-1.{started + 1}"))
+        bench.on(WorkerExited(SlotId("1-1"), WorkerId(f"1-1.{started}"), 1, out_of_memory=started % 2 == 0))
+        bench.on(WorkerStarted(SlotId("1-1"), WorkerId(f"1-1.{started + 1}")))
     assert not bench.state.failures.records
     assert not bench.state.failures.oom_kills
     assert not bench.all(End)
@@ -278,7 +278,7 @@ def test_r17_slots_whose_workers_still_import_are_enough_to_begin() -> None:
 def test_r17_all_attempts_of_a_slot_are_left_to_the_other_job() -> None:
     bench = Bench(replace(FOUR, min_workers=3))
     bench.warm(1)
-    bench.on(RegisterSlot("1-1", "h9", 1))
+    bench.on(RegisterSlot(SlotId("1-1"), "h9", 1))
     bench.on(on.SlotsWanted(0, "another fit"))
     assert {release.slot for release in bench.all(ReleaseSlot)} == {"1-0", "1-1"}
 
@@ -295,7 +295,7 @@ def test_r14_r17_another_attempt_of_the_survivor_that_stays_is_not_sent_back() -
     for job in (2, 3):
         bench.on(on.LaunchEnded(0, job, "executor lost", executor_lost=True))
     bench.join(name(1), bench.fence, at(7))
-    bench.on(RegisterSlot("1-1", "h9", 1))
+    bench.on(RegisterSlot(SlotId("1-1"), "h9", 1))
     bench.on(on.SlotsWanted(0, "another fit"))
     assert "1-1" not in {release.slot for release in bench.all(ReleaseSlot)}
 
@@ -330,7 +330,7 @@ def test_r18_a_slot_that_was_told_to_end_may_live_until_its_launch_is_over() -> 
     """The next world without survivors waits for that."""
     bench = Bench(replace(FOUR, num_workers=2, max_workers=2))
     bench.start(1, 2)
-    bench.on(on.ConnectionLost(0, "2-0", name(2)))
+    bench.on(on.ConnectionLost(0, SlotId("2-0"), name(2)))
     bench.join(name(1), bench.fence, at(3), suspects=(name(2),))
     bench.on(on.HostsDiscovered(0, (("h1", 1),)))
     assert set(bench.state.slots) == {"1-0"}

@@ -6,13 +6,13 @@ import pytest
 
 from spark_elastic.protocol.driver.stall import Stall, find_stalls
 from spark_elastic.protocol.messages import Heartbeat
-from spark_elastic.protocol.types import Fence, Member, World
+from spark_elastic.protocol.types import Fence, Member, SlotId, WorkerId, World
 
 NOW, AFTER = 100.0, 3.0
 
 
 def member(rank: int) -> Member:
-    return Member(f"{rank}-0.1", f"{rank}-0", f"host-{rank}", rank, 0, 1, rank, 3, None)
+    return Member(WorkerId(f"{rank}-0.1"), SlotId(f"{rank}-0"), f"host-{rank}", rank, 0, 1, rank, 3, None)
 
 
 WORLD = World(Fence(1, 1), (member(0), member(1), member(2)), None, "start")
@@ -25,7 +25,7 @@ def find(
 ) -> tuple[Stall, ...]:
     """signs: (state, waits, seconds) of each rank's newest heartbeat."""
     heartbeats = {
-        f"{rank}-0": (at, Heartbeat(f"{rank}-0", f"{rank}-0.1", *sign, "f (a.py:1)"))
+        f"{rank}-0": (at, Heartbeat(SlotId(f"{rank}-0"), WorkerId(f"{rank}-0.1"), *sign, "f (a.py:1)"))
         for rank, sign in enumerate(signs)
         if sign is not None
     }
@@ -93,6 +93,9 @@ def test_a_silent_slot_cannot_say_that_it_waits() -> None:
 
 
 def test_what_a_slot_says_of_an_earlier_worker_is_not_this_ones() -> None:
-    heartbeats = {f"{rank}-0": (NOW, Heartbeat(f"{rank}-0", f"{rank}-0.1", *WAITING)) for rank in range(3)}
-    heartbeats["1-0"] = (NOW, Heartbeat("1-0", "1-0.0", "R", False, 50.0, "f (a.py:1)"))
+    heartbeats = {
+        f"{rank}-0": (NOW, Heartbeat(SlotId(f"{rank}-0"), WorkerId(f"{rank}-0.1"), *WAITING))
+        for rank in range(3)
+    }
+    heartbeats["1-0"] = (NOW, Heartbeat(SlotId("1-0"), WorkerId("1-0.0"), "R", False, 50.0, "f (a.py:1)"))
     assert not find_stalls(WORLD, heartbeats, NOW, AFTER, 0.0, 1.0)

@@ -17,7 +17,7 @@ from spark_elastic.protocol.messages import (
     WorkerStarted,
     WorldFormed,
 )
-from spark_elastic.protocol.types import START, Fence, Limits, is_job_end, slot_of
+from spark_elastic.protocol.types import START, Fence, Limits, SlotId, WorkerId, is_job_end
 from tests.unit.protocol.driver_bench import FOUR, Bench, name
 
 LIMITS = Limits(1, 1, 1, max_runtime=100.0)
@@ -33,15 +33,15 @@ class Driver:
 
     def trains(self) -> Driver:
         self.say(on.Tick(0.0))
-        self.say(Received(1.0, RegisterSlot("1-0", "h", 1)))
-        self.say(Received(1.0, WorkerStarted("1-0", "1-0.1")))
-        said = self.say(Received(2.0, JoinWorld("1-0.1", None, None, (), "warm", False)))
+        self.say(Received(1.0, RegisterSlot(SlotId("1-0"), "h", 1)))
+        self.say(Received(1.0, WorkerStarted(SlotId("1-0"), WorkerId("1-0.1"))))
+        said = self.say(Received(2.0, JoinWorld(WorkerId("1-0.1"), None, None, (), "warm", False)))
         assert any(isinstance(command, PublishWorld) for command in said)
-        self.say(Received(2.0, WorldFormed("1-0.1", Fence(1, 1))))
+        self.say(Received(2.0, WorldFormed(WorkerId("1-0.1"), Fence(1, 1))))
         return self
 
     def heartbeats(self, now: float) -> tuple[DriverCommand, ...]:
-        said = self.say(Received(now, Heartbeat("1-0", "1-0.1", "R")))
+        said = self.say(Received(now, Heartbeat(SlotId("1-0"), WorkerId("1-0.1"), "R")))
         return (*said, *self.say(on.Tick(now)))
 
 
@@ -56,7 +56,7 @@ def test_max_runtime_is_announced_and_the_job_ends_once_all_members_have_come() 
     (announced,) = [c for c in said if isinstance(c, AnnounceChange)]
     assert "max_runtime" in announced.reason
     assert not ends(said)
-    came = driver.say(Received(101.5, JoinWorld("1-0.1", Fence(1, 1), START, (), "boundary", True)))
+    came = driver.say(Received(101.5, JoinWorld(WorkerId("1-0.1"), Fence(1, 1), START, (), "boundary", True)))
     assert ends(came) == [Outcome.TIME_LIMIT]
 
 
@@ -116,7 +116,7 @@ def test_after_a_planned_change_that_comes_late_the_next_world_learns_that_the_t
 def test_a_loss_on_the_way_to_the_last_boundary_costs_no_checkpoint() -> None:
     bench = _two()
     bench.wait(101.0 - bench.now, heartbeats_of=[1, 2])
-    bench.on(WorkerExited(slot_of(name(2)), name(2), -9))
+    bench.on(WorkerExited(name(2).slot, name(2), -9))
     assert not bench.all(End)
     bench.regroup(50, name(1))
     assert bench.members() == [name(1)]
@@ -126,7 +126,7 @@ def test_a_loss_on_the_way_to_the_last_boundary_costs_no_checkpoint() -> None:
 def test_a_loss_just_before_the_time_is_up_costs_no_checkpoint() -> None:
     bench = _two()
     bench.wait(99.5 - bench.now, heartbeats_of=[1, 2])
-    bench.on(WorkerExited(slot_of(name(2)), name(2), -9))
+    bench.on(WorkerExited(name(2).slot, name(2), -9))
     bench.wait(1.0, heartbeats_of=[1])
     bench.regroup(50, name(1))
     _stops_as_told(bench, 51, 1)
@@ -136,14 +136,14 @@ def test_without_survivors_a_job_whose_time_is_up_ends_at_once() -> None:
     bench = _two()
     bench.wait(101.0 - bench.now, heartbeats_of=[1, 2])
     for job in (1, 2):
-        bench.on(WorkerExited(slot_of(name(job)), name(job), -9))
+        bench.on(WorkerExited(name(job).slot, name(job), -9))
     assert bench.end.outcome is Outcome.TIME_LIMIT
 
 
 def test_survivors_that_do_not_get_so_far_are_ended_after_the_grace() -> None:
     bench = _two()
     bench.wait(101.0 - bench.now, heartbeats_of=[1, 2])
-    bench.on(WorkerExited(slot_of(name(2)), name(2), -9))
+    bench.on(WorkerExited(name(2).slot, name(2), -9))
     bench.regroup(50, name(1))
     bench.form()
     bench.wait(LAST_STOP_TIMEOUT - 2.0, heartbeats_of=[1])

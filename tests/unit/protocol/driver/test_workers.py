@@ -8,7 +8,7 @@ import pytest
 
 from spark_elastic.protocol.commands import AbortWorld, AnnounceChange, End, Outcome, PublishWorld
 from spark_elastic.protocol.messages import WorkerDone, WorkerExited, WorkerFailed, WorkerStarted
-from spark_elastic.protocol.types import slot_of
+from spark_elastic.protocol.types import SlotId
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
 
 WHOLE = replace(FOUR, all_results=True, cooldown_range=(1.0, 1.0))
@@ -22,13 +22,13 @@ def _done(bench: Bench, *workers: str, step: int = 0) -> None:
 def _raise(bench: Bench, worker: str, step: int | None = 0) -> None:
     position = at(step) if step is not None else None
     bench.on(WorkerFailed(worker, bench.fence, position, "print", "Traceback\nValueError: rank 1"))
-    bench.on(WorkerExited(slot_of(worker), worker, 1))
+    bench.on(WorkerExited(worker.slot, worker, 1))
 
 
 def _replace(bench: Bench, job: int, started: int) -> str:
     """The slot's next worker comes."""
     worker = name(job, started)
-    bench.on(WorkerStarted(f"{job}-0", worker))
+    bench.on(WorkerStarted(SlotId(f"{job}-0"), worker))
     bench.join(worker)
     bench.wait(1.1, heartbeats_of=[1, 2, 3, 4])
     return worker
@@ -56,7 +56,7 @@ def test_r15_a_member_that_works_on_is_waited_for_however_long_it_takes() -> Non
 def test_r15_a_member_lost_before_its_result_calls_those_again_that_are_done(first: str) -> None:
     bench = _three()
     _done(bench, first)
-    bench.on(WorkerExited(slot_of(name(2)), name(2), -9))
+    bench.on(WorkerExited(name(2).slot, name(2), -9))
     (abort,) = bench.all(AbortWorld)
     assert name(2) in abort.reason
     _done(bench, *(worker for worker in (name(1), name(3)) if worker != first))
@@ -73,7 +73,7 @@ def test_r15_a_member_lost_before_its_result_calls_those_again_that_are_done(fir
 def test_r15_a_member_lost_after_its_result_has_done_its_part() -> None:
     bench = _three()
     _done(bench, name(2))
-    bench.on(WorkerExited(slot_of(name(2)), name(2), -9))
+    bench.on(WorkerExited(name(2).slot, name(2), -9))
     assert not bench.all(AbortWorld)
     _done(bench, name(1), name(3))
     assert bench.end.results == tuple(f"result of {name(job)}" for job in (1, 2, 3))
@@ -120,11 +120,11 @@ def test_r15_a_failed_rank_is_not_waited_for_if_its_slot_cools_down_for_longer()
 def test_r13_a_code_that_the_function_chose_is_like_an_exception(code: int, outcome: Outcome | None) -> None:
     bench = Bench(replace(WHOLE, num_workers=2, max_workers=2))
     bench.start(1, 2)
-    bench.on(WorkerExited(slot_of(name(2)), name(2), code))
+    bench.on(WorkerExited(name(2).slot, name(2), code))
     _done(bench, name(1))
     newcomer = _replace(bench, 2, 2)
     bench.form()
-    bench.on(WorkerExited(slot_of(newcomer), newcomer, code))
+    bench.on(WorkerExited(newcomer.slot, newcomer, code))
     assert [end.outcome for end in bench.all(End)] == ([outcome] if outcome else [])
 
 
@@ -139,10 +139,10 @@ def test_r15_in_the_middle_of_an_elastic_training_no_failed_rank_is_waited_for()
 def test_r13_progress_between_two_ends_of_the_same_code_makes_them_two() -> None:
     bench = Bench(replace(WHOLE, num_workers=2, min_workers=2, max_workers=2))
     bench.start(1, 2)
-    bench.on(WorkerExited(slot_of(name(2)), name(2), 5))
+    bench.on(WorkerExited(name(2).slot, name(2), 5))
     bench.join(name(1), bench.fence, at(7))
     newcomer = _replace(bench, 2, 2)
     assert bench.members() == [name(1), newcomer]
     bench.form()
-    bench.on(WorkerExited(slot_of(newcomer), newcomer, 5))
+    bench.on(WorkerExited(newcomer.slot, newcomer, 5))
     assert not bench.all(End)
