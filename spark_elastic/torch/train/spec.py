@@ -31,7 +31,7 @@ from spark_elastic.torch.train.loss import (
     find_loss_module,
 )
 from spark_elastic.training.batch import LocalBatch
-from spark_elastic.training.identity import PLAIN, WEIGHTS, digest, to_text
+from spark_elastic.training.identity import NUMBERS, PLAIN, WEIGHTS, digest, is_comparable, to_text
 from spark_elastic.training.model_io import transform_columns
 from spark_elastic.training.spec import TrainSpec
 
@@ -114,20 +114,14 @@ def _tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def _list_settings(thing: Any) -> list[tuple[str, str]]:
-    """Attributes that are numbers; of torch's and this package's classes also strings, which in a user's class may be
-    names of folders or dates."""
+    """Attributes that are numbers, arrays or functions; of torch's and this package's classes also strings, which in a
+    user's class may be names of folders or dates."""
     own = type(thing).__module__.startswith(("torch.nn", "spark_elastic."))
     return [
         (name, to_text(value))
         for name, value in vars(thing).items()
-        if not name.startswith("_") and name != "training" and _is_comparable(value, own)
+        if not name.startswith("_") and name != "training" and is_comparable(value, PLAIN if own else NUMBERS)
     ]
-
-
-def _is_comparable(value: Any, strings: bool) -> bool:
-    if isinstance(value, list | tuple):
-        return all(_is_comparable(each, strings) for each in value)
-    return isinstance(value, PLAIN if strings else (bool, int, float))
 
 
 def _to_plain(value: Any) -> Any:
