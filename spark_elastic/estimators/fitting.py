@@ -246,7 +246,7 @@ class Training(Generic[O]):
             with AsyncNotifier() as notifier:  # a terminal that blocks must not delay the job
                 notifier.submit(partial(self.listener.on_message, UNSCALED))
         limits = make_fit_limits(self.request, spec.plan.global_batch)
-        job = JobSpec(program, limits, self.run_id, self.framework.preload, lease)
+        job = JobSpec(program, limits, self.request.run_id or "", self.framework.preload, lease)
         return self.platform.launch(job, self.listener)
 
 

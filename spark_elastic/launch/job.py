@@ -31,10 +31,11 @@ from spark_elastic.errors import (
 )
 from spark_elastic.launch.job_monitor import JobMonitor, StallDetector
 from spark_elastic.monitoring.listener import JobListener
-from spark_elastic.monitoring.log_files import StoreLog
+from spark_elastic.monitoring.log_files import StoreLog, save_status
 from spark_elastic.monitoring.log_forwarding import isolate_log_handlers
+from spark_elastic.monitoring.page import save_page
 from spark_elastic.monitoring.report import JobReport, WorldSpan
-from spark_elastic.monitoring.status import build_status_pages
+from spark_elastic.monitoring.status import build_status, build_status_pages
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import End, Outcome
 from spark_elastic.protocol.events import CancelRequested
@@ -174,6 +175,8 @@ def supervise(
         loop.start()
         end = _await_end(loop)
     report = monitor.history.build_report()
+    if run is not None and status is not None:
+        save_status(run.store, run.run_id, run.attempt, save_page(build_status(monitor.history, name)))
     try:
         results = _unpack_results_of_run(end, run)
     except (JobFailed, JobCancelled) as error:

@@ -10,6 +10,7 @@ import importlib
 import logging
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -24,6 +25,9 @@ log = logging.getLogger("spark_elastic")
 LINES_PER_SECOND = 50.0  # of each worker
 LINES_BURST = 500.0  # of each worker, at once
 PROGRESS_INTERVAL = 2.0  # seconds between two plain progress lines
+BAR_FORMAT = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
+BAR_COLUMNS = 80  # where tqdm does not know the stream's width
+LIVE_LINE_SPACE = 20  # columns for percentage, bar and what separates the parts
 # Metrics that are shown in a fixed place, or not at all.
 POSITION_METRICS = ("epoch", "epochs", "step", "steps", "rows", "loss", "world", "checkpoint_seconds")
 COMMIT_METRICS = {"step", "world"}  # what every job reports without the program's doing
@@ -144,13 +148,24 @@ class ProgressListener(JobListener):
     def _redraw_live_line(self, metrics: Metrics) -> None:
         epoch, steps = int(metrics.get("epoch", 0)), int(metrics["steps"])
         if self._bar is None:
-            # Without tqdm's monitor: its thread outlives the bar, and each report refreshes the bar anyway.
-            bar = type("Bar", (importlib.import_module("tqdm.auto").tqdm,), {"monitor_interval": 0})
-            self._bar = bar(total=self._epochs * steps, unit="step", file=self._stream, dynamic_ncols=True)
+            self._bar = self._create_bar(self._epochs * steps)
         self._bar.n = epoch * steps + int(metrics["step"])
-        self._bar.set_description_str(f"epoch {epoch + 1}/{self._epochs}", refresh=False)
-        self._bar.set_postfix_str(format_metrics(metrics, self._throughput), refresh=False)
+        description = f"epoch {epoch + 1}/{self._epochs}"
+        total = len(str(self._bar.total))
+        width = (self._bar.ncols or BAR_COLUMNS) - len(description) - 2 * total - LIVE_LINE_SPACE
+        self._bar.set_description_str(description, refresh=False)
+        self._bar.set_postfix_str(format_metrics(metrics, self._throughput, width), refresh=False)
         self._bar.refresh()
+
+    def _create_bar(self, total: int) -> Any:
+        """A bar without tqdm's own speed and time left: it counts from when it is drawn, also after a resume."""
+        with warnings.catch_warnings():
+            # In a notebook without ipywidgets tqdm warns and takes a line of text, which serves as well.
+            warnings.simplefilter("ignore")
+            kind = importlib.import_module("tqdm.auto").tqdm
+            # Without tqdm's monitor: its thread outlives the bar, and each report refreshes the bar anyway.
+            bar = type("Bar", (kind,), {"monitor_interval": 0})
+            return bar(total=total, bar_format=BAR_FORMAT, file=self._stream, dynamic_ncols=True)
 
     def _write_plain_line(self, metrics: Metrics) -> None:
         now, epoch = self._clock.now(), int(metrics.get("epoch", 0))
@@ -249,17 +264,24 @@ class OutputListener(JobListener):
             log.warning("the stream that shows workers' output has been closed; the job continues")
 
 
-def format_metrics(metrics: Metrics, throughput: Throughput) -> str:
-    """Loss, other floats that the program reports, throughput, world size and time left, as far as they are known."""
+def format_metrics(metrics: Metrics, throughput: Throughput, width: int | None = None) -> str:
+    """Loss, throughput, world size, time left, and other floats that the program reports, as far as they are known.
+
+    Args:
+        width: leaves out what does not fit into so many characters, from the end.
+    """
     loss, world, seconds_left = metrics.get("loss"), metrics.get("world"), throughput.seconds_left
     parts = [
         f"loss {float(loss):.4f}" if loss is not None else "",
-        *(f"{k} {v:.4g}" for k, v in metrics.items() if k not in POSITION_METRICS and isinstance(v, float)),
         f"{throughput.rows_per_second:,.0f} rows/s" if throughput.rows_per_second > 0 else "",
         f"world {world}" if world is not None else "",
         f"{seconds_left:.0f} s left" if seconds_left is not None else "",
+        *(f"{k} {v:.4g}" for k, v in metrics.items() if k not in POSITION_METRICS and isinstance(v, float)),
     ]
-    return " ".join(part for part in parts if part)
+    shown = list(filter(None, parts))
+    while width is not None and len(shown) > 1 and len(" ".join(shown)) > width:
+        shown.pop()
+    return " ".join(shown)
 
 
 def _format_rank(rank: int | None) -> str:

@@ -35,11 +35,8 @@ MAX_WORLD_CHANGES = 5000
 MAX_ENTRIES = 400
 MAX_LOST_SLOTS = 100
 LOST_SECONDS = 600.0  # for so long the status page shows a slot that is gone
-MERGED_ENTRIES = (
-    "launch slot",
-    "release slot",
-    "stop worker",
-)  # thousands of them, at the start and at the end
+# There may be thousands of them: at the start, at the end, or during a long training.
+MERGED_ENTRIES = ("launch slot", "release slot", "stop worker", "publish checkpoint")
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,15 @@ MAX_PENDING_PARTS = 8  # in memory while the store is slow
 CLOSE_SECONDS = 30.0  # how long closing waits for the store
 
 
+def save_status(store: Store, run_id: str, attempt: int, page: str) -> None:
+    """Keep the last status page of an attempt with its run; a store that fails costs the page and one warning."""
+    name = f"runs/{run_id}/status/{attempt:06d}.html"
+    try:
+        store.write_bytes(name, page.encode())
+    except StoreError as error:
+        log.warning("the status page is not kept with the run: %s", error)
+
+
 class StoreLog(JobListener):
     """Keeps all output in the run's store: `runs/RUN/logs/ATTEMPT-PART.log`, with time, worker and rank in each line.
 

@@ -16,6 +16,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from spark_elastic.errors import InvalidInput
+from spark_elastic.monitoring.page import report_to_html
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -260,6 +261,14 @@ class JobReport:
             InvalidInput: matplotlib is not installed.
         """
         return draw_report(self)
+
+    def to_html(self, name: str = "spark_elastic") -> str:
+        """The status page of the job as it ended, in one document that needs no server.
+
+        Args:
+            name: the page's title.
+        """
+        return report_to_html(self, name)
 
     def to_json(self) -> str:
         values = dataclasses.asdict(self)

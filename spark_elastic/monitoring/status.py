@@ -6,36 +6,47 @@ driver machine, which is immutable.
 
 from __future__ import annotations
 
-import base64
 import dataclasses
-import hashlib
-import json
-import math
-import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
-from importlib.resources import files
 from itertools import islice
 from typing import Any
 
 from spark_elastic.monitoring.console import POSITION_METRICS
-from spark_elastic.monitoring.job_history import JobHistory
+from spark_elastic.monitoring.job_history import HistoryEntry, JobHistory
+from spark_elastic.monitoring.page import (
+    MAX_TEXT,
+    build_content_security_policy,
+    describe_report,
+    encode_json,
+    list_world_changes,
+    read_page,
+)
 from spark_elastic.monitoring.report import JobReport
 from spark_elastic.protocol.driver.state import DriverState, SlotRecord
 from spark_elastic.rendezvous.status_app import Page
 
 MAX_SLOTS = 400
-MAX_WORLD_CHANGES = 200
 MAX_STALLED = 16
-MAX_TEXT = 4000  # characters of a message or a stack
 PROMETHEUS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PROMETHEUS_PREFIX = "spark_elastic_"
+# What the page calls the driver's decisions. It leaves out those that a change of the world shows anyway.
+EVENT_WORDS = {
+    "launch slot": "slot requested: ",
+    "release slot": "slot released: ",
+    "stop worker": "worker stopped: ",
+    "publish checkpoint": "checkpoint: ",
+    "abort world": "world broken: ",
+    "end": "the job ended: ",
+    "notify user": "",
+    "stall": "",
+}
 
 
 def build_status_pages(history: JobHistory, name: str) -> dict[str, Page]:
     """The pages of a job by their path, relative to the status page: HTML without external assets, JSON, metrics."""
-    html = files("spark_elastic.monitoring").joinpath("status_page.html").read_bytes()
+    html = read_page()
     return {
         "": Page("text/html; charset=utf-8", partial(bytes, html), build_content_security_policy(html)),
         "data": Page("application/json", lambda: encode_json(build_status(history, name))),
@@ -53,7 +64,7 @@ def build_status(history: JobHistory, name: str) -> dict[str, Any]:
     stalled = throughput.is_stalled(report.seconds)
     return {
         "name": name,
-        "seconds": round(report.seconds, 3),
+        **describe_report(report),
         **_describe_stage(state),
         "slots": _describe_slots(state, now),
         "more_slots": max(0, len(state.slots) - MAX_SLOTS) if state is not None else 0,
@@ -62,32 +73,25 @@ def build_status(history: JobHistory, name: str) -> dict[str, Any]:
         "metrics": {key: value for key, value in metrics.items() if isinstance(value, int | float)},
         "rows_per_second": 0.0 if stalled else round(throughput.rows_per_second, 2),
         "seconds_left": None if stalled else throughput.seconds_left,
-        "report": _summarize_report(report),
-        "world_changes": [
-            {
-                "at": change.at, "kind": change.kind.value, "size": change.size, "seconds": change.seconds,
-                "text": str(change)[:MAX_TEXT],
-            }
-            for change in report.world_changes[-MAX_WORLD_CHANGES:]
-        ],
-        "curve": {
-            "at": [round(point.at, 2) for point in report.curve],
-            "loss": [point.loss for point in report.curve],
-            "rows": [round(point.rows_per_second, 2) for point in report.curve],
-        },
-        "events": [
-            {"at": entry.at, "kind": entry.kind, "text": entry.text[:MAX_TEXT], "times": entry.times}
-            for entry in entries
-        ],
-    }  # fmt: skip
+        "events": _list_events(report, entries),
+    }
 
 
-def encode_json(status: dict[str, Any]) -> bytes:
-    """As JSON. Infinities and NaN become null, since browsers refuse JSON that contains them."""
-    try:
-        return json.dumps(status, allow_nan=False, separators=(",", ":")).encode()
-    except ValueError:
-        return json.dumps(_replace_non_finite(status), separators=(",", ":")).encode()
+def _list_events(report: JobReport, entries: Sequence[HistoryEntry]) -> list[dict[str, Any]]:
+    """Changes of the world and the driver's other decisions, oldest first."""
+    last_world = report.world_changes[-1].at if report.world_changes else 0.0
+    decisions = [
+        {
+            "at": entry.at,
+            "kind": entry.kind,
+            "text": EVENT_WORDS[entry.kind] + entry.text[:MAX_TEXT],
+            "times": entry.times,
+        }
+        for entry in entries
+        # The world after a broken one names the loss and its cost.
+        if entry.kind in EVENT_WORDS and (entry.kind != "abort world" or entry.at > last_world)
+    ]
+    return sorted([*list_world_changes(report), *decisions], key=lambda event: event["at"])
 
 
 def _describe_stage(state: DriverState | None) -> dict[str, Any]:
@@ -140,30 +144,6 @@ def _describe_stalled_workers(state: DriverState | None) -> list[dict[str, Any]]
     return stalled
 
 
-def _summarize_report(report: JobReport) -> dict[str, Any]:
-    return {
-        "goodput": report.goodput,
-        "phases": dict(report.phases),
-        "recoveries": len(report.recoveries),
-        "recovery_p50": report.recovery_seconds(50),
-        "recovery_p99": report.recovery_seconds(99),
-        "recovery_total": sum(change.seconds or 0.0 for change in report.recoveries),
-        "steps_lost": report.steps_lost,
-        "checkpoints": report.checkpoints,
-        "checkpoint_seconds": report.checkpoint_seconds,
-        "reserved_hours": report.reserved_hours,
-        "useful_hours": report.useful_hours,
-    }
-
-
-def _replace_non_finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _replace_non_finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_replace_non_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 # ---- metrics in Prometheus' text format
 
 
@@ -212,21 +192,3 @@ def _format_number(value: float) -> str:
 
 def _escape_label(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-
-
-# ---- the page
-
-
-def build_content_security_policy(html: bytes) -> str:
-    """Allow only the page's own script and style, by their hashes, and data from the same origin."""
-    hashes = {tag: _hash_element(html, tag) for tag in (b"script", b"style")}
-    return (
-        f"default-src 'none'; script-src 'sha256-{hashes[b'script']}'; style-src 'sha256-{hashes[b'style']}'; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'"
-    )
-
-
-def _hash_element(html: bytes, tag: bytes) -> str:
-    element = re.search(b"<" + tag + b">(.*?)</" + tag + b">", html, re.DOTALL)
-    assert element is not None  # of our own page
-    return base64.b64encode(hashlib.sha256(element[1]).digest()).decode()

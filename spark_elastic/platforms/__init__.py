@@ -37,6 +37,7 @@ class JobSpec:
     # A `worker.program.Program`.
     program: object
     limits: Limits
+    # As people see it; "": the application's name and four letters.
     name: str
     # Modules that a spare imports before it is warm.
     preload: tuple[str, ...] = ()

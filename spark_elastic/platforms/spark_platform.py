@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from spark_elastic.clock import SystemClock
@@ -93,6 +95,9 @@ class SparkPlatform(ABC):
 
     def launch(self, job: JobSpec, listener: JobListener | None = None) -> LaunchResult:
         settings = self._read_settings()
+        if not job.name:
+            application = settings.get("spark.app.name", "fit")
+            job = replace(job, name=f"{application}-{secrets.token_hex(2)}")
         warn_about_settings(settings, self._get_application(), self._find_plaintext_server())
         memory = read_executor_memory(settings)
         with self._ship(job.program) as program:

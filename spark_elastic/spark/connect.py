@@ -50,6 +50,7 @@ RETRIED = "Spark ran the coordinator's task again"
 END_WAIT = 5.0  # seconds for a job that was interrupted
 DRIVER_HOST = "spark.driver.host"
 SETTINGS = (
+    "spark.app.name",
     "spark.master",
     DRIVER_HOST,
     "spark.task.cpus",

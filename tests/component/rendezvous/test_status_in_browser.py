@@ -150,7 +150,7 @@ def test_the_page_at_four_moments_of_a_job(job: Played, url: str, screen: Screen
     job.joins(4, step=46)
     job.trains(46, 80)
     screen.shows("3 of 3", "1 joined in")
-    assert len({y for _, y in screen.curve("world")}) == 3, "nobody, two and three workers"
+    assert len({y for _, y in screen.curve("world")}) == 2, "two and three workers"
     screen.shoot("status-recovered")
 
     assert job.world is not None

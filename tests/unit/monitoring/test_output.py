@@ -87,7 +87,7 @@ def test_metrics_of_a_loop_are_shown_as_a_line_now_and_then() -> None:
     shown.on_progress({"step": 6, "world": 2, "loss": 0.125, "auc": 0.75})
     shown.close()
     assert stream.getvalue().splitlines() == [
-        "step 2 loss 0.5000 auc 0.75 world 2",
-        "step 5 loss 0.2500 auc 0.75 world 2",
-        "step 6 loss 0.1250 auc 0.75 world 2",
+        "step 2 loss 0.5000 world 2 auc 0.75",
+        "step 5 loss 0.2500 world 2 auc 0.75",
+        "step 6 loss 0.1250 world 2 auc 0.75",
     ]

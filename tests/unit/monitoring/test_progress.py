@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -71,6 +72,42 @@ def test_the_live_line_is_one_line_and_other_lines_go_above_it() -> None:
     assert "[0] hello\n" in text
 
 
+def test_the_live_line_has_one_time_left_no_speed_of_tqdm_and_fits_its_terminal() -> None:
+    stream, clock = io.StringIO(), FakeClock()
+    progress = ProgressListener(2, stream=stream, live=True, clock=clock)
+    progress.on_progress({**metrics(1), "rows": 64})
+    clock.sleep(1.0)
+    others = {f"validation_metric_{n}": 0.5 for n in range(20)}
+    progress.on_progress({**metrics(3), "rows": 64, **others})
+    progress.close()
+    last = [line for line in re.split(r"[\r\n]", stream.getvalue()) if line.strip()][-1]
+    assert "128 rows/s world 3 8 s left" in last
+    assert "step/s" not in last
+    assert "<" not in last, "tqdm's own time left"
+    assert "metric" not in last
+    assert len(last.rstrip()) <= 80
+
+
+def test_a_notebook_without_widgets_shows_no_warning_of_tqdm() -> None:
+    program = (
+        "import sys, types, warnings; sys.modules['ipywidgets'] = None\n"
+        "from tqdm import TqdmWarning\n"
+        "from spark_elastic.monitoring.console import ProgressListener\n"
+        "sys.modules['ipykernel'] = types.ModuleType('ipykernel')\n"
+        "import tqdm.autonotebook as auto; old = auto.tqdm\n"
+        "class Loud(old):\n"
+        "    def __init__(self, *a, **b):\n"
+        "        warnings.warn('IProgress not found', TqdmWarning, stacklevel=2); super().__init__(*a, **b)\n"
+        "import tqdm.auto; tqdm.auto.tqdm = Loud\n"
+        "warnings.simplefilter('error')\n"
+        "shown = ProgressListener(1)\n"
+        "shown.on_progress({'epoch': 0, 'step': 1, 'steps': 2}); shown.close()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "1/2" in done.stderr
+
+
 def test_a_quiet_listener_shows_nothing_but_calls_the_callback() -> None:
     stream, heard = io.StringIO(), []
     progress = ProgressListener(1, stream=stream, quiet=True, callback=heard.append)
@@ -103,7 +140,7 @@ def test_throughput_metrics_and_time_left_are_shown_once_known() -> None:
     progress.on_progress({**metrics(6), "rows": 64, "auc": 0.75})
     assert stream.getvalue().splitlines() == [
         "epoch 1/2 step 2/10 loss 0.2500 world 3",
-        "epoch 1/2 step 6/10 loss 0.2500 auc 0.75 128 rows/s world 3 7 s left",
+        "epoch 1/2 step 6/10 loss 0.2500 128 rows/s world 3 7 s left auc 0.75",
     ]
 
 

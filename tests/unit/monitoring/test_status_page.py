@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
 
 from spark_elastic.monitoring.job_history import LOST_SECONDS, JobHistory
-from spark_elastic.monitoring.status import (
-    MAX_SLOTS,
-    MAX_TEXT,
-    build_status,
-    build_status_pages,
-    encode_json,
-    format_prometheus,
-)
+from spark_elastic.monitoring.page import MAX_TEXT, encode_json, read_page, save_page
+from spark_elastic.monitoring.report import JobReport
+from spark_elastic.monitoring.status import MAX_SLOTS, build_status, build_status_pages, format_prometheus
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import PublishWorld
@@ -23,6 +24,22 @@ from spark_elastic.protocol.messages import DriverMessage, JoinWorld, RegisterSl
 from spark_elastic.protocol.types import Limits, SlotId, WorkerId
 from spark_elastic.testing.fakes import FakeClock
 from tests.simulator.stamping import stamp
+from tests.unit.monitoring.played_job import PlayedJob
+
+# As much of a browser as the page's script uses.
+DOCUMENT = """
+const make_element = () => ({
+  textContent: "", className: "", children: [], style: {}, dataset: {}, attributes: {},
+  append(...added) { this.children.push(...added); }, prepend(added) { this.children.unshift(added); },
+  replaceChildren(...added) { this.children = added; }, setAttribute(name, value) { this.attributes[name] = value; },
+  text() { return this.textContent + " " + this.children.map(child => child.text()).join(" "); },
+});
+const elements = {}, location = { search: "" };
+const document = {
+  body: make_element(), createElement: make_element, createElementNS: make_element,
+  getElementById: name => elements[name] ??= make_element(),
+};
+"""
 
 
 def create_job(workers: int) -> tuple[JobHistory, FakeClock]:
@@ -93,7 +110,70 @@ def test_the_status_describes_stage_slots_and_metrics() -> None:
     assert seen["metrics"]["auc"] == 0.9
     assert "note" not in seen["metrics"]
     assert seen["curve"] == {"at": [2.0], "loss": [0.5], "rows": [0.0]}
-    assert seen["world_changes"][0]["text"].startswith("world of 3: started in 1.00 s")
+    assert any(event["text"].startswith("world of 3: started in 1.00 s") for event in seen["events"])
+
+
+def test_a_loss_is_one_event_of_the_page_with_its_cost() -> None:
+    job = PlayedJob(3)
+    job.start([1, 2, 3])
+    job.loses(2, step=4, regroup=0.4)
+    broken = [event["text"] for event in build_status(job.history, "job")["events"]]
+    assert [text for text in broken if "world" in text][-1].startswith("world of 2: 1 of 3 lost")
+    job.form()
+    texts = [event["text"] for event in build_status(job.history, "job")["events"]]
+    assert len([text for text in texts if "lost" in text and "world" in text]) == 1
+    assert [text for text in texts if text.startswith(("publish world", "abort world", "world broken"))] == []
+    assert "1 of 3 lost, recovered in 0.40 s" in "".join(texts)
+
+
+def test_the_page_of_a_report_holds_its_data_and_needs_no_server() -> None:
+    job = PlayedJob(2)
+    job.start([1, 2])
+    job.now += 1.0
+    job.report(3, loss=0.125)
+    job.loses(2, step=4, regroup=0.4)
+    job.form()
+    report = JobReport.from_json(job.result.to_json())
+    page = report.to_html("</script><b>mine")
+    head, _, rest = page.partition('<script type="application/json" id="saved">')
+    data = json.loads(rest.partition("</script>")[0])
+    assert head + rest.partition("</script>\n")[2] == read_page().decode()
+    assert (data["name"], data["curve"]["loss"]) == ("</script><b>mine", [0.125])
+    assert data["report"]["recoveries"] == 1
+    assert "1 of 2 lost" in data["events"][-1]["text"]
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_the_script_of_the_page_shows_a_saved_report(tmp_path: Path) -> None:
+    job = PlayedJob(2)
+    job.now = 30.0
+    job.start([1, 2])
+    for step in range(20):
+        job.now += 0.5
+        job.report(step, loss=118.9 * 0.6**step, a_very_large_number=4.25e12)
+    page = save_page(build_status(job.history, "mine"))
+    data, script = re.findall(r"<script[^>]*>(.*?)</script>", page, re.DOTALL)
+    program = tmp_path / "page.js"
+    program.write_text(
+        f"{DOCUMENT}\nelements.saved = make_element(); elements.saved.textContent = {json.dumps(data)};\n"
+    )
+    with program.open("a") as file:
+        file.write(f"{script}\nconsole.log(JSON.stringify(Object.fromEntries(Object.entries(elements)\n")
+        file.write("  .map(([name, element]) => [name, element.text()]))));\n")
+        file.write("console.log(elements.loss.children.at(-1).attributes.points);\n")
+    done = subprocess.run(["node", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    shown, points = done.stdout.splitlines()
+    seen = json.loads(shown)
+    assert seen["name"].strip() == "mine"
+    assert seen["loss-title"].strip() == "Loss (logarithmic scale)"
+    assert "4.25e+12" in seen["tiles"], "short enough for its tile"
+    assert "world of 2: started in 31.00 s" in seen["events"]
+    heights = [float(point.split(",")[1]) for point in points.split()]
+    drops = [after - before for before, after in itertools.pairwise(heights)]
+    assert min(drops) > 0.8 * max(drops), "an exponential loss falls as a straight line"
+    lefts = [float(point.split(",")[0]) for point in points.split()]
+    assert lefts[0] < 60, "the start-up of 30 s takes no room"
 
 
 def test_the_status_of_a_large_job_is_bounded() -> None:

@@ -1,0 +1,116 @@
+"""The page of a job as a document: HTML that loads nothing from elsewhere, either live or with a job's data in it.
+
+A live page asks its server for the data every second; a saved one holds them and needs no server. Pure.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import re
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from spark_elastic.monitoring.report import JobReport
+
+MAX_WORLD_CHANGES = 200
+MAX_TEXT = 4000  # characters of a message or a stack
+_SCRIPT = "<script>"  # the only one of the page
+
+
+def read_page() -> bytes:
+    return files("spark_elastic.monitoring").joinpath("status_page.html").read_bytes()
+
+
+def save_page(status: dict[str, Any]) -> str:
+    """The page of a job that is over, with the last status in it."""
+    data = encode_json({**status, "saved": True}).decode().replace("<", "\\u003c")
+    holder = f'<script type="application/json" id="saved">{data}</script>\n'
+    return read_page().decode().replace(_SCRIPT, holder + _SCRIPT, 1)
+
+
+def report_to_html(report: JobReport, name: str) -> str:
+    """The page of a report: what it knows of a job, without slots and without the driver's events."""
+    last = report.curve[-1] if report.curve else None
+    size = report.world_changes[-1].size if report.world_changes else 0
+    return save_page(
+        {
+            "name": name, "stage": "finished", "size": size, "limits": [size, size, size],
+            "metrics": {} if last is None else {"loss": last.loss, "step": last.step},
+            "rows_per_second": None if last is None else last.rows_per_second, "seconds_left": None,
+            "slots": [], "lost_slots": [], "more_slots": 0, "stalled": [],
+            "events": list_world_changes(report),
+            **describe_report(report),
+        }
+    )  # fmt: skip
+
+
+def describe_report(report: JobReport) -> dict[str, Any]:
+    """What a status holds of a report. Times are seconds since the launch."""
+    return {
+        "seconds": round(report.seconds, 3),
+        "report": {
+            "goodput": report.goodput,
+            "phases": dict(report.phases),
+            "recoveries": len(report.recoveries),
+            "recovery_p50": report.recovery_seconds(50),
+            "recovery_p99": report.recovery_seconds(99),
+            "recovery_total": sum(change.seconds or 0.0 for change in report.recoveries),
+            "steps_lost": report.steps_lost,
+            "checkpoints": report.checkpoints,
+            "checkpoint_seconds": report.checkpoint_seconds,
+            "reserved_hours": report.reserved_hours,
+            "useful_hours": report.useful_hours,
+        },
+        "world_changes": [
+            {"at": change.at, "kind": change.kind.value, "size": change.size, "seconds": change.seconds}
+            for change in report.world_changes[-MAX_WORLD_CHANGES:]
+        ],
+        "curve": {
+            "at": [round(point.at, 2) for point in report.curve],
+            "loss": [point.loss for point in report.curve],
+            "rows": [round(point.rows_per_second, 2) for point in report.curve],
+        },
+    }
+
+
+def list_world_changes(report: JobReport) -> list[dict[str, Any]]:
+    """The changes of the world as events of the page."""
+    return [
+        {"at": change.at, "kind": change.kind.value, "text": str(change)[:MAX_TEXT], "times": 1}
+        for change in report.world_changes[-MAX_WORLD_CHANGES:]
+    ]
+
+
+def encode_json(status: dict[str, Any]) -> bytes:
+    """As JSON. Infinities and NaN become null, since browsers refuse JSON that contains them."""
+    try:
+        return json.dumps(status, allow_nan=False, separators=(",", ":")).encode()
+    except ValueError:
+        return json.dumps(_replace_non_finite(status), separators=(",", ":")).encode()
+
+
+def _replace_non_finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _replace_non_finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_replace_non_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def build_content_security_policy(html: bytes) -> str:
+    """Allow only the page's own script and style, by their hashes, and data from the same origin."""
+    hashes = {tag: _hash_element(html, tag) for tag in (b"script", b"style")}
+    return (
+        f"default-src 'none'; script-src 'sha256-{hashes[b'script']}'; style-src 'sha256-{hashes[b'style']}'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'"
+    )
+
+
+def _hash_element(html: bytes, tag: bytes) -> str:
+    element = re.search(b"<" + tag + b">(.*?)</" + tag + b">", html, re.DOTALL)
+    assert element is not None  # of our own page
+    return base64.b64encode(hashlib.sha256(element[1]).digest()).decode()
