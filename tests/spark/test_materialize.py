@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pyspark
 import pytest
 
 from spark_elastic.data.manifest import Column, Manifest
@@ -16,6 +17,8 @@ from spark_elastic.errors import InvalidInput, StoreError
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+    from tests.spark.cluster import StandaloneCluster
 
 pytestmark = pytest.mark.spark
 
@@ -119,6 +122,21 @@ def test_row_groups_are_bounded(spark: SparkSession, store: Store, query: str, m
     df = spark.sql(query)
     rows = materialize(df, df.columns, store).group_rows
     assert most * 0.5 < max(rows) <= most
+
+
+@pytest.mark.skipif(pyspark.__version__ < "4", reason="Spark 3.5 ends row groups by their bytes alone")
+def test_writing_rows_dumps_no_buffers_to_the_executors_logs(
+    spark: SparkSession, spark_cluster: StandaloneCluster, store: Store
+) -> None:
+    logs = [log for folder in spark_cluster.scratch.parent.glob("worker*") for log in folder.rglob("stderr")]
+    assert logs
+    before = [log.stat().st_size for log in logs]
+    df = spark.range(2000).selectExpr("cast(id as double) a", "cast(id as double) b")
+    materialize(df, df.columns, store)
+    materialize(df, df.columns, store, rows=10)
+    written = [log.read_bytes()[size:] for log, size in zip(logs, before, strict=True)]
+    assert any(written), "the executors log what they do"
+    assert b"Too much memory used" not in b"".join(written)
 
 
 @pytest.mark.scenario("G17")

@@ -54,7 +54,7 @@ _FILES = "HadoopFsRelation"
 # For workers of any memory: what they keep decoded is bounded, and the plan takes as many lanes as fit into that.
 ROW_GROUP_BYTES = 4 << 20
 ROWS_PER_GROUP = 10_000
-_UNBOUNDED_ROWS = 1 << 30
+_UNBOUNDED_ROWS = _UNBOUNDED_BYTES = 1 << 30
 _FOLDER = "data"
 _SPLIT = "__validation"  # the folders of a split: __validation=true, __validation=false
 _HASH_RANGE = 1 << 20  # the resolution of a fraction
@@ -83,15 +83,19 @@ class WriteOptions:
             if value is not None and value < 1:
                 raise InvalidInput(f"{setting} is {value}: it must be at least 1.")
 
-    def to_spark_options(self, row_bytes: int | None = None) -> dict[str, str]:
-        """Options of Spark's Parquet writer. row_bytes: bytes of each row, or None if rows differ."""
+    def to_spark_options(self, row_bytes: int | None = None, counts_rows: bool = True) -> dict[str, str]:
+        """Options of Spark's Parquet writer.
+
+        Args:
+            row_bytes: of each row; None if rows differ.
+            counts_rows: whether the writer can end a row group after a number of rows, as that of Spark 4 does.
+        """
         rows = self.rows_per_group
         if rows is None and row_bytes is not None:
             rows = min(ROWS_PER_GROUP, max(1, self.row_group_bytes // row_bytes))
         return {
             "parquet.block.row.count.limit": str(rows or ROWS_PER_GROUP),
-            # Spark 3.5 has no limit of rows: its writer checks the size after `rows` rows, against one byte.
-            "parquet.block.size": str(1 if rows else self.row_group_bytes),
+            "parquet.block.size": str(self._choose_block_size(rows, row_bytes, counts_rows)),
             # By default the size is first checked after 100 rows: 40 MB if a row has 100,000 numbers.
             "parquet.page.size.row.check.min": str(rows or 1),
             "parquet.page.size.row.check.max": str(rows or ROWS_PER_GROUP),
@@ -104,6 +108,14 @@ class WriteOptions:
             "compression": "snappy",
             "maxRecordsPerFile": "0",
         }
+
+    def _choose_block_size(self, rows: int | None, row_bytes: int | None, counts_rows: bool) -> int:
+        """At which a row group ends. A writer that holds more than three times that dumps its buffers to the log."""
+        if rows is None:
+            return self.row_group_bytes
+        if not counts_rows:
+            return 1  # the size is first checked after `rows` rows
+        return _UNBOUNDED_BYTES if row_bytes is None else max(self.row_group_bytes, 2 * rows * row_bytes)
 
 
 @dataclass(frozen=True)
@@ -205,9 +217,9 @@ def _write(
     missing, url = target.options.missing, to_spark_url(target.store, target.folder)
     scan, row_filter = TableScan(types, nans=missing.nans == "refuse"), RowFilter(types, missing)
     rows = scan.observe(row_filter.apply(select_columns(df, types, split)))
-    writer = rows.write.options(**target.options.to_spark_options(compute_row_bytes(types.values()))).mode(
-        "error"
-    )
+    counts_rows = int(df.sparkSession.version.partition(".")[0]) >= 4
+    options = target.options.to_spark_options(compute_row_bytes(types.values()), counts_rows)
+    writer = rows.write.options(**options).mode("error")
     (writer if split is None else writer.partitionBy(_SPLIT)).parquet(url)
     row_filter.log_dropped_rows()
     folders = [""] if split is None else [f"/{_SPLIT}=false", f"/{_SPLIT}=true"]
