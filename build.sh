@@ -235,27 +235,33 @@ verb_test() { # everything but the long fault plans and the benchmarks
         s3_packages
         host_packages
         wait $!
-        two_streams -m "not faults or ci" --durations=30
+        three_streams --durations=30
     fi
 }
 
-# Tests on Spark mostly wait and the others mostly compute, so both run at once; the others' output comes at the end.
-two_streams() {
-    local log=$NATIVE/tests.log on_spark=0 others=0
+# Tests on Spark mostly wait and the others mostly compute, so they run at once; those on Spark on two clusters, one for the tests
+# that share a session. The output of the streams behind comes at the end. Arguments go to each pytest.
+three_streams() {
+    local log=$NATIVE/tests failed=0 others own chosen="not faults or ci"
     # Longer than any of these tests may take: one that even its own limit cannot end, ends the run, with all stacks.
-    local -a bounded=(-o faulthandler_timeout=720 -o faulthandler_exit_on_timeout=true)
-    set -- "${bounded[@]}" "$@"
-    set -m # a process group for the one behind, in which Ctrl-C is not ignored
+    set -- -o faulthandler_timeout=720 -o faulthandler_exit_on_timeout=true "$@"
+    set -m # a process group for each one behind, in which Ctrl-C is not ignored
     {
-        python -m pytest "$@" --ignore=tests/spark --ignore=tests/faults && verb_s3 "$@"
-    } >"$log" 2>&1 &
-    trap "kill -INT -- -$! 2>/dev/null; exit 130" INT TERM
-    python -m pytest "$@" tests/spark tests/faults || on_spark=$?
-    wait $! || others=$?
+        python -m pytest -m "$chosen" "$@" --ignore=tests/spark --ignore=tests/faults && verb_s3 -m "$chosen" "$@"
+    } >"$log-others.log" 2>&1 &
+    others=$!
+    python -m pytest -m "($chosen) and own_session" "$@" tests/spark >"$log-sessions.log" 2>&1 &
+    own=$!
+    trap "kill -INT -- -$others -$own 2>/dev/null; exit 130" INT TERM
+    python -m pytest -m "($chosen) and not own_session" "$@" tests/spark tests/faults || failed=1
+    wait $own || failed=1
+    wait $others || failed=1
     trap - INT TERM
+    say "the tests on Spark with sessions of their own"
+    cat "$log-sessions.log"
     say "the tests without Spark"
-    cat "$log"
-    ((on_spark == 0 && others == 0))
+    cat "$log-others.log"
+    ((failed == 0))
 }
 
 verb_build() { # the virtual environment and the engine

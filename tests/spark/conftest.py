@@ -40,15 +40,32 @@ TIMEOUT = 600
 LEFT_SOCKETS = "ignore:unclosed <socket.socket.*:ResourceWarning"
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects by the marks that are set here
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests beside this file: a timeout that bears the start of a cluster, and what pyspark 3.5 warns of in vain."""
+    """Tests beside this file: a timeout that bears the start of a cluster, and what pyspark 3.5 warns of in vain.
+
+    Those that share the session with the default settings come first, since each change starts cold executors. The
+    others are marked, so that `./build.sh test` can run them beside the first.
+    """
     here = Path(__file__).parent
+    places = [place for place, item in enumerate(items) if here in item.path.parents]
+    ordered = sorted((items[place] for place in places), key=has_own_session)
+    for place, item in zip(places, ordered, strict=True):
+        items[place] = item
     for item in items:
         if here in item.path.parents:
+            if has_own_session(item):
+                item.add_marker(pytest.mark.own_session)
             if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(TIMEOUT))
             if pyspark.__version__.startswith("3."):
                 item.add_marker(pytest.mark.filterwarnings(LEFT_SOCKETS))
+
+
+def has_own_session(item: pytest.Item) -> bool:
+    """Whether a test does not take, or does not leave, the session with the default settings."""
+    fixtures = getattr(item, "fixturenames", ())
+    return "spark" not in fixtures or "spark_with" in fixtures or "free_cluster" in fixtures
 
 
 class Sessions:
