@@ -48,7 +48,7 @@ class NumberedHosts:
 class ProcessLauncher(LocalLauncher):
     """`LocalLauncher` on numbered hosts, by default one per slot.
 
-    Workers are spawned and have short timeouts; spares start at once.
+    Workers are spawned and have short timeouts.
     """
 
     def __init__(
@@ -59,14 +59,18 @@ class ProcessLauncher(LocalLauncher):
         slots_per_host: int = 1,
         room: int = 1000,
         collective_timeout: float = 20.0,
+        spare_after: float = 0.0,
     ) -> None:
         """
         Args:
             room: how many slots this cluster has.
             collective_timeout: of its workers, in seconds.
+            spare_after: how long after its first worker each slot starts a warm spare, in seconds. Tests that kill
+                whole slots need none; a spare imports frameworks for as long as a worker.
         """
         self._hosts = NumberedHosts(room, slots_per_host)
         self._collective_timeout = collective_timeout
+        self._spare_after = spare_after
         super().__init__(program, self._hosts, clock, preload)
 
     def start(self, spec: SlotSpec, post: Post) -> None:
@@ -74,7 +78,7 @@ class ProcessLauncher(LocalLauncher):
             spec,
             collective_timeout=self._collective_timeout,
             driver_timeout=20.0,
-            spare_after=0.0,
+            spare_after=self._spare_after,
             fork_workers=False,
         )
         super().start(quick, post)

@@ -197,7 +197,7 @@ def test_p1_to_p4(
     follower = Follower(misfortune.follow, misfortune.worlds)
 
     def make(task: Any) -> ProcessLauncher:
-        misfortune.cluster = launcher(task, room=job.workers)
+        misfortune.cluster = launcher(task, room=job.workers, spares=True)
         return misfortune.cluster
 
     ours, result = train_elastic(job, store, manifest, str(tmp_path), follower, make, misfortune, lease=LEASE)

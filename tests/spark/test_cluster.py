@@ -64,11 +64,13 @@ def test_slot_task_is_found_among_the_processes_of_its_executor(
     assert set(pids) & tasks
 
 
+@pytest.mark.faults  # the tests of settings depend on it in each build; two cold sessions for its own sake are too dear
 def test_other_settings_make_another_session(spark_with: Callable[[Mapping[str, str]], SparkSession]) -> None:
     session = spark_with({"spark.task.maxFailures": "1"})
     assert session.conf.get("spark.task.maxFailures") == "1"
     assert session.range(10).count() == 10
 
 
+@pytest.mark.faults
 def test_default_settings_come_back(spark: SparkSession) -> None:
     assert spark.conf.get("spark.task.maxFailures", "unset") == "unset"

@@ -112,7 +112,11 @@ def trained(job: Job, folder: Path, inject_fault: Any) -> LaunchResult:
     write(folder, "arrow")
     store, manifest = data_in(folder)
     launcher = ProcessLauncher(
-        job.task(store, manifest, str(folder / "ledger")), SystemClock(), preload=("keras",), room=2
+        job.task(store, manifest, str(folder / "ledger")),
+        SystemClock(),
+        preload=("keras",),
+        room=2,
+        spare_after=3600.0,  # whole slots are killed
     )
     batch = job.batch_size * job.workers
     limits = Limits(job.workers, 1, job.workers, gather_timeout=60.0, lease=5.0, max_global_batch=batch)

@@ -67,7 +67,11 @@ def train(job: Job, tmp_path: Path, acts: Any) -> tuple[Any, Any]:
     """(store and manifest, the launch's result). acts: what befalls the launcher and the store, by place."""
     store, manifest = make_data(tmp_path)
     launcher = ProcessLauncher(
-        job.task(store, manifest, str(tmp_path / "ledger")), SystemClock(), preload=("keras",), room=3
+        job.task(store, manifest, str(tmp_path / "ledger")),
+        SystemClock(),
+        preload=("keras",),
+        room=3,
+        spare_after=3600.0,  # whole slots are killed, and a process that imports TensorFlow takes seconds
     )
     batch = job.batch_size * job.workers
     limits = Limits(job.workers, 1, job.workers, gather_timeout=60.0, lease=5.0, max_global_batch=batch)
@@ -105,6 +109,7 @@ def test_p1_p2_p3_p4_with_two_kills(tmp_path: Path, fault: Fault) -> None:
     assert [epoch["val_rows"] for epoch in history] == [ROWS] * job.epochs
 
 
+@pytest.mark.faults  # many processes import TensorFlow; each build has P7 in tests/component/torch/test_resume.py
 @pytest.mark.scenario("G5")
 def test_p7_all_workers_are_lost_and_training_continues_from_the_last_checkpoint(
     tmp_path: Path, fault: Fault

@@ -21,6 +21,7 @@ from spark_elastic.testing.fakes import ProcessLauncher
 
 STEPS = 20
 PACE = 0.05  # seconds a step takes at least
+NEVER = 3600.0  # seconds, longer than any test
 
 
 def train(steps: int, holds: dict[int, int | str]) -> dict[str, Any]:
@@ -132,16 +133,25 @@ def count(
 
 
 class Run:
-    """One call of `run` on plain processes. `at` does something once a worker says that it took a step."""
+    """One call of `run` on plain processes. `at` does something once a worker says that it took a step.
 
-    def __init__(self, fn: Any, *given: Any, room: int, **arguments: Any) -> None:
+    spares: whether slots start warm spares, at once.
+    """
+
+    def __init__(self, fn: Any, *given: Any, room: int, spares: bool = False, **arguments: Any) -> None:
         self._waiting: list[tuple[int, Callable[[], object]]] = []
         self._threads: list[threading.Thread] = []
         self.lines = io.StringIO()
         config = ElasticConfig(gather_timeout=60.0, lease=3.0)
         arguments = {"min_workers": 1, "stdout": self, **arguments}
         self.call: Call = prepare(fn, given, arguments, config)
-        self.cluster = ProcessLauncher(self.call.program, SystemClock(), self.call.preload, room=room)
+        self.cluster = ProcessLauncher(
+            self.call.program,
+            SystemClock(),
+            self.call.preload,
+            room=room,
+            spare_after=0.0 if spares else NEVER,
+        )
 
     def at(self, step: int, act: Callable[[], object]) -> None:
         self._waiting.append((step, act))

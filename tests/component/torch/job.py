@@ -196,8 +196,11 @@ def train_elastic(
     return torch.load(io.BytesIO(store.read_bytes("final.pt")), weights_only=True), result
 
 
-def launcher(task: TorchTrainProgram, room: int) -> ProcessLauncher:
-    return ProcessLauncher(task, SystemClock(), preload=("torch",), room=room)
+def launcher(task: TorchTrainProgram, room: int, spares: bool = False) -> ProcessLauncher:
+    """spares: whether slots start warm spares, at once. Tests that kill whole slots need none."""
+    return ProcessLauncher(
+        task, SystemClock(), preload=("torch",), room=room, spare_after=0.0 if spares else 3600.0
+    )
 
 
 def train_plain(

@@ -60,7 +60,7 @@ def test_a_loss_costs_at_most_the_steps_since_the_last_commit(fault: Fault, comm
 
 def test_all_but_one_die_and_their_spares_come_back(fault: Fault, tmp_path: Path) -> None:
     go = tmp_path / "go"
-    run = Run(count, (STEPS, 1, False, {12: str(go)}), room=3, num_workers=3)
+    run = Run(count, (STEPS, 1, False, {12: str(go)}), room=3, spares=True, num_workers=3)
 
     def inject_fault() -> None:
         for worker in run.workers()[1:]:
