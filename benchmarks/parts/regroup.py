@@ -60,7 +60,7 @@ class Stepper:
             time.sleep(STEP)
             stop = float((self._folder / "stop").exists())
             try:
-                wish = group.allgather(np.array([handle.membership_version(), stop])).reshape(-1, 2)
+                wish = group.allgather(np.array([handle.membership_version().encode(), stop])).reshape(-1, 2)
             except CollectiveError:
                 self._write("broke", world)
                 raise
@@ -69,7 +69,7 @@ class Stepper:
             handle.report_position(Position(0, Phase.TRAIN, self._step))
             if wish[:, 1].max():
                 return Completed(json.dumps(self._step))
-            if wish[:, 0].max() > world.version:
+            if wish[:, 0].max() > world.version.encode():
                 return Stopped("the membership changes")
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ from spark_elastic.protocol.messages import (
     WorkerStarted,
     WorldFormed,
 )
-from spark_elastic.protocol.types import Fence, Phase, Position
+from spark_elastic.protocol.types import INITIAL_VERSION, Fence, MembershipVersion, Phase, Position
 from spark_elastic.rendezvous import auth, codec
 from spark_elastic.rendezvous.messages import (
     MAX_POLL_SECONDS,
@@ -157,11 +157,11 @@ class Worker:
             pass
 
     async def _watch_worker(self) -> None:
-        over, version, stop = None, 0, None
+        over, version, stop = None, INITIAL_VERSION, None
         while stop is None:
             request = WatchWorker(self._names[0], over, version)
             news = await self._worker.ask(request, MAX_POLL_SECONDS, watching=True)
-            version, stop = news["version"], news["stop"]
+            version, stop = MembershipVersion(**news["version"]), news["stop"]
             over = Fence(**news["over"]) if news["over"] else None
 
 

@@ -30,7 +30,7 @@ log = logging.getLogger("spark_elastic.driver")
 
 Commands: TypeAlias = tuple[DriverCommand, ...]
 Listener: TypeAlias = Callable[[DriverEvent, Commands, DriverState | None], None]
-FORMAT = 5  # of the file
+FORMAT = 6  # of the file
 MAX_ENTRIES = 10_000  # entries in memory; ticks and heartbeats, of which a week has millions, are left out
 
 

@@ -6,7 +6,15 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
-from spark_elastic.protocol.types import Checkpoint, Fence, Position, SlotId, WorkerId, World
+from spark_elastic.protocol.types import (
+    Checkpoint,
+    Fence,
+    MembershipVersion,
+    Position,
+    SlotId,
+    WorkerId,
+    World,
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,7 @@ class AbortWorld(Command):
 class AnnounceChange(Command):
     """A planned change is wanted: workers put `version` into their step summaries and stop at a common boundary."""
 
-    version: int  # of the membership; higher than the world's
+    version: MembershipVersion  # higher than the world's
 
 
 @dataclass(frozen=True)

@@ -102,9 +102,6 @@ class Position:
 
 
 START = Position(0, Phase.TRAIN, 0)
-# Set in a membership version that announces the job's end. One maximum over the ranks then agrees on the version and on
-# the end, at the same boundary: R6 (step summary).
-_JOB_ENDS = 1 << 40
 
 
 class HostUpdateResult(IntFlag):
@@ -116,28 +113,34 @@ class HostUpdateResult(IntFlag):
     mixed = 3
 
 
-_UPDATE_BITS = 2  # the lowest bits of a membership version say what its change does
+@dataclass(frozen=True, order=True)
+class MembershipVersion:
+    """Which planned changes of a job's workers have been announced; it grows with each of them, over all worlds.
+
+    Ranks agree on the highest that any of them knows, and so on what the newest change does, at the same boundary: R6
+    (step summary).
+    """
+
+    number: int = 0  # of the newest change; 0: none was announced yet
+    job_ends: bool = False  # the change is the job's end
+    update: HostUpdateResult = HostUpdateResult.no_update  # what the change does
+
+    def next(
+        self, *, job_ends: bool = False, update: HostUpdateResult = HostUpdateResult.no_update
+    ) -> MembershipVersion:
+        """The version of the change that is announced after this one."""
+        return MembershipVersion(self.number + 1, job_ends, update)
+
+    def encode(self) -> int:
+        """As an integer for the collectives of the engine, in the same order as the versions."""
+        return self.number << 3 | self.job_ends << 2 | self.update
+
+    @classmethod
+    def decode(cls, encoded: int) -> MembershipVersion:
+        return cls(encoded >> 3, bool(encoded >> 2 & 1), HostUpdateResult(encoded & HostUpdateResult.mixed))
 
 
-def next_version(version: int, job_ends: bool, update: HostUpdateResult = HostUpdateResult.no_update) -> int:
-    """The membership version of the change that is announced after `version`."""
-    if job_ends:
-        return version + _JOB_ENDS
-    return ((version >> _UPDATE_BITS) + 1) << _UPDATE_BITS | update
-
-
-def get_update(version: int) -> HostUpdateResult:
-    """What the change of that membership version does."""
-    return (
-        HostUpdateResult.no_update
-        if is_job_end(version)
-        else HostUpdateResult(version & HostUpdateResult.mixed)
-    )
-
-
-def is_job_end(version: int) -> bool:
-    """Whether the change of that membership version is the job's end."""
-    return version >= _JOB_ENDS
+INITIAL_VERSION = MembershipVersion()
 
 
 @dataclass(frozen=True)
@@ -177,7 +180,7 @@ class World:
     reason: str
     # The membership version that it was formed at. Members stop at a boundary once a step summary carries a higher one,
     # so all of them compare with the same number: R6 (step summary).
-    version: int = 0
+    version: MembershipVersion = INITIAL_VERSION
     # Where no member brings a position, the checkpoints that count, newest first: the source loads the first that is
     # whole and broadcasts it.
     resume: tuple[Checkpoint, ...] = ()

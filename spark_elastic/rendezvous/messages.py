@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from spark_elastic.protocol.messages import Acknowledged, DriverMessage, Request, SlotRequest, WorkerRequest
-from spark_elastic.protocol.types import Fence, WorkerId
+from spark_elastic.protocol.types import INITIAL_VERSION, Fence, MembershipVersion, WorkerId
 
-VERSION = 2  # of the wire format; client and server must have the same
+VERSION = 3  # of the wire format; client and server must have the same
 SLOT_LINE_PREFIX = (
     "spark_elastic: "  # begins a log line that a slot itself writes; the driver always logs such lines
 )
@@ -83,7 +83,7 @@ class WorkerUpdate:
     """What a worker must know at once."""
 
     # The newest membership version, and why it was announced.
-    version: int
+    version: MembershipVersion
     reason: str = ""
     # The newest generation that is over, and why.
     over: Fence | None = None
@@ -100,8 +100,8 @@ class WatchWorker(WorkerRequest[WorkerUpdate]):
     begins while the poll is open.
     """
 
-    over: Fence | None
-    version: int
+    over: Fence | None = None
+    version: MembershipVersion = INITIAL_VERSION
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from spark_elastic.clock import Clock
 from spark_elastic.errors import InvalidInput
-from spark_elastic.protocol.types import Fence, SlotId, WorkerId, World
+from spark_elastic.protocol.types import Fence, MembershipVersion, SlotId, WorkerId, World
 from spark_elastic.rendezvous.auth_middleware import AuthMiddleware
 from spark_elastic.rendezvous.http_server import Bind, HttpServer, format_address, listen, listen_on_loopback
 from spark_elastic.rendezvous.messages import LogLines
@@ -184,7 +184,7 @@ class RendezvousServer:
         """That generation is over: wake its watchers and close its exchange."""
         self._submit(lambda: self._state.abort(fence, reason))
 
-    def announce(self, version: int, reason: str) -> None:
+    def announce(self, version: MembershipVersion, reason: str) -> None:
         """Tell every watcher the newest membership version."""
         self._submit(lambda: self._state.announce(version, reason))
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from spark_elastic.errors import InvalidInput, StaleGeneration
 from spark_elastic.protocol.messages import NextWorld
-from spark_elastic.protocol.types import Fence, SlotId, WorkerId, World
+from spark_elastic.protocol.types import INITIAL_VERSION, Fence, MembershipVersion, SlotId, WorkerId, World
 from spark_elastic.rendezvous.messages import (
     Blobs,
     CompareAndSet,
@@ -162,7 +162,7 @@ class ServerState:
         self._next = NextWorld()  # the reply that tells its members of it
         self._aborted: str | None = None  # why the current world is over
         self._over: tuple[Fence, str] | None = None  # the newest generation that is over
-        self._version, self._version_reason = 0, ""
+        self._version, self._version_reason = INITIAL_VERSION, ""
         self._stops: dict[WorkerId, WorkerStop] = {}
         self._commands: defaultdict[SlotId, list[WorkerStop]] = defaultdict(list)
         self._released: dict[SlotId, str] = {}
@@ -186,7 +186,7 @@ class ServerState:
             self._close_exchange()
             self.waiters.wake_all()
 
-    def announce(self, version: int, reason: str) -> None:
+    def announce(self, version: MembershipVersion, reason: str) -> None:
         self._version, self._version_reason = version, reason
         self.waiters.wake_all()
 

@@ -150,12 +150,12 @@ class CountingProgram:
             self._clock.sleep(self._seconds)
             change = self._share(self._step, group.rank, group.size)
             group.allreduce(change)
-            versions = group.allgather(np.array([handle.membership_version()], dtype=np.int64))
+            versions = group.allgather(np.array([handle.membership_version().encode()], dtype=np.int64))
             self._state += change
             self._step += 1
             handle.report_position(Position(0, Phase.TRAIN, self._step))
             handle.report_metrics({"step": self._step, "world": group.size})
-            if versions.max() > world.version:
+            if versions.max() > world.version.encode():
                 return Stopped("the membership changes")
         return Completed(
             json.dumps({"sum": float(self._state.sum()), "worlds": self._sizes, "rank": group.rank})

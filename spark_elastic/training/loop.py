@@ -21,7 +21,7 @@ from elastic_collectives import CollectiveError, Group
 from spark_elastic.clock import SystemClock
 from spark_elastic.data.loader import StepRows
 from spark_elastic.errors import add_note
-from spark_elastic.protocol.types import Phase, Position, World, is_job_end
+from spark_elastic.protocol.types import MembershipVersion, Phase, Position, World
 from spark_elastic.state.checkpoint import Checkpointer, SnapshotReader
 from spark_elastic.state.snapshot import build_snapshot
 from spark_elastic.training.ledger import FileLedger, Ledger, NullLedger
@@ -124,7 +124,7 @@ class TrainingLoop:
         position, stops = self._state.position, self._state.progress.stop_reason is not None
         return position.epoch < self._spec.config.epochs and not (stops and position.phase is Phase.TRAIN)
 
-    def _train(self, world: World, group: Group, handle: WorkerHandle) -> int:
+    def _train(self, world: World, group: Group, handle: WorkerHandle) -> MembershipVersion:
         """Train until the epoch's end or a boundary at which all stop. Returns the newest membership version."""
         position, version = self._state.position, world.version
         handle.report_position(position)
@@ -197,7 +197,7 @@ class TrainingLoop:
         if logs is not None:
             self._callbacks.on_step_finalized(logs)
 
-    def _on_finalized(self, world: World, version: int = 0) -> None:
+    def _on_finalized(self, world: World, version: MembershipVersion) -> None:
         """An exchange that applies no step is complete, so the step before it is finalized.
 
         Args:
@@ -220,10 +220,10 @@ class TrainingLoop:
         if applied and checkpointer.count_step():
             checkpointer.hold(lambda: build_snapshot(state.position, state.capture))
 
-    def _finish_checkpoints(self, world: World, version: int) -> None:
+    def _finish_checkpoints(self, world: World, version: MembershipVersion) -> None:
         """If this boundary is the job's last, make the state durable before any worker leaves."""
         checkpointer, state = self._checkpointer, self._state
-        if checkpointer is not None and version > world.version and is_job_end(version):
+        if checkpointer is not None and version > world.version and version.job_ends:
             checkpointer.hold(lambda: build_snapshot(state.position, state.capture))
             checkpointer.write_pending(world.fence)
             checkpointer.flush()
@@ -231,7 +231,7 @@ class TrainingLoop:
     def _close_epoch(self, world: World, group: Group, handle: WorkerHandle) -> None:
         """The barrier finalizes the epoch's last step (R1); then the epoch enters the history, alike on all ranks."""
         group.barrier()
-        self._on_finalized(world)
+        self._on_finalized(world, world.version)
         state, entry = self._state, self._history_entry()
         stop_reason = self._callbacks.on_epoch_end(group, entry)
         progress = state.progress
@@ -314,7 +314,11 @@ class Validation:
     """
 
     def __init__(
-        self, spec: TrainSpec, rows: Rows, trainer: ModelTrainer, on_finalized: Callable[[World, int], None]
+        self,
+        spec: TrainSpec,
+        rows: Rows,
+        trainer: ModelTrainer,
+        on_finalized: Callable[[World, MembershipVersion], None],
     ) -> None:
         """
         Args:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from elastic_collectives import Group, MismatchError
-from spark_elastic.protocol.types import Position
+from spark_elastic.protocol.types import MembershipVersion, Position
 
 
 class _Header(NamedTuple):
@@ -42,8 +42,8 @@ class StepSummary(NamedTuple):
 
     # The step; the same on all ranks.
     position: Position
-    # The newest membership version that the rank knows.
-    version: int
+    # The newest that the rank knows.
+    version: MembershipVersion
     # Hash of how gradients are cut into buckets (R7, layout).
     layout: int
     # Rows of this rank in the step.
@@ -63,8 +63,8 @@ class StepSummary(NamedTuple):
 class StepDecision(NamedTuple):
     """What all ranks conclude; the same everywhere."""
 
-    # The newest membership version that any rank knows.
-    version: int
+    # The newest that any rank knows.
+    version: MembershipVersion
     # Rows of all ranks.
     rows: int
     # Sum of the losses of all rows.
@@ -100,7 +100,7 @@ def exchange_summaries(group: Group, mine: StepSummary) -> StepDecision:
         position.epoch,
         position.phase,
         position.step,
-        mine.version,
+        mine.version.encode(),
         mine.layout,
         mine.rows,
         mine.loss,
@@ -120,7 +120,7 @@ def exchange_summaries(group: Group, mine: StepSummary) -> StepDecision:
         united = np.bitwise_or.reduce(gathered[:, _FORMAT.size :])
         flags_of_any = np.unpackbits(united, count=2 * count).view(np.bool_)
     return StepDecision(
-        version=max(header.version for header in headers),
+        version=MembershipVersion.decode(max(header.version for header in headers)),
         rows=sum(header.rows for header in headers),
         loss=_sum_in_order(header.loss for header in headers),
         denominator=_sum_in_order(header.denominator for header in headers),

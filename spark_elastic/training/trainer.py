@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from elastic_collectives import Group
 from spark_elastic.data.loader import StepRows
-from spark_elastic.protocol.types import Position
+from spark_elastic.protocol.types import MembershipVersion, Position
 from spark_elastic.state.snapshot import Codec, Snapshot, SnapshotBuilder, broadcast_snapshot, build_snapshot
 from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.progress import TrainingProgress
@@ -116,7 +116,7 @@ class ModelTrainer(Protocol):
         self,
         group: Group,
         rows: StepRows,
-        version: int,
+        version: MembershipVersion,
         account: Callable[[StepDecision], Position],
         before_apply: Callable[[], None],
     ) -> StepDecision:
@@ -133,7 +133,7 @@ class ModelTrainer(Protocol):
         """A context around the validation steps of one epoch."""
         ...
 
-    def validation_step(self, group: Group, rows: StepRows, version: int) -> StepDecision:
+    def validation_step(self, group: Group, rows: StepRows, version: MembershipVersion) -> StepDecision:
         """One step of validation with its exchange; the position stays."""
         ...
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from elastic_collectives import CollectiveError, Group
 from elastic_collectives.errors import refuse_forks
-from spark_elastic.protocol.types import Position, WorkerId, World
+from spark_elastic.protocol.types import MembershipVersion, Position, WorkerId, World
 from spark_elastic.rendezvous.messages import DriverClient
 from spark_elastic.worker.program import WorkerHandle
 
@@ -109,12 +109,12 @@ class GroupContext(Scope):
         # Calls the group's collectives beside the main thread, in the same order on all ranks. The main thread calls
         # collectives after `wait_until_idle`, or through `engine.run`.
         self.engine = EngineThread()
-        self._agreed_version: int | None = None
+        self._agreed_version: MembershipVersion | None = None
         self._ends: list[Callable[[], object]] = []
 
-    def record_agreed_version(self, version: int) -> None:
+    def record_agreed_version(self, version: MembershipVersion) -> None:
         """An exchange brought every rank the same newest membership version: R6 (step summary)."""
-        self._agreed_version = max(version, self._agreed_version or 0)
+        self._agreed_version = max(version, self._agreed_version or version)
 
     def call_at_end(self, end: Callable[[], object]) -> None:
         """Call `end` once the group is closed. Any thread."""
@@ -126,7 +126,7 @@ class GroupContext(Scope):
         for end in self._ends:
             end()
 
-    def take_agreed_version(self) -> int | None:
+    def take_agreed_version(self) -> MembershipVersion | None:
         """The version last agreed on, the same on every rank; None if no exchange followed the last call."""
         version, self._agreed_version = self._agreed_version, None
         return version

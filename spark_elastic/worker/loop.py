@@ -34,7 +34,16 @@ from spark_elastic.protocol.messages import (
     WorldFormed,
 )
 from spark_elastic.protocol.slot_spec import WorkerIdentity
-from spark_elastic.protocol.types import Checkpoint, Fence, Member, Position, WorkerId, World, get_update
+from spark_elastic.protocol.types import (
+    INITIAL_VERSION,
+    Checkpoint,
+    Fence,
+    Member,
+    MembershipVersion,
+    Position,
+    WorkerId,
+    World,
+)
 from spark_elastic.rendezvous import codec
 from spark_elastic.rendezvous.client import exchange_blobs
 from spark_elastic.rendezvous.messages import (
@@ -329,11 +338,11 @@ class DriverWatch:
         self._driver = driver
         self._clock = clock
         self._driver_timeout = driver_timeout
-        self._version = 0
+        self._version = INITIAL_VERSION
         self._closing = threading.Event()
 
     @property
-    def version(self) -> int:
+    def version(self) -> MembershipVersion:
         """The newest membership version that this worker knows. Any thread."""
         return self._version
 
@@ -366,7 +375,7 @@ class DriverWatch:
             now = self._clock.now()
             if watched.version > self._version:
                 self._version = watched.version
-                notification_manager.handle_hosts_updated(self._clock.wall(), get_update(watched.version))
+                notification_manager.handle_hosts_updated(self._clock.wall(), watched.version.update)
             if watched.over is not None and watched.over != over:
                 over = watched.over
                 handle_event(AbortReceived(now, over, watched.why))

@@ -19,7 +19,7 @@ import cloudpickle
 
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
-from spark_elastic.protocol.types import Checkpoint, Position, World
+from spark_elastic.protocol.types import Checkpoint, MembershipVersion, Position, World
 from spark_elastic.rendezvous import codec
 from spark_elastic.rendezvous.messages import MAX_BODY_BYTES
 
@@ -56,7 +56,7 @@ class WorkerHandle:
     """What a running program may use of its worker."""
 
     # The newest membership version that this worker knows; part of each step's summary.
-    membership_version: Callable[[], int]
+    membership_version: Callable[[], MembershipVersion]
     # To be called after each change of the position; cheap, without I/O.
     report_position: Callable[[Position], None]
     # Sends numbers to the driver for its progress line; never blocks, and may drop numbers that newer ones replace.

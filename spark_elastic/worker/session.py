@@ -11,7 +11,14 @@ import numpy as np
 
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
-from spark_elastic.protocol.types import HostUpdateResult, Phase, Position, World, get_update, is_job_end
+from spark_elastic.protocol.types import (
+    INITIAL_VERSION,
+    HostUpdateResult,
+    MembershipVersion,
+    Phase,
+    Position,
+    World,
+)
 from spark_elastic.state import state
 from spark_elastic.state.checkpoint import CHECKPOINTER, Checkpointer
 from spark_elastic.worker.context import EngineThread, WorkerContext, get_context
@@ -27,7 +34,7 @@ class ContextSession:
 
     def __init__(self, handle: WorkerHandle) -> None:
         self._handle = handle
-        self._agreed_version = 0  # newest membership version that all ranks know
+        self._agreed_version = INITIAL_VERSION  # newest membership version that all ranks know
 
     @property
     def world(self) -> World:
@@ -53,16 +60,16 @@ class ContextSession:
         worker = _require_context()
         version = worker.group_context.take_agreed_version()
         if version is None:
-            newest = np.array([self._handle.membership_version()], np.int64)
+            newest = np.array([self._handle.membership_version().encode()], np.int64)
             worker.group_context.wait_until_idle()
             worker.require_group().allreduce(newest, op="max")
-            version = int(newest[0])
+            version = MembershipVersion.decode(int(newest[0]))
         self._agreed_version = version
         return version > self.world.version
 
     @property
     def host_update(self) -> HostUpdateResult:
-        return get_update(self._agreed_version)
+        return self._agreed_version.update
 
     @property
     def checkpointer(self) -> Checkpointer | None:
@@ -70,7 +77,7 @@ class ContextSession:
         return checkpointer
 
     def is_job_ending(self) -> bool:
-        return is_job_end(self._agreed_version)
+        return self._agreed_version.job_ends
 
     def next_world(self, error: CollectiveError | None) -> None:
         world, group = self._handle.next_world(error)

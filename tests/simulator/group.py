@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.types import Phase, Position, World
+from spark_elastic.protocol.types import MembershipVersion, Phase, Position, World
 from tests.simulator.fault_plan import Moment
 from tests.simulator.invariants import Violation
 
@@ -52,7 +52,7 @@ class SimGroup:
         self._count: Counter[Activity] = Counter()  # of `doing`
         self._unaware: dict[str, SimWorker] = {}  # have not seen a peer leave; used in large worlds only
         self.broken: dict[str, str] = {}  # worker -> why its end of the group is broken
-        self.arrived: dict[str, int] = {}  # worker -> membership version that it contributed
+        self.arrived: dict[str, MembershipVersion] = {}  # worker -> membership version that it contributed
         self.position: Position | None = None  # of the exchange that is under way
         self.epoch = 0  # counts collectives, so that a timer knows whether its one is over
 
@@ -214,7 +214,7 @@ class SimGroup:
             self.arrived = {}
             self._complete(Activity.EXCHANGE, partial(self._exchanged, newest=newest), slowest=0.02)
 
-    def _exchanged(self, worker: SimWorker, newest: int) -> None:
+    def _exchanged(self, worker: SimWorker, newest: MembershipVersion) -> None:
         """R6 (step summary): apply, then stop if the summary has a newer version than the world's."""
         self._set_activity(worker, Activity.APPLYING)
         self.sim.moment(Moment.COMPLETE)

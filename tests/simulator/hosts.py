@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol import worker_machine
-from spark_elastic.protocol.types import Fence, Position, SlotId, WorkerId, World, heartbeat_interval
+from spark_elastic.protocol.types import (
+    INITIAL_VERSION,
+    Fence,
+    Position,
+    SlotId,
+    WorkerId,
+    World,
+    heartbeat_interval,
+)
 from spark_elastic.protocol.worker_machine import Stage
 from tests.simulator.fault_plan import Moment
 from tests.simulator.invariants import Violation
@@ -166,7 +174,7 @@ class SimWorker:
         self.alive, self.stopped, self.connected = True, False, False
         self.state, _ = worker_machine.initial(name)
         self.weights = INITIAL_WEIGHTS
-        self.version = 0  # the newest membership version that it received
+        self.version = INITIAL_VERSION  # the newest membership version that it received
         self.group: SimGroup | None = None
         self.question: Callable[[], None] | None = None
         self.checkpointer = SimCheckpointer(self)

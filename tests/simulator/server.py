@@ -28,7 +28,7 @@ from spark_elastic.protocol.messages import (
     WorkerStarted,
     WorldFormed,
 )
-from spark_elastic.protocol.types import Checkpoint, Fence, World
+from spark_elastic.protocol.types import INITIAL_VERSION, Checkpoint, Fence, MembershipVersion, World
 from spark_elastic.state.run_lease import CheckpointList, RunLease
 from tests.simulator.fault_plan import Moment
 from tests.simulator.invariants import DriverInvariants, EventLog, Violation
@@ -59,7 +59,7 @@ class SimServer:
         self.aborted: dict[Fence, str] = {}
         self.held: dict[str, tuple[SimWorker, Fence | None]] = {}
         self.stops: dict[str, do.StopWorker] = {}
-        self.version = 0
+        self.version = INITIAL_VERSION
 
     @property
     def over(self) -> bool:
@@ -280,7 +280,7 @@ class SimServer:
                 f"{self.event_log.text()}"
             )
 
-    def _receive_version(self, worker: SimWorker, version: int) -> None:
+    def _receive_version(self, worker: SimWorker, version: MembershipVersion) -> None:
         worker.version = max(worker.version, version)
 
     def _stop(self, order: do.StopWorker) -> None:

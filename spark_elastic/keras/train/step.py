@@ -20,7 +20,7 @@ from elastic_collectives import Group
 from spark_elastic.keras.train.compiled import CompiledLosses, CompiledMetrics
 from spark_elastic.keras.train.state import KerasTrainingState, value_of
 from spark_elastic.ops.flat_allreduce import FlatAllreduce
-from spark_elastic.protocol.types import Position
+from spark_elastic.protocol.types import MembershipVersion, Position
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.ledger import Ledger
@@ -202,7 +202,7 @@ class TrainStep:
         self,
         group: Group,
         batch: LocalBatch[Array],
-        version: int,
+        version: MembershipVersion,
         account: Callable[[StepDecision], Position],
         before_apply: Callable[[], None],
         wants_stop: bool,
@@ -252,7 +252,7 @@ class TrainStep:
             self._ledger.record_applied(group.fence, position, group.size)
         return decision
 
-    def validate(self, group: Group, batch: LocalBatch[Array], version: int) -> StepDecision:
+    def validate(self, group: Group, batch: LocalBatch[Array], version: MembershipVersion) -> StepDecision:
         """Take one step of validation; the position stays."""
         position, loss, rows = self._state.position, 0.0, len(batch)
         try:

@@ -22,7 +22,7 @@ from spark_elastic.keras.train.callbacks import KerasCallbackList
 from spark_elastic.keras.train.compiled import CompiledLosses, CompiledMetrics
 from spark_elastic.keras.train.state import KerasTrainingState
 from spark_elastic.keras.train.step import Structure, TrainStep, describe_world_dependence
-from spark_elastic.protocol.types import Phase, Position
+from spark_elastic.protocol.types import MembershipVersion, Phase, Position
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.identity import digest
 from spark_elastic.training.ledger import Ledger
@@ -101,7 +101,7 @@ class KerasTrainer:
         self,
         group: Group,
         rows: StepRows,
-        version: int,
+        version: MembershipVersion,
         account: Callable[[StepDecision], Position],
         before_apply: Callable[[], None],
     ) -> StepDecision:
@@ -123,7 +123,7 @@ class KerasTrainer:
         self.callbacks.on_validation_begin()
         return nullcontext()
 
-    def validation_step(self, group: Group, rows: StepRows, version: int) -> StepDecision:
+    def validation_step(self, group: Group, rows: StepRows, version: MembershipVersion) -> StepDecision:
         self._metrics.sums = self.state.progress.metric_sums
         decision = self._train_step.validate(group, self._validation_batches.build(rows), version)
         self.state.progress.metric_sums = self._metrics.sums

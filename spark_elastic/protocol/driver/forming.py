@@ -47,7 +47,6 @@ from spark_elastic.protocol.types import (
     WorkerId,
     WorkerStatus,
     World,
-    next_version,
 )
 
 LAST_STOP_TIMEOUT = (
@@ -135,7 +134,7 @@ def _may_end(tx: Transition) -> bool:
     only_end_announced = (
         current.end_announced
         and current.world is not None
-        and current.version == next_version(current.world.version, job_ends=True)
+        and current.version == current.world.version.next(job_ends=True)
     )
     return not tx.has_survivors() or (only_end_announced and not current.break_reason)
 
@@ -189,7 +188,7 @@ def _announce(tx: Transition, over_time: str) -> None:
         return
     update = HostUpdateResult.added if joining else HostUpdateResult.no_update
     update |= HostUpdateResult.removed if leaving else HostUpdateResult.no_update
-    current.version = next_version(current.version, job_ends=bool(over_time), update=update)
+    current.version = current.version.next(job_ends=bool(over_time), update=update)
     current.announced = True
     current.end_announced |= bool(over_time)
     reason = f"world {state.generation} is to stop at its next step boundary: {why}"

@@ -17,10 +17,12 @@ from spark_elastic.protocol.driver.blacklist import Blacklist
 from spark_elastic.protocol.events import DrainRequested
 from spark_elastic.protocol.table import Table
 from spark_elastic.protocol.types import (
+    INITIAL_VERSION,
     Checkpoint,
     Fence,
     HostId,
     Limits,
+    MembershipVersion,
     Position,
     SlotId,
     WorkerId,
@@ -515,7 +517,7 @@ class CurrentWorld(Part):
 
     world: World | None = None
     generation: int = 0
-    version: int = 0  # of the membership: grows with each announced change, over all worlds
+    version: MembershipVersion = INITIAL_VERSION  # of the newest announced change
     announced: bool = False  # the world was told to stop at its next boundary
     end_announced: bool = False  # and that this boundary is the job's last
     break_reason: str = ""  # why the world broke, "" if it did not

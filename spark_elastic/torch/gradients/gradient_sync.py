@@ -20,7 +20,7 @@ from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.timeline import get_timeline
-from spark_elastic.protocol.types import START
+from spark_elastic.protocol.types import INITIAL_VERSION, START
 from spark_elastic.torch.gradients.exchange import GradientExchange, weak_method
 from spark_elastic.torch.gradients.exchange_options import ExchangeOptions
 from spark_elastic.training.step_summary import StepDecision, StepSummary, exchange_summaries
@@ -246,7 +246,8 @@ def exchange_summary(
         rows: 0 on a rank that has joined.
     """
     worker = get_context()
-    version = 0 if worker is None or worker.handle is None else worker.handle.membership_version()
+    handle = None if worker is None else worker.handle
+    version = INITIAL_VERSION if handle is None else handle.membership_version()
     mine = StepSummary(START, version, layout, rows, 0.0, 1.0, present, found_sparse)
     decision = exchange_summaries(group, mine)
     if worker is not None and worker.group is group:  # a process set cannot agree for the whole world

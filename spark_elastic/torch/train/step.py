@@ -13,7 +13,7 @@ import torch
 
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
-from spark_elastic.protocol.types import Position
+from spark_elastic.protocol.types import MembershipVersion, Position
 from spark_elastic.torch.gradients.exchange import GradientExchange
 from spark_elastic.torch.layers import RowDropout, draw_rows
 from spark_elastic.torch.train.forward import (
@@ -117,7 +117,7 @@ class TrainStep:
         self,
         group: Group,
         batch: LocalBatch[torch.Tensor],
-        version: int,
+        version: MembershipVersion,
         account: Callable[[StepDecision], Position],
         before_apply: Callable[[], None] = lambda: None,
         wants_stop: bool = False,
@@ -174,7 +174,7 @@ class TrainStep:
     def _summarize(
         self,
         batch: LocalBatch[torch.Tensor],
-        version: int,
+        version: MembershipVersion,
         loss: float,
         denominator: float,
         *,

@@ -16,7 +16,7 @@ import torch
 from elastic_collectives import Group
 from spark_elastic.data.loader import StepRows
 from spark_elastic.errors import InvalidInput
-from spark_elastic.protocol.types import Position
+from spark_elastic.protocol.types import MembershipVersion, Position
 from spark_elastic.torch.gradients.exchange import GradientExchange
 from spark_elastic.torch.gradients.exchange_options import options_from_env
 from spark_elastic.torch.optimizers import build_optimizer
@@ -89,7 +89,7 @@ class TorchTrainer:
         self,
         group: Group,
         rows: StepRows,
-        version: int,
+        version: MembershipVersion,
         account: Callable[[StepDecision], Position],
         before_apply: Callable[[], None],
     ) -> StepDecision:
@@ -108,7 +108,7 @@ class TorchTrainer:
             for part in in_eval_mode:
                 part.training = False
 
-    def validation_step(self, group: Group, rows: StepRows, version: int) -> StepDecision:
+    def validation_step(self, group: Group, rows: StepRows, version: MembershipVersion) -> StepDecision:
         config, position, metrics = self._spec.config, self.state.position, self._metrics[1]
         batch, loss, denominator = self._batches.build(rows), 0.0, 0.0
         try:

@@ -12,6 +12,7 @@ import keras
 import pytest
 
 from elastic_collectives import Group
+from spark_elastic.protocol.types import INITIAL_VERSION
 from tests.checkpoints import reload_from_checkpoint
 from tests.component.keras.job import JOBS, difference, plain, weights_of
 from tests.component.torch.job import ROWS, make_data
@@ -27,9 +28,9 @@ pytestmark = [
 @pytest.mark.parametrize("name", JOBS)
 def test_p2_a_world_of_two_equals_keras(name: str, tmp_path: Path) -> None:
     job, (store, manifest) = JOBS[name], make_data(tmp_path)
-    world: Any = SimpleNamespace(version=0, fence=(1, 1), source=0, resume=(), receivers=())
+    world: Any = SimpleNamespace(version=INITIAL_VERSION, fence=(1, 1), source=0, resume=(), receivers=())
     handle: Any = SimpleNamespace(
-        membership_version=lambda: 0,
+        membership_version=lambda: INITIAL_VERSION,
         report_position=lambda position: None,
         report_metrics=lambda numbers: None,
     )

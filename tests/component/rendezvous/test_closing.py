@@ -20,7 +20,7 @@ def test_closing_a_client_frees_all_its_threads(driver: Driver) -> None:
     driver.server.publish(world(1, "2-0.1"))
     waits: list[Future[Any]] = [
         driver.aside(lambda: worker.ask(JoinWorld("1-0.1", None, None), hold=MAX_POLL_SECONDS)),
-        driver.aside(lambda: worker.ask(WatchWorker("1-0.1", None, 0), hold=MAX_POLL_SECONDS)),
+        driver.aside(lambda: worker.ask(WatchWorker("1-0.1"), hold=MAX_POLL_SECONDS)),
         driver.aside(lambda: client.ask(WatchSlot("1-0", 0), hold=MAX_POLL_SECONDS)),
     ]
     driver.until_polls(3)

@@ -113,7 +113,7 @@ def test_a_killed_worker_is_noticed_by_its_join(driver: Driver, process: Start) 
 
 
 def test_a_killed_worker_is_noticed_by_its_watch(driver: Driver, process: Start) -> None:
-    child = process('client.ask(WatchWorker("1-0.1", None, 0), 20.0)')
+    child = process('client.ask(WatchWorker("1-0.1"), 20.0)')
     driver.until_polls(1)
     child.kill()
     assert driver.heard(events.ConnectionLost).worker == "1-0.1"
@@ -162,6 +162,6 @@ def test_a_slot_that_dials_again_before_its_old_connection_ends_is_not_lost(driv
 def test_a_long_poll_that_ends_in_time_is_no_lost_connection(driver: Driver) -> None:
     client = driver.client()
     client.ask(WatchSlot("1-0", 0), hold=0.05)
-    client.ask(WatchWorker("1-0.1", None, 0), hold=0.05)
+    client.ask(WatchWorker("1-0.1"), hold=0.05)
     client.close()
     assert driver.events.empty()

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from spark_elastic.protocol.messages import Heartbeat, JoinWorld
+from spark_elastic.protocol.types import MembershipVersion
 from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, WatchWorker
 from tests.component.rendezvous.driver_side import PATIENCE, Driver, world
 
@@ -34,14 +35,14 @@ def test_a_dead_loop_is_replaced_on_the_same_port(driver: Driver, caplog: pytest
     driver.server.publish(world(3, "1-0.1"))
     client = driver.client()
     worker = client
-    watching = driver.aside(lambda: worker.ask(WatchWorker("1-0.1", None, 0), hold=MAX_POLL_SECONDS))
+    watching = driver.aside(lambda: worker.ask(WatchWorker("1-0.1"), hold=MAX_POLL_SECONDS))
     driver.until_polls(1)
     with caplog.at_level(logging.WARNING):
         kill = driver.aside(lambda: _kill_loop(driver))
         # Said while nobody may be serving: it must not be lost.
-        driver.server.announce(5, "a newcomer")
+        driver.server.announce(MembershipVersion(5), "a newcomer")
         kill.result(PATIENCE)
-        assert watching.result(PATIENCE).version == 5
+        assert watching.result(PATIENCE).version == MembershipVersion(5)
     assert "starts again on the same port" in caplog.text
     assert driver.server.address == address
     # What was known is known still, and a break on the driver's side is no loss of the worker.

@@ -8,7 +8,7 @@ import pytest
 
 from spark_elastic.errors import StaleGeneration
 from spark_elastic.protocol.messages import JoinWorld, NextWorld, WorkerDone, WorkerFailed, WorldFormed
-from spark_elastic.protocol.types import Fence, Phase, Position, WorkerId
+from spark_elastic.protocol.types import INITIAL_VERSION, Fence, Phase, Position, WorkerId
 from spark_elastic.rendezvous.codec import encode_numbers
 from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, Report, WatchWorker, WorkerUpdate
 from tests.component.rendezvous.driver_side import ATTEMPT, PATIENCE, Driver, world
@@ -60,36 +60,38 @@ def test_a_world_that_was_left_is_not_handed_out(driver: Driver) -> None:
 def test_a_watch_hears_of_the_version(driver: Driver) -> None:
     worker = driver.client()
     driver.server.publish(world(1, A))
-    assert worker.ask(WatchWorker(A, None, 0), hold=0.05) == WorkerUpdate(0)
-    waiting = driver.aside(lambda: worker.ask(WatchWorker(A, None, 0), hold=MAX_POLL_SECONDS))
-    driver.server.announce(1, "3-0.1 is warm")
-    assert waiting.result(PATIENCE) == WorkerUpdate(1, "3-0.1 is warm")
+    assert worker.ask(WatchWorker(A), hold=0.05) == WorkerUpdate(INITIAL_VERSION)
+    waiting = driver.aside(lambda: worker.ask(WatchWorker(A), hold=MAX_POLL_SECONDS))
+    newer = INITIAL_VERSION.next()
+    news = WorkerUpdate(newer, "3-0.1 is warm")
+    driver.server.announce(newer, "3-0.1 is warm")
+    assert waiting.result(PATIENCE) == news
     # Level-triggered: one that has not heard hears at once.
-    assert worker.ask(WatchWorker(A, None, 0), hold=MAX_POLL_SECONDS) == WorkerUpdate(1, "3-0.1 is warm")
-    assert worker.ask(WatchWorker(A, None, 1), hold=0.05) == WorkerUpdate(1, "3-0.1 is warm")
+    assert worker.ask(WatchWorker(A), hold=MAX_POLL_SECONDS) == news
+    assert worker.ask(WatchWorker(A, None, newer), hold=0.05) == news
 
 
 def test_a_watch_hears_of_an_abort_once(driver: Driver) -> None:
     worker = driver.client()
     driver.server.publish(world(4, A, B))
-    waiting = driver.aside(lambda: worker.ask(WatchWorker(A, None, 0), hold=MAX_POLL_SECONDS))
+    waiting = driver.aside(lambda: worker.ask(WatchWorker(A), hold=MAX_POLL_SECONDS))
     driver.server.abort(Fence(ATTEMPT, 3), "an older one")
     driver.server.abort(Fence(ATTEMPT, 4), "2-0.1 was lost")
     news = waiting.result(PATIENCE)
     assert (news.over, news.why) == (Fence(ATTEMPT, 4), "2-0.1 was lost")
     # Asked by what was heard last: it waits for the next one, and hears again after a lost reply.
-    waiting = driver.aside(lambda: worker.ask(WatchWorker(A, news.over, 0), hold=MAX_POLL_SECONDS))
-    assert worker.ask(WatchWorker(A, None, 0), hold=MAX_POLL_SECONDS) == news
+    waiting = driver.aside(lambda: worker.ask(WatchWorker(A, news.over), hold=MAX_POLL_SECONDS))
+    assert worker.ask(WatchWorker(A), hold=MAX_POLL_SECONDS) == news
     driver.until_polls(1)
     assert not waiting.done()
-    driver.server.announce(1, "3-0.1 is warm")
-    assert waiting.result(PATIENCE).version == 1
+    driver.server.announce(INITIAL_VERSION.next(), "3-0.1 is warm")
+    assert waiting.result(PATIENCE).version == INITIAL_VERSION.next()
 
 
 def test_a_watch_hears_that_its_world_was_followed(driver: Driver) -> None:
     worker = driver.client()
     driver.server.publish(world(1, A, B))
-    waiting = driver.aside(lambda: worker.ask(WatchWorker(A, None, 0), hold=MAX_POLL_SECONDS))
+    waiting = driver.aside(lambda: worker.ask(WatchWorker(A), hold=MAX_POLL_SECONDS))
     driver.server.publish(world(2, B, reason="1-0.1 was silent"))
     news = waiting.result(PATIENCE)
     assert (news.over, news.why) == (Fence(ATTEMPT, 1), "1-0.1 was silent")
@@ -113,7 +115,7 @@ def test_progress_of_a_training_that_diverged_is_handed_on_too(driver: Driver) -
 def test_a_stop_reaches_join_watch_and_later_requests(driver: Driver) -> None:
     worker = driver.client()
     joining = driver.aside(lambda: worker.ask(JoinWorld(A, None, None), hold=MAX_POLL_SECONDS))
-    watching = driver.aside(lambda: worker.ask(WatchWorker(A, None, 0), hold=MAX_POLL_SECONDS))
+    watching = driver.aside(lambda: worker.ask(WatchWorker(A), hold=MAX_POLL_SECONDS))
     driver.heard(JoinWorld)
     driver.server.stop_worker(A, "its slot is drained")
     assert joining.result(PATIENCE) == NextWorld(stop="its slot is drained")

@@ -13,7 +13,7 @@ import pytest
 from elastic_collectives import Group
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
-from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position, next_version
+from spark_elastic.protocol.types import INITIAL_VERSION, Checkpoint, Fence, Phase, Position
 from spark_elastic.state.checkpoint import CheckpointPolicy, CheckpointStore
 from spark_elastic.torch.callbacks import Callback, Training
 from spark_elastic.torch.train.trainer import NOT_METRICS, TorchTrainProgram, list_epoch_numbers
@@ -29,13 +29,15 @@ pytestmark = pytest.mark.native
 
 def test_p2_with_everything_that_hangs_on_a_training(tmp_path: Path) -> None:
     (store, manifest), job = make_data(tmp_path), make_job()
-    world: Any = SimpleNamespace(version=0, fence=(1, 1), source=0, resume=(), receivers=())
+    world: Any = SimpleNamespace(version=INITIAL_VERSION, fence=(1, 1), source=0, resume=(), receivers=())
     told: list[Any] = []
 
     def work(group: Group) -> tuple[Any, Any]:
         report = told.append if group.rank == 0 else lambda numbers: None
         handle: Any = SimpleNamespace(
-            membership_version=lambda: 0, report_position=lambda position: None, report_metrics=report
+            membership_version=lambda: INITIAL_VERSION,
+            report_position=lambda position: None,
+            report_metrics=report,
         )
         task = job.task(store, manifest)
         task._spec = replace(task._spec, checkpoints=None)
@@ -79,7 +81,7 @@ class Warms(Callback):
 
 def test_p4_the_state_wins_over_what_a_newcomer_sets_as_it_begins(tmp_path: Path) -> None:
     (store, manifest), job = make_data(tmp_path), make_job()
-    world: Any = SimpleNamespace(version=0, fence=(1, 1), source=0, resume=(), receivers=(1,))
+    world: Any = SimpleNamespace(version=INITIAL_VERSION, fence=(1, 1), source=0, resume=(), receivers=(1,))
 
     def work(group: Group) -> float:
         task = job.task(store, manifest)
@@ -123,9 +125,9 @@ class Ends(Callback):
 @pytest.mark.parametrize("who", [0, 1])
 def test_r06_what_rank_0_says_within_an_epoch_ends_it_for_all(who: int, tmp_path: Path) -> None:
     (store, manifest), job = make_data(tmp_path), EndingJob(**vars(make_job()), who=who)
-    world: Any = SimpleNamespace(version=0, fence=(1, 1), source=0, resume=(), receivers=())
+    world: Any = SimpleNamespace(version=INITIAL_VERSION, fence=(1, 1), source=0, resume=(), receivers=())
     handle: Any = SimpleNamespace(
-        membership_version=lambda: 0,
+        membership_version=lambda: INITIAL_VERSION,
         report_position=lambda position: None,
         report_metrics=lambda numbers: None,
     )
@@ -160,11 +162,15 @@ def test_r18_behind_the_last_boundary_the_very_step_is_durable(
 ) -> None:
     """What `max_runtime` brings about, heard of by one rank: all stop there, and what was not due is written."""
     (store, manifest), job = make_data(tmp_path), replace(make_job(), batch_size=batch_size)
-    world: Any = SimpleNamespace(version=0, fence=Fence(1, 1), source=0, resume=(), receivers=())
+    world: Any = SimpleNamespace(
+        version=INITIAL_VERSION, fence=Fence(1, 1), source=0, resume=(), receivers=()
+    )
     told: list[Checkpoint] = []
 
     def work(group: Group) -> tuple[Any, Any]:
-        heard = iter([0] * (last - 1 + group.rank) + [next_version(0, job_ends=True)] * job.workers)
+        heard = iter(
+            [INITIAL_VERSION] * (last - 1 + group.rank) + [INITIAL_VERSION.next(job_ends=True)] * job.workers
+        )
         handle: Any = SimpleNamespace(
             membership_version=lambda: next(heard),
             report_position=lambda position: None,

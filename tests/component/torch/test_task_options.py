@@ -23,6 +23,7 @@ from torch.nn.functional import mse_loss
 from elastic_collectives import Group
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
+from spark_elastic.protocol.types import INITIAL_VERSION
 from spark_elastic.torch.train.spec import TorchUserObjects
 from spark_elastic.torch.train.trainer import TorchTrainProgram
 from spark_elastic.training.spec import Rows
@@ -154,9 +155,11 @@ def trained(
     config = replace(spec.config, label_cols=("w",), **case.options)
     spec = replace(spec, config=config, validation=seen, checkpoints=None)
     objects = case.objects()  # once: threads that draw at the same time get other numbers
-    world: Any = SimpleNamespace(version=0, fence=(1, 1), source=0, resume=(), receivers=())
+    world: Any = SimpleNamespace(version=INITIAL_VERSION, fence=(1, 1), source=0, resume=(), receivers=())
     handle: Any = SimpleNamespace(
-        membership_version=lambda: 0, report_position=lambda at: None, report_metrics=lambda n: None
+        membership_version=lambda: INITIAL_VERSION,
+        report_position=lambda at: None,
+        report_metrics=lambda n: None,
     )
 
     def work(group: Group) -> tuple[Any, Any, Any]:

@@ -55,8 +55,8 @@ class Held(CountingProgram):
             self._clock.sleep(LOOK_EVERY)
             handle.report_metrics({"step": self._step, "world": group.size})  # again: one may have been lost
             free = not os.path.exists(self._hold) or self._clock.now() > deadline
-            told = group.allgather(np.array([handle.membership_version(), free], dtype=np.int64))
-            if told[:, 0].max() > world.version:
+            told = group.allgather(np.array([handle.membership_version().encode(), free], dtype=np.int64))
+            if told[:, 0].max() > world.version.encode():
                 return Stopped(CHANGE)
             if told[:, 1].any():
                 return None

@@ -26,18 +26,18 @@ from spark_elastic.protocol.messages import (
     WorldFormed,
 )
 from spark_elastic.protocol.types import (
+    INITIAL_VERSION,
     Fence,
     HostUpdateResult,
     Phase,
     Position,
     SlotId,
     WorkerId,
-    next_version,
 )
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
 
 CLOSE = Position(0, Phase.CLOSE, 0)
-ONE_JOINS = next_version(0, job_ends=False, update=HostUpdateResult.added)
+ONE_JOINS = INITIAL_VERSION.next(update=HostUpdateResult.added)
 
 
 def _done(bench: Bench, *jobs: int) -> None:

@@ -20,11 +20,11 @@ from spark_elastic.protocol.commands import (
     StopWorker,
 )
 from spark_elastic.protocol.messages import JoinWorld, RegisterSlot, WorkerDone, WorkerExited, WorkerFailed
-from spark_elastic.protocol.types import HostUpdateResult, SlotId, next_version
+from spark_elastic.protocol.types import INITIAL_VERSION, HostUpdateResult, SlotId
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
 
 TWO_HOSTS = (("host-1", 2), ("host-2", 2))
-ONE_JOINS = next_version(0, job_ends=False, update=HostUpdateResult.added)
+ONE_JOINS = INITIAL_VERSION.next(update=HostUpdateResult.added)
 
 
 def _slots(bench: Bench, *jobs: int) -> None:

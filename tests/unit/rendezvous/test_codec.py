@@ -92,12 +92,12 @@ def test_every_request_and_reply_has_a_reader_and_a_path_of_its_own(
         (Heartbeat, {"slot": "1-0", "rank": 1}, "Heartbeat has no field 'rank'"),
         (
             WatchWorker,
-            {"worker": "1-0.1", "over": None, "version": True},
-            "version must be int, not bool",
+            {"worker": "1-0.1", "over": None, "version": {"number": True}},
+            "version.number must be int, not bool",
         ),
         (
             WatchWorker,
-            {"worker": "1-0.1", "over": {"attempt": 1}, "version": 1},
+            {"worker": "1-0.1", "over": {"attempt": 1}, "version": {}},
             "over lacks generation",
         ),
         (Position, {"epoch": 1, "phase": 9, "step": 0}, "phase must be one of"),

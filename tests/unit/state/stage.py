@@ -16,15 +16,15 @@ from elastic_collectives import CollectiveError, Group
 from elastic_collectives.fakes import FakeFabric
 from spark_elastic.protocol.driver.forming import RankAssignment, assign_ranks, find_source
 from spark_elastic.protocol.types import (
+    INITIAL_VERSION,
     START,
     Checkpoint,
     Fence,
     HostUpdateResult,
+    MembershipVersion,
     Phase,
     Position,
     World,
-    get_update,
-    next_version,
 )
 from spark_elastic.state.checkpoint import Checkpointer
 
@@ -55,7 +55,7 @@ class Stage:
         self._news = threading.Condition()
         self._generation = 0
         self._events = list(events)
-        self._version = 0
+        self._version = INITIAL_VERSION
         self._alive: set[StageSession] = set()
         self._here: list[StageSession] = []
         self._done: set[StageSession] = set()
@@ -86,7 +86,7 @@ class Stage:
             while self._events and step >= self._events[0].step:
                 event = self._events.pop(0)
                 if event.rank is None:
-                    self._version = next_version(self._version, False, HostUpdateResult.added)
+                    self._version = self._version.next(update=HostUpdateResult.added)
                     self._start()
                 else:
                     self._members[event.rank % len(self._members)].light(event.after, event.slips)
@@ -102,7 +102,7 @@ class Stage:
     def announce(self) -> None:
         """A planned change that brings nobody, as when a host drains."""
         with self._news:
-            self._version = next_version(self._version, False, HostUpdateResult.removed)
+            self._version = self._version.next(update=HostUpdateResult.removed)
 
     @property
     def version(self) -> int:
@@ -200,12 +200,12 @@ class StageSession:
 
     @property
     def host_update(self) -> HostUpdateResult:
-        return get_update(self._agreed)
+        return self._agreed.update
 
     def agree_to_stop(self) -> bool:
-        newest = np.array([self._stage.version], np.int64)
+        newest = np.array([self._stage.version.encode()], np.int64)
         self.allreduce(newest, "max")
-        self._agreed = int(newest[0])
+        self._agreed = MembershipVersion.decode(int(newest[0]))
         return self._agreed > self._world.version
 
     def allreduce(self, array: Any, op: str = "sum") -> None:

@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 
 from spark_elastic.errors import InvalidInput
+from spark_elastic.protocol.types import INITIAL_VERSION
 from spark_elastic.training.progress import StepSums, TrainingProgress, select_figures, to_json_values
 from spark_elastic.training.step_summary import StepDecision
 
 
 def decision(loss: float, denominator: float, rows: int) -> StepDecision:
     none = np.zeros(0, np.bool_)
-    return StepDecision(1, rows, loss, denominator, none, none, 0)
+    return StepDecision(INITIAL_VERSION, rows, loss, denominator, none, none, 0)
 
 
 def test_an_entry_sums_up_the_steps_of_worlds_of_several_sizes() -> None:

@@ -5,13 +5,13 @@ import math
 import numpy as np
 import pytest
 
-from spark_elastic.protocol.types import Phase, Position
+from spark_elastic.protocol.types import INITIAL_VERSION, Phase, Position
 from spark_elastic.training.step_summary import StepDecision
 
 
 def decision(loss: float) -> StepDecision:
     none = np.zeros(0, np.bool_)
-    return StepDecision(1, 4, loss, 4.0, none, none, 0)
+    return StepDecision(INITIAL_VERSION, 4, loss, 4.0, none, none, 0)
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])

@@ -9,7 +9,7 @@ import pytest
 from spark_elastic.errors import DriverUnreachable
 from spark_elastic.protocol.events import DriverSilent
 from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
-from spark_elastic.protocol.types import SlotId
+from spark_elastic.protocol.types import INITIAL_VERSION, SlotId
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.messages import SlotCommands, WorkerUpdate
 from spark_elastic.testing.fakes import FakeClock
@@ -48,7 +48,7 @@ def test_r12_a_worker_ends_one_timeout_after_the_drivers_last_answer() -> None:
         events.append(event)
         watch.close()
 
-    driver = Refused(WorkerUpdate(0), clock)
+    driver = Refused(WorkerUpdate(INITIAL_VERSION), clock)
     watch = DriverWatch("1-0.1", cast("Any", driver), clock, TIMEOUT)
     watch._watch(handle_event)
     (silent,) = events
@@ -72,7 +72,7 @@ def test_r12_a_long_poll_that_is_held_is_no_silence() -> None:
                 self.at = clock.now()
             raise DriverUnreachable("held up")
 
-    driver = Held(WorkerUpdate(0), clock)
+    driver = Held(WorkerUpdate(INITIAL_VERSION), clock)
     watch = DriverWatch("1-0.1", cast("Any", driver), clock, TIMEOUT)
     watch._watch(handle_event)
     assert ends[0] >= driver.at + TIMEOUT > 3 * TIMEOUT

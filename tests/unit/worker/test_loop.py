@@ -16,7 +16,7 @@ from spark_elastic.protocol.commands import Exit
 from spark_elastic.protocol.driver.forming import RankAssignment, assign_ranks
 from spark_elastic.protocol.events import UserRaised
 from spark_elastic.protocol.messages import Acknowledged, NextWorld, WorkerDone
-from spark_elastic.protocol.types import DRIVER_SILENT_EXIT_CODE, START, Fence, World
+from spark_elastic.protocol.types import DRIVER_SILENT_EXIT_CODE, INITIAL_VERSION, START, Fence, World
 from spark_elastic.rendezvous.messages import Report, WatchWorker, WorkerUpdate
 from spark_elastic.worker.program import Completed, WorkerExit
 from tests.unit.worker.loops import build_loop
@@ -99,7 +99,7 @@ def test_the_newest_metrics_are_sent_before_the_result(monkeypatch: pytest.Monke
         match request:
             case WatchWorker():
                 over.wait(30)
-                return WorkerUpdate(0)
+                return WorkerUpdate(INITIAL_VERSION)
             case Report():
                 heard.append(request.numbers)
                 return Acknowledged()

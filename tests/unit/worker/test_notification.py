@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from spark_elastic.protocol.types import HostUpdateResult, next_version
+from spark_elastic.protocol.types import INITIAL_VERSION, HostUpdateResult, MembershipVersion
 from spark_elastic.rendezvous.messages import WorkerUpdate
 from spark_elastic.testing.fakes import FakeClock
 from spark_elastic.torch import elastic
@@ -30,7 +30,7 @@ class Listener:
 class Driver:
     """Answers with each version in turn; after the last the worker is to stop."""
 
-    def __init__(self, versions: list[int]) -> None:
+    def __init__(self, versions: list[MembershipVersion]) -> None:
         self._versions = versions
 
     def last_answered_at(self) -> float:
@@ -41,7 +41,7 @@ class Driver:
         return WorkerUpdate(version, stop=None if self._versions else "done")
 
 
-def _watch(*versions: int) -> None:
+def _watch(*versions: MembershipVersion) -> None:
     DriverWatch("1-0.1", cast("Any", Driver(list(versions))), FakeClock(), 30.0)._watch(lambda event: None)
 
 
@@ -54,10 +54,10 @@ def test_a_listener_hears_of_each_change_once_when_the_driver_announces_it() -> 
     listener = Listener()
     elastic.WorkerNotificationManager().register_listener(listener)
     notification_manager.register_listener(listener)  # the same one
-    joins = next_version(0, False, HostUpdateResult.added)
-    _watch(0, joins, joins)
+    joins = INITIAL_VERSION.next(update=HostUpdateResult.added)
+    _watch(INITIAL_VERSION, joins, joins)
     assert listener.heard.get(timeout=DEADLINE)[1] == HostUpdateResult.added
-    leaves = next_version(joins, False, HostUpdateResult.removed | HostUpdateResult.added)
+    leaves = joins.next(update=HostUpdateResult.removed | HostUpdateResult.added)
     _watch(leaves)
     assert listener.heard.get(timeout=DEADLINE)[1] == HostUpdateResult.mixed
     assert listener.heard.empty()
@@ -66,7 +66,7 @@ def test_a_listener_hears_of_each_change_once_when_the_driver_announces_it() -> 
 def test_the_end_of_a_job_is_no_change_of_hosts() -> None:
     listener = Listener()
     notification_manager.register_listener(listener)
-    _watch(next_version(next_version(0, False, HostUpdateResult.added), job_ends=True))
+    _watch(INITIAL_VERSION.next(update=HostUpdateResult.added).next(job_ends=True))
     assert listener.heard.empty()
 
 

@@ -14,7 +14,7 @@ from spark_elastic.protocol.commands import (
     ReleaseSlot,
 )
 from spark_elastic.protocol.messages import RegisterSlot, WorkerExited, WorkerStarted
-from spark_elastic.protocol.types import HostUpdateResult, SlotId, get_update
+from spark_elastic.protocol.types import HostUpdateResult, SlotId
 from tests.unit.protocol.driver_bench import FOUR, Bench, name
 
 ALL = (("h1", 1), ("h2", 1), ("h3", 1), ("h4", 1))
@@ -67,7 +67,7 @@ def test_a_member_on_a_host_that_discovery_removes_leaves_at_a_boundary_and_noth
     assert bench.world.source == 0
     assert not bench.all(AbortWorld)
     assert [release.slot for release in bench.all(ReleaseSlot)] == ["1-0"]
-    assert get_update(bench.state.current.version) == HostUpdateResult.removed
+    assert bench.state.current.version.update == HostUpdateResult.removed
     bench.on(on.LaunchEnded(0, 1, "released"))
     assert bench.all(LaunchSlot)[-1].launch == 5  # another host may have room
 

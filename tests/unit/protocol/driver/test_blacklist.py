@@ -9,7 +9,7 @@ from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import End, LaunchSlot, Outcome, PublishWorld, ReleaseSlot
 from spark_elastic.protocol.driver.blacklist import JITTER, Blacklist, delay
 from spark_elastic.protocol.messages import RegisterSlot, WorkerExited, WorkerStarted
-from spark_elastic.protocol.types import Limits, SlotId
+from spark_elastic.protocol.types import INITIAL_VERSION, Limits, SlotId
 from tests.unit.protocol.driver_bench import FOUR, Bench, name
 
 RULES = Limits(4, 1, 4, failure_window=100.0, cooldown_range=(2.0, 30.0))
@@ -97,7 +97,7 @@ def test_a_slot_that_crashed_comes_back_after_its_cooldown() -> None:
     assert bench.members() == [name(1), name(3), name(4)]
     bench.form()
     bench.wait(2.5, heartbeats_of=[1, 2, 3, 4])
-    assert bench.state.current.version == 0
+    assert bench.state.current.version == INITIAL_VERSION
     bench.wait(1.0, heartbeats_of=[1, 2, 3, 4])
     bench.stop_planned(9, name(1), name(3), name(4))
     assert bench.members()[-1] == name(2, 2)

@@ -17,7 +17,7 @@ from spark_elastic.protocol.messages import (
     WorkerStarted,
     WorldFormed,
 )
-from spark_elastic.protocol.types import START, Fence, Limits, SlotId, WorkerId, is_job_end
+from spark_elastic.protocol.types import START, Fence, Limits, SlotId, WorkerId
 from tests.unit.protocol.driver_bench import FOUR, Bench, name
 
 LIMITS = Limits(1, 1, 1, max_runtime=100.0)
@@ -92,7 +92,7 @@ def _stops_as_told(bench: Bench, step: int, *jobs: int) -> None:
     assert not bench.all(End)
     bench.form()
     bench.wait(0.5, heartbeats_of=jobs)
-    assert is_job_end(bench.all(AnnounceChange)[-1].version)
+    assert bench.all(AnnounceChange)[-1].version.job_ends
     assert bench.all(AnnounceChange)[-1].version > bench.world.version
     bench.stop_planned(step, *(name(job) for job in jobs))
     assert bench.end.outcome is Outcome.TIME_LIMIT
@@ -103,9 +103,9 @@ def test_after_a_planned_change_that_comes_late_the_next_world_learns_that_the_t
     bench.wait(98.0 - bench.now, heartbeats_of=[1, 2])
     bench.warm(3)
     bench.wait(1.0, heartbeats_of=[1, 2, 3])
-    assert not is_job_end(bench.all(AnnounceChange)[-1].version)
+    assert not bench.all(AnnounceChange)[-1].version.job_ends
     bench.wait(3.0, heartbeats_of=[1, 2, 3])
-    assert is_job_end(bench.all(AnnounceChange)[-1].version), (
+    assert bench.all(AnnounceChange)[-1].version.job_ends, (
         "a boundary that is not yet reached may be the last"
     )
     bench.stop_planned(50, name(1), name(2))  # the announcement may still have been on its way
