@@ -86,7 +86,7 @@ class JobMonitor:
 
     Observers are our own: they are called directly and must not block. The user's listener may block: `notifier` calls
     it, except for output, which the server delivers on a separate thread. Of an observer, only the first failure is
-    logged.
+    logged. A hook that fails is logged and called again.
 
     Args:
         observers: in addition to the job's history.
@@ -123,7 +123,7 @@ class JobMonitor:
         """Called on the driver's thread, before the commands are executed."""
         if state is not None and state.lacks_slots != self._slots_missing:
             self._slots_missing = state.lacks_slots
-            self._on_slots_missing(self._slots_missing)
+            self._call_scheduler(lambda: self._on_slots_missing(state.lacks_slots))
         self._observe(lambda observer: observer.on_transition(event, commands, state))
         for command in commands:
             match command:
@@ -158,13 +158,21 @@ class JobMonitor:
             self.notifier.submit_latest(lambda: self._listener.on_progress(report.numbers))
 
     def _world_published(self, world: World) -> None:
-        self._on_gathered()
+        self._call_scheduler(self._on_gathered)
         self._ranks = {member.worker: member.rank for member in world.members}
         self.worlds.append(WorldSpan(self._clock.now() - self._started, world.size, world.reason))
         self.notifier.submit(lambda: self._listener.on_world(world.size, world.reason))
 
     def _world_completed(self, change: WorldChange) -> None:
         self.notifier.submit(lambda: self._listener.on_message(str(change)))
+
+    def _call_scheduler(self, hook: Callable[[], None]) -> None:
+        try:
+            hook()
+        except Exception:
+            log.exception(
+                "the scheduler of slots failed: other jobs of the application may wait for this one's end"
+            )
 
     def _observe(self, call: Callable[[JobListener], None]) -> None:
         for observer in self._observers:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from spark_elastic.driver.journal import Journal
 from spark_elastic.launch.job_monitor import JobListener, JobMonitor
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.driver.state import Stage
@@ -124,3 +125,37 @@ def test_r17_whoever_shares_the_cluster_learns_whether_slots_are_missing() -> No
     play(on.LaunchEnded(0, 1, "executor lost", executor_lost=True))
     play(on.Tick(0))
     assert heard == [True, False, True]
+
+
+def test_r17_a_scheduler_hook_that_raises_costs_the_job_neither_its_monitor_nor_its_next_hook(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    called: list[str] = []
+
+    def fail(name: str) -> None:
+        called.append(name)
+        raise ValueError("the queue is broken")
+
+    clock = FakeClock()
+    monitor = JobMonitor(
+        JobListener(),
+        clock,
+        on_gathered=lambda: fail("gathered"),
+        on_slots_missing=lambda missing: fail(f"missing: {missing}"),
+    )
+    journal, bench = (
+        Journal(listener=monitor.on_transition),
+        Bench(replace(FOUR, num_workers=1, max_workers=1)),
+    )
+    with monitor.notifier:
+        for event in (
+            RegisterSlot(SlotId("1-0"), "h1", 1),
+            WorkerStarted(SlotId("1-0"), name(1)),
+            JoinWorld(name(1), None, None),
+            on.HostLost(0, "h1", "executor lost"),
+        ):
+            stamped = stamp(event, bench.now)
+            journal.record(stamped, bench.on(stamped), bench.state)
+    assert called == ["gathered", "missing: True"]
+    assert [span.size for span in monitor.worlds] == [1]
+    assert len(caplog.records) == 2
