@@ -312,22 +312,23 @@ def _parse(variable: str, field: dataclasses.Field[Any], text: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class OperationConfig:
-    """How named operations behave; read in the training process, since each process has its own. Times in seconds.
+    """How named operations behave; read in the training process, since each process has its own. Times in seconds."""
 
-    fusion_threshold: bytes of small reductions that travel as one. warn_after: until the log says which ranks have not
-    asked for an operation, or not brought their gradients. wait_at_most: until a handle, or an exchange of gradients,
-    gives up; None: the job's `collective_timeout`. stuck_after: until ranks that all wait for different operations are
-    told. timeline: a trace to begin with. timeline_mark_cycles: rounds are marked in it. bucket_bytes: of gradients
-    that are exchanged at once; 0: of each alone. log_level: what of the process's own log is printed; None: warnings.
-    """
-
+    # Bytes of gradients that are exchanged at once; 0: each gradient alone.
     bucket_bytes: int = 25 << 20
+    # Bytes of small reductions that travel as one.
     fusion_threshold: int = 64 << 20
+    # After this time the log names the ranks that have not requested an operation, or not brought their gradients.
     warn_after: float = 10.0
+    # After this time a handle, or an exchange of gradients, gives up; None: the job's `collective_timeout`.
     wait_at_most: float | None = None
+    # After this time the log names ranks that all wait for different operations.
     stuck_after: float = 3.0
+    # File of a trace that begins with the process; None: no trace.
     timeline: str | None = None
+    # Rounds are marked in the trace.
     timeline_mark_cycles: bool = False
+    # Which records of the process's own log are printed; None: warnings.
     log_level: str | None = None
 
 

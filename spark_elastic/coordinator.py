@@ -320,7 +320,7 @@ class CoordinatorClient:
                         "(start_timeout): it needs a core beside those of the workers."
                     )
                 if self._task_started and self._clock.now() - self._channel.last_seen > limit:
-                    losses.append(f"it has not been heard for {limit:g} s")
+                    losses.append(f"it has sent nothing for {limit:g} s")
                     break
         except BaseException:
             self._channel.send(CancelRequested(self._clock.now(), "the caller was interrupted"))

@@ -233,7 +233,7 @@ class Store:
             replace_file(self.filesystem, path, data, local=self.is_local)
 
     def write_verified(self, name: str, data: bytes) -> None:
-        """Write an object and, unless the store is local, read it back: the driver is told only of what is there,
+        """Write an object and, unless the store is local, read it back: the driver learns only of objects that exist,
         R18 (publication)."""
         self.write_bytes(name, data)
         if not self.is_local and self.read_bytes(name) != data:

@@ -63,7 +63,7 @@ class RemoteLauncher:
         self.channel.send(SlotRequested(launch))
 
     def close(self, timeout: float) -> list[str]:
-        """Wait for the slots, which the driver has released by message. When the client hears of the job's end, it
+        """Wait for the slots, which the driver has released by message. When the client learns of the job's end, it
         cancels those that still run."""
         self._closing.set()
         with self._change:
@@ -84,6 +84,6 @@ class RemoteLauncher:
         while not self._closing.wait(LOOK_EVERY):
             silent = self._clock.now() - self.channel.last_seen
             if silent > self._silence_limit:
-                reason = f"the client has not been heard for {silent:.0f} s (driver_timeout)"
+                reason = f"the client has sent nothing for {silent:.0f} s (driver_timeout)"
                 self._post(CancelRequested(self._clock.now(), reason))
                 return

@@ -1,6 +1,6 @@
 """Where the log of spark_elastic goes while a job runs: to its listener, to a stream, or to a driver's client.
 
-Whoever logs never waits for a handler: a `QueueHandler` puts records into a queue, from which a `QueueListener`
+A thread that logs never waits for a handler: a `QueueHandler` puts records into a queue, from which a `QueueListener`
 delivers them. The root logger and its level stay as they are.
 """
 

@@ -58,7 +58,7 @@ def loads(body: bytes) -> dict[str, Any]:
 
 
 def compress(text: bytes) -> bytes:
-    """`text` as it travels: what a large world's members are told is a tenth of its size then."""
+    """`text` as it travels; the announcement of a large world shrinks to a tenth."""
     return zlib.compress(text, 1) if len(text) > COMPRESS_ABOVE else text
 
 

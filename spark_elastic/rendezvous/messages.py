@@ -96,7 +96,7 @@ class WorkerUpdate:
 class WatchWorker(WorkerRequest[WorkerUpdate]):
     """Waits until the version differs, a generation after `over` is over, or the worker must stop (long poll).
 
-    The request says what the worker has heard last, not which world it is in. It therefore cannot miss a world that
+    The request says what the worker received last, not which world it is in. It therefore cannot miss a world that
     begins while the poll is open.
     """
 

@@ -85,7 +85,7 @@ class StoreChannel:
         )
         self._sent = self._read = 0  # numbers of the next objects
         self._last_sent = clock.now()
-        self.last_seen = clock.now()  # when the other side was last heard
+        self.last_seen = clock.now()  # when the other side last sent something
         self._closing = threading.Event()
         self._give_up_at = 0.0  # the deadline of `close`
         self._thread = threading.Thread(target=self._run, name="spark-elastic-channel", daemon=True)

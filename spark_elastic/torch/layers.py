@@ -43,7 +43,7 @@ class RowDropout(torch.nn.Module):
         if self._rows is None or len(self._rows) != len(x):
             count = "none" if self._rows is None else str(len(self._rows))
             raise InvalidInput(
-                f"RowDropout got {len(x)} rows and was told of {count}: call draw_rows() before each forward pass."
+                f"RowDropout got {len(x)} rows, draw_rows() was called for {count}: call it before each forward pass."
             )
         numbers = draw_uniform(self._rows, math.prod(x.shape[1:]), *self._words).reshape(x.shape)
         return x * torch.from_numpy((numbers >= self.p) / (1.0 - self.p)).to(x)

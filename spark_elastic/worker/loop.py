@@ -365,8 +365,8 @@ class DriverWatch:
                 silent = DriverSilent(self._clock.now(), self._driver_timeout - left)
                 self._exit(handle_event(silent), "the driver is silent")
             try:
-                # Asks by what it heard last, not by the world that the worker is in. So it does not miss the end of a
-                # world that begins while the request is open.
+                # Asks by what it received last, not by the world that the worker is in. So it does not miss the end of
+                # a world that begins while the request is open.
                 request = WatchWorker(self._worker, over, self._version)
                 watched = self._driver.ask(request, MAX_POLL_SECONDS, max(0.0, left))
             except ElasticError:

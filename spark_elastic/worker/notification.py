@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class HostsListener(Protocol):
-    """What is told of planned changes, such as a `State`."""
+    """Is notified of planned changes, as a `State` is."""
 
     def on_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None: ...
 
@@ -45,7 +45,7 @@ class _Listeners:
 class WorkerNotificationManager:
     """Tells listeners of the current job that workers are to join or leave. All managers of a process are alike.
 
-    A listener hears of a change as soon as the driver announces it, on every worker and before `commit()` or
+    A listener is notified of a change as soon as the driver announces it, on every worker and before `commit()` or
     `check_host_updates()` stops there. Losses are not announced.
     """
 
@@ -86,5 +86,5 @@ def _tell(listeners: tuple[HostsListener, ...], timestamp: float, update_res: Ho
     for listener in listeners:
         try:
             listener.on_hosts_updated(timestamp, update_res)
-        except Exception:  # user code; the others are told nevertheless
+        except Exception:  # user code; the others are notified nevertheless
             log.exception("a listener of changes raised, and the job continues")

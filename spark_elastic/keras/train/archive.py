@@ -61,7 +61,7 @@ class Archive:
         return {k: [own.__module__, own.__qualname__] for k, own in custom.items() if not _is_inner(own)}
 
     def inner(self) -> dict[str, Any]:
-        """Those that nobody can: lambdas, and what was defined inside of a function."""
+        """Those that cannot be imported: lambdas, and what was defined inside of a function."""
         return {name: own for name, own in cloudpickle.loads(self.custom).items() if _is_inner(own)}
 
     def load(self) -> Any:

@@ -60,4 +60,4 @@ def test_a_silent_client_ends_the_job() -> None:
     launcher.close(5.0)
     launcher.channel.close(10.0)
     assert [type(event) for event in events] == [CancelRequested]
-    assert "has not been heard for 61 s" in events[0].reason
+    assert "has sent nothing for 61 s" in events[0].reason
