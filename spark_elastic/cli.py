@@ -1,4 +1,4 @@
-"""The command line tool `spark-elastic-run`: a script on elastic workers of this machine, without Spark.
+"""The command line tool `spark-elastic-run`: a script on elastic workers of this machine and others, without Spark.
 
 It defines the options, with Horovod's names. Runs in the main thread of its process.
 """
@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,16 @@ import click
 
 import spark_elastic
 from spark_elastic.clock import SystemClock
-from spark_elastic.config import ElasticConfig, from_env, log_level
+from spark_elastic.config import ElasticConfig, find_interface_address, from_env, log_level
 from spark_elastic.driver.discovery import FixedHosts, HostPoller, create_script_finder, parse_hosts
 from spark_elastic.driver.ports import Discovery
 from spark_elastic.errors import ElasticError, InvalidInput
-from spark_elastic.horovodrun_options import THIS_MACHINE, add_options, get_variables
+from spark_elastic.horovodrun_options import add_options, get_variables
 from spark_elastic.launch.job import DriverOptions, supervise
 from spark_elastic.local.interpreter import Interpreter
-from spark_elastic.local.launcher import HostSlots, LocalLauncher, find_remote_hosts
+from spark_elastic.local.launcher import HostSlots, find_remote_hosts
+from spark_elastic.local.ssh import SshOptions
+from spark_elastic.local.ssh_launcher import SshLauncher, choose_addresses
 from spark_elastic.monitoring.console import LineRateLimiter, OutputListener
 from spark_elastic.monitoring.listener import close_within_deadline
 from spark_elastic.monitoring.log_files import FileListener
@@ -60,11 +62,31 @@ SOME = click.IntRange(min=1)
     type=SOME,
     help="Most workers at any time; default: as many as at the start.",
 )
-@click.option("-H", "--hosts", help="Names of this machine with their slots: localhost:2,127.0.0.2:2.")
+@click.option(
+    "-H",
+    "--hosts",
+    help="Hosts with their slots: host1:4,host2:4. Workers of other machines are started through ssh.",
+)
 @click.option(
     "-hostfile", "--hostfile", type=click.Path(), help="File with the same, one host:slots per line."
 )
 @click.option("--host-discovery-script", help="Executable that prints host[:slots] lines; run once a second.")
+@click.option(
+    "-p", "--ssh-port", type=click.IntRange(1, 65535), help="Port of the ssh servers of other hosts."
+)
+@click.option("--ssh-user", help="User at other hosts.")
+@click.option(
+    "-i",
+    "--ssh-identity-file",
+    type=click.Path(exists=True, dir_okay=False, resolve_path=True),
+    help="File with the private key for other hosts.",
+)
+@click.option(
+    "--network-interfaces",
+    "--network-interface",
+    "network_interface",
+    help="Interface of this machine whose address other hosts dial; default: the one on the way to them.",
+)
 @click.option("--slots-per-host", type=SOME, help="Slots of hosts that are given without a number.")
 @click.option("--reset-limit", type=int, help="Most new worlds after the first; default: no limit.")
 @click.option("--elastic-timeout", type=float, help="Seconds to wait for --min-np workers; default 600.")
@@ -106,7 +128,12 @@ SOME = click.IntRange(min=1)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.pass_context
 def run(context: click.Context, /, **options: Any) -> None:
-    """Run COMMAND, as in `python train.py --lr 0.1` or `python -m train`, on elastic workers of this machine."""
+    """Run COMMAND, as in `python train.py --lr 0.1` or `python -m train`, on elastic workers.
+
+    They run on this machine, or on the hosts that -H, --hostfile or a discovery script names. Other machines are
+    entered through `ssh`, which must ask nothing, and have the same Python and spark_elastic at the same path. Workers
+    get this process's environment, and start in the current folder where the host has it.
+    """
     code = _run_and_report(lambda: execute(RunOptions(**options, environment=get_variables(context))))
     sys.exit(code)
 
@@ -122,6 +149,10 @@ class RunOptions:
     hosts: str | None = None
     hostfile: str | None = None
     host_discovery_script: str | None = None
+    ssh_port: int | None = None
+    ssh_user: str | None = None
+    ssh_identity_file: str | None = None
+    network_interface: str | None = None
     slots_per_host: int | None = None
     reset_limit: int | None = None
     elastic_timeout: float | None = None
@@ -198,7 +229,8 @@ def _execute(options: RunOptions) -> None:
     )
     hosts, clock = HostSlots(), SystemClock()
     config = call.options.config
-    launcher = LocalLauncher(call.program, hosts, clock, call.preload, interpreter.path)
+    ssh = SshOptions(port=options.ssh_port, user=options.ssh_user, identity_file=options.ssh_identity_file)
+    launcher = SshLauncher(call.program, hosts, clock, ssh, call.preload, interpreter.path)
     folder = _make_output_folder(options.output_filename)
     limits = call.make_limits(number)
     if fixed and sum(fixed.values()) < limits.min_workers:
@@ -211,9 +243,12 @@ def _execute(options: RunOptions) -> None:
         sys.stdout, clock, options.prefix_output_with_timestamp, options.verbose, config.show_logs, limit
     )
     with close_within_deadline(FileListener(output, folder)) as listener:
-        discovery = _make_discovery(options, fixed or {LOCALHOST: limits.max_workers}, hosts)
+        listed = fixed or {LOCALHOST: limits.max_workers}
+        notify = partial(_update_hosts, launcher, hosts, limits.min_workers)
+        discovery = _make_discovery(options, listed, notify)
+        driver = _make_driver_options(options, find_remote_hosts(listed), config, ssh)
         supervise(
-            launcher, discovery, DriverOptions(run=call.take_run()), limits, config, call.name, listener
+            launcher, discovery, replace(driver, run=call.take_run()), limits, config, call.name, listener
         )
 
 
@@ -237,8 +272,9 @@ def _make_environment(options: RunOptions) -> dict[str, str]:
 
 
 def _make_config(options: RunOptions) -> ElasticConfig:
-    cooldown = options.blacklist_cooldown_range
+    cooldown, interface = options.blacklist_cooldown_range, options.network_interface
     return from_env(
+        advertise_address=find_interface_address(interface.split(",")[0]) if interface else None,
         reset_limit=options.reset_limit,
         start_timeout=options.elastic_timeout,
         gather_timeout=options.start_timeout,
@@ -279,10 +315,21 @@ def _parse_fixed_hosts(options: RunOptions) -> dict[str, int]:
     return parse_hosts(text, options.slots_per_host)
 
 
-def _make_discovery(options: RunOptions, fixed: Mapping[str, int], hosts: HostSlots) -> Discovery:
+def _make_driver_options(
+    options: RunOptions, others: list[str], config: ElasticConfig, ssh: SshOptions
+) -> DriverOptions:
+    """A job whose hosts are all of this machine, now and later, listens where no other machine reaches it."""
+    if not others and options.host_discovery_script is None:
+        return DriverOptions()
+    bind, advertise = choose_addresses(config, others, ssh)
+    return DriverOptions(bind=bind, advertise=advertise)
+
+
+def _make_discovery(
+    options: RunOptions, fixed: Mapping[str, int], notify: Callable[[Mapping[str, int]], None]
+) -> Discovery:
     """Discovery that tells the launcher of new hosts before it tells the driver."""
     clock = SystemClock()
-    notify = partial(_update_hosts, hosts)
     if options.host_discovery_script is None:
         return FixedHosts(fixed, clock, notify)
     path = options.host_discovery_script
@@ -292,12 +339,10 @@ def _make_discovery(options: RunOptions, fixed: Mapping[str, int], hosts: HostSl
     )
 
 
-def _update_hosts(hosts: HostSlots, listed: Mapping[str, int]) -> None:
-    others = find_remote_hosts(listed)
-    if others:
-        raise InvalidInput(
-            f"{', '.join(others)} is not this machine, and spark-elastic-run does no ssh: {THIS_MACHINE}."
-        )
+def _update_hosts(launcher: SshLauncher, hosts: HostSlots, needed: int, listed: Mapping[str, int]) -> None:
+    """The first hosts are checked before any worker starts; those that come later are not waited for."""
+    if not hosts.were_listed:
+        launcher.check_hosts(listed, needed)
     hosts.update(listed)
 
 

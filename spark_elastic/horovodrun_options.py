@@ -15,19 +15,11 @@ from spark_elastic.errors import InvalidInput
 
 _MESH = "workers speak to each other over the job's own mesh"
 _NO_MPI = f"{_MESH}, and there is no MPI in it"
-THIS_MACHINE = "it starts processes of this machine only; for a cluster there is spark_elastic.run over Spark"
 _LEVELS = "the way between workers follows from where they are, and nothing is to be chosen"
 _TUNING = "tuning tries three sizes of buckets in a world's first 15 steps and has no settings"
 # Options that are refused: (names, takes a value, why).
 REFUSED: tuple[tuple[tuple[str, ...], bool, str], ...] = (
     (("-cb", "--check-build"), False, "nothing is compiled for a framework, so there is no build to check"),
-    (
-        ("--network-interfaces", "--network-interface"),
-        True,
-        f"{THIS_MACHINE}, and those speak over 127.0.0.1",
-    ),
-    (("-p", "--ssh-port"), True, THIS_MACHINE),
-    (("-i", "--ssh-identity-file"), True, THIS_MACHINE),
     (("--mpi",), False, _NO_MPI),
     (("--mpi-args",), True, _NO_MPI),
     (("--mpi-threads-disable",), False, _NO_MPI),

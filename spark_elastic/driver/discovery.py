@@ -176,12 +176,13 @@ class HostPoller:
         """Ask once, then keep asking in a thread.
 
         Raises:
-            InvalidInput: the first answer failed or did not come.
+            InvalidInput: the first answer failed or did not come. What `on_answer` raises for it is raised, too.
         """
         try:
-            self._handle_answer(self._poll(), post)
+            listed = self._poll()
         except Exception as error:  # the user's function may raise anything
             raise InvalidInput(f"host discovery failed at its first call: {error}") from error
+        self._handle_answer(listed, post)
         self._thread = threading.Thread(
             target=self._watch, args=(post,), name="spark-elastic-hosts", daemon=True
         )

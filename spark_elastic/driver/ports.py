@@ -1,5 +1,5 @@
 """What the driver needs of a cluster. `spark_elastic.spark` implements it over Spark, `spark_elastic.local` over plain
-processes of this machine."""
+processes."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Slots as plain processes of this machine: the whole elastic machinery without Spark or a JVM."""
+"""Slots as plain processes, of this machine and through ssh of others: the elastic machinery without Spark or a JVM."""

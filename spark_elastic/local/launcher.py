@@ -22,6 +22,7 @@ from spark_elastic.driver.thread_launcher import SlotEnd, ThreadPerSlotLauncher
 from spark_elastic.local.slot import LocalSlot
 from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
 from spark_elastic.protocol.types import SlotId
+from spark_elastic.rendezvous.addresses import is_own_address
 from spark_elastic.worker import pickling
 from spark_elastic.worker.forking import select_fork_imports
 
@@ -59,6 +60,12 @@ class HostSlots:
             self._room = dict(hosts)
             self._change.notify_all()
 
+    @property
+    def were_listed(self) -> bool:
+        """Whether discovery has named hosts."""
+        with self._change:
+            return bool(self._room)
+
     def acquire(self, launch: int) -> str | None:
         with self._change:
             while not self._closed:
@@ -89,20 +96,7 @@ def find_remote_hosts(hosts: Mapping[str, int]) -> list[str]:
 
 
 def _is_this_machine(host: str) -> bool:
-    if host in ("localhost", socket.gethostname()):
-        return True
-    try:
-        answers = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except OSError:
-        return False  # the name is unknown
-    for family, kind, protocol, _, address in answers:
-        try:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.bind(address)  # works for this machine's own addresses only
-            return True
-        except OSError:
-            continue
-    return False
+    return host in ("localhost", socket.gethostname()) or is_own_address(host)
 
 
 class LocalLauncher(ThreadPerSlotLauncher):
@@ -127,8 +121,8 @@ class LocalLauncher(ThreadPerSlotLauncher):
         self._payload = pickling.dumps(program)
         self._pool = pool
         self._preload = preload
-        self._interpreter = interpreter
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}  # by the number of the slot launch
+        self.interpreter = interpreter
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}  # by the number of the slot launch
 
     def start(self, spec: SlotSpec, post: Post) -> None:
         imports = select_fork_imports(self._program, self._preload, spec.fork_workers)
@@ -137,13 +131,13 @@ class LocalLauncher(ThreadPerSlotLauncher):
     def slots(self) -> dict[int, int]:
         """Living slot processes: number of the launch -> process id."""
         alive = [
-            (launch, process) for launch, process in list(self._processes.items()) if process.poll() is None
+            (launch, process) for launch, process in list(self.processes.items()) if process.poll() is None
         ]
         return {launch: process.pid for launch, process in alive}
 
     def kill(self, launch: int, sig: int = signal.SIGKILL) -> None:
         """Signal a slot process; its training child dies with it."""
-        self._processes[launch].send_signal(sig)
+        self.processes[launch].send_signal(sig)
 
     def close(self, timeout: float) -> list[str]:
         self._closing.set()
@@ -151,7 +145,7 @@ class LocalLauncher(ThreadPerSlotLauncher):
         return super().close(timeout)
 
     def cancel(self) -> None:
-        for process in list(self._processes.values()):
+        for process in list(self.processes.values()):
             process.kill()
 
     def run_slot(self, launch: int) -> SlotEnd | None:
@@ -159,26 +153,29 @@ class LocalLauncher(ThreadPerSlotLauncher):
         if host is None:
             return None
         try:
-            return SlotEnd(self._run_process(launch, host))
+            return SlotEnd(self.run_process(launch, host))
         finally:
             self._pool.release(host)
 
-    def _run_process(self, launch: int, host: str) -> str:
-        """Returns why the slot ended."""
+    def describe(self, launch: int, host: str, parent: int | None) -> bytes:
+        """What standard input brings to a slot's process, the program included. parent: as of `LocalSlot`."""
         identity = SlotIdentity(slot=SlotId.build(launch, attempt=0), host=host)
-        slot = LocalSlot(self.spec, identity, parent=os.getpid())
+        return LocalSlot(self.spec, identity, parent, len(self._payload)).to_line() + self._payload
+
+    def run_process(self, launch: int, host: str) -> str:
+        """Returns why the slot ended."""
         try:
-            process = _start_process(self._interpreter)
+            process = _start_process(self.interpreter)
         except (
             OSError
         ) as error:  # memory, processes or descriptors are used up: the driver launches another slot
             return f"the slot's process could not be started ({error})"
-        self._processes[launch] = process
+        self.processes[launch] = process
         assert process.stdin is not None
         assert process.stdout is not None
         try:
             with process.stdin as pipe:
-                pipe.write(slot.to_line() + self._payload)
+                pipe.write(self.describe(launch, host, os.getpid()))
         except BrokenPipeError:
             pass  # it was killed meanwhile; its exit code says how
         with process.stdout as pipe:

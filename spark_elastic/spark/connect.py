@@ -25,6 +25,7 @@ from spark_elastic.driver.ports import Post
 from spark_elastic.driver.thread_launcher import SlotEnd, ThreadPerSlotLauncher
 from spark_elastic.errors import InvalidInput, PreflightError
 from spark_elastic.protocol.slot_spec import SlotSpec
+from spark_elastic.rendezvous.addresses import find_address_towards
 from spark_elastic.rendezvous.http_server import Bind
 from spark_elastic.spark.payload import make_payload
 from spark_elastic.spark.probe import (
@@ -35,7 +36,7 @@ from spark_elastic.spark.probe import (
     open_probe,
     require_report,
 )
-from spark_elastic.spark.session import LOOPBACK, collect_host_facts, find_address_towards, find_own_address
+from spark_elastic.spark.session import LOOPBACK, collect_host_facts, find_own_address
 from spark_elastic.spark.settings import EXECUTOR_GPUS, TASK_GPUS
 from spark_elastic.spark.slot_task import SlotTask, classify_error
 

@@ -18,6 +18,7 @@ from pyspark.sql import SparkSession
 import spark_elastic
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import DriverUnreachable, InvalidInput
+from spark_elastic.rendezvous.addresses import find_address_towards
 from spark_elastic.rendezvous.http_server import Bind
 
 if TYPE_CHECKING:
@@ -87,24 +88,6 @@ def choose_bind(conf: SparkConf, config: ElasticConfig) -> Bind:
     name = config.advertise_address or conf.get("spark.driver.host", LOOPBACK) or LOOPBACK
     host = config.bind_address or conf.get("spark.driver.bindAddress", name) or name
     return Bind(host, config.driver_port, name)
-
-
-def find_address_towards(host: str, port: int) -> str:
-    """This machine's own address on the way to the driver: peers of the same cluster reach it there, too.
-
-    Raises:
-        DriverUnreachable: there is no way to that host.
-    """
-    try:
-        family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)  # sends nothing
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise DriverUnreachable(
-            f"There is no way to the driver's rendezvous server at {host}:{port} ({error}): set advertise_address to "
-            "a name or address that executors know."
-        ) from error
 
 
 def find_own_address(towards: str | None) -> str:

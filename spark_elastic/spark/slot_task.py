@@ -18,9 +18,10 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.driver.thread_launcher import SlotEnd
 from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
 from spark_elastic.protocol.types import SlotId
+from spark_elastic.rendezvous.addresses import find_address_towards, split_address
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.spark.payload import Payload
-from spark_elastic.spark.session import collect_host_facts, find_address_towards
+from spark_elastic.spark.session import collect_host_facts
 from spark_elastic.spark.settings import ExecutorMemory
 from spark_elastic.worker.slot_agent import SlotAgent
 
@@ -47,7 +48,7 @@ class SlotTask:
     def _serve(self, launch: int) -> str:
         context = TaskContext.get()
         assert context is not None
-        address = find_address_towards(*_split(self.spec.address))
+        address = find_address_towards(*split_address(self.spec.address))
         identity = SlotIdentity(
             slot=SlotId.build(launch, context.attemptNumber()),
             host=find_host_id(address),
@@ -91,11 +92,6 @@ def _read_boot(proc: Path) -> str:
         return (proc / "sys" / "kernel" / "random" / "boot_id").read_text(encoding="ascii")[:8]
     except OSError:  # hidden, too
         return socket.gethostname()
-
-
-def _split(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
 
 
 # ---- how Spark says that a job ended

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("pyspark")
 
 from spark_elastic.errors import DriverUnreachable
-from spark_elastic.spark.session import find_address_towards
+from spark_elastic.rendezvous.addresses import find_address_towards
 from spark_elastic.spark.slot_task import find_host_id
 
 ADDRESS = "10.0.0.7"

@@ -1,0 +1,103 @@
+"""What is said to ssh and to other hosts, and how the end of either is told. No process is started."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Any
+
+import pytest
+
+from spark_elastic.clock import SystemClock
+from spark_elastic.errors import PreflightError
+from spark_elastic.local.launcher import HostSlots
+from spark_elastic.local.ssh import BOOTSTRAP, RemoteEnd, SshOptions, export_environment
+from spark_elastic.local.ssh_launcher import SshLauncher
+from spark_elastic.protocol.slot_spec import SlotSpec
+
+KEY = b"7" * 32
+
+
+def _launcher() -> SshLauncher:
+    ssh = SshOptions(port=2222, user="train", identity_file="/keys/job")
+    launcher = SshLauncher(None, HostSlots(), SystemClock(), ssh)
+    launcher.start(SlotSpec(address="10.0.0.1:7000", key=KEY, attempt=1), lambda event: None)
+    return launcher
+
+
+def test_the_key_and_the_environment_travel_over_standard_input_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKEN", "marked-51")
+    monkeypatch.setenv("SSH_AUTH_SOCK", "/run/agent")
+    launcher = _launcher()
+    command = launcher._build_command("h1")
+    assert command[-2] == "h1"
+    assert command[-3] == "--", "a host's name is never an option"
+    assert [command[command.index(option) + 1] for option in ("-p", "-l", "-i")] == [
+        "2222",
+        "train",
+        "/keys/job",
+    ]
+    whole, slot = " ".join(command), launcher.describe(1, "h1", None)
+    encoded = json.loads(slot.split(b"\n")[0])["spec"]["key"]
+    assert len(encoded) > 8
+    assert encoded not in whole
+    assert "marked-51" not in whole
+    header: dict[str, Any] = json.loads(launcher._make_header("main"))
+    assert header["environment"]["TOKEN"] == "marked-51"
+    assert "SSH_AUTH_SOCK" not in header["environment"]
+
+
+def test_what_describes_the_machine_or_the_login_stays() -> None:
+    given = {
+        "HOME": "/root",
+        "XDG_RUNTIME_DIR": "/run/1",
+        "BASH_FUNC_x%%": "() {}",
+        "PATH": "/bin",
+        "LR": "0.1",
+    }
+    assert export_environment(given) == {"PATH": "/bin", "LR": "0.1"}
+
+
+def test_every_login_shell_can_quote_the_first_program() -> None:
+    assert not set("'!\n\r") & set(BOOTSTRAP)
+    assert shlex.quote(BOOTSTRAP) == f"'{BOOTSTRAP}'"
+    compile(BOOTSTRAP, "bootstrap", "exec")
+
+
+@pytest.mark.parametrize(
+    ("end", "sentence"),
+    [
+        (
+            RemoteEnd(255, False, "", ("banner", "ssh: connect to host h port 22: No route to host")),
+            "check that it is up",
+        ),
+        (
+            RemoteEnd(127, False, "", ("sh: exec: /x/python: not found",)),
+            "Python and spark_elastic at the same path",
+        ),
+        (RemoteEnd(1, False, "", ()), "ssh ended with code 1: `ssh` to it, by hand"),
+        (
+            RemoteEnd(255, True, "", ("Timeout, server h not responding.",)),
+            "the ssh connection ended (Timeout",
+        ),
+        (RemoteEnd(1, True, "", ("ImportError: x",)), "Python ended there with code 1 (ImportError: x)"),
+    ],
+)
+def test_the_end_of_a_process_is_explained(end: RemoteEnd, sentence: str) -> None:
+    assert sentence in end.explain()
+
+
+def test_a_job_begins_without_a_host_only_if_the_others_are_enough(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    launcher = _launcher()
+    monkeypatch.setattr(launcher, "_check", lambda host: "host b.invalid cannot run workers: it is off")
+    listed = {"localhost": 2, "b.invalid": 2}
+    launcher.check_hosts(listed, 2)
+    launcher.check_hosts(listed, 2)
+    assert [record.getMessage() for record in caplog.records] == [
+        "host b.invalid cannot run workers: it is off; the job uses the host as soon as it can."
+    ]
+    with pytest.raises(PreflightError, match="it is off; the other hosts have 2 slots, and the job needs 3"):
+        launcher.check_hosts(listed, 3)
+    launcher.check_hosts({"b.invalid": 2}, 3)  # more hosts are to come
