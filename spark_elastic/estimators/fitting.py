@@ -159,9 +159,8 @@ def _open_store(request: FitRequest[Any], master: str) -> Iterator[Store]:
 def _ledger_folder(request: FitRequest[Any], store: Store, run_id: str) -> str | None:
     if not request.elastic.ledger:
         return None
-    if not store.is_local:
-        raise InvalidInput(f"ledger=True needs a store that is a folder; {store.url} is not one.")
-    return store.path(f"runs/{run_id}/ledger")
+    folder = f"runs/{run_id}/ledger"
+    return store.path(folder) if store.is_local else folder
 
 
 @contextmanager

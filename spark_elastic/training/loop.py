@@ -24,7 +24,7 @@ from spark_elastic.errors import add_note
 from spark_elastic.protocol.types import MembershipVersion, Phase, Position, World
 from spark_elastic.state.checkpoint import Checkpointer, SnapshotReader
 from spark_elastic.state.snapshot import build_snapshot
-from spark_elastic.training.ledger import FileLedger, Ledger, NullLedger
+from spark_elastic.training.ledger import open_ledger
 from spark_elastic.training.progress import TrainingProgress, select_figures, to_json_values
 from spark_elastic.training.spec import Rows, TrainSpec
 from spark_elastic.training.step_summary import StepDecision
@@ -47,7 +47,7 @@ class TrainingLoop:
     def prepare(self) -> None:
         spec = self._spec
         self._clock = SystemClock()
-        self._ledger: Ledger = NullLedger() if spec.ledger is None else FileLedger(spec.ledger, self._clock)
+        self._ledger = open_ledger(spec.store, spec.ledger, self._clock)
         self._trainer.prepare(TrainingProgress(), self._ledger)
         self._state, self._callbacks = self._trainer.state, self._trainer.callbacks
         self._snapshot_reader: SnapshotReader | None = None

@@ -46,7 +46,7 @@ class TrainSpec:
     result: str
     # Factor for all learning rates when the training begins (`scale_lr`).
     lr_scale: int = 1
-    # Folder of the ledger, which lists the rows of each step; None: no ledger.
+    # Folder of the ledger, which lists the rows of each step: an absolute path, or a name in `store`; None: no ledger.
     ledger: str | None = None
     # When checkpoints are written, and for which run; None: never.
     checkpoints: CheckpointPolicy | None = None

@@ -127,10 +127,10 @@ def test_a_fit_does_not_wait_for_a_terminal_that_blocks(monkeypatch: pytest.Monk
         thread.join()
 
 
-def test_a_ledger_needs_a_folder(tmp_path: Path) -> None:
+def test_where_the_ledger_is(tmp_path: Path) -> None:
+    """Under its path in a store whose files can be appended to, under its name in any other."""
     wanted = request(elastic=ElasticConfig(ledger=True))
-    with pytest.raises(InvalidInput, match="ledger=True needs a store that is a folder; memory://"):
-        _ledger_folder(wanted, Store.open("memory://x"), "r")
+    assert _ledger_folder(wanted, Store.open("memory://x"), "r") == "runs/r/ledger"
     assert _ledger_folder(wanted, Store.open(str(tmp_path)), "r") == f"{tmp_path}/runs/r/ledger"
     assert _ledger_folder(request(), Store.open("memory://x"), "r") is None
 

@@ -1,4 +1,4 @@
-"""R2: a line is in the file when the call returns, whatever becomes of the process."""
+"""R2: a contribution is in the file or the store when the call returns, whatever becomes of the process."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from spark_elastic.clock import SystemClock
+from spark_elastic.data.store import Store
 from spark_elastic.protocol.types import Phase, Position
-from spark_elastic.training.ledger import FileLedger
+from spark_elastic.training.ledger import FileLedger, StoreLedger, open_ledger
 
 
 def test_r02_lines_are_written_before_the_call_returns(tmp_path: Path) -> None:
@@ -26,3 +27,20 @@ def test_r02_lines_are_written_before_the_call_returns(tmp_path: Path) -> None:
     applied = json.loads(path.read_text().splitlines()[1])
     assert (applied["event"], applied["world"]) == ("applied", 4)
     ledger.close()
+
+
+def test_r02_a_store_without_appends_gets_an_object_for_each_step() -> None:
+    store, fence = Store.open("memory://ledgers"), (1, 1)
+    ledger = open_ledger(store, "runs/r/ledger", SystemClock())
+    assert isinstance(ledger, StoreLedger)
+    for step in range(2):
+        ledger.write_ahead(fence, Position(0, Phase.TRAIN, step), np.array([step]))
+        ledger.record_applied(fence, Position(0, Phase.TRAIN, step), 4)
+    written = [[json.loads(line)["event"] for line in text.splitlines()] for text in objects(store)]
+    assert written == [["contributes"], ["applied", "contributes"]], "what follows may wait for the next step"
+    ledger.close()
+    assert [json.loads(line)["step"] for text in objects(store) for line in text.splitlines()] == [0, 0, 1, 1]
+
+
+def objects(store: Store) -> list[str]:
+    return [store.read_bytes(name).decode() for name in store.list("runs/r/ledger")]
