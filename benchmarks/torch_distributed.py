@@ -7,6 +7,9 @@ DDP and FSDP2 over both backends, and our `DistributedOptimizer`, on nets of the
 less the local step's. Collectives: each that Gloo has, by bytes of its larger operand on a rank; a round makes several
 calls of the small ones. All contenders run in the same processes, in turns, in rotating order; a figure is the median
 over all rounds of the slowest rank's time.
+
+Commits of `FSDPState`: model and AdamW's state divided by FSDP2, each rank a host. The peer is a commit without copies
+on other hosts, or the bytes of what a rank trains. `--what commits` renews the record's rows of these alone.
 """
 
 from __future__ import annotations
@@ -29,10 +32,14 @@ from benchmarks.parts.report import Row, finish, parser
 from benchmarks.training_step import Net
 from elastic_collectives import Endpoint, connect
 from spark_elastic.clock import SystemClock
-from spark_elastic.protocol.types import Fence, Member, World
+from spark_elastic.protocol.types import START, Fence, Member, World
+from spark_elastic.state.sharded_commits import ShardedCommits
+from spark_elastic.state.shards import CommitKey, Place
+from spark_elastic.state.snapshot import SnapshotBuilder
 from spark_elastic.torch import DistributedOptimizer
 from spark_elastic.torch.distributed import register
-from spark_elastic.worker.context import WorkerContext, set_context
+from spark_elastic.torch.fsdp import DividedModelHandler, DividedOptimizerHandler
+from spark_elastic.worker.context import WorkerContext, get_context, set_context
 from spark_elastic.worker.stack_sampler import StackReader, StackSampler
 
 SIZES = {"4 KB": 4 << 10, "256 KB": 256 << 10, "4 MB": 4 << 20, "64 MB": 64 << 20}
@@ -133,6 +140,57 @@ def measure_steps(size: int, net: Net, rounds: int) -> list[Row]:
     ]
 
 
+# ---- commits
+
+
+def _time_commits(net: Net, rounds: int, ours: Any, _: Any, barrier: Callable[[], None]) -> Any:
+    """(times of (step, commit, commit without copies), bytes of a commit's memory, bytes that a rank trains)."""
+    worker = get_context()
+    assert worker is not None
+    group = worker.require_group()
+    model = _shard(net.build(), ours)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    handlers = {"model": DividedModelHandler(model), "optimizer": DividedOptimizerHandler(optimizer)}
+    data = torch.randn(net.rows, net.width, generator=torch.Generator().manual_seed(dist.get_rank()))
+    commits, uncopied = ShardedCommits(), ShardedCommits()
+    commits.agree(group, Place("a machine", f"host {group.rank}"))
+
+    def capture(builder: SnapshotBuilder) -> dict[str, Any]:
+        return {name: handler.capture(builder) for name, handler in handlers.items()}
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(data).square().mean().backward()
+        optimizer.step()
+
+    def commit_alone() -> None:
+        commit = uncopied.capture(group.rank, CommitKey(0, group.fence, group.size), START, capture)
+        group.barrier()
+        uncopied._keep_only(commit)
+
+    save = partial(commits.save, group, START, group.fence, capture)
+    times = take_turns([step, save, commit_alone], barrier, rounds, WARM_UP)
+    kept = commits._held[0]
+    memory = sum(memory.nbytes for memory in (*kept.memory, *commits._spare))
+    return times, memory, kept.shards[group.rank].nbytes
+
+
+def measure_commits(size: int, net: Net, rounds: int) -> list[Row]:
+    """Rows in milliseconds and MB."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = run_ranks(size, _one_rank, folder, partial(_time_commits, net, rounds))
+    step, commit, alone = find_medians([times for times, _, _ in found])
+    memory, trained = (max(column) / 1e6 for column in list(zip(*found, strict=True))[1:])
+    case = (
+        f"{net.parameters / 1e6:.0f} M parameters in {2 * net.layers} tensors, {size} ranks: FSDP2 with AdamW"
+    )
+    return [
+        Row(f"{case}, step", step, None, "ms"),
+        Row(f"{case}, commit, beside one without copies", commit, alone, "ms"),
+        Row(f"{case}, memory of commits on a rank, beside what it trains", memory, trained, "MB"),
+    ]
+
+
 # ---- collectives
 
 
@@ -187,7 +245,7 @@ def measure_collectives(size: int, rounds: int) -> list[Row]:
 def main() -> int:
     arguments = parser(__doc__ or "")
     arguments.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    arguments.add_argument("--what", choices=["all", "steps", "collectives"], default="all")
+    arguments.add_argument("--what", choices=["all", "steps", "collectives", "commits"], default="all")
     arguments.add_argument("--layers", type=int, default=80)
     arguments.add_argument("--width", type=int, default=560)
     arguments.add_argument("--rows", type=int, default=32)
@@ -196,11 +254,13 @@ def main() -> int:
     net = Net(chosen.layers, chosen.width, chosen.rows)
     rows = []
     for size in chosen.ranks:
-        if chosen.what != "collectives":
+        if chosen.what in ("all", "steps"):
             rows += measure_steps(size, net, chosen.rounds)
-        if chosen.what != "steps":
+        if chosen.what in ("all", "collectives"):
             rows += measure_collectives(size, chosen.rounds)
-    finish("torch_distributed", rows, chosen.json)
+        if chosen.what in ("all", "commits"):
+            rows += measure_commits(size, net, chosen.rounds)
+    finish("torch_distributed", rows, chosen.json, renew=chosen.what != "all")
     return 0
 
 

@@ -13,6 +13,7 @@ import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -64,13 +65,25 @@ def parser(description: str) -> argparse.ArgumentParser:
     return made
 
 
-def finish(name: str, rows: Sequence[Row], path: Path | None) -> None:
-    """Print the table and, with a path, write the record."""
+def finish(name: str, rows: Sequence[Row], path: Path | None, renew: bool = False) -> None:
+    """Print the table and, with a path, write the record.
+
+    Args:
+        renew: only some cases were measured; the record keeps its rows of the others.
+    """
     print(f"{name} ({machine()})")
     print(table(rows))
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if renew and path.exists():
+            measured = {row.case for row in rows}
+            recorded = json.loads(path.read_text())["rows"]
+            rows = [*(_from_json(row) for row in recorded if row["case"] not in measured), *rows]
         path.write_text(as_json(name, rows))
+
+
+def _from_json(row: dict[str, Any]) -> Row:
+    return Row(row["case"], row["ours"], row["peer"], row["unit"])
 
 
 def _figure(value: float | None) -> str:

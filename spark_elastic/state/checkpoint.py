@@ -307,6 +307,10 @@ class SnapshotReader:
             self._cached = wanted, Snapshot(checkpoint.position, values, memory)
         return self._cached[1]
 
+    def read_published(self) -> tuple[Checkpoint, ...]:
+        """The checkpoints that count now, newest first."""
+        return self._store.read_published()
+
     def forget(self) -> None:
         """Free the memory, once the world that began from the checkpoint has its state."""
         self._cached = None

@@ -35,6 +35,7 @@ def elastic(func: Callable[..., R], get_session: Callable[[], WorkerSession | No
     def wrapper(state: State, *args: Any, **kwargs: Any) -> R:
         session = get_session()
         if session is None:
+            state.begin_alone()
             return func(state, *args, **kwargs)
         _enter(state, session)
         try:
@@ -71,18 +72,30 @@ def _run_in_worlds(func: Callable[[], R], state: State, session: WorkerSession) 
             _write_last_commit(state, session)
             return result
         except HostsUpdatedInterrupt:
-            state.on_hosts_updated(float(session.world.fence.generation), session.host_update)
-            # The stop counts as a commit: a worker whose exchange broke here is one commit behind, and takes over.
-            state.count_save()
-            if session.is_job_ending():
-                _write_last_commit(state, session)
+            error = _save_at_stop(state, session)
         except MismatchError:
             raise  # another world could not mend it
         except CollectiveError as broke:
-            state.restore()
+            state.on_broken_world()
             error = broke
         _wait_for_next_world(session, error)
         changed = True
+
+
+def _save_at_stop(state: State, session: WorkerSession) -> CollectiveError | None:
+    """Commit where all ranks agreed to stop. Returns what broke the world meanwhile."""
+    state.on_hosts_updated(float(session.world.fence.generation), session.host_update)
+    try:
+        # The stop counts as a commit: a worker whose exchange broke here is one commit behind, and takes over.
+        state.count_save()
+        if session.is_job_ending():
+            _write_last_commit(state, session)
+    except MismatchError:
+        raise
+    except CollectiveError as broke:
+        state.on_broken_world()
+        return broke
+    return None
 
 
 def _wait_for_next_world(session: WorkerSession, error: CollectiveError | None) -> None:
@@ -109,7 +122,7 @@ def _begin_world(state: State, session: WorkerSession) -> None:
 
 def _write_last_commit(state: State, session: WorkerSession) -> None:
     """Make the newest commit durable, since none follows it."""
-    if session.checkpointer is not None and session.group.rank == 0:
+    if session.checkpointer is not None:
         state.write_checkpoint(session.checkpointer)
 
 

@@ -60,6 +60,15 @@ class WorkerSession(Protocol):
     def group(self) -> Group: ...
 
     @property
+    def address(self) -> str:
+        """Of this worker's machine."""
+        ...
+
+    def wait_until_idle(self) -> None:
+        """Wait until no other thread calls the group's collectives."""
+        ...
+
+    @property
     def persistent(self) -> dict[str, Any]:
         """Values by name that outlive one call of the user's function."""
         ...
@@ -192,6 +201,13 @@ class State(ABC):
         """Save, and let it stand for the same commit as the save before."""
         self.save()
 
+    def on_broken_world(self) -> None:
+        """The world broke: go back to the last commit."""
+        self.restore()
+
+    def begin_alone(self) -> None:  # noqa: B027 - a hook
+        """The function begins in a process that is no worker."""
+
     def attach(self, session: WorkerSession | None) -> None:
         """Use a worker's session; None detaches.
 
@@ -228,7 +244,7 @@ class State(ABC):
         raise _not_durable(self)
 
     def write_checkpoint(self, checkpointer: Checkpointer) -> None:
-        """Make the newest commit durable before returning, since none follows it. Called on rank 0."""
+        """Make the newest commit durable before returning, since none follows it. Called on every rank."""
         raise _not_durable(self)
 
     def take_from(self, other: State) -> None:
@@ -392,8 +408,10 @@ class ObjectState(State):
         self._load(snapshot)
 
     def write_checkpoint(self, checkpointer: Checkpointer) -> None:
-        self._write_newest(checkpointer)
-        checkpointer.flush()
+        assert self._session is not None
+        if self._session.group.rank == 0:
+            self._write_newest(checkpointer)
+            checkpointer.flush()
 
     def _write_newest(self, checkpointer: Checkpointer) -> None:
         """The next commit follows, or the job ends: the newest commit is what every survivor holds or takes over."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -190,12 +190,15 @@ class ModelStateHandler(SnapshotHandler):
         super().set_value(value)
         self._extra = self._with_extra()
 
+    def parameters(self) -> Iterable[tuple[str, torch.nn.Parameter]]:
+        """The parameters that each rank has whole, by name."""
+        model: torch.nn.Module = self.value
+        return model.named_parameters()
+
     def capture(self, builder: SnapshotBuilder) -> Any:
         put, trained = self._views.put, self.trained
         return {
-            "parameters": {
-                n: put(builder, p, later=id(p) in trained) for n, p in self.value.named_parameters()
-            },
+            "parameters": {n: put(builder, p, later=id(p) in trained) for n, p in self.parameters()},
             "buffers": {
                 n: _Frozen(put(builder, b, later=False), b.dtype, tuple(b.shape))
                 for n, b in self.value.named_buffers()
@@ -204,7 +207,7 @@ class ModelStateHandler(SnapshotHandler):
         }
 
     def load(self, values: Any, memory: Bytes) -> None:
-        parameters, buffers = dict(self.value.named_parameters()), dict(self.value.named_buffers())
+        parameters, buffers = dict(self.parameters()), dict(self.value.named_buffers())
         _same_names(parameters, values["parameters"])
         with torch.no_grad():
             for name, place in values["parameters"].items():

@@ -47,6 +47,13 @@ class ContextSession:
         return _require_context().require_group()
 
     @property
+    def address(self) -> str:
+        return _require_context().address
+
+    def wait_until_idle(self) -> None:
+        _require_context().group_context.wait_until_idle()
+
+    @property
     def persistent(self) -> dict[str, Any]:
         return self._handle.persistent
 
@@ -61,7 +68,7 @@ class ContextSession:
         version = worker.group_context.take_agreed_version()
         if version is None:
             newest = np.array([self._handle.membership_version().encode()], np.int64)
-            worker.group_context.wait_until_idle()
+            self.wait_until_idle()
             worker.require_group().allreduce(newest, op="max")
             version = MembershipVersion.decode(int(newest[0]))
         self._agreed_version = version

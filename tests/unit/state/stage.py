@@ -189,6 +189,13 @@ class StageSession:
         return self._group
 
     @property
+    def address(self) -> str:
+        return "a machine"
+
+    def wait_until_idle(self) -> None:
+        """Nothing: its thread alone calls the group."""
+
+    @property
     def checkpointer(self) -> Checkpointer | None:
         return self._stage.checkpointer
 

@@ -1,0 +1,112 @@
+"""`FSDPState` on real processes: workers are killed at every place of a commit and of its restoration."""
+
+from __future__ import annotations
+
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from spark_elastic.errors import WorkerFailed
+from tests.component.torch import divided_training
+from tests.component.torch.divided_training import assert_exact, train
+from tests.component.torch.hand_written import Run, await_size
+from tests.sources import ROOT
+
+pytestmark = [pytest.mark.native, pytest.mark.timeout(300)]
+
+for name in (__name__, divided_training.__name__, await_size.__module__):
+    cloudpickle.register_pickle_by_value(sys.modules[name])
+
+EPOCHS = 4
+Blows = list[tuple[str, int, tuple[int, ...]]]
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    """The same training by one process, without FSDP."""
+    return train("", [], 1, EPOCHS)
+
+
+def play(folder: Path, blows: Blows, size: int, epochs: int = EPOCHS, **given: Any) -> tuple[Run, list[Any]]:
+    run = Run(
+        train, (str(folder), blows, size, epochs), room=size, num_workers=size, max_workers=size, **given
+    )
+    results = run.results()
+    struck = {path.name for path in folder.iterdir() if re.fullmatch(r"\d+-\d+", path.name)}
+    assert struck == {f"{number}-{rank}" for number, (_, _, ranks) in enumerate(blows) for rank in ranks}
+    return run, results
+
+
+@pytest.mark.parametrize(
+    ("size", "blows"),
+    [
+        (2, [("complete", 4, (0,)), ("divide", 4, (1,))]),
+        pytest.param(
+            3, [("copies", 4, (1,)), ("step", 9, (2,)), ("build", 9, (0,))], marks=pytest.mark.faults
+        ),
+        # Two hosts at once that do not hold a shard and its copy; then one, and another while the rest divide anew.
+        (4, [("step", 4, (0, 2)), ("step", 9, (0,)), ("divide again", 9, (1,))]),
+    ],
+)
+def test_kills_cost_no_committed_step_and_no_row(
+    tmp_path: Path, alone: dict[str, Any], size: int, blows: Blows
+) -> None:
+    run, results = play(tmp_path, blows, size)
+    assert_exact(results, alone, EPOCHS)
+    assert run.sizes()[0] == size
+    assert len(run.sizes()) > len(blows)
+
+
+def test_a_shard_that_is_lost_with_its_copy_ends_the_job_with_its_name(tmp_path: Path) -> None:
+    with pytest.raises(
+        WorkerFailed,
+        match=r"commit \d+ is lost with the workers that held parts of it: shard 0, which rank 0 on host-\d held, and "
+        r"its copy on rank 1 on host-\d. Pass run_id= and store=",
+    ):
+        play(tmp_path, [("step", 3, (0, 1))], 3)
+
+
+def test_a_shard_that_is_lost_with_its_copy_comes_from_the_checkpoint(
+    tmp_path: Path, alone: dict[str, Any]
+) -> None:
+    folder = tmp_path / "blows"
+    folder.mkdir()
+    given = {"run_id": "mine", "store": str(tmp_path / "store"), "checkpoint_steps": 2}
+    run, results = play(folder, [("step", 9, (0, 1))], 3, **given)
+    assert_exact(results, alone, EPOCHS)
+    assert "training continues from the checkpoint of commit" in run.lines.getvalue()
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(1800)
+def test_twenty_kills_at_random_places(tmp_path: Path) -> None:
+    rng = random.Random(1)
+    blows: Blows = []
+    for step in range(3, 31, 4):
+        for place, at in (
+            ("step", step),
+            (rng.choice(["divide", "build"]), step),
+            (rng.choice(["copies", "complete"]), step + 2),
+        ):
+            blows.append((place, at, (rng.randrange(3),)))
+    epochs = 7
+    run, results = play(tmp_path, blows[:20], 3, epochs)
+    assert_exact(results, train("", [], 1, epochs), epochs)
+    assert len(run.sizes()) > 20
+
+
+@pytest.mark.faults
+def test_the_example_loses_a_worker_and_no_row() -> None:
+    command = ["-m", "spark_elastic.cli", "-np", "3", "--min-np", "1", sys.executable, "examples/fsdp2.py"]
+    done = subprocess.run(
+        [sys.executable, *command], check=False, capture_output=True, text=True, timeout=240, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "3 workers became 2: step 21 came" in done.stdout
+    assert "64 steps; each row once per epoch: True" in done.stdout

@@ -1,0 +1,166 @@
+"""A divided state over worlds of threads: whoever dies at whichever exchange, all continue from one commit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_collectives import CollectiveError
+from spark_elastic.errors import InvalidInput
+from spark_elastic.state.elastic_loop import elastic
+from spark_elastic.state.handlers import StateDictHandler
+from spark_elastic.state.sharded_state import DividedHandler, ShardedState
+from spark_elastic.state.shards import DividedTensor, shard_rows
+from spark_elastic.state.snapshot import Bytes, SnapshotBuilder
+from tests.unit.state.stage import Event, Stage, StageSession
+
+STEPS, ROWS = 8, (7, 2)  # rows of the two tensors
+
+
+class Rows:
+    """This rank's rows of two tensors. Row i begins as i, and each step adds 1."""
+
+    def __init__(self, session: StageSession) -> None:
+        self.parts = [np.arange(*shard_rows(n, session.world.size, session.group.rank)) * 1.0 for n in ROWS]
+
+
+class RowsHandler(DividedHandler):
+    def capture(self, builder: SnapshotBuilder) -> Any:
+        return [
+            builder.add_piece(DividedTensor(rows, 8), part.view(np.uint8))  # type: ignore[attr-defined]
+            for rows, part in zip(ROWS, self.value.parts, strict=True)
+        ]
+
+    def load(self, values: Any, memory: Bytes) -> None:
+        for number, part in zip(values, self.value.parts, strict=True):
+            part[...] = self.pieces[number].view(np.float64)
+
+
+class RowsState(ShardedState):
+    registry = ((Rows, RowsHandler),)
+
+
+def train(stage: Stage, commit_every: int = 1) -> Callable[[StageSession], list[float]]:
+    def work(session: StageSession) -> list[float]:
+        def loop(state: Any) -> list[float]:
+            while state.step < STEPS:
+                stage.reached(state.step)
+                gradient = np.ones(1)
+                session.allreduce(gradient)
+                for part in state.rows.parts:
+                    part += gradient / session.world.size
+                state.step += 1
+                if state.step % commit_every == 0:
+                    state.commit()
+            return [
+                value - row
+                for rows, part in zip(ROWS, state.rows.parts, strict=True)
+                for row, value in zip(
+                    range(*shard_rows(rows, session.world.size, session.group.rank)), part, strict=True
+                )
+            ]
+
+        state = RowsState(lambda state: {"rows": Rows(session)}, step=0)
+        return elastic(loop, lambda: session)(state)
+
+    return work
+
+
+losses = st.builds(
+    Event,
+    step=st.integers(0, STEPS - 1),
+    rank=st.integers(0, 3),
+    after=st.integers(1, 30),
+    slips=st.booleans(),
+)
+joins = st.builds(Event, step=st.integers(0, STEPS - 1))
+
+
+@given(st.integers(2, 4), losses, st.lists(joins, max_size=2), st.sampled_from([1, 3]))
+@settings(max_examples=120, deadline=None)
+def test_one_death_at_any_exchange_costs_nothing_but_the_steps_since_the_commit(
+    size: int, loss: Event, joins: list[Event], commit_every: int
+) -> None:
+    stage = Stage(size, tuple(sorted([loss, *joins], key=lambda event: event.step)))
+    results = stage.play(train(stage, commit_every))
+    assert results
+    assert all(set(result) <= {float(STEPS)} for result in results)
+
+
+@given(st.integers(1, 4), st.lists(st.one_of(losses, joins), max_size=4))
+@settings(max_examples=80, deadline=None)
+def test_after_any_deaths_the_state_is_whole_or_one_sentence_says_what_is_missing(
+    size: int, events: list[Event]
+) -> None:
+    stage = Stage(size, tuple(sorted(events, key=lambda event: event.step)))
+    try:
+        results = stage.play(train(stage))
+    except InvalidInput as error:
+        if "is lost with the workers that held parts of it: shard" not in str(error):
+            raise
+        return
+    assert all(set(result) <= {float(STEPS)} for result in results)
+
+
+def build(state: Any) -> dict[str, Any]:
+    return {}
+
+
+class Kept(StateDictHandler):
+    """Not divided."""
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: RowsState(None), "takes a function that makes the model"),  # type: ignore[arg-type]
+        (lambda: RowsState(build).begin_alone(), "returns what it made by name"),
+        (lambda: RowsState(lambda state: {"step": 1}, step=0).begin_alone(), "which the state has already"),
+        (lambda: RowsState(lambda state: {"size": 1}).begin_alone(), "which has no state dict"),
+        (lambda: RowsState(build).sync(), "synchronizes this state at the beginning of each world"),
+    ],
+)
+def test_wrong_use_gets_a_sentence(make: Callable[[], object], sentence: str) -> None:
+    with pytest.raises(InvalidInput, match=sentence):
+        make()
+
+
+def test_what_build_makes_cannot_be_given_to_the_state() -> None:
+    with pytest.raises(InvalidInput, match="'rows' belongs to a world: make it in build"):
+        RowsState(build, rows=Rows.__new__(Rows))
+
+
+def test_outside_of_a_job_build_is_called_once() -> None:
+    calls = []
+
+    def make(state: Any) -> dict[str, Any]:
+        calls.append(state.step)
+        rows = Rows.__new__(Rows)
+        rows.parts = []
+        return {"rows": rows}
+
+    def loop(state: Any) -> Any:
+        state.commit()
+        return state.rows.parts
+
+    assert elastic(loop, lambda: None)(RowsState(make, step=3)) == []
+    assert calls == [3]
+
+
+def test_a_commit_that_breaks_is_an_error_of_the_world() -> None:
+    stage = Stage(1)
+
+    def work(session: StageSession) -> None:
+        def loop(state: Any) -> None:
+            session.group.abort("for the test")
+            with pytest.raises(CollectiveError):
+                state.commit()
+
+        elastic(loop, lambda: session)(RowsState(lambda state: {"rows": Rows(session)}))
+
+    stage.play(work)

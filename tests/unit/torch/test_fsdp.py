@@ -1,0 +1,146 @@
+"""What `FSDPState` commits of models that FSDP2 divides: as rank 1 of 4, over torch's fake process group."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from spark_elastic.errors import InvalidInput
+from spark_elastic.state.sharded_commits import ShardBuilder
+from spark_elastic.state.shards import DividedTensor, lay_out, shard_rows
+from spark_elastic.torch.elastic import ElasticSampler
+from spark_elastic.torch.fsdp import DividedModelHandler, DividedOptimizerHandler, FSDPState
+
+RANK, SIZE = 1, 4
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    dist.init_process_group("fake", rank=RANK, world_size=SIZE, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(3, 5)  # 5 rows over 4 ranks: 2, 2, 1, 0
+        self.norm = torch.nn.BatchNorm1d(5)
+        self.last = torch.nn.Linear(5, 1)  # one row: rank 1 has nothing of it
+
+
+def make(**options: Any) -> tuple[Net, Net]:
+    """(whole, divided)"""
+    torch.manual_seed(2)
+    whole, divided = Net().double(), Net().double()
+    divided.load_state_dict(whole.state_dict())
+    fully_shard(divided, **options)
+    return whole, divided
+
+
+@pytest.mark.usefixtures("world")
+def test_a_commit_holds_this_ranks_rows_and_what_all_have_alike() -> None:
+    whole, divided = make()
+    builder = ShardBuilder()
+    values = DividedModelHandler(divided).capture(builder)
+    assert set(values["divided"]) == {name for name, _ in whole.named_parameters()}
+    assert not values["parameters"]
+    assert set(values["buffers"]) == {name for name, _ in whole.named_buffers()}
+    for name, parameter in whole.named_parameters():
+        piece = values["divided"][name]
+        begin, end = shard_rows(len(parameter), SIZE, RANK)
+        expected = parameter.detach()[begin:end].numpy()
+        np.testing.assert_array_equal(
+            builder.locals[piece.number].view(np.float64).reshape(expected.shape), expected
+        )
+        assert builder.tensors[piece.number] == DividedTensor(len(parameter), 8 * parameter[0].numel())
+    assert [extent.nbytes for extent in lay_out(builder.tensors, SIZE, RANK)[0]] == [
+        local.nbytes for local in builder.locals
+    ]
+
+
+@pytest.mark.usefixtures("world")
+def test_parameters_and_moments_come_back_divided() -> None:
+    _, source = make()
+    optimizer = torch.optim.AdamW(source.parameters(), lr=0.1)
+    for parameter in source.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    builder = ShardBuilder()
+    saved = DividedModelHandler(source).capture(builder), DividedOptimizerHandler(optimizer).capture(builder)
+    memory = np.empty(builder.size, np.uint8)
+    for offset, piece in builder.pieces + builder.deferred:
+        memory[offset : offset + piece.nbytes] = piece
+    _, target = make()
+    fresh = torch.optim.AdamW(target.parameters(), lr=0.5)
+    handlers = DividedModelHandler(target), DividedOptimizerHandler(fresh)
+    for handler, values in zip(handlers, saved, strict=True):
+        handler.pieces = [local.copy() for local in builder.locals]
+        handler.load(values, memory)
+    assert fresh.param_groups[0]["lr"] == 0.1
+    for mine, theirs in zip(target.parameters(), source.parameters(), strict=True):
+        assert torch.equal(mine.to_local(), theirs.to_local())
+        for name in ("exp_avg", "exp_avg_sq"):
+            moment, expected = fresh.state[mine][name], optimizer.state[theirs][name]
+            assert (moment.shape, moment.stride(), moment.placements) == (
+                expected.shape,
+                expected.stride(),
+                (Shard(0),),
+            )
+            assert torch.equal(moment.to_local(), expected.to_local())
+        assert fresh.state[mine]["step"] == 1
+        mine.grad = torch.ones_like(mine)
+    fresh.step()
+
+
+@pytest.mark.usefixtures("world")
+def test_other_placements_are_refused() -> None:
+    by_columns = torch.nn.Linear(SIZE, 2, bias=False)
+    fully_shard(by_columns, shard_placement_fn=lambda p: Shard(1))
+    with pytest.raises(
+        InvalidInput, match=r"'weight' has the placements \(Shard\(dim=1\),\).*call fully_shard"
+    ):
+        DividedModelHandler(by_columns).capture(ShardBuilder())
+    _, hybrid = make(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    with pytest.raises(InvalidInput, match=r"on a mesh of shape \(2, 2\): call fully_shard without mesh"):
+        DividedModelHandler(hybrid).capture(ShardBuilder())
+
+
+@pytest.mark.usefixtures("world")
+def test_another_model_is_refused() -> None:
+    _, divided = make()
+    handler = DividedModelHandler(divided)
+    values = handler.capture(ShardBuilder())
+    del values["divided"]["last.bias"]
+    with pytest.raises(InvalidInput, match=r"made another model than in the world before.*last\.bias"):
+        handler.load(values, np.empty(0, np.uint8))
+
+
+def build(state: Any) -> dict[str, Any]:
+    return {}
+
+
+def test_values_that_do_not_fit_get_a_sentence() -> None:
+    with pytest.raises(InvalidInput, match="'model' belongs to a world: make it in build"):
+        FSDPState(build, model=torch.nn.Linear(1, 1))
+    with pytest.raises(InvalidInput, match="takes no ElasticSampler"):
+        FSDPState(build, sampler=ElasticSampler(range(3)))
+
+
+def test_an_older_torch_gets_a_sentence() -> None:
+    code = "import torch.distributed.fsdp as fsdp\ndel fsdp.FSDPModule\nimport spark_elastic.torch.fsdp"
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120
+    )
+    assert "FSDPState needs torch 2.6 or newer, whose fully_shard it is for; this is torch" in done.stderr
