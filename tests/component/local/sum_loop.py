@@ -1,11 +1,12 @@
 """A loop for hosts that share nothing: its ranks add up their numbers until one of them sees a file
-/tmp/stop. Each rank prints a line in each new world.
+`stop` in its folder for temporary files. Each rank prints a line in each new world.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ def _loop(state: Any) -> None:
     assert worker is not None
     while True:
         group = worker.group
-        numbers = np.array([group.rank + 1.0, float(Path("/tmp/stop").exists())])
+        numbers = np.array([group.rank + 1.0, float(Path(tempfile.gettempdir(), "stop").exists())])
         group.allreduce(numbers)
         state.step += 1
         if group.size != told:

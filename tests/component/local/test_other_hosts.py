@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.hosts import SSHD, Hosts, why_not
+from tests.hosts import PRIVATE, SSHD, Hosts, why_not
 from tests.leaks import SessionOwned
 from tests.patience import until
 
@@ -27,6 +27,7 @@ pytestmark = [
 ROOT = Path(__file__).parents[3]
 LOOP = Path(__file__).with_name("sum_loop.py")
 MARK = "marked-41c7"
+TMP = PRIVATE[0]  # of each host its own
 SECONDS = 15.0  # in which a mistake is answered, on a busy machine
 
 
@@ -40,7 +41,7 @@ def hosts(session_owned: SessionOwned) -> Iterator[Hosts]:
         for node in (1, 2, 4):
             made.start_sshd(node, 2222)
         # An `ssh` that knows these hosts' keys, before the system's.
-        wrapper = made.file(0, "/tmp/bin/ssh")
+        wrapper = made.file(0, f"{TMP}/bin/ssh")
         wrapper.parent.mkdir()
         known = "${KNOWN-/run/ssh/known_hosts}"
         wrapper.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -o UserKnownHostsFile={known} "$@"\n')
@@ -60,25 +61,25 @@ class Job:
     def __init__(self, hosts: Hosts, *options: str, **variables: str) -> None:
         self._hosts = hosts
         path = os.pathsep.join((str(ROOT), str(ROOT / "python")))
-        search = f"/tmp/bin:{os.environ['PATH']}"
+        search = f"{TMP}/bin:{os.environ['PATH']}"
         ours = {"PYTHONPATH": path, "PATH": search, "MARK": MARK, **variables}
         enter = ("--ssh-port", "2222", "-i", "/run/ssh/key", "--elastic-timeout", "60")
         command = (sys.executable, "-m", "spark_elastic.cli", *enter, *options, "python", str(LOOP))
         for name in ("stop", "output", "errors"):
-            hosts.file(0, f"/tmp/{name}").unlink(missing_ok=True)
+            hosts.file(0, f"{TMP}/{name}").unlink(missing_ok=True)
         with (
-            hosts.file(0, "/tmp/output").open("wb") as out,
-            hosts.file(0, "/tmp/errors").open("wb") as errors,
+            hosts.file(0, f"{TMP}/output").open("wb") as out,
+            hosts.file(0, f"{TMP}/errors").open("wb") as errors,
         ):
             self.process = subprocess.Popen(
                 hosts.within(0, *command), stdout=out, stderr=errors, env={**os.environ, **ours}
             )
 
     def output(self) -> str:
-        return self._hosts.file(0, "/tmp/output").read_text()
+        return self._hosts.file(0, f"{TMP}/output").read_text()
 
     def errors(self) -> str:
-        return self._hosts.file(0, "/tmp/errors").read_text()
+        return self._hosts.file(0, f"{TMP}/errors").read_text()
 
     def await_lines(self, *lines: str) -> None:
         def there() -> bool:
@@ -91,7 +92,7 @@ class Job:
             raise AssertionError(f"{error}: {self.output()} {self.errors()}") from error
 
     def stop(self) -> int:
-        self._hosts.file(0, "/tmp/stop").touch()
+        self._hosts.file(0, f"{TMP}/stop").touch()
         return self.process.wait(40)
 
     def kill(self) -> None:
@@ -148,11 +149,11 @@ def test_a_job_over_three_hosts_is_right_shows_nothing_and_ends_with_its_driver(
 
 
 def test_a_job_goes_on_as_hosts_refuse_are_added_lose_their_connection_and_die(hosts: Hosts) -> None:
-    listing, script = hosts.file(0, "/tmp/hosts"), hosts.file(0, "/tmp/find.sh")
+    listing, script = hosts.file(0, f"{TMP}/hosts"), hosts.file(0, f"{TMP}/find.sh")
     listing.write_text("h0:1\nh1:1\nh3:1\n")
-    script.write_text("#!/bin/sh\ncat /tmp/hosts\n")
+    script.write_text(f"#!/bin/sh\ncat {TMP}/hosts\n")
     script.chmod(0o755)
-    options = ("--host-discovery-script", "/tmp/find.sh", "-np", "2", "--min-np", "1", "--max-np", "3")
+    options = ("--host-discovery-script", f"{TMP}/find.sh", "-np", "2", "--min-np", "1", "--max-np", "3")
     with running(hosts, *options) as job:
         job.await_lines("sum 3 of 2 on h0", "sum 3 of 2 on h1")
         refusal = "host h3 cannot run workers: connect to host h3 port 2222: Connection refused"
