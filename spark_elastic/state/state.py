@@ -304,6 +304,9 @@ class ObjectState(State):
             handler.set_value(value)
         object.__setattr__(self, name, value)
 
+    def __contains__(self, value: object) -> bool:
+        return any(value is each for each in vars(self).values())
+
     def save(self) -> None:
         """Keep one version of everything; large values are copied in the background. Counts as a commit."""
         self._number += 1

@@ -192,7 +192,7 @@ class ElasticDataLoader:
         if session is None or not session.persistent.get(ENTERED):
             return
         state = session.persistent[STATE]
-        if isinstance(state, ObjectState) and not any(value is self for value in vars(state).values()):
+        if isinstance(state, ObjectState) and self not in state:
             raise InvalidInput(
                 "the ElasticDataLoader is not in the state, so a new world would not know its position: pass it, as in "
                 "TorchState(model, optimizer, loader=loader)."

@@ -8,11 +8,9 @@ between, and everything around it, is the Trainer's. Training thread only.
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
@@ -24,6 +22,7 @@ from spark_elastic.state.handlers import Registry, SnapshotHandler
 from spark_elastic.state.snapshot import Bytes, SnapshotBuilder
 from spark_elastic.torch.data_loader import ElasticDataLoader
 from spark_elastic.torch.elastic import TorchState, get_handler_registry, run
+from spark_elastic.torch.generators import get_generators, set_generators
 
 
 def create_accelerator(**options: Any) -> Accelerator:
@@ -280,7 +279,7 @@ class _ProgressHandler(SnapshotHandler):
                 copy.deepcopy(callback.state()["attributes"])
                 for callback in _exportable(trainer.callback_handler)
             ],
-            "random": (random.getstate(), np.random.get_state(), torch.get_rng_state(), _get_cuda_states()),
+            "random": get_generators(),
         }
         return trainer._committed
 
@@ -296,12 +295,7 @@ class _ProgressHandler(SnapshotHandler):
             _exportable(trainer.callback_handler), values["callbacks"], strict=True
         ):
             vars(callback).update(copy.deepcopy(attributes))
-        python, numpy, torch_cpu, cuda = values["random"]
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(torch_cpu)
-        if cuda:
-            torch.cuda.set_rng_state_all(cuda)
+        set_generators(values["random"])
 
 
 class _TrainingState(TorchState):
@@ -317,7 +311,3 @@ def _forget_progress(trainer: ElasticTrainer) -> None:
 
 def _exportable(handler: CallbackHandler) -> list[Any]:
     return [callback for callback in handler.callbacks if isinstance(callback, ExportableState)]
-
-
-def _get_cuda_states() -> list[torch.Tensor]:
-    return torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []

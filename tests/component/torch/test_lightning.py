@@ -1,0 +1,188 @@
+"""Lightning's Trainer on real processes: a worker is killed, and another one takes its place."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+
+from tests.component.torch.hand_written import Run, hold
+from tests.scenarios import Fault
+
+pytestmark = [
+    pytest.mark.native,
+    pytest.mark.timeout(240),
+    # Lightning uses what torch has deprecated, and advises to have worker processes.
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning", "ignore:.*does not have many workers.*"),
+]
+
+for name in (__name__, hold.__module__):
+    cloudpickle.register_pickle_by_value(sys.modules[name])
+
+ROWS, EPOCHS, BATCH = 38, 3, 6
+
+
+def train_net(
+    folder: str, package: str, holds: dict[int, int | str], options: dict[str, Any]
+) -> dict[str, Any]:
+    """A linear net, and a ledger that is trained with it: a row's count grows by exactly 1 when its step is applied."""
+    import importlib
+    import time
+
+    pl = importlib.import_module(package)
+    import spark_elastic.torch as hvd
+    from spark_elastic.torch.lightning import ElasticStrategy
+
+    drawn = torch.Generator().manual_seed(3)
+    x = torch.randn(ROWS, 4, generator=drawn, dtype=torch.float64)
+    rows = torch.utils.data.TensorDataset(torch.arange(ROWS), x, x.sum(dim=1).sin())
+    loader = hvd.elastic.ElasticDataLoader(rows, BATCH)
+    trained: list[int] = []
+
+    class Net(pl.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(7)
+            self.linear = torch.nn.Linear(4, 1).double()
+            self.ledger = torch.nn.Parameter(torch.zeros(ROWS, dtype=torch.float64))
+
+        def training_step(self, batch: Any) -> Any:
+            row, features, labels = batch
+            loss = (self.linear(features).squeeze(1) - labels).pow(2).mean()
+            self.log("loss", loss, sync_dist=True)
+            return loss - self.ledger[row].mean() * loader.global_rows
+
+        def validation_step(self, batch: Any) -> None:
+            _, features, labels = batch
+            self.log("val", (self.linear(features).squeeze(1) - labels).pow(2).mean(), sync_dist=True)
+
+        def configure_optimizers(self) -> Any:
+            steps = self.trainer.estimated_stepping_batches  # makes Lightning ask for the rows early
+            optimizer = torch.optim.SGD(
+                [{"params": self.linear.parameters(), "momentum": 0.9}, {"params": [self.ledger], "lr": 1.0}],
+                lr=0.05,
+            )
+            schedule = torch.optim.lr_scheduler.LambdaLR(
+                optimizer, [lambda step: 1 - step / (1 + steps), lambda step: 1.0]
+            )
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    class Watch(pl.Callback):  # type: ignore[misc, name-defined]
+        def on_train_batch_end(self, trainer: Any, *given: Any) -> None:
+            time.sleep(0.03)
+            if trainer.fit_loop._should_accumulate():
+                return
+            trained.append(trainer.global_step)
+            print(f"step {trainer.global_step}", flush=True)  # noqa: T201 - what the test waits for
+
+    class Held(ElasticStrategy):
+        def commit(self) -> None:
+            super().commit()
+            if trained and trained[-1] in holds and self._state is not None:
+                hold(self._state, holds[trained[-1]])
+
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        strategy=Held(),
+        max_epochs=EPOCHS,
+        callbacks=[Watch()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        **options,
+    )
+    net = Net()
+    trainer.fit(net, loader, torch.utils.data.DataLoader(rows, 4))
+    weights = [float(value) for p in net.linear.parameters() for value in p.detach().reshape(-1)]
+    return {
+        "ledger": net.ledger.detach().tolist(),
+        "weights": weights,
+        "trained": trained,
+        "steps": trainer.global_step,
+        "epoch": trainer.current_epoch,
+        "batches": trainer.fit_loop.epoch_loop.total_batch_idx + 1,
+        "validated": float(trainer.callback_metrics["val"]),
+        "rate": trainer.optimizers[0].param_groups[0]["lr"],
+    }
+
+
+@pytest.mark.scenario("G2")
+@pytest.mark.parametrize(
+    ("package", "options", "steps"),
+    [
+        ("lightning.pytorch", {}, 21),
+        pytest.param("pytorch_lightning", {"val_check_interval": 3}, 21, marks=pytest.mark.faults),
+        pytest.param("lightning.pytorch", {"accumulate_grad_batches": 2}, 12, marks=pytest.mark.faults),
+    ],
+)
+def test_p1_p2_a_trainer_continues_at_the_step_in_flight(
+    package: str, options: dict[str, Any], steps: int, fault: Fault, tmp_path: Path
+) -> None:
+    alone = train_net(str(tmp_path), "lightning.pytorch", {}, options)
+    assert alone["trained"] == list(range(1, steps + 1))
+    count = EPOCHS / options.get("accumulate_grad_batches", 1)
+    arguments = (str(tmp_path), package, {9: 2, 11: 3} if fault.on else {}, options)
+    run = Run(train_net, arguments, room=2, num_workers=2, max_workers=2)
+    run.at(5, lambda: fault(run.workers()[0].kill))
+    results = run.results()
+    assert len(run.sizes()) >= 3, "no worker was lost, or none took its place"
+    expected = torch.tensor(alone["weights"], dtype=torch.float64)
+    for result in results:
+        assert result["weights"] == results[0]["weights"]
+        got = torch.tensor(result["weights"], dtype=torch.float64)
+        assert float((got - expected).abs().max() / expected.abs().max()) < 1e-9
+        assert max(abs(counted - count) for counted in result["ledger"]) < 1e-9
+        assert result["validated"] == pytest.approx(alone["validated"], rel=1e-9)
+        assert {name: result[name] for name in ("steps", "epoch", "batches", "rate")} == {
+            name: alone[name] for name in ("steps", "epoch", "batches", "rate")
+        }
+    trained = max((result["trained"] for result in results), key=len)
+    assert trained[-1] == steps
+    assert len(trained) - len(set(trained)) <= 1, "more than the step in flight was taken again"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "advice"),
+    [
+        ({"commit_every": 0}, {}, "at least 1"),
+        ({"static": True}, {}, "no option 'static'"),
+        ({}, {"devices": 2}, "leave devices and num_nodes out"),
+        ({}, {"num_nodes": 2}, "leave devices and num_nodes out"),
+        ({}, {"max_epochs": 1}, "got a DataLoader: make it by ElasticDataLoader"),
+    ],
+)
+def test_a_trainer_that_cannot_be_elastic_is_refused(
+    strategy: dict[str, Any], options: dict[str, Any], advice: str, tmp_path: Path
+) -> None:
+    import lightning.pytorch as pl
+
+    from spark_elastic.errors import InvalidInput
+    from spark_elastic.torch.lightning import ElasticStrategy
+
+    class Net(pl.LightningModule):  # type: ignore[misc]
+        def training_step(self, batch: Any) -> None:
+            raise AssertionError("a batch was trained")
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_model_summary": False,
+        "enable_progress_bar": False,
+    }
+    with pytest.raises(InvalidInput, match=advice):
+        pl.Trainer(
+            accelerator="cpu",
+            strategy=ElasticStrategy(**strategy),
+            default_root_dir=tmp_path,
+            **quiet,
+            **options,
+        ).fit(Net(), torch.utils.data.DataLoader([1, 2]))
