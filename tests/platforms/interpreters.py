@@ -1,9 +1,10 @@
-"""Finds Python interpreters."""
+"""Finds Python interpreters: `python interpreters.py VERSION` prints one of that minor version."""
 
 from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 
@@ -25,3 +26,7 @@ def find_python(version: str) -> str:
             return place
     number = version.replace(".", "")
     raise SystemExit(f"no Python {version} was found: install it, or set PYTHON{number} to it.")
+
+
+if __name__ == "__main__":
+    sys.stdout.write(find_python(sys.argv[1]) + "\n")

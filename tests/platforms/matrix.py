@@ -12,8 +12,8 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,17 +21,18 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, os.path.dirname(__file__))
+from commands import ROOT, run, say
 from interpreters import find_python
 from stand_ins import write_stand_ins
+from wheels import build_wheel
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
 BUILD = ROOT / "build" / "matrix"
 RESULTS = HERE / "results"
 # What torch needs on a CPU. Its other requirements are NVIDIA's libraries, whose place stand-ins take.
 BESIDE_TORCH = ("filelock", "fsspec", "jinja2", "networkx", "setuptools", "sympy", "typing-extensions")
 SHOWN = ("torch", "numpy", "pandas", "pyarrow")  # packages in the documentation's table
-INSTALL_SECONDS, CHECK_SECONDS = 1800, 1800
+CHECK_SECONDS = 1800
 
 
 @dataclass(frozen=True)
@@ -66,28 +67,43 @@ class Row:
 class Environment:
     """A virtual environment of a row's Python, without anything of this repository."""
 
-    def __init__(self, row: Row) -> None:
+    def __init__(self, row: str, folder: Path) -> None:
         self.row = row
-        self.folder = BUILD / row.row
-        self.python = self.folder / "bin" / "python"
-        self.shipped = self.folder / "shipped.json"  # package -> version, without the wheel
+        self.folder = folder
+        self.python = folder / "bin" / "python"
+        self.shipped = folder / "shipped.json"  # package -> version, without the wheel
+        self.constraints = folder / "constraints.txt"
 
-    def make(self) -> None:
+    @classmethod
+    def make(cls, row: Row) -> Environment:
         """torch without NVIDIA's libraries, then what else the platform ships; nothing if all that is there."""
-        stamp = self.folder / ".ready"
-        if stamp.exists() and stamp.read_text() == self.row.constraints.read_text():
-            return
-        say(f"{self.row.row}: an environment of Python {self.row.python} (some minutes, once)")
-        shutil.rmtree(self.folder, ignore_errors=True)
-        run(find_python(self.row.python), "-m", "venv", self.folder)
+        own = cls(row.row, BUILD / row.row)
+        if own.constraints.exists() and own.constraints.read_text() == row.constraints.read_text():
+            return own
+        say(f"{row.row}: an environment of Python {row.python} (some minutes, once)")
+        shutil.rmtree(own.folder, ignore_errors=True)
+        run(find_python(row.python), "-m", "venv", own.folder)
         is_torch = re.compile(r"torch\b")
-        self.pip("--no-deps", *filter(is_torch.match, self.row.packages))
-        (library,) = self.folder.glob("lib/python3*/site-packages/torch/lib")
+        own.pip("--no-deps", *filter(is_torch.match, row.packages))
+        (library,) = own.folder.glob("lib/python3*/site-packages/torch/lib")
         write_stand_ins(library)
-        others = [package for package in self.row.packages if not is_torch.match(package)]
-        self.pip("--constraint", self.row.constraints, *others, *BESIDE_TORCH)
-        self.shipped.write_text(json.dumps(self.versions()))
-        stamp.write_text(self.row.constraints.read_text())
+        others = [package for package in row.packages if not is_torch.match(package)]
+        own.pip("--constraint", row.constraints, *others, *BESIDE_TORCH)
+        own.shipped.write_text(json.dumps(own.versions()))
+        shutil.copy(row.constraints, own.constraints)  # the last file: without it, all is made again
+        return own
+
+    @classmethod
+    def borrow(cls, folder: Path) -> Environment:
+        """The packages of the environment that runs this, without its sources and without a copy of anything."""
+        own = cls(folder.name, folder)
+        run(sys.executable, "-m", "venv", folder)
+        (packages,) = folder.glob("lib/python3*/site-packages")
+        (packages / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        shipped = own.versions()
+        own.shipped.write_text(json.dumps(shipped))
+        own.constraints.write_text("".join(f"{name}=={version}\n" for name, version in shipped.items()))
+        return own
 
     def pip(self, *arguments: str | Path) -> None:
         options = ("-qq", "--disable-pip-version-check", "--no-compile")
@@ -107,7 +123,7 @@ class Environment:
         of_earlier_wheel = self.versions().keys() - before.keys()
         if of_earlier_wheel:
             run(self.python, "-m", "pip", "uninstall", "-qq", "-y", *of_earlier_wheel)
-        self.pip("--constraint", self.row.constraints, wheel)
+        self.pip("--constraint", self.constraints, wheel)
         after = self.versions()
         moved = [
             f"{name} {version} -> {after.get(name)}"
@@ -116,64 +132,27 @@ class Environment:
         ]
         if moved:
             raise SystemExit(
-                f"{self.row.row}: the wheel moved {', '.join(moved)}: lower its floors in pyproject.toml."
+                f"{self.row}: the wheel moved {', '.join(moved)}: lower its floors in pyproject.toml."
             )
         return {name: version for name, version in after.items() if name not in before}
 
-    def check(self) -> dict[str, Any]:
-        """What check.py saw in this environment, in a process that knows nothing of this repository."""
+    def check(self, *part: str) -> dict[str, Any]:
+        """What check.py, or a part of it, saw here, in a process that knows nothing of this repository."""
         scratch = self.folder / "check"
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir()
         shutil.copy(HERE / "check.py", scratch)
-        output = run(self.python, "-u", scratch / "check.py", scratch, seconds=CHECK_SECONDS, cwd=scratch)
+        output = run(
+            self.python, "-u", scratch / "check.py", scratch, *part, seconds=CHECK_SECONDS, cwd=scratch
+        )
         seen: dict[str, Any] = json.loads(output.splitlines()[-1])
         return seen
 
 
-def build_wheel(python: Path, version: str) -> Path:
-    """The wheel of this tree for a Python; that of an earlier row, if no source has changed since."""
-    folder = BUILD / "wheels" / version
-    places = (ROOT / name for name in ("spark_elastic", "python", "csrc"))
-    sources = [path for place in places for path in place.rglob("*.*") if path.suffix in (".py", ".cc", ".h")]
-    changed = max(
-        path.stat().st_mtime for path in (*sources, ROOT / "CMakeLists.txt", ROOT / "pyproject.toml")
-    )
-    for wheel in folder.glob("*.whl"):
-        if wheel.stat().st_mtime > changed:
-            return wheel
-    shutil.rmtree(folder, ignore_errors=True)
-    options = ("-qq", "--disable-pip-version-check", "--no-deps", "--wheel-dir", folder)
-    run(
-        python,
-        "-m",
-        "pip",
-        "wheel",
-        *options,
-        f"--config-settings=build-dir={BUILD / 'objects' / version}",
-        ROOT,
-    )
-    (wheel,) = folder.glob("*.whl")
-    return wheel
-
-
-def run(*command: str | Path, seconds: float = INSTALL_SECONDS, cwd: Path = ROOT) -> str:
-    """What a command prints; SystemExit with the end of it if it fails."""
-    left_out = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYSPARK_PYTHON", "SPARK_HOME")
-    environment = {name: value for name, value in os.environ.items() if name not in left_out}
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=cwd, env=environment, timeout=seconds
-    )
-    if done.returncode != 0:
-        raise SystemExit(f"{' '.join(map(str, command))}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
-    return done.stdout
-
-
 def try_row(row: Row) -> dict[str, Any]:
-    environment = Environment(row)
-    environment.make()
+    environment = Environment.make(row)
     say(f"{row.row}: the wheel")
-    came = environment.install(build_wheel(environment.python, row.python))
+    came = environment.install(build_wheel(row.python))
     say(f"{row.row}: a fit, a loop and Spark Connect")
     began = time.monotonic()
     seen = environment.check()
@@ -206,11 +185,6 @@ def main(rows: Iterable[str]) -> int:
     if failed:
         say(f"failed: {', '.join(failed)}")
     return len(failed)
-
-
-def say(text: str) -> None:
-    sys.stdout.write(f"== {text}\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":
