@@ -4,8 +4,9 @@
     spark-submit examples/train_job.py --store /shared/training    # the cluster that the job is submitted to
 
 In the second epoch this script kills an executor on its own machine with SIGKILL, as the kernel does when memory is
-short. Training continues on the others; the executor that Spark starts in its place joins later. At the end the script
-reads the job's ledger: which rows were trained in which step, and when. The last line is the verdict as JSON.
+short. Training continues on the others; the executor that Spark starts in its place joins later. Where all executors
+are on other machines, it kills none. At the end the script reads the job's ledger: which rows were trained in which
+step, and when. The last line is the verdict as JSON.
 """
 
 from __future__ import annotations
@@ -167,14 +168,16 @@ class Attack:
 
     def __init__(self, application: str) -> None:
         self._application = application
+        self._looked = False
         self.killed_at: float | None = None
 
     def __call__(self, progress: Mapping[str, Any]) -> None:
         far = (progress["epoch"], progress["step"]) >= (KILL_IN_EPOCH, progress["steps"] // 2)
-        if far and self.killed_at is None:
+        if far and not self._looked:
+            self._looked = True
             number, process = max(executors(self._application), default=("", 0))
-            self.killed_at = time.time()
             if process:
+                self.killed_at = time.time()
                 os.kill(process, signal.SIGKILL)
                 print(f"killed executor {number} (process {process}) with SIGKILL", flush=True)
 

@@ -1,0 +1,147 @@
+"""A fit on hosts that share nothing but an S3 bucket, for spark-submit: tells how it goes, then its verdict.
+
+    spark-submit host_job.py WORKERS                      # {"page": url}, {"world": size, ...} ..., {"verdict": ...}
+    spark-submit host_job.py WORKERS undisturbed          # a second fit, which nothing disturbs, says what is right
+    spark-submit host_job.py WORKERS '{"store": ...}' ... # for each: {"refused": sentence, "seconds": ...}
+
+Standard output has these JSON objects, one a line. Steps in workers take their time as long as their host has no file
+/tmp/over. Settings as JSON are those of an estimator that must refuse to start.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from pyspark.sql import SparkSession
+
+from spark_elastic import ElasticTorchEstimator
+from spark_elastic.errors import ElasticError
+from spark_elastic.estimators.torch_model import ElasticTorchModel
+from spark_elastic.torch import progress
+from tests.component.torch.job import ledger_of
+from tests.spark import estimators
+
+STORE = "s3://jobs/store"
+ROWS, BATCH, EPOCHS = 240, 48, 60  # five steps an epoch, whatever the world's size
+
+
+class Slow(estimators.Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if progress() is not None and not Path("/tmp/over").exists():
+            time.sleep(0.2)
+        return super().forward(x)
+
+
+class Pages(logging.Handler):
+    """Tells where the status page is."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        for url in re.findall(r"http://\S+/status/\S+", record.getMessage()):
+            say(page=url)
+
+
+def say(**told: object) -> None:
+    sys.stdout.write(json.dumps(told) + "\n")
+    sys.stdout.flush()
+
+
+def follow(numbers: Mapping[str, Any]) -> None:
+    say(**{name: numbers[name] for name in ("world", "epoch", "step")})
+
+
+def write_rows() -> str:
+    draw = torch.Generator().manual_seed(5)
+    x = torch.randn(ROWS, 2, dtype=torch.float64, generator=draw)
+    y = x @ torch.tensor([2.0, -1.0], dtype=torch.float64) + 0.5
+    filesystem = fsspec.filesystem("s3")
+    filesystem.mkdirs("jobs", exist_ok=True)
+    with filesystem.open("jobs/table/part.parquet", "wb") as file:
+        pq.write_table(pa.table({"x": x.tolist(), "y": y.tolist()}), file, row_group_size=40)
+    return "s3://jobs/table"
+
+
+def fit(workers: int, run_id: str, net: torch.nn.Module, **settings: Any) -> ElasticTorchModel:
+    values: dict[str, Any] = {
+        "model": net,
+        "optimizer": torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9),
+        "loss": torch.nn.MSELoss(),
+        "feature_cols": ["x"],
+        "label_cols": ["y"],
+        "batch_size": BATCH // workers,
+        "epochs": EPOCHS,
+        "num_workers": workers,
+        "min_workers": 1,
+        "store": STORE,
+        "run_id": run_id,
+        "seed": 3,
+        "ship": True,
+        "lease": 4.0,
+        "verbose": 0,
+    }
+    return ElasticTorchEstimator(**(values | settings)).fit_on_parquet(write_rows())
+
+
+def weights(model: ElasticTorchModel) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.model.parameters()])
+
+
+def rows_exact(run_id: str) -> bool:
+    """Each row entered one applied step of each epoch."""
+    with tempfile.TemporaryDirectory() as folder:
+        fsspec.filesystem("s3").get(f"{STORE}/runs/{run_id}/ledger/", folder, recursive=True)
+        return ledger_of(Path(folder)) == Counter(
+            (epoch, row) for epoch in range(EPOCHS) for row in range(ROWS)
+        )
+
+
+def main() -> None:
+    workers = int(sys.argv[1])
+    for module in (estimators, sys.modules[__name__]):
+        cloudpickle.register_pickle_by_value(module)  # executors have no tests
+    logger = logging.getLogger("spark_elastic")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(Pages())
+    spark = SparkSession.builder.appName("hosts").getOrCreate()
+    try:
+        refused = [json.loads(word) for word in sys.argv[2:] if word.startswith("{")]
+        for settings in refused:
+            began = time.monotonic()
+            try:
+                fit(workers, "refused", estimators.Net(), **settings)
+            except ElasticError as error:
+                say(refused=str(error), seconds=time.monotonic() - began)
+        if not refused:
+            train(workers, "undisturbed" in sys.argv)
+    finally:
+        spark.stop()
+
+
+def train(workers: int, compared: bool) -> None:
+    model = fit(workers, "disturbed", Slow(), ledger=True, on_progress=follow)
+    verdict = {
+        "rows exact": rows_exact("disturbed"),
+        "worlds": [[world.size, world.reason] for world in model.summary.worlds],
+        "steps lost": model.summary.report.steps_lost,
+    }
+    if compared:
+        expected = weights(fit(workers, "undisturbed", estimators.Net()))
+        verdict["difference"] = float((weights(model) - expected).abs().max() / expected.abs().max())
+    say(verdict=verdict)
+
+
+if __name__ == "__main__":
+    main()
