@@ -11,11 +11,11 @@ T = TypeVar("T")
 SECONDS = 40.0
 
 
-def until(look: Callable[[], T]) -> T:
+def until(look: Callable[[], T], seconds: float = SECONDS) -> T:
     """The first truthy answer of `look`."""
     clock = SystemClock()
-    deadline = clock.now() + SECONDS
+    deadline = clock.now() + seconds
     while not (seen := look()):
-        assert clock.now() < deadline, f"did not come within {SECONDS} s"
+        assert clock.now() < deadline, f"did not come within {seconds} s"
         clock.sleep(0.005)
     return seen

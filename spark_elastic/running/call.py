@@ -59,6 +59,9 @@ class Results(list[T]):
 SLOW = {
     "torch": ("torch", "torch._dynamo", "spark_elastic.torch.distributed"),
     "spark_elastic.torch": ("torch", "torch._dynamo", "spark_elastic.torch"),
+    "spark_elastic.torch.huggingface": ("spark_elastic.torch.huggingface",),
+    "lightning": ("torch", "torch._dynamo", "lightning.pytorch"),
+    "pytorch_lightning": ("torch", "torch._dynamo", "pytorch_lightning"),
     "tensorflow": ("tensorflow",),
     "spark_elastic.tensorflow": ("tensorflow", "spark_elastic.tensorflow"),
     "keras": ("keras",),

@@ -30,7 +30,17 @@ log = logging.getLogger("spark_elastic.worker")
 # Modules known to work after a fork. TensorFlow does not: its import starts threads.
 # A fork server pays for torch, whose import is nine tenths of a start: 2.4 s of processor time, forked 0.25 s. Worker,
 # spare and server together, which share pages, take less memory than worker and spare without one.
-FORK_SAFE = frozenset({"torch", "torch._dynamo", "spark_elastic.torch", "spark_elastic.torch.distributed"})
+FORK_SAFE = frozenset(
+    {
+        "torch",
+        "torch._dynamo",
+        "spark_elastic.torch",
+        "spark_elastic.torch.distributed",
+        "spark_elastic.torch.huggingface",
+        "lightning.pytorch",
+        "pytorch_lightning",
+    }
+)
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 
 

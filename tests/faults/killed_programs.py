@@ -1,0 +1,196 @@
+"""Programs of the kinds that torch's users write, each with a ledger that is trained with the model.
+
+All take the same rows in the same steps, so all end with the weights of `train_plain`, which nothing disturbs.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+KILLS = 20
+ROWS, BATCH, EPOCHS, SEED = 50, 7, 6, 5
+STEPS = EPOCHS * -(-ROWS // BATCH)
+
+
+class Net(torch.nn.Module):
+    """A linear net. A row's count in the ledger grows by exactly 1 when a step with the row is applied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.linear = torch.nn.Linear(4, 1).double()
+        self.ledger = torch.nn.Parameter(torch.zeros(ROWS, dtype=torch.float64))
+
+    def forward(self, row: Any, x: Any, y: Any, rows: int) -> Any:
+        """The mean loss over these rows. rows: of the step, over all ranks."""
+        return (self.linear(x).squeeze(1) - y).pow(2).mean() - self.ledger[row].mean() * rows
+
+
+def make_rows() -> torch.utils.data.TensorDataset:
+    x = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    return torch.utils.data.TensorDataset(torch.arange(ROWS), x, x.sum(dim=1).sin())
+
+
+def make_optimizer(net: Any) -> torch.optim.Optimizer:
+    groups = [{"params": net.linear.parameters(), "momentum": 0.9}, {"params": [net.ledger], "lr": 1.0}]
+    return torch.optim.SGD(groups, lr=0.05)
+
+
+def read_weights(net: Any) -> dict[str, list[float]]:
+    weights = torch.cat([p.detach().reshape(-1) for p in net.linear.parameters()])
+    return {"weights": weights.tolist(), "ledger": net.ledger.detach().tolist()}
+
+
+def after_step(folder: str, step: int, state: Any) -> None:
+    """Record a committed step. Stand still while the kills lag behind, and while this is the last worker."""
+    import spark_elastic.torch as hvd
+
+    with open(Path(folder, f"worker-{os.getpid()}"), "a") as file:
+        file.write(f"{step}\n")
+    print(f"step {step}", flush=True)  # noqa: T201 - what the test waits for
+    while os.path.getsize(Path(folder, "kills")) < min(KILLS, (step - 2) // 2):
+        time.sleep(0.02)
+    while hvd.size() < 2 and step < STEPS:
+        time.sleep(0.02)
+        state.check_host_updates()
+
+
+def train_plain() -> dict[str, list[float]]:
+    from spark_elastic.torch.elastic import ElasticDataLoader
+
+    net = Net()
+    optimizer, loader = make_optimizer(net), ElasticDataLoader(make_rows(), BATCH, SEED)
+    for _ in range(EPOCHS):
+        for batch in loader:
+            optimizer.zero_grad()
+            net(*batch, loader.global_rows).backward()
+            optimizer.step()
+    return read_weights(net)
+
+
+def train_loop(folder: str) -> dict[str, list[float]]:
+    """`elastic.run` around DDP."""
+    import spark_elastic.torch as hvd
+
+    net = Net()
+    optimizer, loader = make_optimizer(net), hvd.elastic.ElasticDataLoader(make_rows(), BATCH, SEED)
+
+    @hvd.elastic.run
+    def loop(state: Any) -> None:
+        torch.distributed.init_process_group()
+        ddp = torch.nn.parallel.DistributedDataParallel(net)
+        while loader.epoch < EPOCHS:
+            for batch in loader:
+                optimizer.zero_grad()
+                (ddp(*batch, loader.global_rows) * loader.loss_weight).backward()
+                optimizer.step()
+                state.step += 1
+                state.commit()
+                after_step(folder, state.step, state)
+
+    loop(hvd.elastic.TorchState(net, optimizer, loader=loader, step=0))
+    return read_weights(net)
+
+
+def train_by_accelerate(folder: str) -> dict[str, list[float]]:
+    import spark_elastic.torch as hvd
+    from spark_elastic.torch.huggingface import create_accelerator
+
+    net = Net()
+    optimizer, loader = make_optimizer(net), hvd.elastic.ElasticDataLoader(make_rows(), BATCH, SEED)
+
+    @hvd.elastic.run
+    def loop(state: Any) -> None:
+        accelerator = create_accelerator(cpu=True)
+        prepared, stepper = accelerator.prepare(net, optimizer)
+        while loader.epoch < EPOCHS:
+            for batch in loader:
+                stepper.zero_grad()
+                accelerator.backward(prepared(*batch, loader.global_rows) * loader.loss_weight)
+                stepper.step()
+                state.step += 1
+                state.commit()
+                after_step(folder, state.step, state)
+
+    loop(hvd.elastic.TorchState(net, optimizer, loader=loader, step=0))
+    return read_weights(net)
+
+
+def train_by_trainer(folder: str) -> dict[str, list[float]]:
+    """Hugging Face's."""
+    import transformers
+
+    from spark_elastic.torch.huggingface import ElasticTrainer
+
+    class OfTrainer(Net):
+        def forward(self, row: Any, x: Any, y: Any) -> Any:  # type: ignore[override]
+            return {"loss": super().forward(row, x, y, trainer.get_train_dataloader().global_rows)}
+
+    class Held(ElasticTrainer):
+        def _commit(self) -> None:
+            super()._commit()
+            after_step(folder, self.state.global_step, self._elastic_state)
+
+    args = transformers.TrainingArguments(
+        folder,
+        num_train_epochs=EPOCHS,
+        max_grad_norm=0.0,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        seed=SEED,
+    )
+    net = OfTrainer()
+    optimizer = make_optimizer(net)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    rows = [{"row": row, "x": x, "y": y} for row, x, y in make_rows()]
+    trainer = Held(net, args, train_dataset=rows, global_batch_size=BATCH, optimizers=(optimizer, schedule))
+    trainer.train()
+    return read_weights(net)
+
+
+def train_by_lightning(folder: str) -> dict[str, list[float]]:
+    import lightning.pytorch as pl
+
+    from spark_elastic.torch.elastic import ElasticDataLoader
+    from spark_elastic.torch.lightning import ElasticStrategy
+
+    loader = ElasticDataLoader(make_rows(), BATCH, SEED)
+
+    class OfLightning(pl.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def training_step(self, batch: Any) -> Any:
+            return self.net(*batch, loader.global_rows)
+
+        def configure_optimizers(self) -> Any:
+            return make_optimizer(self.net)
+
+    class Held(ElasticStrategy):
+        def commit(self) -> None:
+            super().commit()
+            if self._trainer.global_step:
+                after_step(folder, self._trainer.global_step, self._state)
+
+    module = OfLightning()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        strategy=Held(),
+        max_epochs=EPOCHS,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    trainer.fit(module, loader)
+    return read_weights(module.net)
