@@ -390,6 +390,12 @@ verb_browser() { # the status page in a headless Chromium; its pictures go to do
 
 has_browser() { command -v chromium || command -v chromium-headless-shell || command -v chromium-browser || command -v google-chrome; }
 
+verb_kubernetes() { # the manifests of examples/kubernetes against Kubernetes' published schemas
+    setup
+    packages_beside kubernetes "kubernetes-validate>=1.30"
+    PYTHONPATH=$PWD/build/kubernetes${PYTHONPATH:+:$PYTHONPATH} python -m pytest tests/test_kubernetes.py "$@"
+}
+
 verb_bench() { # all benchmarks, or those named: bench recovery [...]
     setup
     local name names=("$@")

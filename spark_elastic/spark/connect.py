@@ -98,8 +98,13 @@ def choose_bind(spark: SparkSession, config: ElasticConfig) -> Bind:
     return Bind(config.bind_address or own, config.driver_port, own)
 
 
+def _is_classic(spark: SparkSession) -> bool:
+    """Asks the session itself for nothing: platforms may refuse even that."""
+    return "_jsparkSession" in vars(spark)
+
+
 def _find_client_address(spark: SparkSession) -> str:
-    if hasattr(spark, "_jsparkSession"):  # a classic session, whose SparkContext is denied
+    if _is_classic(spark):  # its SparkContext is denied
         return find_address_towards(driver_host(spark) or LOOPBACK, 1)
     server = _find_server(spark)
     return find_address_towards(server, 1) if server else find_own_address(driver_host(spark))
@@ -117,7 +122,7 @@ def _find_server(spark: SparkSession) -> str | None:
 
 def find_plaintext_server(spark: SparkSession) -> str | None:
     """The server's host if the client speaks to it without TLS; None if not, or if that is unknown."""
-    client: Any = None if hasattr(spark, "_jsparkSession") else spark.client
+    client: Any = None if _is_classic(spark) else spark.client
     secure = getattr(getattr(client, "_builder", None), "secure", True)  # no public name says so
     return None if secure else _find_server(spark)
 

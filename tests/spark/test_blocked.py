@@ -1,4 +1,4 @@
-"""A fit where py4j is refused Spark's inner parts."""
+"""Fits and runs where Spark's inner parts are refused: at py4j's wire, and as standard access mode does."""
 
 from __future__ import annotations
 
@@ -15,6 +15,15 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(800),
 ]
+
+
+def test_a_fit_and_a_run_need_nothing_that_standard_access_mode_refuses(tmp_path: Path) -> None:
+    """No RDD, SparkContext, JVM object or setting other than Spark SQL's; a worker is killed in the middle."""
+    seen = client("tests.spark.standard_access_job", "local[2]", tmp_path, 780)
+    assert (seen["exact"], seen["injected"], seen["shown"]) == (True, 1, 48)
+    assert seen["run"] == [0, 2]
+    # Whether there is a SparkContext is asked once for each session; nothing else is tried.
+    assert set(seen["asked"]) <= {"sparkContext"}
 
 
 def test_a_fit_lives_through_a_kill_where_users_are_kept_out(tmp_path: Path) -> None:
