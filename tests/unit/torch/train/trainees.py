@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from elastic_collectives import Group
-from spark_elastic.protocol.types import Phase, Position
+from spark_elastic.protocol.types import MembershipVersion, Phase, Position
 from spark_elastic.torch.gradients.exchange import GradientExchange
 from spark_elastic.torch.gradients.exchange_options import ExchangeOptions
 from spark_elastic.torch.train.loss import ModelLoss
@@ -67,7 +67,7 @@ class Trainee:
     def take(self, group: Group, rows: range, then: Callable[[Any], Position] = lambda decision: NEXT) -> Any:
         part = slice(rows.start, rows.stop)
         share = LocalBatch(ROWS, np.arange(rows.start, rows.stop), (X[part],), (Y[part],), None)
-        return self.taker.run(group, share, 0, then)
+        return self.taker.run(group, share, MembershipVersion(), then)
 
 
 def plain(model: nn.Module, steps: int = 1) -> nn.Module:
