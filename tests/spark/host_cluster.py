@@ -31,6 +31,7 @@ S3 = ROOT / "build" / "s3"  # what S3 needs beside .venv
 BUCKET = "jobs"
 SPARK = Path(pyspark.__file__).parent
 MASTER = "spark://h0:7077"
+PRIVATE = Path("/tmp")  # a folder that each host has for itself
 SETTINGS = {
     "spark.executor.cores": "1",
     "spark.executor.memory": "512m",
@@ -137,7 +138,7 @@ class HostCluster:
 
     def start_worker(self, node: int, wait: bool = True) -> None:
         """A Spark worker on a host; each of them has a log of its own."""
-        place = ("--host", self.hosts.name(node), "--webui-port", "0", "-d", "/tmp/work")
+        place = ("--host", self.hosts.name(node), "--webui-port", "0", "-d", str(PRIVATE / "work"))
         self._start_daemon(node, "worker.Worker", *place, "-c", "1", "-m", "1g", MASTER)
         if wait:
             self._await_line(node, "worker.Worker", "Successfully registered")
@@ -179,7 +180,7 @@ class HostCluster:
     def hurry(self) -> None:
         """From now on steps of `host_job.py` take no time."""
         for node in self.nodes:
-            self.hosts.file(node, "/tmp/over").touch()
+            self.hosts.file(node, str(PRIVATE / "over")).touch()
 
     def stop(self) -> None:
         self.hosts.__exit__(None, None, None)

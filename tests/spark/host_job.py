@@ -5,7 +5,7 @@
     spark-submit host_job.py WORKERS '{"store": ...}' ... # for each: {"refused": sentence, "seconds": ...}
 
 Standard output has these JSON objects, one a line. Steps in workers take their time as long as their host has no file
-/tmp/over. Settings as JSON are those of an estimator that must refuse to start.
+`over` in its folder for temporary files. Settings as JSON are those of an estimator that must refuse to start.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ROWS, BATCH, EPOCHS = 240, 48, 60  # five steps an epoch, whatever the world's s
 
 class Slow(estimators.Net):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if progress() is not None and not Path("/tmp/over").exists():
+        if progress() is not None and not Path(tempfile.gettempdir(), "over").exists():
             time.sleep(0.2)
         return super().forward(x)
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.hosts import why_not
 from tests.scenarios import Fault
-from tests.spark.host_cluster import S3, HostCluster
+from tests.spark.host_cluster import PRIVATE, S3, HostCluster
 
 MISSING = why_not() or ("" if (S3 / "moto").exists() else f"S3's packages are not in {S3}: ./build.sh s3")
 JOB = Path(__file__).with_name("host_job.py")
@@ -84,7 +84,9 @@ def test_a_host_that_leaves_with_notice_costs_no_step(cluster: HostCluster, faul
 def test_what_executors_cannot_reach_is_said_in_one_sentence_within_seconds(cluster: HostCluster) -> None:
     """A store that only the driver's host sees, and an address of the driver that no host has."""
     nowhere = {"advertise_address": "10.77.0.99", "bind_address": "h0"}
-    job = cluster.submit(JOB, str(WORKERS), json.dumps({"store": "/tmp/store"}), json.dumps(nowhere))
+    job = cluster.submit(
+        JOB, str(WORKERS), json.dumps({"store": str(PRIVATE / "store")}), json.dumps(nowhere)
+    )
     unseen = job.hear(refused=...)
     assert "does not see what the driver wrote to the store" in unseen["refused"]
     unreached = job.hear(refused=...)
