@@ -174,7 +174,8 @@ class HostCluster:
 
     def decommission(self, node: int) -> None:
         """Notice, as a spot instance gives it: Spark's worker tells its executors."""
-        (worker,) = self.processes(node, "org.apache.spark.deploy.worker.Worker")
+        found = self.processes(node, "org.apache.spark.deploy.worker.Worker")
+        (worker,) = [process for process in found if process.name() == "java"]
         worker.send_signal(signal.SIGPWR)
 
     def hurry(self) -> None:
