@@ -23,7 +23,6 @@ from tests.component.torch.distributed_calls import (
     train_ddp,
 )
 from tests.component.torch.hand_written import Run
-from tests.sources import ROOT
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(300)]
 
@@ -129,14 +128,3 @@ def test_ddp_continues_at_the_step_in_flight_after_a_kill() -> None:
     trained = max((result["trained"] for result in results), key=len)
     assert trained == list(range(len(trained)))  # no step was taken again, none left out
     assert any(result["error"] for result in results)
-
-
-@pytest.mark.faults
-def test_the_example_loses_a_worker_and_no_row() -> None:
-    command = ["-m", "spark_elastic.cli", "-np", "3", "--min-np", "1", sys.executable, "examples/ddp.py"]
-    done = subprocess.run(
-        [sys.executable, *command], check=False, capture_output=True, text=True, timeout=240, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "3 workers became 2: step 21 came" in done.stdout
-    assert "64 steps; each row once per epoch: True" in done.stdout

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from spark_elastic.errors import WorkerFailed
 from tests.component.torch import divided_training
 from tests.component.torch.divided_training import assert_exact, train
 from tests.component.torch.hand_written import Run, await_size
-from tests.sources import ROOT
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(300)]
 
@@ -99,14 +97,3 @@ def test_twenty_kills_at_random_places(tmp_path: Path) -> None:
     run, results = play(tmp_path, blows[:20], 3, epochs)
     assert_exact(results, train("", [], 1, epochs), epochs)
     assert len(run.sizes()) > 20
-
-
-@pytest.mark.faults
-def test_the_example_loses_a_worker_and_no_row() -> None:
-    command = ["-m", "spark_elastic.cli", "-np", "3", "--min-np", "1", sys.executable, "examples/fsdp2.py"]
-    done = subprocess.run(
-        [sys.executable, *command], check=False, capture_output=True, text=True, timeout=240, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "3 workers became 2: step 21 came" in done.stdout
-    assert "64 steps; each row once per epoch: True" in done.stdout

@@ -1,0 +1,31 @@
+"""The examples that lose a worker, as a user starts them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.sources import ROOT
+
+pytestmark = [pytest.mark.faults, pytest.mark.native, pytest.mark.timeout(300)]
+
+
+@pytest.mark.parametrize(
+    ("example", "end"),
+    [
+        ("ddp.py", "64 steps; each row once per epoch: True"),
+        ("fsdp2.py", "64 steps; each row once per epoch: True"),
+        ("lightning_trainer.py", "64 steps; the loss over all rows is 0.0"),
+        ("fine_tune.py", "64 steps; the loss fell from "),
+    ],
+)
+def test_an_example_loses_a_worker_and_continues_with_the_step_in_flight(example: str, end: str) -> None:
+    command = ["-m", "spark_elastic.cli", "-np", "3", "--min-np", "1", sys.executable, f"examples/{example}"]
+    done = subprocess.run(
+        [sys.executable, *command], check=False, capture_output=True, text=True, timeout=240, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "3 workers became 2: step 21 came" in done.stdout, done.stdout[-3000:]
+    assert end in done.stdout, done.stdout[-3000:]
