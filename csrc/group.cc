@@ -265,11 +265,19 @@ void Group::allgather(const void* in, void* out, const std::vector<size_t>& size
 }
 
 void Group::alltoall(const void* in, const std::vector<size_t>& inSizes, void* out, const std::vector<size_t>& outSizes,
-                     uint32_t signature) {
+                     uint32_t signature, bool agreed) {
   // Ranks may send different amounts.
-  const uint32_t tag = start(callOf(CallKind::kAlltoall, 0, signature));
+  const Call call = callOf(CallKind::kAlltoall, 0, signature);
+  uint32_t tag = start(call);
   const auto hosts = this->hosts();
   if (hosts && hosts->isSingleHost()) return hosts->alltoall(in, inSizes, out, outSizes, call_);
+  if (!agreed) {
+    const std::vector<size_t> each(inSizes.size(), sizeof(size_t));
+    std::vector<size_t> sent(inSizes.size());
+    elastic::alltoall(route(tag), inSizes.data(), each, sent.data(), each);
+    for (size_t r = 0; r < sent.size(); r++) mesh_->requireSize(static_cast<int>(r), sent[r], outSizes[r]);
+    tag = start(call);
+  }
   elastic::alltoall(route(tag), in, inSizes, out, outSizes);
 }
 

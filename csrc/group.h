@@ -49,8 +49,9 @@ class Group {
   void broadcast(void* data, size_t bytes, int root, uint32_t signature);
   // out: the parts of all ranks in rank order, sizes[r] bytes each.
   void allgather(const void* in, void* out, const std::vector<size_t>& sizes, uint32_t signature);
+  // agreed: the ranks have told each other what they send; otherwise a size that its receiver does not expect fails.
   void alltoall(const void* in, const std::vector<size_t>& inSizes, void* out, const std::vector<size_t>& outSizes,
-                uint32_t signature);
+                uint32_t signature, bool agreed);
   void barrier();
 
   // Allocates memory in the host's shared memory if possible: operands in it on all ranks of the host are reduced

@@ -193,11 +193,11 @@ PYBIND11_MODULE(_engine, module) {
            })
       .def("alltoall",
            [](ObservedGroup& group, const py::buffer& in, const std::vector<size_t>& inSizes, const py::buffer& out,
-              const std::vector<size_t>& outSizes, uint32_t signature) {
+              const std::vector<size_t>& outSizes, uint32_t signature, bool agreed) {
              const void* from = sized(in, total(inSizes), false);
              void* to = sized(out, total(outSizes), true);
              py::gil_scoped_release released;
-             group.alltoall(from, inSizes, to, outSizes, signature);
+             group.alltoall(from, inSizes, to, outSizes, signature, agreed);
            })
       .def("barrier", &Group::barrier, py::call_guard<py::gil_scoped_release>())
       .def("memory", &Group::memory, py::call_guard<py::gil_scoped_release>())

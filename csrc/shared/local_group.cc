@@ -284,51 +284,52 @@ void LocalGroup::reducescatter(const void* data, const std::vector<size_t>& coun
   }
 }
 
-// Every member tells every other one how much it will send. Returns the longest of all messages.
-size_t LocalGroup::agreeOnLongest(const std::vector<size_t>& inSizes, const std::vector<size_t>& outSizes,
-                                  const Call& call) {
-  const uint32_t bank = barrier_.bank();
-  const size_t bytes = inSizes.size() * sizeof(size_t);
-  std::memcpy(segment_->staging(bank, self_), inSizes.data(), bytes);
-  post(call, nullptr, 0);
-  barrier_.arriveAndWait();
-  check(bank, call);
+// Reads how much each member sends to each other one, and compares it with what this one expects from them. Returns the
+// longest of all messages.
+size_t LocalGroup::agreeOnLongest(uint32_t bank, const std::vector<size_t>& expected) {
   size_t longest = 0;
   for (int m = 0; m < members_; m++) {
-    std::vector<size_t> theirs(inSizes.size());
-    std::memcpy(theirs.data(), segment_->staging(bank, m), bytes);
+    std::vector<size_t> theirs(expected.size());
+    std::memcpy(theirs.data(), segment_->staging(bank, m), theirs.size() * sizeof(size_t));
     longest = std::max(longest, *std::max_element(theirs.begin(), theirs.end()));
-    const size_t sent = theirs[static_cast<size_t>(self_)], expected = outSizes[static_cast<size_t>(m)];
-    if (sent == expected) continue;
-    const int rank = ranks_[static_cast<size_t>(m)];
-    mesh_.abort(Cause::kMismatch, {mesh_.rank, rank},
-                "rank " + std::to_string(rank) + " sends " + std::to_string(sent) + " bytes to rank " +
-                    std::to_string(mesh_.rank) + ", which expects " + std::to_string(expected));
-    mesh_.check();
+    const auto member = static_cast<size_t>(m);
+    mesh_.requireSize(ranks_[member], theirs[static_cast<size_t>(self_)], expected[member]);
   }
   return longest;
 }
 
+// In the first phase, the sizes of what a member sends lie before its slots.
 void LocalGroup::alltoall(const void* in, const std::vector<size_t>& inSizes, void* out,
                           const std::vector<size_t>& outSizes, const Call& call) {
-  const size_t slot = sizeOfSlot(), longest = agreeOnLongest(inSizes, outSizes, call);
+  const size_t sizesBytes = inSizes.size() * sizeof(size_t), heading = (sizesBytes + kLine - 1) / kLine * kLine;
+  const size_t slot = (segment_->chunk() - heading) / inSizes.size() / kLine * kLine;
   const auto inStarts = startsOf(inSizes), outStarts = startsOf(outSizes);
   const auto from = static_cast<const char*>(in);
   const auto to = static_cast<char*>(out);
   const auto me = static_cast<size_t>(self_);
-  if (inSizes[me] > 0) std::memcpy(to + outStarts[me], from + inStarts[me], inSizes[me]);
-  for (size_t at = 0; at < longest; at += slot) {
+  const auto slotOf = [&](uint32_t bank, size_t sender, size_t receiver) {
+    return segment_->staging(bank, static_cast<int>(sender)) + heading + receiver * slot;
+  };
+  size_t longest = 0;
+  for (size_t at = 0; at == 0 || at < longest; at += slot) {
     const uint32_t now = barrier_.bank();
+    if (at == 0) {
+      post(call, nullptr, 0);
+      std::memcpy(segment_->staging(now, self_), inSizes.data(), sizesBytes);
+    }
     for (size_t m = 0; m < inSizes.size(); m++) {
       if (m == me || at >= inSizes[m]) continue;
-      std::memcpy(this->slot(now, self_, static_cast<int>(m)), from + inStarts[m] + at,
-                  std::min(slot, inSizes[m] - at));
+      std::memcpy(slotOf(now, me, m), from + inStarts[m] + at, std::min(slot, inSizes[m] - at));
     }
     barrier_.arriveAndWait();
+    if (at == 0) {
+      check(now, call);
+      longest = agreeOnLongest(now, outSizes);
+      if (inSizes[me] > 0) std::memcpy(to + outStarts[me], from + inStarts[me], inSizes[me]);
+    }
     for (size_t m = 0; m < outSizes.size(); m++) {
       if (m == me || at >= outSizes[m]) continue;
-      std::memcpy(to + outStarts[m] + at, this->slot(now, static_cast<int>(m), self_),
-                  std::min(slot, outSizes[m] - at));
+      std::memcpy(to + outStarts[m] + at, slotOf(now, m, me), std::min(slot, outSizes[m] - at));
     }
   }
 }

@@ -56,7 +56,7 @@ class LocalGroup {
   void copyOut(const StagedReduction& work, size_t c, uint32_t bank);
   size_t sizeOfSlot() const;
   char* slot(uint32_t bank, int from, int to) const;
-  size_t agreeOnLongest(const std::vector<size_t>& inSizes, const std::vector<size_t>& outSizes, const Call& call);
+  size_t agreeOnLongest(uint32_t bank, const std::vector<size_t>& expected);
   void reduceInPlace(uint32_t bank, size_t count, const Reduction& reduction, bool toAllMembers);
 
   void broadcastInPlace(char* operand, size_t bytes, int root, uint32_t bank);

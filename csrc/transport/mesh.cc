@@ -109,6 +109,14 @@ void Mesh::abort(Cause cause, std::vector<int> ranks, const std::string& reason)
   abortLocked(cause, std::move(ranks), reason);
 }
 
+void Mesh::requireSize(int peer, size_t sent, size_t expected) {
+  if (sent == expected) return;
+  abort(Cause::kMismatch, {rank, peer},
+        "rank " + std::to_string(peer) + " sends " + std::to_string(sent) + " bytes to rank " + std::to_string(rank) +
+            ", which expects " + std::to_string(expected));
+  check();
+}
+
 void Mesh::abortLocked(Cause cause, std::vector<int> ranks, const std::string& reason) {
   if (failure_) return;
   failure_ = std::make_unique<Failure>(cause, std::move(ranks), reason);

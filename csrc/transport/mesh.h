@@ -53,6 +53,8 @@ class Mesh : public gloo::transport::Context {
   void close();
   // Throws the failure if the group has failed.
   void check();
+  // Ends the group if a peer sends another size than this rank expects from it.
+  void requireSize(int peer, size_t sent, size_t expected);
   // Sets the collective that the following frames belong to.
   void enter(const Call& call);
   // Sets how long a wait may last; a wait in progress counts as if it began now. Zero: no limit. Any thread.

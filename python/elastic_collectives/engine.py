@@ -241,22 +241,32 @@ class EngineGroup(ReducingGroup):
         return split(gathered, lengths.tolist())
 
     def alltoall(
-        self, array: Any, splits: Sequence[int] | None = None, out: Array | None = None
+        self,
+        array: Any,
+        splits: Sequence[int] | None = None,
+        out: Array | None = None,
+        incoming: Sequence[int] | None = None,
     ) -> tuple[Array, list[int]]:
         view = as_rows(array)
-        outgoing = np.array(validate_splits(len(view), splits, self.size), np.int64)
+        outgoing = validate_splits(len(view), splits, self.size)
         if self._is_single():
             received = as_result(out, view.shape, view.dtype)
             received[...] = view
-            return received, outgoing.tolist()
+            return received, list(outgoing)
         same = signature(view.dtype.str, view.shape[1:])
-        incoming, each = np.empty_like(outgoing), [8] * self.size
-        self._native.alltoall(outgoing, each, incoming, each, same)
-        received = as_result(out, (int(incoming.sum()), *view.shape[1:]), view.dtype)
+        counts = self._exchange_counts(outgoing, same) if incoming is None else list(incoming)
+        received = as_result(out, (sum(counts), *view.shape[1:]), view.dtype)
         row = view.dtype.itemsize * _row_size(view)
-        sent, came = (outgoing * row).tolist(), (incoming * row).tolist()
-        self._native.alltoall(_as_bytes(view), sent, _as_bytes(received), came, same)
-        return received, incoming.tolist()
+        sent, came = [rows * row for rows in outgoing], [rows * row for rows in counts]
+        self._native.alltoall(_as_bytes(view), sent, _as_bytes(received), came, same, incoming is None)
+        return received, counts
+
+    def _exchange_counts(self, outgoing: Sequence[int], same: int) -> list[int]:
+        """Tell each rank how many rows it will get; returns how many each rank will send."""
+        incoming, each = np.empty(self.size, np.int64), [8] * self.size
+        self._native.alltoall(np.array(outgoing, np.int64), each, incoming, each, same, True)
+        counts: list[int] = incoming.tolist()
+        return counts
 
     def buffer(self, nbytes: int) -> Array:
         memory = self._native.memory(nbytes)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from elastic_collectives.arithmetic import apply_scale, narrow, reduce_parts, widen
+from elastic_collectives.errors import MismatchError
 from elastic_collectives.group import Array
 from elastic_collectives.operands import (
     Reduction,
@@ -29,6 +30,9 @@ from elastic_collectives.reducing import ReducingGroup
 
 class GatheringGroup(ReducingGroup):
     """The methods of a `Group` that build on `_exchange_parts`."""
+
+    @abstractmethod
+    def abort(self, reason: str) -> None: ...
 
     @abstractmethod
     def _exchange_parts(self, call: tuple[Any, ...], part: Array) -> list[Array]:
@@ -74,14 +78,28 @@ class GatheringGroup(ReducingGroup):
         ]
 
     def alltoall(
-        self, array: Any, splits: Sequence[int] | None = None, out: Array | None = None
+        self,
+        array: Any,
+        splits: Sequence[int] | None = None,
+        out: Array | None = None,
+        incoming: Sequence[int] | None = None,
     ) -> tuple[Array, list[int]]:
         view = as_rows(array)
-        outgoing = np.array(validate_splits(len(view), splits, self.size))
-        lengths = np.stack(self._exchange_parts(("splits", view.shape[1:], view.dtype.str), outgoing))
+        outgoing = validate_splits(len(view), splits, self.size)
+        told = np.array([outgoing, incoming or [-1] * self.size])
+        both = np.stack(self._exchange_parts(("splits", view.shape[1:], view.dtype.str), told))
+        lengths, expected = both[:, 0], both[:, 1]
+        for receiver, sender in np.argwhere((expected >= 0) & (expected != lengths.T)).tolist():
+            reason = (
+                f"rank {sender} sends {lengths[sender, receiver]} rows to rank {receiver}, which expects "
+                f"{expected[receiver, sender]}"
+            )
+            self.abort(reason)
+            raise MismatchError((receiver, sender), reason)
+        counts: list[int] = lengths[:, self.rank].tolist()
         parts = self._exchange_parts(("alltoall", view.shape[1:], view.dtype.str), view)
         mine = [split(part, length)[self.rank] for part, length in zip(parts, lengths.tolist(), strict=True)]
-        return _place(np.concatenate(mine), out), lengths[:, self.rank].tolist()
+        return _place(np.concatenate(mine), out), counts
 
     def barrier(self) -> None:
         self._exchange_parts(("barrier",), np.empty(0))

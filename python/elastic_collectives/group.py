@@ -98,13 +98,19 @@ class Group(Protocol):
         ...
 
     def alltoall(
-        self, array: Any, splits: Sequence[int] | None = None, out: Array | None = None
+        self,
+        array: Any,
+        splits: Sequence[int] | None = None,
+        out: Array | None = None,
+        incoming: Sequence[int] | None = None,
     ) -> tuple[Array, list[int]]:
         """Send rank r the r-th part of the first dimension; returns the parts received, in rank order, and their rows.
 
         Args:
             array: its dtype and all but the first dimension must be equal on all ranks.
             splits: rows for each rank; None: equal parts, and the first dimension must divide.
+            incoming: rows from each rank, if all ranks know them, which saves a round trip. A rank that sends another
+                number than its receiver expects is a mismatch.
             out: as in `reducescatter`.
         """
         ...

@@ -95,7 +95,7 @@ void collective(Group& group, size_t which) {
     case 3:
       return group.allgather(data.data(), out.data(), {4000, 4000}, 7);
     default:
-      return group.alltoall(data.data(), {2000, 2000}, out.data(), {2000, 2000}, 7);
+      return group.alltoall(data.data(), {2000, 2000}, out.data(), {2000, 2000}, 7, false);
   }
 }
 

@@ -291,6 +291,23 @@ def test_a_mismatch_is_told_to_every_rank_at_once(make: Make, what: str, odd_one
     assert all(odd_one in end.ranks and "called" in end.reason for end in ends)
 
 
+@pytest.mark.parametrize("rows", [1, 1 << 17])
+def test_alltoall_fails_on_all_ranks_if_one_sends_another_number_of_rows_than_expected(
+    make: Make, rows: int
+) -> None:
+    def call(group: Group) -> Any:
+        array, usual = np.full((SIZE * rows, 2), group.rank), [rows] * SIZE
+        received, counts = group.alltoall(array, incoming=usual)
+        assert received[:, 0].tolist() == np.repeat(range(SIZE), rows).tolist()
+        assert counts == usual
+        group.alltoall(array, incoming=usual if group.rank != 1 else [rows, rows, rows + 1])
+        group.barrier()
+
+    ends = each(make(30), call)
+    assert {type(end) for end in ends} == {MismatchError}, ends
+    assert all(set(end.ranks) == {1, 2} and "which expects" in end.reason for end in ends)
+
+
 def test_a_rank_that_has_closed_is_lost_to_the_others(make: Make) -> None:
     groups = make(10)
     each(groups, lambda group: group.barrier())
