@@ -247,10 +247,10 @@ three_streams() {
     set -- -o faulthandler_timeout=720 -o faulthandler_exit_on_timeout=true "$@"
     set -m # a process group for each one behind, in which Ctrl-C is not ignored
     {
-        python -m pytest -m "$chosen" "$@" --ignore=tests/spark --ignore=tests/faults && verb_s3 -m "$chosen" "$@"
+        python -m pytest -m "($chosen) and not own_session" "$@" --ignore=tests/spark --ignore=tests/faults && verb_s3 -m "$chosen" "$@"
     } >"$log-others.log" 2>&1 &
     others=$!
-    python -m pytest -m "($chosen) and own_session" "$@" tests/spark >"$log-sessions.log" 2>&1 &
+    python -m pytest -m "($chosen) and own_session" "$@" tests/spark tests/test_wheel.py >"$log-sessions.log" 2>&1 &
     own=$!
     trap "kill -INT -- -$others -$own 2>/dev/null; exit 130" INT TERM
     python -m pytest -m "($chosen) and not own_session" "$@" tests/spark tests/faults || failed=1

@@ -66,10 +66,10 @@ Made from `tests/platforms/results/` by `python docs/generate.py`. `./build.sh m
 of the versions that each platform ships (`tests/platforms/*.txt`), installs the wheel with `pip install --constraint`
 and fails if pip moves any of them. Then, in that environment: `spark-elastic-run` with two ranks; a `fit` on three
 executors, one of which is killed, to the weights of a plain loop (1e-9 in float64) with each row trained once per
-epoch; `transform`, saving and loading; an elastic loop that loses an executor; and on Spark Connect a `fit` and a
-loop that loses a worker. Spark is Apache Spark of PyPI on one machine, and torch runs on its CPU: what platforms
-change in Spark, and GPUs, were not tried. `./build.sh test` runs only the `fit` with a loss, beside Databricks Runtime
-15.4 and beside the newest Spark.
+epoch; `transform`, saving and loading; a loop over `DistributedDataParallel` that loses a worker, and another loop that
+loses an executor; and on Spark Connect a `fit` and a loop that loses a worker. Spark is Apache Spark of PyPI on one
+machine, and torch runs on its CPU: what platforms change in Spark, and GPUs, were not tried. `./build.sh test` runs
+only the `fit` with a loss, beside Databricks Runtime 15.4 and beside the newest Spark.
 
 | platform | Python | Spark | torch | numpy | pandas | pyarrow | Spark Connect | |
 |---|---|---|---|---|---|---|---|---|

@@ -17,7 +17,7 @@ from packaging.specifiers import SpecifierSet
 from tests.platforms.matrix import Environment, Row
 from tests.sources import ROOT, names
 
-pytestmark = [pytest.mark.slow, pytest.mark.native, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.native, pytest.mark.own_session, pytest.mark.timeout(600)]
 
 STACK = ("pyspark==3.5.*", "numpy==1.26.*", "pandas==2.*", "pyarrow==14.*")
 # What Databricks Runtime 15.4 LTS ships, the oldest versions that the wheel accepts.

@@ -166,6 +166,64 @@ def loop(folder: str, whom: str) -> tuple[int, list[int]]:
     return state.step, sizes
 
 
+def train_ddp(folder: str) -> tuple[list[int], float]:
+    """DDP without any configuration, whose rank 1 is lost in a step: the sizes of the worlds, and how far the weights
+    are from those of a plain loop."""
+    import torch.distributed as dist
+
+    import spark_elastic.torch as hvd
+    from spark_elastic.testing import ClusterFaults, InjectedFault
+
+    hvd.init()
+    faults = ClusterFaults([InjectedFault("kill worker", step=STEPS // 3, rank=1)], folder)
+    sizes: list[int] = []
+
+    def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(11)
+        net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
+        return net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+
+    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        drawn = torch.Generator().manual_seed(number)
+        optimizer.zero_grad()
+        model(torch.randn(6, 4, generator=drawn, dtype=torch.float64)).square().mean().backward()
+        optimizer.step()
+
+    net, optimizer = build()
+
+    @hvd.elastic.run
+    def loop(state: Any) -> None:
+        dist.init_process_group()
+        ddp = torch.nn.parallel.DistributedDataParallel(net)
+        sizes.append(dist.get_world_size())
+        while state.step < STEPS:
+            if hvd.size() > 1:
+                faults.inject(state.step, hvd.rank(), hvd.size())
+            time.sleep(STEP_SECONDS)
+            step(ddp, optimizer, state.step)
+            state.step += 1
+            state.commit()
+
+    loop(hvd.elastic.TorchState(net, optimizer, step=0))
+    alone, its_optimizer = build()
+    for number in range(STEPS):
+        step(alone, its_optimizer, number)
+    pairs = zip(net.parameters(), alone.parameters(), strict=True)
+    return sizes, max(float((a - b).detach().abs().max()) for a, b in pairs)
+
+
+def run_ddp(folder: Path) -> str:
+    import spark_elastic
+
+    given = (str(folder),)
+    results = spark_elastic.run(train_ddp, given, num_workers=2, min_workers=1, gather_timeout=120.0)
+    require(any(folder.rglob("*.json")), "no worker was lost")
+    require(all(gap < TOLERANCE for _, gap in results), f"DDP's weights differ from torch alone: {results}")
+    worlds = max((sizes for sizes, _ in results), key=len)
+    require(len(worlds) > 1, f"no world came after the loss: {results}")
+    return f"worlds of {worlds}"
+
+
 def run_loop(folder: Path, whom: str) -> str:
     import spark_elastic
 
@@ -221,7 +279,8 @@ def check_classic(folder: Path) -> dict[str, str]:
     spark = start_executors()
     try:
         fit = fit_through_a_loss(spark, folder)
-        return {"fit": fit, "loop": run_loop(folder / "loop-faults", "kill executor")}
+        ddp = run_ddp(folder / "ddp-faults")
+        return {"fit": fit, "ddp": ddp, "loop": run_loop(folder / "loop-faults", "kill executor")}
     finally:
         spark.stop()
 
