@@ -114,6 +114,9 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]
             _ = self.args.device
             GradientState._reset_state()
             self.create_accelerator_and_postprocess()
+            # An int until the first step, which a worker that joins after the last one never takes; the Trainer gathers
+            # these numbers, so all ranks need one dtype.
+            self.current_flos = float(self.current_flos)
             begun = self._committed is not None
             return super(ElasticTrainer, self).train(None if begun else resume_from_checkpoint, **options)
 

@@ -50,5 +50,5 @@ def test_an_unchanged_script_resumes_from_its_own_checkpoint_after_each_of_twent
     script, lines = ROOT / "tests" / "faults" / "killed_script.py", io.StringIO()
     given = (str(tmp_path), str(KILLS), str(STEPS))
     with Killer(tmp_path, lines, holders=1) as killer:
-        spark_elastic.run(str(script), given, spark=spark, stdout=lines, **WORKERS)
+        spark_elastic.run(str(script), *given, spark=spark, stdout=lines, **WORKERS)
     assert_resumed(tmp_path, killer)
