@@ -62,6 +62,8 @@ FOREIGN = {
     "transformers": ("torch",),
     "accelerate": ("torch",),
     "petastorm": ("data.reading.petastorm_reader",),
+    "deltalake": ("data",),
+    "pyiceberg": ("data",),
     "starlette": ("rendezvous", "monitoring"),
     "uvicorn": ("rendezvous",),
     "httpx": ("rendezvous",),

@@ -11,14 +11,16 @@ import hashlib
 import math
 import posixpath
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from spark_elastic.data.manifest import Column, Manifest, RowGroup
+from spark_elastic.data.manifest import Column, FileColumns, Manifest, RowGroup, pack_deleted
 from spark_elastic.data.reading.decoding import (
     dtype_of,
     is_list,
@@ -33,7 +35,7 @@ from spark_elastic.errors import InvalidInput, StoreError, format_columns
 
 PIECE_BYTES = 4 << 20
 VECTOR_DTYPE = "float32"
-_NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
+NO_VALUE = "__HIVE_DEFAULT_PARTITION__"  # a constant that is null
 _PARQUET = (".parquet", ".parq", ".pq")
 
 
@@ -75,57 +77,133 @@ def describe_parquet(
             lengths, no rows, a table of Delta, Iceberg or Hudi. StoreError: no Parquet files, or unreadable ones.
     """
     # A file that several of the names lead to is there once.
-    found = list({each.name: each for name in names for each in _parquet(store, name)}.values())
-    files = [_File(store, each) for each in found]
-    with_rows = [file for file in files if file.footer.num_rows]
+    found = {each.name: each for name in names for each in _parquet(store, name)}.values()
+    files = [DataFile(each, partition_values(each.name)) for each in found]
+    return describe_files(store, files, columns, transformed, piece_bytes, _find_fields(store, names))
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A Parquet file of a table, and what is known of it beside its footer."""
+
+    # The object in the store.
+    info: ObjectInfo
+    # Column -> the text of its one value, which is not in the file.
+    constants: Mapping[str, str] = field(default_factory=dict)
+    # Column -> its name in the file, for all columns of tables that map them; {}: columns have their own names.
+    stored_names: Mapping[str, str] = field(default_factory=dict)
+    # Column -> the id of its field in the file, for tables that know columns by ids.
+    field_ids: Mapping[str, int] = field(default_factory=dict)
+    # Of each row in the file, whether the table has it no more; None: it has all of them.
+    deleted: npt.NDArray[np.bool_] | None = None
+
+
+def describe_files(
+    store: Store,
+    data_files: Sequence[DataFile],
+    columns: Sequence[str],
+    transformed: bool = False,
+    piece_bytes: int = PIECE_BYTES,
+    fields: Mapping[str, Field] = MappingProxyType({}),
+) -> Manifest:
+    """As `describe_parquet`, of these files. fields: what petastorm says of columns."""
+    files = [_File(store, each) for each in data_files]
+    with_rows = [file for file in files if file.rows]
     if not with_rows:
         raise InvalidInput(f"The Parquet files in {store.url} have no rows: there is nothing to train on.")
-    fields = _find_fields(store, names)
     described = tuple(_column(name, with_rows, transformed, fields) for name in dict.fromkeys(columns))
     for column in described:
         _refuse_nulls(column, with_rows)
         _refuse_ragged(column, with_rows)
-    whole = Manifest(described, tuple(file.name for file in with_rows), (), "", "")
+    used = {column.name for column in described}
+    known = tuple(file.columns.restrict(used) for file in with_rows)
+    whole = Manifest(described, tuple(file.name for file in with_rows), (), "", "", known)
     groups = tuple(
         piece
         for number, file in enumerate(with_rows)
-        for group in file.row_groups(number)
-        for piece in _pieces(group, whole, piece_bytes)
+        for group, deleted in file.row_groups(number)
+        for piece in _pieces(group, deleted, whole, piece_bytes)
     )
-    digest = hashlib.sha256(repr(found).encode()).hexdigest()
+    seen = [file.data.info for file in files], [group.deleted for group in groups if group.deleted]
+    digest = hashlib.sha256(repr(seen).encode()).hexdigest()
     return replace(whole, row_groups=groups, fingerprint=digest[:32], content=digest[:32])
 
 
 class _File:
     """One file's footer, and what it says of columns."""
 
-    def __init__(self, store: Store, found: ObjectInfo) -> None:
-        self.store, self.name = store, found.name
-        self.footer: pq.FileMetaData = read_footer(store, found.name)
+    def __init__(self, store: Store, data: DataFile) -> None:
+        """
+        Raises:
+            StoreError: the file is not there, or is no Parquet file, or has other rows than its table says.
+        """
+        self.store, self.name, self.data = store, data.info.name, data
+        self.footer: pq.FileMetaData = read_footer(store, self.name)
         self.schema: pa.Schema = self.footer.schema.to_arrow_schema()
+        self.columns = FileColumns(data.constants, {**data.stored_names, **self._find_by_id(data.field_ids)})
+        if data.deleted is not None and len(data.deleted) != self.footer.num_rows:
+            raise StoreError(
+                f"{self.name!r} in the store {store.url} has {self.footer.num_rows} rows, of which its table has "
+                f"deleted some among {len(data.deleted)}: the table is damaged."
+            )
+        self.rows = self.footer.num_rows - (0 if data.deleted is None else int(data.deleted.sum()))
 
-    def row_groups(self, number: int) -> Iterator[RowGroup]:
+    def _find_by_id(self, ids: Mapping[str, int]) -> dict[str, str]:
+        """Column -> its name in the file, by the ids in the file's schema."""
+        names: dict[int, str] = {}
+        for each in self.schema:
+            number = (each.metadata or {}).get(b"PARQUET:field_id")
+            if number is not None:
+                names[int(number)] = each.name
+        # A column that came after the file is not in it, even if an older one had its name.
+        return {name: names.get(number, f"(no field {number})") for name, number in ids.items() if names}
+
+    def stored_name(self, column: str) -> str:
+        return self.columns.stored_names.get(column, column)
+
+    def find_type(self, column: str) -> pa.DataType | None:
+        """None: the column is not in the file. A table that gives names knows all columns of its files."""
+        name, known = self.stored_name(column), self.columns.stored_names
+        if name not in self.schema.names or (known and column not in known):
+            return None
+        return self.schema.field(name).type
+
+    def row_groups(self, number: int) -> Iterator[tuple[RowGroup, npt.NDArray[np.bool_] | None]]:
+        """Each with the mask of its deleted rows."""
+        begin = 0
         for index in range(self.footer.num_row_groups):
             group = self.footer.row_group(index)
+            end = begin + group.num_rows
+            deleted = None if self.data.deleted is None else self.data.deleted[begin:end]
             if group.num_rows:
-                yield RowGroup(number, index, group.num_rows, group.total_byte_size)
+                yield RowGroup(number, index, group.num_rows, group.total_byte_size), deleted
+            begin = end
 
-    def leaf(self, name: str) -> int:
+    def leaf(self, column: str) -> int:
         """The number of the stored column that tells of a column's nulls and length: its last, a vector's first."""
-        leaves = 0
-        for field in self.schema:
-            width = _leaves(field.type)
-            if field.name == name:
-                return leaves if is_vector(field.type) else leaves + width - 1
+        leaves, name = 0, self.stored_name(column)
+        for each in self.schema:
+            width = _leaves(each.type)
+            if each.name == name:
+                return leaves if is_vector(each.type) else leaves + width - 1
             leaves += width
         raise KeyError(name)
 
-    def first_row(self, name: str) -> pa.Array:
+    def first_row(self, column: str) -> pa.Array:
         """One row of a column, without reading a whole row group."""
+        return next(batch for batch in self._read(column, 1, 1 << 16) if len(batch))
+
+    def _read(self, column: str, rows: int, buffer_size: int) -> Iterator[pa.Array]:
+        """The rows of a column that the table has, by so many in the file."""
         with self.store.open_read(self.name) as source:
-            file = open_parquet(source, buffer_size=1 << 16)
-            batches = file.iter_batches(1, columns=[name], use_threads=False)
-            return next(batch for batch in batches if batch.num_rows).column(0)
+            file = open_parquet(source, buffer_size=buffer_size)
+            begin = 0
+            for batch in file.iter_batches(rows, columns=[self.stored_name(column)], use_threads=False):
+                values, end = batch.column(0), begin + batch.num_rows
+                if self.data.deleted is not None:
+                    values = values.filter(pa.array(~self.data.deleted[begin:end]))
+                yield values
+                begin = end
 
     def nulls(self, name: str) -> int:
         """How many nulls a column has, at any depth: by the footer, or by reading the column."""
@@ -135,20 +213,19 @@ class _File:
         for index in range(self.footer.num_row_groups):
             statistics = self.footer.row_group(index).column(leaf).statistics
             if statistics is None or not statistics.has_null_count:
-                return self._count_values(name)
+                return self._count_nulls(name)
             total += statistics.null_count
-        return total
+        # The nulls may be in rows that the table has no more.
+        return self._count_nulls(name) if total and self.data.deleted is not None else total
 
-    def _count_values(self, name: str) -> int:
+    def _count_nulls(self, name: str) -> int:
         total = 0
-        with self.store.open_read(self.name) as source:
-            file = open_parquet(source, buffer_size=1 << 20)
-            for batch in file.iter_batches(columns=[name], use_threads=False):
-                values = batch.column(0)
+        for batch in self._read(name, 1 << 16, 1 << 20):
+            values = batch
+            total += values.null_count
+            while is_list(values.type):
+                values = values.flatten()
                 total += values.null_count
-                while is_list(values.type):
-                    values = values.flatten()
-                    total += values.null_count
         return total
 
 
@@ -175,9 +252,10 @@ def _refuse_table_formats(store: Store, name: str, listed: Sequence[ObjectInfo])
         kind = "delta" if "_delta_log" in folders else "hudi" if ".hoodie" in folders else None
         kind = "iceberg" if iceberg else kind
         if kind is not None:
+            way = "fit(spark.read.format('hudi').load(...))" if kind == "hudi" else "fit_on_table"
             raise InvalidInput(
                 f"{store.join(name)} holds a table of {kind}, in whose files there may be rows that it has no more: "
-                f"train with fit(spark.read.format({kind!r}).load(...))."
+                f"train with {way}."
             )
 
 
@@ -192,14 +270,15 @@ def _find_fields(store: Store, names: Sequence[str]) -> dict[str, Field]:
 
 
 def _column(name: str, files: Sequence[_File], transformed: bool, fields: Mapping[str, Field]) -> Column:
-    if name not in files[0].schema.names:
+    arrow = files[0].find_type(name)
+    if arrow is None:
         return _partition_column(name, files, transformed)
-    arrow = files[0].schema.field(name).type
     for file in files[1:]:
-        other = file.schema.field(name).type if name in file.schema.names else "missing"
+        other = file.find_type(name)
         if other != arrow:
             raise InvalidInput(
-                f"The column {name!r} is {arrow} in {files[0].name!r} and {other} in {file.name!r}: write them alike."
+                f"The column {name!r} is {arrow} in {files[0].name!r} and {other or 'missing'} in {file.name!r}: write "
+                "them alike."
             )
     field = fields.get(name)
     if field is not None and field.codec_name:
@@ -235,15 +314,19 @@ def _dtype(name: str, arrow: pa.DataType, transformed: bool) -> str:
 
 
 def _partition_column(name: str, files: Sequence[_File], transformed: bool) -> Column:
-    values = [partition_values(file.name).get(name) for file in files]
+    values = [file.columns.constants.get(name) for file in files]
     if any(value is None for value in values):
-        names = sorted({*files[0].schema.names, *partition_values(files[0].name)})
+        names = sorted(
+            {*(files[0].columns.stored_names or files[0].schema.names), *files[0].columns.constants}
+        )
         raise InvalidInput(
             f"There is no column {name!r} in {files[0].store.url}: it has {format_columns(name, names)}."
         )
-    nulls = sum(file.footer.num_rows for file, value in zip(files, values, strict=True) if value == _NO_VALUE)
+    nulls = sum(file.rows for file, value in zip(files, values, strict=True) if value == NO_VALUE)
     if nulls:
         raise _null_error(name, nulls, files)
+    if {str(value).lower() for value in values} <= {"true", "false"}:
+        return Column(name, "bool")
     for dtype, number in (("int64", int), ("float64", float)):
         try:
             for value in values:
@@ -255,13 +338,13 @@ def _partition_column(name: str, files: Sequence[_File], transformed: bool) -> C
 
 
 def _refuse_nulls(column: Column, files: Sequence[_File]) -> None:
-    nulls = sum(file.nulls(column.name) for file in files if column.name in file.schema.names)
+    nulls = sum(file.nulls(column.name) for file in files if file.find_type(column.name) is not None)
     if nulls:
         raise _null_error(column.name, nulls, files)
 
 
 def _null_error(name: str, nulls: int, files: Sequence[_File]) -> InvalidInput:
-    rows = sum(file.footer.num_rows for file in files)
+    rows = sum(file.rows for file in files)
     return InvalidInput(
         f"The column {name!r} has {nulls} nulls in {rows} rows: fill them, or leave those rows out."
     )
@@ -272,7 +355,7 @@ def _refuse_ragged(column: Column, files: Sequence[_File]) -> None:
     if not column.shape or column.codec:
         return
     for file in files:
-        if is_vector(file.schema.field(column.name).type):
+        if is_vector(file.find_type(column.name)) or file.data.deleted is not None:
             continue
         leaf = file.leaf(column.name)
         for index in range(file.footer.num_row_groups):
@@ -286,22 +369,35 @@ def _refuse_ragged(column: Column, files: Sequence[_File]) -> None:
                 )
 
 
-def _pieces(group: RowGroup, manifest: Manifest, most: int) -> Iterator[RowGroup]:
+def _pieces(
+    group: RowGroup, deleted: npt.NDArray[np.bool_] | None, manifest: Manifest, most: int
+) -> Iterator[RowGroup]:
+    """The row group, or its parts, without those of which the table has no row."""
     decoded = replace(manifest, row_groups=(group,)).max_decoded_group_bytes()
     if decoded <= 2 * most or group.rows == 1:  # to cut costs a write and a read
-        yield group
+        yield from _keep_rows(group, deleted)
         return
     # The manifest lists the pieces as row groups, so that plan, cache and prefetch do not notice.
     rows = max(1, group.rows * most // decoded)
     for first in range(0, group.rows, rows):
         count = min(rows, group.rows - first)
-        yield replace(
+        piece = replace(
             group,
             rows=count,
             bytes=group.bytes * count // group.rows,
             first_row=first,
             parent_rows=group.rows,
+            part_rows=rows,
         )
+        yield from _keep_rows(piece, None if deleted is None else deleted[first : first + count])
+
+
+def _keep_rows(group: RowGroup, deleted: npt.NDArray[np.bool_] | None) -> Iterator[RowGroup]:
+    gone = 0 if deleted is None else int(deleted.sum())
+    if deleted is None or gone == 0:
+        yield group
+    elif gone < group.rows:
+        yield replace(group, rows=group.rows - gone, deleted=pack_deleted(deleted))
 
 
 def _leaves(arrow: pa.DataType) -> int:

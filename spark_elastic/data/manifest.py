@@ -6,20 +6,23 @@ thread.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+import zlib
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError, format_columns
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -56,9 +59,51 @@ class RowGroup:
     rows: int
     # Encoded bytes before compression.
     bytes: int
-    # First row of a part, and rows of the whole row group; 0: this is the whole row group.
+    # First row of a part, rows of the whole row group, and rows of each part but the last; 0: this is the whole row
+    # group. They count the rows in the file.
     first_row: int = 0
     parent_rows: int = 0
+    part_rows: int = 0
+    # Which rows in the file the table has no more, by `pack_deleted`; "": it has all of them.
+    deleted: str = ""
+
+    @cached_property
+    def kept(self) -> npt.NDArray[np.bool_] | None:
+        """Of each row in the file, whether the table has it; None: all of them."""
+        if not self.deleted:
+            return None
+        count, _, packed = self.deleted.partition(":")
+        bits = np.frombuffer(zlib.decompress(base64.b64decode(packed)), np.uint8)
+        return ~np.unpackbits(bits, count=int(count)).view(np.bool_)
+
+    @property
+    def stored_rows(self) -> int:
+        """Rows in the file, deleted ones among them."""
+        return self.rows if self.kept is None else len(self.kept)
+
+
+def pack_deleted(deleted: npt.NDArray[np.bool_]) -> str:
+    """The mask as text: "" if nothing is deleted, else the number of rows, and a compressed bit for each."""
+    if not deleted.any():
+        return ""
+    return f"{len(deleted)}:{base64.b64encode(zlib.compress(np.packbits(deleted).tobytes())).decode()}"
+
+
+@dataclass(frozen=True)
+class FileColumns:
+    """What a file's own footer does not say of its columns."""
+
+    # Column -> the text of its one value, for columns that are not in the file.
+    constants: Mapping[str, str] = field(default_factory=dict)
+    # Column -> its name in the file, for all columns of tables that map them; {}: columns have their own names.
+    stored_names: Mapping[str, str] = field(default_factory=dict)
+
+    def restrict(self, columns: Container[str]) -> FileColumns:
+        """What is known of these columns."""
+        constants = {name: text for name, text in self.constants.items() if name in columns}
+        return FileColumns(
+            constants, {name: stored for name, stored in self.stored_names.items() if name in columns}
+        )
 
 
 @dataclass(frozen=True)
@@ -74,6 +119,8 @@ class Manifest:
     fingerprint: str
     # Digest of all values and their places.
     content: str
+    # Of each file; (): the files say all.
+    file_columns: tuple[FileColumns, ...] = ()
 
     @cached_property
     def rows(self) -> int:
@@ -117,6 +164,7 @@ class Manifest:
         """The document."""
         content: dict[str, Any] = {"version": VERSION, **asdict(self), "hash": self.hash}
         content["columns"] = [_to_fields(column) for column in self.columns]
+        content["row_groups"] = [_to_short_fields(group) for group in self.row_groups]
         return json.dumps(content, sort_keys=True)
 
     @classmethod
@@ -135,6 +183,7 @@ class Manifest:
                 tuple(RowGroup(**group) for group in content["row_groups"]),
                 content["fingerprint"],
                 content["content"],
+                tuple(FileColumns(**each) for each in content["file_columns"]),
             )
             expected = content["hash"]
         except (ValueError, TypeError, KeyError) as error:
@@ -159,3 +208,10 @@ class Manifest:
 def _to_fields(column: Column) -> dict[str, Any]:
     """A column's fields for a document: the codec where there is one, so that the hashes of other data sets stay."""
     return {name: value for name, value in asdict(column).items() if name != "codec" or value}
+
+
+def _to_short_fields(group: RowGroup) -> dict[str, Any]:
+    """A row group's fields for a document, of which there are many: without those that have their default."""
+    return {
+        each.name: value for each in fields(group) if (value := getattr(group, each.name)) != each.default
+    }

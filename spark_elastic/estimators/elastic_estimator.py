@@ -14,9 +14,10 @@ from pyspark.ml import Estimator
 from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, MLWritable, MLWriter
 from pyspark.sql import SparkSession
 
+from spark_elastic.data.lake_tables import Version
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators import saving
-from spark_elastic.estimators.fit_rows import FileRows, RowSource, TableRows
+from spark_elastic.estimators.fit_rows import FileRows, RowSource, SnapshotRows, TableRows
 from spark_elastic.estimators.params import EstimatorParams, to_names
 from spark_elastic.estimators.transformer import ElasticModel
 
@@ -51,6 +52,27 @@ class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ig
         return self._fit_rows(
             FileRows.locate(SparkSession.getActiveSession(), to_names(paths), seen, options)
         )
+
+    def fit_on_table(self, table: Any, version: Version | None = None, validation_table: Any = None) -> Any:
+        """Train on one version of a table of Delta Lake or Iceberg without a copy, each of its rows once per epoch,
+        whatever is written to it meanwhile. Needs an active Spark session, and the package `deltalake` or `pyiceberg`.
+
+        Args:
+            table: a name in Spark's catalog, a path or url that driver and executors share, an Iceberg table's
+                metadata file, a `deltalake.DeltaTable` or a `pyiceberg.table.Table`. Its files are read with
+                `storage_options`.
+            version: a version of Delta, the id of a snapshot of Iceberg, or a time (a datetime or its ISO form) at
+                which the table was in that state; None: the newest, or the one that a resumed run began with.
+            validation_table: rows to look at after each epoch, instead of `validation`: its newest version.
+
+        Raises:
+            InvalidInput: no such table or version, features of the format that cannot be read here, and as
+                `fit_on_parquet`.
+            StoreError: a file of that version was vacuumed, or cannot be read.
+        """
+        options = self.getOrDefault("storage_options") or {}
+        session = SparkSession.getActiveSession()
+        return self._fit_rows(SnapshotRows.open(session, table, version, validation_table, options))
 
     def fitMultiple(self, dataset: DataFrame, paramMaps: Sequence[Any]) -> Any:
         """See Spark ML. Raises InvalidInput if fits would share a `run_id`, since each fit is a run of its own."""

@@ -1,4 +1,4 @@
-"""The rows of a fit: a DataFrame that is written to the store for its run, or existing Parquet files.
+"""The rows of a fit: a DataFrame that is written to the store for its run, existing Parquet files, or a table's.
 
 Decides which rows train and which validate, and deletes written rows once no run needs them. Runs in the caller's
 thread.
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from spark_elastic.data.existing_parquet import describe_parquet, locate_files
+from spark_elastic.data.existing_parquet import describe_files, describe_parquet, locate_files
+from spark_elastic.data.lake_tables import TableSnapshot, Version, join_stores, read_snapshot
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES
@@ -112,7 +113,7 @@ class TableRows:
     def check_same_rows(self, request: Request, record: RunRecord, run_id: str) -> None:
         if "://" in record.data:
             raise InvalidInput(
-                f"run_id {run_id!r} began as fit_on_parquet on {record.data}: continue with those files, or use "
+                f"run_id {run_id!r} began on the files in {record.data}: continue with those files, or use "
                 "another run_id."
             )
         if record.manifest == self._verified_manifest:
@@ -163,6 +164,9 @@ class TableRows:
 class FileRows:
     """The rows of Parquet files, read where they are; `check` describes them once. Nothing is written or removed."""
 
+    # As the user knows them: the method, and the argument that gives rows to validate with.
+    call, validation_argument = "fit_on_parquet", "validation_paths"
+
     def __init__(
         self, session: SparkSession, files: Store, names: Sequence[str], validation_names: Sequence[str]
     ) -> None:
@@ -192,18 +196,16 @@ class FileRows:
         """Also reads the files' footers."""
         if request.config.validation is not None:
             raise InvalidInput(
-                "validation splits a table while it is written; fit_on_parquet reads files as they are: give "
-                "validation_paths instead."
+                f"validation splits a table while it is written; {self.call} reads files as they are: give "
+                f"{self.validation_argument} instead."
             )
         if "drop" in (request.missing.nulls, request.missing.nans):
             raise InvalidInput(
-                "missing leaves out rows while a table is written; fit_on_parquet reads files as they are: use fit, or "
+                f"missing leaves out rows while a table is written; {self.call} reads files as they are: use fit, or "
                 "write the files without those rows."
             )
-        rows = self._describe(request, self._names)
-        validation = self._describe(request, self._validation_names) if self._validation_names else None
-        _check_equal_columns(rows, validation)
-        self._described = rows, validation
+        self._described = self._describe(request)
+        _check_equal_columns(*self._described, self.validation_argument)
 
     def has_validation(self, request: Request) -> bool:
         return bool(self._validation_names)
@@ -233,9 +235,85 @@ class FileRows:
         with delete_rows_after_run(request, store, run, ""):
             yield record, self._files
 
-    def _describe(self, request: Request, names: Sequence[str]) -> Manifest:
-        transformed = request.objects.transformation is not None
-        return describe_parquet(self._files, request.config.used_cols, transformed, names=names)
+    def _describe(self, request: Request) -> tuple[Manifest, Manifest | None]:
+        """The rows to train on, and those to validate with."""
+        columns, transformed = request.config.used_cols, request.objects.transformation is not None
+        rows = describe_parquet(self._files, columns, transformed, names=self._names)
+        if not self._validation_names:
+            return rows, None
+        return rows, describe_parquet(self._files, columns, transformed, names=self._validation_names)
+
+
+class SnapshotRows(FileRows):
+    """The rows of one version of a table, whatever is written to the table meanwhile."""
+
+    call, validation_argument = "fit_on_table", "validation_table"
+
+    def __init__(
+        self,
+        session: SparkSession,
+        snapshot: TableSnapshot,
+        validation: TableSnapshot | None,
+        is_newest: bool,
+    ) -> None:
+        """is_newest: no version was asked for, so that a resumed run takes the one that it began with."""
+        snapshots = [snapshot] if validation is None else [snapshot, validation]
+        files, self._parts = join_stores(snapshots)
+        super().__init__(session, files, (), ())
+        self._snapshots, self._is_newest = snapshots, is_newest
+
+    @classmethod
+    def open(
+        cls,
+        session: SparkSession | None,
+        table: Any,
+        version: Version | None,
+        validation_table: Any,
+        storage_options: Mapping[str, Any],
+    ) -> SnapshotRows:
+        """Raises InvalidInput as `read_snapshot` does, and without a session."""
+        if session is None:
+            raise InvalidInput("There is no active Spark session: create one, as for `fit`.")
+        snapshot, validation = (
+            None if each is None else read_snapshot(*_find_table(session, each, number), storage_options)
+            for each, number in ((table, version), (validation_table, None))
+        )
+        assert snapshot is not None
+        return cls(session, snapshot, validation, version is None)
+
+    def has_validation(self, request: Request) -> bool:
+        return len(self._snapshots) > 1
+
+    def check_same_rows(self, request: Request, record: RunRecord, run_id: str) -> None:
+        if not (self._is_newest and record.data == self._files.url):
+            super().check_same_rows(request, record, run_id)
+
+    def _describe(self, request: Request) -> tuple[Manifest, Manifest | None]:
+        columns, transformed = request.config.used_cols, request.objects.transformation is not None
+        described: list[Manifest] = []
+        for snapshot, files in zip(self._snapshots, self._parts, strict=True):
+            try:
+                described.append(describe_files(self._files, files, columns, transformed))
+            except StoreError as error:
+                raise StoreError(
+                    f"A file of {snapshot.name} cannot be read; if the table was vacuumed, fit on a newer "
+                    f"version: {error}"
+                ) from error
+        return described[0], described[1] if len(described) > 1 else None
+
+
+def _find_table(session: SparkSession, table: Any, version: Version | None) -> tuple[Any, Version | None]:
+    """What `read_snapshot` takes, for a table that Spark's catalog knows by its name."""
+    if not isinstance(table, str) or "/" in table or not session.catalog.tableExists(table):
+        return table, version
+    described = session.sql(f"DESCRIBE TABLE EXTENDED {table}").collect()
+    facts = {row["col_name"]: row["data_type"] for row in described}
+    if facts.get("Provider") == "iceberg" and version is None:
+        # The catalog decides which of the metadata files counts.
+        properties = session.sql(f"SHOW TBLPROPERTIES {table}").collect()
+        version = int({row["key"]: row["value"] for row in properties}["current-snapshot-id"])
+    location = facts["Location"]
+    return location.removeprefix("file:") if location.startswith("file:/") else location, version
 
 
 def build_record(request: Request, data: str, rows: Manifest, validation: Manifest | None) -> RunRecord:
@@ -298,14 +376,14 @@ def _write_options(request: Request) -> tuple[WriteOptions, ValidationSplit | No
     return options, ValidationSplit(fraction=validation, seed=request.config.seed)
 
 
-def _check_equal_columns(rows: Manifest, validation: Manifest | None) -> None:
+def _check_equal_columns(rows: Manifest, validation: Manifest | None, argument: str) -> None:
     """Columns to validate with may have another precision, but no other kind or shape."""
     if validation is None:
         return
     for one, other in zip(rows.columns, validation.columns, strict=True):
         if (_number_kind(one), one.shape) != (_number_kind(other), other.shape):
             raise InvalidInput(
-                f"column {one.name!r} is {other.dtype} of shape {other.shape} in validation_paths, and {one.dtype} of "
+                f"column {one.name!r} is {other.dtype} of shape {other.shape} in {argument}, and {one.dtype} of "
                 f"shape {one.shape} in the files that are trained on: write them alike."
             )
 

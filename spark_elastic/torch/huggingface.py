@@ -45,6 +45,7 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]
     """
 
     # The Trainer's own.
+    current_flos: Any
     model_init: Any
     optimizer: Any
     state: Any

@@ -84,20 +84,30 @@ def dtype_of(arrow: pa.DataType) -> str | None:
 
 
 def decode_columns(
-    table: pa.Table | pa.RecordBatch, columns: tuple[Column, ...], constants: Mapping[str, str]
+    found: Mapping[str, Any], rows: int, columns: tuple[Column, ...], constants: Mapping[str, str]
 ) -> ColumnArrays:
-    """Column -> read-only array (rows, *shape). constants: columns whose one value is in the file's path.
+    """Column -> read-only array (rows, *shape).
+
+    Args:
+        found: column -> its values in Arrow, as they were read.
+        constants: columns that have one value, and are not in the file.
 
     Raises:
         ValueError: nulls, with their number, or rows of another shape.
     """
-    names = set(table.schema.names)
     return {
-        column.name: _array(table[column.name], column, table.num_rows)
-        if column.name in names
-        else np.full(table.num_rows, constants[column.name]).astype(column.dtype)
+        column.name: _array(found[column.name], column, rows)
+        if column.name in found
+        else repeat_constant(constants[column.name], column, rows)
         for column in columns
     }
+
+
+def repeat_constant(text: str, column: Column, rows: int) -> Array:
+    """The array of a column that has one value in all rows."""
+    if column.dtype == "bool":
+        return np.full(rows, text.lower() == "true")
+    return np.full(rows, text).astype(column.dtype)
 
 
 def nbytes(rows: ColumnArrays) -> int:

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet as pq
 
-from spark_elastic.data.manifest import Column, Manifest, RowGroup
+from spark_elastic.data.manifest import Column, FileColumns, Manifest, RowGroup
 from spark_elastic.data.reading.decoding import ColumnArrays, decode_columns, open_parquet, partition_values
 from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES, RowGroupCache
 from spark_elastic.data.store import Store
@@ -73,6 +73,11 @@ class GroupReader(ABC):
         """See `Reader.close`. Waits for a decoding thread."""
         self._groups.close(self._close_resources)
 
+    def columns_of(self, file: int) -> FileColumns:
+        """What is known of a file's columns beside its footer."""
+        known, names = self._manifest.file_columns, self._manifest.files
+        return known[file] if known else FileColumns(partition_values(names[file]))
+
     @abstractmethod
     def _decode(self, group: int) -> ColumnArrays:
         """Decode a row group; raises as `Reader.fetch` does."""
@@ -98,8 +103,7 @@ class ArrowReader(GroupReader):
         super().__init__(store, manifest, columns, cache_bytes)
         self._files: OrderedDict[int, tuple[pq.ParquetFile, Any]] = OrderedDict()
         self._split_groups = SplitGroupCache()
-        self._lengths: dict[tuple[int, int], int] = {}
-        self._names: dict[int, list[str]] = {}  # the columns that are in each file
+        self._names: dict[int, dict[str, str]] = {}  # of each file: its columns that are needed -> ours
 
     def _close_resources(self) -> None:
         while self._files:
@@ -111,9 +115,18 @@ class ArrowReader(GroupReader):
         name = self._manifest.files[entry.file]
         try:
             rows = self._read_part(entry) if entry.parent_rows else self._read_whole(entry)
-            if rows.num_rows != entry.rows:
-                raise ValueError(f"it has {rows.num_rows} rows, not the {entry.rows} rows of the manifest")
-            return decode_columns(rows, self.columns, partition_values(name))
+            if rows.num_rows != entry.stored_rows:
+                raise ValueError(
+                    f"it has {rows.num_rows} rows, not the {entry.stored_rows} rows of the manifest"
+                )
+            if entry.kept is not None:
+                rows = rows.filter(pa.array(entry.kept))
+            names = self._names[entry.file]
+            columns = {
+                names[name]: column for name, column in zip(rows.schema.names, rows.columns, strict=True)
+            }
+            constants = self.columns_of(entry.file).constants
+            return decode_columns(columns, entry.rows, self.columns, constants)
         except (OSError, pa.ArrowException, KeyError, IndexError, ValueError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise StoreError(
@@ -122,28 +135,17 @@ class ArrowReader(GroupReader):
 
     def _read_whole(self, entry: RowGroup) -> pa.Table:
         file, _ = self._open(entry.file)
-        stored = self._names.get(entry.file)
-        if stored is None:
-            stored = self._names[entry.file] = self._columns_in_file(file)
-        return file.read_row_group(entry.index, stored, use_threads=False)
+        return file.read_row_group(entry.index, list(self._names[entry.file]), use_threads=False)
 
     def _read_part(self, entry: RowGroup) -> pa.RecordBatch:
         """One part of a split row group. All parts but the last are equally long."""
         key = (entry.file, entry.index)
-        if key not in self._lengths:
-            groups = self._manifest.row_groups
-            self._lengths[key] = next(each.rows for each in groups if (each.file, each.index) == key)
-        length = self._lengths[key]
-        return self._split_groups.get(key, lambda: self._split(entry, length)).read(entry.first_row // length)
-
-    def _split(self, entry: RowGroup, length: int) -> SplitRowGroup:
-        file, source = self._open(entry.file)
-        return SplitRowGroup(source, entry.index, self._columns_in_file(file), length)
-
-    def _columns_in_file(self, file: pq.ParquetFile) -> list[str]:
-        """The columns that the file has; the others are in its path."""
-        there = set(file.schema_arrow.names)
-        return [column.name for column in self.columns if column.name in there]
+        _, source = self._open(entry.file)
+        names = list(self._names[entry.file])
+        group = self._split_groups.get(
+            key, lambda: SplitRowGroup(source, entry.index, names, entry.part_rows)
+        )
+        return group.read(entry.first_row // entry.part_rows)
 
     def _open(self, number: int) -> tuple[pq.ParquetFile, Any]:
         if number not in self._files:
@@ -154,7 +156,11 @@ class ArrowReader(GroupReader):
             source = (
                 pa.OSFile(self._store.path(name)) if self._store.is_local else self._store.open_read(name)
             )
-            self._files[number] = (open_parquet(source, pre_buffer=not self._store.is_local), source)
+            file = open_parquet(source, pre_buffer=not self._store.is_local)
+            self._files[number] = (file, source)
+            there, stored = set(file.schema_arrow.names), self.columns_of(number).stored_names
+            names = {stored.get(column.name, column.name): column.name for column in self.columns}
+            self._names[number] = {name: own for name, own in names.items() if name in there}
         self._files.move_to_end(number)
         return self._files[number]
 

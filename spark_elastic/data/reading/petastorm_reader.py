@@ -8,14 +8,14 @@ overflow outside of the years 1677 to 2262. Any thread may fetch; one reads at a
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from petastorm import make_batch_reader
 
 from spark_elastic.data.manifest import Column, Manifest
-from spark_elastic.data.reading.decoding import ColumnArrays, partition_values, read_footer
+from spark_elastic.data.reading.decoding import ColumnArrays, read_footer
 from spark_elastic.data.reading.group_reader import ArrowReader, GroupReader
 from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES
 from spark_elastic.data.store import Store
@@ -57,7 +57,7 @@ class PetastormReader(GroupReader):
         name = self._manifest.files[entry.file]
         try:
             found = self._read(entry.file, entry.index, name) if self._own else {}
-            constants = partition_values(name)
+            constants = self.columns_of(entry.file).constants
             rows = entry.parent_rows or entry.rows
             every = {column.name: _array(found, column, rows, constants) for column in self._own}
             timestamps = self._arrow.fetch(group) if self._timestamps else {}
@@ -74,7 +74,7 @@ class PetastormReader(GroupReader):
     def _read(self, file: int, index: int, name: str) -> dict[str, Any]:
         if file not in self._sizes:
             self._sizes[file] = read_footer(self._store, name).num_row_groups
-        constants = partition_values(name)
+        constants = self.columns_of(file).constants
         wanted = [f"^{re.escape(column.name)}$" for column in self._own if column.name not in constants]
         options = self._store.filesystem.storage_options
         with make_batch_reader(
@@ -91,7 +91,7 @@ class PetastormReader(GroupReader):
         return {key: np.concatenate([batch[key] for batch in batches]) for key in batches[0]}
 
 
-def _array(found: dict[str, Any], column: Column, rows: int, constants: dict[str, str]) -> Any:
+def _array(found: dict[str, Any], column: Column, rows: int, constants: Mapping[str, str]) -> Any:
     if column.name not in found and column.name not in constants:
         raise InvalidInput(
             f"petastorm leaves out column {column.name!r}, as it does structs such as Spark's vectors: use the reader "

@@ -127,19 +127,19 @@ def test_what_validates_has_the_columns_of_what_trains(
 
 
 @pytest.mark.parametrize(
-    ("entry", "kind"),
+    ("entry", "kind", "way"),
     [
-        ("_delta_log/00000000000000000000.json", "delta"),
-        ("metadata/v1.metadata.json", "iceberg"),
-        (".hoodie/hoodie.properties", "hudi"),
+        ("_delta_log/00000000000000000000.json", "delta", "fit_on_table"),
+        ("metadata/v1.metadata.json", "iceberg", "fit_on_table"),
+        (".hoodie/hoodie.properties", "hudi", r"fit\(spark.read.format\('hudi'\)"),
     ],
 )
-def test_a_folder_whose_log_says_which_files_count_is_refused(tmp_path: Path, entry: str, kind: str) -> None:
+def test_a_folder_whose_log_says_which_files_count_is_refused(
+    tmp_path: Path, entry: str, kind: str, way: str
+) -> None:
     train = write(tmp_path / "t", 3)
     found(train)
     (tmp_path / "t" / entry).parent.mkdir()
     (tmp_path / "t" / entry).write_text("{}")
-    with pytest.raises(
-        InvalidInput, match=rf"holds a table of {kind}, .* fit\(spark.read.format\('{kind}'\)"
-    ):
+    with pytest.raises(InvalidInput, match=rf"holds a table of {kind}, .* train with {way}"):
         found(train)

@@ -119,7 +119,7 @@ def test_r19_another_table_is_refused_whether_the_run_has_ended_or_not(
 def test_r19_a_run_of_files_is_no_table_s(monkeypatch: pytest.MonkeyPatch) -> None:
     store = memory_store()
     build_record(request(), "s3://bucket/files", ROWS, None).save(store, "r")
-    with pytest.raises(InvalidInput, match="began as fit_on_parquet on s3://bucket/files"):
+    with pytest.raises(InvalidInput, match="began on the files in s3://bucket/files"):
         _load_finished_run(TableRows(None), request(), store, "r")  # type: ignore[arg-type]
 
 

@@ -1,0 +1,278 @@
+"""Tables of Delta Lake and Iceberg as the data files of one snapshot, with what only the table knows of them.
+
+A table's own log says which files and rows belong to a version, and the values of partition columns; it is read by the
+packages `deltalake` and `pyiceberg`. Knows nothing of Spark. Runs in the caller's thread.
+"""
+
+from __future__ import annotations
+
+import json
+import posixpath
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from typing import Any
+from urllib.parse import unquote, urlparse
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from spark_elastic.data.existing_parquet import NO_VALUE, DataFile
+from spark_elastic.data.store import ObjectInfo, Store
+from spark_elastic.errors import InvalidInput
+
+Version = int | str | datetime
+"""A version of Delta or the id of a snapshot of Iceberg, or the time of which the state is wanted."""
+
+
+@dataclass(frozen=True)
+class TableSnapshot:
+    """The files of one version of a table."""
+
+    # How errors name it, such as "version 3 of the Delta table file:///tables/t".
+    name: str
+    # What reads it again: the version of Delta or the snapshot id of Iceberg.
+    version: int
+    # Holds all files.
+    store: Store
+    files: tuple[DataFile, ...]
+
+
+def read_snapshot(table: Any, version: Version | None, storage_options: Mapping[str, Any]) -> TableSnapshot:
+    """
+    Args:
+        table: a path or url of a table, of an Iceberg table's metadata file, a `deltalake.DeltaTable` or a
+            `pyiceberg.table.Table`.
+        version: None: the newest one.
+        storage_options: of fsspec, for the data files.
+
+    Raises:
+        InvalidInput: no such table or version, or a table with features that cannot be read here.
+    """
+    package = type(table).__module__.partition(".")[0]
+    if package == "pyiceberg":
+        return _read_iceberg(table, version, storage_options)
+    if package == "deltalake":
+        return _read_delta(table.table_uri, version, storage_options, table._storage_options)
+    store = Store.open(str(table), **storage_options)
+    if store.root.endswith(".metadata.json"):
+        return _read_iceberg(_open_iceberg(store.url), version, storage_options)
+    if store.exists("_delta_log"):
+        return _read_delta(str(table), version, storage_options, None)
+    metadata = [name for name in store.list("metadata") if name.endswith(".metadata.json")]
+    if metadata:
+        newest = max(metadata, key=lambda name: _number_metadata(store, name))
+        return _read_iceberg(_open_iceberg(store.join(newest)), version, storage_options)
+    raise InvalidInput(
+        f"There is no table of Delta or Iceberg in {store.url}: it has neither _delta_log nor metadata. Files of plain "
+        "Parquet are trained on by fit_on_parquet."
+    )
+
+
+def join_stores(snapshots: Sequence[TableSnapshot]) -> tuple[Store, list[tuple[DataFile, ...]]]:
+    """One store that holds the files of all snapshots, and their files by their names in it."""
+    first = snapshots[0].store
+    if any(each.store.filesystem != first.filesystem for each in snapshots):
+        raise InvalidInput("The tables lie in different file systems, and a fit reads from one.")
+    common = posixpath.commonpath([each.store.root for each in snapshots])
+    joined = replace(first, url=first.url[: len(first.url) - len(first.root) + len(common)], root=common)
+    parts = []
+    for each in snapshots:
+        folder = each.store.root[len(common) :].strip("/")
+        parts.append(
+            tuple(
+                replace(file, info=replace(file.info, name=posixpath.join(folder, file.info.name)))
+                for file in each.files
+            )
+        )
+    return joined, parts
+
+
+# ---- Delta
+
+
+def _read_delta(
+    uri: str, version: Version | None, storage_options: Mapping[str, Any], delta_options: Any
+) -> TableSnapshot:
+    try:
+        from deltalake import DeltaTable
+        from deltalake.exceptions import DeltaError
+    except ImportError as error:
+        raise InvalidInput(
+            "fit_on_table reads Delta tables by the package deltalake: pip install deltalake."
+        ) from error
+    try:
+        table = DeltaTable(uri, storage_options=delta_options)
+        if version is not None:
+            table.load_as_version(version)
+        actions = pa.table(table.get_add_actions()).to_pylist()
+        vectors = _read_deletion_vectors(table)
+    except (DeltaError, ValueError, OSError) as error:
+        which = "" if version is None else f" of version {version}"
+        raise InvalidInput(
+            f"The Delta table {uri} cannot be read{which}: {str(error).splitlines()[0]}"
+        ) from error
+    stored_names = _find_physical_names(json.loads(table.schema().to_json()))
+    store = Store.open(uri, **storage_options)
+    files = []
+    for action in sorted(actions, key=lambda each: str(each["path"])):
+        path = unquote(action["path"])
+        if "://" in path or path.startswith("/"):
+            raise InvalidInput(
+                f"The Delta table {uri} has files of another table, such as {path}, as shallow clones have: make a "
+                "deep clone, or fit on a DataFrame."
+            )
+        values = {name: _format_constant(value) for name, value in (action.get("partition") or {}).items()}
+        constants = {
+            column: values[own]
+            for column, own in {**dict(zip(values, values, strict=True)), **stored_names}.items()
+            if own in values
+        }
+        info = ObjectInfo(path, action["size_bytes"], action["modification_time"] / 1000)
+        deleted = vectors.get(posixpath.basename(path))
+        files.append(DataFile(info, constants, stored_names, deleted=deleted))
+    number = table.version()
+    return TableSnapshot(f"version {number} of the Delta table {store.url}", number, store, tuple(files))
+
+
+def _read_deletion_vectors(table: Any) -> dict[str, npt.NDArray[np.bool_]]:
+    """Name of a file, which is unique in its table -> which of its rows are deleted."""
+    features = table.protocol().reader_features or []
+    if "deletionVectors" not in features:
+        return {}
+    found = pa.table(table.deletion_vectors())
+    return {
+        posixpath.basename(unquote(path.as_py())): ~np.asarray(kept.values.to_numpy(zero_copy_only=False))
+        for path, kept in zip(found["filepath"], found["selection_vector"], strict=True)
+    }
+
+
+def _find_physical_names(schema: Mapping[str, Any]) -> dict[str, str]:
+    """Column -> its name in the files, of a table with column mapping."""
+    pairs = (
+        (field["name"], field["metadata"].get("delta.columnMapping.physicalName"))
+        for field in schema["fields"]
+    )
+    return {name: stored for name, stored in pairs if stored is not None}
+
+
+def _format_constant(value: Any) -> str:
+    return NO_VALUE if value is None else str(value)
+
+
+# ---- Iceberg
+
+
+def _open_iceberg(metadata: str) -> Any:
+    try:
+        from pyiceberg.table import StaticTable
+    except ImportError as error:
+        raise InvalidInput(
+            "fit_on_table reads Iceberg tables by the package pyiceberg: pip install pyiceberg."
+        ) from error
+    return StaticTable.from_metadata(metadata)
+
+
+def _number_metadata(store: Store, name: str) -> tuple[int, str]:
+    """The place of a metadata file among those of its table: v3.metadata.json or 00003-....metadata.json."""
+    digits = posixpath.basename(name).lstrip("v").partition("-")[0].partition(".")[0]
+    return (int(digits) if digits.isdigit() else -1, name)
+
+
+def _read_iceberg(table: Any, version: Version | None, storage_options: Mapping[str, Any]) -> TableSnapshot:
+    snapshot = _find_snapshot(table, version)
+    scan = table.scan(snapshot_id=snapshot.snapshot_id)
+    try:
+        tasks = sorted(scan.plan_files(), key=lambda task: str(task.file.file_path))
+    except (ValueError, NotImplementedError) as error:  # equality deletes
+        raise InvalidInput(
+            f"{_name_iceberg(table, snapshot)} cannot be read: {error}. Rewrite its data files, or fit on a DataFrame."
+        ) from error
+    if not tasks:
+        raise InvalidInput(f"{_name_iceberg(table, snapshot)} has no rows: there is nothing to train on.")
+    store, names = _open_common([task.file.file_path for task in tasks], table.location(), storage_options)
+    ids = {field.name: field.field_id for field in scan.projection().fields}
+    files = tuple(
+        DataFile(
+            ObjectInfo(name, task.file.file_size_in_bytes, None),
+            field_ids=ids,
+            deleted=_read_position_deletes(task, storage_options),
+        )
+        for name, task in zip(names, tasks, strict=True)
+    )
+    return TableSnapshot(_name_iceberg(table, snapshot), snapshot.snapshot_id, store, files)
+
+
+def _name_iceberg(table: Any, snapshot: Any) -> str:
+    return f"snapshot {snapshot.snapshot_id} of the Iceberg table {table.location()}"
+
+
+def _find_snapshot(table: Any, version: Version | None) -> Any:
+    if isinstance(version, str):
+        version = datetime.fromisoformat(version)
+    if isinstance(version, datetime):
+        moment = version if version.tzinfo else version.replace(tzinfo=timezone.utc)
+        found = table.snapshot_as_of_timestamp(int(moment.timestamp() * 1000))
+    else:
+        found = table.current_snapshot() if version is None else table.snapshot_by_id(version)
+    if found is None:
+        which = "snapshot" if version is None else f"snapshot {version}"
+        raise InvalidInput(
+            f"The Iceberg table {table.location()} has no {which}: it has "
+            f"{', '.join(str(each.snapshot_id) for each in table.snapshots()) or 'none'}."
+        )
+    return found
+
+
+def _open_common(
+    files: Sequence[str], location: str, storage_options: Mapping[str, Any]
+) -> tuple[Store, list[str]]:
+    """One store that holds all files, and their names in it."""
+    parsed = [urlparse(file) for file in [*files, location]]
+    places = {(each.scheme or "file", each.netloc) for each in parsed}
+    if len(places) > 1:
+        raise InvalidInput(
+            f"The Iceberg table {location} has files in several file systems ({', '.join(map(str, places))}), and a "
+            "fit reads from one: rewrite its data files."
+        )
+    paths = [unquote(each.path) if each.scheme == "file" else each.path for each in parsed]
+    common = posixpath.commonpath([*map(posixpath.dirname, paths[:-1]), paths[-1]])
+    ((scheme, place),) = places
+    store = Store.open(common if scheme == "file" else f"{scheme}://{place}{common}", **storage_options)
+    return store, [path[len(common) :].lstrip("/") for path in paths[:-1]]
+
+
+def _read_position_deletes(task: Any, storage_options: Mapping[str, Any]) -> npt.NDArray[np.bool_] | None:
+    """Of each row of a task's file, whether its delete files name it."""
+    if not task.delete_files:
+        return None
+    deleted = np.zeros(task.file.record_count, np.bool_)
+    for each in task.delete_files:
+        if each.content.name != "POSITION_DELETES":
+            raise InvalidInput(
+                f"{task.file.file_path} has rows that are deleted by equality ({each.file_path}): rewrite the table's "
+                "data files, or fit on a DataFrame."
+            )
+        folder, _, name = each.file_path.rpartition("/")
+        with Store.open(folder, **storage_options).open_read(name) as source:
+            if each.file_format.name == "PUFFIN":
+                deleted |= _read_puffin(source.read(), task)
+            else:
+                rows = pq.read_table(source, columns=["file_path", "pos"])
+                own = pc.equal(rows["file_path"], task.file.file_path)
+                deleted[rows.filter(own)["pos"].to_numpy()] = True
+    return deleted
+
+
+def _read_puffin(content: bytes, task: Any) -> npt.NDArray[np.bool_]:
+    """The deletion vector of a task's file."""
+    from pyiceberg.table.puffin import PuffinFile
+
+    deleted = np.zeros(task.file.record_count, np.bool_)
+    positions = PuffinFile(content).to_vector().get(task.file.file_path)
+    if positions is not None:
+        deleted[positions.to_numpy()] = True
+    return deleted

@@ -1,0 +1,109 @@
+"""Fits on tables of Delta Lake, which others write to at the same time."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from deltalake import DeltaTable, write_deltalake
+
+from spark_elastic.errors import InvalidInput
+from tests.component.torch.job import ledger_of
+from tests.leaks import SessionOwned
+from tests.scenarios import Fault
+from tests.spark.cluster import StandaloneCluster
+from tests.spark.estimators import ROWS, Net, close_to, estimator, mse, plain, table
+from tests.spark.fits import Dawdling, LosesOne
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytestmark = [pytest.mark.spark, pytest.mark.native]
+
+EPOCHS = 120  # of one step each
+
+for module in (Dawdling.__module__, Net.__module__):
+    cloudpickle.register_pickle_by_value(sys.modules[module])
+
+
+def test_p1_p2_a_fit_on_a_version_loses_an_executor_while_others_delete_append_and_compact(
+    spark: SparkSession,
+    standalone: StandaloneCluster,
+    fault: Fault,
+    session_owned: SessionOwned,
+    tmp_path: Path,
+) -> None:
+    df, folder, gate = table(spark), str(tmp_path / "table"), tmp_path / "gate"
+    rows = df.collect()
+    parts = [
+        pa.table({name: [row[name] for row in part] for name in ("x", "y")})
+        for part in (rows[: ROWS // 3], rows[ROWS // 3 :])
+    ]
+    with session_owned.adopting():  # deltalake keeps an event loop
+        for part in parts:
+            write_deltalake(folder, part, mode="append")
+    loses_one = LosesOne(standalone, fault, 3, gate, again=False)
+    writer = threading.Thread(target=change_table, args=(folder, parts[0]), name="writer")
+
+    def on_progress(numbers: Mapping[str, Any]) -> None:
+        if numbers["step"] and writer.ident is None:
+            writer.start()
+        loses_one(numbers)
+
+    net = Dawdling(gate)
+    est = estimator(
+        tmp_path / "store",
+        model=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9),
+        epochs=EPOCHS,
+        num_workers=3,
+        min_workers=1,
+        batch_size=ROWS // 3,
+        run_id="mine",
+        ledger=True,
+        on_progress=on_progress,
+    )
+    model = est.fit_on_table(folder, version=1)
+    writer.join()
+    assert DeltaTable(folder).version() > 3
+    assert close_to(model, plain(df, EPOCHS, mse))
+    (ledger,) = {path.parent for path in (tmp_path / "store").rglob("*.jsonl")}
+    assert ledger_of(ledger) == Counter((epoch, row) for epoch in range(EPOCHS) for row in range(ROWS))
+    assert not list((tmp_path / "store").rglob("*.parquet"))
+
+
+def change_table(folder: str, rows: pa.Table) -> None:
+    DeltaTable(folder).delete("y > 0")
+    write_deltalake(folder, rows, mode="append")
+    DeltaTable(folder).optimize.compact()
+
+
+def test_a_table_is_found_in_the_catalog_and_validated_with_another_one(
+    spark: SparkSession, session_owned: SessionOwned, tmp_path: Path
+) -> None:
+    draw = np.random.default_rng(5)
+    with session_owned.adopting():
+        for name, count in (("trained", 30), ("seen", 9)):
+            x = draw.normal(size=(count, 2))
+            write_deltalake(str(tmp_path / name), pa.table({"x": list(x), "y": x[:, 0]}))
+    # The connector of Delta would say `USING delta`; only the place of the table matters here.
+    spark.sql(f"CREATE TABLE elastic_trained USING parquet LOCATION '{tmp_path}/trained'")
+    try:
+        est = estimator(tmp_path / "store", epochs=2)
+        model = est.fit_on_table("elastic_trained", validation_table=tmp_path / "seen")
+    finally:
+        spark.sql("DROP TABLE elastic_trained")
+    assert [(epoch["rows"], epoch["val_rows"]) for epoch in model.history] == [(30, 9)] * 2
+    with pytest.raises(InvalidInput, match=r"The Delta table .* cannot be read of version 99: "):
+        est.fit_on_table(tmp_path / "trained", version=99)
+    with pytest.raises(InvalidInput, match="fit_on_table reads files as they are: give validation_table"):
+        est.copy({est.validation: 0.2}).fit_on_table(tmp_path / "trained")
