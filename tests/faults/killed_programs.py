@@ -194,3 +194,6 @@ def train_by_lightning(folder: str) -> dict[str, list[float]]:
     )
     trainer.fit(module, loader)
     return read_weights(module.net)
+
+
+PROGRAMS = [train_loop, train_by_lightning, train_by_trainer, train_by_accelerate]

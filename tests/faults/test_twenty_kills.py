@@ -17,14 +17,7 @@ from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.testing.fakes import ProcessLauncher
 from tests.component.torch.hand_written import Run
 from tests.faults import killed_programs
-from tests.faults.killed_programs import (
-    KILLS,
-    STEPS,
-    train_by_accelerate,
-    train_by_lightning,
-    train_by_trainer,
-    train_loop,
-)
+from tests.faults.killed_programs import KILLS, PROGRAMS, STEPS
 from tests.faults.killer import Killer, assert_exact, assert_resumed
 from tests.sources import ROOT
 
@@ -44,9 +37,6 @@ def make_run(program: Any, *given: Any) -> Run:
     run = Run(program, *given, room=3, num_workers=3, max_workers=3)
     run.cluster = ForkingLauncher(run.call.program, SystemClock(), run.call.preload, room=3)
     return run
-
-
-PROGRAMS = [train_loop, train_by_lightning, train_by_trainer, train_by_accelerate]
 
 
 @pytest.mark.parametrize("train", PROGRAMS)

@@ -12,9 +12,8 @@ import pytest
 
 import spark_elastic
 from tests.faults import killed_programs
-from tests.faults.killed_programs import KILLS, STEPS
+from tests.faults.killed_programs import KILLS, PROGRAMS, STEPS
 from tests.faults.killer import Killer, assert_exact, assert_resumed
-from tests.faults.test_twenty_kills import PROGRAMS
 from tests.sources import ROOT
 
 if TYPE_CHECKING:
