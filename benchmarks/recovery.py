@@ -272,12 +272,12 @@ def main() -> None:
 
 
 def on_cluster(kind: str, kills: int, folder: Path) -> tuple[list[float], dict[str, list[float]]]:
-    from tests.spark.cluster import StandaloneCluster, cluster_environment, quiet_session
+    from tests.spark.cluster import StandaloneCluster, cluster_environment, start_session
 
     os.environ.update(cluster_environment(folder))
     with StandaloneCluster(folder / f"cluster-{kind}") as cluster:
         cluster.start_workers(WORKERS)
-        spark = quiet_session(cluster.url, executor_cores="1")
+        spark = start_session(cluster.url, executor_cores="1")
         try:
             return measure(spark, kind, kills, folder)
         finally:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import settings
 
 from tests import scenarios
-from tests.leaks import SETTLE_SECONDS, SessionOwned, leaked, marked, take
+from tests.leaks import SETTLE_SECONDS, SessionOwned, find_marked, leaked, take
 
 # The same examples in each run, and no deadline: a busy machine is no failure.
 settings.register_profile("house", deadline=None, derandomize=True, database=None)
@@ -54,14 +54,14 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    scenarios.judge(item, report)
+    scenarios.invert_report(item, report)
     return report
 
 
 @pytest.fixture
 def fault(request: pytest.FixtureRequest) -> Iterator[scenarios.Fault]:
     """What a scenario does to a job goes through this: `fault(os.kill, pid, SIGKILL)`."""
-    yield from scenarios.given(request)
+    yield from scenarios.provide_fault(request)
 
 
 @pytest.fixture(scope="session")
@@ -79,7 +79,7 @@ def no_orphan_of_the_session() -> Iterator[str]:
         patch.setenv(name, value)
         yield mark
     deadline = time.monotonic() + SETTLE_SECONDS
-    while (orphans := marked(mark)) and time.monotonic() < deadline:
+    while (orphans := find_marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.05)
     if orphans:
         names = [f"{process.pid}: {' '.join(process.cmdline())[:200]}" for process in orphans]

@@ -2,7 +2,7 @@
 
 Both stand on Linux's namespaces, behind a bridge that has one, too: nothing is made in the machine's own network, and
 names carry this process's number, so that several such networks do not meet. Linux, root, iproute2 and util-linux are
-needed, and OpenSSH's server for `Hosts.start_sshd`; `why_not` says what is missing.
+needed, and OpenSSH's server for `Hosts.start_sshd`; `find_obstacle` says what is missing.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Network:
     def address(node: int) -> str:
         return f"10.77.0.{node + 1}"
 
-    def within(self, node: int, *command: str) -> list[str]:
+    def build_command(self, node: int, *command: str) -> list[str]:
         """The command line that runs `command` on a node."""
         return ["ip", "netns", "exec", self._space(node), *command]
 
-    def cut(self, node: int) -> None:
+    def disconnect(self, node: int) -> None:
         """Not a packet passes any more, in either direction, and nobody is told."""
         _ip("-n", self._bridge, "link", "set", self._port(node), "down")
 
@@ -62,7 +62,10 @@ class Network:
     def slow_down(self, node: int, milliseconds: int) -> bool:
         """Delay all that the node sends; False where the kernel has no such queue."""
         command = ["tc", "qdisc", "replace", "dev", f"v{node}", "root", "netem", "delay", f"{milliseconds}ms"]
-        return subprocess.run(self.within(node, *command), check=False, capture_output=True).returncode == 0
+        return (
+            subprocess.run(self.build_command(node, *command), check=False, capture_output=True).returncode
+            == 0
+        )
 
     def pids(self, node: int) -> list[int]:
         text = _ip("netns", "pids", self._space(node))
@@ -70,16 +73,16 @@ class Network:
 
     def __enter__(self) -> Self:
         try:
-            self._up()
+            self._create()
         except BaseException:
-            self._down()
+            self._destroy()
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._down()
+        self._destroy()
 
     @property
     def _bridge(self) -> str:
@@ -91,7 +94,7 @@ class Network:
     def _port(self, node: int) -> str:
         return f"p{node}"
 
-    def _up(self) -> None:
+    def _create(self) -> None:
         _ip("netns", "add", self._bridge)
         _ip("-n", self._bridge, "link", "add", "bridge", "type", "bridge")
         _ip("-n", self._bridge, "link", "set", "bridge", "up")
@@ -105,7 +108,7 @@ class Network:
             _ip("-n", space, "link", "set", inner, "up")
             _ip("-n", self._bridge, "link", "set", outer, "master", "bridge", "up")
 
-    def _down(self) -> None:
+    def _destroy(self) -> None:
         """Whatever still runs in a namespace is killed: it would keep it alive."""
         there = {line.split()[0] for line in _ip("netns", "list").splitlines() if line}
         for node in self._nodes:
@@ -122,8 +125,8 @@ class Hosts(Network):
     shared memory and `PRIVATE` folders, and knows the others by name.
 
     A test reads and writes a host's files through `file(node, "/tmp/...")`. What it starts on a host by
-    `subprocess.Popen(hosts.within(...))` is nsenter, whose death the command outlives; `kill` and the end of the hosts
-    end everything.
+    `subprocess.Popen(hosts.build_command(...))` is nsenter, whose death the command outlives; `kill` and the end of the
+    hosts end everything.
     """
 
     def __init__(self, nodes: int) -> None:
@@ -137,7 +140,7 @@ class Hosts(Network):
     def name(node: int) -> str:
         return f"h{node}"
 
-    def within(self, node: int, *command: str) -> list[str]:
+    def build_command(self, node: int, *command: str) -> list[str]:
         """The command line that runs `command` on a host, in its /tmp."""
         return ["nsenter", "-t", str(self._init(node)), "-m", "-u", "-i", "-n", "-p", "--wd", *command]
 
@@ -147,7 +150,7 @@ class Hosts(Network):
 
     def kill(self, node: int) -> None:
         """A power cut: every process ends at once, and not a packet says so. `boot` starts the host anew."""
-        self.cut(node)
+        self.disconnect(node)
         self._end(node)
 
     def boot(self, node: int) -> None:
@@ -163,7 +166,16 @@ class Hosts(Network):
             cd /tmp; echo up; exec sleep infinity"""
         unshare = ("unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
         # setpriv: the kernel kills it with the thread that started it, and --kill-child the host with it.
-        command = ["setpriv", "--pdeathsig", "KILL", *super().within(node), *unshare, "sh", "-c", script]
+        command = [
+            "setpriv",
+            "--pdeathsig",
+            "KILL",
+            *super().build_command(node),
+            *unshare,
+            "sh",
+            "-c",
+            script,
+        ]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         process = subprocess.Popen(command, text=True, **pipes)  # type: ignore[call-overload]
         self._running[node] = process
@@ -190,7 +202,7 @@ class Hosts(Network):
         words = [SSHD, "-f", "/dev/null", "-h", "/run/ssh/key", "-E", "/run/sshd.log", "-p", str(port)]
         for option in options:
             words += ["-o", option]
-        subprocess.run(self.within(node, *words), check=True, stdin=subprocess.DEVNULL)
+        subprocess.run(self.build_command(node, *words), check=True, stdin=subprocess.DEVNULL)
         log = self.file(node, "/run/sshd.log")
         until(lambda: log.exists() and "Server listening" in log.read_text())
 
@@ -199,15 +211,15 @@ class Hosts(Network):
         """Options with which a host's `ssh h1` enters any host that has an sshd, and asks nothing."""
         return ["-i", "/run/ssh/key", "-o", "UserKnownHostsFile=/run/ssh/known_hosts", "-o", "BatchMode=yes"]
 
-    def _up(self) -> None:
-        super()._up()
+    def _create(self) -> None:
+        super()._create()
         for node in self._nodes:
             self.boot(node)
 
-    def _down(self) -> None:
+    def _destroy(self) -> None:
         for node in list(self._running):
             self._end(node)
-        super()._down()
+        super()._destroy()
 
     def _init(self, node: int) -> int:
         """Process 1 of a host, by its number in the machine."""
@@ -221,7 +233,7 @@ class Hosts(Network):
         until(lambda: not self.pids(node))
 
 
-def why_not() -> str:
+def find_obstacle() -> str:
     """Why hosts cannot be made here, "" where they can."""
     for command, package in (("ip", "iproute2"), ("nsenter", "util-linux"), ("setpriv", "util-linux")):
         if shutil.which(command) is None:

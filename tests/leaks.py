@@ -35,7 +35,7 @@ class SessionOwned:
     descriptors: set[tuple[int, str]] = field(default_factory=set)
 
     @contextmanager
-    def adopting(self) -> Iterator[None]:
+    def adopt(self) -> Iterator[None]:
         """Adopt everything that appears inside the block."""
         before = take(self)
         yield
@@ -154,7 +154,7 @@ def _descriptors_to(ports: set[int]) -> set[int]:
     return {c.fd for c in connections if (c.raddr and c.raddr.port in ports) or c.laddr.port in ports}
 
 
-def marked(mark: str) -> list[psutil.Process]:
+def find_marked(mark: str) -> list[psutil.Process]:
     """Live processes, wherever they hang in the tree, whose environment came down from one that held `mark`.
 
     An orphan is no child of ours any more, and Spark's workers pass their environment on to all that they start.

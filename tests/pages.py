@@ -14,7 +14,7 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
-def changed(script: str, diff: str) -> str:
+def apply_diff(script: str, diff: str) -> str:
     """The script with each run of "-" lines, which must be there once, replaced by the "+" lines behind it."""
     for old, new in _hunks(diff):
         assert script.count(old) == 1, f"not there exactly once: {old}"

@@ -41,7 +41,7 @@ def numbers(item: pytest.Item) -> tuple[str, ...]:
     return tuple(name for mark in item.iter_markers("scenario") for name in mark.args)
 
 
-def judge(item: pytest.Item, report: pytest.TestReport) -> None:
+def invert_report(item: pytest.Item, report: pytest.TestReport) -> None:
     """Turn a scenario's report around where its faults are off, and a skip into a failure where they are on."""
     mine = numbers(item)
     if not mine:
@@ -49,21 +49,21 @@ def judge(item: pytest.Item, report: pytest.TestReport) -> None:
     if report.skipped and not hasattr(report, "wasxfail"):
         report.outcome = "failed"
         report.longrepr = f"scenario {', '.join(mine)} was skipped: {report.longrepr}"
-    elif _unfaulted(item) and report.when == "call":
+    elif _is_unfaulted(item) and report.when == "call":
         if report.passed:
             report.outcome = "failed"
             report.longrepr = f"scenario {', '.join(mine)} passes with its faults switched off"
         else:
             report.outcome, report.longrepr = "passed", None
-    elif _unfaulted(item) and report.failed:
+    elif _is_unfaulted(item) and report.failed:
         report.outcome, report.longrepr = "passed", None  # what the failed test left behind is no news
 
 
-def _unfaulted(item: pytest.Item) -> bool:
+def _is_unfaulted(item: pytest.Item) -> bool:
     return bool(item.config.getoption("--without-faults")) and "fault" in getattr(item, "fixturenames", ())
 
 
-def given(request: pytest.FixtureRequest) -> Iterator[Fault]:
+def provide_fault(request: pytest.FixtureRequest) -> Iterator[Fault]:
     """The fixture's body. With faults on, a test that takes it must use it."""
     fault = Fault(not request.config.getoption("--without-faults"))
     yield fault

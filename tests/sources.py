@@ -30,7 +30,7 @@ class Module:
             if isinstance(node, ast.Import):
                 yield from ((alias.name, node.lineno) for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
-                source = self._absolute(node)
+                source = self._make_absolute(node)
                 for alias in node.names:
                     inner = f"{source}.{alias.name}"
                     yield (inner if inner in names() else source), node.lineno
@@ -46,7 +46,7 @@ class Module:
             for line in range(statement.lineno, (statement.end_lineno or statement.lineno) + 1)
         )
 
-    def _absolute(self, node: ast.ImportFrom) -> str:
+    def _make_absolute(self, node: ast.ImportFrom) -> str:
         if not node.level:
             return node.module or ""
         parts = self.name.split(".")

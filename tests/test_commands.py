@@ -34,7 +34,7 @@ def pages() -> list[Path]:
     ]
 
 
-def said(page: Path) -> str:
+def read_prose(page: Path) -> str:
     if page.suffix == ".py":
         return ast.get_docstring(ast.parse(page.read_text())) or ""
     return page.read_text()
@@ -44,7 +44,7 @@ def commands() -> list[tuple[str, list[str]]]:
     """(page, words) of each command between backticks, in a fence, or on an indented line of its own."""
     found = []
     for page in pages():
-        text = said(page).replace("\\\n", " ")
+        text = read_prose(page).replace("\\\n", " ")
         lines = [line.strip().removeprefix("sudo ") for line in text.splitlines()]
         whole = [line.split("  #")[0].split("    ")[0] for line in lines if line.startswith(PROGRAMS)]
         quoted = [re.sub(r"^(sudo|\w+=\S+) ", "", code) for code in re.findall(r"`([^`\n]+)`", text)]

@@ -40,7 +40,7 @@ MACHINE_PATHS = re.compile(
 )
 
 
-def _tracked() -> list[Path]:
+def _list_tracked() -> list[Path]:
     listing = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30
     )
@@ -48,7 +48,7 @@ def _tracked() -> list[Path]:
 
 
 def _sources() -> list[Path]:
-    return [path for path in _tracked() if path.suffix in SOURCE_SUFFIXES]
+    return [path for path in _list_tracked() if path.suffix in SOURCE_SUFFIXES]
 
 
 def _functions(module: Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -104,7 +104,7 @@ def test_functions_are_short() -> None:
 def test_names_say_something() -> None:
     wrong = [
         str(path)
-        for path in _tracked()
+        for path in _list_tracked()
         if FORBIDDEN & {Path(part).stem for part in path.relative_to(ROOT).parts}
     ]
     assert not wrong, f"names that say nothing: {wrong}"
@@ -184,7 +184,7 @@ def test_no_error_is_swallowed_by_a_bare_except() -> None:
 def test_no_path_of_a_machine() -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{number}"
-        for path in _tracked()
+        for path in _list_tracked()
         if path.suffix not in {".png", ".npz", ".parquet", ".jsa"}
         for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1)
         if MACHINE_PATHS.search(line)
@@ -213,7 +213,7 @@ def test_errors_page_names_every_error() -> None:
 
 def test_tests_import_from_no_test_and_unit_tests_from_units_alone() -> None:
     wrong = []
-    for path in _tracked():
+    for path in _list_tracked():
         place = path.relative_to(ROOT).parts
         if place[0] != "tests" or path.suffix != ".py":
             continue

@@ -99,13 +99,13 @@ FOREIGN = {
 }
 
 
-def _part(name: str) -> str:
+def _find_part(name: str) -> str:
     """The part of the table that a module belongs to: data.plan, protocol, errors ... ("" for the package itself)."""
     path = name.removeprefix("spark_elastic").removeprefix(".")
     return path if path in PURE or path == "data.reading.petastorm_reader" else path.split(".")[0]
 
 
-def _row(part: str) -> int:
+def _find_row(part: str) -> int:
     folder = part if any(part in row for row in ROWS) else part.split(".")[0]
     for height, row in enumerate(ROWS):
         if folder in row:
@@ -114,7 +114,7 @@ def _row(part: str) -> int:
 
 
 def _may_import(importer: str, imported: str) -> bool:
-    if _row(imported) > _row(importer) or (importer, imported) in SIDEWAYS:
+    if _find_row(imported) > _find_row(importer) or (importer, imported) in SIDEWAYS:
         return True
     # A folder's own modules know each other, but its pure module knows nothing of the folder.
     return (
@@ -123,18 +123,18 @@ def _may_import(importer: str, imported: str) -> bool:
     )
 
 
-def _ours() -> list[Module]:
+def _list_ours() -> list[Module]:
     return [module for module in modules() if module.name.startswith("spark_elastic.")]
 
 
-def _edges() -> Iterator[tuple[Module, str, int]]:
-    for module in _ours():
+def _list_imports() -> Iterator[tuple[Module, str, int]]:
+    for module in _list_ours():
         for name, line in module.imports():
             yield module, name, line
 
 
 def test_every_part_has_a_place() -> None:
-    assert {_part(module.name) for module in _ours()} <= {part for row in ROWS for part in row} | {
+    assert {_find_part(module.name) for module in _list_ours()} <= {part for row in ROWS for part in row} | {
         "data.reading.petastorm_reader"
     }
 
@@ -154,11 +154,11 @@ def test_architecture_page_says_what_each_part_owns() -> None:
 
 def test_imports_point_downwards() -> None:
     wrong = [
-        f"{module.path}:{line}: {_part(module.name)} imports {_part(name)}"
-        for module, name, line in _edges()
+        f"{module.path}:{line}: {_find_part(module.name)} imports {_find_part(name)}"
+        for module, name, line in _list_imports()
         if name.split(".")[0] == "spark_elastic"
-        and _part(name)
-        and not _may_import(_part(module.name), _part(name))
+        and _find_part(name)
+        and not _may_import(_find_part(module.name), _find_part(name))
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -166,7 +166,7 @@ def test_imports_point_downwards() -> None:
 def test_what_a_hand_written_loop_imports_knows_no_learner_of_the_estimators() -> None:
     wrong = [
         f"{module.path}:{line}: {module.name} imports {name}"
-        for module, name, line in _edges()
+        for module, name, line in _list_imports()
         for learner in ("spark_elastic.torch.train", "spark_elastic.keras.train")
         if f"{name}.".startswith(f"{learner}.")
         and not f"{module.name}.".startswith((f"{learner}.", "spark_elastic.estimators."))
@@ -196,8 +196,8 @@ def test_the_rule_itself(importer: str, imported: str, allowed: bool) -> None:
 
 def test_foreign_packages_stay_where_they_belong() -> None:
     wrong = []
-    for module in _ours():
-        part = _part(module.name)
+    for module in _list_ours():
+        part = _find_part(module.name)
         for name, line in module.imports():
             package = name.split(".")[0]
             if package == "spark_elastic" or package in sys.stdlib_module_names:
@@ -213,7 +213,7 @@ def test_what_is_pure_has_no_clock_lock_socket_or_file() -> None:
     wrong = [
         f"{module.path}:{line}: {name}"
         for module in modules()
-        if _part(module.name) in PURE or SAYS_PURE.search(ast.get_docstring(module.tree) or "")
+        if _find_part(module.name) in PURE or SAYS_PURE.search(ast.get_docstring(module.tree) or "")
         for name, line in module.imports()
         if {name, name.split(".")[0]} & IMPURE
     ]

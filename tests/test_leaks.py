@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 
-from tests.leaks import SessionOwned, leaked, marked, take
+from tests.leaks import SessionOwned, find_marked, leaked, take
 
 
 def test_thread_is_found_and_forgotten_when_it_ends() -> None:
@@ -57,6 +57,6 @@ def test_orphan_is_found_by_the_mark(no_orphan_of_the_session: str) -> None:
     parent = subprocess.run(command, stdin=read, stdout=subprocess.PIPE, check=True, timeout=30)
     os.close(read)
     try:
-        assert int(parent.stdout) in {process.pid for process in marked(no_orphan_of_the_session)}
+        assert int(parent.stdout) in {process.pid for process in find_marked(no_orphan_of_the_session)}
     finally:
         os.close(write)

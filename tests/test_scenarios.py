@@ -16,7 +16,7 @@ from tests import scenarios
 TESTS = Path(__file__).parent
 
 
-def _marked() -> Iterator[tuple[str, str, frozenset[str], bool]]:
+def _find_marked() -> Iterator[tuple[str, str, frozenset[str], bool]]:
     """(scenario, test, other marks, whether it takes `fault`) of every marked test, off the syntax trees."""
     for path in sorted(TESTS.rglob("test_*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -56,13 +56,13 @@ def _runs_in_ci(marks: frozenset[str]) -> bool:
 
 
 def test_every_scenario_has_a_test_in_every_build() -> None:
-    played = {number for number, _, marks, _ in _marked() if _runs_in_ci(marks)}
+    played = {number for number, _, marks, _ in _find_marked() if _runs_in_ci(marks)}
     missing = [number for number in scenarios.IDS if number not in played]
     assert not missing, f"no test plays {', '.join(missing)}"
 
 
 def test_every_mark_names_a_scenario_and_its_faults_can_be_switched_off() -> None:
-    for number, test, _, takes_fault in _marked():
+    for number, test, _, takes_fault in _find_marked():
         assert number in scenarios.IDS, f"{test} plays {number}, which is no scenario"
         assert takes_fault or number in scenarios.FAULTLESS, (
             f"{test} plays {number} but does no fault by `fault`"

@@ -42,7 +42,7 @@ def write(path: Path, reader: str) -> None:
         {
             "v": pa.array(vectors, kind)
             if reader == "arrow"
-            else pa.array([dense(each) for each in vectors], pa.list_(pa.float64())),
+            else pa.array([densify(each) for each in vectors], pa.list_(pa.float64())),
             "a": pa.array(rng.normal(size=(ROWS, 3)).tolist(), pa.list_(pa.float64())),
             "n": pa.array(rng.integers(0, 7, ROWS), pa.int16()),
             "image": pa.array([rng.bytes(5) for _ in range(ROWS)], pa.binary()),
@@ -55,7 +55,7 @@ def write(path: Path, reader: str) -> None:
     pq.write_table(table.slice(40), path / "large.parquet")
 
 
-def dense(vector: dict[str, Any]) -> list[float]:
+def densify(vector: dict[str, Any]) -> list[float]:
     if vector["type"] == 1:
         return list(vector["values"])
     values = [0.0] * vector["size"]
@@ -78,7 +78,7 @@ def data_in(folder: Path) -> tuple[Store, Manifest]:
     return store, manifest
 
 
-def whole(store: Store, manifest: Manifest) -> dict[str, Any]:
+def read_table(store: Store, manifest: Manifest) -> dict[str, Any]:
     """The whole table in memory, as numbers, in the order of row ids."""
     with ArrowReader(store, manifest) as reader:
         groups = [reader.fetch(group) for group in range(len(manifest.row_groups))]

@@ -31,7 +31,7 @@ class Killer:
         """
         self._folder, self._lines, self._holders = folder, lines, holders
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._strike, name="killer")
+        self._thread = threading.Thread(target=self._kill_at_events, name="killer")
         (folder / "kills").write_bytes(b"")
 
     def __enter__(self) -> Killer:
@@ -55,7 +55,7 @@ class Killer:
         files = self._folder.glob("worker-*")
         return {int(file.name.split("-")[1]): file.read_text().split("\n")[:-1] for file in files}
 
-    def _strike(self) -> None:
+    def _kill_at_events(self) -> None:
         worlds = 0  # at the newest kill
         for number in range(KILLS):
             until(lambda: self._stopped.is_set() or self._is_due(2 * number + 2, worlds), 240)  # noqa: B023

@@ -33,7 +33,7 @@ from spark_elastic.monitoring.listener import JobListener  # noqa: E402
 from spark_elastic.platforms import JobSpec  # noqa: E402
 from spark_elastic.platforms.classic import ClassicPlatform  # noqa: E402
 from spark_elastic.protocol.commands import AbortWorld, PublishWorld  # noqa: E402
-from tests.spark.cluster import quiet_session  # noqa: E402
+from tests.spark.cluster import start_session  # noqa: E402
 
 
 def say(**told: Any) -> None:
@@ -79,16 +79,18 @@ def train(spark: SparkSession, folder: str, lease: float, epochs: int) -> dict[s
 
     plainly = ClassicPlatform.launch
 
-    def noted(self: ClassicPlatform, order: JobSpec, listener: JobListener | None = None) -> LaunchResult:
+    def launch_recorded(
+        self: ClassicPlatform, order: JobSpec, listener: JobListener | None = None
+    ) -> LaunchResult:
         launched.append(plainly(self, order, listener))
         return launched[0]
 
-    ClassicPlatform.launch = noted  # what all ranks came to; the fit itself keeps rank 0's
+    ClassicPlatform.launch = launch_recorded  # what all ranks came to; the fit itself keeps rank 0's
     weights = estimator.fit(spark.read.parquet(f"{folder}/table")).getModel().state_dict()
     return {
-        "to plain loop": soak.difference(weights, soak.plain(case, folder, epochs)),
+        "to plain loop": soak.difference(weights, soak.train_plain(case, folder, epochs)),
         "replicas": [json.loads(text)["digest"] for text in launched[0].results if text != "null"],
-        "rows exact": soak.judged(folder, "run"),
+        "rows exact": soak.judge_run(folder, "run"),
     }
 
 
@@ -102,7 +104,7 @@ def main() -> None:
     for module in (nets, phases):
         cloudpickle.register_pickle_by_value(module)
     torch.set_num_threads(1)  # the plain loop shares the machine with everybody else
-    spark = quiet_session(master, driver_host=address, driver_bindAddress=address, executor_cores="1")
+    spark = start_session(master, driver_host=address, driver_bindAddress=address, executor_cores="1")
     try:
         say(verdict=train(spark, folder, float(lease), int(epochs)))
     finally:

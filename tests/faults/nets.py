@@ -66,7 +66,7 @@ def mlp() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(WIDTH, 300), torch.nn.Tanh(), torch.nn.Linear(300, CLASSES))
 
 
-def conv() -> torch.nn.Module:
+def build_conv() -> torch.nn.Module:
     return torch.nn.Sequential(
         torch.nn.Unflatten(1, (1, 6, 6)),
         torch.nn.Conv2d(1, 8, 3, padding=1),
@@ -76,14 +76,14 @@ def conv() -> torch.nn.Module:
     )
 
 
-def synced() -> torch.nn.Module:
+def build_sync_batch_norm() -> torch.nn.Module:
     """Statistics of the whole step's rows."""
     return torch.nn.Sequential(
         torch.nn.Linear(WIDTH, 20), SyncBatchNorm(20), torch.nn.Tanh(), torch.nn.Linear(20, CLASSES)
     )
 
 
-def dropping() -> torch.nn.Module:
+def build_row_dropout() -> torch.nn.Module:
     return torch.nn.Sequential(
         torch.nn.Linear(WIDTH, 20),
         RowDropout(0.3),
@@ -107,18 +107,18 @@ class Case:
         def make(parameters: Any) -> torch.optim.Optimizer:
             optimizer = torch.optim.SGD(parameters, lr=self.lr, momentum=0.9)
 
-            def before(*_: Any) -> None:
+            def record_apply(*_: Any) -> None:
                 recorded = Registry.recorded
                 if recorded is not None:
                     recorded.mark("A")
                     recorded.pause(0.01)
 
-            def after(*_: Any) -> None:
+            def record_step(*_: Any) -> None:
                 if Registry.recorded is not None:
                     Registry.recorded.mark("S")
 
-            optimizer.register_step_pre_hook(before)
-            optimizer.register_step_post_hook(after)
+            optimizer.register_step_pre_hook(record_apply)
+            optimizer.register_step_post_hook(record_step)
             return optimizer
 
         return make
@@ -132,9 +132,9 @@ class Registry:
 
 CASES = {
     "mlp": Case(mlp, torch.nn.CrossEntropyLoss),
-    "conv": Case(conv, torch.nn.CrossEntropyLoss),
+    "conv": Case(build_conv, torch.nn.CrossEntropyLoss),
     "weighted": Case(mlp, torch.nn.CrossEntropyLoss, weight="w"),
     "clipped": Case(mlp, torch.nn.CrossEntropyLoss, clip=0.05),
-    "synced": Case(synced, torch.nn.CrossEntropyLoss),
-    "dropping": Case(dropping, torch.nn.CrossEntropyLoss),
+    "synced": Case(build_sync_batch_norm, torch.nn.CrossEntropyLoss),
+    "dropping": Case(build_row_dropout, torch.nn.CrossEntropyLoss),
 }

@@ -40,13 +40,13 @@ class Marker:
         self._memory[:] = struct.pack(FORMAT, phase.encode(), rank, generation, epoch, step, time.time())
 
 
-def standings(folder: str) -> list[Standing]:
+def read_standings(folder: str) -> list[Standing]:
     """Of all processes that ever wrote one."""
-    found = (standing(folder, int(path.stem)) for path in Path(folder).glob("*.phase"))
+    found = (read_standing(folder, int(path.stem)) for path in Path(folder).glob("*.phase"))
     return [one for one in found if one is not None]
 
 
-def standing(folder: str, pid: int) -> Standing | None:
+def read_standing(folder: str, pid: int) -> Standing | None:
     """Of one process; None before its first phase."""
     try:
         data = Path(folder, f"{pid}.phase").read_bytes()

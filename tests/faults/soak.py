@@ -43,7 +43,7 @@ from spark_elastic.data.plan import DataPlan  # noqa: E402
 from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES  # noqa: E402
 from spark_elastic.data.store import Store  # noqa: E402
 from spark_elastic.torch import draw_rows  # noqa: E402
-from tests.spark.cluster import StandaloneCluster, cluster_environment, quiet_session  # noqa: E402
+from tests.spark.cluster import StandaloneCluster, cluster_environment, start_session  # noqa: E402
 
 ROWS, BATCH, WORKERS, SEED = 720, 8, 3, 11
 Blow = tuple[phases.Standing, psutil.Process, dict[str, Any]]
@@ -88,12 +88,12 @@ class Killer(threading.Thread):
 
     def run(self) -> None:
         try:
-            while not self.over.is_set() and (wanted := self._wanted(len(self.kills))):
-                self._strike(len(self.kills), wanted)
+            while not self.over.is_set() and (wanted := self._choose_phase(len(self.kills))):
+                self._kill_in_phase(len(self.kills), wanted)
         finally:
             os.remove(f"{self._folder}/slow")
 
-    def _wanted(self, number: int) -> str | None:
+    def _choose_phase(self, number: int) -> str | None:
         """The phase of the next blow; None: enough."""
         if number < self._count:
             return WANTED[number % len(WANTED)]
@@ -101,11 +101,11 @@ class Killer(threading.Thread):
         lacking = [phase for phase in WANTED if met[phase] < self._each]
         return lacking[0] if lacking and number < 2 * self._count else None
 
-    def _strike(self, number: int, wanted: str) -> None:
+    def _kill_in_phase(self, number: int, wanted: str) -> None:
         if wanted == "rendezvous":  # two in a row: the second while the first is being recovered from
             self._await_members(WORKERS)
             first = self._kill(number, "F")
-            self._await(self._recovering, pause=0.0002)
+            self._await(self._is_recovering, pause=0.0002)
             time.sleep(self._random.uniform(0.0, 0.01))
             second = self._kill(number + 1, None, spare=first)
             self._note(first)
@@ -128,10 +128,10 @@ class Killer(threading.Thread):
             try:
                 process = psutil.Process(victim.pid)
                 kind = KINDS[number % len(KINDS)]
-                target = {"child": process, "slot task": process.parent()}.get(kind) or executor_of(process)
+                target = {"child": process, "slot task": process.parent()}.get(kind) or find_executor(process)
             except (psutil.NoSuchProcess, StopIteration):
                 continue
-            if phase is None or self._enters(victim, phase):
+            if phase is None or self._await_phase(victim, phase):
                 moment = time.time()
                 os.kill(target.pid, signal.SIGKILL)
                 return (
@@ -141,11 +141,11 @@ class Killer(threading.Thread):
                 )
         return None
 
-    def _enters(self, victim: phases.Standing, phase: str) -> bool:
+    def _await_phase(self, victim: phases.Standing, phase: str) -> bool:
         """Wait until it is in `phase`; False when its world ends before."""
         deadline = time.monotonic() + 2
         while time.monotonic() < deadline:
-            now = phases.standing(f"{self._folder}/phases", victim.pid)
+            now = phases.read_standing(f"{self._folder}/phases", victim.pid)
             if now is None or now.generation != victim.generation:
                 return False
             if now.phase == phase:
@@ -159,8 +159,8 @@ class Killer(threading.Thread):
             return
         victim, process, kill = blow
         psutil.wait_procs([process], timeout=10)
-        left = phases.standing(f"{self._folder}/phases", victim.pid) or victim
-        phase = "rendezvous" if self._in_rendezvous(kill["wall"]) else left.phase
+        left = phases.read_standing(f"{self._folder}/phases", victim.pid) or victim
+        phase = "rendezvous" if self._is_in_rendezvous(kill["wall"]) else left.phase
         kill |= {
             "number": len(self.kills),
             "phase": phase,
@@ -173,15 +173,15 @@ class Killer(threading.Thread):
 
     def _members(self) -> list[phases.Standing]:
         """Living processes of the newest generation."""
-        alive = [s for s in phases.standings(f"{self._folder}/phases") if is_alive(s.pid)]
+        alive = [s for s in phases.read_standings(f"{self._folder}/phases") if is_alive(s.pid)]
         newest = max((s.generation for s in alive), default=0)
         return [s for s in alive if s.generation == newest]
 
-    def _recovering(self) -> bool:
+    def _is_recovering(self) -> bool:
         aborts, worlds = self._commands.aborts, self._commands.worlds
         return bool(aborts) and (not worlds or aborts[-1] > worlds[-1])
 
-    def _in_rendezvous(self, moment: float) -> bool:
+    def _is_in_rendezvous(self, moment: float) -> bool:
         """Between the end of a world and the first forward in a later one."""
         ended = max((t for t in self._commands.aborts if t <= moment), default=None)
         if ended is None:
@@ -208,7 +208,7 @@ def say(value: object) -> None:
     sys.stdout.flush()
 
 
-def executor_of(process: psutil.Process) -> psutil.Process:
+def find_executor(process: psutil.Process) -> psutil.Process:
     return next(p for p in process.parents() if "CoarseGrainedExecutorBackend" in " ".join(p.cmdline()))
 
 
@@ -246,7 +246,7 @@ def fit(spark: Any, case: nets.Case, folder: str, run: str, epochs: int) -> tupl
     return fitted.getModel(), fitted.summary
 
 
-def plain(case: nets.Case, folder: str, epochs: int) -> dict[str, torch.Tensor]:
+def train_plain(case: nets.Case, folder: str, epochs: int) -> dict[str, torch.Tensor]:
     """One process over the same plan; of ours it uses the plan alone."""
     store = Store.open(f"{folder}/store")
     name = next(Path(folder, "store").rglob("manifest.json")).relative_to(Path(folder, "store"))
@@ -304,7 +304,7 @@ def make_table(spark: Any, folder: str) -> None:
     Path(folder, "ids.txt").write_text("\n".join(map(str, ids)))
 
 
-def judged(folder: str, run: str, records: str = "records") -> bool:
+def judge_run(folder: str, run: str, records: str = "records") -> bool:
     command = [sys.executable, "-I", str(HERE / "judge.py"), f"{folder}/ids.txt", f"{folder}/{run}/{records}"]
     return subprocess.run([*command, f"{folder}/store/runs/{run}/ledger"], check=False).returncode == 0
 
@@ -315,7 +315,7 @@ def notices_a_missing_record(folder: str, run: str) -> bool:
     newest = max(Path(folder, run, "forged").glob("*.jsonl"), key=lambda path: path.stat().st_mtime)
     lines = newest.read_text().splitlines(keepends=True)
     newest.write_text("".join(lines[:-1]))
-    return not judged(folder, run, "forged")
+    return not judge_run(folder, run, "forged")
 
 
 def soak(spark: Any, case: nets.Case, folder: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -345,8 +345,8 @@ def soak(spark: Any, case: nets.Case, folder: str, options: argparse.Namespace) 
         "while joining": sum(kill["world"] < WORKERS for kill in killer.kills),
         "worlds": len(summary.worlds),
         "to undisturbed": difference(stormy.state_dict(), calm.state_dict()),
-        "to plain loop": difference(stormy.state_dict(), plain(case, folder, options.epochs)),
-        "rows exact": judged(folder, "stormy"),
+        "to plain loop": difference(stormy.state_dict(), train_plain(case, folder, options.epochs)),
+        "rows exact": judge_run(folder, "stormy"),
         "judge is sharp": notices_a_missing_record(folder, "stormy"),
     }
     held = (
@@ -381,7 +381,7 @@ def main() -> int:
 
 
 def on_spark(url: str, options: argparse.Namespace, folder: str) -> dict[str, Any]:
-    spark = quiet_session(url, executor_cores="1")
+    spark = start_session(url, executor_cores="1")
     try:
         return soak(spark, nets.CASES[options.case], folder, options)
     finally:

@@ -34,7 +34,7 @@ from spark_elastic import ElasticTorchEstimator  # noqa: E402
 from spark_elastic.monitoring.report import WorldChange, WorldChangeKind  # noqa: E402
 from spark_elastic.testing import ClusterFaults, InjectedFault  # noqa: E402
 from spark_elastic.torch.callbacks import Callback, Training  # noqa: E402
-from tests.spark.cluster import StandaloneCluster, cluster_environment, quiet_session  # noqa: E402
+from tests.spark.cluster import StandaloneCluster, cluster_environment, start_session  # noqa: E402
 
 WORKERS, ROWS, BATCH, EPOCHS = 4, 4000, 8, 12
 KINDS = ("kill executor", "stop", "cut", "drain", "kill worker", "kill slot")
@@ -83,7 +83,7 @@ class Attacker(threading.Thread):
                 order.write_text(json.dumps(next(kinds)))
                 self.orders += 1
 
-    def struck(self) -> list[dict[str, Any]]:
+    def read_faults(self) -> list[dict[str, Any]]:
         return [json.loads(path.read_text()) for path in sorted(Path(self._folder).glob("struck-*/*.json"))]
 
     def _sample(self) -> dict[str, float]:
@@ -148,13 +148,13 @@ def difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -
     return max(float((ours[n] - theirs[n]).abs().max() / theirs[n].abs().max()) for n in theirs)
 
 
-def beyond_p3(change: WorldChange) -> int:
+def count_lost_steps(change: WorldChange) -> int:
     """Steps that a change must not cost: only a restart from a checkpoint goes back, and a loss breaks one step."""
     allowed = {WorldChangeKind.RESTART: change.steps_lost, WorldChangeKind.LOSS: 1}.get(change.kind, 0)
     return max(0, change.steps_lost - allowed)
 
 
-def grown(samples: list[dict[str, float]]) -> dict[str, float]:
+def measure_growth(samples: list[dict[str, float]]) -> dict[str, float]:
     """Of each figure: the most in the last third over the most in the first. Less would say how busy the hour was."""
     third = max(1, len(samples) // 3)
     names = [name for name in samples[0] if name != "seconds"]
@@ -184,7 +184,7 @@ def soak(spark: Any, cluster: StandaloneCluster, folder: str, options: argparse.
                     "goodput": report.goodput,
                     "recoveries": len(report.recoveries),
                     "steps lost": report.steps_lost,
-                    "lost beyond P3": sum(map(beyond_p3, report.world_changes)),
+                    "lost beyond P3": sum(map(count_lost_steps, report.world_changes)),
                     "lost by": [str(change) for change in report.world_changes if change.steps_lost],
                     "rows missing or doubled": sum(e.missing + e.duplicated for e in report.epochs),
                     "to undisturbed": difference(model.getModel().state_dict(), weights),
@@ -195,12 +195,12 @@ def soak(spark: Any, cluster: StandaloneCluster, folder: str, options: argparse.
     finally:
         attacker.over.set()
         attacker.join()
-    return verdict(fits, attacker, calm.summary.report.goodput)
+    return judge(fits, attacker, calm.summary.report.goodput)
 
 
-def verdict(fits: list[dict[str, Any]], attacker: Attacker, calm: float) -> dict[str, Any]:
-    struck = [fault["kind"] for fault in attacker.struck()]
-    growth = grown(attacker.samples)
+def judge(fits: list[dict[str, Any]], attacker: Attacker, calm: float) -> dict[str, Any]:
+    struck = [fault["kind"] for fault in attacker.read_faults()]
+    growth = measure_growth(attacker.samples)
     row = {
         "goodput, median of fits": statistics.median(f["goodput"] for f in fits),
         "goodput undisturbed": calm,
@@ -252,7 +252,7 @@ def main() -> int:
 
 
 def on_spark(cluster: StandaloneCluster, folder: str, options: argparse.Namespace) -> dict[str, Any]:
-    spark = quiet_session(cluster.url, decommission_enabled="true")
+    spark = start_session(cluster.url, decommission_enabled="true")
     try:
         return soak(spark, cluster, folder, options)
     finally:

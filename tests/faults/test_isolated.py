@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts import Network, why_not
+from tests.hosts import Network, find_obstacle
 from tests.spark.cluster import cluster_environment
 
-MISSING = why_not()
+MISSING = find_obstacle()
 
 pytestmark = [
     pytest.mark.faults,
@@ -40,7 +40,7 @@ def test_probes_say_whether_executors_reach_one_another(tmp_path: Path, isolated
         command = [sys.executable, "-c", PROBE, str(tmp_path), network.address(0)]
         probes = [
             subprocess.Popen(
-                network.within(node, *command),
+                network.build_command(node, *command),
                 env=os.environ | cluster_environment(),
                 stdout=subprocess.PIPE,
                 text=True,

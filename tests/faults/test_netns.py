@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.hosts import Network, why_not
+from tests.hosts import Network, find_obstacle
 from tests.patience import until
 from tests.scenarios import Fault
 from tests.spark.cluster import await_line, cluster_environment
@@ -25,7 +25,7 @@ from tests.spark.cluster import await_line, cluster_environment
 JOB = Path(__file__).with_name("netns_job.py")
 HOSTS = 3
 CUT_SECONDS = 30.0
-MISSING = why_not()
+MISSING = find_obstacle()
 
 pytestmark = [
     pytest.mark.faults,
@@ -49,12 +49,12 @@ class Field:
 
     def start(self) -> None:
         here = self.network.address(0)
-        master = self._daemon(0, "master.Master", "--host", here, "--port", "7077", "--webui-port", "0")
+        master = self._start_daemon(0, "master.Master", "--host", here, "--port", "7077", "--webui-port", "0")
         await_line(self._folder / "node0.log", "(New state: ALIVE)", master)
         for node in range(1, HOSTS + 1):
             place = str(self._folder / f"worker{node}")
-            self._daemon(node, "worker.Worker", "--host", self.network.address(node), "--webui-port", "0", "-c", "1",
-                         "-m", "1g", "-d", place, f"spark://{here}:7077")  # fmt: skip
+            self._start_daemon(node, "worker.Worker", "--host", self.network.address(node), "--webui-port", "0",
+                               "-c", "1", "-m", "1g", "-d", place, f"spark://{here}:7077")  # fmt: skip
         for node, worker in enumerate(self._daemons[1:], 1):
             await_line(self._folder / f"node{node}.log", "(Successfully registered with master)", worker)
 
@@ -73,13 +73,16 @@ class Field:
         ]
         with (self._folder / "driver.log").open("wb") as log:
             driver = subprocess.Popen(
-                self.network.within(0, *command), env=self._environment(0), stdout=subprocess.PIPE, stderr=log
+                self.network.build_command(0, *command),
+                env=self._environment(0),
+                stdout=subprocess.PIPE,
+                stderr=log,
             )
         self._daemons.append(driver)
         self._threads.append(threading.Thread(target=self._listen, args=(driver,)))
         self._threads[-1].start()
 
-    def hear(self, name: str | None, value: object = None, seconds: float = 400.0) -> dict[str, Any]:
+    def await_message(self, name: str | None, value: object = None, seconds: float = 400.0) -> dict[str, Any]:
         """What the job tells next under that name (with that value, if given); None: whatever it tells next."""
         deadline = time.monotonic() + seconds
         while True:
@@ -93,16 +96,16 @@ class Field:
             if name is None or (name in told and value in (None, told[name])):
                 return told
 
-    def trained(self) -> set[int]:
+    def find_trained(self) -> set[int]:
         """The processes that took a step; spares did not."""
         return {int(path.stem) for path in (self._folder / "run" / "records").glob("*.jsonl")}
 
-    def steps_taken(self) -> int:
+    def count_steps(self) -> int:
         """By all workers together, as their nets recorded them."""
         records = (self._folder / "run" / "records").glob("*.jsonl")
         return sum(len(path.read_bytes().splitlines()) for path in records)
 
-    def hurry(self) -> None:
+    def end_slow_steps(self) -> None:
         """From now on steps are quick."""
         (self._folder / "run" / "slow").unlink()
 
@@ -126,7 +129,7 @@ class Field:
                 if line.startswith(b"{"):
                     self._told.put(json.loads(line))
 
-    def _daemon(self, node: int, name: str, *arguments: str) -> subprocess.Popen[bytes]:
+    def _start_daemon(self, node: int, name: str, *arguments: str) -> subprocess.Popen[bytes]:
         import pyspark
 
         home = Path(pyspark.__file__).parent
@@ -134,7 +137,11 @@ class Field:
         environment = self._environment(node) | {"SPARK_HOME": str(home), "SPARK_DAEMON_MEMORY": "256m"}
         with (self._folder / f"node{node}.log").open("wb") as log:
             process = subprocess.Popen(
-                self.network.within(node, *command), cwd=self._folder, env=environment, stdout=log, stderr=log
+                self.network.build_command(node, *command),
+                cwd=self._folder,
+                env=environment,
+                stdout=log,
+                stderr=log,
             )
         self._daemons.append(process)
         return process
@@ -159,7 +166,7 @@ def field(tmp_path: Path) -> Iterator[Field]:
             made.close()
 
 
-def assert_right(verdict: dict[str, Any]) -> None:
+def check_verdict(verdict: dict[str, Any]) -> None:
     """P1, P2 and P4."""
     assert len(verdict["replicas"]) > 1, verdict
     assert len(set(verdict["replicas"])) == 1, verdict
@@ -171,20 +178,20 @@ def assert_right(verdict: dict[str, Any]) -> None:
 def test_a_host_that_is_cut_off_for_30_seconds(lease: float, field: Field, fault: Fault) -> None:
     """The others continue within the lease; when the network heals the host rejoins, and its zombie ends itself."""
     field.train(lease)
-    field.hear("world", HOSTS)
+    field.await_message("world", HOSTS)
     time.sleep(3.0)  # into the middle of an epoch
-    (zombie,) = [process for process in field.training(1) if process.pid in field.trained()]
+    (zombie,) = [process for process in field.training(1) if process.pid in field.find_trained()]
     cut = time.time()
-    fault(field.network.cut, 1)
-    gone_on = field.hear("world", HOSTS - 1, seconds=60.0)["wall"] - cut
+    fault(field.network.disconnect, 1)
+    gone_on = field.await_message("world", HOSTS - 1, seconds=60.0)["wall"] - cut
     assert gone_on < CUT_SECONDS / 2  # the lease, and what a busy machine adds; the figure is printed below
     time.sleep(max(0.0, cut + CUT_SECONDS - time.time()))
     field.network.heal(1)
     healed = time.time()
-    rejoined = field.hear("world", HOSTS, seconds=90.0)["wall"] - healed
+    rejoined = field.await_message("world", HOSTS, seconds=90.0)["wall"] - healed
     until(lambda: not zombie.is_running())
-    field.hurry()
-    assert_right(field.hear("verdict")["verdict"])
+    field.end_slow_steps()
+    check_verdict(field.await_message("verdict")["verdict"])
     sys.stdout.write(
         f"lease {lease}: went on after {gone_on:.2f} s, rejoined {rejoined:.2f} s after the heal\n"
     )
@@ -193,15 +200,15 @@ def test_a_host_that_is_cut_off_for_30_seconds(lease: float, field: Field, fault
 def test_a_host_whose_network_comes_and_goes(field: Field, fault: Fault) -> None:
     """A slow host: each second its network is gone for a third of it. It is slow, not lost."""
     field.train(lease=5.0)
-    field.hear("world", HOSTS)
+    field.await_message("world", HOSTS)
     until = time.monotonic() + 15.0
     while time.monotonic() < until:
-        fault(field.network.cut, 1)
+        fault(field.network.disconnect, 1)
         time.sleep(0.3)
         field.network.heal(1)
         time.sleep(0.7)
-    field.hurry()
-    assert_right(field.hear("verdict")["verdict"])
+    field.end_slow_steps()
+    check_verdict(field.await_message("verdict")["verdict"])
 
 
 def test_r12_a_driver_that_is_cut_off_for_longer_than_the_lease_loses_nobody(
@@ -209,19 +216,19 @@ def test_r12_a_driver_that_is_cut_off_for_longer_than_the_lease_loses_nobody(
 ) -> None:
     """Training continues without it: no world is lost, and steps are taken meanwhile."""
     field.train(lease=3.0)
-    field.hear("world", HOSTS)
+    field.await_message("world", HOSTS)
     time.sleep(2.0)
-    fault(field.network.cut, 0)
+    fault(field.network.disconnect, 0)
     time.sleep(5.0)
-    before = field.steps_taken()
+    before = field.count_steps()
     time.sleep(10.0)
-    meanwhile = field.steps_taken() - before
+    meanwhile = field.count_steps() - before
     field.network.heal(0)
     time.sleep(5.0)
-    field.hurry()
+    field.end_slow_steps()
     told = []
-    while "verdict" not in (news := field.hear(None)):
+    while "verdict" not in (news := field.await_message(None)):
         told.append(news)
     assert meanwhile > 50
     assert not told, "nobody was lost, before or after"
-    assert_right(news["verdict"])
+    check_verdict(news["verdict"])

@@ -106,7 +106,7 @@ class Misfortune:
             if self.put_off:
                 return
             self.struck.append(self.plan.pop(0))
-            self._strike(self.struck[-1].kind, victims)
+            self._inject(self.struck[-1].kind, victims)
 
     def _note_members(self) -> None:
         """All slots are, once a world of all of them, formed since the last blow, has taken a step."""
@@ -129,7 +129,7 @@ class Misfortune:
             case _:
                 return [jobs[blow.victim % len(jobs)]]
 
-    def _strike(self, kind: Kind, victims: list[int]) -> None:
+    def _inject(self, kind: Kind, victims: list[int]) -> None:
         assert self.cluster is not None
         assert self._post is not None
         for job in victims:

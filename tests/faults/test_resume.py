@@ -27,7 +27,12 @@ from tests.component.torch.job import (
     train_elastic,
     train_plain,
 )
-from tests.component.torch.resumed_job import DRIVER, every_row_once, every_row_once_by_attempt, make_job
+from tests.component.torch.resumed_job import (
+    DRIVER,
+    check_every_row_once,
+    every_row_once_by_attempt,
+    make_job,
+)
 
 pytestmark = [pytest.mark.faults, pytest.mark.native, pytest.mark.timeout(600)]
 
@@ -82,7 +87,7 @@ def test_p7_all_workers_are_killed_at_random_moments_and_the_driver_lives(tmp_pa
         for slot in made[0].slots():
             made[0].kill(slot)
 
-    def strike(epoch: int, step: int) -> None:
+    def start_kill(epoch: int, step: int) -> None:
         if len(struck) < len(steps) and epoch * job.plan(manifest).steps + step >= steps[len(struck)]:
             struck.append(threading.Thread(target=kill))
             struck[-1].start()
@@ -92,10 +97,10 @@ def test_p7_all_workers_are_killed_at_random_moments_and_the_driver_lives(tmp_pa
         return made[0]
 
     ledger, run = tmp_path / "ledger", RunLease.acquire(store, RUN)
-    ours, result = train_elastic(job, store, manifest, str(ledger), Follower(strike), make, run=run)
+    ours, result = train_elastic(job, store, manifest, str(ledger), Follower(start_kill), make, run=run)
     for thread in struck:
         thread.join()
     assert len(struck) == len(steps)
     assert any("continues from checkpoint" in world.reason for world in result.worlds)
     assert difference(ours, train_plain(job, store, manifest)) < 1e-9
-    every_row_once(ledger, job.epochs)
+    check_every_row_once(ledger, job.epochs)

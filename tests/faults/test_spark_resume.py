@@ -47,7 +47,7 @@ def session() -> Iterator[SparkSession]:
     spark.stop()
 
 
-def fits(store: str) -> None:
+def run_fit(store: str) -> None:
     """A driver's whole life; says how the first world began and whether the weights are the plain loop's."""
     for module in (estimators, sys.modules[Dawdling.__module__]):
         cloudpickle.register_pickle_by_value(module)
@@ -64,13 +64,13 @@ def fits(store: str) -> None:
             checkpoint_steps=4,
         )
         model = fit.fit(df)
-        plain = estimators.plain(df, EPOCHS, estimators.mse)
-    assert estimators.close_to(model, plain)
+        plain = estimators.train_plain(df, EPOCHS, estimators.compute_mse)
+    assert estimators.is_close(model, plain)
     assert len(model.history) == EPOCHS
     sys.stdout.write(f"ended: {model.summary.worlds[0].reason}\n")
 
 
-def runs(store: str) -> None:
+def run_loop(store: str) -> None:
     """The same with a hand-written loop; the first step that is taken is the one after the newest durable commit."""
     cloudpickle.register_pickle_by_value(hand_written)
     durable, lines = CheckpointStore(Store.open(store), RUN).read_published(), io.StringIO()
@@ -93,7 +93,7 @@ def runs(store: str) -> None:
     sys.stdout.write(f"ended: {reason}\n")
 
 
-def _driver(program: str, folder: Path) -> subprocess.Popen[str]:
+def _start_driver(program: str, folder: Path) -> subprocess.Popen[str]:
     environment = os.environ | cluster_environment(folder / "scratch")
     return subprocess.Popen(
         [sys.executable, "-c", PROGRAM, program, str(folder)],
@@ -105,13 +105,13 @@ def _driver(program: str, folder: Path) -> subprocess.Popen[str]:
 
 
 @pytest.mark.scenario("G18")
-@pytest.mark.parametrize("program", ["fits", "runs"])
+@pytest.mark.parametrize("program", ["run_fit", "run_loop"])
 def test_p7_a_killed_driver_of_spark_leaves_a_run_that_goes_on(
     tmp_path: Path, fault: Fault, program: str
 ) -> None:
     (tmp_path / "scratch").mkdir()
     store = Store.open(str(tmp_path))
-    with _driver(program, tmp_path) as first:
+    with _start_driver(program, tmp_path) as first:
         until = time.monotonic() + 240
         while not CheckpointStore(store, RUN).read_published() and time.monotonic() < until:
             assert first.poll() is None, "it ended before its first checkpoint"
@@ -120,7 +120,7 @@ def test_p7_a_killed_driver_of_spark_leaves_a_run_that_goes_on(
         (tmp_path / "gate").touch()
         first.communicate(timeout=120)
     assert first.returncode == -signal.SIGKILL
-    with _driver(program, tmp_path) as second:
+    with _start_driver(program, tmp_path) as second:
         said, _ = second.communicate(timeout=400)
     assert second.returncode == 0
     last = said.splitlines()[-1]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.simulation.scenes import weather
+from tests.simulation.scenes import survive_storm
 
 
 @pytest.mark.faults
 def test_a_storm_over_ten_thousand_workers() -> None:
-    weather(hosts=1000)
+    survive_storm(hosts=1000)

@@ -14,31 +14,31 @@ from typing import Any
 FOLDER = os.environ.get("MOUNT_OF_OBJECTS")
 
 
-def refusing(function: Callable[..., Any], place: int) -> Callable[..., Any]:
+def refuse_below(function: Callable[..., Any], place: int) -> Callable[..., Any]:
     """place: the argument that is a path."""
 
-    def refused(*arguments: Any, **named: Any) -> Any:
-        if inside(arguments[place]):
+    def refuse(*arguments: Any, **named: Any) -> Any:
+        if is_inside(arguments[place]):
             raise OSError(errno.EOPNOTSUPP, "Operation not supported", arguments[place])
         return function(*arguments, **named)
 
-    return refused
+    return refuse
 
 
-def inside(path: object) -> bool:
+def is_inside(path: object) -> bool:
     return isinstance(path, str | os.PathLike) and os.path.abspath(os.fspath(path)).startswith(str(FOLDER))
 
 
-def opened(function: Callable[..., Any]) -> Callable[..., Any]:
-    def refused(file: Any, mode: str = "r", *arguments: Any, **named: Any) -> Any:
-        if inside(file) and set(mode) & {"a", "+"}:
+def refuse_appends(function: Callable[..., Any]) -> Callable[..., Any]:
+    def refuse(file: Any, mode: str = "r", *arguments: Any, **named: Any) -> Any:
+        if is_inside(file) and set(mode) & {"a", "+"}:
             raise OSError(errno.EOPNOTSUPP, "Operation not supported", file)
         return function(file, mode, *arguments, **named)
 
-    return refused
+    return refuse
 
 
 if FOLDER:
     for name in ("link", "rename", "replace"):
-        setattr(os, name, refusing(getattr(os, name), 1))
-    builtins.open = opened(builtins.open)
+        setattr(os, name, refuse_below(getattr(os, name), 1))
+    builtins.open = refuse_appends(builtins.open)

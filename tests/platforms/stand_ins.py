@@ -45,7 +45,7 @@ def write_stand_ins(folder: Path) -> list[str]:
 
 def _compile(target: Path, groups: dict[str, set[str]], others: set[str]) -> None:
     symbols = others.union(*groups.values())
-    lines = [f"{_body(name)}\n" for name in sorted(symbols)]
+    lines = [f"{_write_body(name)}\n" for name in sorted(symbols)]
     script = "".join(
         f"{version} {{ global: {' '.join(f'{name};' for name in sorted(names)) or '*;'} }};\n"
         for version, names in sorted(groups.items())
@@ -59,7 +59,7 @@ def _compile(target: Path, groups: dict[str, set[str]], others: set[str]) -> Non
         subprocess.run([*command, "-o", str(target), str(source)], check=True)
 
 
-def _body(symbol: str) -> str:
+def _write_body(symbol: str) -> str:
     if re.search(r"(Error|Result)(String|Name)$|GetErrorString", symbol):
         return f'const char *{symbol}(void) {{ return "no CUDA-capable device is detected"; }}'
     return f"long {symbol}(void) {{ return {NO_DEVICE}; }}"

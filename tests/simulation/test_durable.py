@@ -25,12 +25,12 @@ CORRUPTED = Fault(FaultKind.CORRUPT_CHECKPOINT, Moment.PUBLISHED, nth=3)
 TAKEN_OVER = Fault(FaultKind.TAKE_OVER, Moment.PUBLISHED, nth=2)
 
 
-def durable(*faults: Fault, every: int = 2, **of_scene: Any) -> FaultPlan:
+def plan_durable(*faults: Fault, every: int = 2, **of_scene: Any) -> FaultPlan:
     return replace(scene(*faults, **of_scene), checkpoint_every=every)
 
 
 def test_p7_all_workers_are_lost_and_the_newest_checkpoint_is_taken() -> None:
-    report = simulate(durable(ALL_KILLED))
+    report = simulate(plan_durable(ALL_KILLED))
     assert [len(world.resume) for world in report.worlds] == [0, 3]
 
 
@@ -39,20 +39,20 @@ def test_p7_all_workers_are_lost_and_the_newest_checkpoint_is_taken() -> None:
     ("moment", "nth"), [(Moment.WRITING, 3), (Moment.WRITTEN, 3), (Moment.PUBLISHED, 3), (Moment.APPLIED, 30)]
 )
 def test_p7_another_driver_goes_on_wherever_the_first_dies(moment: Moment, nth: int, silent: bool) -> None:
-    report = simulate(durable(Fault(FaultKind.KILL_DRIVER, moment, nth, silent=silent)))
+    report = simulate(plan_durable(Fault(FaultKind.KILL_DRIVER, moment, nth, silent=silent)))
     assert report.end.outcome is do.Outcome.SUCCESS
     assert report.worlds[-1].fence.attempt == 2
     assert report.worlds[-1].resume
 
 
 def test_p7_a_damaged_checkpoint_gives_way_to_the_one_before() -> None:
-    report = simulate(durable(CORRUPTED, replace(ALL_KILLED, after=0.001)))
+    report = simulate(plan_durable(CORRUPTED, replace(ALL_KILLED, after=0.001)))
     assert report.end.outcome is do.Outcome.SUCCESS
     assert report.worlds[-1].resume
 
 
 def test_r10_a_driver_that_lost_its_run_ends() -> None:
-    report = simulate(durable(TAKEN_OVER))
+    report = simulate(plan_durable(TAKEN_OVER))
     assert report.end.outcome is do.Outcome.SUCCESS
     assert report.worlds[-1].fence.attempt == 2
     assert "was taken over by another driver" in report.event_log
@@ -61,7 +61,7 @@ def test_r10_a_driver_that_lost_its_run_ends() -> None:
 # ---- the invariants can fail
 
 
-def _forgets_old_members(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, Commands]:
+def _forget_old_members(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, Commands]:
     """R18 broken: does not wait for old members that may live."""
     return driver_machine.step(replace(state, evicted_members=EvictedMembers()), event)
 
@@ -76,11 +76,11 @@ def _believes_spark(state: DriverState, event: on.DriverEvent) -> tuple[DriverSt
     return after, commands
 
 
-def _oldest_first(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, Commands]:
+def _resume_from_oldest(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, Commands]:
     return _with_resume(state, event, -1)
 
 
-def _from_nothing(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, Commands]:
+def _resume_from_nothing(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, Commands]:
     return _with_resume(state, event, 0)
 
 
@@ -102,53 +102,53 @@ def test_r18_a_driver_that_does_not_wait_for_old_members_is_caught() -> None:
     plans = [scene(cut, seed=seed, hosts=2, num_workers=1, max_workers=2, steps=200) for seed in range(6)]
     for plan in plans:
         simulate(plan)
-    assert any(_caught(plan, driver_step=_forgets_old_members, match="train on (R18)") for plan in plans)
+    assert any(_is_caught(plan, driver_step=_forget_old_members, match="train on (R18)") for plan in plans)
 
 
 def test_r18_a_driver_that_takes_sparks_word_for_proof_is_caught() -> None:
     """All hosts are cut off the driver, and Spark calls their executors lost while they train on."""
     lost = Fault(FaultKind.PARTITION_AND_REPLACE, Moment.PUBLISHED, nth=3, share=Share.ALL, duration=12.0)
-    plans = [durable(lost, seed=seed, steps=600, driver_timeout=DRIVER_TIMEOUT) for seed in range(6)]
+    plans = [plan_durable(lost, seed=seed, steps=600, driver_timeout=DRIVER_TIMEOUT) for seed in range(6)]
     for plan in plans:
         report = simulate(plan)
         assert report.end.outcome is do.Outcome.SUCCESS
         assert report.worlds[-1].resume
-    assert any(_caught(plan, driver_step=_believes_spark, match="train on (R18)") for plan in plans)
+    assert any(_is_caught(plan, driver_step=_believes_spark, match="train on (R18)") for plan in plans)
 
 
 @pytest.mark.parametrize(
     ("step", "match"),
-    [(_oldest_first, "was taken although"), (_from_nothing, "begins from nothing although")],
+    [(_resume_from_oldest, "was taken although"), (_resume_from_nothing, "begins from nothing although")],
 )
 def test_p7_a_driver_that_loses_what_was_acknowledged_is_caught(step: object, match: str) -> None:
-    assert _caught(durable(ALL_KILLED), driver_step=step, match=match)
+    assert _is_caught(plan_durable(ALL_KILLED), driver_step=step, match=match)
 
 
 def test_p1_a_resume_one_step_too_far_is_caught() -> None:
-    plan = durable(ALL_KILLED)
+    plan = plan_durable(ALL_KILLED)
 
-    def ahead(state: WorkerState, event: on.WorkerEvent) -> StepResult:
+    def report_later_position(state: WorkerState, event: on.WorkerEvent) -> StepResult:
         if isinstance(event, on.Synced) and state.world is not None and state.world.resume:
             assert event.position is not None
             event = replace(event, position=plan.successor(event.position))
         return worker_machine.step(state, event)
 
-    assert _caught(plan, worker_step=ahead, match="seed 1")
+    assert _is_caught(plan, worker_step=report_later_position, match="seed 1")
 
 
 def test_p7_an_undetected_damaged_checkpoint_is_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(checkpoint, "_check", lambda data, digest, name: None)
-    assert _caught(durable(CORRUPTED, replace(ALL_KILLED, after=0.001)), match="damaged checkpoint")
+    assert _is_caught(plan_durable(CORRUPTED, replace(ALL_KILLED, after=0.001)), match="damaged checkpoint")
 
 
 def test_r10_a_driver_that_publishes_what_it_lost_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RunLease, "check", lambda self: None)
-    assert _caught(durable(TAKEN_OVER, every=1), match="attempt 1 published")
+    assert _is_caught(plan_durable(TAKEN_OVER, every=1), match="attempt 1 published")
 
 
-def _caught(plan: FaultPlan, match: str, **broken: object) -> bool:
+def _is_caught(plan: FaultPlan, match: str, **broken: object) -> bool:
     try:
         simulate(plan, **broken)  # type: ignore[arg-type]
     except Violation as error:

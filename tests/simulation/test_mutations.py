@@ -26,7 +26,7 @@ JOINED = Fault(FaultKind.ADD_HOST, Moment.EXCHANGE, nth=4)
 Commands = tuple[do.DriverCommand, ...]
 
 
-def _rewriting(change: Callable[[do.DriverCommand], do.DriverCommand | None]) -> Step:
+def _rewrite_commands(change: Callable[[do.DriverCommand], do.DriverCommand | None]) -> Step:
     """A driver machine whose commands are changed or, for None, left out."""
 
     def step(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, Commands]:
@@ -37,7 +37,7 @@ def _rewriting(change: Callable[[do.DriverCommand], do.DriverCommand | None]) ->
     return step
 
 
-def _newcomer_as_source(command: do.DriverCommand) -> do.DriverCommand:
+def _choose_newcomer_as_source(command: do.DriverCommand) -> do.DriverCommand:
     if isinstance(command, do.PublishWorld) and command.world.source is not None:
         return replace(command, world=replace(command.world, source=command.world.size - 1))
     return command
@@ -50,11 +50,11 @@ def _newcomers_first(command: do.DriverCommand) -> do.DriverCommand:
     return command
 
 
-def _without_aborts(command: do.DriverCommand) -> do.DriverCommand | None:
+def _drop_aborts(command: do.DriverCommand) -> do.DriverCommand | None:
     return None if isinstance(command, do.AbortWorld) else command
 
 
-def _impatient(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, Commands]:
+def _form_too_early(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, Commands]:
     """Forms the next world before all members have left the last."""
     message = event.message if isinstance(event, Received) else None
     if isinstance(message, JoinWorld) and message.planned and state.workers.not_left > 1:
@@ -62,7 +62,7 @@ def _impatient(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, 
     return driver_machine.step(state, event)
 
 
-def _hasty_success(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, Commands]:
+def _end_too_early(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, Commands]:
     """Takes the first worker that stops to be done."""
     match event:
         case Received(now, JoinWorld(worker, Fence() as fence, Position() as position, planned=True)):
@@ -71,11 +71,11 @@ def _hasty_success(state: DriverState, event: on.DriverEvent) -> tuple[DriverSta
 
 
 DRIVERS: dict[str, tuple[Step, Fault]] = {
-    "a newcomer is the source": (_rewriting(_newcomer_as_source), JOINED),
-    "newcomers come first": (_rewriting(_newcomers_first), JOINED),
-    "a broken world is not aborted": (_rewriting(_without_aborts), KILLED),
-    "two worlds are open": (_impatient, JOINED),
-    "the end comes early": (_hasty_success, JOINED),
+    "a newcomer is the source": (_rewrite_commands(_choose_newcomer_as_source), JOINED),
+    "newcomers come first": (_rewrite_commands(_newcomers_first), JOINED),
+    "a broken world is not aborted": (_rewrite_commands(_drop_aborts), KILLED),
+    "two worlds are open": (_form_too_early, JOINED),
+    "the end comes early": (_end_too_early, JOINED),
 }
 
 
@@ -88,7 +88,7 @@ def test_a_driver_that_breaks_a_rule_is_caught(rule: str) -> None:
         simulate(plan, driver_step=step)
 
 
-def _without_sync(state: WorkerState, event: on.WorkerEvent) -> StepResult:
+def _skip_sync(state: WorkerState, event: on.WorkerEvent) -> StepResult:
     """Trains on with whatever state it has."""
     after, commands = worker_machine.step(state, event)
     if after.stage is Stage.SYNCING and after.world is not None:
@@ -97,7 +97,7 @@ def _without_sync(state: WorkerState, event: on.WorkerEvent) -> StepResult:
     return after, commands
 
 
-def _claims_early(state: WorkerState, event: on.WorkerEvent) -> StepResult:
+def _report_before_sync(state: WorkerState, event: on.WorkerEvent) -> StepResult:
     """R5 broken: takes the new position before the new state is there."""
     after, commands = worker_machine.step(state, event)
     if isinstance(event, on.GroupFormed) and after.stage is Stage.SYNCING and after.world is not None:
@@ -105,24 +105,24 @@ def _claims_early(state: WorkerState, event: on.WorkerEvent) -> StepResult:
     return after, commands
 
 
-def _deaf(state: WorkerState, event: on.WorkerEvent) -> StepResult:
+def _lose_applied_step(state: WorkerState, event: on.WorkerEvent) -> StepResult:
     """Loses one applied step from its report."""
     if isinstance(event, on.Applied) and event.position.step == 5 and event.fence.generation == 1:
         return state, ()
     return worker_machine.step(state, event)
 
 
-def _ignores_aborts(state: WorkerState, event: on.WorkerEvent) -> StepResult:
+def _ignore_aborts(state: WorkerState, event: on.WorkerEvent) -> StepResult:
     return (state, ()) if isinstance(event, on.AbortReceived) else worker_machine.step(state, event)
 
 
 WORKERS: dict[str, tuple[WorkerStep, tuple[Fault, ...]]] = {
-    "a newcomer trains without state": (_without_sync, (JOINED,)),
+    "a newcomer trains without state": (_skip_sync, (JOINED,)),
     "a position before its state": (
-        _claims_early,
+        _report_before_sync,
         (KILLED, Fault(FaultKind.KILL_WORKER, Moment.SYNCING, nth=2, target=0)),
     ),
-    "a step that is not counted": (_deaf, ()),
+    "a step that is not counted": (_lose_applied_step, ()),
 }
 
 
@@ -130,15 +130,15 @@ WORKERS: dict[str, tuple[WorkerStep, tuple[Fault, ...]]] = {
 def test_a_worker_that_breaks_a_rule_is_caught(rule: str) -> None:
     step, faults = WORKERS[rule]
     plans = [scene(*faults, seed=seed, hosts=3, num_workers=3) for seed in range(30)]
-    assert any(_caught(step, plan) for plan in plans)
+    assert any(_is_caught(step, plan) for plan in plans)
 
 
 def test_workers_that_do_not_hear_aborts_are_caught() -> None:
     """Most worlds break of themselves; some only by the driver's word."""
-    assert any(_caught(_ignores_aborts, random_plan(seed)) for seed in range(100))
+    assert any(_is_caught(_ignore_aborts, random_plan(seed)) for seed in range(100))
 
 
-def _caught(step: WorkerStep, plan: FaultPlan) -> bool:
+def _is_caught(step: WorkerStep, plan: FaultPlan) -> bool:
     simulate(plan)
     try:
         simulate(plan, worker_step=step)
@@ -148,11 +148,11 @@ def _caught(step: WorkerStep, plan: FaultPlan) -> bool:
 
 
 def test_a_driver_that_misses_a_message_hangs_and_is_caught() -> None:
-    def forgetful(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, Commands]:
+    def forget_done(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, Commands]:
         match event:
             case Received(_, WorkerDone(worker=WorkerId("1-0.1"))):
                 return state, ()
         return driver_machine.step(state, event)
 
     with pytest.raises(Violation, match="did not end"):
-        simulate(scene(), driver_step=forgetful)
+        simulate(scene(), driver_step=forget_done)

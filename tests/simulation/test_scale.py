@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.simulation.scenes import weather
+from tests.simulation.scenes import survive_storm
 
 
 @pytest.mark.parametrize("hosts", [20, pytest.param(100, marks=pytest.mark.timeout(300))])
 def test_a_storm_costs_no_step_and_ends_well(hosts: int) -> None:
-    weather(hosts)
+    survive_storm(hosts)

@@ -44,7 +44,7 @@ class Job(Bench):
         self.scheduler.alive_lock.acquire()
         self.scheduler.__enter__()
         self._looked = clock.now()
-        self._obey()
+        self._execute_commands()
 
     def post(self, played: on.DriverEvent | DriverMessage) -> None:
         self.now = self.clock.now()
@@ -52,9 +52,9 @@ class Job(Bench):
         if self.state.lacks_slots != self._lacked:
             self._lacked = self.state.lacks_slots
             self.scheduler.report_shortage(self._lacked)
-        self._obey()
+        self._execute_commands()
 
-    def _obey(self) -> None:
+    def _execute_commands(self) -> None:
         for command in self.commands:
             match command:
                 case LaunchSlot(_, number):
@@ -84,7 +84,7 @@ class Job(Bench):
             self.cores.free += 1
             self.post(on.LaunchEnded(0, number, "released"))
 
-    def loses(self, number: int) -> None:
+    def lose_slot(self, number: int) -> None:
         """Slot and core."""
         self.running.discard(number)
         self.post(on.LaunchEnded(0, number, "executor lost", executor_lost=True))
@@ -109,7 +109,7 @@ def _pass(seconds: float, clock: FakeClock, cores: Cores, *jobs: Job) -> None:
         cores.start()
 
 
-def _two_that_train() -> tuple[FakeClock, Cores, Job, Job]:
+def _start_two_jobs() -> tuple[FakeClock, Cores, Job, Job]:
     """On all the cores there are."""
     queue, clock, cores = JobQueue(), FakeClock(), Cores(free=6)
     first = Job(cores, queue, "first", clock)
@@ -120,40 +120,44 @@ def _two_that_train() -> tuple[FakeClock, Cores, Job, Job]:
 
 
 def test_r17_of_two_jobs_that_are_short_after_one_loss_the_first_goes_on_and_then_the_second() -> None:
-    clock, cores, first, second = _two_that_train()
+    clock, cores, first, second = _start_two_jobs()
     assert first.world.size == second.world.size == 3
-    first.loses(1)
-    second.loses(1)  # the same host
+    first.lose_slot(1)
+    second.lose_slot(1)  # the same host
     _pass(30.0, clock, cores, first, second)
-    assert (len(first.all(PublishWorld)), first.world.size, first.world.position) == (2, 3, at(7))
-    assert len(second.all(PublishWorld)) == 1
+    assert (len(first.find_commands(PublishWorld)), first.world.size, first.world.position) == (2, 3, at(7))
+    assert len(second.find_commands(PublishWorld)) == 1
     _pass(2 * LIMITS.start_timeout, clock, cores, first, second)
-    assert not second.all(End), "the slots are taken, not missing"
+    assert not second.find_commands(End), "the slots are taken, not missing"
     first.post(on.CancelRequested(0, "it is done"))
     _pass(40.0, clock, cores, second)
-    assert (len(second.all(PublishWorld)), second.world.size, second.world.position) == (2, 3, at(7))
+    assert (len(second.find_commands(PublishWorld)), second.world.size, second.world.position) == (
+        2,
+        3,
+        at(7),
+    )
 
 
 def test_r17_where_even_that_is_not_enough_the_first_ends_with_a_sentence_and_the_second_goes_on() -> None:
-    clock, cores, first, second = _two_that_train()
+    clock, cores, first, second = _start_two_jobs()
     for number in (1, 2):
-        first.loses(number)
-    second.loses(1)
+        first.lose_slot(number)
+    second.lose_slot(1)
     _pass(LIMITS.start_timeout - 10.0, clock, cores, first, second)
     assert len(first.running) == 2
     assert len(second.running) == 1
     _pass(60.0, clock, cores, first, second)
     assert first.end.outcome is Outcome.NOT_ENOUGH_WORKERS
-    assert (len(second.all(PublishWorld)), second.world.position) == (2, at(7))
+    assert (len(second.find_commands(PublishWorld)), second.world.position) == (2, at(7))
 
 
 def test_r17_nothing_is_given_back_to_a_job_that_has_its_slots_and_waits_for_a_late_member() -> None:
-    clock, cores, first, second = _two_that_train()
+    clock, cores, first, second = _start_two_jobs()
     first.late = "1-0"
     member = next(member for member in first.world.members if member.slot != first.late)
     first.post(JoinWorld(member.worker, first.fence, at(7), reason="its peer is silent"))
-    second.loses(1)
+    second.lose_slot(1)
     _pass(3 * LIMITS.gather_timeout, clock, cores, first, second)
-    assert len(first.all(PublishWorld)) == 1
+    assert len(first.find_commands(PublishWorld)) == 1
     assert first.state.workers.not_left == 1
-    assert not second.all(ReleaseSlot), "its survivors stay warm for a new host"
+    assert not second.find_commands(ReleaseSlot), "its survivors stay warm for a new host"

@@ -34,7 +34,7 @@ class FaultInjection:
         for fault in self.sim.plan.faults:
             if fault.moment is Moment.TIME:
                 self._armed.remove(fault)
-                self.sim.at(fault.after, partial(self._inject, fault))
+                self.sim.schedule(fault.after, partial(self._inject, fault))
 
     def notice(self, moment: Moment) -> None:
         if not self._armed:
@@ -42,7 +42,7 @@ class FaultInjection:
         self._counts[moment] += 1
         for fault in [f for f in self._armed if f.moment is moment and f.nth <= self._counts[moment]]:
             self._armed.remove(fault)
-            self.sim.at(fault.after, partial(self._inject, fault))
+            self.sim.schedule(fault.after, partial(self._inject, fault))
 
     def exception_at(self, worker: SimWorker) -> str:
         """R13 (deterministic failures): one row of one step raises on the rank that gets it."""
@@ -67,13 +67,13 @@ class FaultInjection:
             case FaultKind.ADD_HOST:
                 self.sim.add_host()
             case FaultKind.MASS_DISCONNECT:
-                for host in self._living():
+                for host in self._list_living():
                     self._cut(host, fault.duration)
             case FaultKind.SECOND_ATTEMPT:
-                for worker in _choose(self._in_order(), fault):
+                for worker in _choose(self._list_in_order(), fault):
                     self.sim.second_attempt(worker.slot)
             case FaultKind.UNDISCOVER:
-                self._undiscover(_choose(self._living(), fault), fault.duration)
+                self._undiscover(_choose(self._list_living(), fault), fault.duration)
             case FaultKind.KILL_DRIVER:
                 self.sim.run.kill_driver(fault.silent)
             case FaultKind.TAKE_OVER:
@@ -83,16 +83,16 @@ class FaultInjection:
             case FaultKind.RAISE_AT_ROW:
                 self._failing_row = (fault.target % self.sim.plan.steps, fault.nth * 17 % self.sim.plan.rows)
             case kind if kind in WORKER_FAULTS:
-                for worker in _choose(self._in_order(), fault):
+                for worker in _choose(self._list_in_order(), fault):
                     self._inject_into_worker(worker, fault)
             case _:
-                for host in _choose(self._living(), fault):
+                for host in _choose(self._list_living(), fault):
                     self._inject_into_host(host, fault)
 
-    def _living(self) -> list[SimHost]:
+    def _list_living(self) -> list[SimHost]:
         return [host for host in self.sim.hosts if host.alive]
 
-    def _in_order(self) -> list[SimWorker]:
+    def _list_in_order(self) -> list[SimWorker]:
         """Members of the last world by rank, then the others."""
         world = self.sim.server.worlds[-1] if self.sim.server.worlds else None
         ranks = {member.worker: member.rank for member in world.members} if world is not None else {}
@@ -109,7 +109,7 @@ class FaultInjection:
                 self._kill_slots([worker.slot], fault)
             case FaultKind.STOP_WORKER:
                 worker.stop()
-                self.sim.at(fault.duration, worker.resume)
+                self.sim.schedule(fault.duration, worker.resume)
             case FaultKind.DRAIN_WORKER:
                 self.sim.server.post(
                     on.DrainRequested(0, "its worker was asked to leave", worker=worker.name)
@@ -128,18 +128,20 @@ class FaultInjection:
                 self._partition_and_replace(host, fault.duration)
             case FaultKind.SLOW_HOST:
                 host.slowness = 5.0
-                self.sim.at(fault.duration, lambda: setattr(host, "slowness", 1.0))
+                self.sim.schedule(fault.duration, lambda: setattr(host, "slowness", 1.0))
             case FaultKind.DRAIN_HOST:
                 self.sim.server.post(on.DrainRequested(0, "decommissioning", host=host.name))
                 host.capacity = 0  # takes no new slots
-                self.sim.at(3.0 + fault.duration, lambda: self._kill_host(host, fault))
+                self.sim.schedule(3.0 + fault.duration, lambda: self._kill_host(host, fault))
                 self._replace_host()
 
     def _undiscover(self, hosts: list[SimHost], seconds: float) -> None:
         """Discovery answers without these hosts, and after a while that all hosts may take part."""
-        listed = tuple((host.name, max(1, host.capacity)) for host in self._living() if host not in hosts)
+        listed = tuple(
+            (host.name, max(1, host.capacity)) for host in self._list_living() if host not in hosts
+        )
         self.sim.server.post(on.HostsDiscovered(0, listed))
-        self.sim.at(seconds, self._discover_all)
+        self.sim.schedule(seconds, self._discover_all)
 
     def _discover_all(self) -> None:
         if not self.sim.server.over:
@@ -149,7 +151,7 @@ class FaultInjection:
         self.sim.silent = fault.silent
         for slot in slots:
             if slot.alive:
-                slot.server.lost(slot)
+                slot.server.lose_connection(slot)
                 slot.end("the slot task was killed", failed=True)
         self.sim.silent = False
 
@@ -159,13 +161,13 @@ class FaultInjection:
         host.alive = False
         self._kill_slots(host.slots, fault)
         lost = on.HostLost(0, host.name, "executor lost")
-        self.sim.at(self.sim.rng.uniform(0.1, 3.0), lambda: self.sim.server.post(lost))
+        self.sim.schedule(self.sim.rng.uniform(0.1, 3.0), lambda: self.sim.server.post(lost))
         if fault.kind is FaultKind.KILL_HOST:
             self._replace_host()
 
     def _replace_host(self) -> None:
         if self.sim.plan.replace_after is not None:
-            self.sim.at(self.sim.plan.replace_after, self.sim.add_host)
+            self.sim.schedule(self.sim.plan.replace_after, self.sim.add_host)
 
     def _cut(self, host: SimHost, seconds: float) -> None:
         """Cut the host off from the driver, not from its peers: under R12 (driver silence) training continues."""
@@ -174,10 +176,10 @@ class FaultInjection:
         host.cut = True
         for slot in host.slots:
             if slot.alive:
-                slot.server.cut(slot)
+                slot.server.cut_connections(slot)
         if seconds > DRIVER_TIMEOUT:
-            self.sim.at(DRIVER_TIMEOUT, lambda: self._time_out_driver(host))
-        self.sim.at(seconds, lambda: self._heal(host))
+            self.sim.schedule(DRIVER_TIMEOUT, lambda: self._time_out_driver(host))
+        self.sim.schedule(seconds, lambda: self._heal(host))
 
     def _partition_and_replace(self, host: SimHost, seconds: float) -> None:
         """As `_cut`, but no connection breaks, and Spark gives up the executor, whose processes keep running."""
@@ -185,7 +187,7 @@ class FaultInjection:
         self._cut(host, seconds)
         self.sim.silent = False
         host.capacity = 0  # takes no new slots
-        self.sim.at(self.sim.rng.uniform(0.5, 3.0), lambda: self._lose_executor(host))
+        self.sim.schedule(self.sim.rng.uniform(0.5, 3.0), lambda: self._lose_executor(host))
         self._replace_host()
 
     def _lose_executor(self, host: SimHost) -> None:
@@ -202,7 +204,7 @@ class FaultInjection:
     def _heal(self, host: SimHost) -> None:
         host.cut = False
         host.healed = self.sim.now
-        self.sim.offer(host)
+        self.sim.offer_host(host)
         pending, host.pending = host.pending, []
         for act in pending:
             act()

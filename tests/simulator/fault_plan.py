@@ -106,7 +106,7 @@ class FaultPlan:
             Position(epoch, Phase.TRAIN, step) for epoch in range(self.epochs) for step in range(self.steps)
         ]
 
-    def expected(self) -> dict[Position, tuple[int, ...]]:
+    def compute_rows(self) -> dict[Position, tuple[int, ...]]:
         """Rows of every step."""
         return {position: self.rows_of(position) for position in self.positions()}
 
@@ -157,12 +157,12 @@ def random_plan(seed: int) -> FaultPlan:
 def _with_checkpoints(rng: random.Random, plan: FaultPlan) -> FaultPlan:
     """The plan with checkpoints, and with faults that concern them and the driver."""
     limits = replace(plan.limits, checkpoints_kept=rng.choice((1, 2, 3)), driver_timeout=DRIVER_TIMEOUT)
-    faults = tuple(_durable_fault(rng) for _ in range(rng.choice((1, 2, 2, 3))))
+    faults = tuple(_draw_durable_fault(rng) for _ in range(rng.choice((1, 2, 2, 3))))
     every = rng.choice((1, 2, 3, 5))
     return replace(plan, limits=limits, faults=(*plan.faults, *faults), checkpoint_every=every)
 
 
-def _durable_fault(rng: random.Random) -> Fault:
+def _draw_durable_fault(rng: random.Random) -> Fault:
     kind, share = rng.choice(DURABLE_KINDS)
     return Fault(
         kind,
@@ -231,7 +231,7 @@ STORM_STEP = 0.8  # seconds that a step of a storm computes, so that the storm l
 STORM_START = 3.0  # seconds from the beginning until the first host is lost
 
 
-def storm(seed: int, hosts: int = 1000, slots_per_host: int = 10) -> FaultPlan:
+def plan_storm(seed: int, hosts: int = 1000, slots_per_host: int = 10) -> FaultPlan:
     """A plan in which a large cluster loses and gains hosts by the hundred.
 
     Each slot has a worker. Then a quarter of the hosts is lost within 0.2 s, half of them silently. While others

@@ -63,27 +63,27 @@ class SimGroup:
         self._unaware[worker.name] = worker
         self._begin(worker, Activity.FORMING)
         self.sim.moment(Moment.FORMING)
-        if self._all(Activity.FORMING):
-            self._complete(Activity.FORMING, self._formed)
+        if self._is_complete(Activity.FORMING):
+            self._complete(Activity.FORMING, self._finish_forming)
 
     def sync(self, worker: SimWorker) -> None:
         if not self._begin(worker, Activity.SYNCING):
             return
         self.sim.moment(Moment.SYNCING)
-        if self._all(Activity.SYNCING):
+        if self._is_complete(Activity.SYNCING):
             assert self.world.source is not None
             source = self.inside[self.world.members[self.world.source].worker]
             weights, position = source.weights, self.world.position
             if self.world.resume:
                 position, weights = self.sim.run.load(self.world)
             assert position is not None
-            self._complete(Activity.SYNCING, lambda w: self._synced(w, weights, position), slowest=0.05)
+            self._complete(Activity.SYNCING, lambda w: self._finish_sync(w, weights, position), slowest=0.05)
 
     def forward(self, worker: SimWorker) -> None:
         """Compute; then contribute."""
         self._set_activity(worker, Activity.FORWARD)
         self.sim.moment(Moment.FORWARD)
-        worker.later(
+        worker.act_later(
             self.sim.jitter(self.sim.plan.forward) * worker.slot.host.slowness,
             lambda: self._contribute(worker),
         )
@@ -105,7 +105,7 @@ class SimGroup:
     def close_dead(self, worker: SimWorker) -> None:
         self.close(worker)
 
-    def still_waiting(self, for_seconds: float) -> list[str]:
+    def list_waiting(self, for_seconds: float) -> list[str]:
         """Workers that wait in this group although they ran and were reachable for so long."""
         reachable = self.sim.now - for_seconds
         return [
@@ -123,7 +123,7 @@ class SimGroup:
             self._break(worker, (), self.broken[worker.name])
             return False
         epoch = self.epoch
-        worker.later(COLLECTIVE_TIMEOUT, lambda: self._timed_out(worker, what, epoch))
+        worker.act_later(COLLECTIVE_TIMEOUT, lambda: self._time_out(worker, what, epoch))
         return True
 
     def _set_activity(self, worker: SimWorker, what: Activity | None) -> None:
@@ -135,21 +135,23 @@ class SimGroup:
             self.activity[worker.name] = what
             self._count[what] += 1
 
-    def _all(self, what: Activity) -> bool:
+    def _is_complete(self, what: Activity) -> bool:
         return len(self.inside) == self.world.size == self._count[what]
 
     def _complete(self, what: Activity, finish: Callable[[SimWorker], None], slowest: float = 0.005) -> None:
         """All members are there: each gets the result at its own time, unless its end breaks before."""
         self.epoch += 1
         for worker in tuple(self.inside.values()):
-            worker.later(self.sim.rng.uniform(0.0002, slowest), partial(self._deliver, worker, what, finish))
+            worker.act_later(
+                self.sim.rng.uniform(0.0002, slowest), partial(self._deliver, worker, what, finish)
+            )
 
     def _deliver(self, worker: SimWorker, what: Activity, finish: Callable[[SimWorker], None]) -> None:
         if self.activity.get(worker.name) is what and worker.name not in self.broken:
             self._set_activity(worker, Activity.NOTHING)
             finish(worker)
 
-    def _timed_out(self, worker: SimWorker, what: Activity, epoch: int) -> None:
+    def _time_out(self, worker: SimWorker, what: Activity, epoch: int) -> None:
         if self.activity.get(worker.name) is what and self.epoch == epoch:
             late = tuple(m.rank for m in self.world.members if self.activity.get(m.worker) is not what)
             self.broken.setdefault(worker.name, "timeout")
@@ -158,12 +160,14 @@ class SimGroup:
     def _notify_peers(self, gone: SimWorker) -> None:
         member = self.world.member(gone.name)
         assert member is not None
-        for worker in self._witnesses():
+        for worker in self._choose_witnesses():
             named = (member.rank,) if self.sim.rng.random() < NAMES_SUSPECT else ()
             reason = f"rank {member.rank} closed its connection"
-            worker.later(self.sim.rng.uniform(0.0005, 0.01), partial(self._peer_broke, worker, named, reason))
+            worker.act_later(
+                self.sim.rng.uniform(0.0005, 0.01), partial(self._peer_broke, worker, named, reason)
+            )
 
-    def _witnesses(self) -> tuple[SimWorker, ...]:
+    def _choose_witnesses(self) -> tuple[SimWorker, ...]:
         """The workers that see a peer leave: all of them; in a large world each only once, since a second time changes
         nothing."""
         if self.world.size <= LARGE:
@@ -180,16 +184,16 @@ class SimGroup:
 
     def _break(self, worker: SimWorker, suspects: tuple[int, ...], reason: str) -> None:
         self._set_activity(worker, Activity.NOTHING)
-        worker.checkpointer.broke()
+        worker.checkpointer.discard_copied()
         worker.handle(on.GroupBroken(self.sim.now, self.world.fence, suspects, reason))
 
     # ---- what a rank gets
 
-    def _formed(self, worker: SimWorker) -> None:
-        worker.slot.server.formed(worker, self.world.fence)
-        worker.later(0.002, lambda: worker.handle(on.GroupFormed(self.sim.now, self.world.fence)))
+    def _finish_forming(self, worker: SimWorker) -> None:
+        worker.slot.server.receive_formed(worker, self.world.fence)
+        worker.act_later(0.002, lambda: worker.handle(on.GroupFormed(self.sim.now, self.world.fence)))
 
-    def _synced(self, worker: SimWorker, weights: tuple[int, int], position: Position) -> None:
+    def _finish_sync(self, worker: SimWorker, weights: tuple[int, int], position: Position) -> None:
         """R5 (staging): state and position change together."""
         member = self.world.member(worker.name)
         assert member is not None
@@ -212,17 +216,17 @@ class SimGroup:
         if len(self.arrived) == self.world.size:
             newest = max(self.arrived.values())
             self.arrived = {}
-            self._complete(Activity.EXCHANGE, partial(self._exchanged, newest=newest), slowest=0.02)
+            self._complete(Activity.EXCHANGE, partial(self._finish_exchange, newest=newest), slowest=0.02)
 
-    def _exchanged(self, worker: SimWorker, newest: MembershipVersion) -> None:
+    def _finish_exchange(self, worker: SimWorker, newest: MembershipVersion) -> None:
         """R6 (step summary): apply, then stop if the summary has a newer version than the world's."""
         self._set_activity(worker, Activity.APPLYING)
         self.sim.moment(Moment.COMPLETE)
         if worker.position.phase is Phase.CLOSE:
-            worker.checkpointer.sealed(self.world.fence)
+            worker.checkpointer.write_copied(self.world.fence)
             worker.finish(self.world)
         else:
-            worker.later(self.sim.jitter(0.002), lambda: self._apply(worker, newest > self.world.version))
+            worker.act_later(self.sim.jitter(0.002), lambda: self._apply(worker, newest > self.world.version))
 
     def _apply(self, worker: SimWorker, stop: bool) -> None:
         if worker.name not in self.inside:

@@ -53,7 +53,7 @@ class SimCheckpointer:
         self._waiting: tuple[Fence, Position, Weights] | None = None
         self._writing = False
 
-    def applied(self) -> None:
+    def copy_if_due(self) -> None:
         every = self._worker.sim.plan.checkpoint_every
         if every is None or self._worker.rank != 0:
             return
@@ -62,13 +62,13 @@ class SimCheckpointer:
             self._steps = 0
             self._copied = self._worker.position, self._worker.weights
 
-    def sealed(self, fence: Fence) -> None:
+    def write_copied(self, fence: Fence) -> None:
         copied, self._copied = self._copied, None
         if copied is not None:
             self._waiting = (fence, *copied)
             self._write()
 
-    def broke(self) -> None:
+    def discard_copied(self) -> None:
         self._copied = None
 
     def _write(self) -> None:
@@ -76,8 +76,8 @@ class SimCheckpointer:
             return
         job, self._waiting, self._writing = self._waiting, None, True
         seconds = self._worker.sim.rng.uniform(0.005, 0.2)
-        self._worker.later(seconds / 2, partial(self._write_half, *job))
-        self._worker.later(seconds, partial(self._finish_write, *job))
+        self._worker.act_later(seconds / 2, partial(self._write_half, *job))
+        self._worker.act_later(seconds, partial(self._finish_write, *job))
 
     def _write_half(self, fence: Fence, position: Position, weights: Weights) -> None:
         self._worker.sim.run.write_half(fence, position)
@@ -85,7 +85,7 @@ class SimCheckpointer:
 
     def _finish_write(self, fence: Fence, position: Position, weights: Weights) -> None:
         checkpoint = self._worker.sim.run.write(fence, position, weights)
-        self._worker.slot.server.wrote(self._worker, checkpoint)
+        self._worker.slot.server.receive_checkpoint(self._worker, checkpoint)
         self._writing = False
         self._worker.sim.moment(Moment.WRITTEN)
         self._write()
@@ -106,7 +106,7 @@ class SimHost:
     slots: list[SimSlot] = field(default_factory=list)  # all that it ever had
     pending: list[Callable[[], None]] = field(default_factory=list)  # messages that it sends once it is back
 
-    def room(self) -> int:
+    def count_room(self) -> int:
         return self.capacity - self.living if self.alive else 0
 
 
@@ -122,8 +122,8 @@ class SimSlot:
         host.slots.append(self)
         host.living += 1
         server.register(self)
-        sim.at(0.005, self.start_worker)
-        sim.at(self._heartbeat_interval(), self.send_heartbeat)
+        sim.schedule(0.005, self.start_worker)
+        sim.schedule(self._heartbeat_interval(), self.send_heartbeat)
 
     def _heartbeat_interval(self) -> float:
         return heartbeat_interval(self.sim.plan.limits.lease, len(self.server.state.slots))
@@ -140,18 +140,18 @@ class SimSlot:
             worker = self.worker
             state = "" if worker is None or not worker.alive else "T" if worker.stopped else "S"
             self.server.send_heartbeat(self, worker.name if worker is not None else "", state)
-            self.sim.at(self._heartbeat_interval(), self.send_heartbeat)
+            self.sim.schedule(self._heartbeat_interval(), self.send_heartbeat)
 
-    def exited(self, worker: SimWorker, code: int) -> None:
+    def report_exit(self, worker: SimWorker, code: int) -> None:
         """Its child ended: report it, and start another in its place."""
         if self.alive and worker is self.worker:
-            self.server.exited(self, worker.name, code)
-            self.sim.at(0.01, self.start_worker)
+            self.server.receive_exit(self, worker.name, code)
+            self.sim.schedule(0.01, self.start_worker)
 
-    def gone(self) -> None:
+    def leave(self) -> None:
         self.alive = False
         self.host.living -= 1
-        self.sim.offer(self.host)
+        self.sim.offer_host(self.host)
 
     def end(self, reason: str, failed: bool = False) -> None:
         """The slot task is gone, and its child with it.
@@ -160,7 +160,7 @@ class SimSlot:
             failed: it did not return.
         """
         if self.alive:
-            self.gone()
+            self.leave()
             if self.worker is not None:
                 self.worker.die(-9, quiet=True)
             self.sim.attempt_over(self, reason, failed)
@@ -182,7 +182,7 @@ class SimWorker:
         self.woke = sim.now
         self._frozen: list[Callable[[], None]] = []
         sim.moment(Moment.WARMING)
-        self.later(sim.rng.uniform(0.02, 0.4), lambda: self.handle(on.Warm(sim.now)))
+        self.act_later(sim.rng.uniform(0.02, 0.4), lambda: self.handle(on.Warm(sim.now)))
 
     @property
     def position(self) -> Position:
@@ -200,18 +200,18 @@ class SimWorker:
         never = self.stopped or self.slot.host.cut
         return self.sim.now if never else max(self.woke, self.slot.host.healed)
 
-    def trains_before(self, fence: Fence) -> bool:
+    def is_training_before(self, fence: Fence) -> bool:
         """Whether it is in an older world and does not wait for the next."""
         busy = self.state.stage in (Stage.FORMING, Stage.SYNCING, Stage.RUNNING)
         return self.alive and busy and self.group is not None and self.group.world.fence < fence
 
     # ---- time
 
-    def later(self, delay: float, act: Callable[[], None]) -> None:
+    def act_later(self, delay: float, act: Callable[[], None]) -> None:
         """Act after the delay if the process is alive; if it is stopped by then, once it is continued."""
-        self.sim.at(delay, lambda: self._due(act))
+        self.sim.schedule(delay, lambda: self._act_or_freeze(act))
 
-    def _due(self, act: Callable[[], None]) -> None:
+    def _act_or_freeze(self, act: Callable[[], None]) -> None:
         if self.stopped and self.alive:
             self._frozen.append(act)
         elif self.alive:
@@ -225,7 +225,7 @@ class SimWorker:
         self.woke = self.sim.now
         frozen, self._frozen = self._frozen, []
         for act in frozen:
-            self._due(act)
+            self._act_or_freeze(act)
 
     def die(self, code: int, quiet: bool = False) -> None:
         """The process ends.
@@ -240,7 +240,7 @@ class SimWorker:
             self.group.close_dead(self)
         self.slot.server.close_connection(self)
         if not quiet:
-            self.sim.at(self.sim.rng.uniform(0.003, 0.02), lambda: self.slot.exited(self, code))
+            self.sim.schedule(self.sim.rng.uniform(0.003, 0.02), lambda: self.slot.report_exit(self, code))
 
     # ---- the machine
 
@@ -275,18 +275,18 @@ class SimWorker:
                     self.group.close(self)
                     self.group = None
             case do.ReportFailure():
-                self.slot.server.failed(self, command)
+                self.slot.server.receive_failure(self, command)
             case do.ReportDone():
-                self.ask(lambda: self.slot.server.done(self, command))
+                self.ask(lambda: self.slot.server.receive_done(self, command))
             case do.Exit(_, code):
-                self.sim.at(0.003, lambda: self.die(code))
+                self.sim.schedule(0.003, lambda: self.die(code))
 
     def ask(self, question: Callable[[], None]) -> None:
         """A request that stays open until answered, and is repeated."""
         self.connected = True
         self.question = question
         question()
-        self.later(REPEAT, lambda: self.ask(question) if self.question is question else None)
+        self.act_later(REPEAT, lambda: self.ask(question) if self.question is question else None)
 
     # ---- the program
 
@@ -296,7 +296,7 @@ class SimWorker:
         fingerprint = self.raises or self.sim.exception_at(self)
         if fingerprint:
             self.raises = ""
-            self.later(
+            self.act_later(
                 0.01,
                 lambda: self.handle(on.UserRaised(self.sim.now, fingerprint, f"ValueError: {fingerprint}")),
             )
@@ -306,13 +306,15 @@ class SimWorker:
     def apply(self, world: World) -> None:
         """One step, whole."""
         position = self.position
-        self.checkpointer.sealed(world.fence)
-        self.sim.applied(self, world, position)
+        self.checkpointer.write_copied(world.fence)
+        self.sim.record_applied(self, world, position)
         self.weights = (self.weights[0] + 1, hash((self.weights[1], position.epoch, position.step)))
         self.handle(on.Applied(self.sim.now, world.fence, self.sim.plan.successor(position)))
-        self.checkpointer.applied()
+        self.checkpointer.copy_if_due()
 
     def finish(self, world: World) -> None:
         result = f"{self.weights[0]}:{self.weights[1]}"
-        self.later(self.sim.jitter(0.02), lambda: self.handle(on.Finished(self.sim.now, world.fence, result)))
+        self.act_later(
+            self.sim.jitter(0.02), lambda: self.handle(on.Finished(self.sim.now, world.fence, result))
+        )
         self.sim.moment(Moment.CLOSING)

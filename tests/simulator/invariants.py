@@ -48,11 +48,11 @@ class EventLog:
 def _line(value: object) -> str:
     shown = ((f.name, getattr(value, f.name)) for f in fields(value) if f.name != "now")  # type: ignore[arg-type]
     return f"{type(value).__name__} " + " ".join(
-        f"{name}={_short(item)}" for name, item in shown if item not in (None, "")
+        f"{name}={_shorten(item)}" for name, item in shown if item not in (None, "")
     )
 
 
-def _short(item: object) -> str:
+def _shorten(item: object) -> str:
     if isinstance(item, World):
         return f"[{item.fence.generation}: {' '.join(m.worker for m in item.members)}; source {item.source}]"
     return str(item)
@@ -85,7 +85,7 @@ class DriverInvariants:
         """
         if event is not None:
             self.event_log.event(event)
-            self._learn(event)
+            self._record_names(event)
         for command in commands:
             self.event_log.command(command)
             self._require(bool(command.reason), "a command without a reason")
@@ -106,7 +106,7 @@ class DriverInvariants:
         if not holds:
             raise Violation(f"{what}\n{self.event_log.text()}")
 
-    def _learn(self, event: on.DriverEvent) -> None:
+    def _record_names(self, event: on.DriverEvent) -> None:
         for name in ("worker", "slot"):
             value = getattr(event.message if isinstance(event, on.Received) else event, name, None)
             if value is not None:
@@ -233,19 +233,19 @@ class StepHistory:
     def __init__(self) -> None:
         self._applied: dict[Position, dict[Fence, tuple[int, ...]]] = {}
 
-    def applied(self, fence: Fence, position: Position, rows: tuple[int, ...]) -> None:
+    def record_applied(self, fence: Fence, position: Position, rows: tuple[int, ...]) -> None:
         """A rank applied a step whose exchange summed over `rows`. All ranks of a world must agree on them."""
         known = self._applied.setdefault(position, {}).setdefault(fence, rows)
         if known is not rows and known != rows:
             raise Violation(f"two ranks of world {fence.generation} applied different rows at {position}")
 
-    def final(self) -> dict[Position, tuple[int, ...]]:
+    def compute_final_rows(self) -> dict[Position, tuple[int, ...]]:
         """Rows by step, of the highest fence that applied it: what the final weights contain."""
         return {position: by[max(by)] for position, by in self._applied.items()}
 
     def check(self, expected: dict[Position, tuple[int, ...]]) -> None:
         """Every step applied, and each with exactly its rows. Raises Violation."""
-        final = self.final()
+        final = self.compute_final_rows()
         missing = sorted(set(expected) - set(final))
         if missing:
             raise Violation(f"{len(missing)} steps were never applied, the first at {missing[0]}")
@@ -268,21 +268,21 @@ class CheckpointInvariants:
         self._acknowledged: dict[str, Checkpoint] = {}
         self._damaged: set[str] = set()
 
-    def opened(self, attempt: int) -> None:
+    def record_opened(self, attempt: int) -> None:
         """A driver acquired the run."""
         self._require(
             attempt > self._holder, f"attempt {attempt} was taken after attempt {self._holder} (R10)"
         )
         self._holder = attempt
 
-    def acknowledged(self, attempt: int, kept: Sequence[Checkpoint]) -> None:
+    def record_acknowledged(self, attempt: int, kept: Sequence[Checkpoint]) -> None:
         """The store has that driver's list: from now on its newest checkpoint is durable."""
         self._require(
             attempt == self._holder, f"attempt {attempt} published, {self._holder} holds the run (R10)"
         )
         self._acknowledged.update({checkpoint.name: checkpoint for checkpoint in kept})
 
-    def damaged(self, name: str) -> None:
+    def record_damaged(self, name: str) -> None:
         """The checkpoint's bytes in the store are not those that were written."""
         self._damaged.add(name)
 
@@ -299,18 +299,18 @@ class CheckpointInvariants:
             not still_training,
             f"world {world.fence.generation} begins while {', '.join(still_training)} train on (R18)",
         )
-        lost = not world.resume and world.fence.attempt == self._holder and self._newest()
+        lost = not world.resume and world.fence.attempt == self._holder and self._find_newest()
         self._require(not lost, f"training begins from nothing although {lost} was acknowledged (P7)")
 
-    def taken(self, world: World, checkpoint: Checkpoint) -> None:
+    def check_resumed(self, world: World, checkpoint: Checkpoint) -> None:
         """The world begins from the checkpoint. A driver that lost the run may begin from an old one."""
         self._require(checkpoint.name not in self._damaged, f"damaged checkpoint {checkpoint.name} was taken")
-        newest = self._newest()
+        newest = self._find_newest()
         of_holder = world.fence.attempt == self._holder
         older = of_holder and newest is not None and _order(checkpoint) < _order(newest)
         self._require(not older, f"{checkpoint.name} was taken although {newest} was acknowledged (P7)")
 
-    def _newest(self) -> Checkpoint | None:
+    def _find_newest(self) -> Checkpoint | None:
         whole = (each for name, each in self._acknowledged.items() if name not in self._damaged)
         return max(whole, key=_order, default=None)
 

@@ -32,7 +32,7 @@ from spark_elastic.protocol.types import INITIAL_VERSION, Checkpoint, Fence, Mem
 from spark_elastic.state.run_lease import CheckpointList, RunLease
 from tests.simulator.fault_plan import Moment
 from tests.simulator.invariants import DriverInvariants, EventLog, Violation
-from tests.simulator.stamping import stamp
+from tests.simulator.stamping import stamp_event
 
 if TYPE_CHECKING:
     from tests.simulator.hosts import SimHost, SimSlot, SimWorker
@@ -76,13 +76,13 @@ class SimServer:
     def _tick(self) -> None:
         self.post(on.Tick(self.sim.now))
         if not self.over:
-            self.sim.at(TICK, self._tick)
+            self.sim.schedule(TICK, self._tick)
 
     def post(self, played: on.DriverEvent | DriverMessage) -> None:
         """Give the event to the machine, or the message as received now."""
         if self.dead:
             return
-        event = stamp(played, self.sim.now)
+        event = stamp_event(played, self.sim.now)
         before = self.state
         self.state, commands = self.step(before, event)
         self.invariants.check(before, event, self.state, commands)
@@ -100,7 +100,7 @@ class SimServer:
                     self.sim.moment(Moment.REGROUPING)
                     for worker in self._workers():
                         self._send_to_worker(worker, partial(self._abort, worker, fence, reason))
-                    self.sim.at(ABORT_TIMEOUT, partial(self._check_no_waiters, fence))
+                    self.sim.schedule(ABORT_TIMEOUT, partial(self._check_no_waiters, fence))
                 case do.AnnounceChange(_, version):
                     self.version = version
                     for worker in self._workers():
@@ -110,7 +110,7 @@ class SimServer:
                 case do.ReleaseSlot(reason, slot):
                     self._release(slot, reason)
                 case do.PublishCheckpoint(_, kept):
-                    self.sim.at(PUBLISHING, partial(self._publish_checkpoint, kept))
+                    self.sim.schedule(PUBLISHING, partial(self._publish_checkpoint, kept))
                 case do.End():
                     self.end = command
 
@@ -129,7 +129,7 @@ class SimServer:
         if not slot.host.cut:  # a lost heartbeat is not repeated
             self._send(slot.host, lambda: self.post(Heartbeat(slot.name, worker, state)))
 
-    def exited(self, slot: SimSlot, worker: str, code: int) -> None:
+    def receive_exit(self, slot: SimSlot, worker: str, code: int) -> None:
         self._send(slot.host, lambda: self.post(WorkerExited(slot.name, worker, code)))
 
     # ---- messages of workers
@@ -138,18 +138,18 @@ class SimServer:
         event = JoinWorld(worker.name, join.fence, join.position, join.suspects, join.reason, join.planned)
         self._send(worker.slot.host, lambda: self._receive_question(worker, join.fence, event))
 
-    def done(self, worker: SimWorker, report: do.ReportDone) -> None:
+    def receive_done(self, worker: SimWorker, report: do.ReportDone) -> None:
         event = WorkerDone(worker.name, report.fence, report.position, report.result)
         self._send(worker.slot.host, lambda: self._receive_question(worker, report.fence, event))
 
-    def formed(self, worker: SimWorker, fence: Fence) -> None:
+    def receive_formed(self, worker: SimWorker, fence: Fence) -> None:
         self._send(worker.slot.host, lambda: self.post(WorldFormed(worker.name, fence)))
 
-    def failed(self, worker: SimWorker, report: do.ReportFailure) -> None:
+    def receive_failure(self, worker: SimWorker, report: do.ReportFailure) -> None:
         event = WorkerFailed(worker.name, report.fence, report.position, report.fingerprint, report.traceback)
         self._send(worker.slot.host, lambda: self.post(event), most=0.002)
 
-    def wrote(self, worker: SimWorker, checkpoint: Checkpoint) -> None:
+    def receive_checkpoint(self, worker: SimWorker, checkpoint: Checkpoint) -> None:
         event = CheckpointWritten(worker.name, checkpoint)
         self._send(worker.slot.host, lambda: self.post(event))
 
@@ -186,19 +186,19 @@ class SimServer:
     def close_connection(self, worker: SimWorker) -> None:
         """The process is gone: the server sees its connection end, unless the host is cut off."""
         if worker.connected and not worker.slot.host.cut and not self.sim.silent:
-            self.sim.at(0.001, lambda: self.post(on.ConnectionLost(0, worker.slot.name, worker.name)))
+            self.sim.schedule(0.001, lambda: self.post(on.ConnectionLost(0, worker.slot.name, worker.name)))
 
-    def lost(self, slot: SimSlot, failed: bool = False) -> None:
+    def lose_connection(self, slot: SimSlot, failed: bool = False) -> None:
         if not self.sim.silent:
             event = on.ConnectionLost(0, slot.name, reset=failed)
-            self.sim.at(self.sim.rng.uniform(0, 0.01), lambda: self.post(event))
+            self.sim.schedule(self.sim.rng.uniform(0, 0.01), lambda: self.post(event))
 
-    def cut(self, slot: SimSlot) -> None:
-        self.lost(slot, failed=True)
+    def cut_connections(self, slot: SimSlot) -> None:
+        self.lose_connection(slot, failed=True)
         worker = slot.worker
         if worker is not None and worker.alive and worker.connected and not self.sim.silent:
             event = on.ConnectionLost(0, slot.name, worker.name, reset=True)
-            self.sim.at(self.sim.rng.uniform(0, 0.01), lambda: self.post(event))
+            self.sim.schedule(self.sim.rng.uniform(0, 0.01), lambda: self.post(event))
 
     def heal(self, slot: SimSlot) -> None:
         """Slot and worker ask again, and receive what they have missed."""
@@ -207,7 +207,7 @@ class SimServer:
         if worker is not None and worker.alive and worker.connected:
             self._send(slot.host, lambda: self.post(on.ConnectionBack(0, slot.name, worker.name)))
             if worker.question is not None:
-                worker.later(self.sim.rng.uniform(0, 0.2), lambda: worker.question and worker.question())
+                worker.act_later(self.sim.rng.uniform(0, 0.2), lambda: worker.question and worker.question())
             self.send_missed(worker)
         order = self.stops.get(worker.name) if worker is not None else None
         if order is not None:
@@ -228,12 +228,12 @@ class SimServer:
             host.pending.append(lambda: self._send(host, act, most))
             return
         for _ in range(1 + (self.sim.rng.random() < self.sim.plan.duplicates)):
-            self.sim.at(self.sim.rng.uniform(0.0002, most), act)
+            self.sim.schedule(self.sim.rng.uniform(0.0002, most), act)
 
     def _send_to_worker(self, worker: SimWorker, act: Callable[[], None]) -> None:
         """driver -> worker; lost where the host is cut off."""
         delay = self.sim.rng.uniform(0.0002, 0.01)
-        worker.later(delay, lambda: None if worker.slot.host.cut or self.dead else act())
+        worker.act_later(delay, lambda: None if worker.slot.host.cut or self.dead else act())
 
     # ---- commands of the machine
 
@@ -242,15 +242,15 @@ class SimServer:
             raise Violation(f"500 worlds and no end\n{self.event_log.text()}")
         self.worlds.append(world)
         if world.resume or world.source is None:
-            training = [w.name for w in self._workers() if self._trains_in_parallel(w, world)]
+            training = [w.name for w in self._workers() if self._is_training_in_parallel(w, world)]
             self.sim.run.checkpoint_invariants.begins(world, training)
         for member in world.members:
             if member.worker in self.held:
                 self._answer(member.worker)
 
-    def _trains_in_parallel(self, worker: SimWorker, world: World) -> bool:
+    def _is_training_in_parallel(self, worker: SimWorker, world: World) -> bool:
         """Whether its older world may still take a step. A step needs all members, so none may be in a later world."""
-        if not worker.trains_before(world.fence) or worker.group is None:
+        if not worker.is_training_before(world.fence) or worker.group is None:
             return False
         its = worker.group.world
         gone_on = {
@@ -266,14 +266,14 @@ class SimServer:
         except JobCancelled as taken:
             self.post(on.CancelRequested(0, str(taken)))
             return
-        self.sim.run.checkpoint_invariants.acknowledged(self.run.attempt, kept)
+        self.sim.run.checkpoint_invariants.record_acknowledged(self.run.attempt, kept)
         self.sim.moment(Moment.PUBLISHED)
 
     def _abort(self, worker: SimWorker, fence: Fence, reason: str) -> None:
         worker.handle(on.AbortReceived(self.sim.now, fence, reason))
 
     def _check_no_waiters(self, fence: Fence) -> None:
-        waiting = self.sim.groups[fence].still_waiting(ABORT_TIMEOUT) if fence in self.sim.groups else []
+        waiting = self.sim.groups[fence].list_waiting(ABORT_TIMEOUT) if fence in self.sim.groups else []
         if waiting and not self.over:
             raise Violation(
                 f"{waiting} still wait in world {fence.generation}, aborted {ABORT_TIMEOUT} s ago\n"
@@ -291,10 +291,10 @@ class SimServer:
         self.held.pop(order.worker, None)
         self._send_to_worker(worker, lambda: worker.handle(on.StopReceived(self.sim.now, order.reason)))
         wait = 0.005 if order.kill else 0.005 + 3.0
-        self.sim.at(wait, lambda: None if worker.slot.host.cut else worker.die(-9))
+        self.sim.schedule(wait, lambda: None if worker.slot.host.cut else worker.die(-9))
 
     def _release(self, name: str, reason: str) -> None:
         self.sim.released[name] = reason
         slot = self.sim.slots.get(name)
         if slot is not None:
-            self.sim.at(0.01, lambda: None if slot.host.cut else slot.end(reason))
+            self.sim.schedule(0.01, lambda: None if slot.host.cut else slot.end(reason))

@@ -55,7 +55,7 @@ class SimRun:
     def open(self) -> None:
         """A driver acquires the run, and continues from the checkpoints that count."""
         held = RunLease.acquire(self._store, RUN)
-        self.checkpoint_invariants.opened(held.attempt)
+        self.checkpoint_invariants.record_opened(held.attempt)
         self.servers.append(self._make(held))
         self.servers[-1].open()
 
@@ -75,8 +75,8 @@ class SimRun:
         for slot in self.sim.slots.values():
             if slot.server is server:
                 delay = DRIVER_TIMEOUT if silent else rng.uniform(0.0, 0.5)
-                self.sim.at(delay, partial(slot.end, "its driver is gone", failed=True))
-        self.sim.at(rng.uniform(0.05, 2.0), self.open)
+                self.sim.schedule(delay, partial(slot.end, "its driver is gone", failed=True))
+        self.sim.schedule(rng.uniform(0.05, 2.0), self.open)
 
     def take_over(self) -> None:
         """Another driver, with hosts of its own, opens the run although this one lives."""
@@ -89,7 +89,7 @@ class SimRun:
         listed = self._checkpoints.read_published()
         if len(listed) > 1 and not self.checkpoint_invariants.is_damaged(listed[1].name):
             self._store.write_bytes(self._object(listed[0].name), b"[0, 0, 0, 0, 0]")
-            self.checkpoint_invariants.damaged(listed[0].name)
+            self.checkpoint_invariants.record_damaged(listed[0].name)
 
     # ---- checkpoints
 
@@ -103,7 +103,7 @@ class SimRun:
     def load(self, world: World) -> tuple[Position, Weights]:
         """The position and weights that the world begins from."""
         checkpoint, parts = self._checkpoints.read_newest(world.resume)
-        self.checkpoint_invariants.taken(world, checkpoint)
+        self.checkpoint_invariants.check_resumed(world, checkpoint)
         epoch, phase, step, count, text = json.loads(parts[PART])
         return Position(epoch, Phase(phase), step), (count, text)
 
@@ -189,7 +189,7 @@ class Simulation:
         seconds = self.now
         self._check_result()
         self.run.close()
-        self._run_until(self._all_gone, self.now + SHUTDOWN_TIMEOUT, "still there after the end")
+        self._run_until(self._are_all_gone, self.now + SHUTDOWN_TIMEOUT, "still there after the end")
         assert self.server.end is not None
         return Report(
             self.server.end,
@@ -201,7 +201,7 @@ class Simulation:
 
     # ---- time
 
-    def at(self, delay: float, act: Callable[[], None]) -> None:
+    def schedule(self, delay: float, act: Callable[[], None]) -> None:
         self._count += 1
         heapq.heappush(self._queue, (self.now + delay, self._count, act))
 
@@ -219,7 +219,7 @@ class Simulation:
             self.now, _, act = heapq.heappop(self._queue)
             act()
 
-    def _all_gone(self) -> bool:
+    def _are_all_gone(self) -> bool:
         if self._last_present is None or not self._last_present.alive or self._last_present.host.cut:
             # Slots go in the order in which they came, so the last one stays longest.
             there = (slot for slot in reversed(self.slots.values()) if slot.alive and not slot.host.cut)
@@ -231,11 +231,11 @@ class Simulation:
     def add_host(self) -> None:
         host = SimHost(f"h{len(self.hosts) + 1}", len(self.hosts), self.plan.slots_per_host)
         self.hosts.append(host)
-        self.offer(host)
-        self.at(0.01, self._schedule)
+        self.offer_host(host)
+        self.schedule(0.01, self._schedule)
 
     def launch(self, server: SimServer, launch: int) -> None:
-        self.at(0.02, lambda: self._queue_launch(server, launch))
+        self.schedule(0.02, lambda: self._queue_launch(server, launch))
 
     def _queue_launch(self, server: SimServer, launch: int) -> None:
         self._waiting_launches.append((server, launch))
@@ -244,7 +244,7 @@ class Simulation:
     def _schedule(self) -> None:
         while self._waiting_launches:
             server, launch = self._waiting_launches[0]
-            host = None if server.over else self._roomiest()
+            host = None if server.over else self._find_roomiest()
             if host is None and not server.over:
                 return
             self._waiting_launches.popleft()
@@ -256,18 +256,18 @@ class Simulation:
             slot = self.slots[name] = SimSlot(self, server, name, launch, host)
             self._slots_of_launch.setdefault((server, launch), []).append(slot)
 
-    def offer(self, host: SimHost) -> None:
+    def offer_host(self, host: SimHost) -> None:
         """The host may have more room than before."""
-        if host.room() > 0 and not host.cut:
-            heapq.heappush(self._rooms, (-host.room(), host.number, host))
+        if host.count_room() > 0 and not host.cut:
+            heapq.heappush(self._rooms, (-host.count_room(), host.number, host))
 
-    def _roomiest(self) -> SimHost | None:
+    def _find_roomiest(self) -> SimHost | None:
         while self._rooms:
             room, _, host = self._rooms[0]
-            if room == -host.room() and not host.cut:
+            if room == -host.count_room() and not host.cut:
                 return host
             heapq.heappop(self._rooms)
-            self.offer(host)
+            self.offer_host(host)
         return None
 
     def second_attempt(self, slot: SimSlot) -> None:
@@ -281,15 +281,15 @@ class Simulation:
         if failed and rivals:
             return
         if failed and self.plan.retries:
-            self.at(0.1, lambda: self.second_attempt(slot))
+            self.schedule(0.1, lambda: self.second_attempt(slot))
             return
         for rival in rivals:
-            rival.gone()
+            rival.leave()
             if rival.worker is not None:
                 rival.worker.die(-9, quiet=True)
         ended = on.LaunchEnded(0, slot.launch, reason)
-        self.at(self.rng.uniform(0.02, 0.5), lambda: slot.server.post(ended))
-        self.at(0.6, self._schedule)
+        self.schedule(self.rng.uniform(0.02, 0.5), lambda: slot.server.post(ended))
+        self.schedule(0.6, self._schedule)
 
     def workers(self) -> list[SimWorker]:
         """All training processes that live."""
@@ -311,9 +311,9 @@ class Simulation:
         """What user code raises on this worker's share of its step, "" for nothing."""
         return self._faults.exception_at(worker)
 
-    def applied(self, worker: SimWorker, world: World, position: Position) -> None:
+    def record_applied(self, worker: SimWorker, world: World, position: Position) -> None:
         if position.phase is Phase.TRAIN:
-            self._history.applied(world.fence, position, self._rows(world, position))
+            self._history.record_applied(world.fence, position, self._rows(world, position))
 
     def _rows(self, world: World, position: Position) -> tuple[int, ...]:
         """The union of the ranks' rows (docs/protocol.md, "The data plan")."""
@@ -332,7 +332,7 @@ class Simulation:
         if end.outcome is not do.Outcome.SUCCESS:
             return
         try:
-            self._history.check(self.plan.expected())
+            self._history.check(self.plan.compute_rows())
         except Violation as error:
             raise Violation(f"{error}\n{self.event_log.text()}") from error
         weights = INITIAL_WEIGHTS

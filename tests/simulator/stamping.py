@@ -8,6 +8,6 @@ from spark_elastic.protocol.events import DriverEvent, Event, Received
 from spark_elastic.protocol.messages import DriverMessage
 
 
-def stamp(played: DriverEvent | DriverMessage, now: float) -> DriverEvent:
+def stamp_event(played: DriverEvent | DriverMessage, now: float) -> DriverEvent:
     """The event at time `now`; a message is received then."""
     return replace(played, now=now) if isinstance(played, Event) else Received(now, played)

@@ -29,18 +29,18 @@ def deny() -> list[str]:
     asked: list[str] = []
     send = JavaClient.send_command
 
-    def checked(client: Any, command: str, *arguments: Any, **named: Any) -> Any:
+    def check_whitelist(client: Any, command: str, *arguments: Any, **named: Any) -> Any:
         kind, _, method, *_ = [*command.split("\n"), "", ""]
         if kind == "c" and method in DENIED:
             asked.append(method)
             raise Py4JError(f"py4j.security.Py4JSecurityException: Method {method}() is not whitelisted")
         return send(client, command, *arguments, **named)
 
-    JavaClient.send_command = checked
+    JavaClient.send_command = check_whitelist
     return asked
 
 
-def fitted(spark: Any, folder: Path) -> dict[str, Any]:
+def fit(spark: Any, folder: Path) -> dict[str, Any]:
     df = estimators.table(spark)
     faults = ClusterFaults([InjectedFault("kill worker", step=0, epoch=2, rank=1)], str(folder / "faults"))
     est = estimators.estimator(
@@ -53,7 +53,7 @@ def fitted(spark: Any, folder: Path) -> dict[str, Any]:
     model = est.fit(df)
     model.save(str(folder / "model"))
     return {
-        "exact": estimators.close_to(model, estimators.plain(df, EPOCHS, estimators.mse)),
+        "exact": estimators.is_close(model, estimators.train_plain(df, EPOCHS, estimators.compute_mse)),
         "recoveries": len(model.summary.report.recoveries),
         "injected": len(faults.read_injected()),
         "shown": type(model).load(str(folder / "model")).transform(df).count(),
@@ -76,7 +76,7 @@ def main(master: str, folder: str) -> None:
         builder = builder.config(f"spark.driver.{side}", "127.0.0.1")
     spark = builder.config("spark.executor.memory", "512m").getOrCreate()
     asked = deny()
-    seen = fitted(spark, Path(folder))
+    seen = fit(spark, Path(folder))
     seen |= {"told": [text for text in said if "hosts are known by" in text], "asked": sorted(set(asked))}
     spark.stop()
     sys.stdout.write("\n" + json.dumps(seen) + "\n")

@@ -59,7 +59,7 @@ def cluster_environment(scratch: Path | None = None) -> dict[str, str]:
     return found
 
 
-def quiet_session(master: str, **settings: str) -> SparkSession:
+def start_session(master: str, **settings: str) -> SparkSession:
     """A small session of a program that prints its own results. settings: `executor_cores` is spark.executor.cores."""
     from pyspark.sql import SparkSession
 
@@ -146,7 +146,7 @@ class StandaloneCluster:
             _kill(process)
         worker.process.wait()
         await_true(
-            lambda: not any(_running(process) for process in doomed), f"worker {worker.number} to be gone"
+            lambda: not any(_is_running(process) for process in doomed), f"worker {worker.number} to be gone"
         )
         self.workers.remove(worker)
 
@@ -188,7 +188,7 @@ class StandaloneCluster:
             _kill(process)
         self.workers, self._master = [], None
         await_true(
-            lambda: not any(_running(process) for process in everything), "the cluster's processes to end"
+            lambda: not any(_is_running(process) for process in everything), "the cluster's processes to end"
         )
 
     def _claim(self, gpus: int) -> tuple[str, ...]:
@@ -238,7 +238,7 @@ def await_line(log: Path, pattern: str, process: subprocess.Popen[bytes]) -> str
     """The first group of `pattern` in a daemon's log; its end or long silence is an error with the log."""
     found: list[str] = []
 
-    def look() -> bool:
+    def find_url() -> bool:
         ended = process.poll() is not None  # before the text: its last line may be the one
         text = log.read_text(errors="replace")
         found.extend(re.findall(pattern, text))
@@ -246,7 +246,7 @@ def await_line(log: Path, pattern: str, process: subprocess.Popen[bytes]) -> str
             raise RuntimeError(f"a Spark daemon ended with {process.returncode}:\n{text[-4000:]}")
         return bool(found)
 
-    await_true(look, f"{pattern!r} in {log.name}:\n{log.read_text(errors='replace')[-2000:]}")
+    await_true(find_url, f"{pattern!r} in {log.name}:\n{log.read_text(errors='replace')[-2000:]}")
     return found[0]
 
 
@@ -296,7 +296,7 @@ def _kill(process: psutil.Process) -> None:
         pass  # it ended by itself
 
 
-def _running(process: psutil.Process) -> bool:
+def _is_running(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

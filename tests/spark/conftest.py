@@ -84,7 +84,7 @@ class Sessions:
         if self._session is not None and self._settings == wanted and self._alive(self._session):
             return self._session
         self.stop()
-        with self._owned.adopting():
+        with self._owned.adopt():
             self._session, self._settings = self._start(wanted), wanted
         return self._session
 

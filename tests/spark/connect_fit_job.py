@@ -52,7 +52,7 @@ class Coordinators(logging.Handler):
         """Blocks until it has struck; opens the gate behind which the workers wait."""
         while not (self.addresses and self.kept.read_published()):
             time.sleep(0.1)
-        os.kill(executor_of(listener(self.addresses[0])), signal.SIGKILL)
+        os.kill(find_executor_pid(listener(self.addresses[0])), signal.SIGKILL)
         gate.touch()
 
 
@@ -79,14 +79,14 @@ def listener(address: str) -> int:
     raise LookupError(f"nobody listens at {address}")
 
 
-def executor_of(pid: int) -> int:
+def find_executor_pid(pid: int) -> int:
     for process in [psutil.Process(pid), *psutil.Process(pid).parents()]:
         if any("CoarseGrainedExecutorBackend" in word for word in process.cmdline()):
             return process.pid
     raise LookupError(f"process {pid} belongs to no executor")
 
 
-def beside(spark: Any, folder: Path) -> dict[str, Any]:
+def fit_beside(spark: Any, folder: Path) -> dict[str, Any]:
     """Fit, with a worker killed; transform; all of it again from where it was saved."""
     from pyspark.ml import Pipeline, PipelineModel
     from pyspark.ml.feature import VectorAssembler
@@ -113,7 +113,7 @@ def beside(spark: Any, folder: Path) -> dict[str, Any]:
     through = PipelineModel.load(str(folder / "pipeline")).transform(df)
     return {
         "injected": len(faults.read_injected()),
-        "exact": estimators.close_to(model, estimators.plain(df, EPOCHS, estimators.mse)),
+        "exact": estimators.is_close(model, estimators.train_plain(df, EPOCHS, estimators.compute_mse)),
         "once": sorted(set(rows.values())) == [1] and len(rows) == EPOCHS * estimators.ROWS,
         "recoveries": len(model.summary.report.recoveries),
         "same": shown == [row.prediction for row in again],
@@ -121,7 +121,7 @@ def beside(spark: Any, folder: Path) -> dict[str, Any]:
     }
 
 
-def afar(spark: Any, folder: Path) -> dict[str, Any]:
+def fit_afar(spark: Any, folder: Path) -> dict[str, Any]:
     """The same with a client that executors cannot reach, whose coordinator's executor is killed.
 
     Program and model travel as files of the session.
@@ -148,7 +148,7 @@ def afar(spark: Any, folder: Path) -> dict[str, Any]:
     return {
         "told": heard.told,
         "coordinators": len(heard.addresses),
-        "exact": estimators.close_to(model, estimators.plain(df, EPOCHS, estimators.mse)),
+        "exact": estimators.is_close(model, estimators.train_plain(df, EPOCHS, estimators.compute_mse)),
         "shown": model.transform(df).where("prediction is not null").count(),
         "began": model.summary.worlds[0].reason,
         "channels": [found.name for found in store.find() if found.name.startswith("channels")],
@@ -187,7 +187,7 @@ def main(master: str, folder: str) -> None:
         cloudpickle.register_pickle_by_value(module)
     builder = SparkSession.builder.remote(master).config("spark.ui.enabled", "false")
     spark = builder.config("spark.executor.memory", "512m").getOrCreate()
-    seen = {each.__name__: each(spark, Path(folder)) for each in (beside, afar, keras)}
+    seen = {each.__name__: each(spark, Path(folder)) for each in (fit_beside, fit_afar, keras)}
     spark.stop()
     sys.stdout.write("\n" + json.dumps(seen) + "\n")
 

@@ -65,7 +65,7 @@ def train(folder: str, whom: str) -> tuple[int, list[int], int]:
     return state.step, sizes, len(os.environ["TOKEN"])
 
 
-def fitted(spark: Any, folder: str) -> dict[str, Any]:
+def fit(spark: Any, folder: str) -> dict[str, Any]:
     """A fit of two steps, and its model's predictions."""
     import cloudpickle
 
@@ -75,7 +75,7 @@ def fitted(spark: Any, folder: str) -> dict[str, Any]:
     df, half = estimators.table(spark), estimators.ROWS // 2
     model = estimators.estimator(Path(folder, "store"), num_workers=2, batch_size=half, epochs=2).fit(df)
     return {
-        "exact": estimators.close_to(model, estimators.plain(df, 2, estimators.mse)),
+        "exact": estimators.is_close(model, estimators.train_plain(df, 2, estimators.compute_mse)),
         "shown": model.transform(df).where("prediction is not null").count() == estimators.ROWS,
     }
 
@@ -98,13 +98,13 @@ def main(master: str, folder: str) -> None:
     keys: list[str] = []
     make = secrets.token_bytes
 
-    def made(size: int | None = None) -> bytes:
+    def make_key(size: int | None = None) -> bytes:
         found = make(size)
         if size == 32:
             keys.append(found.hex())
         return found
 
-    secrets.token_bytes = made
+    secrets.token_bytes = make_key
     builder = SparkSession.builder.remote(master).config("spark.ui.enabled", "false")
     builder = builder.config("spark.executor.memory", "512m")
     logged = {"enabled": "true", "dir": Path(folder, "events").as_uri(), "compress": "false"}
@@ -128,7 +128,7 @@ def main(master: str, folder: str) -> None:
         gather_timeout=60.0,
     )
     seen["told"] = lines.getvalue()
-    seen["fit"] = fitted(spark, folder)
+    seen["fit"] = fit(spark, folder)
     spark.stop()
     sys.stdout.write("\n" + json.dumps(seen | {"keys": keys}) + "\n")
 

@@ -61,7 +61,7 @@ def estimator(store: Path, **changes: Any) -> ElasticTorchEstimator:
     return ElasticTorchEstimator(**(values | changes))
 
 
-def plain(
+def train_plain(
     df: DataFrame, steps: int, loss: Callable[..., torch.Tensor], clip: float | None = None
 ) -> list[torch.Tensor]:
     """What torch alone makes of the whole table in so many steps; loss(output, y, w)."""
@@ -78,10 +78,10 @@ def plain(
     return [parameter.detach() for parameter in net.parameters()]
 
 
-def close_to(model: ElasticTorchModel, expected: list[torch.Tensor]) -> bool:
+def is_close(model: ElasticTorchModel, expected: list[torch.Tensor]) -> bool:
     got = [parameter.detach() for parameter in model.model.parameters()]
     return all(float((a - b).abs().max() / b.abs().max()) < 1e-9 for a, b in zip(got, expected, strict=True))
 
 
-def mse(output: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def compute_mse(output: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.mse_loss(output, y)

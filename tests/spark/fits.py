@@ -17,7 +17,7 @@ from spark_elastic.torch import progress
 from tests.component.torch.job import ledger_of
 from tests.scenarios import Fault
 from tests.spark.cluster import StandaloneCluster
-from tests.spark.estimators import ROWS, Net, close_to, estimator, mse, plain, table
+from tests.spark.estimators import ROWS, Net, compute_mse, estimator, is_close, table, train_plain
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -101,7 +101,7 @@ def fit_through_a_loss(
     assert workers - 1 in sizes[sizes.index(workers) :], "no executor was lost"
     assert max(sizes) == workers
     assert sizes[-1] == workers or not again
-    assert close_to(model, plain(df, epochs, mse))
+    assert is_close(model, train_plain(df, epochs, compute_mse))
     (ledger,) = {path.parent for path in store.rglob("*.jsonl")}
     assert ledger_of(ledger) == Counter((epoch, row) for epoch in range(epochs) for row in range(ROWS))
     return sizes

@@ -52,7 +52,7 @@ class Job:
         self._thread = threading.Thread(target=self._listen, name="job")
         self._thread.start()
 
-    def hear(self, seconds: float = 400.0, **wanted: object) -> dict[str, Any]:
+    def await_message(self, seconds: float = 400.0, **wanted: object) -> dict[str, Any]:
         """What it tells next with these values; a value of `...` may be any."""
         deadline = time.monotonic() + seconds
         while True:
@@ -71,7 +71,7 @@ class Job:
 
     def end(self, seconds: float = 400.0) -> int:
         """Its exit status."""
-        return int(self.hear(seconds, ended=...)["ended"])
+        return int(self.await_message(seconds, ended=...)["ended"])
 
     def tail(self) -> str:
         return "\n".join(self.output[-40:]) + "\n" + self._log.read_text(errors="replace")[-6000:]
@@ -151,7 +151,7 @@ class HostCluster:
         log = self._folder / f"job{len(self._jobs)}.log"
         with log.open("wb") as errors:
             process = subprocess.Popen(
-                self.hosts.within(node, *words, str(program), *arguments),
+                self.hosts.build_command(node, *words, str(program), *arguments),
                 env=self._environment(node, driver=True),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -178,7 +178,7 @@ class HostCluster:
         (worker,) = [process for process in found if process.name() == "java"]
         worker.send_signal(signal.SIGPWR)
 
-    def hurry(self) -> None:
+    def end_slow_steps(self) -> None:
         """From now on steps of `host_job.py` take no time."""
         for node in self.nodes:
             self.hosts.file(node, str(PRIVATE / "over")).touch()
@@ -208,7 +208,7 @@ class HostCluster:
     def _spawn(self, node: int, name: str, environment: Mapping[str, str], *command: str) -> None:
         with self._log(node, name).open("wb") as log:
             process = subprocess.Popen(
-                self.hosts.within(node, *command),
+                self.hosts.build_command(node, *command),
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

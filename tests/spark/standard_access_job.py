@@ -57,11 +57,11 @@ def refuse() -> list[str]:
     asked: list[str] = []
 
     def deny(name: str) -> Any:
-        def refused(*arguments: Any) -> Any:
+        def raise_refusal(*arguments: Any) -> Any:
             asked.append(name)
             raise Refusal(f"{name} is not supported on clusters in standard access mode")
 
-        return property(refused)
+        return property(raise_refusal)
 
     for name in OF_SESSION:
         setattr(SparkSession, name, deny(name))
@@ -70,16 +70,16 @@ def refuse() -> list[str]:
     for name in ("get", "set"):
         allowed = getattr(RuntimeConf, name)
 
-        def checked(conf: Any, key: str, *values: Any, allowed: Any = allowed) -> Any:
+        def check_setting(conf: Any, key: str, *values: Any, allowed: Any = allowed) -> Any:
             if not key.startswith("spark.sql."):
                 raise Refusal(f"[CONFIG_NOT_AVAILABLE] Configuration {key} is not available")
             return allowed(conf, key, *values)
 
-        setattr(RuntimeConf, name, checked)
+        setattr(RuntimeConf, name, check_setting)
     return asked
 
 
-def double_rank() -> int:
+def return_double_rank() -> int:
     import spark_elastic.torch as hvd
 
     return 2 * int(hvd.rank())
@@ -107,9 +107,9 @@ def main(master: str, folder: str) -> None:
     model.save(f"{folder}/model")
     seen = {
         "injected": len(faults.read_injected()),
-        "exact": estimators.close_to(model, estimators.plain(df, EPOCHS, estimators.mse)),
+        "exact": estimators.is_close(model, estimators.train_plain(df, EPOCHS, estimators.compute_mse)),
         "shown": type(model).load(f"{folder}/model").transform(df).count(),
-        "run": list(spark_elastic.run(double_rank, num_workers=2, verbose=0)),
+        "run": list(spark_elastic.run(return_double_rank, num_workers=2, verbose=0)),
         "asked": sorted(set(asked)),
     }
     spark.stop()

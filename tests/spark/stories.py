@@ -69,11 +69,11 @@ class Story(JobListener):
         return not self._acts
 
 
-def ranks_in_order(result: LaunchResult) -> bool:
+def are_ranks_in_order(result: LaunchResult) -> bool:
     return [json.loads(text)["rank"] for text in result.results] == list(range(len(result.results)))
 
 
-def exact(result: LaunchResult, program: CountingProgram) -> bool:
+def is_sum_exact(result: LaunchResult, program: CountingProgram) -> bool:
     return {json.loads(text)["sum"] for text in result.results} == {program.expected_sum()}
 
 

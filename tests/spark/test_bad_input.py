@@ -73,7 +73,7 @@ def test_a_mistake_is_told_before_any_job(
 ) -> None:
     with pytest.raises(InvalidInput, match=sentence) as caught:
         estimator(tmp_path, **changes).fit(table(spark))
-    assert one_sentence(caught.value)
+    assert is_one_sentence(caught.value)
     assert jobs(spark, job_group) == []
     assert list(tmp_path.iterdir()) == []
 
@@ -84,7 +84,7 @@ def test_an_unwritable_store_is_told_before_any_job(
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match=r"Cannot write .* in the store") as caught:
         estimator(tmp_path / "file" / "store").fit(table(spark))
-    assert one_sentence(caught.value)
+    assert is_one_sentence(caught.value)
     assert jobs(spark, job_group) == []
 
 
@@ -107,7 +107,7 @@ def test_ragged_arrays_are_told_with_row_and_lengths(
         InvalidInput, match=r"column 'x' have different lengths, 2 and 3: the row with y="
     ) as caught:
         estimator(tmp_path).fit(table(spark, rows=rows))
-    assert one_sentence(caught.value)
+    assert is_one_sentence(caught.value)
     # Only the data could tell: this is also what shows that the other tests would see a job.
     assert jobs(spark, job_group) != []
 
@@ -116,13 +116,13 @@ def test_nulls_are_told_with_their_column_and_count(spark: SparkSession, tmp_pat
     rows = [(i, None if i % 2 else [1.0, 2.0], "a", float(i)) for i in range(6)]
     with pytest.raises(InvalidInput, match="column 'x' has nulls in 3 of 6 rows") as caught:
         estimator(tmp_path).fit(table(spark, rows=rows))
-    assert one_sentence(caught.value)
+    assert is_one_sentence(caught.value)
 
 
 def test_a_shape_that_does_not_fit_the_rows_is_told(spark: SparkSession, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=r"input_shapes says \(3, 1\) .* 'x', whose rows have 2") as caught:
         estimator(tmp_path, input_shapes=[(3, 1)]).fit(table(spark))
-    assert one_sentence(caught.value)
+    assert is_one_sentence(caught.value)
 
 
 def test_a_failed_fit_leaves_nothing_of_its_run_in_the_store(spark: SparkSession, tmp_path: Path) -> None:
@@ -131,5 +131,5 @@ def test_a_failed_fit_leaves_nothing_of_its_run_in_the_store(spark: SparkSession
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-def one_sentence(error: ElasticError) -> bool:
+def is_one_sentence(error: ElasticError) -> bool:
     return "\n" not in str(error) and str(error).endswith(".")

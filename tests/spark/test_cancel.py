@@ -57,7 +57,7 @@ class Job:
         self._thread.start()
         assert self._running.begun.wait(200), "training did not begin"
 
-    def cancelled_by(self, cancel: Callable[[], object]) -> float:
+    def time_cancel(self, cancel: Callable[[], object]) -> float:
         """Seconds from the cancel to the end of `launch`."""
         began = time.monotonic()
         cancel()
@@ -104,7 +104,7 @@ def test_cancelling_at_spark_ends_the_job(
     sc = spark.sparkContext
     job = Job(spark)
     assert sc.statusTracker().getJobIdsForGroup(GROUP), "slot jobs are not in the caller's job group"
-    taken = job.cancelled_by(lambda: sc.cancelJobGroup(GROUP) if how == "job group" else sc.cancelAllJobs())
+    taken = job.time_cancel(lambda: sc.cancelJobGroup(GROUP) if how == "job group" else sc.cancelAllJobs())
     assert isinstance(job.error, JobCancelled)
     assert taken < WITHIN
     assert_nothing_is_left(spark, spark_cluster)
@@ -133,7 +133,7 @@ def test_stopping_spark_ends_the_job(
 ) -> None:
     spark = spark_with({"spark.task.maxFailures": "1"})
     job = Job(spark)
-    taken = job.cancelled_by(spark.stop)
+    taken = job.time_cancel(spark.stop)
     assert isinstance(job.error, JobCancelled)
     assert taken < 2 * WITHIN  # the stop itself is Spark's own time
     await_true(lambda: not children(standalone), "no training process", WITHIN)

@@ -26,7 +26,7 @@ from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-from tests.spark.estimators import ROWS, WORKERS, Net, close_to, estimator, mse, plain, table
+from tests.spark.estimators import ROWS, WORKERS, Net, compute_mse, estimator, is_close, table, train_plain
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
@@ -60,7 +60,7 @@ def test_fit_trains_and_two_fits_agree_and_change_nothing(spark: SparkSession, t
     before = state_of(est)
     first = est.fit(df)
     assert state_of(est) == before
-    assert close_to(first, plain(df, 4, mse))
+    assert is_close(first, train_plain(df, 4, compute_mse))
     second = est.fit(df)
     assert state_of(est) == before
     pairs = zip(first.model.state_dict().values(), second.model.state_dict().values(), strict=True)
@@ -91,9 +91,9 @@ def test_weights_of_rows_clipping_shapes_and_a_factory_reach_the_workers(
         input_shapes=[(1, 2)],
     )
     model = est.fit(df)
-    assert close_to(model, plain(df, 4, weighted_mse, clip=0.25))
-    assert not close_to(model, plain(df, 4, weighted_mse))
-    assert not close_to(model, plain(df, 4, mse, clip=0.25))
+    assert is_close(model, train_plain(df, 4, weighted_mse, clip=0.25))
+    assert not is_close(model, train_plain(df, 4, weighted_mse))
+    assert not is_close(model, train_plain(df, 4, compute_mse, clip=0.25))
 
 
 def test_a_pipeline_of_vectors_fits_with_other_epochs_and_keeps_its_data(
@@ -119,10 +119,10 @@ def test_a_pipeline_of_vectors_fits_with_other_epochs_and_keeps_its_data(
 
 
 def test_an_error_in_user_code_comes_back_with_its_traceback(spark: SparkSession, tmp_path: Path) -> None:
-    def broken_loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    def raise_in_loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("the loss is out of order")
 
-    est = estimator(tmp_path, loss=broken_loss)
+    est = estimator(tmp_path, loss=raise_in_loss)
     with pytest.raises(WorkerFailed, match="the loss is out of order") as caught:
         est.fit(table(spark))
     assert "in broken_loss" in str(caught.value)
@@ -153,7 +153,7 @@ def test_files_that_nobody_here_wrote_are_trained_on_where_they_lie(
         rows = torch.tensor(np.concatenate([x[part::3] for part in range(3)]))
         torch.nn.functional.mse_loss(net(rows), y).backward()
         optimizer.step()
-    assert close_to(model, [parameter.detach() for parameter in net.parameters()])
+    assert is_close(model, [parameter.detach() for parameter in net.parameters()])
     pq.write_table(pa.table({"x": [[1.0, 2.0], None]}), tmp_path / "rows" / "y=1" / "1.parquet")
     with pytest.raises(InvalidInput, match="column 'x' has 1 nulls in 50 rows"):
         est.copy({est.run_id: "other"}).fit_on_parquet(str(tmp_path / "rows"))

@@ -69,7 +69,9 @@ def test_a_submitted_job_without_a_store_ends_with_one_sentence(free_cluster: St
 @pytest.mark.faults
 @pytest.mark.timeout(600)
 def test_the_sales_lose_an_executor_and_no_row(tmp_path: Path) -> None:
-    verdict = verdict_of(tmp_path, "store_sales.py", "--stores", "20", "--epochs", "12", "--batch-size", "64")
+    verdict = run_example(
+        tmp_path, "store_sales.py", "--stores", "20", "--epochs", "12", "--batch-size", "64"
+    )
     assert verdict["killed"]
     assert verdict["worlds"][:2] == [3, 2]
     assert len(set(verdict["rows_trained"])) == 1, "every epoch has all rows"
@@ -93,7 +95,7 @@ def submit(
     return run
 
 
-def verdict_of(folder: Path, program: str, *arguments: str) -> dict[str, Any]:
+def run_example(folder: Path, program: str, *arguments: str) -> dict[str, Any]:
     """The last line that an example prints, run by plain python on the cluster that it embeds."""
     command = [sys.executable, str(ROOT / "examples" / program), *arguments]
     environment = {**os.environ, **cluster_environment(folder / "scratch")}

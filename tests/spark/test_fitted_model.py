@@ -33,13 +33,13 @@ SUMMARY = FitSummary(
 ROWS = 40
 
 
-def fitted(module: torch.nn.Module, *columns: Column) -> ElasticTorchModel:
+def make_model(module: torch.nn.Module, *columns: Column) -> ElasticTorchModel:
     return ElasticTorchModel(TorchPredictor(pack(module), columns), SUMMARY)
 
 
 def linear(width: int) -> tuple[torch.nn.Module, ElasticTorchModel]:
     module = torch.nn.Linear(2, width)
-    return module, fitted(module, Column("x", "float32", (2,)))
+    return module, make_model(module, Column("x", "float32", (2,)))
 
 
 def table(spark: SparkSession) -> DataFrame:
@@ -57,7 +57,7 @@ def table(spark: SparkSession) -> DataFrame:
     return spark.createDataFrame(rows, schema)
 
 
-def expected(module: torch.nn.Module, rows: list[T.Row]) -> np.ndarray:
+def predict(module: torch.nn.Module, rows: list[T.Row]) -> np.ndarray:
     with torch.no_grad():
         return module(torch.tensor([row.x for row in rows])).numpy()
 
@@ -70,15 +70,15 @@ def test_one_number_is_a_double_and_other_columns_stay(spark: SparkSession) -> N
     rows = out.orderBy("id").collect()
     assert [row.id for row in rows] == list(range(ROWS))
     np.testing.assert_allclose(
-        [row.prediction for row in rows], expected(module, rows)[:, 0], rtol=1e-5, atol=1e-6
+        [row.prediction for row in rows], predict(module, rows)[:, 0], rtol=1e-5, atol=1e-6
     )
 
 
 def test_several_numbers_are_an_array_and_vectors_go_in_as_arrays_do(spark: SparkSession) -> None:
     module = torch.nn.Linear(2, 3)
-    model = fitted(module, Column("v", "float32", (2,))).setPredictionCol("scores")
+    model = make_model(module, Column("v", "float32", (2,))).setPredictionCol("scores")
     rows = model.transform(table(spark)).collect()
-    np.testing.assert_allclose([row.scores for row in rows], expected(module, rows), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose([row.scores for row in rows], predict(module, rows), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("width", [1, 3])
@@ -107,7 +107,7 @@ def test_several_inputs_and_shapes_reach_the_module(spark: SparkSession) -> None
         def forward(self, image: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
             return image[:, 0, 1] + number
 
-    model = fitted(Two(), Column("x", "float32", (1, 2)), Column("id", "int32", ()))
+    model = make_model(Two(), Column("x", "float32", (1, 2)), Column("id", "int32", ()))
     rows = model.transform(table(spark)).collect()
     assert [row.prediction for row in rows] == pytest.approx([row.x[1] + row.id for row in rows], rel=1e-6)
 

@@ -155,11 +155,13 @@ def test_an_executor_is_lost_and_what_was_trained_is_saved_and_loaded(
 
 @pytest.mark.faults  # Python workers that import TensorFlow; what the predictor does is a unit's test
 def test_a_transformation_is_applied_to_what_spark_hands_over(spark: SparkSession, tmp_path: Path) -> None:
-    def lengths(columns: dict[str, Any]) -> dict[str, Any]:
+    def measure_lengths(columns: dict[str, Any]) -> dict[str, Any]:
         return {"image": np.array([[len(image)] for image in columns["image"]])}
 
     net = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="ones")])
-    predictor = KerasPredictor(Archive.of(net), (Column("image", "object"),), cloudpickle.dumps(lengths))
+    predictor = KerasPredictor(
+        Archive.of(net), (Column("image", "object"),), cloudpickle.dumps(measure_lengths)
+    )
     ElasticKerasModel(predictor, FitSummary()).write().overwrite().save(str(tmp_path / "model"))
     model = ElasticKerasModel.load(str(tmp_path / "model"))
     df = spark.range(4).selectExpr("id", "cast(repeat('a', int(id)) as binary) image")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.pages import blocks, changed
+from tests.pages import apply_diff, blocks
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.spark, pytest.mark.native]
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_program_for_torchdistributor_runs(spark: SparkSession, number: int) -> None:
     (before,) = blocks("moving-from-torchdistributor.md", "python")
-    program = changed(before, blocks("moving-from-torchdistributor.md", "diff")[number])
+    program = apply_diff(before, blocks("moving-from-torchdistributor.md", "diff")[number])
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(program, "moving.py", "exec"), names)
     assert [size for size, _ in names["results"]] == [2] * len(names["results"]) or number == 1

@@ -30,13 +30,13 @@ def world_size() -> str:
 
 
 def test_r17_jobs_that_need_all_slots_each_do_not_wait_for_each_other(spark: SparkSession) -> None:
-    def one(number: int) -> list[str]:
+    def run_one(number: int) -> list[str]:
         return spark_elastic.run(
             world_size, spark=spark, num_proc=3, min_np=3, start_timeout=120, stdout=io.StringIO()
         )
 
     with ThreadPoolExecutor(3) as pool:
-        assert list(pool.map(one, range(3))) == [["3"] * 3] * 3
+        assert list(pool.map(run_one, range(3))) == [["3"] * 3] * 3
 
 
 class Told(io.StringIO):

@@ -16,7 +16,7 @@ from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, JobCancelled, TimeLimitReached
 from spark_elastic.state.checkpoint import CheckpointStore
 from tests.scenarios import Fault
-from tests.spark.estimators import Net, close_to, estimator, mse, plain, table
+from tests.spark.estimators import Net, compute_mse, estimator, is_close, table, train_plain
 from tests.spark.fits import EPOCHS as STEPS
 from tests.spark.fits import Dawdling
 
@@ -64,7 +64,7 @@ def test_p7_r19_a_cancelled_fit_goes_on_where_it_was(
     assert first.size == 2
     assert "continues from checkpoint" in first.reason
     assert len(model.history) == EPOCHS
-    assert close_to(model, plain(df, EPOCHS, mse))
+    assert is_close(model, train_plain(df, EPOCHS, compute_mse))
     assert not (tmp_path / "runs" / "mine" / "rows").exists()
 
     again = est.fit(df)
@@ -96,5 +96,5 @@ def test_p7_a_fit_whose_time_is_up_goes_on_at_the_very_step(spark: SparkSession,
     gate.touch()
     model = estimator(tmp_path, **given).fit(df)
     assert f"continues from checkpoint {last.name}" in model.summary.worlds[0].reason
-    assert close_to(model, plain(df, STEPS, mse))
+    assert is_close(model, train_plain(df, STEPS, compute_mse))
     assert len(model.history) == STEPS

@@ -28,7 +28,7 @@ for name in (__name__, count.__module__):
     cloudpickle.register_pickle_by_value(sys.modules[name])
 
 
-def who(greeting: str) -> tuple[str, str, dict[str, Any], str]:
+def describe_worker(greeting: str) -> tuple[str, str, dict[str, Any], str]:
     import os
 
     return greeting, os.environ["RANK"], spark_elastic.task_resources(), os.environ["WORLD_SIZE"]
@@ -36,7 +36,7 @@ def who(greeting: str) -> tuple[str, str, dict[str, Any], str]:
 
 def test_results_in_rank_order_on_as_many_workers_as_spark_has_room_for(spark: SparkSession) -> None:
     # On the active session.
-    results = spark_elastic.run(who, args=("hello",), stdout=io.StringIO(), gather_timeout=60.0)
+    results = spark_elastic.run(describe_worker, args=("hello",), stdout=io.StringIO(), gather_timeout=60.0)
     assert results == [("hello", str(rank), {}, "3") for rank in range(3)]
 
 
@@ -100,5 +100,9 @@ def test_a_host_that_lacks_a_package_is_named_before_any_slot_starts(
     del sys.modules["only_beside_the_driver"]
     with pytest.raises(PreflightError, match=r"cannot reach the driver at 127\.0\.0\.2:.*advertise_address"):
         spark_elastic.run(
-            who, args=("nobody",), spark=spark, advertise_address="127.0.0.2", bind_address="127.0.0.1"
+            describe_worker,
+            args=("nobody",),
+            spark=spark,
+            advertise_address="127.0.0.2",
+            bind_address="127.0.0.1",
         )

@@ -45,7 +45,7 @@ CHANGES: list[tuple[Change, str | None]] = [
 ]
 
 
-def sided(df: DataFrame) -> DataFrame:
+def add_validation_column(df: DataFrame) -> DataFrame:
     """With a column that says which rows validate."""
     return df.withColumn("v", F.col("id") % 4 == 0)
 
@@ -56,11 +56,13 @@ def test_r19_a_table_made_anew_is_the_same_by_its_rows(
 ) -> None:
     store, split = Store.open(str(tmp_path)), ValidationSplit(0.0, "v", 1) if splits else None
     options = WriteOptions()
-    df = sided(table(spark))
+    df = add_validation_column(table(spark))
     rows, validation = materialize(df, ["x", "y"], store, options, split)
     written = [rows] if validation is None else [rows, validation]
     for number, (change, says) in enumerate(CHANGES):
-        found = find_difference(sided(change(table(spark))), ["x", "y"], options, split, written)
+        found = find_difference(
+            add_validation_column(change(table(spark))), ["x", "y"], options, split, written
+        )
         assert found == says or (found is not None and says is not None and says in found), number
     if split is not None:
         other = table(spark).withColumn("v", F.col("id") % 4 == 1)

@@ -43,13 +43,13 @@ def test_spark_keeps_no_secret(
     keys: list[bytes] = []
     make = secrets.token_bytes
 
-    def made(size: int | None = None) -> bytes:
+    def make_key(size: int | None = None) -> bytes:
         made = make(size)
         if size == 32:  # a job's key; the words of other things are meant to be seen
             keys.append(made)
         return made
 
-    monkeypatch.setattr(secrets, "token_bytes", made)
+    monkeypatch.setattr(secrets, "token_bytes", make_key)
     spark = spark_with(
         {
             "spark.eventLog.enabled": "true",

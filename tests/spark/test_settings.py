@@ -21,7 +21,7 @@ from spark_elastic.testing.fakes import CountingProgram
 from tests.scenarios import Fault
 from tests.spark.cluster import StandaloneCluster, await_true
 from tests.spark.fits import fit_through_a_loss
-from tests.spark.stories import Held, Story, exact, ranks_in_order
+from tests.spark.stories import Held, Story, are_ranks_in_order, is_sum_exact
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -52,8 +52,8 @@ def run_and_lose_an_executor(
     result = ClassicPlatform(spark, ElasticConfig()).launch(
         JobSpec(program, Limits(workers, 1, workers), "settings"), story
     )
-    assert exact(result, program)
-    assert ranks_in_order(result)
+    assert is_sum_exact(result, program)
+    assert are_ranks_in_order(result)
     assert workers - 1 in story.sizes[story.sizes.index(workers) :], "no executor was lost"
     assert story.sizes[-1] == workers
 
@@ -69,7 +69,7 @@ def test_p8_no_failures_small_messages_small_results_no_reuse(
     run_and_lose_an_executor(spark, standalone, fault, tmp_path, workers=3)
     program = Heavy(5, 0.0)
     result = ClassicPlatform(spark, ElasticConfig()).launch(JobSpec(program, Limits(2, 2, 2), "heavy"))
-    assert exact(result, program)
+    assert is_sum_exact(result, program)
     fit_through_a_loss(spark, standalone, fault, tmp_path, workers=3)
 
 
@@ -111,7 +111,7 @@ def test_a_decommissioned_executor_s_worker_leaves_in_time_and_no_step_is_lost(
     )
     assert left
     assert len(story.sizes) > 1, "nobody left"
-    assert exact(result, program)
+    assert is_sum_exact(result, program)
     assert any("is being decommissioned" in line for line in result.event_log)
     assert not [line for line in result.event_log if " AbortWorld " in line], "a world broke (P3)"
 

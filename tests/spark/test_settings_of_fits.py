@@ -74,7 +74,7 @@ class Ballast(Net):
         return super().forward(x) + self.ballast.mean().double()
 
 
-def heavy(store: Path, net: Ballast) -> ElasticTorchEstimator:
+def make_heavy_estimator(store: Path, net: Ballast) -> ElasticTorchEstimator:
     for module in (__name__, Net.__module__):
         cloudpickle.register_pickle_by_value(sys.modules[module])
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
@@ -88,7 +88,7 @@ def test_p8_a_model_above_every_limit_of_messages(
 ) -> None:
     """It goes to the workers, comes back trained, and goes to the executors that predict."""
     net, df = Ballast(10_000_000), table(spark_with(NARROW))
-    fitted = heavy(tmp_path, net).fit(df)
+    fitted = make_heavy_estimator(tmp_path, net).fit(df)
     module = fitted.model
     moved = module.ballast.detach() - net.ballast.detach()
     assert float(moved.abs().max()) > 0, "it was not trained"
@@ -106,4 +106,4 @@ def test_a_model_above_the_drivers_heap_is_told_before_any_job(
 ) -> None:
     df = table(spark_with(NARROW))
     with pytest.raises(InvalidInput, match=r"\(0.9 GiB\).* spark.driver.memory to 4g or more"):
-        heavy(tmp_path, Ballast(250_000_000)).fit(df)
+        make_heavy_estimator(tmp_path, Ballast(250_000_000)).fit(df)

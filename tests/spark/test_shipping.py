@@ -24,7 +24,7 @@ from spark_elastic.spark.probe import ProbeSpec
 from spark_elastic.spark.session import collect_host_facts
 from spark_elastic.spark.shipping import PACKAGES
 from tests.spark.cluster import StandaloneCluster
-from tests.spark.estimators import ROWS, Net, close_to, estimator, mse, plain, table
+from tests.spark.estimators import ROWS, Net, compute_mse, estimator, is_close, table, train_plain
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -75,7 +75,7 @@ def test_only_the_driver_has_the_package(
 
     for found in (
         spark_elastic.run(places, num_workers=2, ship=True, spark=bare),
-        _after_a_loss(bare, standalone),
+        _run_after_loss(bare, standalone),
     ):
         for place in np.ravel(found):
             assert not place.startswith(str(Path(spark_elastic.__file__).parents[1])), (
@@ -84,7 +84,7 @@ def test_only_the_driver_has_the_package(
     assert preflight(sc, ProbeSpec(cloudpickle.dumps(1), store), 60.0)
 
 
-def _after_a_loss(bare: SparkSession, standalone: StandaloneCluster) -> list[tuple[str, str]]:
+def _run_after_loss(bare: SparkSession, standalone: StandaloneCluster) -> list[tuple[str, str]]:
     """All three executors are needed, one of them new."""
     standalone.kill_executor(standalone.executor_pids()[-1])
     return spark_elastic.run(places, num_workers=3, min_workers=3, ship=True, spark=bare)
@@ -106,7 +106,7 @@ def fit_and_transform(spark: SparkSession, store: Path, **settings: Any) -> None
         cloudpickle.register_pickle_by_value(sys.modules[module])
     df = table(spark)
     fitted = estimator(store, epochs=2, num_workers=2, batch_size=ROWS // 2, **settings).fit(df)
-    assert close_to(fitted, plain(df, 2, mse))
+    assert is_close(fitted, train_plain(df, 2, compute_mse))
     rows = fitted.transform(df).select("x", "prediction").collect()
     with torch.no_grad():
         expected = fitted.model(torch.tensor([row.x for row in rows], dtype=torch.float64))
@@ -125,7 +125,7 @@ def test_a_packed_environment_in_spark_archives(
     monkeypatch.setenv("PYSPARK_PYTHON", "./environment/bin/python")
     spark = spark_with(
         {
-            "spark.archives": f"{_packed(tmp_path)}#environment",
+            "spark.archives": f"{_pack_environment(tmp_path)}#environment",
             "spark.executorEnv.PYTHONPATH": "environment",  # instead of this repository
         }
     )
@@ -134,7 +134,7 @@ def test_a_packed_environment_in_spark_archives(
         assert "/environment/lib/" in place
 
 
-def _packed(folder: Path) -> Path:
+def _pack_environment(folder: Path) -> Path:
     """As venv-pack packs one; what we depend on is not copied: a line names where it lies."""
     environment = folder / "environment"
     venv.create(environment, symlinks=True, with_pip=False)

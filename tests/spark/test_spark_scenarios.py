@@ -27,7 +27,7 @@ from tests.spark.cluster import StandaloneCluster, Worker, await_true
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-from tests.spark.stories import Held, Story, exact, ranks_in_order
+from tests.spark.stories import Held, Story, are_ranks_in_order, is_sum_exact
 
 pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # executors have no tests folder
@@ -67,8 +67,8 @@ def test_a_happy_run(spark: SparkSession) -> None:
     limits = Limits(3, 1, 3, gather_timeout=WHOLE)
     result = ClassicPlatform(spark, ElasticConfig()).launch(JobSpec(program, limits, "happy"), story)
     assert story.sizes == [3]
-    assert ranks_in_order(result)
-    assert exact(result, program)
+    assert are_ranks_in_order(result)
+    assert is_sum_exact(result, program)
 
 
 @pytest.mark.scenario("S2", "S8", "S9")
@@ -99,7 +99,7 @@ def test_hosts_are_added_and_removed(spark: SparkSession, tmp_path: Path, fault:
     assert story.sizes[:4] == [1, 2, 3, 2]
     assert story.sizes[-1] == 1
     assert set(story.sizes[4:-1]) <= {1, 2, 3}, "one for another: at most one more or less in between"
-    assert exact(result, program)
+    assert is_sum_exact(result, program)
     assert not [line for line in result.event_log if " AbortWorld " in line], (
         "a planned change broke a world (P3)"
     )
@@ -138,7 +138,7 @@ def test_hosts_that_nobody_needs_come_and_go_unnoticed(
         ended.set()
     assert brought, "no host was idle, or none came in time"
     assert story.sizes == [2]
-    assert exact(result, program)
+    assert is_sum_exact(result, program)
 
 
 def children(cluster: StandaloneCluster, worker: Worker) -> list[int]:
@@ -167,8 +167,8 @@ def test_failing_workers_come_back_after_their_cooldown(
     assert story.told
     assert story.sizes.count(2) >= 3
     assert story.sizes[-1] == 3
-    assert ranks_in_order(result)
-    assert exact(result, program)
+    assert are_ranks_in_order(result)
+    assert is_sum_exact(result, program)
 
 
 @pytest.mark.scenario("S10", "S12")
@@ -186,7 +186,7 @@ def test_failing_slots_that_never_return_leave_a_smaller_world(
     limits = Limits(3, 1, 3, gather_timeout=WHOLE, cooldown_range=NEVER_AGAIN)
     result = ClassicPlatform(spark, ElasticConfig()).launch(JobSpec(program, limits, "shrinking"), story)
     assert story.sizes == [3, 2, 1]
-    assert exact(result, program)
+    assert is_sum_exact(result, program)
 
 
 @pytest.mark.scenario("S5")

@@ -70,12 +70,12 @@ def test_the_documented_script_loses_an_executor(
 ) -> None:
     gate = tmp_path / "gate"
 
-    def strike() -> None:
+    def kill_executor() -> None:
         fault(standalone.kill_executor, standalone.executor_pids()[0])
         gate.touch()
 
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    stream = Strike(strike, "batch 10: loss")
+    stream = Strike(kill_executor, "batch 10: loss")
     results = spark_elastic.run(
         script,
         (str(ROOT / "examples" / "tf_elastic.py"), str(gate)),

@@ -59,7 +59,7 @@ def classifier(store: Path, **changes: Any) -> ElasticTorchEstimator:
     return ElasticTorchEstimator(**(values | changes))
 
 
-def assembled(df: DataFrame) -> DataFrame:
+def assemble(df: DataFrame) -> DataFrame:
     return VectorAssembler(inputCols=["a", "b"], outputCol="x").transform(df)
 
 
@@ -75,7 +75,7 @@ def test_folds_in_parallel_give_the_metrics_of_one_after_another(spark: SparkSes
             evaluator=MulticlassClassificationEvaluator(labelCol="y", metricName="accuracy"),
             parallelism=parallelism,
             seed=3,
-        ).fit(assembled(table(spark)))
+        ).fit(assemble(table(spark)))
         found.append(tuned.validationMetrics)
     assert found[0] == found[1]
     assert found[0][1] > found[0][0]
@@ -115,11 +115,11 @@ def test_a_split_is_saved_and_loaded_with_its_models(spark: SparkSession, tmp_pa
         estimator=estimator, estimatorParamMaps=grid, evaluator=evaluator, collectSubModels=True, seed=3
     )
     tuning.write().overwrite().save(str(tmp_path / "tuning"))
-    split = TrainValidationSplit.load(str(tmp_path / "tuning")).fit(assembled(table(spark)))
+    split = TrainValidationSplit.load(str(tmp_path / "tuning")).fit(assemble(table(spark)))
     split.write().overwrite().save(str(tmp_path / "split"))
     back = TrainValidationSplitModel.load(str(tmp_path / "split"))
     assert back.validationMetrics == split.validationMetrics
-    rows = assembled(table(spark))
+    rows = assemble(table(spark))
     for ours, theirs in zip(
         [back.bestModel, *back.subModels], [split.bestModel, *split.subModels], strict=True
     ):
@@ -154,14 +154,14 @@ def accuracy(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     return (guess == label).double().mean()
 
 
-def halved(optimizer: torch.optim.Optimizer) -> Any:
+def halve_rate(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
 
 
 def test_losses_validation_metrics_schedules_and_callbacks(spark: SparkSession, tmp_path: Path) -> None:
     torch.manual_seed(2)
     with pytest.raises(InvalidInput, match="model is the class Two"):
-        classifier(tmp_path, model=Two).fit(assembled(table(spark)))
+        classifier(tmp_path, model=Two).fit(assemble(table(spark)))
     model = classifier(
         tmp_path,
         model=lambda: Two(),  # noqa: PLW0108 - a factory, where the class itself is refused
@@ -175,14 +175,14 @@ def test_losses_validation_metrics_schedules_and_callbacks(spark: SparkSession, 
         metrics=[accuracy],
         callbacks=[
             Heard(),
-            LearningRateSchedule(halved),
+            LearningRateSchedule(halve_rate),
             BestWeights(),
             EarlyStopping(patience=1, min_delta=9.0),
         ],
         epochs=5,
         terminate_on_nan=True,
         gather_timeout=60.0,
-    ).fit(assembled(table(spark)))
+    ).fit(assemble(table(spark)))
     history = model.history
     assert len(history) == 2, "the first epoch is the best one for EarlyStopping, the second ends it"
     assert [(epoch["rows"], epoch["val_rows"]) for epoch in history] == [(45, 15)] * 2
@@ -190,7 +190,7 @@ def test_losses_validation_metrics_schedules_and_callbacks(spark: SparkSession, 
     assert history[1]["val_loss"] < history[0]["val_loss"]
     whole = history[1]["val_loss_y"] + 0.5 * history[1]["val_loss_z"]
     assert history[1]["val_loss"] == pytest.approx(whole)
-    out = model.transform(assembled(table(spark))).where("v").collect()
+    out = model.transform(assemble(table(spark))).where("v").collect()
     right = np.mean([np.argmax(row.y__output) == row.y for row in out])
     assert history[1]["val_accuracy_y"] == pytest.approx(right), "BestWeights kept the second epoch's"
     assert [row.val_rows for row in model.history_frame().collect()] == [15, 15]

@@ -24,7 +24,7 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
-def _wanted(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> cli.RunOptions:
+def _parse_options(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> cli.RunOptions:
     found: list[cli.RunOptions] = []
     monkeypatch.setattr(cli, "execute", found.append)
     result = CliRunner().invoke(cli.run, arguments)
@@ -38,7 +38,7 @@ def test_horovods_options_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         "--elastic-timeout 60 --start-timeout 5 --blacklist-cooldown-range 10 100 --output-filename out "
         "--prefix-output-with-timestamp --verbose --gloo-timeout-seconds 7 python train.py --lr 0.1 -np 9"
     )
-    wanted = _wanted(monkeypatch, *line.split())
+    wanted = _parse_options(monkeypatch, *line.split())
     assert (wanted.num_proc, wanted.min_np, wanted.max_np) == (4, 2, 8)
     assert wanted.command == ("python", "train.py", "--lr", "0.1", "-np", "9")
     config = cli._make_config(wanted)
@@ -163,13 +163,13 @@ def test_options_of_operations_reach_the_training_processes_and_win_over_variabl
         "HOROVOD_STALL_CHECK_TIME_SECONDS": "20",
         "HOROVOD_LOG_LEVEL": "error",
     }
-    wanted = _wanted(monkeypatch, *options.split(), "-np", "2", "python", "train.py")
+    wanted = _parse_options(monkeypatch, *options.split(), "-np", "2", "python", "train.py")
     environment = {**inherited, **cli._make_environment(wanted)}
     assert getattr(operations_from_env(environment), setting) == value
 
 
 def test_options_that_were_not_given_set_no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = _wanted(monkeypatch, "--log-hide-timestamp", "--gloo", "-np", "2", "python", "train.py")
+    wanted = _parse_options(monkeypatch, "--log-hide-timestamp", "--gloo", "-np", "2", "python", "train.py")
     assert cli._make_environment(wanted) == {}
 
 
@@ -179,10 +179,12 @@ def test_variables_of_options_are_in_the_programs_environment(
     given: list[object] = []
     prepare = cli.prepare
 
-    def noted(path: str, arguments: tuple[str, ...], named: dict[str, object], config: ElasticConfig) -> None:
+    def record_and_stop(
+        path: str, arguments: tuple[str, ...], named: dict[str, object], config: ElasticConfig
+    ) -> None:
         given.append(prepare(path, arguments, named, config).program.environment)
         raise InvalidInput("enough is known.")
 
-    monkeypatch.setattr(cli, "prepare", noted)
+    monkeypatch.setattr(cli, "prepare", record_and_stop)
     CliRunner().invoke(cli.run, ["--timeline-filename", "t.json", "-np", "2", "python", script])
     assert given == [{"SPARK_ELASTIC_TIMELINE": "t.json"}]

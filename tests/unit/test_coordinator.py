@@ -52,7 +52,7 @@ def test_settings_of_the_clients_machine_are_refused_for_a_coordinator(setting: 
         check_config(ElasticConfig(**setting))
 
 
-def lone_turn(clock: FakeClock) -> GangScheduler:
+def make_scheduler(clock: FakeClock) -> GangScheduler:
     """Of the only job of its application."""
     return GangScheduler(JobQueue(), "job", Limits(1, 1, 1), clock)
 
@@ -84,7 +84,7 @@ def test_a_coordinator_that_no_executor_takes_has_a_deadline() -> None:
         ChannelEnd(store, "m", b"key", CLIENT, COORDINATOR),
         SPEC,
         launcher,
-        lone_turn(clock),
+        make_scheduler(clock),
         JobListener(),
         clock,
     )
@@ -117,7 +117,7 @@ def test_a_coordinator_that_falls_silent_is_lost() -> None:
         ChannelEnd(store, "m", b"key", CLIENT, COORDINATOR),
         SPEC,
         launcher,
-        lone_turn(clock),
+        make_scheduler(clock),
         JobListener(),
         clock,
     )
@@ -136,10 +136,10 @@ def test_a_coordinator_that_falls_silent_is_lost() -> None:
 
 
 def test_a_failure_of_the_coordinators_own_reaches_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*arguments: Any) -> None:
+    def fail(*arguments: Any) -> None:
         raise RuntimeError("no port was free")
 
-    monkeypatch.setattr("spark_elastic.coordinator.supervise", fails)
+    monkeypatch.setattr("spark_elastic.coordinator.supervise", fail)
     store = memory_store()
     end = ChannelEnd(store, "m", b"key", COORDINATOR, CLIENT)
     task = Coordinator(
@@ -186,7 +186,7 @@ def test_a_run_that_does_not_advance_ends_with_the_loss() -> None:
 
 def test_r17_the_clients_turn_learns_that_the_coordinator_lacks_slots() -> None:
     clock, launcher = FakeClock(), cast("Any", None)
-    turn = lone_turn(clock)
+    turn = make_scheduler(clock)
     end = ChannelEnd(memory_store(), "m", b"key", CLIENT, COORDINATOR)
     client = CoordinatorClient(end, SPEC, launcher, turn, JobListener(), clock)
     with turn.alive_lock, turn:

@@ -39,7 +39,7 @@ def reduce_everything(member: Member, dtypes: Sequence[str] = DTYPES) -> tuple[l
     """All operations and sizes: what was wrong here, and a digest of all results."""
     group, wrong, digest, turn = member.live, [], hashlib.sha256(), 0
     for dtype, count in itertools.product(dtypes, SIZES):
-        own = _part_of(group, count)
+        own = _slice_part(group, count)
         parts = [share(rank, count, dtype) for rank in range(group.size)]
         name = dtype if dtype == "bfloat16" else None
         for op in OPS:
@@ -54,7 +54,7 @@ def reduce_everything(member: Member, dtypes: Sequence[str] = DTYPES) -> tuple[l
                 array = parts[group.rank].copy()
                 group.allreduce(array, op, way, name)
                 digest.update(array.tobytes())
-                if judges and not _same(array, expected, dtype, op):
+                if judges and not _equals(array, expected, dtype, op):
                     wrong.append(f"allreduce {op} {dtype} {way} {count}")
             if op != "adasum":
                 mine = group.reducescatter(parts[group.rank], op, name)
@@ -63,13 +63,13 @@ def reduce_everything(member: Member, dtypes: Sequence[str] = DTYPES) -> tuple[l
     return wrong, digest.hexdigest()
 
 
-def _part_of(group: Group, count: int) -> slice:
+def _slice_part(group: Group, count: int) -> slice:
     """What reducescatter leaves to this rank."""
     bounds = np.cumsum([0, *even_parts(count, group.size)])
     return slice(int(bounds[group.rank]), int(bounds[group.rank + 1]))
 
 
-def _same(found: Any, expected: Any, dtype: str, op: str) -> bool:
+def _equals(found: Any, expected: Any, dtype: str, op: str) -> bool:
     """Bit by bit, but where the order of summing or the angle of two vectors is not the yardstick's."""
     if op in ("min", "max") or dtype not in FLOATS or (dtype in HALVES and op != "adasum"):
         return np.array_equal(found, expected)
@@ -97,7 +97,7 @@ def reduce_in_chunks(member: Member, hosts: Sequence[int] = ()) -> list[str]:
     whole = [
         np.random.default_rng(rank).normal(size=2_300_003).astype(np.float32) for rank in range(group.size)
     ]
-    own = _part_of(group, len(whole[0]))
+    own = _slice_part(group, len(whole[0]))
     for compression, wire in (("fp16", "float16"), ("bf16", "bfloat16")):
         array = whole[group.rank].copy()
         group.allreduce(array, compression=compression)
@@ -146,7 +146,7 @@ def exchange_everything(member: Member) -> list[str]:
     return wrong
 
 
-def everything_else(member: Member) -> list[str]:
+def check_other_collectives(member: Member) -> list[str]:
     """Broadcast from all roots, allgather, allgatherv with empty parts, bytes, barrier: what was wrong here."""
     group, wrong = member.live, []
     for root, dtype in itertools.product(range(group.size), ("float32", "uint8", "bool", "float16")):
@@ -212,7 +212,7 @@ def reduce_once(member: Member, count: int) -> float:
     return float(array[0])
 
 
-def starve(member: Member, seconds: float) -> float:
+def exhaust_descriptors(member: Member, seconds: float) -> float:
     """A barrier while the process can open no descriptor, for that long; the processor's seconds it took."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest = os.dup(0)
@@ -275,11 +275,11 @@ def rebuild(member: Member, everybody: list[str], rank: int, first: int, count: 
                 group.reducescatter(array)
                 group.alltoall(np.ones(len(blobs)))
         if turn in (count // 10, count - 1):
-            held.append(_held())
+            held.append(_count_resources())
     return held
 
 
-def _held() -> dict[str, int]:
+def _count_resources() -> dict[str, int]:
     with open("/proc/self/statm") as statm:
         pages = int(statm.read().split()[1])
     return {

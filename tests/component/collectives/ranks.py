@@ -125,7 +125,7 @@ class Rank:
         self._due -= 1
         return self.pipe.recv()
 
-    def signal(self, number: int) -> None:
+    def send_signal(self, number: int) -> None:
         # Peers hear of its end before the process can be waited for.
         self._killed |= number == signal.SIGKILL
         self.process.send_signal(number)
@@ -156,7 +156,7 @@ class Pool:
         for rank in [rank for rank in self.ranks if rank.spoilt]:
             rank.close()
             self.ranks.remove(rank)
-        with self.owned.adopting():
+        with self.owned.adopt():
             while len(self.ranks) < count:
                 self.ranks.append(Rank())
             for rank in self.ranks:
@@ -206,7 +206,7 @@ def join(
     )
 
 
-def each(ranks: Sequence[Rank], function: Callable[..., Any], *arguments: Any) -> list[Any]:
+def call_all(ranks: Sequence[Rank], function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Call on all ranks and return the answers in rank order."""
     for rank in ranks:
         rank.call(function, *arguments)

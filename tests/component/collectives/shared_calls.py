@@ -69,14 +69,14 @@ def scatter_and_exchange(member: Member) -> list[str]:
     return wrong
 
 
-def hear_warnings(member: Member) -> None:
+def record_warnings(member: Member) -> None:
     """From here on the process keeps what the engine logs."""
     heard = logging.handlers.BufferingHandler(1000)
     logging.getLogger("elastic_collectives").addHandler(heard)
     KEPT.append(heard)
 
 
-def warnings_heard(member: Member) -> list[str]:
+def read_warnings(member: Member) -> list[str]:
     heard = KEPT.pop()
     logging.getLogger("elastic_collectives").removeHandler(heard)
     return [record.getMessage() for record in heard.buffer]
@@ -88,7 +88,7 @@ def segments(member: Member) -> int:
         return len({line.split()[4] for line in maps if "memfd:elastic-segment" in line})
 
 
-def go_on(member: Member, action: str, victim: int, number: int) -> None:
+def repeat_until_signal(member: Member, action: str, victim: int, number: int) -> None:
     """The same collective again and again; meanwhile the victim sends itself a signal."""
     group = member.live
     call = _calls(group)[action]
@@ -147,7 +147,7 @@ def keep_buffer(member: Member) -> None:
     KEPT.append(buffer)
 
 
-def kept_buffer_is_as_it_was(member: Member) -> bool:
+def is_kept_buffer_unchanged(member: Member) -> bool:
     return bool((KEPT.pop() == 7).all())
 
 
@@ -166,11 +166,11 @@ def rebuild(member: Member, everybody: list[str], rank: int, first: int, count: 
             group.allreduce(array)
             assert array[0] == len(blobs)
         if turn in (count // 10, count - 1):
-            held.append(_held())
+            held.append(_count_resources())
     return held
 
 
-def _held() -> dict[str, int]:
+def _count_resources() -> dict[str, int]:
     with open("/proc/self/statm") as statm:
         pages = int(statm.read().split()[1])
     with open("/proc/self/maps") as maps:

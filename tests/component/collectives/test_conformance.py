@@ -56,20 +56,20 @@ def make(request: pytest.FixtureRequest) -> Iterator[Make]:
         yield fake if request.param == "fake" else engine
 
 
-def each(groups: Groups, call: Callable[[Group], Any]) -> list[Any]:
+def call_all(groups: Groups, call: Callable[[Group], Any]) -> list[Any]:
     """The results of all ranks; an error of a collective is a result."""
 
-    def one(group: Group) -> Any:
+    def call_one(group: Group) -> Any:
         try:
             return call(group)
         except CollectiveError as error:
             return error
 
     with ThreadPoolExecutor(len(groups)) as pool:
-        return list(pool.map(one, groups))
+        return list(pool.map(call_one, groups))
 
 
-def brought(rank: int, dtype: str) -> Any:
+def make_input(rank: int, dtype: str) -> Any:
     """Five numbers of a rank: small, so that nothing is out of range, and never two ranks alike."""
     values = np.array([1.5, -2.0, 3.0, 0.0, 7.25]) * (rank + 1)
     if dtype == "bfloat16":
@@ -85,12 +85,12 @@ def test_allreduce(make: Make, dtype: str) -> None:
             continue
 
         def call(group: Group, op: str = op) -> Any:
-            array = brought(group.rank, dtype)
+            array = make_input(group.rank, dtype)
             group.allreduce(array, op, dtype=name)
             return array
 
-        expected = reduce_parts([brought(rank, dtype) for rank in range(SIZE)], dtype, op, 1.0)
-        for found in each(groups, call):
+        expected = reduce_parts([make_input(rank, dtype) for rank in range(SIZE)], dtype, op, 1.0)
+        for found in call_all(groups, call):
             assert np.allclose(widen(found, dtype), widen(expected, dtype), rtol=1e-6), op
 
 
@@ -106,7 +106,7 @@ def test_averages_by_weight_and_factors(make: Make) -> None:
 
     parts = [[[1.0, 1.0]] * rows for rows in (2, 1, 1)]
     expected = [([1.5, 5.0], [0.0, 0.0], [3, 9], part) for part in parts]
-    assert each(make(10), call) == expected
+    assert call_all(make(10), call) == expected
 
 
 @pytest.mark.parametrize(("compression", "wire"), [("fp16", "float16"), ("bf16", "bfloat16")])
@@ -127,7 +127,7 @@ def test_compression(request: pytest.FixtureRequest, make: Make, compression: st
         halved = reduce_parts([narrow(2 * share, wire) for share in shares], wire, "average", 0.5)
         averaged = widen(halved, wire)
     summed = widen(reduce_parts(packed, wire, "sum", 1.0), wire)
-    found = each(make(10), call)
+    found = call_all(make(10), call)
     assert all(np.array_equal(array, averaged.astype(np.float32)) for array, _ in found)
     assert np.array_equal(np.concatenate([part for _, part in found]), summed)
 
@@ -140,7 +140,7 @@ def test_a_group_of_arrays(make: Make) -> None:
         group.grouped_allreduce([])
         return [array.tolist() for array in arrays]
 
-    assert each(make(10), call) == [[[[6, 6], [6, 6]], [6, 6, 6], [6], []]] * SIZE
+    assert call_all(make(10), call) == [[[[6, 6], [6, 6]], [6, 6, 6], [6], []]] * SIZE
 
 
 def test_alltoall(make: Make) -> None:
@@ -150,13 +150,13 @@ def test_alltoall(make: Make) -> None:
         empty, none = group.alltoall(np.zeros((0, 4)))
         return even.ravel().tolist(), counts, ragged.tolist(), came, empty.shape, none
 
-    def expected(rank: int) -> Any:
+    def expect(rank: int) -> Any:
         even = [10 * source + 2 * rank + i for source in range(SIZE) for i in range(2)]
         came = ([0, 1, 2], [0, 0, 0], [3, 2, 1])[rank]
         ragged = [source for source in range(SIZE) for _ in range(came[source])]
         return even, [2] * SIZE, ragged, came, (0, 4), [0] * SIZE
 
-    assert each(make(10), call) == [expected(rank) for rank in range(SIZE)]
+    assert call_all(make(10), call) == [expect(rank) for rank in range(SIZE)]
 
 
 def test_results_go_where_the_caller_wants_them(make: Make) -> None:
@@ -171,7 +171,7 @@ def test_results_go_where_the_caller_wants_them(make: Make) -> None:
         return gathered.tolist(), part.tolist(), swapped.tolist()
 
     every = [[rank, rank] for rank in range(SIZE)]
-    assert each(make(10), call) == [(every, [[3, 3]], every)] * SIZE
+    assert call_all(make(10), call) == [(every, [[3, 3]], every)] * SIZE
 
 
 def test_everything_else(make: Make) -> None:
@@ -192,7 +192,7 @@ def test_everything_else(make: Make) -> None:
 
     expected = [[1, 1], [1, 1]], [[0], [1], [2]], [[], [[1, 1]], [[2, 2], [2, 2]]]
     rows = ((2, 2), (1, 2), (1, 2))
-    assert each(make(10), call) == [(*expected, shape, [b"", b"x", b"xx"]) for shape in rows]
+    assert call_all(make(10), call) == [(*expected, shape, [b"", b"x", b"xx"]) for shape in rows]
 
 
 def test_nothing_at_all_is_exchanged_too(make: Make) -> None:
@@ -206,7 +206,7 @@ def test_nothing_at_all_is_exchanged_too(make: Make) -> None:
             group.reducescatter(nothing).shape,
         )
 
-    assert each(make(10), call) == [((SIZE, 0, 3), [(0, 3)] * SIZE, (0, 3))] * SIZE
+    assert call_all(make(10), call) == [((SIZE, 0, 3), [(0, 3)] * SIZE, (0, 3))] * SIZE
 
 
 def test_what_makes_no_sense_is_refused_before_anything_is_sent(make: Make) -> None:
@@ -234,19 +234,19 @@ def test_what_makes_no_sense_is_refused_before_anything_is_sent(make: Make) -> N
 def test_abort_frees_whoever_waits_and_the_first_reason_stays(make: Make) -> None:
     groups = make(10)
     # Word of a failure goes along connections, so let all be open.
-    each(groups, lambda group: group.barrier())
+    call_all(groups, lambda group: group.barrier())
     timer = threading.Timer(0.1, lambda: (groups[2].abort("first"), groups[2].abort("second")))
     timer.start()
-    ends = each(groups[:2], lambda group: group.barrier())
+    ends = call_all(groups[:2], lambda group: group.barrier())
     timer.join()
     assert [(type(end), end.ranks, end.reason) for end in ends] == [(GroupAborted, (), "first")] * 2
     assert all(
-        isinstance(end, GroupAborted) for end in each(groups, lambda group: group.allreduce(np.zeros(0)))
+        isinstance(end, GroupAborted) for end in call_all(groups, lambda group: group.allreduce(np.zeros(0)))
     )
 
 
 def test_ranks_that_do_not_come_are_named(make: Make) -> None:
-    ends = each(make(1.2)[:2], lambda group: group.barrier())
+    ends = call_all(make(1.2)[:2], lambda group: group.barrier())
     assert {type(end) for end in ends} == {CollectiveTimeout}
     assert {end.ranks for end in ends} == {(2,)}
 
@@ -279,14 +279,14 @@ MISMATCHES: dict[str, tuple[Callable[[Group], Any], Callable[[Group], Any]]] = {
 @pytest.mark.parametrize("odd_one", range(SIZE))
 def test_a_mismatch_is_told_to_every_rank_at_once(make: Make, what: str, odd_one: int) -> None:
     groups = make(30)
-    each(groups, lambda group: group.barrier())
+    call_all(groups, lambda group: group.barrier())
     usual, other = MISMATCHES[what]
 
     def call(group: Group) -> None:
         (other if group.rank == odd_one else usual)(group)
         group.barrier()  # a broadcast's root does not wait for anybody
 
-    ends = each(groups, call)
+    ends = call_all(groups, call)
     assert {type(end) for end in ends} == {MismatchError}
     assert all(odd_one in end.ranks and "called" in end.reason for end in ends)
 
@@ -310,9 +310,9 @@ def test_alltoall_fails_on_all_ranks_if_one_sends_another_number_of_rows_than_ex
 
 def test_a_rank_that_has_closed_is_lost_to_the_others(make: Make) -> None:
     groups = make(10)
-    each(groups, lambda group: group.barrier())
+    call_all(groups, lambda group: group.barrier())
     groups[1].close()
-    ends = each([groups[0], groups[2]], lambda group: group.barrier())
+    ends = call_all([groups[0], groups[2]], lambda group: group.barrier())
     assert [(type(end), end.ranks) for end in ends] == [(PeerLost, (1,))] * 2
     with pytest.raises(GroupAborted, match="closed"):
         groups[1].barrier()

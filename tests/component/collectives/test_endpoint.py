@@ -13,7 +13,7 @@ import pytest
 
 from elastic_collectives import CollectiveError, Endpoint, Group, PeerLost, connect
 from tests.component.collectives import calls
-from tests.component.collectives.ranks import Pool, answers, each
+from tests.component.collectives.ranks import Pool, answers, call_all
 
 
 def _pair(first: Endpoint, second: Endpoint, *fences: tuple[int, int]) -> tuple[Group, Group]:
@@ -32,13 +32,13 @@ def _sum(group: Group) -> float:
 
 
 @contextmanager
-def _two_ends() -> Iterator[tuple[Endpoint, Endpoint]]:
+def _open_two_endpoints() -> Iterator[tuple[Endpoint, Endpoint]]:
     with Endpoint(b"key") as first, Endpoint(b"key") as second:
         yield first, second
 
 
 def test_r10_an_older_fence_is_turned_away() -> None:
-    with _two_ends() as (first, second):
+    with _open_two_endpoints() as (first, second):
         late, current = _pair(first, second, (1, 4), (1, 5))
         with late, current, ThreadPoolExecutor(1) as threads:
             waiting = threads.submit(current.barrier)
@@ -52,7 +52,7 @@ def test_r10_an_older_fence_is_turned_away() -> None:
 
 
 def test_r10_a_newer_fence_is_parked_and_served_when_its_group_is_there() -> None:
-    with _two_ends() as (first, second), ThreadPoolExecutor(2) as threads:
+    with _open_two_endpoints() as (first, second), ThreadPoolExecutor(2) as threads:
         early, current = _pair(first, second, (2, 1), (1, 5))
         with early, current:
             behind = threads.submit(current.barrier)  # accepts the dialer of the newer world meanwhile
@@ -73,7 +73,7 @@ def test_strangers_disturb_nothing(pool: Pool) -> None:
     stop = threading.Event()
     addresses = [rank.address.rpartition(":") for rank in ranks]
 
-    def pester() -> int:
+    def send_garbage() -> int:
         """Connect and close, say nothing, say nonsense, shake hands with the wrong key."""
         silent, turns = [], 0
         while not stop.is_set():
@@ -92,20 +92,20 @@ def test_strangers_disturb_nothing(pool: Pool) -> None:
         return turns
 
     with ThreadPoolExecutor(1) as threads:
-        pestered = threads.submit(pester)
+        pestered = threads.submit(send_garbage)
         try:
             for _ in range(20):
-                assert each(ranks, calls.reduce_once, 100_000) == [6.0] * 3
+                assert call_all(ranks, calls.reduce_once, 100_000) == [6.0] * 3
         finally:
             stop.set()
         assert pestered.result() > 1
-    assert each(ranks, calls.everything_else) == [[]] * 3
+    assert call_all(ranks, calls.check_other_collectives) == [[]] * 3
 
 
 def test_a_process_out_of_descriptors_waits_for_them_idly(pool: Pool) -> None:
     ranks = pool.take(2)
     pool.world(ranks)
-    ranks[1].call(calls.starve, 1.0)  # the higher rank accepts
+    ranks[1].call(calls.exhaust_descriptors, 1.0)  # the higher rank accepts
     ranks[0].call(calls.barrier)
     busy, nothing = ranks[1].answer(), ranks[0].answer()
     assert nothing is None
@@ -182,7 +182,7 @@ def test_a_group_that_makes_no_sense_is_refused() -> None:
 def test_a_lone_rank_needs_nobody_and_can_be_aborted(pool: Pool) -> None:
     (rank,) = pool.take(1)
     pool.world([rank])
-    assert each([rank], calls.reduce_once, 10) == [1.0]
+    assert call_all([rank], calls.reduce_once, 10) == [1.0]
     rank.abort("enough")
     rank.call(calls.try_everything)
     assert answers([rank]) == [{"GroupAborted"}]

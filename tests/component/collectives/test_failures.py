@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.component.collectives import calls
-from tests.component.collectives.ranks import Failed, Pool, answers, each
+from tests.component.collectives.ranks import Failed, Pool, answers, call_all
 
 
 @pytest.mark.parametrize(("size", "victim"), [(2, 0), (3, 1), (4, 0), (5, 3)])
@@ -27,7 +27,7 @@ def test_every_survivor_names_the_killed_rank(
     assert len({end.reason for end in ends}) <= 2  # the cause of whoever noticed first, on both of its sides
     begin = time.perf_counter()
     pool.world(survivors)
-    assert each(survivors, calls.reduce_once, 500_000) == [size * (size - 1) / 2] * (size - 1)
+    assert call_all(survivors, calls.reduce_once, 500_000) == [size * (size - 1) / 2] * (size - 1)
     record_property("milliseconds to a new world's sum", 1000 * (time.perf_counter() - begin))
 
 
@@ -37,7 +37,7 @@ def test_every_rank_names_the_stopped_one(pool: Pool) -> None:
     for rank in ranks:
         rank.call(calls.work_until_it_fails, "ring", 3, signal.SIGSTOP)
     ends = answers(ranks[:3])
-    ranks[3].signal(signal.SIGCONT)
+    ranks[3].send_signal(signal.SIGCONT)
     assert [(end.kind, end.ranks) for end in ends] == [("CollectiveTimeout", (3,))] * 3
     assert "waiting for rank(s) 3" in ends[0].reason
     assert ranks[3].answer().kind in {"CollectiveTimeout", "PeerLost"}  # whether it hears or sees them go
@@ -51,7 +51,7 @@ def test_abort_frees_every_rank_although_a_peer_is_stopped(pool: Pool) -> None:
     ranks[3].await_stopped()
     ranks[0].abort("rank 3 lost its heartbeat")
     ends = answers(ranks[:3])
-    ranks[3].signal(signal.SIGCONT)
+    ranks[3].send_signal(signal.SIGCONT)
     assert ends == [Failed("GroupAborted", (), "rank 3 lost its heartbeat")] * 3
     assert ranks[3].answer().kind in {"GroupAborted", "PeerLost"}
 
@@ -63,9 +63,9 @@ def test_a_rank_that_died_before_it_came_is_missed_by_those_whom_it_was_to_call(
     """The lower rank of two opens their connection; where memory is shared, while they settle who shares it."""
     ranks = pool.take(2)
     pool.world(ranks, timeout=60, hosts=hosts)
-    ranks[0].signal(signal.SIGKILL)
+    ranks[0].send_signal(signal.SIGKILL)
     ranks[0].process.wait()
-    (end,) = each(ranks[1:], calls.barrier)
+    (end,) = call_all(ranks[1:], calls.barrier)
     assert (end.kind, end.ranks) == ("PeerLost", (0,))
     assert "never came" in end.reason
 
@@ -75,13 +75,13 @@ def test_a_kill_is_noticed_though_a_forked_child_lives_on(pool: Pool, hosts: tup
     """As a DataLoader's workers do for some seconds."""
     ranks = pool.take(2)
     pool.world(ranks, timeout=60, hosts=hosts)
-    each(ranks, calls.barrier)
-    (child,) = each(ranks[1:], calls.fork)
+    call_all(ranks, calls.barrier)
+    (child,) = call_all(ranks[1:], calls.fork)
     try:
-        assert each(ranks, calls.barrier) == [None, None]  # the parent loses nothing by it
+        assert call_all(ranks, calls.barrier) == [None, None]  # the parent loses nothing by it
         ranks[0].call(calls.barrier)
         begin = time.monotonic()
-        ranks[1].signal(signal.SIGKILL)
+        ranks[1].send_signal(signal.SIGKILL)
         end = ranks[0].answer()
         assert (end.kind, end.ranks) == ("PeerLost", (1,))
         assert time.monotonic() - begin < 5.0  # a few milliseconds, where the machine is free
@@ -126,7 +126,7 @@ def test_a_stopped_rank_is_named_by_every_collective(pool: Pool, work: str, host
     for rank in ranks:
         rank.call(calls.work_until_it_fails, work, 2, signal.SIGSTOP)
     ends = answers(ranks[:2])
-    ranks[2].signal(signal.SIGCONT)
+    ranks[2].send_signal(signal.SIGCONT)
     assert [(end.kind, end.ranks) for end in ends] == [("CollectiveTimeout", (2,))] * 2
     assert isinstance(ranks[2].answer(), Failed)
 
@@ -136,13 +136,13 @@ def test_a_stopped_rank_is_named_by_every_collective(pool: Pool, work: str, host
 def test_an_abort_ends_every_collective(pool: Pool, work: str, hosts: tuple[int, ...]) -> None:
     ranks = pool.take(3)
     pool.world(ranks, timeout=60, hosts=hosts)
-    each(ranks, calls.barrier)
+    call_all(ranks, calls.barrier)
     for rank in ranks:
         rank.call(calls.work_until_it_fails, work, 2, signal.SIGSTOP)
     ranks[2].await_stopped()
     ranks[1].abort("enough")
     ends = answers(ranks[:2])
-    ranks[2].signal(signal.SIGCONT)
+    ranks[2].send_signal(signal.SIGCONT)
     assert ends == [Failed("GroupAborted", (), "enough")] * 2
     assert isinstance(ranks[2].answer(), Failed)
 
@@ -151,8 +151,8 @@ def test_an_abort_ends_every_collective(pool: Pool, work: str, hosts: tuple[int,
 def test_other_sizes_are_a_mismatch_on_every_rank(pool: Pool, algorithm: str) -> None:
     ranks = pool.take(4)
     pool.world(ranks)
-    each(ranks, calls.barrier)  # word of a failure goes along connections, so let all be open
-    ends = each(ranks, calls.reduce_own_size, [3, 3, 4, 3], algorithm)
+    call_all(ranks, calls.barrier)  # word of a failure goes along connections, so let all be open
+    ends = call_all(ranks, calls.reduce_own_size, [3, 3, 4, 3], algorithm)
     assert {end.kind for end in ends} == {"MismatchError"}
     assert all(2 in end.ranks and "24 bytes" in end.reason and "32 bytes" in end.reason for end in ends)
 
@@ -160,7 +160,7 @@ def test_other_sizes_are_a_mismatch_on_every_rank(pool: Pool, algorithm: str) ->
 def test_other_collectives_are_a_mismatch_on_every_rank(pool: Pool) -> None:
     ranks = pool.take(3)
     pool.world(ranks)
-    each(ranks, calls.barrier)
+    call_all(ranks, calls.barrier)
     for rank, function in zip(ranks, (calls.barrier, calls.gather, calls.barrier), strict=True):
         rank.call(function)
     ends = answers(ranks)
@@ -171,10 +171,10 @@ def test_other_collectives_are_a_mismatch_on_every_rank(pool: Pool) -> None:
 def test_a_failed_group_never_works_again(pool: Pool) -> None:
     ranks = pool.take(2)
     pool.world(ranks)
-    each(ranks, calls.reduce_own_size, [3, 4], "ring")
-    assert each(ranks, calls.try_everything) == [{"MismatchError"}] * 2
+    call_all(ranks, calls.reduce_own_size, [3, 4], "ring")
+    assert call_all(ranks, calls.try_everything) == [{"MismatchError"}] * 2
     pool.world(ranks)
-    assert each(ranks, calls.reduce_once, 10) == [3.0, 3.0]
+    assert call_all(ranks, calls.reduce_once, 10) == [3.0, 3.0]
 
 
 def test_ctrl_c_ends_a_blocked_collective_and_the_peers_wait(pool: Pool) -> None:
@@ -183,8 +183,8 @@ def test_ctrl_c_ends_a_blocked_collective_and_the_peers_wait(pool: Pool) -> None
     for rank in ranks[:2]:
         rank.call(calls.barrier)
     time.sleep(0.3)  # for both to be blocked; sooner is just as right
-    ranks[0].signal(signal.SIGINT)
+    ranks[0].send_signal(signal.SIGINT)
     assert ranks[0].answer().kind == "KeyboardInterrupt"
     end = ranks[1].answer()
     assert (end.kind, end.ranks) == ("GroupAborted", (0,))
-    assert each(ranks[:1], calls.try_everything) == [{"GroupAborted"}]
+    assert call_all(ranks[:1], calls.try_everything) == [{"GroupAborted"}]

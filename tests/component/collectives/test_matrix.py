@@ -6,7 +6,7 @@ import pytest
 
 from elastic_collectives.operands import DTYPES
 from tests.component.collectives import calls
-from tests.component.collectives.ranks import Pool, each
+from tests.component.collectives.ranks import Pool, call_all
 
 HOSTS = {
     "sockets": lambda size: (),
@@ -24,9 +24,9 @@ def test_every_operation_agrees_with_numpy(pool: Pool, size: int, layout: str) -
     hosts = [count for count in HOSTS[layout](size) if count]
     pool.world(ranks, timeout=120, hosts=hosts)
     for dtype in DTYPES:  # one by one, since an answer has a deadline
-        found = each(ranks, calls.reduce_everything, (dtype,))
+        found = call_all(ranks, calls.reduce_everything, (dtype,))
         assert [wrong for wrong, _ in found] == [[]] * size
         assert len({digest for _, digest in found}) == 1
-    assert each(ranks, calls.reduce_in_chunks, hosts) == [[]] * size
-    for check in (calls.exchange_everything, calls.everything_else):
-        assert each(ranks, check) == [[]] * size
+    assert call_all(ranks, calls.reduce_in_chunks, hosts) == [[]] * size
+    for check in (calls.exchange_everything, calls.check_other_collectives):
+        assert call_all(ranks, check) == [[]] * size

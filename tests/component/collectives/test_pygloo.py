@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.component.collectives import calls
-from tests.component.collectives.ranks import Failed, Member, Pool, answers, each
+from tests.component.collectives.ranks import Failed, Member, Pool, answers, call_all
 
 pytest.importorskip("pygloo", reason="pygloo has wheels for CPython up to 3.10: ./build.sh pygloo")
 pytestmark = [pytest.mark.pygloo, pytest.mark.timeout(300)]
@@ -40,27 +40,27 @@ def results(member: Member) -> list[Any]:
 def test_every_operation_agrees_with_numpy_and_with_the_engine(pool: Pool, size: int) -> None:
     ranks = pool.take(size)
     pool.world(ranks, timeout=120)
-    ours = each(ranks, results)
-    assert each(ranks, move) == [None] * size
-    for mine, theirs in zip(ours, each(ranks, results), strict=True):
+    ours = call_all(ranks, results)
+    assert call_all(ranks, move) == [None] * size
+    for mine, theirs in zip(ours, call_all(ranks, results), strict=True):
         for a, b in zip(mine, theirs, strict=True):
             np.testing.assert_array_equal(a, b)
-    found = each(ranks, calls.reduce_everything)
+    found = call_all(ranks, calls.reduce_everything)
     assert [wrong for wrong, _ in found] == [[]] * size
     assert len({digest for _, digest in found}) == 1
-    for check in (calls.reduce_in_chunks, calls.exchange_everything, calls.everything_else):
-        assert each(ranks, check) == [[]] * size
+    for check in (calls.reduce_in_chunks, calls.exchange_everything, calls.check_other_collectives):
+        assert call_all(ranks, check) == [[]] * size
 
 
 def test_a_mismatch_and_a_death_are_told(pool: Pool) -> None:
     ranks = pool.take(3)
     pool.world(ranks)
-    each(ranks, move)
-    for end in each(ranks, calls.reduce_own_size, [3, 3, 4], "ring"):
+    call_all(ranks, move)
+    for end in call_all(ranks, calls.reduce_own_size, [3, 3, 4], "ring"):
         assert isinstance(end, Failed)
         assert end.kind == "MismatchError"
     pool.world(ranks)
-    each(ranks, move)
+    call_all(ranks, move)
     for rank in ranks:
         rank.call(calls.work_until_it_fails, "ring", 1, signal.SIGKILL)
     for end in answers([ranks[0], ranks[2]]):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from tests.component.collectives import calls
-from tests.component.collectives.ranks import Pool, answers, each
+from tests.component.collectives.ranks import Pool, answers, call_all
 
 
 @pytest.mark.parametrize("size", range(1, 9))
 def test_r07_reductions_are_right_and_equal_bit_by_bit(pool: Pool, size: int) -> None:
     ranks = pool.take(size)
     pool.world(ranks)
-    found = each(ranks, calls.reduce_everything)
+    found = call_all(ranks, calls.reduce_everything)
     assert [wrong for wrong, _ in found] == [[]] * size
     assert len({digest for _, digest in found}) == 1
 
@@ -21,21 +21,21 @@ def test_r07_reductions_are_right_and_equal_bit_by_bit(pool: Pool, size: int) ->
 def test_reductions_of_several_chunks_are_right(pool: Pool, size: int) -> None:
     ranks = pool.take(size)
     pool.world(ranks)
-    assert each(ranks, calls.reduce_in_chunks) == [[]] * size
+    assert call_all(ranks, calls.reduce_in_chunks) == [[]] * size
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 def test_everybody_gets_everybodys_part(pool: Pool, size: int) -> None:
     ranks = pool.take(size)
     pool.world(ranks)
-    assert each(ranks, calls.exchange_everything) == [[]] * size
+    assert call_all(ranks, calls.exchange_everything) == [[]] * size
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
 def test_every_other_collective_is_right(pool: Pool, size: int) -> None:
     ranks = pool.take(size)
     pool.world(ranks)
-    assert each(ranks, calls.everything_else) == [[]] * size
+    assert call_all(ranks, calls.check_other_collectives) == [[]] * size
 
 
 @pytest.mark.timeout(300)

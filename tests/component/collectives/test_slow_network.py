@@ -25,7 +25,7 @@ def test_a_large_broadcast_over_a_slow_network(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(engine, "BROADCAST_PART", 1_000_000)
     sent = np.random.default_rng(1).integers(0, 256, STATE, np.uint8)
     came = np.zeros_like(sent)
-    with Endpoint(b"key") as first, Endpoint(b"key") as second, slow_road(second.address) as road:
+    with Endpoint(b"key") as first, Endpoint(b"key") as second, open_slow_proxy(second.address) as road:
         addresses = [first.address.encode(), road.encode()]
 
         def take_part(rank: int) -> None:
@@ -43,16 +43,16 @@ def test_a_large_broadcast_over_a_slow_network(monkeypatch: pytest.MonkeyPatch) 
 
 
 @contextmanager
-def slow_road(to: str) -> Iterator[str]:
+def open_slow_proxy(to: str) -> Iterator[str]:
     """An address that leads to another one, at RATE."""
     host, port = to.rsplit(":", 1)
     with socket.create_server(("127.0.0.1", 0)) as door:
         with ThreadPoolExecutor(3) as pool:
-            pool.submit(_lead, door, (host, int(port)), pool)
+            pool.submit(_forward, door, (host, int(port)), pool)
             yield f"127.0.0.1:{door.getsockname()[1]}"
 
 
-def _lead(door: socket.socket, to: tuple[str, int], pool: ThreadPoolExecutor) -> None:
+def _forward(door: socket.socket, to: tuple[str, int], pool: ThreadPoolExecutor) -> None:
     dialler, _ = door.accept()
     with dialler, socket.create_connection(to) as acceptor:
         back = pool.submit(_carry, acceptor, dialler)

@@ -11,7 +11,7 @@ import pytest
 
 from elastic_collectives import CollectiveError, Group
 from elastic_collectives.fakes import FakeFabric
-from tests.unit.torch.worlds import in_a_world
+from tests.unit.torch.worlds import run_in_world
 
 Worlds = Callable[[int, Callable[[Group], Any]], list[Any]]
 ROUNDS = 30
@@ -23,7 +23,9 @@ def of_fakes(size: int, work: Callable[[Group], Any]) -> list[Any]:
         return list(pool.map(work, fabric.groups))
 
 
-@pytest.fixture(params=[pytest.param(in_a_world, marks=pytest.mark.native), of_fakes], ids=["engine", "fake"])
+@pytest.fixture(
+    params=[pytest.param(run_in_world, marks=pytest.mark.native), of_fakes], ids=["engine", "fake"]
+)
 def worlds(request: pytest.FixtureRequest) -> Worlds:
     return request.param  # type: ignore[no-any-return]
 
@@ -37,7 +39,7 @@ def sums(group: Group, rounds: int = ROUNDS) -> list[float]:
     return totals
 
 
-def expected(size: int) -> list[float]:
+def expect(size: int) -> list[float]:
     return [float(sum(rank + turn for rank in range(size))) for turn in range(ROUNDS)]
 
 
@@ -52,8 +54,8 @@ def test_groups_of_one_world_work_side_by_side_in_threads_of_their_own(worlds: W
         return totals[0], totals[1], totals[2] if some else None
 
     results = worlds(3, work)
-    assert [(first, second) for first, second, _ in results] == [(expected(3), expected(3))] * 3
-    assert [third for _, _, third in results] == [expected(2), None, expected(2)]
+    assert [(first, second) for first, second, _ in results] == [(expect(3), expect(3))] * 3
+    assert [third for _, _, third in results] == [expect(2), None, expect(2)]
 
 
 def test_members_are_named_as_the_whole_group_names_them(worlds: Worlds) -> None:

@@ -25,7 +25,10 @@ class Between:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._far = socket.create_connection((host, int(port)))
         self._ends = [self._listener, self._far]
-        self._threads = [threading.Thread(target=self._forth), threading.Thread(target=self._back)]
+        self._threads = [
+            threading.Thread(target=self._forward_to_server),
+            threading.Thread(target=self._forward_to_client),
+        ]
         self._accepted = threading.Event()
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self.heard = bytearray()
@@ -47,7 +50,7 @@ class Between:
         for end in self._ends:
             end.close()
 
-    def _forth(self) -> None:
+    def _forward_to_server(self) -> None:
         try:
             near, _ = self._listener.accept()
             self._ends.append(near)
@@ -57,7 +60,7 @@ class Between:
             self._accepted.set()
         self._pass(near, self._far)
 
-    def _back(self) -> None:
+    def _forward_to_client(self) -> None:
         self._accepted.wait()
         for near in self._ends[2:]:
             self._pass(self._far, near)

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tests.component.collectives import calls
-from tests.component.collectives.ranks import Pool, answers, each
+from tests.component.collectives.ranks import Pool, answers, call_all
 
 LAYOUTS = pytest.mark.parametrize(
     "hosts",
@@ -62,12 +62,12 @@ def test_ranks_that_hear_each_other_wait_are_not_taken_for_the_one_who_is_missin
 def test_time_in_which_a_rank_was_stopped_is_not_its_peers(pool: Pool, hosts: tuple[int, ...]) -> None:
     first, second = ranks = pool.take(2)
     pool.world(ranks, timeout=1.5, hosts=hosts)
-    assert each(ranks, calls.reduce_once, 10) == [3.0, 3.0]
+    assert call_all(ranks, calls.reduce_once, 10) == [3.0, 3.0]
     first.call(calls.reduce_once, 10)
     time.sleep(0.3)
-    first.signal(signal.SIGSTOP)
+    first.send_signal(signal.SIGSTOP)
     time.sleep(2.0)
-    first.signal(signal.SIGCONT)
+    first.send_signal(signal.SIGCONT)
     time.sleep(0.3)
     second.call(calls.reduce_once, 10)
     assert answers(ranks) == [3.0, 3.0]

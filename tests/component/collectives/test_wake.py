@@ -11,7 +11,7 @@ import pytest
 
 from tests.component.collectives import calls
 from tests.component.collectives import shared_calls as shared
-from tests.component.collectives.ranks import Pool, answers, each
+from tests.component.collectives.ranks import Pool, answers, call_all
 
 LAYOUTS = [(), (3,), (2, 1)]
 BOUND = 0.05  # seconds: about 1 ms after an abort and 10 ms after a death where processors are free
@@ -25,7 +25,7 @@ def test_an_abort_wakes_every_waiter(
     waits = []
     for _ in range(15):
         pool.world(ranks, hosts=hosts)
-        each(ranks, calls.barrier)
+        call_all(ranks, calls.barrier)
         for number, rank in enumerate(ranks):
             rank.call(shared.end_of_barrier, number == 1)
         first, aborted, last = answers(ranks)
@@ -42,7 +42,7 @@ def test_a_death_wakes_every_waiter(
     for _ in range(5):
         ranks = pool.take(3)
         pool.world(ranks, hosts=hosts)
-        each(ranks, calls.barrier)
+        call_all(ranks, calls.barrier)
         for rank in ranks[:2]:
             rank.call(shared.end_of_barrier, False)
         time.sleep(0.02)  # for both to be blocked; sooner is just as right
@@ -65,7 +65,7 @@ def test_a_death_while_memory_is_handed_out_is_told_and_leaves_nothing(pool: Poo
         time.sleep(0.005)
     if victim == 1:
         ranks[2].call(calls.barrier)
-    ranks[victim].signal(signal.SIGKILL)
+    ranks[victim].send_signal(signal.SIGKILL)
     if victim == 0:
         for rank in ranks[1:]:
             rank.call(calls.barrier)
@@ -75,8 +75,8 @@ def test_a_death_while_memory_is_handed_out_is_told_and_leaves_nothing(pool: Poo
     assert [end.kind for end in ends if victim not in end.ranks] == []
     assert {end.kind for end in ends} <= {"PeerLost", "CollectiveTimeout"}
     pool.world(survivors, hosts=(2,))
-    assert each(survivors, calls.reduce_once, 1000) == [3.0, 3.0]
-    assert each(survivors, shared.segments) == [1, 1]  # the new world's alone
+    assert call_all(survivors, calls.reduce_once, 1000) == [3.0, 3.0]
+    assert call_all(survivors, shared.segments) == [1, 1]  # the new world's alone
 
 
 def _mappings(pid: int) -> str:

@@ -26,7 +26,7 @@ class Reader:
         self.broken = False
         self.room = 100
 
-    def answered(self) -> None:
+    def count_answer(self) -> None:
         self.answers += 1
 
     def fetch(self, group: int) -> ColumnArrays:
@@ -58,7 +58,7 @@ def reader() -> Reader:
 
 @pytest.fixture
 def ahead(reader: Reader) -> Iterator[DecodePrefetcher]:
-    with DecodePrefetcher(reader, 3, reader.answered) as made:
+    with DecodePrefetcher(reader, 3, reader.count_answer) as made:
         yield made
         reader.gate.set()
 
@@ -142,7 +142,7 @@ def test_a_reader_that_fails_is_told_where_rows_are_fetched(ahead: DecodePrefetc
 
 
 def test_small_row_groups_are_all_left_to_who_fetches(reader: Reader) -> None:
-    with DecodePrefetcher(reader, 0, reader.answered) as ahead:
+    with DecodePrefetcher(reader, 0, reader.count_answer) as ahead:
         ahead.ask([0, 1])
         assert ahead.fetch(0)["x"][0] == 0
         assert ahead._thread.ident is None
@@ -156,7 +156,7 @@ def test_without_a_thread_to_be_had_all_is_left_to_who_fetches(
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    with DecodePrefetcher(reader, 3, reader.answered) as ahead:
+    with DecodePrefetcher(reader, 3, reader.count_answer) as ahead:
         ahead.ask([0, 1])
         assert ahead.fetch(0)["x"][0] == 0
         ahead.release(0)
@@ -165,7 +165,7 @@ def test_without_a_thread_to_be_had_all_is_left_to_who_fetches(
 
 def test_the_end_waits_for_what_is_under_way_alone(reader: Reader) -> None:
     reader.gate.clear()
-    with DecodePrefetcher(reader, 3, reader.answered) as made:
+    with DecodePrefetcher(reader, 3, reader.count_answer) as made:
         made.ask([0, 1, 2])
         until(lambda: reader.tried)
         opener = threading.Timer(0.05, reader.gate.set)

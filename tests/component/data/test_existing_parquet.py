@@ -51,7 +51,7 @@ def columns_of(first: int, rows: int) -> dict[str, Any]:
     }
 
 
-def everything(store: Store, manifest: Manifest, reader: str = "arrow") -> dict[str, np.ndarray]:
+def read_columns(store: Store, manifest: Manifest, reader: str = "arrow") -> dict[str, np.ndarray]:
     opened = open_reader(reader, store, manifest)
     try:
         groups = [opened.fetch(group) for group in range(len(manifest.row_groups))]
@@ -81,7 +81,7 @@ def test_every_kind_of_column_from_folders_by_partition(
         Column("day", "datetime64[D]"),
         Column("year", "int64"),
     )
-    found, ids = everything(store, manifest, reader), np.arange(37)
+    found, ids = read_columns(store, manifest, reader), np.arange(37)
     assert np.array_equal(found["id"], ids)
     assert np.array_equal(found["x"], np.stack([ids, -ids, np.ones(37)], axis=1))
     assert np.array_equal(found["price"], ids / 4)
@@ -123,7 +123,7 @@ def test_timestamps_of_all_years_as_spark_writes_them(
     columns = {"t": pa.array(when, pa.timestamp("us")), "id": np.arange(40)}
     write(tmp_path, "a.parquet", columns, use_deprecated_int96_timestamps=True)
     store = Store.open(str(tmp_path))
-    found = everything(
+    found = read_columns(
         store, describe_parquet(store, ["t", *beside], transformed=True, piece_bytes=piece_bytes), reader
     )
     np.testing.assert_array_equal(found["t"], np.array(when, "datetime64[us]"))
@@ -138,7 +138,7 @@ def test_vectors_as_spark_writes_them(tmp_path: Path) -> None:
     store = Store.open(str(tmp_path))
     manifest = describe_parquet(store, ["v"])
     assert manifest.columns == (Column("v", "float32", (4,)),)
-    assert everything(store, manifest)["v"].tolist() == [
+    assert read_columns(store, manifest)["v"].tolist() == [
         [0, 5, 0, 6],
         [1, 2, 3, 4],
         [0, 0, 0, 0],
@@ -171,7 +171,7 @@ def test_lengths_that_add_up_by_chance_are_found_by_the_reader(tmp_path: Path) -
     write(tmp_path, "a.parquet", {"x": pa.array([[1.0, 1.0], [2.0], [3.0, 3.0, 3.0]])})
     store = Store.open(str(tmp_path))
     with pytest.raises(StoreError, match="arrays of a length other than 2"):
-        everything(store, describe_parquet(store, ["x"]))
+        read_columns(store, describe_parquet(store, ["x"]))
 
 
 def test_files_that_disagree_and_no_files(tmp_path: Path) -> None:

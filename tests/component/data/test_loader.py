@@ -56,7 +56,7 @@ class Rows:
         self.gate.set()
 
 
-def everything(made: StepLoader, epoch: int, size: int) -> list[StepRows]:
+def read_all_ranks(made: StepLoader, epoch: int, size: int) -> list[StepRows]:
     found = []
     for rank in range(size):
         with made.steps(epoch, 0, rank, size) as stream:
@@ -73,7 +73,7 @@ def test_p1_each_row_once_with_its_own_values(tmp_path: Path, size: int) -> None
     manifest = Manifest(COLUMNS, *read_footers(store, ["a.parquet"]), fingerprint="", content="")
     plan = DataPlan(manifest.group_rows, 8, 5, 3)
     with ArrowReader(store, manifest) as reader:
-        found = everything(StepLoader(plan, reader, reader.columns), 2, size)
+        found = read_all_ranks(StepLoader(plan, reader, reader.columns), 2, size)
     assert sorted(row for rows in found for row in rows.row_ids.tolist()) == list(range(37))
     for rows in found:
         assert np.array_equal(rows.columns["id"], rows.row_ids)
@@ -83,7 +83,7 @@ def test_p1_each_row_once_with_its_own_values(tmp_path: Path, size: int) -> None
 
 
 def test_a_rank_without_rows_gets_empty_arrays() -> None:
-    found = everything(StepLoader(PLAN, Rows(), COLUMNS), 0, 9)
+    found = read_all_ranks(StepLoader(PLAN, Rows(), COLUMNS), 0, 9)
     empty = [rows for rows in found if not len(rows)]
     assert empty
     for rows in empty:
@@ -140,7 +140,7 @@ def test_the_thread_sleeps_until_there_is_room_for_a_block(monkeypatch: pytest.M
     looked: list[threading.Thread] = []
     with StepLoader(plan, Rows(plan), COLUMNS, Prefetch(steps=4)).steps(0, 0, 0, 1) as stream:
 
-        def fits(fit: Callable[[], bool] = stream._fits) -> bool:
+        def check_fit(fit: Callable[[], bool] = stream._fits) -> bool:
             looked.append(threading.current_thread())
             return fit()
 
@@ -151,7 +151,7 @@ def test_the_thread_sleeps_until_there_is_room_for_a_block(monkeypatch: pytest.M
         assert are_ready(3)
         next(stream)
         assert are_ready(4)
-        monkeypatch.setattr(stream, "_fits", fits)
+        monkeypatch.setattr(stream, "_fits", check_fit)
         next(stream)
         time.sleep(0.1)
         assert stream._thread not in looked, "woken for one step, where there is no room for two"

@@ -21,7 +21,7 @@ from spark_elastic.training.spec import Rows, TrainSpec
 from tests.component.torch.job import CLASSES, RUN, SEED, WIDTH
 
 
-def dense() -> Any:
+def build_dense() -> Any:
     """One input, one output, row weights or class weights as the job says; penalties of weights, clipped gradients."""
     x = keras.Input((WIDTH,), name="x")
     hidden = keras.layers.Dense(20, activation="tanh", kernel_regularizer=keras.regularizers.L2(1e-3))(x)
@@ -36,12 +36,12 @@ def dense() -> Any:
     return model
 
 
-def squared(label: Any, output: Any) -> Any:
+def compute_squared_error(label: Any, output: Any) -> Any:
     """A loss that Keras knows nothing of."""
     return keras.ops.mean(keras.ops.square(label - output), axis=-1)
 
 
-def two_heads() -> Any:
+def build_two_heads() -> Any:
     """An embedding of whole numbers, two outputs, weighted losses, one the user's own; a schedule of rates."""
     x, kind = keras.Input((WIDTH,), name="x"), keras.Input((1,), dtype="int32", name="y")
     coded = keras.layers.Flatten()(keras.layers.Embedding(CLASSES, 4)(kind))
@@ -50,7 +50,7 @@ def two_heads() -> Any:
     model = keras.Model([x, kind], heads)
     rate = keras.optimizers.schedules.ExponentialDecay(0.05, 10, 0.9)
     optimizer = keras.optimizers.SGD(rate, momentum=0.9)
-    model.compile(optimizer, [squared, "mae"], loss_weights=[0.7, 0.002])
+    model.compile(optimizer, [compute_squared_error, "mae"], loss_weights=[0.7, 0.002])
     return model
 
 
@@ -111,13 +111,13 @@ class Job:
 
 
 JOBS = {
-    "one output": Job(dense, validates=True),
-    "row weights": Job(dense, weight="w", class_weight={1: 3.0, 2: 0.5}, validates=True),
-    "two outputs": Job(two_heads, features=("x", "y"), labels=("w", "id")),
+    "one output": Job(build_dense, validates=True),
+    "row weights": Job(build_dense, weight="w", class_weight={1: 3.0, 2: 0.5}, validates=True),
+    "two outputs": Job(build_two_heads, features=("x", "y"), labels=("w", "id")),
 }
 
 
-def plain(job: Job, store: Store, manifest: Manifest) -> tuple[list[Any], list[float]]:
+def train_plain(job: Job, store: Store, manifest: Manifest) -> tuple[list[Any], list[float]]:
     """(weights, the epochs' losses) of Keras's own steps, in one process, on the same plan."""
     table = pq.read_table(store.path("rows/part.parquet"))
     columns = {name: table[name].to_numpy() for name in ("y", "w", "id")}
@@ -136,8 +136,8 @@ def plain(job: Job, store: Store, manifest: Manifest) -> tuple[list[Any], list[f
                     weights = by_class if weights is None else weights * by_class
                 model.reset_metrics()
                 logs = model.train_on_batch(
-                    _one([columns[name][rows] for name in job.features]),
-                    _one([columns[name][rows] for name in job.labels]),
+                    _unwrap([columns[name][rows] for name in job.features]),
+                    _unwrap([columns[name][rows] for name in job.labels]),
                     sample_weight=weights,
                     return_dict=True,
                 )
@@ -163,5 +163,5 @@ def difference(ours: Sequence[Any], theirs: Sequence[Any]) -> float:
     return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(ours, theirs, strict=True))
 
 
-def _one(arrays: list[Any]) -> Any:
+def _unwrap(arrays: list[Any]) -> Any:
     return arrays[0] if len(arrays) == 1 else arrays

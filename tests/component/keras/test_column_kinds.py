@@ -22,7 +22,7 @@ from spark_elastic.state.run_lease import RunLease
 from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.spec import Rows, TrainSpec
-from tests.component.column_kinds import CLASSES, FEATURES, ROWS, data_in, numbers, whole, write
+from tests.component.column_kinds import CLASSES, FEATURES, ROWS, data_in, numbers, read_table, write
 from tests.component.injected_faults import await_fault, inject_faults, kill
 from tests.component.keras.job import Job, difference, weights_of
 from tests.component.torch.job import RUN, SEED, Follower, NoDiscovery, ledger_of
@@ -92,9 +92,9 @@ class Kinds(Job):
 JOB = Kinds(five_inputs, epochs=2, workers=2)
 
 
-def plain(job: Job, store: Store, manifest: Manifest) -> list[Any]:
+def train_plain(job: Job, store: Store, manifest: Manifest) -> list[Any]:
     """The weights of Keras's own steps, in one process over the whole table in memory."""
-    table = whole(store, manifest)
+    table = read_table(store, manifest)
     try:
         model, plan = job.archive().load(), job.plan(manifest)
         for epoch in range(job.epochs):
@@ -107,7 +107,7 @@ def plain(job: Job, store: Store, manifest: Manifest) -> list[Any]:
     return weights
 
 
-def trained(job: Job, folder: Path, inject_fault: Any) -> LaunchResult:
+def check_training(job: Job, folder: Path, inject_fault: Any) -> LaunchResult:
     """The launch's result, once it is seen to be what undisturbed training gives. inject_fault: in epoch 1."""
     write(folder, "arrow")
     store, manifest = data_in(folder)
@@ -124,7 +124,7 @@ def trained(job: Job, folder: Path, inject_fault: Any) -> LaunchResult:
     with inject_faults(folder / "faults", {"epoch 1": lambda: inject_fault(launcher, store)}):
         result = supervise(launcher, NoDiscovery(), site, limits, ElasticConfig(), "test", Follower())
     assert ledger_of(folder / "ledger") == {(epoch, row): 1 for epoch in range(2) for row in range(ROWS)}
-    assert difference(weights_of(store), plain(job, store, manifest)) < 1e-9
+    assert difference(weights_of(store), train_plain(job, store, manifest)) < 1e-9
     return result
 
 
@@ -143,7 +143,7 @@ def test_p1_p2_every_kind_of_column_under_a_kill(tmp_path: Path, fault: Fault) -
     def inject_fault(launcher: ProcessLauncher, store: Store) -> None:
         fault(kill, launcher, min(launcher.slots()))
 
-    assert len(trained(JOB, tmp_path, inject_fault).worlds) > 1, "nobody was lost"
+    assert len(check_training(JOB, tmp_path, inject_fault).worlds) > 1, "nobody was lost"
 
 
 @pytest.mark.faults
@@ -153,5 +153,5 @@ def test_p7_every_kind_of_column_when_all_workers_are_killed(tmp_path: Path, fau
         for slot in launcher.slots():
             fault(kill, launcher, slot)
 
-    worlds = trained(replace(JOB, checkpoint_steps=3), tmp_path, inject_fault).worlds
+    worlds = check_training(replace(JOB, checkpoint_steps=3), tmp_path, inject_fault).worlds
     assert any("continues from checkpoint" in world.reason for world in worlds)

@@ -21,7 +21,7 @@ from spark_elastic.state.checkpoint import CheckpointStore
 from spark_elastic.state.run_lease import RunLease
 from spark_elastic.testing.fakes import ProcessLauncher
 from tests.component.injected_faults import await_fault, inject_faults, kill
-from tests.component.keras.job import JOBS, Job, difference, plain, weights_of
+from tests.component.keras.job import JOBS, Job, difference, train_plain, weights_of
 from tests.component.torch.job import ROWS, RUN, Follower, NoDiscovery, ledger_of, make_data
 from tests.patience import until
 from tests.scenarios import Fault
@@ -102,7 +102,7 @@ def test_p1_p2_p3_p4_with_two_kills(tmp_path: Path, fault: Fault) -> None:
     )
     assert len(killed) == 2
     assert len(result.worlds) > 1, "nobody was lost"
-    theirs, losses = plain(job, *data)
+    theirs, losses = train_plain(job, *data)
     assert difference(weights_of(data[0]), theirs) < 1e-9
     history = json.loads(result.results[0])["history"]
     assert [epoch["loss"] for epoch in history] == pytest.approx(losses, rel=1e-9)
@@ -128,4 +128,4 @@ def test_p7_all_workers_are_lost_and_training_continues_from_the_last_checkpoint
     assert [w for w in result.worlds if "continues from checkpoint" in w.reason], (
         "nobody began from a checkpoint"
     )
-    assert difference(weights_of(data[0]), plain(job, *data)[0]) < 1e-9
+    assert difference(weights_of(data[0]), train_plain(job, *data)[0]) < 1e-9

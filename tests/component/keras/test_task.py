@@ -14,9 +14,9 @@ import pytest
 from elastic_collectives import Group
 from spark_elastic.protocol.types import INITIAL_VERSION
 from tests.checkpoints import reload_from_checkpoint
-from tests.component.keras.job import JOBS, difference, plain, weights_of
+from tests.component.keras.job import JOBS, difference, train_plain, weights_of
 from tests.component.torch.job import ROWS, make_data
-from tests.unit.torch.worlds import in_a_world
+from tests.unit.torch.worlds import run_in_world
 
 pytestmark = [
     pytest.mark.native,
@@ -48,11 +48,11 @@ def test_p2_a_world_of_two_equals_keras(name: str, tmp_path: Path) -> None:
         task.close()
         return outcome
 
-    outcomes = in_a_world(2, work, timeout=150.0)  # TensorFlow traces for seconds, in both threads
+    outcomes = run_in_world(2, work, timeout=150.0)  # TensorFlow traces for seconds, in both threads
     keras.config.set_floatx("float32")
     results = [json.loads(outcome.result) for outcome in outcomes]
     assert len({result["digest"] for result in results}) == 1
-    theirs, losses = plain(job, store, manifest)
+    theirs, losses = train_plain(job, store, manifest)
     assert difference(weights_of(store), theirs) < 1e-9
     history = results[0]["history"]
     assert [epoch["loss"] for epoch in history] == pytest.approx(losses, rel=1e-9)

@@ -30,7 +30,7 @@ def batch_of(step: int) -> tuple[Any, Any]:
     return draw.normal(size=(ROWS, 4)), draw.normal(size=(ROWS, 1))
 
 
-def shares(step: int, rank: int, size: int) -> Any:
+def iterate_shares(step: int, rank: int, size: int) -> Any:
     """That rank's rows of all batches from `step` on."""
     while True:
         x, y = batch_of(step)
@@ -49,7 +49,7 @@ def net(seed: int) -> Any:
             self.parts = [self.add_weight(shape=s, initializer=first) for s in ((4, 3), (3,), (3, 1), (1,))]
 
         def call(self, x: Any) -> Any:
-            return forward(x, [part.value for part in self.parts])
+            return compute_output(x, [part.value for part in self.parts])
 
         def compute_loss(self, x: Any, y: Any, y_pred: Any, *rest: Any, **how: Any) -> Any:
             return (y - y_pred).square().mean()
@@ -59,7 +59,7 @@ def net(seed: int) -> Any:
     return model
 
 
-def forward(x: Any, weights: list[Any]) -> Any:
+def compute_output(x: Any, weights: list[Any]) -> Any:
     return torch.tanh(x @ weights[0] + weights[1]) @ weights[2] + weights[3]
 
 
@@ -100,7 +100,7 @@ def train(folder: str) -> dict[str, Any]:
     def loop(state: Any) -> None:
         first = state.epoch * STEPS + state.batch
         history = model.fit(
-            shares(first, hvd.rank(), hvd.size()),
+            iterate_shares(first, hvd.rank(), hvd.size()),
             initial_epoch=state.epoch,
             epochs=EPOCHS,
             steps_per_epoch=STEPS,
@@ -122,12 +122,12 @@ def train(folder: str) -> dict[str, Any]:
         "position": (state.epoch, state.batch),
         "weights": values(model.weights),
         "slots": values(model.optimizer.variables),
-        "second": second(hvd, Path(folder, f"{hvd.rank()}.keras")),
+        "second": train_twice(hvd, Path(folder, f"{hvd.rank()}.keras")),
         "tensorflow": "spark_elastic.tensorflow" in sys.modules,
     }
 
 
-def second(hvd: Any, saved: Path) -> list[Any]:
+def train_twice(hvd: Any, saved: Path) -> list[Any]:
     """All variables after a fit that begins with rank 0's, and a fit of what was saved of it."""
     import keras
 
@@ -138,14 +138,14 @@ def second(hvd: Any, saved: Path) -> list[Any]:
     )
     model.compile(adam, "mse")
     begin = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
-    model.fit(shares(0, hvd.rank(), hvd.size()), steps_per_epoch=4, verbose=0, callbacks=begin)
+    model.fit(iterate_shares(0, hvd.rank(), hvd.size()), steps_per_epoch=4, verbose=0, callbacks=begin)
     model.save(saved)
     loaded = hvd.load_model(saved)
-    loaded.fit(shares(4, hvd.rank(), hvd.size()), steps_per_epoch=2, verbose=0)
+    loaded.fit(iterate_shares(4, hvd.rank(), hvd.size()), steps_per_epoch=2, verbose=0)
     return [*values(model.weights), *values(loaded.weights), *values(loaded.optimizer.variables)]
 
 
-def plain(initial: list[Any]) -> list[torch.Tensor]:
+def train_plain(initial: list[Any]) -> list[torch.Tensor]:
     """The first training in one process, by torch alone: SGD with momentum, at rates that warm up for two workers."""
     weights = [torch.tensor(array, requires_grad=True) for array in initial]
     velocities = [torch.zeros_like(weight) for weight in weights]
@@ -153,7 +153,7 @@ def plain(initial: list[Any]) -> list[torch.Tensor]:
     for step in range(EPOCHS * STEPS):
         x, y = map(torch.from_numpy, batch_of(step))
         before, rate = rate, RATE * (min((step + 1) / STEPS, 1.0) + 1) / 2
-        loss = (y - forward(x, weights)).square().mean()
+        loss = (y - compute_output(x, weights)).square().mean()
         gradients = torch.autograd.grad(loss, weights)
         with torch.no_grad():
             for weight, velocity, gradient in zip(weights, velocities, gradients, strict=True):
@@ -177,7 +177,7 @@ def test_a_worker_dies_in_the_middle_of_an_epoch_and_another_takes_its_place(
     assert len(leader["trained"]) <= EPOCHS * STEPS + 1, "more than the step in flight was taken again"
     for what in ("weights", "slots", "second"):
         assert all(map(np.array_equal, leader[what], joiner[what])), f"replicas differ in {what}"
-    for got, expected in zip(leader["weights"], plain(leader["initial"]), strict=True):
+    for got, expected in zip(leader["weights"], train_plain(leader["initial"]), strict=True):
         assert np.abs(got - expected.numpy()).max() / np.abs(got).max() < 1e-9
     assert leader["rates"][:STEPS] == [RATE * (step / STEPS + 1) / 2 for step in range(1, STEPS + 1)]
     assert leader["own"][-1] != joiner["own"][-1]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.component.local.watched import watched
+from tests.component.local.watched import start_watched
 from tests.scenarios import Fault
 
 HELD = 7.0  # seconds by which the workers' polls, which are held for 8, have been open when the driver stops
@@ -23,13 +23,13 @@ def test_r12_a_pause_shorter_than_the_timeout_ends_no_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPARK_ELASTIC_DRIVER_TIMEOUT", str(TIMEOUT))
-    with watched(tmp_path, Fault(True), "-np", "2", "-H", "localhost:2") as job:
+    with start_watched(tmp_path, Fault(True), "-np", "2", "-H", "localhost:2") as job:
         before = job.await_size(2)
         time.sleep(HELD)
         job.process.send_signal(signal.SIGSTOP)
         time.sleep(PAUSE)
         job.process.send_signal(signal.SIGCONT)
         time.sleep(2.0)  # whatever follows from it
-        assert [line["pid"] for line in job.newest()] == [line["pid"] for line in before]
+        assert [line["pid"] for line in job.find_newest()] == [line["pid"] for line in before]
         assert job.stop() == 0
         assert job.sizes() == [2]

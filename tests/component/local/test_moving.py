@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pages import blocks, changed
+from tests.pages import apply_diff, blocks
 from tests.sources import PACKAGES
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(180)]
@@ -20,7 +20,7 @@ def test_a_script_of_horovods_runs(tmp_path: Path, form: str) -> None:
     (before,) = blocks("moving-from-horovod.md", "python")
     one_line, diff = blocks("moving-from-horovod.md", "diff")
     script = tmp_path / "train.py"
-    script.write_text(changed(before, one_line if form == "one line" else diff))
+    script.write_text(apply_diff(before, one_line if form == "one line" else diff))
     command = [sys.executable, "-m", "spark_elastic.cli", "-np", "2", "python", str(script)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, PACKAGES.values()))}
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=150, env=environment)

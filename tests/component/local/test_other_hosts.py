@@ -13,11 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.hosts import PRIVATE, SSHD, Hosts, why_not
+from tests.hosts import PRIVATE, SSHD, Hosts, find_obstacle
 from tests.leaks import SessionOwned
 from tests.patience import until
 
-MISSING = why_not() or ("" if shutil.which(SSHD) else f"{SSHD} is not installed (package openssh-server)")
+MISSING = find_obstacle() or (
+    "" if shutil.which(SSHD) else f"{SSHD} is not installed (package openssh-server)"
+)
 pytestmark = [
     pytest.mark.native,
     pytest.mark.timeout(120),
@@ -34,7 +36,7 @@ SECONDS = 15.0  # in which a mistake is answered, on a busy machine
 @pytest.fixture(scope="module")
 def hosts(session_owned: SessionOwned) -> Iterator[Hosts]:
     """h0, where jobs are started, and h1 to h4, whose sshd listens at port 2222; h3 has none, h4 lacks the package."""
-    with session_owned.adopting():
+    with session_owned.adopt():
         made = Hosts(5)
         made.__enter__()
     try:
@@ -49,7 +51,7 @@ def hosts(session_owned: SessionOwned) -> Iterator[Hosts]:
         ask = [sys.executable, "-I", "-c", "import spark_elastic; print(spark_elastic.__path__[0])"]
         installed = subprocess.run(ask, capture_output=True, text=True, check=False).stdout.split()
         for folder in {str(ROOT / "spark_elastic"), *installed}:
-            subprocess.run(made.within(4, "mount", "-t", "tmpfs", "tmpfs", folder), check=True)
+            subprocess.run(made.build_command(4, "mount", "-t", "tmpfs", "tmpfs", folder), check=True)
         yield made
     finally:
         made.__exit__(None, None, None)
@@ -72,7 +74,7 @@ class Job:
             hosts.file(0, f"{TMP}/errors").open("wb") as errors,
         ):
             self.process = subprocess.Popen(
-                hosts.within(0, *command), stdout=out, stderr=errors, env={**os.environ, **ours}
+                hosts.build_command(0, *command), stdout=out, stderr=errors, env={**os.environ, **ours}
             )
 
     def output(self) -> str:
@@ -82,12 +84,12 @@ class Job:
         return self._hosts.file(0, f"{TMP}/errors").read_text()
 
     def await_lines(self, *lines: str) -> None:
-        def there() -> bool:
+        def has_lines() -> bool:
             assert self.process.poll() is None, self.errors()
             return all(line in self.output() for line in lines)
 
         try:
-            until(there)
+            until(has_lines)
         except AssertionError as error:
             raise AssertionError(f"{error}: {self.output()} {self.errors()}") from error
 

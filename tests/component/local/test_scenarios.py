@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.component.local.watched import Watched, watched
+from tests.component.local.watched import Watched, start_watched
 from tests.scenarios import Fault
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(180)]
@@ -34,13 +34,13 @@ def _list(folder: Path, hosts: str) -> None:
     draft.rename(folder / "hosts")
 
 
-def _no_step_is_lost(job: Watched) -> None:
+def _check_no_step_is_lost(job: Watched) -> None:
     """Rank 0's steps follow each other over all worlds."""
     steps = [line["step"] for line in job.lines() if line["rank"] == 0]
     assert steps == list(range(1, len(steps) + 1))
 
 
-def _same_place(one: dict[str, Any], other: dict[str, Any]) -> bool:
+def _has_same_rank(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether these lines are of the same rank of the same world."""
     return all(one[name] == other[name] for name in ("generation", "rank"))
 
@@ -49,7 +49,7 @@ def _same_place(one: dict[str, Any], other: dict[str, Any]) -> bool:
 def test_hosts_added_and_removed(tmp_path: Path, fault: Fault) -> None:
     script = _script(tmp_path, "localhost:1")
     options = ("-np", "1", "--max-np", "2", "--host-discovery-script", script)
-    with watched(tmp_path, fault, *options) as job:
+    with start_watched(tmp_path, fault, *options) as job:
         leader = job.await_size(1)[0]["pid"]
         fault(_list, tmp_path, "localhost:1,127.0.0.2:1")
         both = job.await_size(2)
@@ -59,14 +59,14 @@ def test_hosts_added_and_removed(tmp_path: Path, fault: Fault) -> None:
         assert job.await_size(1)[0]["pid"] == both[1]["pid"]
         assert job.stop() == 0
         assert job.sizes() == [1, 2, 1]
-        _no_step_is_lost(job)
+        _check_no_step_is_lost(job)
 
 
 @pytest.mark.scenario("E2")
 def test_single_rank_failure_with_discovery(tmp_path: Path, fault: Fault) -> None:
     script = _script(tmp_path, "localhost:2,127.0.0.2:2")
     options = ("-np", "4", "--min-np", "1", *LONG, "--host-discovery-script", script)
-    with watched(tmp_path, fault, *options) as job:
+    with start_watched(tmp_path, fault, *options) as job:
         before = job.await_size(4)
         fault(job.order, 0, "raise")
         after = job.await_size(3)
@@ -79,7 +79,7 @@ def test_single_rank_failure_with_discovery(tmp_path: Path, fault: Fault) -> Non
 @pytest.mark.parametrize(("how", "sizes"), [("exit", [4, 3]), ("kill", [4, 3, 4])])
 def test_fault_tolerance_without_scaling(tmp_path: Path, fault: Fault, how: str, sizes: list[int]) -> None:
     """A crash keeps its slot out for the cooldown; a process that was killed is followed by its spare."""
-    with watched(tmp_path, fault, *FIXED, *LONG) as job:
+    with start_watched(tmp_path, fault, *FIXED, *LONG) as job:
         before = job.await_size(4)
         fault(job.order, 0, how)
         job.wait_for(lambda: len(job.sizes()) > 1, "second world")
@@ -92,10 +92,10 @@ def test_fault_tolerance_without_scaling(tmp_path: Path, fault: Fault, how: str,
 
 @pytest.mark.scenario("E4")
 def test_all_ranks_failure(tmp_path: Path, fault: Fault) -> None:
-    with watched(tmp_path, fault, *FIXED) as job:
+    with start_watched(tmp_path, fault, *FIXED) as job:
         job.await_size(4)
         fault(job.order, "all", "raise")
-        assert job.ended() == 1
+        assert job.wait_for_exit() == 1
         assert "WorkerFailed" in job.stderr()
         assert "ordered of process" in job.stderr()
 
@@ -104,20 +104,20 @@ def test_all_ranks_failure(tmp_path: Path, fault: Fault) -> None:
 def test_all_hosts_blacklisted(tmp_path: Path, fault: Fault) -> None:
     """The only slot of each host fails: nothing is gained by waiting for the timeout."""
     hosts = ("-np", "2", "--min-np", "1", "-H", "localhost:1,127.0.0.2:1", "--elastic-timeout", "30")
-    with watched(tmp_path, fault, *hosts, *LONG) as job:
+    with start_watched(tmp_path, fault, *hosts, *LONG) as job:
         job.await_size(2)
         fault(job.order, "all", "exit")
-        assert job.ended() == 1
+        assert job.wait_for_exit() == 1
         assert "all hosts are blacklisted since their workers failed: 127.0.0.2, localhost" in job.stderr()
 
 
 @pytest.mark.scenario("E6")
 def test_min_hosts_timeout(tmp_path: Path, fault: Fault) -> None:
     options = ("-np", "2", "--min-np", "2", "-H", "localhost:2", "--elastic-timeout", "20")
-    with watched(tmp_path, fault, *options, *LONG) as job:
+    with start_watched(tmp_path, fault, *options, *LONG) as job:
         job.await_size(2)
         fault(job.order, 1, "exit")
-        assert job.ended() == 1
+        assert job.wait_for_exit() == 1
         assert "1 workers came within 20 s and 2 are needed (min_workers)" in job.stderr()
         assert "cooling down:" in job.stderr()
 
@@ -126,13 +126,13 @@ def test_min_hosts_timeout(tmp_path: Path, fault: Fault) -> None:
 @pytest.mark.parametrize("limit", [1, 2])
 def test_reset_limit(tmp_path: Path, fault: Fault, limit: int) -> None:
     options = ("-np", "3", "--min-np", "1", "-H", "localhost:3", "--reset-limit", str(limit))
-    with watched(tmp_path, fault, *options, *LONG) as job:
+    with start_watched(tmp_path, fault, *options, *LONG) as job:
         job.await_size(3)
         fault(job.order, 2, "exit")
         job.await_size(2)
         fault(job.order, 1, "exit")
         if limit == 1:
-            assert job.ended() == 1
+            assert job.wait_for_exit() == 1
             assert "(reset_limit 1)" in job.stderr()
         else:
             job.await_size(1)
@@ -143,14 +143,14 @@ def test_reset_limit(tmp_path: Path, fault: Fault, limit: int) -> None:
 def test_resurrecting_blacklisted_hosts_exponential_backoff(tmp_path: Path, fault: Fault) -> None:
     options = ("-np", "2", "--min-np", "1", "-H", "localhost:1,127.0.0.2:1")
     away = []
-    with watched(tmp_path, fault, *options, "--blacklist-cooldown-range", "1.5", "20") as job:
+    with start_watched(tmp_path, fault, *options, "--blacklist-cooldown-range", "1.5", "20") as job:
         for _ in range(2):
             before = job.await_size(2)[1]
             fault(job.order, 1, "exit")
             after = job.await_size(2, after=before["generation"])[1]
             assert after["host"] == before["host"]
-            left = max(line["wall"] for line in job.lines() if _same_place(line, before))
-            back = min(line["wall"] for line in job.lines() if _same_place(line, after))
+            left = max(line["wall"] for line in job.lines() if _has_same_rank(line, before))
+            back = min(line["wall"] for line in job.lines() if _has_same_rank(line, after))
             away.append(back - left)
         assert job.stop() == 0
         assert job.sizes() == [2, 1, 2, 1, 2]

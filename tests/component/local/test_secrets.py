@@ -71,11 +71,11 @@ class Traces(io.StringIO):
     def write(self, text: str) -> int:
         written = super().write(text)
         if "look now" in text and not self.looked.exists():
-            self._look()
+            self._look_at_processes()
             self.looked.touch()
         return written
 
-    def _look(self) -> None:
+    def _look_at_processes(self) -> None:
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.Error):  # it ended meanwhile
                 self.seen[f"arguments of {process.pid}"] = " ".join(process.cmdline()).encode()

@@ -23,7 +23,7 @@ def test_a_slots_process_says_why_the_slot_ended(key: bytes) -> None:
         launcher.start(SlotSpec(address=driver.server.address, key=key, attempt=ATTEMPT), posted.put)
         launcher.launch(1)
         if key == KEY:
-            slot = driver.heard(RegisterSlot).slot
+            slot = driver.await_event(RegisterSlot).slot
             driver.server.release_slot(slot, "localhost has no torch")
         ended = posted.get(timeout=30.0)
         assert isinstance(ended, LaunchEnded)
@@ -41,7 +41,7 @@ def test_a_slots_process_ignores_ctrl_c() -> None:
     try:
         launcher.start(SlotSpec(address=driver.server.address, key=KEY, attempt=ATTEMPT), posted.put)
         launcher.launch(1)
-        slot = driver.heard(RegisterSlot).slot
+        slot = driver.await_event(RegisterSlot).slot
         launcher.kill(1, signal.SIGINT)
         driver.server.release_slot(slot, "the caller was interrupted")
         ended = posted.get(timeout=30.0)

@@ -82,13 +82,13 @@ class Unread(OutputListener):
 def release_later(program: Held, began: threading.Event, read: threading.Event) -> threading.Thread:
     """Twice the timeout after training began people read again, and the program ends."""
 
-    def later() -> None:
+    def read_later() -> None:
         began.wait(60)
         threading.Event().wait(2 * TIMEOUT)
         read.set()
         program.release()
 
-    thread = threading.Thread(target=later)
+    thread = threading.Thread(target=read_later)
     thread.start()
     return thread
 
@@ -110,12 +110,12 @@ def test_a_terminal_that_does_not_read_costs_no_world() -> None:
     later = release_later(program, began, read)
     lines: list[str] = []
 
-    def reads() -> None:
+    def read_lines() -> None:
         read.wait(60)
         with os.fdopen(ends[0]) as stream:
             lines.extend(stream)
 
-    reader = threading.Thread(target=reads)
+    reader = threading.Thread(target=read_lines)
     reader.start()
     with os.fdopen(ends[1], "w") as stream:
         output = Unread(stream, SystemClock(), timestamps=False, show_messages=True, show_output=True)
@@ -156,13 +156,13 @@ def test_a_log_handler_that_blocks_costs_no_world() -> None:
     cluster = local(program, Reached)
     collector, root = Collector(began, read), logging.getLogger()
 
-    def strange() -> None:
+    def send_unauthenticated() -> None:
         began.wait(60)
         host, port = cluster.address.split(":")
         with socket.create_connection((host, int(port))) as connection:
             connection.sendall(b"garbage\r\n\r\n")
 
-    stranger = threading.Thread(target=strange)
+    stranger = threading.Thread(target=send_unauthenticated)
     later = release_later(program, began, read)
     stranger.start()
     root.addHandler(collector)

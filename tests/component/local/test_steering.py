@@ -22,7 +22,7 @@ from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.protocol.types import Limits
 from spark_elastic.state.checkpoint import CheckpointStore
 from spark_elastic.testing.fakes import CountingProgram
-from tests.component.local.watched import watched
+from tests.component.local.watched import start_watched
 from tests.component.worker.moments import Held
 from tests.patience import until
 from tests.scenarios import Fault
@@ -103,13 +103,13 @@ def test_a_run_id_resumes_after_its_command_was_killed(tmp_path: Path) -> None:
     fault, folders = Fault(on=True), [tmp_path / name for name in ("first", "second")]
     for folder in folders:
         folder.mkdir()
-    with watched(folders[0], fault, "-np", "2", *durable) as job:
+    with start_watched(folders[0], fault, "-np", "2", *durable) as job:
         store = Store.open(str(tmp_path / "store"))
         job.wait_for(lambda: bool(CheckpointStore(store, "mine").read_published()), "a durable commit")
         job.process.kill()
-        assert job.ended() == -signal.SIGKILL
+        assert job.wait_for_exit() == -signal.SIGKILL
     newest = max(each.position.step for each in CheckpointStore(store, "mine").read_published())
-    with watched(folders[1], fault, "-np", "1", *durable) as job:
+    with start_watched(folders[1], fault, "-np", "1", *durable) as job:
         assert job.await_size(1)
         assert job.stop() == 0
         assert job.lines()[0]["step"] == newest + 1

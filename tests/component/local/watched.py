@@ -40,7 +40,7 @@ class Watched:
         text = log.read_text() if log.exists() else ""
         return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
 
-    def newest(self) -> list[dict[str, Any]]:
+    def find_newest(self) -> list[dict[str, Any]]:
         """One line per rank of the newest world that took a step, in rank order."""
         lines = self.lines()
         generation = max((line["generation"] for line in lines), default=0)
@@ -54,12 +54,12 @@ class Watched:
     def await_size(self, size: int, after: int = 0) -> list[dict[str, Any]]:
         """The newest world's lines once it is of that size and each of its ranks took a step. after: a generation."""
 
-        def there() -> list[dict[str, Any]]:
-            newest = self.newest()
+        def find_world() -> list[dict[str, Any]]:
+            newest = self.find_newest()
             whole = [line["size"] for line in newest] == [size] * size
             return newest if whole and newest[0]["generation"] > after else []
 
-        return self.wait_for(there, f"a world of {size}")
+        return self.wait_for(find_world, f"a world of {size}")
 
     def wait_for(self, look: Callable[[], T], what: str) -> T:
         """The first truthy answer of `look`."""
@@ -79,9 +79,9 @@ class Watched:
     def stop(self) -> int:
         """Let the job end well; returns its exit code."""
         (self.folder / "stop").touch()
-        return self.ended()
+        return self.wait_for_exit()
 
-    def ended(self) -> int:
+    def wait_for_exit(self) -> int:
         return self.process.wait(WAIT if self._fault.on else WAIT_IN_VAIN)
 
     def stderr(self) -> str:
@@ -99,7 +99,7 @@ class Watched:
 
 
 @contextmanager
-def watched(folder: Path, fault: Fault, *options: str) -> Iterator[Watched]:
+def start_watched(folder: Path, fault: Fault, *options: str) -> Iterator[Watched]:
     job = Watched(folder, fault, *options)
     try:
         yield job

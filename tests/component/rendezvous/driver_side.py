@@ -66,7 +66,7 @@ class Driver:
     def port(self) -> int:
         return int(self.server.address.rpartition(":")[2])
 
-    def heard(self, kind: type[E]) -> E:
+    def await_event(self, kind: type[E]) -> E:
         """The next event or message of that kind; earlier ones of other kinds are dropped."""
         while True:
             event = self.events.get(timeout=PATIENCE)
@@ -86,7 +86,7 @@ class Driver:
         self._clients.append(made)
         return made
 
-    def aside(self, call: Callable[[], R]) -> Future[R]:
+    def call_in_thread(self, call: Callable[[], R]) -> Future[R]:
         """`call` in a thread of its own."""
         future: Future[R] = Future()
 
@@ -101,7 +101,7 @@ class Driver:
         thread.start()
         return future
 
-    def in_loop(self, look: Callable[[], R]) -> R:
+    def call_in_loop(self, look: Callable[[], R]) -> R:
         """What `look` sees in the server's event loop thread."""
         seen: queue.Queue[R] = queue.Queue()
         self.server._submit(lambda: seen.put(look()))
@@ -111,7 +111,7 @@ class Driver:
         """Returns when the server holds that many long polls open."""
         waiters = self.server._state.waiters
         deadline = time.monotonic() + PATIENCE
-        while (held := self.in_loop(lambda: sum(map(len, waiters._by_topic.values())))) != number:
+        while (held := self.call_in_loop(lambda: sum(map(len, waiters._by_topic.values())))) != number:
             assert time.monotonic() < deadline, f"{held} long polls are open, not {number}"
             time.sleep(0.002)
 
@@ -190,7 +190,7 @@ class Stranger:
         assert status == 200
         return str(json.loads(body)["session"])
 
-    def signed(self, path: str, body: bytes, session: str | None = None, count: int | None = None) -> str:
+    def sign(self, path: str, body: bytes, session: str | None = None, count: int | None = None) -> str:
         self._count += 1
         number = self._count if count is None else count
         return auth.sign_request(self._key, path, session or self.session(), number, body).header()

@@ -37,20 +37,22 @@ JSON = st.recursive(
 )
 
 
-def _of_the_wire(hint: Any) -> st.SearchStrategy[Any]:
+def _generate_wire_values(hint: Any) -> st.SearchStrategy[Any]:
     """Values of a type hint as JSON: mostly what the wire takes."""
     origin, arguments = getattr(hint, "__origin__", None), getattr(hint, "__args__", ())
     if hint is Fence:
         return st.just({"attempt": ATTEMPT, "generation": 1})
     if dataclasses.is_dataclass(hint):
         hints = get_type_hints(hint)
-        return st.fixed_dictionaries({f.name: _of_the_wire(hints[f.name]) for f in dataclasses.fields(hint)})
+        return st.fixed_dictionaries(
+            {f.name: _generate_wire_values(hints[f.name]) for f in dataclasses.fields(hint)}
+        )
     if isinstance(hint, type) and issubclass(hint, Enum):
         return st.sampled_from([member.value for member in hint])
     if origin is tuple:
-        return st.lists(_of_the_wire(arguments[0]), max_size=3)
+        return st.lists(_generate_wire_values(arguments[0]), max_size=3)
     if type(None) in arguments:
-        return st.none() | st.one_of(*(_of_the_wire(a) for a in arguments if a is not type(None)))
+        return st.none() | st.one_of(*(_generate_wire_values(a) for a in arguments if a is not type(None)))
     if origin is dict:
         return st.dictionaries(NAMES, JSON, max_size=4)
     kinds = {str: NAMES, int: NUMBERS, float: st.floats(0, 1e9), bool: st.booleans()}
@@ -59,7 +61,7 @@ def _of_the_wire(hint: Any) -> st.SearchStrategy[Any]:
 
 def _messages(request: type[Request[Any]]) -> st.SearchStrategy[Any]:
     """Well formed, with a field replaced by anything, or anything at all."""
-    good = _of_the_wire(request)
+    good = _generate_wire_values(request)
     fields = [field.name for field in dataclasses.fields(request)]  # type: ignore[arg-type]
     spoilt = st.builds(lambda m, name, value: m | {name: value}, good, st.sampled_from(fields), JSON)
     return good | spoilt | JSON
@@ -93,7 +95,7 @@ def with_key(asking: http.client.HTTPConnection, request_class: type[Request[Any
     return ask
 
 
-def without_key(asking: http.client.HTTPConnection) -> Asks:
+def ask_without_key(asking: http.client.HTTPConnection) -> Asks:
     """Whoever lacks the key learns nothing."""
     paths = st.sampled_from([auth.HELLO, *(path_of(cls) for cls in REQUESTS)])
     digits = st.text("0123456789abcdef", min_size=64, max_size=64)

@@ -33,15 +33,15 @@ def stranger(driver: Driver) -> Iterator[Stranger]:
     yield Stranger(driver.port)
     assert driver.events.empty()
     assert driver.client().ask(Heartbeat("9-0")).stop is None
-    assert driver.heard(Heartbeat).slot == "9-0"
+    assert driver.await_event(Heartbeat).slot == "9-0"
 
 
 def test_what_is_well_signed_is_let_in(driver: Driver) -> None:
     """The requests below fail for what they say they fail for."""
     honest = Stranger(driver.port)
-    status, _ = honest.request(PATH, BEAT.encode(), honest.signed(PATH, BEAT.encode()))
+    status, _ = honest.request(PATH, BEAT.encode(), honest.sign(PATH, BEAT.encode()))
     assert status == 200
-    assert driver.heard(Heartbeat).slot == "1-0"
+    assert driver.await_event(Heartbeat).slot == "1-0"
 
 
 def test_no_path_answers_the_unsigned(stranger: Stranger) -> None:
@@ -52,21 +52,21 @@ def test_no_path_answers_the_unsigned(stranger: Stranger) -> None:
 
 def test_a_forged_signature_is_refused(stranger: Stranger) -> None:
     body, session = BEAT.encode(), stranger.session()
-    good = stranger.signed(PATH, body, session)
+    good = stranger.sign(PATH, body, session)
     forged = [
-        Stranger(stranger._port, b"guess").signed(PATH, body, session),
+        Stranger(stranger._port, b"guess").sign(PATH, body, session),
         good[:-1] + ("0" if good[-1] != "0" else "1"),
         good.replace("Elastic", "Basic"),
         f"Elastic {session}.5",
         f"Elastic {session}.-5.{'0' * 64}",
         f"Elastic {session}.²5.{'0' * 64}",
-        stranger.signed("/rendezvous/WorkerExited", body, session),
-        stranger.signed(PATH, body + b" ", session),
-        stranger.signed(PATH, body, auth.create_id()),
+        stranger.sign("/rendezvous/WorkerExited", body, session),
+        stranger.sign(PATH, body + b" ", session),
+        stranger.sign(PATH, body, auth.create_id()),
     ]
     for header in forged:
         assert stranger.request(PATH, body, header) == (401, b""), header
-    header = stranger.signed(PATH, body, session)
+    header = stranger.sign(PATH, body, session)
     assert stranger.request(PATH + "?slot=2", body, header)[0] == 401
     assert stranger.request(PATH, body, header, "PUT")[0] == 401
 
@@ -79,10 +79,10 @@ def test_a_forged_hello_is_refused(stranger: Stranger) -> None:
 def test_a_recorded_request_cannot_be_played_again(driver: Driver) -> None:
     thief = Stranger(driver.port)
     body, session = BEAT.encode(), thief.session()
-    recorded = [thief.signed(PATH, body, session, count) for count in (1, 2, 3)]
+    recorded = [thief.sign(PATH, body, session, count) for count in (1, 2, 3)]
     for header in recorded:
         assert thief.request(PATH, body, header)[0] == 200
-        driver.heard(Heartbeat)
+        driver.await_event(Heartbeat)
     for header in reversed(recorded):
         assert thief.request(PATH, body, header) == (401, b"")
     assert driver.events.empty()
@@ -95,22 +95,22 @@ def test_a_replayed_hello_is_worth_nothing(stranger: Stranger) -> None:
     assert stranger.request(auth.HELLO, b"", hello) == first
     session = str(json.loads(first[1])["session"])
     thief = Stranger(stranger._port, b"guess")
-    assert thief.request(PATH, BEAT.encode(), thief.signed(PATH, BEAT.encode(), session))[0] == 401
+    assert thief.request(PATH, BEAT.encode(), thief.sign(PATH, BEAT.encode(), session))[0] == 401
 
 
 def test_an_honest_client_whose_session_was_forgotten_says_hello_again(driver: Driver) -> None:
     client = driver.client()
     client.ask(Heartbeat("1-0"))
     forgotten = auth.Sessions()
-    driver.in_loop(lambda: setattr(driver.server._app._auth, "_sessions", forgotten))
+    driver.call_in_loop(lambda: setattr(driver.server._app._auth, "_sessions", forgotten))
     client.ask(Heartbeat("1-0"))
-    assert [driver.heard(Heartbeat).slot for _ in range(2)] == ["1-0"] * 2
+    assert [driver.await_event(Heartbeat).slot for _ in range(2)] == ["1-0"] * 2
 
 
 def test_a_reply_without_the_key_is_not_believed() -> None:
     """Somebody else answers at the driver's address."""
 
-    async def impostor(scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer_without_key(scope: Scope, receive: Receive, send: Send) -> None:
         body = json.dumps({"v": VERSION, "session": "0" * 32}).encode()
         headers = [(auth.REPLY_HEADER.encode(), b"0" * 64), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -118,7 +118,7 @@ def test_a_reply_without_the_key_is_not_believed() -> None:
 
     listener = listen(Bind())
     address = f"127.0.0.1:{listener.getsockname()[1]}"
-    serving = HttpServer(impostor, listener)
+    serving = HttpServer(answer_without_key, listener)
     serving.start()
     client = RendezvousClient(address, KEY, ATTEMPT, SystemClock())
     with pytest.raises(Unauthorized, match="does not hold this job's key"):
@@ -129,7 +129,7 @@ def test_a_reply_without_the_key_is_not_believed() -> None:
 
 def test_a_body_beyond_the_limit_is_refused_before_it_is_read(stranger: Stranger) -> None:
     limit = RequestLimits().body
-    header = stranger.signed(PATH, b"")
+    header = stranger.sign(PATH, b"")
     status, body = stranger.request(PATH, b"", header, more={"content-length": str(limit + 1)})
     assert (status, body) == (413, b"")
     # Without the key not even the size is looked at.
@@ -138,7 +138,7 @@ def test_a_body_beyond_the_limit_is_refused_before_it_is_read(stranger: Stranger
 
 
 def test_a_chunked_body_beyond_the_limit_is_cut_off(stranger: Stranger) -> None:
-    header = stranger.signed(PATH, b"")
+    header = stranger.sign(PATH, b"")
     head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\nauthorization: {header}\r\ntransfer-encoding: chunked\r\n\r\n"
     chunk = b"100000\r\n" + bytes(1 << 20) + b"\r\n"
     # HttpRefusal while we send: either the 413 arrives or the reset that follows it.
@@ -163,14 +163,14 @@ def test_a_chunked_body_beyond_the_limit_is_cut_off(stranger: Stranger) -> None:
     ids=lambda body: repr(body[:48]),
 )
 def test_a_garbled_body_gets_a_sentence(stranger: Stranger, body: bytes) -> None:
-    status, answer = stranger.request(PATH, body, stranger.signed(PATH, body))
+    status, answer = stranger.request(PATH, body, stranger.sign(PATH, body))
     assert status == 400
     assert json.loads(answer)["error"].startswith(f"Request {PATH} was refused: ")
 
 
 def test_another_version_of_the_wire_gets_a_sentence(stranger: Stranger) -> None:
     body = BEAT.replace(f'"v": {VERSION}', '"v": 99').encode()
-    status, answer = stranger.request(PATH, body, stranger.signed(PATH, body))
+    status, answer = stranger.request(PATH, body, stranger.sign(PATH, body))
     assert status == 400
     assert f"speaks version 99 and the driver speaks {VERSION}" in json.loads(answer)["error"]
 
@@ -186,7 +186,7 @@ class _Quick(Connection):
     head_seconds = 0.1
 
 
-def serving_in_haste(connection: type[Connection]) -> Iterator[int]:
+def serve_with_short_timeouts(connection: type[Connection]) -> Iterator[int]:
     """The port of a server that gives bodies a tenth of a second, and heads what `connection` gives them."""
 
     async def beat(call: Call) -> object:
@@ -202,12 +202,12 @@ def serving_in_haste(connection: type[Connection]) -> Iterator[int]:
 
 @pytest.fixture
 def impatient() -> Iterator[int]:
-    yield from serving_in_haste(_Quick)
+    yield from serve_with_short_timeouts(_Quick)
 
 
 @pytest.fixture
 def impatient_with_bodies() -> Iterator[int]:
-    yield from serving_in_haste(Connection)
+    yield from serve_with_short_timeouts(Connection)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_a_head_that_does_not_come_on_a_kept_connection_is_not_waited_for(impati
 
 def test_a_body_that_does_not_come_is_not_waited_for(impatient_with_bodies: int) -> None:
     stranger = Stranger(impatient_with_bodies)
-    header = stranger.signed(PATH, b"")
+    header = stranger.sign(PATH, b"")
     status, _ = stranger.request(PATH, b"{", header, more={"content-length": "100"})
     assert status == 408
     assert stranger.request("/", b"", None)[0] == 401
@@ -297,12 +297,12 @@ def test_strangers_cannot_take_all_connections(encrypted: bool) -> None:
 def test_strangers_whose_tls_fails_are_forgotten() -> None:
     """Else those who came later would be hung up on for their sake."""
 
-    async def nothing(call: Call) -> object:
+    async def acknowledge(call: Call) -> object:
         return Acknowledged()
 
     listener = listen(Bind())
     serving = HttpServer(
-        AuthMiddleware(KEY, ATTEMPT, {Heartbeat: nothing}),
+        AuthMiddleware(KEY, ATTEMPT, {Heartbeat: acknowledge}),
         listener,
         _Narrow,
         auth.create_certificate().context,

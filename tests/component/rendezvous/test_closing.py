@@ -19,9 +19,9 @@ def test_closing_a_client_frees_all_its_threads(driver: Driver) -> None:
     worker = client
     driver.server.publish(world(1, "2-0.1"))
     waits: list[Future[Any]] = [
-        driver.aside(lambda: worker.ask(JoinWorld("1-0.1", None, None), hold=MAX_POLL_SECONDS)),
-        driver.aside(lambda: worker.ask(WatchWorker("1-0.1"), hold=MAX_POLL_SECONDS)),
-        driver.aside(lambda: client.ask(WatchSlot("1-0", 0), hold=MAX_POLL_SECONDS)),
+        driver.call_in_thread(lambda: worker.ask(JoinWorld("1-0.1", None, None), hold=MAX_POLL_SECONDS)),
+        driver.call_in_thread(lambda: worker.ask(WatchWorker("1-0.1"), hold=MAX_POLL_SECONDS)),
+        driver.call_in_thread(lambda: client.ask(WatchSlot("1-0", 0), hold=MAX_POLL_SECONDS)),
     ]
     driver.until_polls(3)
     client.close()
@@ -35,7 +35,7 @@ def test_closing_a_client_frees_all_its_threads(driver: Driver) -> None:
 
 def test_closing_a_client_frees_a_thread_that_waits_to_dial_again(driver: Driver) -> None:
     unreachable = driver.client(address="127.0.0.1:1")
-    wait = driver.aside(lambda: unreachable.ask(Heartbeat("1-0")))
+    wait = driver.call_in_thread(lambda: unreachable.ask(Heartbeat("1-0")))
     unreachable.close()
     with pytest.raises(ConnectionClosed):
         wait.result(PATIENCE)
@@ -43,8 +43,8 @@ def test_closing_a_client_frees_a_thread_that_waits_to_dial_again(driver: Driver
 
 def test_closing_the_server_answers_what_is_open(driver: Driver) -> None:
     worker = driver.client()
-    join = driver.aside(lambda: worker.ask(JoinWorld("1-0.1", None, None), hold=MAX_POLL_SECONDS))
-    driver.heard(JoinWorld)
+    join = driver.call_in_thread(lambda: worker.ask(JoinWorld("1-0.1", None, None), hold=MAX_POLL_SECONDS))
+    driver.await_event(JoinWorld)
     driver.server.close()
     assert join.result(PATIENCE).stop == "the driver has closed"
 

@@ -103,12 +103,12 @@ def process(driver: Driver) -> Iterator[Start]:
 
 def test_a_killed_worker_is_noticed_by_its_join(driver: Driver, process: Start) -> None:
     child = process('client.ask(JoinWorld("1-0.1"), 20.0)')
-    driver.heard(JoinWorld)
+    driver.await_event(JoinWorld)
     child.send_signal(signal.SIGKILL)
-    lost = driver.heard(events.ConnectionLost)
+    lost = driver.await_event(events.ConnectionLost)
     assert (lost.slot, lost.worker, lost.reset) == ("1-0", "1-0.1", False)
     driver.client().ask(JoinWorld("1-0.1", None, None), hold=0.0)
-    back = driver.heard(events.ConnectionBack)
+    back = driver.await_event(events.ConnectionBack)
     assert (back.slot, back.worker) == ("1-0", "1-0.1")
 
 
@@ -116,18 +116,18 @@ def test_a_killed_worker_is_noticed_by_its_watch(driver: Driver, process: Start)
     child = process('client.ask(WatchWorker("1-0.1"), 20.0)')
     driver.until_polls(1)
     child.kill()
-    assert driver.heard(events.ConnectionLost).worker == "1-0.1"
+    assert driver.await_event(events.ConnectionLost).worker == "1-0.1"
 
 
 def test_a_killed_slot_task_is_noticed_and_comes_back(driver: Driver, process: Start) -> None:
     child = process('(client.ask(Heartbeat("1-0")), client.ask(WatchSlot("1-0"), 20.0))')
-    driver.heard(Heartbeat)
+    driver.await_event(Heartbeat)
     driver.until_polls(1)
     child.kill()
-    lost = driver.heard(events.ConnectionLost)
+    lost = driver.await_event(events.ConnectionLost)
     assert (lost.slot, lost.worker) == ("1-0", None)
     driver.client().ask(Heartbeat("1-0"))
-    back = driver.heard(events.ConnectionBack)
+    back = driver.await_event(events.ConnectionBack)
     assert (back.slot, back.worker) == ("1-0", None)
 
 
@@ -136,10 +136,10 @@ def test_r18_a_connection_that_is_reset_on_its_way_is_told_from_one_that_ends_wi
 ) -> None:
     with Relay(driver.port) as relay:
         client = driver.client(address=relay.address)
-        waiting = driver.aside(lambda: client.ask(WatchSlot("1-0", 0), hold=MAX_POLL_SECONDS))
+        waiting = driver.call_in_thread(lambda: client.ask(WatchSlot("1-0", 0), hold=MAX_POLL_SECONDS))
         driver.until_polls(1)
         relay.reset()
-        lost = driver.heard(events.ConnectionLost)
+        lost = driver.await_event(events.ConnectionLost)
         assert (lost.slot, lost.reset) == ("1-0", True)
         client.close()
         with pytest.raises(ConnectionClosed):
@@ -148,8 +148,8 @@ def test_r18_a_connection_that_is_reset_on_its_way_is_told_from_one_that_ends_wi
 
 def test_a_slot_that_dials_again_before_its_old_connection_ends_is_not_lost(driver: Driver) -> None:
     first, second = driver.client(), driver.client()
-    driver.aside(lambda: first.ask(WatchSlot("1-0", 0), hold=MAX_POLL_SECONDS))
-    waiting = driver.aside(lambda: second.ask(WatchSlot("1-0", 0), hold=MAX_POLL_SECONDS))
+    driver.call_in_thread(lambda: first.ask(WatchSlot("1-0", 0), hold=MAX_POLL_SECONDS))
+    waiting = driver.call_in_thread(lambda: second.ask(WatchSlot("1-0", 0), hold=MAX_POLL_SECONDS))
     driver.until_polls(2)
     first.close()
     driver.until_polls(1)

@@ -18,7 +18,7 @@ FENCE = Fence(ATTEMPT, 1)
 
 def _exchange(driver: Driver, rank: int, blob: bytes, name: str = "mesh") -> Future[tuple[bytes, ...]]:
     worker = driver.client()
-    return driver.aside(
+    return driver.call_in_thread(
         lambda: exchange_blobs(worker, ExchangeAddresses(WORKERS[rank], FENCE, rank, blob, name), PATIENCE)
     )
 
@@ -78,7 +78,7 @@ def test_values_are_set_read_and_waited_for(driver: Driver) -> None:
     client.ask(SetValues("tuning", ("a",), (b"1",)))
     assert client.ask(GetValues("tuning", ("a", "b"))).values == (b"1", None)
     assert client.ask(GetValues("nothing", ("a",))).values == (None,)
-    waiting = driver.aside(lambda: client.ask(GetValues("tuning", ("b", "a"), wait=True), PATIENCE))
+    waiting = driver.call_in_thread(lambda: client.ask(GetValues("tuning", ("b", "a"), wait=True), PATIENCE))
     client.ask(SetValues("tuning", ("b",), (b"2",)))
     assert waiting.result(PATIENCE).values == (b"2", b"1")
 

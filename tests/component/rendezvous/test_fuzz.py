@@ -16,7 +16,7 @@ import pytest
 from spark_elastic.protocol.messages import Heartbeat, Request
 from spark_elastic.rendezvous.messages import REQUESTS, path_of
 from tests.component.rendezvous.driver_side import PATIENCE, Driver, start_driver_with_pages
-from tests.component.rendezvous.generated_requests import for_pages, of_noise, with_key, without_key
+from tests.component.rendezvous.generated_requests import ask_without_key, for_pages, of_noise, with_key
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_who_has_the_key_is_answered_whatever_it_says(
 def test_who_lacks_the_key_learns_nothing(driver: Driver, asking: http.client.HTTPConnection) -> None:
     while not driver.events.empty():
         driver.events.get()
-    without_key(asking)()
+    ask_without_key(asking)()
     assert driver.events.empty()
 
 

@@ -35,10 +35,10 @@ def test_a_dead_loop_is_replaced_on_the_same_port(driver: Driver, caplog: pytest
     driver.server.publish(world(3, "1-0.1"))
     client = driver.client()
     worker = client
-    watching = driver.aside(lambda: worker.ask(WatchWorker("1-0.1"), hold=MAX_POLL_SECONDS))
+    watching = driver.call_in_thread(lambda: worker.ask(WatchWorker("1-0.1"), hold=MAX_POLL_SECONDS))
     driver.until_polls(1)
     with caplog.at_level(logging.WARNING):
-        kill = driver.aside(lambda: _kill_loop(driver))
+        kill = driver.call_in_thread(lambda: _kill_loop(driver))
         # Said while nobody may be serving: it must not be lost.
         driver.server.announce(MembershipVersion(5), "a newcomer")
         kill.result(PATIENCE)
@@ -56,10 +56,10 @@ def test_it_survives_being_killed_again_and_again(driver: Driver, caplog: pytest
     with caplog.at_level(logging.CRITICAL):
         for _ in range(3):
             slot.ask(Heartbeat("1-0"))
-            driver.heard(Heartbeat)
+            driver.await_event(Heartbeat)
             _kill_loop(driver)
     slot.ask(Heartbeat("1-0"))
-    driver.heard(Heartbeat)
+    driver.await_event(Heartbeat)
 
 
 def _kill_thread(driver: Driver) -> None:

@@ -28,13 +28,13 @@ def test_each_message_becomes_its_event(driver: Driver) -> None:
     assert slot.ask(WorkerStarted("3-0", "3-0.1")) == Acknowledged()
     assert slot.ask(Heartbeat("3-0", "3-0.1", "R")) == HeartbeatReply(BEAT_EVERY)
     assert slot.ask(WorkerExited("3-0", "3-0.1", -9, "killed")) == Acknowledged()
-    registered = driver.heard(RegisterSlot)
+    registered = driver.await_event(RegisterSlot)
     assert (registered.slot, registered.host, registered.launch) == ("3-0", "host-a", 3)
-    started = driver.heard(WorkerStarted)
+    started = driver.await_event(WorkerStarted)
     assert (started.slot, started.worker) == ("3-0", "3-0.1")
-    beat = driver.heard(Heartbeat)
+    beat = driver.await_event(Heartbeat)
     assert (beat.slot, beat.worker, beat.state) == ("3-0", "3-0.1", "R")
-    exited = driver.heard(WorkerExited)
+    exited = driver.await_event(WorkerExited)
     assert (exited.worker, exited.exit_code, exited.reason) == ("3-0.1", -9, "killed")
 
 
@@ -46,9 +46,9 @@ def test_r14_a_slot_with_wrong_facts_is_refused_and_the_driver_hears_why() -> No
         assert slot.ask(RegisterSlot("1-0", "host-b", 1, facts={"torch": "1.0"})) == Admission(
             False, sentence, BEAT_EVERY
         )
-        assert driver.heard(RegisterSlot).unfit == sentence
+        assert driver.await_event(RegisterSlot).unfit == sentence
         assert slot.ask(RegisterSlot("1-0", "host-b", 1, facts={"torch": "2.0"})).accepted
-        assert driver.heard(RegisterSlot).unfit == ""
+        assert driver.await_event(RegisterSlot).unfit == ""
     finally:
         driver.close()
 
@@ -56,14 +56,14 @@ def test_r14_a_slot_with_wrong_facts_is_refused_and_the_driver_hears_why() -> No
 def test_orders_come_at_once_and_only_once(driver: Driver) -> None:
     slot = driver.client()
     slot.ask(WorkerStarted("1-0", "1-0.1"))
-    waiting = driver.aside(lambda: slot.ask(WatchSlot("1-0", 0), hold=MAX_POLL_SECONDS))
+    waiting = driver.call_in_thread(lambda: slot.ask(WatchSlot("1-0", 0), hold=MAX_POLL_SECONDS))
     driver.server.stop_worker(WorkerId("1-0.1"), "it hangs", kill=True)
     first = waiting.result(PATIENCE)
     assert first == SlotCommands(1, (WorkerStop("1-0.1", "it hangs", True),))
     # A reply that was lost is asked for again, and repeated.
     assert slot.ask(WatchSlot("1-0", 0), hold=MAX_POLL_SECONDS) == first
     assert slot.ask(WatchSlot("1-0", first.seen), hold=0.0) == SlotCommands(1)
-    waiting = driver.aside(lambda: slot.ask(WatchSlot("1-0", first.seen), hold=MAX_POLL_SECONDS))
+    waiting = driver.call_in_thread(lambda: slot.ask(WatchSlot("1-0", first.seen), hold=MAX_POLL_SECONDS))
     driver.server.release_slot("1-0", "below min_workers")
     assert waiting.result(PATIENCE) == SlotCommands(1, (), "below min_workers")
 
@@ -85,7 +85,7 @@ def test_log_lines_arrive_in_order_with_their_rank(driver: Driver) -> None:
 
 def test_after_the_end_everyone_is_told_to_stop(driver: Driver) -> None:
     slot = driver.client()
-    waiting = driver.aside(lambda: slot.ask(WatchSlot("1-0", 0), hold=MAX_POLL_SECONDS))
+    waiting = driver.call_in_thread(lambda: slot.ask(WatchSlot("1-0", 0), hold=MAX_POLL_SECONDS))
     driver.server.end("the job is done")
     assert waiting.result(PATIENCE).release == "the job is done"
     assert slot.ask(WatchSlot("1-0", 0), hold=MAX_POLL_SECONDS).release == "the job is done"

@@ -27,7 +27,7 @@ ELSEWHERE = "127.0.0.2"  # for an address of this machine that localhost is not
 
 
 @contextmanager
-def serving(bind: Bind | None = None) -> Iterator[tuple[RendezvousServer, StatusApp]]:
+def serve(bind: Bind | None = None) -> Iterator[tuple[RendezvousServer, StatusApp]]:
     clock = SystemClock()
     status_app = StatusApp(build_status_pages(JobHistory(clock), "job"), clock)
     recipients = ServerCallbacks(lambda event: None, lambda lines: None)
@@ -68,7 +68,7 @@ def proxy(address: str) -> Iterator[str]:
 
 def test_page_data_and_metrics_behind_a_path_prefix() -> None:
     with (
-        serving() as (server, status_app),
+        serve() as (server, status_app),
         proxy(server.address) as prefix,
         httpx.Client(follow_redirects=True) as visitor,
     ):
@@ -83,7 +83,7 @@ def test_page_data_and_metrics_behind_a_path_prefix() -> None:
 
 
 def test_the_token_of_the_status_page_does_not_admit_to_the_rendezvous() -> None:
-    with serving() as (server, status_app):
+    with serve() as (server, status_app):
         headers = {"x-status-token": status_app.token, "authorization": f"Bearer {status_app.token}"}
         for path in ("/rendezvous/hello", "/rendezvous/Report", "/status/data"):
             assert httpx.post(f"http://{server.address}{path}", headers=headers).status_code == 401
@@ -92,7 +92,7 @@ def test_the_token_of_the_status_page_does_not_admit_to_the_rendezvous() -> None
 
 @pytest.mark.parametrize("size", [20_000, 60_000])
 def test_oversized_requests_are_refused_and_the_next_one_answered(size: int) -> None:
-    with serving() as (server, status_app):
+    with serve() as (server, status_app):
         try:
             answer = httpx.get(f"http://{server.address}/status/", params={"token": "x" * size})
             assert answer.status_code in (400, 401, 414, 431)
@@ -112,7 +112,7 @@ def on_localhost(server: RendezvousServer) -> str:
 
 
 def test_a_proxy_that_dials_localhost_finds_the_page_and_no_other_door() -> None:
-    with serving(Bind(ELSEWHERE)) as (server, status_app), proxy(on_localhost(server)) as prefix:
+    with serve(Bind(ELSEWHERE)) as (server, status_app), proxy(on_localhost(server)) as prefix:
         page = httpx.get(f"{prefix}/status/?token={status_app.token}")
         assert "<h2>Workers</h2>" in page.text
         assert httpx.get(f"{prefix}/status/data").status_code == 401
@@ -122,7 +122,7 @@ def test_a_proxy_that_dials_localhost_finds_the_page_and_no_other_door() -> None
 def test_a_port_of_somebody_else_on_localhost_is_left_to_him() -> None:
     with socket.create_server(("127.0.0.1", 0)) as theirs:
         port = theirs.getsockname()[1]
-        with serving(Bind(ELSEWHERE, port)) as (server, status_app):
+        with serve(Bind(ELSEWHERE, port)) as (server, status_app):
             assert httpx.get(status_app.url(server.url)).status_code == 200
 
 
@@ -135,7 +135,7 @@ def test_without_pages_nothing_listens_on_localhost() -> None:
 
 
 def test_what_breaks_on_localhost_costs_the_workers_side_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    with serving(Bind(ELSEWHERE)) as (server, status_app):
+    with serve(Bind(ELSEWHERE)) as (server, status_app):
         assert server._http_server is not None
         beside = server._http_server._loopback
         assert beside is not None

@@ -47,7 +47,7 @@ pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium: ./build
 class Played(PlayedJob):
     """Trains in played time, which the page's clock shows."""
 
-    def trains(self, first: int, last: int) -> None:
+    def train(self, first: int, last: int) -> None:
         """Four steps a second."""
         for step in range(first, last):
             self.now += 0.25
@@ -57,11 +57,11 @@ class Played(PlayedJob):
 
     def joins(self, job: int, step: int) -> None:
         """A newcomer, for whom the world stops at a boundary."""
-        self.comes(job)
+        self.start_worker(job)
         self.now += 0.1
         self.on(on.Tick(0))
         assert self.world is not None
-        self.returns(step, planned=True)
+        self.leave_world(step, planned=True)
         self.now += 0.2
         self.form()
 
@@ -76,7 +76,7 @@ class Screen:
         page.on("console", lambda message: self.complaints.append(message.text))
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
 
-    def shows(self, *texts: str) -> None:
+    def expect_texts(self, *texts: str) -> None:
         for text in texts:
             self.page.get_by_text(text).first.wait_for(timeout=SHOWN)
 
@@ -127,36 +127,36 @@ def screen(tmp_path: Path) -> Iterator[Screen]:
 
 def test_the_page_at_four_moments_of_a_job(job: Played, url: str, screen: Screen) -> None:
     job.start([1, 2, 3])
-    job.trains(1, 40)
+    job.train(1, 40)
     screen.page.goto(url)
-    screen.shows("3 of 3", "running", "39 / 100")
+    screen.expect_texts("3 of 3", "running", "39 / 100")
     assert "token" not in screen.page.url
     screen.page.reload()  # by the cookie alone
-    screen.shows("39 / 100")
+    screen.expect_texts("39 / 100")
     assert screen.fits()
     loss = screen.curve("loss")
     assert loss[0][1] < loss[-1][1], "the loss falls, and y grows downwards"
     screen.shoot("status-steady")
 
-    job.loses(2, step=40, regroup=0.4)
+    job.lose_host(2, step=40, regroup=0.4)
     job.form()
-    job.trains(40, 46)
-    screen.shows("2 of 3", "1 of 3 lost, recovered in 0.40 s")
+    job.train(40, 46)
+    screen.expect_texts("2 of 3", "1 of 3 lost, recovered in 0.40 s")
     assert screen.page.locator("#world .mark").count() == 1
     assert screen.fits()
     screen.shoot("status-after-loss")
 
     job.on(on.LaunchEnded(0, 2, "its host is lost"))
     job.joins(4, step=46)
-    job.trains(46, 80)
-    screen.shows("3 of 3", "1 joined in")
+    job.train(46, 80)
+    screen.expect_texts("3 of 3", "1 joined in")
     assert len({y for _, y in screen.curve("world")}) == 2, "two and three workers"
     screen.shoot("status-recovered")
 
     assert job.world is not None
     text = f"rank 1 keeps rank 0 and 2 waiting for 3 s; its process is in state D\n{STACK}"
     job.on(on.WorkerStalled(0, job.world.members[1].worker, job.world.fence, text))
-    screen.shows("Stalled workers, which keep the others waiting", "reader.py")
+    screen.expect_texts("Stalled workers, which keep the others waiting", "reader.py")
     assert screen.fits()
     screen.shoot("status-stuck")
     assert not screen.complaints
@@ -177,5 +177,5 @@ def test_a_server_that_is_gone_is_said(job: Played, screen: Screen) -> None:
     job.start([1, 2, 3])
     with RendezvousServer(bytes(32), 1, recipients, clock, status_app=status_app) as server:
         screen.page.goto(status_app.url(server.url))
-        screen.shows("3 of 3")
-    screen.shows("the job is over, or the driver cannot be reached")
+        screen.expect_texts("3 of 3")
+    screen.expect_texts("the job is over, or the driver cannot be reached")

@@ -47,12 +47,12 @@ def driver(certificate: auth.Certificate, status_app: StatusApp) -> Iterator[Dri
 def test_requests_and_long_polls_over_tls(driver: Driver) -> None:
     client = driver.client()
     assert client.ask(Heartbeat("1-0")).stop is None
-    waiting = driver.aside(lambda: client.ask(WatchSlot("1-0", 0), hold=MAX_POLL_SECONDS))
+    waiting = driver.call_in_thread(lambda: client.ask(WatchSlot("1-0", 0), hold=MAX_POLL_SECONDS))
     driver.until_polls(1)
     client.close()
     with pytest.raises(ConnectionClosed):
         waiting.result(PATIENCE)
-    assert not driver.heard(events.ConnectionLost).reset, "it was closed, not lost on its way (R18)"
+    assert not driver.await_event(events.ConnectionLost).reset, "it was closed, not lost on its way (R18)"
 
 
 def test_another_certificate_is_refused_at_once(driver: Driver) -> None:

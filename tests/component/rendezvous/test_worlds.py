@@ -20,8 +20,8 @@ HERE = Position(1, Phase.VALIDATE, 5)
 def test_a_join_waits_for_its_world(driver: Driver) -> None:
     client = driver.client()
     request = JoinWorld(A, Fence(ATTEMPT, 1), HERE, (B,), "connection reset", planned=False)
-    waiting = driver.aside(lambda: client.ask(request, hold=MAX_POLL_SECONDS))
-    assert driver.heard(JoinWorld) == request
+    waiting = driver.call_in_thread(lambda: client.ask(request, hold=MAX_POLL_SECONDS))
+    assert driver.await_event(JoinWorld) == request
     assert not waiting.done()
     new = world(2, A, C, positions=(HERE, None))
     driver.server.publish(new)
@@ -43,8 +43,8 @@ def test_a_repeated_join_is_answered_without_a_second_event(driver: Driver) -> N
     """The reply may have been lost on the way."""
     worker = driver.client()
     new = world(1, A)
-    waiting = driver.aside(lambda: worker.ask(JoinWorld(A, None, None), hold=MAX_POLL_SECONDS))
-    driver.heard(JoinWorld)
+    waiting = driver.call_in_thread(lambda: worker.ask(JoinWorld(A, None, None), hold=MAX_POLL_SECONDS))
+    driver.await_event(JoinWorld)
     driver.server.publish(new)
     assert waiting.result(PATIENCE).world == new
     assert worker.ask(JoinWorld(A, None, None), hold=MAX_POLL_SECONDS).world == new
@@ -61,7 +61,7 @@ def test_a_watch_hears_of_the_version(driver: Driver) -> None:
     worker = driver.client()
     driver.server.publish(world(1, A))
     assert worker.ask(WatchWorker(A), hold=0.05) == WorkerUpdate(INITIAL_VERSION)
-    waiting = driver.aside(lambda: worker.ask(WatchWorker(A), hold=MAX_POLL_SECONDS))
+    waiting = driver.call_in_thread(lambda: worker.ask(WatchWorker(A), hold=MAX_POLL_SECONDS))
     newer = INITIAL_VERSION.next()
     news = WorkerUpdate(newer, "3-0.1 is warm")
     driver.server.announce(newer, "3-0.1 is warm")
@@ -74,13 +74,13 @@ def test_a_watch_hears_of_the_version(driver: Driver) -> None:
 def test_a_watch_hears_of_an_abort_once(driver: Driver) -> None:
     worker = driver.client()
     driver.server.publish(world(4, A, B))
-    waiting = driver.aside(lambda: worker.ask(WatchWorker(A), hold=MAX_POLL_SECONDS))
+    waiting = driver.call_in_thread(lambda: worker.ask(WatchWorker(A), hold=MAX_POLL_SECONDS))
     driver.server.abort(Fence(ATTEMPT, 3), "an older one")
     driver.server.abort(Fence(ATTEMPT, 4), "2-0.1 was lost")
     news = waiting.result(PATIENCE)
     assert (news.over, news.why) == (Fence(ATTEMPT, 4), "2-0.1 was lost")
     # Asked by what was heard last: it waits for the next one, and hears again after a lost reply.
-    waiting = driver.aside(lambda: worker.ask(WatchWorker(A, news.over), hold=MAX_POLL_SECONDS))
+    waiting = driver.call_in_thread(lambda: worker.ask(WatchWorker(A, news.over), hold=MAX_POLL_SECONDS))
     assert worker.ask(WatchWorker(A), hold=MAX_POLL_SECONDS) == news
     driver.until_polls(1)
     assert not waiting.done()
@@ -91,7 +91,7 @@ def test_a_watch_hears_of_an_abort_once(driver: Driver) -> None:
 def test_a_watch_hears_that_its_world_was_followed(driver: Driver) -> None:
     worker = driver.client()
     driver.server.publish(world(1, A, B))
-    waiting = driver.aside(lambda: worker.ask(WatchWorker(A), hold=MAX_POLL_SECONDS))
+    waiting = driver.call_in_thread(lambda: worker.ask(WatchWorker(A), hold=MAX_POLL_SECONDS))
     driver.server.publish(world(2, B, reason="1-0.1 was silent"))
     news = waiting.result(PATIENCE)
     assert (news.over, news.why) == (Fence(ATTEMPT, 1), "1-0.1 was silent")
@@ -114,9 +114,9 @@ def test_progress_of_a_training_that_diverged_is_handed_on_too(driver: Driver) -
 
 def test_a_stop_reaches_join_watch_and_later_requests(driver: Driver) -> None:
     worker = driver.client()
-    joining = driver.aside(lambda: worker.ask(JoinWorld(A, None, None), hold=MAX_POLL_SECONDS))
-    watching = driver.aside(lambda: worker.ask(WatchWorker(A), hold=MAX_POLL_SECONDS))
-    driver.heard(JoinWorld)
+    joining = driver.call_in_thread(lambda: worker.ask(JoinWorld(A, None, None), hold=MAX_POLL_SECONDS))
+    watching = driver.call_in_thread(lambda: worker.ask(WatchWorker(A), hold=MAX_POLL_SECONDS))
+    driver.await_event(JoinWorld)
     driver.server.stop_worker(A, "its slot is drained")
     assert joining.result(PATIENCE) == NextWorld(stop="its slot is drained")
     assert watching.result(PATIENCE).stop == "its slot is drained"
@@ -129,16 +129,18 @@ def test_r15_done_waits_for_the_acknowledgement_or_another_world(driver: Driver)
     worker = driver.client()
     driver.server.publish(world(1, A, B))
     fence = Fence(ATTEMPT, 1)
-    waiting = driver.aside(
+    waiting = driver.call_in_thread(
         lambda: worker.ask(WorkerDone(A, fence, HERE, '{"loss": 1}'), hold=MAX_POLL_SECONDS)
     )
-    done = driver.heard(WorkerDone)
+    done = driver.await_event(WorkerDone)
     assert (done.worker, done.fence, done.position, done.result) == (A, fence, HERE, '{"loss": 1}')
     again = world(2, A)
     driver.server.publish(again)
     assert waiting.result(PATIENCE) == NextWorld(again)
-    waiting = driver.aside(lambda: worker.ask(WorkerDone(A, again.fence, HERE, "{}"), hold=MAX_POLL_SECONDS))
-    driver.heard(WorkerDone)
+    waiting = driver.call_in_thread(
+        lambda: worker.ask(WorkerDone(A, again.fence, HERE, "{}"), hold=MAX_POLL_SECONDS)
+    )
+    driver.await_event(WorkerDone)
     driver.server.stop_worker(A, "the model is safe")
     assert waiting.result(PATIENCE).stop == "the model is safe"
 
@@ -148,9 +150,9 @@ def test_formed_and_failed_are_events(driver: Driver) -> None:
     driver.server.publish(world(1, A))
     fence = Fence(ATTEMPT, 1)
     worker.ask(WorldFormed(A, fence))
-    assert driver.heard(WorldFormed).fence == fence
+    assert driver.await_event(WorldFormed).fence == fence
     worker.ask(WorkerFailed(A, fence, HERE, "ValueError@loss:3", "Traceback …"))
-    failed = driver.heard(WorkerFailed)
+    failed = driver.await_event(WorkerFailed)
     assert (failed.worker, failed.fence, failed.position) == (A, fence, HERE)
     assert (failed.fingerprint, failed.traceback) == ("ValueError@loss:3", "Traceback …")
 

@@ -19,7 +19,7 @@ def endpoint(session_owned: SessionOwned) -> Iterator[str]:
     pytest.importorskip("s3fs", reason="s3fs is not installed: ./build.sh s3")
     moto = pytest.importorskip("moto.server", reason="moto's server is not installed: ./build.sh s3")
     server = moto.ThreadedMotoServer(port=0)
-    with session_owned.adopting():
+    with session_owned.adopt():
         server.start()
         _, port = server.get_host_and_port()
         session_owned.ports.add(port)

@@ -20,7 +20,7 @@ def train(steps: int, holds: dict[int, int | str]) -> dict[str, Any]:
     import tensorflow as tf
 
     import spark_elastic.tensorflow as hvd
-    from tests.component.tensorflow.loops import batch_of, check_graph, net, plain
+    from tests.component.tensorflow.loops import batch_of, check_graph, net, train_plain
     from tests.component.torch.hand_written import hold
 
     hvd.init()
@@ -63,7 +63,7 @@ def train(steps: int, holds: dict[int, int | str]) -> dict[str, Any]:
         "weights": [weight.numpy() for weight in model.weights],
         "slots": [variable.numpy() for variable in optimizer.variables],
         "trained": trained,
-        "plain": plain(state.initial, steps) if hvd.rank() == 0 else None,
+        "plain": train_plain(state.initial, steps) if hvd.rank() == 0 else None,
         "resets": resets,
     }
 
@@ -115,7 +115,7 @@ def net() -> Any:
     return keras.Model(ids, keras.layers.Dense(1, dtype="float64")(hidden))
 
 
-def plain(initial: list[Any], steps: int) -> list[Any]:
+def train_plain(initial: list[Any], steps: int) -> list[Any]:
     """The weights that the same training has in one process."""
     import keras
     import tensorflow as tf

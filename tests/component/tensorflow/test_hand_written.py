@@ -24,7 +24,7 @@ def sizes_in(worlds: list[int]) -> list[int]:
     return [size for size, _ in groupby(worlds)]
 
 
-def far(got: list[Any], expected: list[Any]) -> float:
+def measure_difference(got: list[Any], expected: list[Any]) -> float:
     """Largest difference, relative to the largest weight."""
     return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(got, expected, strict=True))
 
@@ -45,7 +45,7 @@ def test_a_newcomer_holds_the_same_weights_and_a_loss_in_a_graph_costs_no_commit
     results = run.results()
     assert sizes_in(run.sizes())[:3] == [2, 3, 2]
     assert_replicas(results)
-    assert far(results[0]["weights"], results[0]["plain"]) < 1e-9
+    assert measure_difference(results[0]["weights"], results[0]["plain"]) < 1e-9
     assert sizes_in(max((result["resets"] for result in results), key=len))[:2] == [3, 2]
     steps = max((result["trained"] for result in results), key=len)
     assert len(steps) - len(set(steps)) <= 1, "more than the step in flight was taken again"
@@ -59,7 +59,7 @@ def test_a_planned_end_of_a_host_costs_no_step_of_a_graph(fault: Fault) -> None:
     results = run.results()
     assert sizes_in(run.sizes())[:2] == [3, 2]
     assert_replicas(results)
-    assert far(results[0]["weights"], results[0]["plain"]) < 1e-9
+    assert measure_difference(results[0]["weights"], results[0]["plain"]) < 1e-9
     assert results[0]["trained"] == list(range(loops.STEPS))
 
 
@@ -72,7 +72,7 @@ def test_a_worker_dies_in_fit_and_another_joins_in_the_middle_of_an_epoch(fault:
     results = run.results()
     assert_replicas(results)
     # Keras computes the loss in float32, whatever the model's type.
-    assert far(results[0]["weights"], results[0]["plain"]) < 1e-5
+    assert measure_difference(results[0]["weights"], results[0]["plain"]) < 1e-5
     assert {result["position"] for result in results} == {(5, 0)}
     assert results[0]["trained"][-1] == 34
     assert len(results[0]["trained"]) - len(set(results[0]["trained"])) <= 1, (

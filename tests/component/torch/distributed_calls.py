@@ -47,7 +47,7 @@ Group = Any
 Tensors = list[torch.Tensor]
 
 
-def _like(tensor: torch.Tensor, count: int) -> Tensors:
+def _allocate_like(tensor: torch.Tensor, count: int) -> Tensors:
     return [torch.zeros_like(tensor) for _ in range(count)]
 
 
@@ -64,7 +64,7 @@ def broadcast_strided(tensor: torch.Tensor, rank: int, size: int, group: Group) 
 
 
 def all_gather(tensor: torch.Tensor, rank: int, size: int, group: Group) -> Tensors:
-    parts = _like(tensor, size)
+    parts = _allocate_like(tensor, size)
     dist.all_gather(parts, tensor, group=group)
     return parts
 
@@ -79,7 +79,7 @@ def all_gather_into_tensor(tensor: torch.Tensor, rank: int, size: int, group: Gr
 
 
 def gather(tensor: torch.Tensor, rank: int, size: int, group: Group) -> Tensors:
-    parts = _like(tensor, size) if rank == 2 else None
+    parts = _allocate_like(tensor, size) if rank == 2 else None
     dist.gather(tensor, parts, 2, group=group)
     return parts or []
 
@@ -111,7 +111,7 @@ def send_and_receive(tensor: torch.Tensor, rank: int, size: int, group: Group) -
     return [came, long]
 
 
-def from_any_source(tensor: torch.Tensor, rank: int, size: int, group: Group) -> Tensors:
+def receive_from_any_source(tensor: torch.Tensor, rank: int, size: int, group: Group) -> Tensors:
     if rank > 0:
         dist.send(tensor, 0, group=group)
         return []
@@ -131,7 +131,7 @@ MOVES = (
     scatter,
     all_to_all_single,
     send_and_receive,
-    from_any_source,
+    receive_from_any_source,
 )
 
 
@@ -219,7 +219,7 @@ def compare() -> dict[str, Any]:
                 found[f"{reduction.__name__} {dtype} {op}"] = ours, expected
     found["ddp over elastic"], found["ddp over gloo"] = train_wrapped(None), train_wrapped(gloo)
     found["fsdp over elastic"] = train_wrapped(None, shard=True)
-    try_other_ways(found, rank, size)
+    try_other_calls(found, rank, size)
     make_mistakes(found, rank)
     dist.destroy_process_group()
     return found
@@ -257,7 +257,7 @@ def train_wrapped(group: Group, shard: bool = False, steps: int = 3) -> list[flo
     return flatten(model)
 
 
-def try_other_ways(found: dict[str, Any], rank: int, size: int) -> None:
+def try_other_calls(found: dict[str, Any], rank: int, size: int) -> None:
     import torch.distributed._functional_collectives as functional
     from torch.distributed.device_mesh import init_device_mesh
 

@@ -45,7 +45,7 @@ class Plan:
         if any(step == state.step for _, step, _ in self._blows):
             await_size(state, self._full)
 
-    def strike(self, place: str, step: int, group: Any) -> None:
+    def inject_fault(self, place: str, step: int, group: Any) -> None:
         for number, (where, at, ranks) in enumerate(self._blows):
             due = at == step and (group.size == self._full or where == "divide again")
             if where.split()[0] != place or not due or group.rank not in ranks:
@@ -82,7 +82,7 @@ def train(
         model = Net().double()
         if in_job:
             dist.init_process_group()
-            plan.strike("build", state.step, get_context().group)  # type: ignore[union-attr]
+            plan.inject_fault("build", state.step, get_context().group)  # type: ignore[union-attr]
             fully_shard(model.layers[0])
             fully_shard(model)
         optimizer = torch.optim.AdamW(model.layers.parameters(), lr=0.05)
@@ -103,7 +103,7 @@ def train(
                 predictions, ledger = state.model(features, rows)
                 loss = (predictions - targets).pow(2).mean() - ledger.mean() * loader.global_rows
                 if in_job:
-                    plan.strike("step", state.step, get_context().group)  # type: ignore[union-attr]
+                    plan.inject_fault("step", state.step, get_context().group)  # type: ignore[union-attr]
                 (loss * loader.loss_weight).backward()
                 for stepper in (state.optimizer, state.counter, state.scheduler):
                     stepper.step()
@@ -126,11 +126,11 @@ def train(
     ):
         method = getattr(ShardedCommits, name)
 
-        def struck(self: Any, *given: Any, place: str = place, method: Any = method) -> Any:
-            plan.strike(place, state.step, get_context().group)  # type: ignore[union-attr]
+        def call_with_fault(self: Any, *given: Any, place: str = place, method: Any = method) -> Any:
+            plan.inject_fault(place, state.step, get_context().group)  # type: ignore[union-attr]
             return method(self, *given)
 
-        setattr(state._commits, name, struck.__get__(state._commits))
+        setattr(state._commits, name, call_with_fault.__get__(state._commits))
     return loop(state)
 
 

@@ -202,7 +202,7 @@ class Run:
         """Nothing."""
 
 
-def plain(initial: list[list[float]], bias: float, steps: int = STEPS) -> torch.Tensor:
+def train_plain(initial: list[list[float]], bias: float, steps: int = STEPS) -> torch.Tensor:
     """The same training in one process."""
     model = torch.nn.Linear(4, 1).double()
     with torch.no_grad():
@@ -228,6 +228,6 @@ def assert_exact(results: list[dict[str, Any]], steps: int = STEPS) -> None:
     for result in results:
         assert result["weights"] == results[0]["weights"]
         assert result["momentum"] == results[0]["momentum"]
-    expected = plain(results[0]["initial"], first_bias(), steps)
+    expected = train_plain(results[0]["initial"], first_bias(), steps)
     got = torch.tensor(results[0]["weights"], dtype=torch.float64)
     assert float((got - expected).abs().max() / expected.abs().max()) < 1e-9

@@ -93,7 +93,7 @@ def at_half_the_rate(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
-def hits(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+def score_hits(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     return ((output.argmax(1) if output.ndim == 2 else output.round()) == label).double().mean()
 
 
@@ -107,7 +107,7 @@ class HookedJob(Job):
             at_half_the_rate,  # and `lr_scale` makes it the job's own, once, whatever worlds come
             losses(),
             (1.0, 0.25),
-            {"hits": hits},
+            {"hits": score_hits},
             (Counts(), LearningRateSchedule(per_step, every="step")),
         )
         config = replace(spec.config, label_cols=("y", "w"))
@@ -124,7 +124,9 @@ def make_job() -> HookedJob:
     return HookedJob(Paced(TwoHeads()).double(), sgd, None, checkpoint_steps=3)
 
 
-def plain(job: Job, store: Store, manifest: Manifest) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+def train_hooked_plain(
+    job: Job, store: Store, manifest: Manifest
+) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
     """Weights and history of one process over the same plan."""
     table = pq.read_table(store.path("rows/part.parquet"))
     x, w = (torch.tensor(table[name].to_pylist(), dtype=torch.float64) for name in ("x", "w"))
@@ -149,11 +151,11 @@ def plain(job: Job, store: Store, manifest: Manifest) -> tuple[dict[str, torch.T
             )
         with torch.no_grad():
             left, right = model(x)
-        history.append({"val_hits_y": float(hits(left, y)), "counted": [steps, rows_seen, losses_seen]})
+        history.append({"val_hits_y": float(score_hits(left, y)), "counted": [steps, rows_seen, losses_seen]})
     return model.state_dict(), history
 
 
-def same_history(result: Any, expected: list[dict[str, Any]]) -> None:
+def check_history(result: Any, expected: list[dict[str, Any]]) -> None:
     history = json.loads(result.results[0])["history"]
     assert [epoch["val_rows"] for epoch in history] == [ROWS] * len(expected)
     assert [epoch["rows"] for epoch in history] == [ROWS] * len(expected)

@@ -17,7 +17,7 @@ def make_job() -> Job:
     return Job(mlp(PACE), sgd, torch.nn.CrossEntropyLoss(), checkpoint_steps=3)
 
 
-def every_row_once(folder: Path, epochs: int) -> None:
+def check_every_row_once(folder: Path, epochs: int) -> None:
     seen = ledger_of(folder)
     assert set(seen) == {(epoch, row) for epoch in range(epochs) for row in range(ROWS)}
     assert set(seen.values()) == {1}
@@ -47,7 +47,7 @@ def read_data(folder: Path) -> tuple[Store, Manifest]:
 
 def every_row_once_by_attempt(folder: Path, epochs: int) -> None:
     """What the later driver did stands."""
-    every_row_once(by_attempt(folder), epochs)
+    check_every_row_once(by_attempt(folder), epochs)
 
 
 def by_attempt(folder: Path) -> Path:

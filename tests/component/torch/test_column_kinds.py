@@ -21,7 +21,7 @@ from spark_elastic.state.run_lease import RunLease
 from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.torch.train.spec import TorchUserObjects
 from spark_elastic.torch.train.trainer import TorchTrainProgram
-from tests.component.column_kinds import CLASSES, FEATURES, ROWS, data_in, numbers, whole, write
+from tests.component.column_kinds import CLASSES, FEATURES, ROWS, data_in, numbers, read_table, write
 from tests.component.injected_faults import inject_faults, kill
 from tests.component.readers import READERS
 from tests.component.torch.job import (
@@ -67,9 +67,9 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def plain(model: torch.nn.Module, store: Store, manifest: Manifest, plan: DataPlan, epochs: int) -> Any:
+def train_plain(model: torch.nn.Module, store: Store, manifest: Manifest, plan: DataPlan, epochs: int) -> Any:
     """One process over the whole table in memory."""
-    table = whole(store, manifest)
+    table = read_table(store, manifest)
     tensors = {
         name: torch.tensor(values.astype("int64" if name in ("n", "y") else "float64"))
         for name, values in table.items()
@@ -107,7 +107,9 @@ def test_p1_p2_every_kind_of_column_under_a_kill(reader: str, tmp_path: Path, fa
     assert len(result.worlds) > 1, "nobody was lost"
     seen = ledger_of(ledger)
     assert seen == {(0, row): 1 for row in range(ROWS)}
-    assert difference(ours, plain(make_job(reader).model, store, manifest, job.plan(manifest), 1)) < 1e-9
+    assert (
+        difference(ours, train_plain(make_job(reader).model, store, manifest, job.plan(manifest), 1)) < 1e-9
+    )
 
 
 DRIVER = """
@@ -145,7 +147,9 @@ def test_p7_every_kind_of_column_when_the_driver_is_killed(reader: str, tmp_path
     )
     assert "continues from checkpoint" in result.worlds[0].reason
     assert ledger_of(by_attempt(ledger)) == {(epoch, row): 1 for epoch in range(2) for row in range(ROWS)}
-    assert difference(ours, plain(make_job(reader).model, store, manifest, job.plan(manifest), 2)) < 1e-9
+    assert (
+        difference(ours, train_plain(make_job(reader).model, store, manifest, job.plan(manifest), 2)) < 1e-9
+    )
 
 
 @pytest.mark.parametrize("reader", READERS[1:])

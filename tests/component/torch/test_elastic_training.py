@@ -34,7 +34,7 @@ from tests.scenarios import Fault
 pytestmark = [pytest.mark.native, pytest.mark.timeout(180)]
 
 
-def conv() -> torch.nn.Module:
+def build_conv() -> torch.nn.Module:
     torch.manual_seed(2)
     return paced(
         torch.nn.Conv2d(1, 4, 3, padding=1),
@@ -44,13 +44,13 @@ def conv() -> torch.nn.Module:
     )
 
 
-def synced() -> torch.nn.Module:
+def build_sync_batch_norm() -> torch.nn.Module:
     """Statistics of the whole step's rows: replaced by plain BatchNorm where one process has them all."""
     torch.manual_seed(4)
     return paced(torch.nn.Linear(WIDTH, 20), SyncBatchNorm(20), torch.nn.Tanh(), torch.nn.Linear(20, CLASSES))
 
 
-def dropping() -> torch.nn.Module:
+def build_row_dropout() -> torch.nn.Module:
     torch.manual_seed(5)
     return paced(
         torch.nn.Linear(WIDTH, 20),
@@ -65,7 +65,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=0.01)
 
 
-def everything() -> torch.nn.Module:
+def build_mixed() -> torch.nn.Module:
     """A layer of each kind that the others have one of."""
     torch.manual_seed(6)
     return paced(
@@ -83,22 +83,22 @@ TOGETHER = "all at once"
 
 JOBS = {
     TOGETHER: Job(
-        everything(),
+        build_mixed(),
         adam,
         torch.nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0, 0.5], dtype=torch.float64)),
         shape=(1, 6, 6),
         gradient_clip_norm=0.05,
     ),
     "mlp": Job(mlp(), sgd, torch.nn.CrossEntropyLoss()),
-    "conv": Job(conv(), adam, torch.nn.CrossEntropyLoss(), shape=(1, 6, 6)),
+    "conv": Job(build_conv(), adam, torch.nn.CrossEntropyLoss(), shape=(1, 6, 6)),
     "class weights, clipped": Job(
         mlp(),
         sgd,
         torch.nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0, 0.5], dtype=torch.float64)),
         gradient_clip_norm=0.05,
     ),
-    "statistics of all ranks": Job(synced(), sgd, torch.nn.CrossEntropyLoss()),
-    "dropout by rows": Job(dropping(), sgd, torch.nn.CrossEntropyLoss()),
+    "statistics of all ranks": Job(build_sync_batch_norm(), sgd, torch.nn.CrossEntropyLoss()),
+    "dropout by rows": Job(build_row_dropout(), sgd, torch.nn.CrossEntropyLoss()),
     "row weights": Job(mlp(), adam, torch.nn.CrossEntropyLoss(), weight="w"),
 }
 

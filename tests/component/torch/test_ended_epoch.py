@@ -49,13 +49,13 @@ class Ends(Callback):
             if training.rank == 0:
                 training.stop("enough")
             if training.rank == 1:
-                self._dies_once("in the step")
+                self._die_once("in the step")
 
     def on_epoch_end(self, training: Training, logs: Any) -> None:
         if logs["epoch"] == 1 and training.rank == 0:
-            self._dies_once("behind it")
+            self._die_once("behind it")
 
-    def _dies_once(self, where: str) -> None:
+    def _die_once(self, where: str) -> None:
         try:
             (self._marks / where).touch(exist_ok=False)
         except FileExistsError:

@@ -78,7 +78,7 @@ def test_max_runtime_ends_the_job() -> None:
         Run(count, (100_000, 1), room=2, num_workers=2, max_runtime=2.0).results()
 
 
-def unaware(folder: str, go: str) -> tuple[str, int, int]:
+def train_unelastic(folder: str, go: str) -> tuple[str, int, int]:
     """Does not know that it is elastic: sums the ranks again and again, once there is a file `go` to the end."""
     import os
     import time
@@ -104,7 +104,7 @@ def unaware(folder: str, go: str) -> tuple[str, int, int]:
 def test_a_function_that_is_not_elastic_begins_again_after_a_loss(fault: Fault, tmp_path: Path) -> None:
     folder, go = tmp_path / "calls", tmp_path / "go"
     folder.mkdir()
-    run = Run(unaware, (str(folder), str(go)), room=2, num_workers=2)
+    run = Run(train_unelastic, (str(folder), str(go)), room=2, num_workers=2)
 
     def inject_fault() -> None:
         fault(kill, run.cluster, max(run.cluster.slots()))
@@ -144,27 +144,27 @@ def test_a_script_that_ends_ill_fails_the_job(tmp_path: Path) -> None:
         Run(path, room=1, num_workers=1).results()
 
 
-def broken() -> None:
+def raise_error() -> None:
     raise ValueError("the user's own mistake")
 
 
-def returns(value: Any) -> Any:
+def return_value(value: Any) -> Any:
     import os
 
     return value, int(os.environ["RANK"]), os.environ.get("OMP_NUM_THREADS")
 
 
 def test_results_are_any_objects_in_rank_order() -> None:
-    run = Run(returns, ({1, 2},), room=3, num_workers=3, env={"OMP_NUM_THREADS": "3"})
+    run = Run(return_value, ({1, 2},), room=3, num_workers=3, env={"OMP_NUM_THREADS": "3"})
     assert run.results() == [({1, 2}, rank, "3") for rank in range(3)]
 
 
 def test_the_users_exception_ends_the_job_with_its_traceback() -> None:
     with pytest.raises(WorkerFailed, match="the user's own mistake"):
-        Run(broken, room=2, num_workers=2).results()
+        Run(raise_error, room=2, num_workers=2).results()
 
 
-def broken_on_rank_1(done: str) -> None:
+def raise_on_rank_1(done: str) -> None:
     import os
 
     if os.environ["RANK"] == "0":
@@ -175,13 +175,13 @@ def broken_on_rank_1(done: str) -> None:
 
 
 def test_r15_what_a_rank_raises_after_rank_0_returned_ends_the_job(tmp_path: Path) -> None:
-    run = Run(broken_on_rank_1, (str(tmp_path / "done"),), room=2, num_workers=2)
+    run = Run(raise_on_rank_1, (str(tmp_path / "done"),), room=2, num_workers=2)
     with pytest.raises(WorkerFailed, match="rank 1's own mistake"):
         run.results()
     assert "ValueError: rank 1's own mistake" in run.lines.getvalue()
 
 
-def breaks_in_vain() -> None:
+def break_every_world() -> None:
     from elastic_collectives import CollectiveError
     from spark_elastic.state.elastic_loop import elastic
     from spark_elastic.state.state import ObjectState
@@ -200,10 +200,10 @@ def breaks_in_vain() -> None:
 def test_r13_worlds_that_break_where_they_stand_end_the_job_with_the_workers_reason() -> None:
     expected = r"worlds in a row.* step 1 although no worker was lost.* it broke for the test"
     with pytest.raises(WorkerFailed, match=expected):
-        Run(breaks_in_vain, room=2, num_workers=2, driver_timeout=10.0).results()
+        Run(break_every_world, room=2, num_workers=2, driver_timeout=10.0).results()
 
 
-def unpicklable() -> Any:
+def return_lock() -> Any:
     import threading
 
     return threading.Lock()
@@ -211,10 +211,10 @@ def unpicklable() -> Any:
 
 def test_a_result_that_cannot_travel_is_one_sentence() -> None:
     with pytest.raises(WorkerFailed, match="cannot be pickled"):
-        Run(unpicklable, room=1, num_workers=1).results()
+        Run(return_lock, room=1, num_workers=1).results()
 
 
-def mismatched() -> None:
+def reduce_mismatched() -> None:
     import numpy as np
 
     from spark_elastic.worker.context import get_context
@@ -227,4 +227,4 @@ def mismatched() -> None:
 
 def test_collectives_that_do_not_match_end_the_job_and_do_not_go_round_for_ever() -> None:
     with pytest.raises(WorkerFailed, match="same collectives"):
-        Run(mismatched, room=2, num_workers=2).results()
+        Run(reduce_mismatched, room=2, num_workers=2).results()

@@ -39,7 +39,7 @@ here.Run(
 """
 
 
-def newest_step(folder: Path) -> int:
+def find_newest_step(folder: Path) -> int:
     """Of the run's newest durable commit; 0 where there is none."""
     published = CheckpointStore(Store.open(str(folder)), "mine").read_published()
     return published[0].position.step if published else 0
@@ -49,7 +49,7 @@ def test_p7_driver_and_then_all_workers_are_killed(tmp_path: Path, fault: Fault)
     first = subprocess.Popen([sys.executable, "-c", DRIVER, str(tmp_path)], cwd=os.getcwd())
     try:
         deadline = time.monotonic() + 120
-        while newest_step(tmp_path) < 9:
+        while find_newest_step(tmp_path) < 9:
             assert first.poll() is None
             assert time.monotonic() < deadline, "no checkpoint"
             time.sleep(0.01)
@@ -57,14 +57,14 @@ def test_p7_driver_and_then_all_workers_are_killed(tmp_path: Path, fault: Fault)
     finally:
         first.kill()
         first.wait(60)
-    step, go = newest_step(tmp_path), tmp_path / "go"
+    step, go = find_newest_step(tmp_path), tmp_path / "go"
     steps = step + 25
     given = {"run_id": "mine", "store": str(tmp_path), "checkpoint_steps": 3}
     again = Run(train, (steps, {step + 15: str(go)}), room=2, num_workers=2, **given)
     killed: list[int] = []
 
     def inject_fault() -> None:
-        until(lambda: newest_step(tmp_path) > step)
+        until(lambda: find_newest_step(tmp_path) > step)
         for slot in again.cluster.slots():
             killed.append(slot)
             fault(kill, again.cluster, slot)
@@ -77,7 +77,7 @@ def test_p7_driver_and_then_all_workers_are_killed(tmp_path: Path, fault: Fault)
     assert f"continues from checkpoint 000001-000001-00000-0-{step:08d}" in again.lines.getvalue()
     assert "continues from checkpoint 000002-" in again.lines.getvalue()
     assert results[0]["trained"][-1] == steps - 1
-    assert newest_step(tmp_path) == steps, "the end is not durable"
+    assert find_newest_step(tmp_path) == steps, "the end is not durable"
 
 
 def test_max_runtime_leaves_a_checkpoint_of_the_very_step(

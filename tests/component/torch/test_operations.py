@@ -87,7 +87,7 @@ def test_operations_go_through_a_loss_and_sets_follow_the_world(fault: Fault, tm
     print(results[0]["microseconds"], "µs for an allreduce of four bytes")  # noqa: T201 - for -s
 
 
-def different() -> None:
+def reduce_different() -> None:
     import torch
 
     import spark_elastic.torch as hvd
@@ -97,4 +97,4 @@ def different() -> None:
 
 def test_ranks_that_disagree_end_the_job_with_names() -> None:
     with pytest.raises(WorkerFailed, match=r"'allreduce.layer': rank 0 has shapes \(2,\), rank 1 \(3,\)"):
-        Run(different, room=2, num_workers=2).results()
+        Run(reduce_different, room=2, num_workers=2).results()

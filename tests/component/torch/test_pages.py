@@ -13,7 +13,7 @@ import cloudpickle
 import pytest
 
 from tests.component.torch.hand_written import Run, hold
-from tests.pages import blocks, changed
+from tests.pages import apply_diff, blocks
 from tests.sources import ROOT
 
 pytestmark = [pytest.mark.faults, pytest.mark.native, pytest.mark.timeout(300)]
@@ -24,24 +24,24 @@ for name in (__name__, hold.__module__):
 
 def of_page() -> Callable[[int], Any]:
     (before,) = blocks("moving-from-torchdistributor.md", "python")
-    program = changed(before, blocks("moving-from-torchdistributor.md", "diff")[1])
-    return defined(program.replace("import spark_elastic\n", ""))
+    program = apply_diff(before, blocks("moving-from-torchdistributor.md", "diff")[1])
+    return define_train(program.replace("import spark_elastic\n", ""))
 
 
 def of_notebook() -> Callable[[int], Any]:
     cells = json.loads((ROOT / "examples" / "notebooks" / "04-hand-written-loop.ipynb").read_text())["cells"]
     (source,) = ["".join(cell["source"]) for cell in cells if "def train" in "".join(cell["source"])]
-    return defined(source)
+    return define_train(source)
 
 
-def defined(program: str) -> Callable[[int], Any]:
+def define_train(program: str) -> Callable[[int], Any]:
     """Its function `train`; nothing is run."""
     names: dict[str, Any] = {"spark_elastic": SimpleNamespace(run=lambda *arguments, **named: [])}
     exec(compile(program, "page.py", "exec"), names)
     return names["train"]
 
 
-def late(train: Callable[[int], Any], epochs: int, last: str) -> Any:
+def delay_commit(train: Callable[[int], Any], epochs: int, last: str) -> Any:
     """`train`, which awaits its second world in the last commit of an epoch, or in that of its last batch."""
     import spark_elastic.torch as hvd
 
@@ -60,7 +60,7 @@ def late(train: Callable[[int], Any], epochs: int, last: str) -> Any:
 
 @pytest.mark.parametrize(("program", "last"), [(of_page, "epoch"), (of_notebook, "batch")])
 def test_a_world_without_a_batch_has_the_last_ones_loss(program: Callable[[], Any], last: str) -> None:
-    run = Run(late, (program(), 1, last), room=2, num_workers=2, max_workers=3)
+    run = Run(delay_commit, (program(), 1, last), room=2, num_workers=2, max_workers=3)
     run.at(1, lambda: run.cluster.add_room(1))
     results = run.results()
     assert run.sizes()[:2] == [2, 3]

@@ -27,7 +27,12 @@ from tests.component.torch.job import (
     train_elastic,
     train_plain,
 )
-from tests.component.torch.resumed_job import DRIVER, every_row_once, every_row_once_by_attempt, make_job
+from tests.component.torch.resumed_job import (
+    DRIVER,
+    check_every_row_once,
+    every_row_once_by_attempt,
+    make_job,
+)
 from tests.patience import until
 from tests.scenarios import Fault
 
@@ -65,7 +70,7 @@ def test_p7_all_workers_are_lost_and_training_continues_from_the_last_checkpoint
     assert len(again) == 1, "nobody began from a checkpoint"
     assert "00001-0-" in again[0].reason, "not from the epoch in which all were lost"
     assert difference(ours, train_plain(job, store, manifest)) < 1e-9
-    every_row_once(ledger, job.epochs)
+    check_every_row_once(ledger, job.epochs)
     kept = CheckpointStore(store, RUN).read_published()
     assert len(kept) == 3
     assert kept[0].fence.generation == again_generation(result.event_log)

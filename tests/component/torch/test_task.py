@@ -20,9 +20,9 @@ from spark_elastic.torch.train.trainer import NOT_METRICS, TorchTrainProgram, li
 from spark_elastic.training.loop import CHANGE
 from spark_elastic.worker.program import Stopped
 from tests.checkpoints import reload_from_checkpoint
-from tests.component.torch.hooked_job import HookedJob, make_job, plain, same_history
+from tests.component.torch.hooked_job import HookedJob, check_history, make_job, train_hooked_plain
 from tests.component.torch.job import ROWS, RUN, difference, make_data
-from tests.unit.torch.worlds import in_a_world
+from tests.unit.torch.worlds import run_in_world
 
 pytestmark = pytest.mark.native
 
@@ -47,10 +47,10 @@ def test_p2_with_everything_that_hangs_on_a_training(tmp_path: Path) -> None:
         task.close()
         return task._trainer.state.model.state_dict(), outcome
 
-    (ours, outcome), *_ = in_a_world(2, work)
-    theirs, history = plain(job, store, manifest)
+    (ours, outcome), *_ = run_in_world(2, work)
+    theirs, history = train_hooked_plain(job, store, manifest)
     assert difference(ours, theirs) < 1e-9
-    same_history(SimpleNamespace(results=[outcome.result]), history)
+    check_history(SimpleNamespace(results=[outcome.result]), history)
     entries = json.loads(outcome.result)["history"]
     shows_what_the_history_has(told, entries)
     numbers = {name for name, value in entries[0].items() if isinstance(value, int | float)}
@@ -96,7 +96,7 @@ def test_p4_the_state_wins_over_what_a_newcomer_sets_as_it_begins(tmp_path: Path
         task.close()
         return float(trainer.state.optimizer.param_groups[0]["lr"])
 
-    assert in_a_world(2, work) == [0.04, 0.04]
+    assert run_in_world(2, work) == [0.04, 0.04]
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def test_r06_what_rank_0_says_within_an_epoch_ends_it_for_all(who: int, tmp_path
         return json.loads(outcome.result)["history"]
 
     plan = job.plan(manifest)
-    for history in in_a_world(2, work):
+    for history in run_in_world(2, work):
         steps = 5 if who == 0 else plan.steps
         assert [entry["epoch"] for entry in history] == ([0] if who == 0 else [0, 1])
         assert [entry["steps"] for entry in history] == [steps] * len(history)
@@ -185,7 +185,7 @@ def test_r18_behind_the_last_boundary_the_very_step_is_durable(
         task.close()
         return outcome, task.position()
 
-    assert in_a_world(2, work) == [(Stopped(CHANGE), here)] * 2
+    assert run_in_world(2, work) == [(Stopped(CHANGE), here)] * 2
     (checkpoint,) = told
     assert checkpoint.position == here
     CheckpointStore(store, RUN).read_newest((checkpoint,))

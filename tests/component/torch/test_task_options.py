@@ -29,7 +29,7 @@ from spark_elastic.torch.train.trainer import TorchTrainProgram
 from spark_elastic.training.spec import Rows
 from tests.component.torch.job import ROWS, WIDTH, Job, difference, make_data
 from tests.pages import blocks
-from tests.unit.torch.worlds import in_a_world
+from tests.unit.torch.worlds import run_in_world
 
 pytestmark = pytest.mark.native
 
@@ -132,7 +132,7 @@ class Case:
         )
 
 
-def made(folder: Path, poisoned: bool) -> tuple[Store, Manifest]:
+def make_table(folder: Path, poisoned: bool) -> tuple[Store, Manifest]:
     """poisoned: one row has a label whose scaled gradient fp16 cannot hold."""
     store, manifest = make_data(folder)
     if poisoned:
@@ -145,7 +145,7 @@ def made(folder: Path, poisoned: bool) -> tuple[Store, Manifest]:
     return store, manifest
 
 
-def trained(
+def train(
     case: Case, store: Store, manifest: Manifest
 ) -> tuple[list[dict[str, torch.Tensor]], Any, set[Any]]:
     """The weights of each rank, the history, and how forwards were computed."""
@@ -170,11 +170,13 @@ def trained(
         model: Any = task._trainer.state.model  # type: ignore[attr-defined]
         return model.state_dict(), json.loads(outcome.result)["history"], getattr(model, "seen", set())
 
-    ranks = in_a_world(WORKERS, work)
+    ranks = run_in_world(WORKERS, work)
     return [rank[0] for rank in ranks], ranks[0][1], ranks[0][2]
 
 
-def plain(case: Case, store: Store, manifest: Manifest, **less: Any) -> tuple[dict[str, torch.Tensor], int]:
+def train_plain(
+    case: Case, store: Store, manifest: Manifest, **less: Any
+) -> tuple[dict[str, torch.Tensor], int]:
     """Weights, and how many steps were left out. less: options that are taken away."""
     options = case.options | less
     table = pq.read_table(store.path("rows/part.parquet"))
@@ -216,12 +218,12 @@ EXACT = [
 
 @pytest.mark.parametrize("case", EXACT)
 def test_p2_an_option_changes_nothing_that_a_plain_loop_would_not(tmp_path: Path, case: Case) -> None:
-    store, manifest = made(tmp_path, poisoned=False)
-    ranks, history, seen = trained(case, store, manifest)
-    assert difference(ranks[0], plain(case, store, manifest)[0]) < 1e-9
+    store, manifest = make_table(tmp_path, poisoned=False)
+    ranks, history, seen = train(case, store, manifest)
+    assert difference(ranks[0], train_plain(case, store, manifest)[0]) < 1e-9
     assert all(torch.equal(ranks[0][name], ranks[1][name]) for name in ranks[0])
     if case.options.get("gradient_clip_value"):
-        assert difference(ranks[0], plain(case, store, manifest, gradient_clip_value=None)[0]) > 1e-3, (
+        assert difference(ranks[0], train_plain(case, store, manifest, gradient_clip_value=None)[0]) > 1e-3, (
             "nothing clipped"
         )
     if case.kind == "lightning":
@@ -235,10 +237,10 @@ def test_p2_an_option_changes_nothing_that_a_plain_loop_would_not(tmp_path: Path
 
 
 def test_what_validation_logs_goes_by_the_name_that_the_module_gave_it(tmp_path: Path) -> None:
-    store, manifest = made(tmp_path, poisoned=False)
-    _, history, _ = trained(Case("lightning"), store, manifest)
+    store, manifest = make_table(tmp_path, poisoned=False)
+    _, history, _ = train(Case("lightning"), store, manifest)
     assert {name for name in history[0] if name.startswith("val_")} == {"val_far", "val_rows"}
-    ranks, history, _ = trained(Case("lightning", module=SaysItsLoss), store, manifest)
+    ranks, history, _ = train(Case("lightning", module=SaysItsLoss), store, manifest)
     assert {name for name in history[0] if name.startswith("val_")} == {"val_loss", "val_rows"}
     table, net = pq.read_table(store.path("rows/part.parquet")), Net(torch.float64)
     net.load_state_dict(ranks[0])
@@ -267,16 +269,16 @@ def test_the_lightning_module_of_the_documentation_trains(
     (program,) = blocks("estimators.md", "python")
     exec(compile(program.replace("Linear(10", f"Linear({WIDTH}"), "estimators.md", "exec"), {"df": None})
     case: Any = SimpleNamespace(options={}, objects=lambda: asked[0].objects)
-    store, manifest = made(tmp_path, poisoned=False)
-    _, history, _ = trained(case, store, manifest)
+    store, manifest = make_table(tmp_path, poisoned=False)
+    _, history, _ = train(case, store, manifest)
     assert {"loss", "val_loss", "val_rows"} <= history[0].keys()
     assert history[-1]["val_loss"] < history[0]["val_loss"]
 
 
 def test_parts_that_are_in_evaluation_mode_stay_there(tmp_path: Path) -> None:
     """Behind each validation, too."""
-    store, manifest = made(tmp_path, poisoned=False)
-    ranks, _, _ = trained(Case("lightning", module=Frozen), store, manifest)
+    store, manifest = make_table(tmp_path, poisoned=False)
+    ranks, _, _ = train(Case("lightning", module=Frozen), store, manifest)
     assert ranks[0]["norm.num_batches_tracked"] == 0
     assert not ranks[0]["norm.running_mean"].any()
 
@@ -297,9 +299,9 @@ def test_forwards_are_computed_in_the_precision_that_was_asked_for(
 ) -> None:
     """fp16: a row that overflows on one rank alone makes both leave the step out, as a plain loop does."""
     case = Case(kind, torch.float32, {"precision": precision})
-    store, manifest = made(tmp_path, poisoned=precision == "fp16")
-    ranks, history, seen = trained(case, store, manifest)
-    expected, skipped = plain(case, store, manifest)
+    store, manifest = make_table(tmp_path, poisoned=precision == "fp16")
+    ranks, history, seen = train(case, store, manifest)
+    expected, skipped = train_plain(case, store, manifest)
     assert {dtype for _, dtype, _ in seen} == {KINDS[precision]}
     assert all(torch.equal(ranks[0][name], ranks[1][name]) for name in ranks[0])
     assert difference(ranks[0], expected) < 0.05
@@ -310,7 +312,7 @@ def test_forwards_are_computed_in_the_precision_that_was_asked_for(
 @pytest.mark.parametrize("wire", ["bf16", "fp16"])
 def test_gradients_travel_in_16_bits(tmp_path: Path, wire: str) -> None:
     case = Case(dtype=torch.float32, options={"gradient_compression": wire})
-    store, manifest = made(tmp_path, poisoned=False)
-    ranks, _, _ = trained(case, store, manifest)
+    store, manifest = make_table(tmp_path, poisoned=False)
+    ranks, _, _ = train(case, store, manifest)
     assert all(torch.equal(ranks[0][name], ranks[1][name]) for name in ranks[0])
-    assert 1e-6 < difference(ranks[0], plain(case, store, manifest)[0]) < 0.02
+    assert 1e-6 < difference(ranks[0], train_plain(case, store, manifest)[0]) < 0.02

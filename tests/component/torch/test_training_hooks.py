@@ -10,7 +10,7 @@ from spark_elastic.state.run_lease import RunLease
 from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.torch.train.trainer import TorchTrainProgram
 from tests.component.injected_faults import inject_faults, kill
-from tests.component.torch.hooked_job import ForkingLoss, make_job, plain, same_history
+from tests.component.torch.hooked_job import ForkingLoss, check_history, make_job, train_hooked_plain
 from tests.component.torch.job import (
     RUN,
     Follower,
@@ -45,10 +45,10 @@ def test_p2_p7_hooks_have_the_state_of_an_undisturbed_run(lost: str, tmp_path: P
     places = ["epoch 1"] if lost == "all" else ["epoch 0", "validation 1"]
     with inject_faults(tmp_path / "faults", dict.fromkeys(places, inject_fault)):
         ours, result = train_elastic(job, store, manifest, None, Follower(), make, run=run)
-    theirs, history = plain(job, store, manifest)
+    theirs, history = train_hooked_plain(job, store, manifest)
     assert len(result.worlds) > 1, "nobody was lost"
     assert difference(ours, theirs) < 1e-9
-    same_history(result, history)
+    check_history(result, history)
 
 
 def test_a_process_that_a_loss_forks_does_not_speak_for_its_worker(tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ class Job(JobListener):
             for act in due:
                 self._threads.append(threading.Thread(target=self._play, args=(act,), name="act"))
                 self._threads[-1].start()
-            self._release(self._over())
+            self._release(self._is_over())
 
     def _play(self, act: Callable[[], object]) -> None:
         try:
@@ -162,9 +162,9 @@ class Job(JobListener):
             self._failed.append(error)
         with self._lock:
             self._playing -= 1
-            self._release(self._over())
+            self._release(self._is_over())
 
-    def _over(self) -> bool:
+    def _is_over(self) -> bool:
         """Nothing will come any more, or an act failed."""
         played = not self._acts and not self._playing
         return bool(self._failed) or (played and self.until(self.moment))

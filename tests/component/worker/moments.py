@@ -45,10 +45,10 @@ class Held(CountingProgram):
         finally:
             self._steps += 1
         if isinstance(outcome, Completed):
-            outcome = self._stand(world, group, handle) or super().run(world, group, handle)
+            outcome = self._wait_for_release(world, group, handle) or super().run(world, group, handle)
         return outcome
 
-    def _stand(self, world: World, group: Group, handle: WorkerHandle) -> Stopped | None:
+    def _wait_for_release(self, world: World, group: Group, handle: WorkerHandle) -> Stopped | None:
         """Until it is released or, as after any step, the membership changes; the same on all ranks."""
         deadline = self._clock.now() + HELD_AT_MOST
         while True:

@@ -69,7 +69,7 @@ def assert_exact(result: LaunchResult, program: CountingProgram) -> None:
     assert sums == {program.expected_sum()}
 
 
-def held_job(**named: Any) -> Job:
+def make_held_job(**named: Any) -> Job:
     """It ends in its second world or a later one."""
     return Job(Held(20, 0.02), until=lambda now: len(now.sizes) >= 2, **named)
 
@@ -98,7 +98,7 @@ def test_a_function_forks_processes() -> None:
 
 
 def test_a_killed_slot_costs_no_step_and_another_takes_its_place() -> None:
-    job = held_job()
+    job = make_held_job()
     job.at_step(10, lambda: job.cluster.kill(max(job.cluster.slots())))
     assert sizes(job.run())[:2] == [3, 2]
 
@@ -121,7 +121,7 @@ def test_a_killed_worker_is_replaced_by_its_warm_spare() -> None:
 
 
 def test_a_stopped_worker_is_evicted_after_its_lease() -> None:
-    job = held_job()
+    job = make_held_job()
     stopped: list[psutil.Process] = []
 
     def inject_fault() -> None:
@@ -135,7 +135,7 @@ def test_a_stopped_worker_is_evicted_after_its_lease() -> None:
 
 
 def test_training_survives_two_simultaneous_losses() -> None:
-    job = held_job()
+    job = make_held_job()
 
     def inject_fault() -> None:
         for number in sorted(job.cluster.slots())[:2]:
@@ -147,7 +147,7 @@ def test_training_survives_two_simultaneous_losses() -> None:
 
 
 def test_the_job_starts_again_when_all_workers_die_at_once() -> None:
-    job = held_job(size=2)
+    job = make_held_job(size=2)
 
     def inject_fault() -> None:
         for worker in job.workers():
@@ -158,7 +158,7 @@ def test_the_job_starts_again_when_all_workers_die_at_once() -> None:
 
 
 def test_a_drained_host_leaves_at_a_step_boundary() -> None:
-    job = held_job()
+    job = make_held_job()
 
     def drain() -> None:
         host = f"host-{max(job.cluster.slots())}"
@@ -171,7 +171,7 @@ def test_a_drained_host_leaves_at_a_step_boundary() -> None:
 
 
 def test_newcomers_join_while_the_others_train() -> None:
-    job = held_job(size=2, room=1)
+    job = make_held_job(size=2, room=1)
     job.at_step(10, lambda: job.cluster.add_room(1))
     assert sizes(job.run(gather_timeout=0.5)) == [1, 2]
 

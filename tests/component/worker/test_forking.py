@@ -89,27 +89,27 @@ class Life:
     def __exit__(self, *exception: object) -> None:
         self.child.close()
 
-    def warm(self) -> psutil.Process:
+    def await_warm(self) -> psutil.Process:
         self._warm.get(timeout=60.0)
         made = self.child._process
         assert (isinstance(made, ForkedProcess) and isinstance(made._process, AdoptedProcess)) is self._forked
         return psutil.Process(self.child.pid)
 
-    def told(self) -> Any:
+    def read_message(self) -> Any:
         line = json.loads(self.lines.get(timeout=60.0))
-        self.warm()
+        self.await_warm()
         return line
 
     def end(self) -> int:
         return self._ends.get(timeout=60.0)
 
 
-def told(imports: tuple[str, ...], tell: Callable[[], object]) -> Any:
+def run_and_read(imports: tuple[str, ...], tell: Callable[[], object]) -> Any:
     with Life(imports, tell) as life:
-        return life.told()
+        return life.read_message()
 
 
-def self_portrait() -> dict[str, object]:
+def describe_process() -> dict[str, object]:
     """All properties by which processes can be distinguished."""
     import faulthandler
     import gc
@@ -150,7 +150,7 @@ def self_portrait() -> dict[str, object]:
 
 
 def test_a_forked_process_looks_like_a_spawned_one() -> None:
-    forked, spawned = (told(imports, self_portrait) for imports in (FORKED, SPAWNED))
+    forked, spawned = (run_and_read(imports, describe_process) for imports in (FORKED, SPAWNED))
     assert fork_server_cache.pid is not None
     assert forked["parent"] == os.getpid()
     assert forked == spawned
@@ -162,24 +162,24 @@ def test_the_slot_gets_the_exit_code_of_a_forked_process() -> None:
     with Life(FORKED, lambda: os.kill(os.getpid(), signal.SIGKILL)) as life:
         assert life.end() == -signal.SIGKILL
     with Life(FORKED, lambda: None) as life:
-        life.warm()
+        life.await_warm()
         life.child.kill()
         assert life.end() == -signal.SIGKILL
 
 
 def test_a_forked_process_ends_with_its_standard_input() -> None:
     with Life(FORKED, lambda: None) as life:
-        life.warm()
+        life.await_warm()
         life.child._input.put(None)
         assert life.end() == 0
 
 
 def test_one_fork_server_serves_several_processes() -> None:
     with Life(FORKED, lambda: None) as first:
-        first.warm()
+        first.await_warm()
         server = fork_server_cache.pid
     with Life(FORKED, lambda: None) as second, Life(FORKED, lambda: None) as third:
-        assert second.warm().ppid() == third.warm().ppid() == os.getpid()
+        assert second.await_warm().ppid() == third.await_warm().ppid() == os.getpid()
         assert server is not None
         assert fork_server_cache.pid == server
 
@@ -193,7 +193,7 @@ def test_another_environment_needs_another_fork_server(monkeypatch: pytest.Monke
     for number, variable in ((1, "a"), (2, "a"), (2, "b")):
         monkeypatch.setenv("A_VARIABLE", variable)
         with Life(FORKED, threads, number) as life:
-            assert life.told() == [str(number), variable]
+            assert life.read_message() == [str(number), variable]
             servers.append(fork_server_cache.pid)
     assert None not in servers
     assert len(set(servers)) == 3
@@ -208,7 +208,7 @@ SLOT = """
 
     if __name__ == "__main__":
         life = Life(FORKED, lambda: None)
-        sys.stdout.write(f"{{life.warm().pid}} {{fork_server_cache.pid}}\\n")
+        sys.stdout.write(f"{{life.await_warm().pid}} {{fork_server_cache.pid}}\\n")
         sys.stdout.flush()
         signal.pause()
 """
@@ -230,12 +230,12 @@ def test_a_forked_process_and_its_server_end_with_the_slot(tmp_path: Path) -> No
 
 def test_a_forked_process_outlives_its_server_and_the_next_process_gets_a_new_server() -> None:
     with Life(FORKED, lambda: None) as first:
-        process, server = first.warm(), fork_server_cache.pid
+        process, server = first.await_warm(), fork_server_cache.pid
         assert server is not None
         os.kill(server, signal.SIGKILL)
         psutil.wait_procs([psutil.Process(server)] if fork_server_cache.pid else [], timeout=10.0)
         with Life(FORKED, lambda: None) as second:
-            second.warm()
+            second.await_warm()
             assert fork_server_cache.pid not in (None, server)
         assert process.is_running()
         first.child._input.put(None)
@@ -247,7 +247,7 @@ def test_a_process_is_spawned_if_the_fork_server_dies_before_the_fork(
 ) -> None:
     create_module(tmp_path, monkeypatch, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     with Life(("written",), lambda: None, forked=False) as life:
-        assert life.warm().ppid() == os.getpid()
+        assert life.await_warm().ppid() == os.getpid()
 
 
 def create_module(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
@@ -266,11 +266,11 @@ def test_a_process_is_spawned_where_a_fork_is_not_safe(
     create_module(tmp_path, monkeypatch, text)
     with caplog.at_level(logging.DEBUG, "spark_elastic.worker"):
         with Life(("written",), lambda: None, forked=False) as life:
-            assert life.warm().ppid() == os.getpid()
+            assert life.await_warm().ppid() == os.getpid()
         assert why in caplog.text
         caplog.clear()
         with Life(("written",), lambda: None, forked=False) as life:
-            assert life.warm().ppid() == os.getpid()
+            assert life.await_warm().ppid() == os.getpid()
         assert not caplog.text, "the failed server got another request"
 
 
@@ -280,7 +280,7 @@ def test_a_process_is_spawned_if_the_slot_cannot_adopt_the_forked_one(
     """The process that was not adopted has not read the input that the spawned one needs."""
     monkeypatch.setattr(forking, "PR_SET_CHILD_SUBREAPER", forking.PR_GET_CHILD_SUBREAPER)
     with Life(FORKED, lambda: "spawned", forked=False) as life:
-        assert life.told() == "spawned"
+        assert life.read_message() == "spawned"
 
 
 def test_a_process_killed_before_its_fork_is_never_started(
@@ -294,7 +294,7 @@ def test_a_process_killed_before_its_fork_is_never_started(
         assert life.end() == -signal.SIGKILL
         assert time.monotonic() - begin < 1.5
         with Life(("written",), lambda: "next") as following:
-            assert following.told() == "next"
+            assert following.read_message() == "next"
         assert life.lines.empty()
 
 
@@ -305,13 +305,13 @@ def test_each_forked_process_prints_what_the_imports_printed(
     for _ in range(2):
         with Life(("written",), lambda: "then") as life:
             assert life.lines.get(timeout=60.0) == "written was imported"
-            assert life.told() == "then"
+            assert life.read_message() == "then"
 
 
 def test_an_idle_fork_server_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     create_module(tmp_path, monkeypatch, "import __main__; __main__.IDLE_SECONDS = 0.5")
     with Life(("written",), lambda: None) as life:
-        life.warm()
+        life.await_warm()
         time.sleep(1.0)
         assert fork_server_cache.pid is not None, "a server with a process ended"
     deadline = time.monotonic() + 20.0
@@ -331,7 +331,7 @@ def random_numbers() -> list[object]:
     return [random.random(), np.random.rand(), float(torch.rand(1)), authkey.hex()]
 
 
-def trained() -> object:
+def train() -> object:
     """Train with a DataLoader's processes, as user programs do."""
     imported = "torch._dynamo" in sys.modules
     import torch
@@ -352,7 +352,7 @@ def trained() -> object:
 @pytest.mark.native
 @pytest.mark.timeout(180)
 def test_forked_processes_train_with_torch_and_have_different_seeds() -> None:
-    with Life(TORCH, trained, 2) as first, Life(TORCH, trained, 2) as second:
-        (result, one), (_, other) = first.told(), second.told()
+    with Life(TORCH, train, 2) as first, Life(TORCH, train, 2) as second:
+        (result, one), (_, other) = first.read_message(), second.read_message()
     assert result == [True, 28.0, 2]
     assert not set(one) & set(other)

@@ -23,7 +23,7 @@ def kill_worker(job: Job, place: int) -> None:
     job.workers()[place].kill()
 
 
-def killed(result: LaunchResult) -> int:
+def count_killed(result: LaunchResult) -> int:
     """How many workers; one that leaves at the end is an exit, too."""
     return sum("WorkerExited" in line and "exit_code=-9" in line for line in result.event_log)
 
@@ -55,7 +55,7 @@ def test_training_survives_a_second_loss_while_the_survivors_regroup(fault: Faul
     job.at_step(3, lambda: kill_worker(job, 0))
     job.at_line("comes back slowly", lambda: fault(kill_worker, job, 1))
     result = job.run()
-    assert killed(result) == 2
+    assert count_killed(result) == 2
     assert sizes(result)[0] == 4
 
 
@@ -139,7 +139,7 @@ def test_training_survives_many_resets_within_one_epoch(fault: Fault) -> None:
     for number, step in enumerate((10, 20, 30, 40)):
         job.at_step(step, partial(fault, kill_worker, job, number % 2), world=number + 1)
     result = job.run()
-    assert killed(result) == 4
+    assert count_killed(result) == 4
     assert len(sizes(result)) >= 5
 
 

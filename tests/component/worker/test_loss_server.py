@@ -72,7 +72,7 @@ class HeldUp(Job):
         self.seconds = 0.0
         self.steps = [0]
 
-    def hold_up(self, seconds: float) -> None:
+    def delay_answers(self, seconds: float) -> None:
         self.seconds = seconds
 
     def on_progress(self, metrics: Mapping[str, Any]) -> None:
@@ -85,7 +85,7 @@ class HeldUp(Job):
 def test_r12_a_server_stopped_for_longer_than_a_lease_evicts_no_worker(fault: Fault) -> None:
     last = 150
     job = HeldUp(Held(last + 1, 0.03), until=lambda now: not job.seconds and now.step == last)
-    job.at_step(10, lambda: fault(job.hold_up, 5.0))
+    job.at_step(10, lambda: fault(job.delay_answers, 5.0))
     result = job.run(lease=3.0)
     assert sizes(result) == [3]
     leap = max(after - before for before, after in itertools.pairwise(job.steps))
@@ -106,14 +106,14 @@ def test_p6_a_client_without_the_key_gets_nothing_and_the_job_continues(fault: F
         genuine = json.dumps(
             {"v": VERSION, "attempt": contact.attempt, "message": {"slot": "9-0", "seen": 0}, "hold": 0}
         )
-        recorded = insider.signed(path_of(WatchSlot), genuine.encode(), session)
-        large = insider.signed(path_of(WorkerExited), b"", session)
+        recorded = insider.sign(path_of(WatchSlot), genuine.encode(), session)
+        large = insider.sign(path_of(WorkerExited), b"", session)
         answers.update(
             unsigned=thief.request(path_of(WorkerExited), body, None)[0],
             forged=thief.request(
-                path_of(WorkerExited), body, thief.signed(path_of(WorkerExited), body, session)
+                path_of(WorkerExited), body, thief.sign(path_of(WorkerExited), body, session)
             )[0],
-            hello=thief.request(auth.HELLO, b"", thief.signed(auth.HELLO, b"", auth.create_id(), 0))[0],
+            hello=thief.request(auth.HELLO, b"", thief.sign(auth.HELLO, b"", auth.create_id(), 0))[0],
             genuine=insider.request(path_of(WatchSlot), genuine.encode(), recorded)[0],
             replayed=thief.request(path_of(WatchSlot), genuine.encode(), recorded)[0],
             oversized=insider.request(

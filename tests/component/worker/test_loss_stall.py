@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.native, pytest.mark.timeout(120)]
 cloudpickle.register_pickle_by_value(stuck)
 
 
-def named(caplog: pytest.LogCaptureFixture) -> list[str]:
+def find_stall_messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [
         record.getMessage() for record in caplog.records if "has kept others waiting" in record.getMessage()
     ]
@@ -39,7 +39,7 @@ def test_p5_a_stopped_worker_is_named_with_its_last_stack_before_its_eviction(
     # Stopped long enough after its begin for a sample of its stack to be there.
     job.at_step(45, lambda: fault(job.workers()[1].send_signal, signal.SIGSTOP))
     result = job.run(lease=10.0)
-    sentence = next(said for said in named(caplog) if "is stopped (T), last seen in " in said)
+    sentence = next(said for said in find_stall_messages(caplog) if "is stopped (T), last seen in " in said)
     assert re.search(r"run \((testing/counting|worker/moments)\.py:", sentence)
     lost = entry(result, "is lost: its process has not run for")
     assert sentence in lost, "what it was doing is part of its story"
@@ -54,7 +54,7 @@ def test_p5_a_hanging_worker_and_its_stack_are_named_in_the_errors_of_its_peers(
     slow_to_name = ElasticConfig(stall_after=5.0)  # its stack is known three seconds after it hangs
     job = Job(stuck.NeverReturns(20, 0.03), size=2, collective_timeout=10.0, config=slow_to_name)
     result = job.run(regroup_timeout=2.0)
-    sentence = next(said for said in named(caplog) if said.startswith("rank 1 (worker "))
+    sentence = next(said for said in find_stall_messages(caplog) if said.startswith("rank 1 (worker "))
     assert "last seen in call_c_code (worker/stuck.py:" in sentence
     assert entry(result, "WorkerStalled")
     over = entry(result, "world 1 is over")

@@ -73,7 +73,7 @@ def serve(
         imports=imports,
     )
     identity = SlotIdentity(slot=SLOT, host="host-4")
-    played = driver.aside(play)
+    played = driver.call_in_thread(play)
     with driver.client(timeout=min(30.0, driver_timeout)) as client:
         ended = SlotAgent(spec, identity, payload, client, CLOCK, find_shortage=shortage).run()
     played.result(20.0)
@@ -84,14 +84,14 @@ def await_children(count: int) -> list[psutil.Process]:
     """The slot's processes, oldest first, once there are so many. Other children are of other tests' fixtures."""
     deadline = CLOCK.now() + 60.0
     while True:
-        living = [child for child in psutil.Process().children() if _is_of_the_slot(child)]
+        living = [child for child in psutil.Process().children() if _is_training_process(child)]
         if len(living) == count:
             return sorted(living, key=lambda child: child.create_time())
         assert CLOCK.now() < deadline, f"{len(living)} processes, not {count}"
         CLOCK.sleep(0.02)
 
 
-def _is_of_the_slot(child: psutil.Process) -> bool:
+def _is_training_process(child: psutil.Process) -> bool:
     try:
         return "spark_elastic.worker.entry" in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -112,16 +112,16 @@ def test_a_warm_spare_follows_each_crash(driver: Driver, imports: tuple[str, ...
     spares: list[int] = []
 
     def play() -> None:
-        driver.heard(RegisterSlot)
+        driver.await_event(RegisterSlot)
         for number in (1, 2, 3):
-            assert driver.heard(WorkerStarted).worker == f"{SLOT}.{number}"
+            assert driver.await_event(WorkerStarted).worker == f"{SLOT}.{number}"
             worker, spare = await_children(2)
             assert number == 1 or worker.pid == spares[-1], "the worker was not made of the spare"
             spares.append(spare.pid)
             while driver.logs.get(timeout=20.0).worker:
                 continue  # the spare, which is no worker yet, is the one to be prepared
             worker.kill()
-            exited = driver.heard(WorkerExited)
+            exited = driver.await_event(WorkerExited)
             assert (exited.worker, exited.reason) == (f"{SLOT}.{number}", "killed by signal 9")
         driver.server.release_slot(SLOT, "enough")
 
@@ -139,7 +139,7 @@ class Crashing(CountingProgram):
 
 def test_a_crash_in_native_code_is_reported_with_its_python_frames(driver: Driver) -> None:
     def play() -> None:
-        exited = driver.heard(WorkerExited)
+        exited = driver.await_event(WorkerExited)
         assert exited.reason == "killed by signal 11"
         innermost, caller, *_ = exited.crashed_at.split("; called from ")
         assert innermost.endswith(", in string_at")
@@ -163,13 +163,13 @@ def test_no_worker_leaves_a_temporary_folder_behind(driver: Driver) -> None:
 
     def play() -> None:
         for number in (1, 2):
-            assert driver.heard(WorkerStarted).worker == f"{SLOT}.{number}"
+            assert driver.await_event(WorkerStarted).worker == f"{SLOT}.{number}"
             (line,) = driver.logs.get(timeout=20.0).lines
             folders.append(Path(line))
             assert folders[-1].is_dir()
             if number == 1:
                 await_children(1)[0].kill()
-                driver.heard(WorkerExited)
+                driver.await_event(WorkerExited)
         driver.server.release_slot(SLOT, "enough")
 
     assert serve(driver, Littering(1), play, spare_after=1000.0) == "enough"
@@ -181,12 +181,12 @@ def test_a_worker_that_dies_before_its_spare_is_due_is_replaced_by_a_cold_one(
     driver: Driver,
 ) -> None:
     def play() -> None:
-        driver.heard(RegisterSlot)
-        assert driver.heard(WorkerStarted).worker == f"{SLOT}.1"
-        driver.heard(JoinWorld)
+        driver.await_event(RegisterSlot)
+        assert driver.await_event(WorkerStarted).worker == f"{SLOT}.1"
+        driver.await_event(JoinWorld)
         (worker,) = await_children(1)
         worker.kill()
-        assert driver.heard(WorkerStarted).worker == f"{SLOT}.2"
+        assert driver.await_event(WorkerStarted).worker == f"{SLOT}.2"
         assert await_children(2)[0].pid != worker.pid
         driver.server.release_slot(SLOT, "enough")
 
@@ -202,7 +202,7 @@ def test_a_growing_memory_shortage_is_reported_once(driver: Driver, monkeypatch:
         return "it takes too much" if spare is not None else None
 
     def play() -> None:
-        driver.heard(RegisterSlot)
+        driver.await_event(RegisterSlot)
         worker, spare = await_children(2)
         while "it takes too much" not in str(driver.logs.get(timeout=20.0).lines):
             continue
@@ -228,7 +228,7 @@ def test_processes_that_a_worker_leaves_behind_do_not_block_its_slot(driver: Dri
     released: list[float] = []
 
     def play() -> None:
-        driver.heard(WorkerStarted)
+        driver.await_event(WorkerStarted)
         while len(left) < 2:  # the worker's and the spare's
             lines = driver.logs.get(timeout=20.0).lines
             left.extend(psutil.Process(int(line.rpartition(" ")[2])) for line in lines)
@@ -254,7 +254,7 @@ class Farewell(CountingProgram):
 
 def test_the_last_lines_of_a_dying_worker_arrive(driver: Driver) -> None:
     def play() -> None:
-        exited = driver.heard(WorkerExited)
+        exited = driver.await_event(WorkerExited)
         assert (exited.worker, exited.exit_code) == (f"{SLOT}.1", 3)
         driver.server.release_slot(SLOT, "enough")
 
@@ -299,7 +299,7 @@ class SaysGoodbye(Announced):
 
 def test_the_last_lines_of_a_worker_that_is_told_to_end_arrive(driver: Driver) -> None:
     def play() -> None:
-        worker = driver.heard(WorkerStarted).worker
+        worker = driver.await_event(WorkerStarted).worker
         driver.logs.get(timeout=20.0)
         driver.server.stop_worker(worker, "the job is over", False)
         driver.server.release_slot(SLOT, "the job is over")
@@ -311,7 +311,7 @@ def test_the_last_lines_of_a_worker_that_is_told_to_end_arrive(driver: Driver) -
 def test_a_refused_slot_starts_no_worker(driver: Driver) -> None:
     driver.server.end("the job is over")
     assert serve(driver, CountingProgram(1), lambda: None) == "the job is over"
-    driver.heard(RegisterSlot)
+    driver.await_event(RegisterSlot)
     assert driver.events.empty()
 
 
@@ -319,8 +319,8 @@ def test_r14_a_slot_on_an_unfit_host_starts_no_worker_and_waits_for_its_release(
     driver = start_driver(admit=lambda facts: "host-4 has no torch")
 
     def play() -> None:
-        driver.heard(RegisterSlot)
-        assert driver.heard(Heartbeat).worker is None  # else it would be taken for ended
+        driver.await_event(RegisterSlot)
+        assert driver.await_event(Heartbeat).worker is None  # else it would be taken for ended
         driver.server.release_slot(SLOT, "the first attempt is gone")
 
     try:
@@ -332,7 +332,7 @@ def test_r14_a_slot_on_an_unfit_host_starts_no_worker_and_waits_for_its_release(
 
 def test_a_slot_whose_driver_is_gone_names_the_drivers_address(driver: Driver) -> None:
     def play() -> None:
-        driver.heard(WorkerStarted)
+        driver.await_event(WorkerStarted)
         await_children(2)
         driver.server._http_server.close()  # type: ignore[union-attr] - dies without a word
 

@@ -112,11 +112,11 @@ def test_lanes_in_one_row_group_share_its_order(monkeypatch: pytest.MonkeyPatch)
     """A row group of foreign files may have a million rows, and a plan 64 lanes."""
     made: list[tuple[int, ...]] = []
 
-    def counted(count: int, *words: int) -> npt.NDArray[np.int64]:
+    def count_draw(count: int, *words: int) -> npt.NDArray[np.int64]:
         made.append(words[2:])
         return permutation(count, *words)
 
-    monkeypatch.setattr(plan_module, "permutation", counted)
+    monkeypatch.setattr(plan_module, "permutation", count_draw)
     plan = DataPlan((300, 300), global_batch=32, seed=1, lanes=8)
     order = plan.permute_epoch(0)
     order.block(0, 1, 0, 1)

@@ -128,10 +128,10 @@ def test_a_failed_write_leaves_the_old_object_and_no_part(
     store = Store.open(str(tmp_path))
     store.write_bytes("x", b"old")
 
-    def full(descriptor: int) -> None:
+    def raise_full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", raise_full)
     with pytest.raises(StoreError, match="No space left"):
         store.write_bytes("x", b"new")
     assert store.read_bytes("x") == b"old"

@@ -39,7 +39,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "POLL_INTERVAL", 0.02)
 
 
-def _listed(event: DriverEvent) -> dict[str, int]:
+def _read_hosts(event: DriverEvent) -> dict[str, int]:
     assert isinstance(event, HostsDiscovered)
     assert event.hosts is not None
     return dict(event.hosts)
@@ -52,7 +52,11 @@ def test_changes_are_posted_and_nothing_else() -> None:
     polling = HostPoller(lambda: answers.pop(0) if len(answers) > 1 else answers[0], CLOCK, told.append)
     polling.start(posted.put)
     try:
-        assert [_listed(posted.get(timeout=10)) for _ in range(3)] == [{"a": 1}, {"a": 1, "b": 2}, {"b": 2}]
+        assert [_read_hosts(posted.get(timeout=10)) for _ in range(3)] == [
+            {"a": 1},
+            {"a": 1, "b": 2},
+            {"b": 2},
+        ]
         with pytest.raises(Empty):
             posted.get(timeout=0.2)
     finally:
@@ -75,7 +79,7 @@ def test_a_later_failure_keeps_the_last_answer_and_warns(caplog: pytest.LogCaptu
     with caplog.at_level(logging.WARNING):
         polling.start(posted.put)
         try:
-            assert [_listed(posted.get(timeout=10)) for _ in range(2)] == [{"a": 1}, {"a": 4}]
+            assert [_read_hosts(posted.get(timeout=10)) for _ in range(2)] == [{"a": 1}, {"a": 4}]
         finally:
             polling.close()
     assert "its last answer holds: the cluster manager restarts" in caplog.text
@@ -102,12 +106,12 @@ def test_a_call_that_hangs_holds_nobody_up_and_its_answer_is_taken_when_it_comes
     polling = HostPoller(find, CLOCK)
     polling.start(post)
     try:
-        assert _listed(posted.get(timeout=10)) == {"a": 1}
+        assert _read_hosts(posted.get(timeout=10)) == {"a": 1}
         until(lambda: caplog.text.count("no answer within") > 1)
         assert calls == 2  # no second question beside the open one
         assert posted.empty()
         late.set()
-        assert _listed(posted.get(timeout=10)) == {"a": 2}
+        assert _read_hosts(posted.get(timeout=10)) == {"a": 2}
     finally:
         late.set()
         polling.close()
@@ -195,4 +199,4 @@ def test_fixed_hosts_are_listed_once() -> None:
     hosts = FixedHosts({"a": 2}, CLOCK)
     hosts.start(posted.append)
     hosts.close()
-    assert [_listed(event) for event in posted] == [{"a": 2}]
+    assert [_read_hosts(event) for event in posted] == [{"a": 2}]

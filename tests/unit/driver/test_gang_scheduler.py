@@ -22,7 +22,7 @@ CLOCK = SystemClock()
 
 
 @contextmanager
-def _turn(queue: JobQueue, name: str, limits: Limits = LIMITS) -> Iterator[GangScheduler]:
+def _enter_queue(queue: JobQueue, name: str, limits: Limits = LIMITS) -> Iterator[GangScheduler]:
     turn = GangScheduler(queue, name, limits, CLOCK)
     with turn.alive_lock, turn:
         yield turn
@@ -32,26 +32,26 @@ def test_r17_one_job_gathers_at_a_time() -> None:
     queue = JobQueue()
     entered = threading.Event()
 
-    def second() -> None:
-        with _turn(queue, "second"):
+    def enter_second() -> None:
+        with _enter_queue(queue, "second"):
             entered.set()
 
-    with _turn(queue, "first") as first:
-        thread = threading.Thread(target=second)
+    with _enter_queue(queue, "first") as first:
+        thread = threading.Thread(target=enter_second)
         thread.start()
         assert not entered.wait(0.2)
         first.finish_gathering()  # its world is formed; it runs beside the next job
         assert entered.wait(10.0)
         thread.join(10.0)
-    with _turn(queue, "third"):
+    with _enter_queue(queue, "third"):
         assert len(queue.jobs) == 1
 
 
 def test_r17_a_job_that_fails_ends_its_turn() -> None:
     queue = JobQueue()
-    with pytest.raises(ValueError), _turn(queue, "first"):
+    with pytest.raises(ValueError), _enter_queue(queue, "first"):
         raise ValueError
-    with _turn(queue, "second"):
+    with _enter_queue(queue, "second"):
         pass
     assert not queue.jobs
 
@@ -62,15 +62,15 @@ def test_r17_a_job_that_is_interrupted_while_it_ends_keeps_no_turn(
 ) -> None:
     queue = JobQueue()
 
-    def interrupted(self: GangScheduler, *error: object) -> None:
+    def interrupt(self: GangScheduler, *error: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(GangScheduler, where, interrupted)
-        with pytest.raises(KeyboardInterrupt), _turn(queue, "first") as first:
+        patched.setattr(GangScheduler, where, interrupt)
+        with pytest.raises(KeyboardInterrupt), _enter_queue(queue, "first") as first:
             first._trains = True
     assert queue.find_training_job() is None
-    with _turn(queue, "second", replace(LIMITS, start_timeout=0.1)):
+    with _enter_queue(queue, "second", replace(LIMITS, start_timeout=0.1)):
         pass
 
 
@@ -86,13 +86,13 @@ def test_r17_nor_does_one_that_is_interrupted_as_its_turn_begins() -> None:
     queue.condition = Interrupted()
     with pytest.raises(KeyboardInterrupt), first.alive_lock, first:
         pass
-    with _turn(queue, "second", replace(LIMITS, start_timeout=0.1)):
+    with _enter_queue(queue, "second", replace(LIMITS, start_timeout=0.1)):
         pass
 
 
 def test_r17_who_waits_too_long_is_told_for_whom() -> None:
     queue = JobQueue()
-    with _turn(queue, "first"):
+    with _enter_queue(queue, "first"):
         late = GangScheduler(queue, "second", replace(LIMITS, start_timeout=0.1), CLOCK)
         told = "while job first of the same application was gathering"
         with pytest.raises(NotEnoughWorkers, match=told), late.alive_lock, late:
@@ -103,9 +103,9 @@ def test_r17_who_waits_too_long_is_told_for_whom() -> None:
 def test_r17_slots_are_given_back_while_others_are_there_and_no_world_is() -> None:
     queue = JobQueue()
     posted: SimpleQueue[DriverEvent] = SimpleQueue()
-    with _turn(queue, "first") as first:
+    with _enter_queue(queue, "first") as first:
         first.finish_gathering()
-        with _turn(queue, "second") as second:
+        with _enter_queue(queue, "second") as second:
             second.start(posted.put)
             event = posted.get(timeout=10.0)
             assert isinstance(event, SlotsWanted)
@@ -115,7 +115,7 @@ def test_r17_slots_are_given_back_while_others_are_there_and_no_world_is() -> No
 
 def test_r17_a_job_alone_keeps_its_slots() -> None:
     posted: SimpleQueue[DriverEvent] = SimpleQueue()
-    with _turn(JobQueue(), "only") as turn:
+    with _enter_queue(JobQueue(), "only") as turn:
         turn.start(posted.put)
         with pytest.raises(Empty):
             posted.get(timeout=0.3)
@@ -125,7 +125,7 @@ def test_r17_a_job_alone_keeps_its_slots() -> None:
 def test_r17_no_time_is_counted_while_another_job_trains(caplog: pytest.LogCaptureFixture) -> None:
     queue, clock = JobQueue(), FakeClock()
     timeout = QueueTimeout(queue, 600.0, clock, "the next")
-    with _turn(queue, "first") as first:
+    with _enter_queue(queue, "first") as first:
         clock.advance(599.0)
         assert not timeout.is_expired()
         first.finish_gathering()
@@ -144,7 +144,7 @@ def test_r17_no_time_is_counted_while_another_job_trains(caplog: pytest.LogCaptu
 def test_r17_jobs_that_wait_for_their_turn_take_no_slots_away() -> None:
     queue = JobQueue()
     posted: SimpleQueue[DriverEvent] = SimpleQueue()
-    with _turn(queue, "only") as turn:
+    with _enter_queue(queue, "only") as turn:
         queue.jobs.append(GangScheduler(queue, "waits", LIMITS, CLOCK))
         turn.start(posted.put)
         with pytest.raises(Empty):

@@ -62,10 +62,12 @@ def test_ticks_are_not_starved_by_a_busy_inbox() -> None:
 def test_a_defect_in_carrying_out_ends_the_job(caplog: pytest.LogCaptureFixture) -> None:
     inbox: EventQueue = EventQueue()
 
-    def broken(command: DriverCommand) -> None:
+    def raise_error(command: DriverCommand) -> None:
         raise RuntimeError("no room")
 
-    loop = DriverLoop(driver_machine.initial(Limits(1, 1, 1), 1), inbox, broken, SystemClock(), Journal())
+    loop = DriverLoop(
+        driver_machine.initial(Limits(1, 1, 1), 1), inbox, raise_error, SystemClock(), Journal()
+    )
     loop.start()
     end = loop.wait(5)
     inbox.put(CancelRequested(0.0, "too late"))

@@ -11,7 +11,7 @@ from elastic_collectives import CollectiveError, CollectiveTimeout, Group, Group
 from elastic_collectives.fakes import FakeFabric
 
 
-def _sums_until_it_ends(group: Group) -> tuple[int, CollectiveError | None]:
+def _sum_until_error(group: Group) -> tuple[int, CollectiveError | None]:
     """Of at most ten allreduces, how many succeeded and what ended them."""
     for done in range(10):
         array = np.full(4, float(group.rank))
@@ -23,21 +23,21 @@ def _sums_until_it_ends(group: Group) -> tuple[int, CollectiveError | None]:
     return 10, None
 
 
-def _each(fabric: FakeFabric) -> list[tuple[int, CollectiveError | None]]:
+def _call_all(fabric: FakeFabric) -> list[tuple[int, CollectiveError | None]]:
     with ThreadPoolExecutor(fabric.size) as pool:
-        return list(pool.map(_sums_until_it_ends, fabric.groups))
+        return list(pool.map(_sum_until_error, fabric.groups))
 
 
 def test_undisturbed_it_just_computes() -> None:
     fabric = FakeFabric(4, fence=(2, 7))
-    assert _each(fabric) == [(10, None)] * 4
+    assert _call_all(fabric) == [(10, None)] * 4
     assert fabric.group(3).fence == (2, 7)
 
 
 def test_a_rank_is_killed_at_its_nth_collective() -> None:
     fabric = FakeFabric(3)
     fabric.kill_at(1, 4)
-    ends = _each(fabric)
+    ends = _call_all(fabric)
     assert [done for done, _ in ends] == [3, 3, 3]
     assert [type(error) for _, error in ends] == [PeerLost, GroupAborted, PeerLost]
     assert all(error is not None and error.ranks == (1,) for _, error in ends)
@@ -46,7 +46,7 @@ def test_a_rank_is_killed_at_its_nth_collective() -> None:
 def test_a_collective_fails_on_all_ranks_with_the_chosen_error() -> None:
     fabric = FakeFabric(3)
     fabric.fail_at(2, 1, CollectiveTimeout([0], "too late"))
-    for done, error in _each(fabric):
+    for done, error in _call_all(fabric):
         assert (done, type(error), str(error)) == (0, CollectiveTimeout, "too late")
 
 

@@ -28,7 +28,7 @@ def write(folder: Path, rows: int) -> str:
     return str(folder)
 
 
-def found(train: str, *seen: str) -> FileRows:
+def locate(train: str, *seen: str) -> FileRows:
     rows = FileRows.locate(SESSION, [train], seen, {})
     rows.check(request())
     return rows
@@ -37,7 +37,7 @@ def found(train: str, *seen: str) -> FileRows:
 def test_a_run_goes_on_with_the_same_files_only(tmp_path: Path) -> None:
     train, seen, store = write(tmp_path / "t", 9), write(tmp_path / "v", 3), Store.open(str(tmp_path / "s"))
     for attempt in range(2):
-        with found(train, seen).materialize_rows(request(), store, RunLease.acquire(store, "mine")) as (
+        with locate(train, seen).materialize_rows(request(), store, RunLease.acquire(store, "mine")) as (
             record,
             data,
         ):
@@ -51,7 +51,7 @@ def test_a_run_goes_on_with_the_same_files_only(tmp_path: Path) -> None:
     write(tmp_path / "t", 10)
     with (
         pytest.raises(InvalidInput, match="began with other files than those now in file:"),
-        found(train, seen).materialize_rows(request(), store, RunLease.acquire(store, "mine")),
+        locate(train, seen).materialize_rows(request(), store, RunLease.acquire(store, "mine")),
     ):
         pass
     assert (tmp_path / "t" / "a.parquet").exists()
@@ -60,7 +60,7 @@ def test_a_run_goes_on_with_the_same_files_only(tmp_path: Path) -> None:
 def test_a_run_that_failed_at_once_leaves_the_files_alone(tmp_path: Path) -> None:
     train, store = write(tmp_path / "t", 9), Store.open(str(tmp_path / "s"))
     with pytest.raises(ZeroDivisionError):
-        with found(train).materialize_rows(request(), store, RunLease.acquire(store, "mine")):
+        with locate(train).materialize_rows(request(), store, RunLease.acquire(store, "mine")):
             raise ZeroDivisionError
     assert RunRecord.load(store, "mine") is None
     assert (tmp_path / "t" / "a.parquet").exists()
@@ -71,18 +71,18 @@ def test_r18_a_driver_that_lost_the_run_writes_and_removes_nothing_of_it(tmp_pat
     late, lost = RunLease.acquire(store, "mine"), RunLease.acquire(store, "mine")
     with (
         pytest.raises(JobCancelled, match="was taken over"),
-        found(train).materialize_rows(request(), store, late),
+        locate(train).materialize_rows(request(), store, late),
     ):
         pass
     assert RunRecord.load(store, "mine") is None
 
-    def loses() -> None:
-        with found(train).materialize_rows(request(), store, lost):
+    def lose_lease() -> None:
+        with locate(train).materialize_rows(request(), store, lost):
             RunLease.acquire(store, "mine")
             lost.check()
 
     with pytest.raises(JobCancelled, match="was taken over"):
-        loses()
+        lose_lease()
     assert RunRecord.load(store, "mine") is not None
 
 
@@ -123,7 +123,7 @@ def test_what_validates_has_the_columns_of_what_trains(
     folder.mkdir()
     pq.write_table(pa.table({"x": x, "y": y}), folder / "a.parquet")
     with nullcontext() if says is None else pytest.raises(InvalidInput, match=says):
-        found(train, str(folder))
+        locate(train, str(folder))
 
 
 @pytest.mark.parametrize(
@@ -138,8 +138,8 @@ def test_a_folder_whose_log_says_which_files_count_is_refused(
     tmp_path: Path, entry: str, kind: str, way: str
 ) -> None:
     train = write(tmp_path / "t", 3)
-    found(train)
+    locate(train)
     (tmp_path / "t" / entry).parent.mkdir()
     (tmp_path / "t" / entry).write_text("{}")
     with pytest.raises(InvalidInput, match=rf"holds a table of {kind}, .* train with {way}"):
-        found(train)
+        locate(train)

@@ -187,7 +187,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
-def trained(rows: Rows, store: Store, transformation: Any = None) -> Any:
+def train(rows: Rows, store: Store, transformation: Any = None) -> Any:
     framework = fitting.Framework((), (), ".pt", None)  # type: ignore[arg-type]
     wanted = request(
         store="memory://x", feature_cols=("x",), objects=SimpleNamespace(transformation=transformation)
@@ -198,7 +198,7 @@ def trained(rows: Rows, store: Store, transformation: Any = None) -> Any:
 
 def test_p7_nothing_goes_before_the_result_is_there(order: list[str]) -> None:
     store = memory_store()
-    trained(Rows(order), store)
+    train(Rows(order), store)
     assert order == ["result", "remove rows", "remove checkpoints"]
     assert RunResult.load(store, "r") is not None
 
@@ -207,38 +207,38 @@ def test_p7_nothing_goes_before_the_result_is_there(order: list[str]) -> None:
 def test_a_row_to_try_a_transformation_on_is_kept_and_costs_no_result(
     order: list[str], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    assert trained(Rows(order), memory_store()).sample is None
+    assert train(Rows(order), memory_store()).sample is None
     monkeypatch.setattr(fitting, "read_sample_row", lambda data, manifest, columns: [f"a row's {columns[0]}"])
-    assert trained(Rows(order), memory_store(), dict).sample == ["a row's x"]
+    assert train(Rows(order), memory_store(), dict).sample == ["a row's x"]
 
-    def fails(*given: Any) -> Any:
+    def fail(*given: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(fitting, "read_sample_row", fails)
-    assert trained(Rows(order), memory_store(), dict).sample is None
+    monkeypatch.setattr(fitting, "read_sample_row", fail)
+    assert train(Rows(order), memory_store(), dict).sample is None
 
 
 def test_p7_a_store_that_lets_nothing_go_costs_no_result_and_no_error(
     order: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def denied(path: str, recursive: bool) -> None:
+    def deny(path: str, recursive: bool) -> None:
         raise PermissionError("AccessDenied")
 
     store = memory_store()
-    store.filesystem.rm = denied
-    trained(Rows(order), store)
+    store.filesystem.rm = deny
+    train(Rows(order), store)
     assert RunResult.load(store, "r") is not None
     assert "Remove runs/r/rows by hand" in caplog.text
     assert "Remove runs/r/checkpoints by hand" in caplog.text
 
-    def fails(*given: Any) -> None:
+    def fail(*given: Any) -> None:
         raise ZeroDivisionError("of the training")
 
     store = memory_store()
-    store.filesystem.rm = denied
-    monkeypatch.setattr(Training, "launch", fails)
+    store.filesystem.rm = deny
+    monkeypatch.setattr(Training, "launch", fail)
     with pytest.raises(ZeroDivisionError, match="of the training"):
-        trained(Rows(order), store)
+        train(Rows(order), store)
 
 
 def test_p7_a_run_that_ends_while_another_fit_waits_in_its_preflight_is_not_trained_again(
@@ -257,11 +257,11 @@ def test_p7_a_run_that_ends_while_another_fit_waits_in_its_preflight_is_not_trai
             ended.save(store, "r")
 
     @contextmanager
-    def opened(*given: Any) -> Iterator[Store]:
+    def open_store(*given: Any) -> Iterator[Store]:
         yield store
 
     monkeypatch.setattr(fitting, "make_platform", lambda *given: OtherDriverEndsIt())
-    monkeypatch.setattr(fitting, "_open_store", opened)
+    monkeypatch.setattr(fitting, "_open_store", open_store)
     known = lambda store, run_id: record if store.exists("runs/r/result.json") else None  # noqa: E731
     monkeypatch.setattr(fitting.RunRecord, "load", known)
     rows: Any = SimpleNamespace(session=None, check=lambda *given: None, check_same_rows=lambda *given: None)

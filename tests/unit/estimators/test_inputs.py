@@ -52,7 +52,7 @@ def _said(monkeypatch: Any) -> None:
     monkeypatch.setattr(transformer, "vector_to_array", lambda c: Text(f"vector_to_array({c})"))
 
 
-def taken(kind: DataType, dtype: str, shape: tuple[int, ...] = (), name: str = "x") -> str:
+def convert_input(kind: DataType, dtype: str, shape: tuple[int, ...] = (), name: str = "x") -> str:
     table: Any = SimpleNamespace(columns=[name], schema=StructType([StructField(name, kind)]))
     return str(model_input(table, Column(name, dtype, shape)))
 
@@ -81,11 +81,11 @@ def arrays(kind: DataType, depth: int = 1) -> DataType:
 def test_a_column_of_a_type_that_fits(
     kind: DataType, dtype: str, shape: tuple[int, ...], expression: str
 ) -> None:
-    assert taken(kind, dtype, shape) == expression
+    assert convert_input(kind, dtype, shape) == expression
 
 
 def test_a_column_of_any_name() -> None:
-    assert taken(LongType(), "int64", name="a.b`c") == "`a.b``c`"
+    assert convert_input(LongType(), "int64", name="a.b`c") == "`a.b``c`"
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_a_column_of_any_name() -> None:
 def test_a_column_of_another_type_is_refused(kind: DataType, dtype: str, shape: tuple[int, ...]) -> None:
     sentence = f"column 'x' is {kind.simpleString()}; the model was trained on {dtype}"
     with pytest.raises(InvalidInput) as error:
-        taken(kind, dtype, shape)
+        convert_input(kind, dtype, shape)
     assert str(error.value).startswith(sentence)
 
 

@@ -41,7 +41,7 @@ def own_step() -> Any:
     return model
 
 
-def masked() -> Any:
+def build_masked() -> Any:
     taken = keras.Input((4,), dtype="int32")
     coded = keras.layers.Embedding(5, 3, mask_zero=True)(taken)
     model = keras.Model(taken, keras.layers.TimeDistributed(keras.layers.Dense(1))(coded))
@@ -49,7 +49,7 @@ def masked() -> Any:
     return model
 
 
-def synchronised() -> Any:
+def build_synchronised() -> Any:
     model = keras.Sequential([keras.Input((2,)), SyncBatchNormalization(), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     return model
@@ -80,8 +80,8 @@ def values(**changes: Any) -> dict[str, Any]:
             "BackupAndRestore has no meaning here",
         ),
         ({"model": lambda: net(optimizer="sgd", loss="mse"), "class_weight": 3}, "class_weight must be"),
-        ({"model": synchronised}, "SyncBatchNormalization, whose forward passes wait"),
-        ({"model": masked}, "carries a mask"),
+        ({"model": build_synchronised}, "SyncBatchNormalization, whose forward passes wait"),
+        ({"model": build_masked}, "carries a mask"),
         ({"model": net, "optimizer": "sgd", "loss": {"none": "mse"}}, "the loss does not fit the model's"),
         (
             {"model": net, "optimizer": "sgd", "loss": keras.losses.MeanSquaredError(reduction=None)},
@@ -144,7 +144,7 @@ def test_predictions_are_the_models_own() -> None:
     assert predictor.widths() == [2]
 
 
-def two(nested: str) -> Any:
+def build_two_inputs(nested: str) -> Any:
     """A model of two inputs and two outputs: `sum` has twice their sum, `store` has two numbers of `store` alone."""
     store, day = keras.Input((1,), name="store"), keras.Input((1,), name="day")
     both = keras.layers.Add()([store, day])
@@ -158,7 +158,7 @@ def two(nested: str) -> Any:
 @pytest.mark.parametrize("nested", ["list", "dict"])
 def test_columns_of_inputs_and_outputs_are_found_by_key_or_name(nested: str) -> None:
     """The labels' order is the reverse of the model's, and a dict's keys are flattened by the alphabet."""
-    model, labels = two(nested), ("kept", "sum")
+    model, labels = build_two_inputs(nested), ("kept", "sum")
     columns = (Column("store", "float64"), Column("day", "float64"))
     predictor = KerasPredictor(Archive.of(model), columns, None, labels)
     kept, total = predictor.predict([np.array([1.0, 2.0]), np.array([10.0, 20.0])])
@@ -181,7 +181,7 @@ def test_columns_of_inputs_and_outputs_are_found_by_key_or_name(nested: str) -> 
     ],
 )
 def test_a_dict_wants_columns_of_its_keys(features: list[str], labels: list[str], sentence: str) -> None:
-    model = two("dict")
+    model = build_two_inputs("dict")
     model.compile("sgd", {"sum": "mse", "kept": "mae"})
     given = values(model=model) | {"feature_cols": features, "label_cols": labels}
     with pytest.raises(InvalidInput, match=sentence):
@@ -216,23 +216,23 @@ class Unsaid(keras.layers.Dense):
         super().__init__(units)
 
 
-def made_of_own_functions(factor: float) -> Any:
+def build_of_own_functions(factor: float) -> Any:
     """Its activation, its loss and its metric are no other module's."""
 
-    def scaled(x: Any) -> Any:
+    def scale(x: Any) -> Any:
         return keras.ops.abs(x) * factor
 
-    def squared(label: Any, output: Any) -> Any:
+    def compute_squared_error(label: Any, output: Any) -> Any:
         return keras.ops.mean(keras.ops.square(label - output), axis=-1)
 
-    layers = [keras.layers.Lambda(lambda x: x * 2), keras.layers.Dense(1, activation=scaled)]
+    layers = [keras.layers.Lambda(lambda x: x * 2), keras.layers.Dense(1, activation=scale)]
     model = keras.Sequential([keras.Input((2,)), *layers])
-    model.compile("sgd", squared, metrics=[squared])
+    model.compile("sgd", compute_squared_error, metrics=[compute_squared_error])
     return model
 
 
 def test_functions_of_the_users_travel_and_are_saved_with_the_model() -> None:
-    model, x = made_of_own_functions(3.0), np.array([[1.0, 2.0], [0.5, -1.0]])
+    model, x = build_of_own_functions(3.0), np.array([[1.0, 2.0], [0.5, -1.0]])
     archive = check_keras_objects(values(model=model)).model
     predictor = KerasPredictor(archive, (Column("x", "float64", (2,)),))
     extra = ElasticKerasModel(predictor, None)._extra()
@@ -247,7 +247,7 @@ def test_an_estimator_is_saved_with_the_functions_that_it_was_given() -> None:
     def far(label: Any, output: Any) -> Any:
         return keras.ops.abs(label - output)
 
-    model = made_of_own_functions(3.0)
+    model = build_of_own_functions(3.0)
     given = {"model": model, "loss": far, "metrics": ["mae", far]}
     estimator = ElasticKerasEstimator()
     found = estimator._unpack_objects(estimator._pack_objects(given))
@@ -344,18 +344,18 @@ def test_horovods_names_are_refused_in_words_for_keras(name: str, says: str) -> 
 
 
 def test_a_run_is_bound_to_what_a_model_is_and_not_to_how_keras_counts_it() -> None:
-    def bound(units: int = 1, **changes: Any) -> Any:
+    def check_model(units: int = 1, **changes: Any) -> Any:
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(units)])
         return check_keras_objects(
             values(model=model, **{"optimizer": "sgd", "loss": "mse", **changes})
         ).identity()
 
-    first = bound()
-    assert bound() == first  # "dense_1" by now
+    first = check_model()
+    assert check_model() == first  # "dense_1" by now
     for changes in (
         {"units": 2},
         {"optimizer": "adam"},
         {"optimizer": keras.optimizers.SGD(0.5)},
         {"loss": "mae"},
     ):
-        assert bound(**changes) != first, changes
+        assert check_model(**changes) != first, changes

@@ -110,7 +110,7 @@ def _keywords(estimator: type[ElasticEstimator]) -> dict[str, inspect.Parameter]
 def test_both_estimators_spell_the_same_keywords_in_the_same_way() -> None:
     of_torch, of_keras = _keywords(ElasticTorchEstimator), _keywords(ElasticKerasEstimator)
 
-    def said(
+    def describe_parameters(
         own: dict[str, inspect.Parameter], others: dict[str, inspect.Parameter]
     ) -> list[tuple[Any, ...]]:
         """In order; an annotation of the framework's own objects may be another."""
@@ -120,7 +120,7 @@ def test_both_estimators_spell_the_same_keywords_in_the_same_way() -> None:
             if name in others
         ]
 
-    assert said(of_torch, of_keras) == said(of_keras, of_torch)
+    assert describe_parameters(of_torch, of_keras) == describe_parameters(of_keras, of_torch)
     assert of_torch.keys() >= FRAMEWORKS_OWN <= of_keras.keys()
 
 

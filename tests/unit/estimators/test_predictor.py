@@ -154,7 +154,7 @@ def test_a_loaded_module_does_not_travel() -> None:
     assert len(pickle.dumps(predictor)) == size
 
 
-def brightness(columns: dict[str, Any]) -> dict[str, Any]:
+def compute_brightness(columns: dict[str, Any]) -> dict[str, Any]:
     """One number of a picture's bytes, and of a day."""
     assert columns["day"].dtype == np.dtype("datetime64[D]")
     x = np.array([sum(image) for image in columns["image"]], dtype="float32")[:, None]
@@ -165,10 +165,12 @@ def test_a_transformation_makes_the_inputs() -> None:
     module = torch.nn.Bilinear(1, 1, 1)
     columns = (Column("image", "object"), Column("day", "datetime64[D]"))
     predictor = pickle.loads(
-        pickle.dumps(TorchPredictor(pack(ModuleWithTransformation(module, brightness), module), columns))
+        pickle.dumps(
+            TorchPredictor(pack(ModuleWithTransformation(module, compute_brightness), module), columns)
+        )
     )
     images, days = [b"ab", b"", b"z"], [3, 1, 2]
-    made = brightness({"image": images, "day": np.array(days).astype("datetime64[D]")})
+    made = compute_brightness({"image": images, "day": np.array(days).astype("datetime64[D]")})
     expected = module(torch.from_numpy(made["image"]), torch.from_numpy(made["day"])).detach().numpy()
     np.testing.assert_allclose(predictor.predict([images, days])[0], expected, rtol=1e-6)
     assert predictor.needs_sample
@@ -181,11 +183,11 @@ def test_a_transformation_makes_the_inputs() -> None:
 
 
 def test_a_function_is_given_the_same_in_training_and_for_predictions_and_its_result_is_reshaped() -> None:
-    def centred(columns: dict[str, Any]) -> dict[str, Any]:
+    def centre(columns: dict[str, Any]) -> dict[str, Any]:
         assert columns["x"].shape == (2, 4)
         return {**columns, "x": columns["x"] - columns["x"].mean(1, keepdims=True)}
 
-    wanted = build_request(values(transformation_fn=centred, input_shapes=[(1, 2, 2)]), check_torch_objects)
+    wanted = build_request(values(transformation_fn=centre, input_shapes=[(1, 2, 2)]), check_torch_objects)
     change, stored = wanted.objects.transformation, (Column("x", "float32", (4,)),)
     x, y = np.arange(8, dtype=np.float32).reshape(2, 4) ** 2, np.zeros(2, np.float32)
     rows = StepRows(0, 0, 2, np.arange(2), {"x": x, "y": y})
@@ -198,7 +200,7 @@ def test_a_function_is_given_the_same_in_training_and_for_predictions_and_its_re
     assert predicted.tolist() == module(seen).tolist()
     with pytest.raises(InvalidInput, match=r"input_shapes says \(3, 1\) for column 'x', of which"):
         build_request(
-            values(transformation_fn=centred, input_shapes=[(3, 1)]), check_torch_objects
+            values(transformation_fn=centre, input_shapes=[(3, 1)]), check_torch_objects
         ).objects.transformation(rows.columns)
 
 

@@ -233,12 +233,12 @@ def test_factories_of_fits_in_parallel_draw_the_same_weights() -> None:
             there.wait(0.2)  # for others that are in the midst of theirs
         return torch.nn.Sequential(first, torch.nn.Linear(2, 1))
 
-    def made() -> list[float]:
+    def draw_weights() -> list[float]:
         return torch.cat([p.flatten() for p in torch_objects._check_model(factory, 7).parameters()]).tolist()
 
     with ThreadPoolExecutor(3) as pool:
-        found = [each.result() for each in [pool.submit(made) for _ in range(3)]]
-    assert found == [made()] * 3
+        found = [each.result() for each in [pool.submit(draw_weights) for _ in range(3)]]
+    assert found == [draw_weights()] * 3
 
 
 def test_an_optimizer_factory_is_tried_on_a_copy() -> None:

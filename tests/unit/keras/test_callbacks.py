@@ -17,7 +17,7 @@ X = np.random.default_rng(0).normal(size=(24, 3))
 Y = X.sum(axis=1, keepdims=True)
 
 
-def compiled(optimizer: Any = None, **how: Any) -> Any:
+def build_compiled(optimizer: Any = None, **how: Any) -> Any:
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, dtype="float64")])
     model.compile(optimizer or keras.optimizers.SGD(0.1), "mse", **how)
@@ -62,7 +62,7 @@ def test_a_rate_that_follows_batches_goes_on_where_the_epoch_was_interrupted() -
             def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
                 found.append(round(float(np.asarray(self.model.optimizer.learning_rate)), 4))
 
-        model = compiled(keras.optimizers.SGD(0.4))
+        model = build_compiled(keras.optimizers.SGD(0.4))
         while state.epoch < 2:
             callbacks = [
                 Rates(),
@@ -86,7 +86,7 @@ def test_the_position_is_exact_over_many_interruptions_of_an_epoch(commit_first:
     state = Position(interrupt_at=(2, 4, 5, 9, 14))
     commit = hvd.elastic.CommitStateCallback(state)
     update = [hvd.elastic.UpdateBatchStateCallback(state), hvd.elastic.UpdateEpochStateCallback(state)]
-    seen, model = Seen(state), compiled()
+    seen, model = Seen(state), build_compiled()
     callbacks = [commit, *update, seen] if commit_first else [*update, commit, seen]
     fit = {"epochs": 3, "steps_per_epoch": 6, "verbose": 0, "callbacks": callbacks}
     rounds = 0
@@ -104,12 +104,12 @@ def test_the_position_is_exact_over_many_interruptions_of_an_epoch(commit_first:
 def test_commits_can_be_rarer_and_a_fit_of_the_rest_is_left_alone() -> None:
     state = Position()
     callbacks = [hvd.elastic.CommitStateCallback(state, batches_per_commit=4)]
-    compiled().fit(X, Y, batch_size=4, epochs=2, verbose=0, callbacks=callbacks)
+    build_compiled().fit(X, Y, batch_size=4, epochs=2, verbose=0, callbacks=callbacks)
     assert state.commits == 4  # after four batches, and at the end of each epoch
     state.batch = 2
     seen = Seen(state)
     rest = [hvd.elastic.UpdateBatchStateCallback(state, steps_per_epoch=6), seen]
-    compiled().fit(X, Y, batch_size=4, steps_per_epoch=4, verbose=0, callbacks=rest)
+    build_compiled().fit(X, Y, batch_size=4, steps_per_epoch=4, verbose=0, callbacks=rest)
     assert [batch for _, batch in seen.steps] == [2, 3, 4, 5]
 
 
@@ -123,11 +123,11 @@ def test_rates_follow_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     warm = hvd.callbacks.LearningRateWarmupCallback(0.4, warmup_epochs=2)
     steps = hvd.callbacks.LearningRateScheduleCallback(0.4, lambda epoch: 0.1**epoch, start_epoch=2)
-    model = compiled(keras.optimizers.SGD(0.4, momentum=0.5))
+    model = build_compiled(keras.optimizers.SGD(0.4, momentum=0.5))
     history = model.fit(X, Y, batch_size=12, epochs=4, verbose=0, callbacks=[warm, steps, Rates()])
     assert rates == pytest.approx([0.175, 0.25, 0.325, 0.4, 0.004, 0.004, 0.0004, 0.0004])
     assert history.history["lr"] == pytest.approx([0.25, 0.4, 0.004, 0.0004])
-    scheduled = compiled(keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.9)))
+    scheduled = build_compiled(keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.9)))
     with pytest.raises(InvalidInput, match="a schedule of its own"):
         scheduled.fit(X, Y, verbose=0, callbacks=[steps.__class__(0.4, 0.5)])
 
@@ -136,7 +136,7 @@ def test_one_rank_tells_that_the_warm_up_is_over(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     warm = hvd.callbacks.LearningRateWarmupCallback(0.4, warmup_epochs=1, verbose=1)
-    warm.set_model(compiled())
+    warm.set_model(build_compiled())
     for number in (0, 1):
         monkeypatch.setattr(schedules, "rank", lambda number=number: number, raising=False)
         warm.on_epoch_end(0)
@@ -146,7 +146,7 @@ def test_one_rank_tells_that_the_warm_up_is_over(
 @pytest.mark.parametrize("scaled", [False, True])
 def test_velocities_follow_rates(scaled: bool) -> None:
     steps = keras.optimizers.SGD(0.4, momentum=0.5)
-    model = compiled(keras.optimizers.LossScaleOptimizer(steps, initial_scale=4.0) if scaled else steps)
+    model = build_compiled(keras.optimizers.LossScaleOptimizer(steps, initial_scale=4.0) if scaled else steps)
     model.fit(X, Y, verbose=0)
     velocity = steps.momentums[0].numpy()
     halved = hvd.callbacks.LearningRateScheduleCallback(0.4, 0.5)
@@ -162,7 +162,7 @@ def test_a_distributed_optimizer_is_the_same_optimizer_and_saves_as_the_plain_on
     optimizer = hvd.DistributedOptimizer(plain)
     assert isinstance(optimizer, keras.optimizers.Adam)
     assert optimizer.learning_rate is plain.learning_rate
-    model = compiled(optimizer)
+    model = build_compiled(optimizer)
     best = hvd.callbacks.BestModelCheckpoint(monitor="loss", filepath=str(tmp_path / "best.keras"))
     callbacks = [
         hvd.callbacks.BroadcastGlobalVariablesCallback(0),
@@ -186,7 +186,7 @@ class Registered(keras.optimizers.SGD):  # type: ignore[misc] # untyped
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras, as it saves
 def test_an_optimizer_that_keras_was_told_of_is_found_by_its_name(tmp_path: Path) -> None:
-    model = compiled(hvd.DistributedOptimizer(Registered(0.1)))
+    model = build_compiled(hvd.DistributedOptimizer(Registered(0.1)))
     model.save(tmp_path / "model.keras")
     assert type(keras.models.load_model(tmp_path / "model.keras").optimizer) is Registered
 
@@ -194,7 +194,7 @@ def test_an_optimizer_that_keras_was_told_of_is_found_by_its_name(tmp_path: Path
 def test_an_optimizer_made_from_its_configuration_exchanges_as_well() -> None:
     first = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=2)
     second = type(first).from_config(first.get_config())
-    model = compiled(second)
+    model = build_compiled(second)
     model.fit(X, Y, batch_size=4, verbose=0)
     assert int(second.iterations.numpy()) == 3
     assert not first.built
@@ -202,7 +202,7 @@ def test_an_optimizer_made_from_its_configuration_exchanges_as_well() -> None:
 
 def test_scaled_losses_are_inside_of_what_exchanges() -> None:
     scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=4.0)
-    model, expected = compiled(), compiled()
+    model, expected = build_compiled(), build_compiled()
     model.compile(hvd.DistributedOptimizer(scaled, backward_passes_per_step=2), "mse")
     model.fit(X, Y, batch_size=12, shuffle=False, verbose=0)
     expected.compile(keras.optimizers.SGD(0.2), "mse")
@@ -213,14 +213,14 @@ def test_scaled_losses_are_inside_of_what_exchanges() -> None:
         with pytest.raises(
             InvalidInput, match=r"use DistributedOptimizer\(keras\.optimizers\.LossScaleOptimizer"
         ):
-            compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+            build_compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
     finally:
         keras.config.set_dtype_policy("float32")
 
 
 @pytest.mark.parametrize("eager", [False, True])
 def test_passes_are_summed_before_they_are_applied(eager: bool) -> None:
-    expected, model = compiled(), compiled(run_eagerly=eager)
+    expected, model = build_compiled(), build_compiled(run_eagerly=eager)
     wrapped = hvd.DistributedOptimizer(
         keras.optimizers.SGD(0.1), backward_passes_per_step=3, average_aggregated_gradients=True
     )
@@ -232,7 +232,7 @@ def test_passes_are_summed_before_they_are_applied(eager: bool) -> None:
 
 
 def test_xla_is_refused_in_a_sentence() -> None:
-    model = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), jit_compile=True)
+    model = build_compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), jit_compile=True)
     with pytest.raises(InvalidInput, match=r"jit_compile=False to model\.compile"):
         model.fit(X, Y, verbose=0)
 

@@ -25,12 +25,12 @@ from spark_elastic.state.run_lease import RunLease
 def test_an_interrupt_right_behind_the_servers_start_frees_its_port(monkeypatch: pytest.MonkeyPatch) -> None:
     start, started = RendezvousServer.start, list[int]()
 
-    def interrupted(self: RendezvousServer) -> None:
+    def start_and_interrupt(self: RendezvousServer) -> None:
         start(self)
         started.append(int(self.address.rpartition(":")[2]))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(RendezvousServer, "start", interrupted)
+    monkeypatch.setattr(RendezvousServer, "start", start_and_interrupt)
     hosts, clock = {"localhost": 1}, SystemClock()
     launcher = LocalLauncher(None, HostSlots(hosts), clock)
     with pytest.raises(KeyboardInterrupt):
@@ -58,14 +58,14 @@ class NoRoom:
         return []
 
 
-def fails(run: RunLease | None) -> LaunchResult:
+def run_failing_job(run: RunLease | None) -> LaunchResult:
     clock, limits = SystemClock(), Limits(1, 1, 1, start_timeout=0.2)
     return supervise(NoRoom(), FixedHosts({}, clock), DriverOptions(run=run), limits, ElasticConfig(), "job")
 
 
 def test_what_a_job_raises_has_its_report() -> None:
     with pytest.raises(NotEnoughWorkers) as failed:
-        fails(None)
+        run_failing_job(None)
     assert failed.value.report.seconds > 0.1
     assert failed.value.report.phases["training"] == 0.0
 
@@ -74,10 +74,10 @@ def test_r10_a_job_that_fails_after_its_run_was_taken_over_says_so_and_names_the
     store = memory_store()
     run = RunLease.acquire(store, "mine")
     with pytest.raises(NotEnoughWorkers):
-        fails(run)
+        run_failing_job(run)
     RunLease.acquire(store, "mine")
     by = f"attempt 2, process {os.getpid()} on {socket.gethostname()}"
     with pytest.raises(JobCancelled, match=re.escape(by)) as lost:
-        fails(RunLease(store, "mine", run.attempt, ()))
+        run_failing_job(RunLease(store, "mine", run.attempt, ()))
     assert isinstance(lost.value.__context__, NotEnoughWorkers), "what it failed of is told, too"
     assert lost.value.report is not None

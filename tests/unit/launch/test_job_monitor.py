@@ -20,7 +20,7 @@ from spark_elastic.protocol.messages import (
 from spark_elastic.protocol.types import SlotId, WorkerId
 from spark_elastic.rendezvous.messages import SLOT_LINE_PREFIX, LogLines, Report
 from spark_elastic.testing.fakes import FakeClock
-from tests.simulator.stamping import stamp
+from tests.simulator.stamping import stamp_event
 from tests.unit.protocol.driver_bench import FOUR, Bench, name
 
 
@@ -98,7 +98,7 @@ def test_the_listener_hears_who_was_lost_before_the_next_world_is_there() -> Non
             *(JoinWorld(name(job), None, None) for job in (1, 2)),
             WorkerExited(name(1).slot, name(1), -9, "killed by signal 9"),
         ):
-            monitor.on_transition(stamp(message, bench.now), bench.on(message), bench.state)
+            monitor.on_transition(stamp_event(message, bench.now), bench.on(message), bench.state)
     (reason,) = listener.heard
     assert name(1) in reason
     assert "killed by signal 9" in reason
@@ -110,7 +110,7 @@ def test_r17_whoever_shares_the_cluster_learns_whether_slots_are_missing() -> No
     bench = Bench(replace(FOUR, num_workers=2, min_workers=2, max_workers=2))
 
     def play(played: on.DriverEvent | DriverMessage) -> None:
-        monitor.on_transition(stamp(played, bench.now), bench.on(played), bench.state)
+        monitor.on_transition(stamp_event(played, bench.now), bench.on(played), bench.state)
 
     play(on.Tick(0))
     for job in (1, 2, 3):
@@ -154,7 +154,7 @@ def test_r17_a_scheduler_hook_that_raises_costs_the_job_neither_its_monitor_nor_
             JoinWorld(name(1), None, None),
             on.HostLost(0, "h1", "executor lost"),
         ):
-            stamped = stamp(event, bench.now)
+            stamped = stamp_event(event, bench.now)
             journal.record(stamped, bench.on(stamped), bench.state)
     assert called == ["gathered", "missing: True"]
     assert [span.size for span in monitor.worlds] == [1]

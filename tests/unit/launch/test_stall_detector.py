@@ -42,24 +42,24 @@ class Stage:
             self.clock.advance(0.3)
             self.beat(0, True, float(second))
 
-    def stalled(self) -> list[WorkerStalled]:
+    def list_stalls(self) -> list[WorkerStalled]:
         return [event for event in self.posted if isinstance(event, WorkerStalled)]
 
 
 def test_a_stall_is_reported_once_per_world(caplog: pytest.LogCaptureFixture) -> None:
     stage = Stage()
     stage.pass_seconds(5)
-    assert not stage.stalled(), "without a world no member can be late"
+    assert not stage.list_stalls(), "without a world no member can be late"
     stage.decide(PublishWorld("start", world(1)))
     stage.pass_seconds(2)
-    assert not stage.stalled()
+    assert not stage.list_stalls()
     stage.pass_seconds(8)
-    (told,) = stage.stalled()
+    (told,) = stage.list_stalls()
     assert (told.worker, told.fence) == ("1-0.1", Fence(1, 1))
     assert told.text in caplog.text
     stage.decide(PublishWorld("start", world(2)))
     stage.pass_seconds(5)
-    assert [event.fence.generation for event in stage.stalled()] == [1, 2]
+    assert [event.fence.generation for event in stage.list_stalls()] == [1, 2]
 
 
 def test_a_member_that_works_on_after_the_end_of_its_world_is_named() -> None:
@@ -69,11 +69,11 @@ def test_a_member_that_works_on_after_the_end_of_its_world_is_named() -> None:
     for second in range(1, 6):
         stage.clock.advance(1.0)
         stage.beat(1, False, 10.0 + second)
-    assert [event.worker for event in stage.stalled()] == ["1-0.1"]
+    assert [event.worker for event in stage.list_stalls()] == ["1-0.1"]
     stage.decide(PublishWorld("start", world(2)))
     stage.clock.advance(5.0)
     stage.beat(1, False, 20.0)
-    assert len(stage.stalled()) == 1
+    assert len(stage.list_stalls()) == 1
 
 
 def test_the_detector_forgets_heartbeats_of_slots_that_are_gone() -> None:

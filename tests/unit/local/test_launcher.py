@@ -16,10 +16,10 @@ from spark_elastic.protocol.slot_spec import SlotSpec
 def test_a_process_that_cannot_be_started_ends_its_slot_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody else could tell: the driver would wait for that slot for ever."""
 
-    def fails(*given: object, **named: object) -> None:
+    def fail(*given: object, **named: object) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(subprocess, "Popen", fails)
+    monkeypatch.setattr(subprocess, "Popen", fail)
     posted: queue.SimpleQueue[DriverEvent] = queue.SimpleQueue()
     hosts = HostSlots({"localhost": 1})
     launcher = LocalLauncher(None, hosts, SystemClock())

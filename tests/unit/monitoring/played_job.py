@@ -19,7 +19,7 @@ from spark_elastic.protocol.messages import (
 )
 from spark_elastic.protocol.types import Limits, Phase, Position, SlotId, WorkerId, World
 from spark_elastic.testing.fakes import FakeClock
-from tests.simulator.stamping import stamp
+from tests.simulator.stamping import stamp_event
 
 STARTED = 100.0
 
@@ -46,14 +46,14 @@ class PlayedJob:
         self.world: World | None = None
 
     def on(self, played: on.DriverEvent | DriverMessage) -> None:
-        event = stamp(played, STARTED + self.now)
+        event = stamp_event(played, STARTED + self.now)
         self.state, commands = driver_machine.step(self.state, event)
         self.history.on_transition(event, commands, self.state)
         for command in commands:
             if isinstance(command, PublishWorld):
                 self.world = command.world
 
-    def comes(self, job: int) -> None:
+    def start_worker(self, job: int) -> None:
         self.on(RegisterSlot(SlotId(f"{job}-0"), f"host-{job}", job))
         self.on(WorkerStarted(SlotId(f"{job}-0"), WorkerId(f"{job}-0.1")))
         self.on(JoinWorld(WorkerId(f"{job}-0.1"), None, None))
@@ -65,11 +65,11 @@ class PlayedJob:
 
     def start(self, jobs: Sequence[int]) -> None:
         for job in jobs:
-            self.comes(job)
+            self.start_worker(job)
         self.now += 1.0
         self.form()
 
-    def loses(self, job: int, step: int, regroup: float) -> None:
+    def lose_host(self, job: int, step: int, regroup: float) -> None:
         """The host of a member goes; the others come again at `step`."""
         assert self.world is not None
         (member,) = [member for member in self.world.members if member.slot == f"{job}-0"]
@@ -77,9 +77,9 @@ class PlayedJob:
             self.on(on.ConnectionLost(0, member.slot, worker))
         self.on(on.HostLost(0, f"host-{job}", "Spark says so"))
         self.now += regroup
-        self.returns(step, but=job)
+        self.leave_world(step, but=job)
 
-    def returns(self, step: int, but: int = 0, planned: bool = False) -> None:
+    def leave_world(self, step: int, but: int = 0, planned: bool = False) -> None:
         """All members leave the world at `step`, but that of one slot job."""
         assert self.world is not None
         fence, position = self.world.fence, Position(0, Phase.TRAIN, step)
@@ -91,7 +91,7 @@ class PlayedJob:
         metrics = {"epoch": 0, "epochs": 1, "step": step, "steps": 100, "rows": 10, "loss": 1.0, "world": 3}
         self.history.on_progress({**metrics, **more})
 
-    def done(self) -> None:
+    def finish(self) -> None:
         assert self.world is not None
         for member in self.world.members:
             end = Position(1, Phase.TRAIN, 0)

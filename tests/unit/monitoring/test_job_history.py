@@ -13,21 +13,21 @@ from spark_elastic.protocol.types import Fence, Phase, Position
 from tests.unit.monitoring.played_job import STARTED, PlayedJob
 
 
-def lossy() -> PlayedJob:
+def play_loss() -> PlayedJob:
     """3 workers for 4 s, half a second of recovery, 2 workers for 2 s."""
     job = PlayedJob(3)
     job.start([1, 2, 3])
     job.now = 5.0
     job.report(41)
-    job.loses(2, step=40, regroup=0.5)
+    job.lose_host(2, step=40, regroup=0.5)
     job.form()
     job.now = 7.5
-    job.done()
+    job.finish()
     return job
 
 
 def test_a_loss_is_one_world_change_with_its_cost() -> None:
-    start, loss = lossy().world_changes
+    start, loss = play_loss().world_changes
     assert (start.kind, start.size, start.seconds) == (WorldChangeKind.START, 3, 1.0)
     assert (loss.kind, loss.before, loss.size, loss.seconds, loss.steps_lost) == (
         WorldChangeKind.LOSS,
@@ -43,7 +43,7 @@ def test_a_loss_is_one_world_change_with_its_cost() -> None:
 
 
 def test_each_second_of_a_job_belongs_to_one_phase() -> None:
-    report = lossy().result
+    report = play_loss().result
     assert report.phases == pytest.approx(
         {"start": 1.0, "training": 6.0, "recovery": 0.5, "planned": 0.0, "closing": 0.0}
     )
@@ -63,16 +63,16 @@ def test_the_report_of_a_running_job_reaches_up_to_now() -> None:
 
 def test_a_joining_worker_is_a_planned_change_and_costs_no_step() -> None:
     job = PlayedJob(3)
-    job.comes(1)
-    job.comes(2)
+    job.start_worker(1)
+    job.start_worker(2)
     job.now = 12.0
     job.on(on.Tick(0))
     job.form()
     job.report(10)
-    job.comes(3)
+    job.start_worker(3)
     job.now += 1.0
     job.on(on.Tick(0))
-    job.returns(10, planned=True)
+    job.leave_world(10, planned=True)
     job.now += 0.25
     job.form()
     joined = job.world_changes[-1]
@@ -85,8 +85,8 @@ def test_a_joining_worker_is_a_planned_change_and_costs_no_step() -> None:
 def test_a_second_loss_before_the_world_is_complete_prolongs_the_recovery() -> None:
     job = PlayedJob(3)
     job.start([1, 2, 3])
-    job.loses(2, step=1, regroup=0.5)
-    job.loses(3, step=1, regroup=0.25)
+    job.lose_host(2, step=1, regroup=0.5)
+    job.lose_host(3, step=1, regroup=0.25)
     job.form()
     assert [change.seconds for change in job.world_changes] == [1.0, 0.75]
     assert [change.seconds for change in job.result.world_changes] == [1.0, None, 0.75]
@@ -95,9 +95,9 @@ def test_a_second_loss_before_the_world_is_complete_prolongs_the_recovery() -> N
 def test_a_loss_before_the_first_world_is_complete_counts_as_a_loss() -> None:
     job = PlayedJob(3)
     for number in (1, 2, 3):
-        job.comes(number)
+        job.start_worker(number)
     job.now = 1.0
-    job.loses(2, step=0, regroup=5.0)
+    job.lose_host(2, step=0, regroup=5.0)
     job.form()
     assert [change.kind for change in job.world_changes] == [WorldChangeKind.LOSS]
     assert [(change.left, change.seconds) for change in job.result.recoveries] == [(1, 5.0)]
@@ -112,7 +112,7 @@ def test_a_loss_after_some_workers_have_finished_counts_as_a_loss() -> None:
     member = job.world.members[0]
     job.on(WorkerDone(member.worker, job.world.fence, Position(1, Phase.TRAIN, 0), "null"))
     job.now = 8.0
-    job.loses(2, step=40, regroup=0.5)
+    job.lose_host(2, step=40, regroup=0.5)
     job.form()
     assert [change.kind for change in job.world_changes] == [WorldChangeKind.START, WorldChangeKind.LOSS]
     assert [change.seconds for change in job.result.recoveries] == [0.5]
@@ -125,9 +125,9 @@ def test_the_loss_of_all_workers_is_a_restart() -> None:
     job = PlayedJob(1)
     job.start([1])
     job.report(7)
-    job.loses(1, step=0, regroup=0.0)
+    job.lose_host(1, step=0, regroup=0.0)
     job.on(on.LaunchEnded(0, 1, "its host is lost"))
-    job.comes(2)
+    job.start_worker(2)
     job.form()
     assert job.world_changes[-1].kind is WorldChangeKind.RESTART
     assert job.world_changes[-1].steps_lost == 7
@@ -136,9 +136,9 @@ def test_the_loss_of_all_workers_is_a_restart() -> None:
 def test_a_program_that_reports_no_steps_is_told_of_none_lost() -> None:
     job = PlayedJob(1)
     job.start([1])
-    job.loses(1, step=0, regroup=0.0)
+    job.lose_host(1, step=0, regroup=0.0)
     job.on(on.LaunchEnded(0, 1, "its host is lost"))
-    job.comes(2)
+    job.start_worker(2)
     job.form()
     (change,) = job.result.recoveries
     assert change.steps_lost is None

@@ -11,7 +11,7 @@ from spark_elastic.monitoring.log_files import StoreLog
 from spark_elastic.testing.fakes import FakeClock
 
 
-def _kept(store: Store) -> list[tuple[str, str]]:
+def _read_logs(store: Store) -> list[tuple[str, str]]:
     return [(found.name, store.read_bytes(found.name).decode()) for found in store.find("runs/r/logs")]
 
 
@@ -23,7 +23,7 @@ def test_each_kept_line_has_time_worker_and_rank() -> None:
     files.on_output("0-0.1", 1, "two caf\udce9")
     files.start()
     files.close()
-    assert _kept(store) == [
+    assert _read_logs(store) == [
         (
             "runs/r/logs/000003-000001.log",
             "1970-01-01T00:00:00.250+00:00 - [-] importing\n"
@@ -41,7 +41,7 @@ def test_the_oldest_parts_are_deleted_and_the_newest_are_kept() -> None:
         files._write()
     files.start()
     files.close()
-    names, texts = zip(*_kept(store), strict=True)
+    names, texts = zip(*_read_logs(store), strict=True)
     assert sum(map(len, texts)) <= 4000
     assert "line 199." in texts[-1]
     assert "line 0." not in "".join(texts)
@@ -55,7 +55,7 @@ def test_a_growing_part_is_one_object() -> None:
     for text in ("one", "two"):
         files.on_output("0-0.1", 0, text)
         files._write()
-    ((_, text),) = _kept(store)
+    ((_, text),) = _read_logs(store)
     assert text.splitlines()[1].endswith("two")
 
 
@@ -66,12 +66,12 @@ def test_a_store_that_fails_costs_one_warning_and_then_lines(
     store, working = memory_store(), False
     write = Store.write_bytes
 
-    def broken(self: Store, name: str, data: bytes) -> None:
+    def write_or_fail(self: Store, name: str, data: bytes) -> None:
         if not working:
             raise StoreError("The store is away.")
         write(self, name, data)
 
-    monkeypatch.setattr(Store, "write_bytes", broken)
+    monkeypatch.setattr(Store, "write_bytes", write_or_fail)
     monkeypatch.setattr(log_files, "WRITE_INTERVAL", 0.001)
     files = StoreLog(store, "r", 1, 400, FakeClock())
     for number in range(30):
@@ -83,7 +83,7 @@ def test_a_store_that_fails_costs_one_warning_and_then_lines(
     files.on_output("0-0.1", 0, "back")
     files.start()
     files.close()
-    assert " lines are missing: the store was too slow\n" in _kept(store)[-1][1]
+    assert " lines are missing: the store was too slow\n" in _read_logs(store)[-1][1]
     working = False
     for _ in range(2):
         files = StoreLog(store, "r", 1, 400, FakeClock())

@@ -89,10 +89,10 @@ def test_what_a_listener_shows_does_not_come_twice() -> None:
 
 
 def test_a_stream_that_fails_does_not_fail_the_job(capsys: pytest.CaptureFixture[str]) -> None:
-    def closed(text: str) -> None:
+    def write_closed(text: str) -> None:
         raise ValueError("I/O operation on closed file")
 
-    with log_to_listener(closed):
+    with log_to_listener(write_closed):
         logging.getLogger("spark_elastic").warning("a worry")
     assert "closed file" in capsys.readouterr().err
 
@@ -135,7 +135,7 @@ class Handler(logging.Handler):
 
 
 @contextmanager
-def handled(act: Callable[[str], object]) -> Iterator[None]:
+def add_handler(act: Callable[[str], object]) -> Iterator[None]:
     root, handler = logging.getLogger(), Handler(act)
     root.addHandler(handler)
     try:
@@ -154,7 +154,7 @@ def test_a_handler_that_blocks_does_not_hold_up_logging(name: str) -> None:
         assert read.wait(20)
         seen.append(text)
 
-    with handled(blocks):
+    with add_handler(blocks):
         with isolate_log_handlers():
             own.warning("a %s", "worry")
             own.warning("another")
@@ -167,17 +167,17 @@ def test_a_handler_that_blocks_does_not_hold_up_logging(name: str) -> None:
 
 
 def test_a_handler_that_raises_does_not_fail_the_code_that_logs(capsys: pytest.CaptureFixture[str]) -> None:
-    def fails(text: str) -> None:
+    def fail(text: str) -> None:
         raise ConnectionError("no collector of logs")
 
-    with handled(fails), isolate_log_handlers():
+    with add_handler(fail), isolate_log_handlers():
         logging.getLogger("spark_elastic.driver").warning("a worry")
     assert capsys.readouterr().err.count("--- Logging error ---") == 1
 
 
 def test_handlers_stay_isolated_when_another_job_of_the_process_ends() -> None:
     seen: list[str] = []
-    with handled(seen.append):
+    with add_handler(seen.append):
         first, second = isolate_log_handlers(), isolate_log_handlers()
         first.__enter__()
         second.__enter__()
@@ -189,7 +189,7 @@ def test_handlers_stay_isolated_when_another_job_of_the_process_ends() -> None:
 
 def test_a_fork_of_the_driver_handles_its_own_log() -> None:
     reader, writer = os.pipe()
-    with handled(lambda text: os.write(writer, text.encode())), isolate_log_handlers():
+    with add_handler(lambda text: os.write(writer, text.encode())), isolate_log_handlers():
         if (child := os.fork()) == 0:
             logging.getLogger("spark_elastic").warning("from the child")
             os._exit(0)

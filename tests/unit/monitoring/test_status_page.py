@@ -23,7 +23,7 @@ from spark_elastic.protocol.commands import PublishWorld
 from spark_elastic.protocol.messages import DriverMessage, JoinWorld, RegisterSlot, WorkerStarted, WorldFormed
 from spark_elastic.protocol.types import Limits, SlotId, WorkerId
 from spark_elastic.testing.fakes import FakeClock
-from tests.simulator.stamping import stamp
+from tests.simulator.stamping import stamp_event
 from tests.unit.monitoring.played_job import PlayedJob
 
 # As much of a browser as the page's script uses.
@@ -51,7 +51,7 @@ def create_job(workers: int) -> tuple[JobHistory, FakeClock]:
 
     def play(played: on.DriverEvent | DriverMessage) -> None:
         nonlocal state, world
-        event = stamp(played, 1.0)
+        event = stamp_event(played, 1.0)
         state, commands = driver_machine.step(state, event)
         history.on_transition(event, commands, state)
         world = next((c.world for c in commands if isinstance(c, PublishWorld)), world)
@@ -116,7 +116,7 @@ def test_the_status_describes_stage_slots_and_metrics() -> None:
 def test_a_loss_is_one_event_of_the_page_with_its_cost() -> None:
     job = PlayedJob(3)
     job.start([1, 2, 3])
-    job.loses(2, step=4, regroup=0.4)
+    job.lose_host(2, step=4, regroup=0.4)
     broken = [event["text"] for event in build_status(job.history, "job")["events"]]
     assert [text for text in broken if "world" in text][-1].startswith("world of 2: 1 of 3 lost")
     job.form()
@@ -131,7 +131,7 @@ def test_the_page_of_a_report_holds_its_data_and_needs_no_server() -> None:
     job.start([1, 2])
     job.now += 1.0
     job.report(3, loss=0.125)
-    job.loses(2, step=4, regroup=0.4)
+    job.lose_host(2, step=4, regroup=0.4)
     job.form()
     report = JobReport.from_json(job.result.to_json())
     page = report.to_html("</script><b>mine")

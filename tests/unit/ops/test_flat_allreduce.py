@@ -7,7 +7,7 @@ import pytest
 
 from elastic_collectives import Group
 from spark_elastic.ops.flat_allreduce import ALIGN, FlatAllreduce, FlatBuffer
-from tests.unit.torch.worlds import in_a_world
+from tests.unit.torch.worlds import run_in_world
 
 
 def test_arrays_of_one_dtype_lie_next_to_each_other_and_begin_aligned() -> None:
@@ -40,7 +40,7 @@ def test_sums_are_those_of_all_ranks_in_each_dtype(size: int) -> None:
         return result
 
     total = float(sum(range(1, size + 1)))
-    assert in_a_world(size, work) == [[[total, total], [0.25]]] * size
+    assert run_in_world(size, work) == [[[total, total], [0.25]]] * size
 
 
 def test_ranks_with_other_shapes_have_another_layout_hash() -> None:

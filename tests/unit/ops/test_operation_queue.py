@@ -34,7 +34,7 @@ CLOCK = SystemClock()
 PATIENCE = 45.0  # seconds; where a rank stays away for a third of them, the stacks of all threads are printed
 
 
-def summed(
+def submit_sum(
     queue: OperationQueue, name: str | None, array: np.ndarray[Any, Any], op: str = "sum"
 ) -> Operation:
     return queue.submit(Request(ALLREDUCE, name, (array.dtype.name,), (array.shape,), op), [array])
@@ -55,7 +55,7 @@ def on_groups(
     queues = [OperationQueue(group, CompletionSignal(CLOCK), limits or OperationConfig()) for group in groups]
     all_done = threading.Barrier(size)
 
-    def be(queue: OperationQueue) -> Any:
+    def work_as(queue: OperationQueue) -> Any:
         try:
             return work(queue)
         except CollectiveError as error:
@@ -66,7 +66,7 @@ def on_groups(
     faulthandler.dump_traceback_later(PATIENCE / 3)
     try:
         with ThreadPoolExecutor(size) as pool:
-            return list(pool.map(be, queues))
+            return list(pool.map(work_as, queues))
     finally:
         faulthandler.cancel_dump_traceback_later()
         for queue in queues:
@@ -83,7 +83,7 @@ def test_random_orders_on_many_ranks_give_the_same_sums(seed: int) -> None:
         for _ in range(3):
             order = chance.sample(names, len(names))
             arrays = {name: np.full(int(name[1:]) + 1, queue.group.rank + 1.0) for name in order}
-            handles = [summed(queue, name, arrays[name]) for name in order]
+            handles = [submit_sum(queue, name, arrays[name]) for name in order]
             for handle in chance.sample(handles, len(handles)):
                 handle.wait()
         return {name: float(array.sum()) for name, array in arrays.items()}
@@ -119,13 +119,13 @@ def test_every_kind_of_operation_gives_its_result_on_every_rank() -> None:
 def test_a_mismatch_is_an_error_on_every_rank_and_the_queue_goes_on() -> None:
     def work(queue: OperationQueue) -> float:
         with pytest.raises(MismatchError, match=r"'x': rank 0 has shapes \(2,\), rank 1 \(3,\)"):
-            summed(queue, "x", np.ones(2 + queue.group.rank)).wait()
-        return float(summed(queue, "x", np.ones(2)).wait()[0][0])
+            submit_sum(queue, "x", np.ones(2 + queue.group.rank)).wait()
+        return float(submit_sum(queue, "x", np.ones(2)).wait()[0][0])
 
     assert on_ranks(2, work) == [2.0, 2.0]
 
 
-def polled(operation: Operation) -> None:
+def poll_until_done(operation: Operation) -> None:
     """As `wait`, for who only asks."""
     until = CLOCK.now() + PATIENCE
     while not operation.poll():
@@ -134,23 +134,23 @@ def polled(operation: Operation) -> None:
     operation.wait()
 
 
-@pytest.mark.parametrize("end", [Operation.wait, polled])
+@pytest.mark.parametrize("end", [Operation.wait, poll_until_done])
 def test_ranks_that_wait_for_different_operations_get_an_error_soon(end: Callable[[Operation], Any]) -> None:
     def work(queue: OperationQueue) -> None:
         with pytest.raises(MismatchError, match=r"'of 0' for rank\(s\) 1"):
-            end(summed(queue, f"of {queue.group.rank}", np.ones(1)))
+            end(submit_sum(queue, f"of {queue.group.rank}", np.ones(1)))
 
     assert on_ranks(2, work, OperationConfig(stuck_after=0.1)) == [None, None]
 
 
-@pytest.mark.parametrize("end", [Operation.wait, polled])
+@pytest.mark.parametrize("end", [Operation.wait, poll_until_done])
 def test_the_log_and_then_the_error_name_the_rank_that_does_not_request_an_operation(
     end: Callable[[Operation], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     def work(queue: OperationQueue) -> None:
-        summed(queue, "first", np.ones(1)).wait()
+        submit_sum(queue, "first", np.ones(1)).wait()
         if queue.group.rank != 1:
-            end(summed(queue, "late", np.ones(1)))
+            end(submit_sum(queue, "late", np.ones(1)))
 
     with caplog.at_level(logging.WARNING):
         results = on_ranks(3, work, OperationConfig(warn_after=0.05, wait_at_most=0.8))
@@ -164,9 +164,9 @@ def test_the_log_and_then_the_error_name_the_rank_that_does_not_request_an_opera
 
 def test_a_process_sets_ranks_are_named_as_the_worlds(caplog: pytest.LogCaptureFixture) -> None:
     def work(queue: OperationQueue) -> None:
-        summed(queue, "first", np.ones(1)).wait()
+        submit_sum(queue, "first", np.ones(1)).wait()
         if queue.group.rank == 0:
-            summed(queue, "late", np.ones(1)).wait()
+            submit_sum(queue, "late", np.ones(1)).wait()
 
     fabric = FakeFabric(4, timeout=PATIENCE)
     groups = [fabric.group(rank).subgroup(1, [1, 3]) for rank in (1, 3)]
@@ -178,14 +178,14 @@ def test_a_process_sets_ranks_are_named_as_the_worlds(caplog: pytest.LogCaptureF
 def test_a_name_can_be_in_progress_only_once() -> None:
     def work(queue: OperationQueue) -> None:
         if queue.group.rank == 0:
-            handle = summed(queue, "x", np.ones(1))
+            handle = submit_sum(queue, "x", np.ones(1))
             with pytest.raises(InvalidInput, match="'x' is under way"):
-                summed(queue, "x", np.ones(1))
-            summed(queue, "go", np.ones(1)).wait()
+                submit_sum(queue, "x", np.ones(1))
+            submit_sum(queue, "go", np.ones(1)).wait()
             handle.wait()
         else:
-            summed(queue, "go", np.ones(1)).wait()
-            summed(queue, "x", np.ones(1)).wait()
+            submit_sum(queue, "go", np.ones(1)).wait()
+            submit_sum(queue, "x", np.ones(1)).wait()
 
     assert on_ranks(2, work) == [None, None]
 
@@ -196,9 +196,9 @@ def test_joined_ranks_add_nothing_and_all_learn_who_was_last(op: str, expected: 
         results = []
         for _ in range(queue.group.rank):
             array = np.full(3, float(queue.group.rank))
-            results.append(float(summed(queue, None, array, op).wait()[0][0]))
+            results.append(float(submit_sum(queue, None, array, op).wait()[0][0]))
         last = int(queue.join().wait()[0][0])
-        assert summed(queue, None, np.ones(1)).wait()[0][0] == 3.0
+        assert submit_sum(queue, None, np.ones(1)).wait()[0][0] == 3.0
         return results, last
 
     none, first, second = on_ranks(3, work)
@@ -211,7 +211,7 @@ def test_joined_ranks_add_nothing_and_all_learn_who_was_last(op: str, expected: 
 def test_a_broken_world_fails_all_handles_at_once(end: str) -> None:
     fabric = FakeFabric(3)
     queues = [OperationQueue(group, CompletionSignal(CLOCK), OperationConfig()) for group in fabric.groups]
-    handles = [summed(queues[rank], f"t{n}", np.ones(1)) for rank in (0, 1) for n in range(5)]
+    handles = [submit_sum(queues[rank], f"t{n}", np.ones(1)) for rank in (0, 1) for n in range(5)]
     if end == "kill":
         fabric.kill(2)
     else:
@@ -222,7 +222,7 @@ def test_a_broken_world_fails_all_handles_at_once(end: str) -> None:
             handle.wait()
     assert CLOCK.now() - began < 5
     with pytest.raises(CollectiveError):
-        summed(queues[0], "later", np.ones(1))
+        submit_sum(queues[0], "later", np.ones(1))
     for queue in queues:
         queue.close()
 
@@ -238,12 +238,12 @@ def test_a_failure_of_one_rank_is_raised_there_as_itself_and_as_a_collective_err
     fabric = FakeFabric(2)
     queues = [OperationQueue(group, CompletionSignal(CLOCK), OperationConfig()) for group in fabric.groups]
     queues[1].timeline = _FullDisk()  # type: ignore[assignment]
-    handles = [summed(queue, "x", np.ones(1)) for queue in queues]
+    handles = [submit_sum(queue, "x", np.ones(1)) for queue in queues]
     with pytest.raises(OSError, match="No space left") as raised:
         handles[1].wait()
     assert "cycle" in [entry.name for entry in raised.traceback]
     with pytest.raises(OSError, match="No space left"):
-        summed(queues[1], "later", np.ones(1))
+        submit_sum(queues[1], "later", np.ones(1))
     with pytest.raises(CollectiveError, match="rank 1 cannot continue: OSError"):
         handles[0].wait()
     for queue in queues:
@@ -269,7 +269,7 @@ def test_invalid_operations_are_refused_before_they_are_announced(
 
 def test_operations_of_a_single_process_are_done_at_once_and_need_no_thread() -> None:
     queue = OperationQueue(FakeFabric(1).group(0), CompletionSignal(CLOCK), OperationConfig())
-    assert summed(queue, "x", np.ones(2)).done
+    assert submit_sum(queue, "x", np.ones(2)).done
     assert queue.join().wait()[0].tolist() == [0]
     assert not [thread for thread in threading.enumerate() if "operations" in thread.name]
 
@@ -279,10 +279,10 @@ def test_closing_a_queue_fails_operations_in_progress() -> None:
     first, second = (
         OperationQueue(group, CompletionSignal(CLOCK), OperationConfig()) for group in fabric.groups
     )
-    handles = [summed(queue, "x", np.ones(1)) for queue in (first, second)]
+    handles = [submit_sum(queue, "x", np.ones(1)) for queue in (first, second)]
     assert [handle.wait()[0][0] for handle in handles] == [2.0, 2.0]
     assert not first._by_name
-    waiting = summed(first, "y", np.ones(1))
+    waiting = submit_sum(first, "y", np.ones(1))
     first.close()
     with pytest.raises(CollectiveError):
         waiting.wait()
@@ -297,11 +297,11 @@ class _Busy:
         self._free.set()
         gather = group.allgather
 
-        def held(array: Any) -> Any:
+        def gather_when_free(array: Any) -> Any:
             assert self._free.wait(PATIENCE)
             return gather(array)
 
-        monkeypatch.setattr(group, "allgather", held)
+        monkeypatch.setattr(group, "allgather", gather_when_free)
 
     def __enter__(self) -> None:
         self._free.clear()
@@ -318,7 +318,7 @@ def pair_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[OperationQueue, O
     first, second = (
         OperationQueue(group, CompletionSignal(CLOCK), OperationConfig()) for group in fabric.groups
     )
-    for handle in [summed(queue, "x", np.ones(1)) for queue in (first, second)]:
+    for handle in [submit_sum(queue, "x", np.ones(1)) for queue in (first, second)]:
         handle.wait()
     yield first, second, busy
     for queue in (first, second):
@@ -331,7 +331,7 @@ def test_an_idle_round_has_no_timeout(
     first, second, busy = pair_of
     with busy:
         CLOCK.sleep(2.0)  # longer than the first one's idle time and the group's timeout
-    handles = [summed(queue, "y", np.ones(1)) for queue in (first, second)]
+    handles = [submit_sum(queue, "y", np.ones(1)) for queue in (first, second)]
     assert [handle.wait()[0][0] for handle in handles] == [2.0, 2.0]
 
 
@@ -342,4 +342,4 @@ def test_an_operation_requested_in_an_idle_round_has_the_usual_timeout(
     with busy:
         CLOCK.sleep(1.2)  # the first one is in such a round
         with pytest.raises(CollectiveTimeout, match=r"waiting for rank\(s\) \[1\]"):
-            summed(first, "y", np.ones(1)).wait()
+            submit_sum(first, "y", np.ones(1)).wait()

@@ -21,7 +21,7 @@ from spark_elastic.ops.process_sets import (
     remove_process_set,
     reset_process_sets,
 )
-from tests.unit.ops.workers import among_fakes, become, per_thread
+from tests.unit.ops.workers import enter_group, per_thread, run_in_fake_world
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def threads_are_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     per_thread(monkeypatch)
 
 
-def total(process_set: ProcessSet, value: float) -> float:
+def compute_total(process_set: ProcessSet, value: float) -> float:
     array = np.array([value], np.float64)
     request = Request(ALLREDUCE, "x", ("float64",), ((1,),), "sum")
     return float(get_queue(process_set).submit(request, [array]).wait()[0][0])
@@ -40,35 +40,35 @@ def test_members_reduce_among_themselves_while_others_do_something_else() -> Non
         sets = [add_process_set(ranks) for ranks in ([2, 0], [1, 3])]
         mine = sets[group.rank % 2]
         assert (mine.included(), mine.size(), mine.rank()) == (True, 2, group.rank // 2)
-        some = total(mine, group.rank)
-        return some, total(global_process_set, group.rank), mine.process_set_id or 0
+        some = compute_total(mine, group.rank)
+        return some, compute_total(global_process_set, group.rank), mine.process_set_id or 0
 
-    assert among_fakes(4, work) == [(2.0, 6.0, 1), (4.0, 6.0, 2)] * 2
+    assert run_in_fake_world(4, work) == [(2.0, 6.0, 1), (4.0, 6.0, 2)] * 2
 
 
 def test_a_set_has_the_ranks_that_the_current_world_has() -> None:
-    become(FakeFabric(4).group(1))
+    enter_group(FakeFabric(4).group(1))
     pair, late = add_process_set([1, 3]), add_process_set([2, 3])
-    become(FakeFabric(2, fence=(1, 2)).group(1))
+    enter_group(FakeFabric(2, fence=(1, 2)).group(1))
     assert get_process_set_ids_and_ranks() == {0: [0, 1], 1: [1], 2: []}
     assert (pair.ranks, pair.size(), late.size(), late.included()) == ([1], 1, 0, False)
-    assert total(pair, 5.0) == 5.0
+    assert compute_total(pair, 5.0) == 5.0
     with pytest.raises(InvalidInput, match="rank 1 is not in"):
         get_queue(late)
-    become(FakeFabric(4, fence=(1, 3)).group(3))
+    enter_group(FakeFabric(4, fence=(1, 3)).group(3))
     assert (pair.ranks, late.rank()) == ([1, 3], 1)
 
 
 def test_an_operation_of_a_world_that_is_over_is_an_error() -> None:
     fabric = FakeFabric(2)
-    become(fabric.group(0))
+    enter_group(fabric.group(0))
     fabric.group(0).close()
     with pytest.raises(CollectiveError):
-        total(global_process_set, 1.0)
+        compute_total(global_process_set, 1.0)
 
 
 def test_process_sets_are_added_removed_and_reset() -> None:
-    become(FakeFabric(3).group(0))
+    enter_group(FakeFabric(3).group(0))
     first = add_process_set(ProcessSet([0, 1]))
     with pytest.raises(InvalidInput, match="was added already"):
         add_process_set([1, 0])
@@ -90,19 +90,19 @@ def test_process_sets_are_added_removed_and_reset() -> None:
 
 @pytest.mark.parametrize(("ranks", "says"), [([0, 0], "different"), ([-1], "below 0"), (object(), "no MPI")])
 def test_a_process_set_refuses_wrong_ranks(ranks: Any, says: str) -> None:
-    become(FakeFabric(2).group(0))
+    enter_group(FakeFabric(2).group(0))
     with pytest.raises(InvalidInput, match=says):
         add_process_set(ranks)
 
 
 def test_a_process_that_is_no_worker_is_a_world_of_one() -> None:
-    assert total(global_process_set, 3.0) == 3.0
+    assert compute_total(global_process_set, 3.0) == 3.0
     assert (global_process_set.ranks, global_process_set.rank()) == ([0], 0)
 
 
 def test_a_set_keeps_its_own_names_where_it_comes_to_have_the_ranks_of_another() -> None:
     def work(group: Group) -> tuple[float, ...] | None:
-        become(group)
+        enter_group(group)
         sets = [add_process_set(ranks) for ranks in ([0, 1], [0, 1, 7])]
         if group.rank > 1:
             return None
@@ -113,4 +113,4 @@ def test_a_set_keeps_its_own_names_where_it_comes_to_have_the_ranks_of_another()
         ]
         return tuple(float(handle.wait()[0][0]) for handle in handles)
 
-    assert among_fakes(2, work) == [(2.0, 20.0, 200.0)] * 2
+    assert run_in_fake_world(2, work) == [(2.0, 20.0, 200.0)] * 2

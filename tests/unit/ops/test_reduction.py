@@ -73,11 +73,11 @@ def test_only_float32_has_a_wire_format(
 
 
 def test_the_gradient_factor_of_a_reducescatter() -> None:
-    def unasked() -> int:
+    def fail_if_asked() -> int:
         raise AssertionError("an average's factor does not depend on the size")
 
     assert ReduceOptions(Sum, (0.5, 3.0)).reducescatter_gradient_factor(lambda: 4) == 6.0
-    assert ReduceOptions(Average, (0.5, 3.0)).reducescatter_gradient_factor(unasked) == 1.5
+    assert ReduceOptions(Average, (0.5, 3.0)).reducescatter_gradient_factor(fail_if_asked) == 1.5
     for op in (Min, Max, Product):
         with pytest.raises(InvalidInput, match="has no gradient"):
-            ReduceOptions(op).reducescatter_gradient_factor(unasked)
+            ReduceOptions(op).reducescatter_gradient_factor(fail_if_asked)

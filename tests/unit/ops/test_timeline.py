@@ -14,7 +14,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.negotiation import ALLREDUCE, BARRIER, Request
 from spark_elastic.ops.operations import get_queue
 from spark_elastic.ops.timeline import start_timeline, stop_timeline
-from tests.unit.ops.workers import among_fakes, become, per_thread
+from tests.unit.ops.workers import enter_group, per_thread, run_in_fake_world
 
 
 def test_rank_0_writes_the_phases_of_each_operation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -28,7 +28,7 @@ def test_rank_0_writes_the_phases_of_each_operation(monkeypatch: pytest.MonkeyPa
         get_queue().submit(Request(BARRIER)).wait()
         stop_timeline()
 
-    among_fakes(2, work)
+    run_in_fake_world(2, work)
     assert [path.name for path in tmp_path.iterdir()] == ["0.json"]
     events = [event for event in json.loads((tmp_path / "0.json").read_text()) if event]
     rows = {event["args"]["name"]: event["pid"] for event in events if event["ph"] == "M"}
@@ -44,7 +44,7 @@ def test_only_one_timeline_is_written_and_only_to_a_writable_path(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     per_thread(monkeypatch)
-    become(FakeFabric(1).group(0))
+    enter_group(FakeFabric(1).group(0))
     with pytest.raises(InvalidInput, match="cannot be written"):
         start_timeline(str(tmp_path / "nowhere" / "trace.json"))
     start_timeline(str(tmp_path / "trace.json"))
@@ -57,9 +57,9 @@ def test_only_one_timeline_is_written_and_only_to_a_writable_path(
 def test_a_new_rank_0_continues_the_timeline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     per_thread(monkeypatch)
     (tmp_path / "trace.json").write_text('[{"name": "of the former rank 0", "ph": "i"},\n')
-    become(FakeFabric(2).group(1))
+    enter_group(FakeFabric(2).group(1))
     start_timeline(str(tmp_path / "trace.json"))
-    become(FakeFabric(1, fence=(1, 2)).group(0))
+    enter_group(FakeFabric(1, fence=(1, 2)).group(0))
     get_queue()
     stop_timeline()
     assert json.loads((tmp_path / "trace.json").read_text()) == [
@@ -74,15 +74,15 @@ def test_a_new_rank_0_that_cannot_write_the_timeline_goes_on_without_it(
     """The path's folder may be on the former rank 0's host alone."""
     per_thread(monkeypatch)
     monkeypatch.setenv("HOROVOD_TIMELINE", str(tmp_path / "nowhere" / "trace.json"))
-    become(FakeFabric(2).group(1))
+    enter_group(FakeFabric(2).group(1))
     get_queue()
-    become(FakeFabric(1, fence=(1, 2)).group(0))
+    enter_group(FakeFabric(1, fence=(1, 2)).group(0))
     for _ in range(2):
         get_queue()
     assert caplog.text.count("cannot be written") == 1
-    become(FakeFabric(1).group(0))
+    enter_group(FakeFabric(1).group(0))
     per_thread(monkeypatch)  # another job, whose first rank it is from the start
-    become(FakeFabric(1).group(0))
+    enter_group(FakeFabric(1).group(0))
     with pytest.raises(InvalidInput, match="cannot be written"):
         get_queue()
 
@@ -93,7 +93,7 @@ def test_a_function_that_begins_again_goes_on_with_its_timeline(
     per_thread(monkeypatch)
     path = tmp_path / "trace.json"
     for generation in (1, 2):
-        become(FakeFabric(1, fence=(1, generation)).group(0))
+        enter_group(FakeFabric(1, fence=(1, generation)).group(0))
         start_timeline(str(path))
         timeline = get_queue().timeline
         assert timeline is not None
@@ -115,6 +115,6 @@ def test_a_full_disk_ends_the_timeline_and_nothing_else(
         stop_timeline()
         return float(array[0])
 
-    assert among_fakes(2, work) == [4.0, 4.0]
+    assert run_in_fake_world(2, work) == [4.0, 4.0]
     assert caplog.text.count("the timeline /dev/full ends here") == 1
     assert "No space left" in caplog.text

@@ -29,7 +29,7 @@ def per_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(context, "_process", _ContextPerThread())
 
 
-def become(group: Group) -> None:
+def enter_group(group: Group) -> None:
     """This thread's worker, in the world of that group, all on one host."""
     size = group.size
     members = tuple(Member(f"w{r}", f"s{r}", "h", r, r, size, 0, 1, None) for r in range(size))
@@ -37,13 +37,13 @@ def become(group: Group) -> None:
     context.set_context(WorkerContext(f"w{group.rank}", World(fence, members, None, "a test"), group))
 
 
-def among_fakes(size: int, work: Callable[[Group], T]) -> list[T]:
+def run_in_fake_world(size: int, work: Callable[[Group], T]) -> list[T]:
     """`work` on each rank of a world of fake groups, in rank order; raises what a rank raised."""
     fabric = FakeFabric(size, timeout=45.0)
     all_done = threading.Barrier(size)
 
-    def be(group: Group) -> T:
-        become(group)
+    def work_as(group: Group) -> T:
+        enter_group(group)
         try:
             return work(group)
         finally:
@@ -54,7 +54,7 @@ def among_fakes(size: int, work: Callable[[Group], T]) -> list[T]:
 
     try:
         with ThreadPoolExecutor(size) as pool:
-            return list(pool.map(be, fabric.groups))
+            return list(pool.map(work_as, fabric.groups))
     finally:
         for group in fabric.groups:
             group.close()

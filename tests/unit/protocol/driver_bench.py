@@ -20,7 +20,7 @@ from spark_elastic.protocol.messages import (
 )
 from spark_elastic.protocol.types import Fence, Limits, Phase, Position, SlotId, WorkerId, World
 from tests.simulator.invariants import DriverInvariants
-from tests.simulator.stamping import stamp
+from tests.simulator.stamping import stamp_event
 
 C = TypeVar("C", bound=DriverCommand)
 FOUR = Limits(num_workers=4, min_workers=1, max_workers=4)
@@ -51,7 +51,7 @@ class Bench:
         self.log = list(self.commands)
 
     def on(self, played: on.DriverEvent | DriverMessage) -> tuple[DriverCommand, ...]:
-        event = stamp(played, self.now)
+        event = stamp_event(played, self.now)
         before = self.state
         self.state, self.commands = driver_machine.step(before, event)
         self.invariants.check(before, event, self.state, self.commands)
@@ -69,12 +69,12 @@ class Bench:
                     self.on(Heartbeat(slot.slot, slot.worker, "S"))
             self.on(on.Tick(0))
 
-    def all(self, kind: type[C]) -> list[C]:
+    def find_commands(self, kind: type[C]) -> list[C]:
         return [command for command in self.log if isinstance(command, kind)]
 
     @property
     def world(self) -> World:
-        return self.all(PublishWorld)[-1].world
+        return self.find_commands(PublishWorld)[-1].world
 
     @property
     def fence(self) -> Fence:
@@ -82,7 +82,7 @@ class Bench:
 
     @property
     def end(self) -> End:
-        return self.all(End)[-1]
+        return self.find_commands(End)[-1]
 
     # ---- what usually happens
 
@@ -90,7 +90,7 @@ class Bench:
         self.on(RegisterSlot(SlotId(f"{job}-0"), host or f"h{job}", job))
         self.on(WorkerStarted(SlotId(f"{job}-0"), name(job)))
 
-    def warm(self, *jobs: int) -> None:
+    def start_warm(self, *jobs: int) -> None:
         """Slots come up and their workers get warm."""
         for job in jobs:
             self.slot(job)
@@ -107,8 +107,8 @@ class Bench:
 
     def start(self, *jobs: int) -> None:
         """A world that runs."""
-        self.warm(*jobs)
-        if not self.all(PublishWorld):
+        self.start_warm(*jobs)
+        if not self.find_commands(PublishWorld):
             self.wait(self.limits.gather_timeout, heartbeats_of=jobs)
         self.form()
 
@@ -118,7 +118,7 @@ class Bench:
             self.join(worker, self.fence, at(step))
 
     def stop_planned(self, step: int, *workers: str) -> None:
-        assert self.all(AnnounceChange)
+        assert self.find_commands(AnnounceChange)
         fence = self.fence
         for worker in workers:
             self.join(worker, fence, at(step), planned=True)

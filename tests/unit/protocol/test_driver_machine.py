@@ -40,7 +40,7 @@ CLOSE = Position(0, Phase.CLOSE, 0)
 ONE_JOINS = INITIAL_VERSION.next(update=HostUpdateResult.added)
 
 
-def _done(bench: Bench, *jobs: int) -> None:
+def _finish(bench: Bench, *jobs: int) -> None:
     for job in jobs:
         bench.on(WorkerDone(name(job), bench.fence, CLOSE, f"result {job}"))
 
@@ -49,7 +49,7 @@ def _done(bench: Bench, *jobs: int) -> None:
 
 
 def test_a_job_begins_with_a_launch_per_slot() -> None:
-    assert [launch.launch for launch in Bench().all(LaunchSlot)] == [1, 2, 3, 4]
+    assert [launch.launch for launch in Bench().find_commands(LaunchSlot)] == [1, 2, 3, 4]
 
 
 def test_a_cancelled_slot_job_ends_the_job_and_is_not_launched_again() -> None:
@@ -57,7 +57,7 @@ def test_a_cancelled_slot_job_ends_the_job_and_is_not_launched_again() -> None:
     bench.start(1, 2, 3, 4)
     bench.on(on.LaunchEnded(0, 2, "sc.cancelJobGroup", cancelled=True))
     assert bench.end.outcome is Outcome.CANCELLED
-    assert len(bench.all(LaunchSlot)) == 4
+    assert len(bench.find_commands(LaunchSlot)) == 4
 
 
 def test_r14_a_second_attempt_parks_while_the_world_is_full() -> None:
@@ -67,20 +67,20 @@ def test_r14_a_second_attempt_parks_while_the_world_is_full() -> None:
     bench.on(WorkerStarted(SlotId("1-1"), WorkerId("1-1.1")))
     bench.join(WorkerId("1-1.1"))
     bench.wait(1.0, heartbeats_of=[1, 2])
-    assert not bench.all(AnnounceChange)
-    assert not bench.all(ReleaseSlot)
+    assert not bench.find_commands(AnnounceChange)
+    assert not bench.find_commands(ReleaseSlot)
     bench.on(WorkerExited(name(2).slot, name(2), -9))
     bench.regroup(3, name(1))
     assert bench.members() == [name(1), "1-1.1"]  # capacity allows
-    assert len(bench.all(LaunchSlot)) == 2
+    assert len(bench.find_commands(LaunchSlot)) == 2
 
 
 def test_r14_extra_slots_come_after_others() -> None:
     bench = Bench(replace(FOUR, max_workers=3, num_workers=3, min_workers=3))
-    bench.warm(1)
+    bench.start_warm(1)
     bench.on(RegisterSlot(SlotId("1-1"), "h9", 1))
     bench.join(WorkerId("1-1.1"))
-    bench.warm(2)
+    bench.start_warm(2)
     assert bench.members() == [name(1), name(2), "1-1.1"]
 
 
@@ -89,24 +89,24 @@ def test_r14_extra_slots_come_after_others() -> None:
 
 def test_r16_a_world_begins_at_num_workers() -> None:
     bench = Bench()
-    bench.warm(1, 2, 3)
-    assert not bench.all(PublishWorld)
-    bench.warm(4)
+    bench.start_warm(1, 2, 3)
+    assert not bench.find_commands(PublishWorld)
+    bench.start_warm(4)
     assert bench.members() == [name(job) for job in (1, 2, 3, 4)]
 
 
 def test_r16_a_first_world_begins_with_min_workers_after_gather_timeout() -> None:
     bench = Bench(replace(FOUR, min_workers=2))
-    bench.warm(1)
+    bench.start_warm(1)
     bench.wait(11.0, heartbeats_of=[1])
-    assert not bench.all(PublishWorld)
-    bench.warm(2)
+    assert not bench.find_commands(PublishWorld)
+    bench.start_warm(2)
     assert bench.world.size == 2
 
 
 def test_too_few_workers_after_start_timeout_end_the_job_with_the_names_of_those_awaited() -> None:
     bench = Bench(replace(FOUR, min_workers=3, start_timeout=20.0))
-    bench.warm(1)
+    bench.start_warm(1)
     bench.slot(2)
     bench.wait(21.0, heartbeats_of=[1, 2])
     assert bench.end.outcome is Outcome.NOT_ENOUGH_WORKERS
@@ -125,7 +125,7 @@ def test_survivors_below_min_workers_wait_for_others() -> None:
     bench.on(WorkerExited(name(2).slot, name(2), -9))
     bench.regroup(3, name(1), name(3), name(4))
     bench.wait(3.0, heartbeats_of=[1, 3, 4])
-    assert len(bench.all(PublishWorld)) == 1
+    assert len(bench.find_commands(PublishWorld)) == 1
     bench.on(WorkerStarted(SlotId("2-0"), name(2, 2)))
     bench.join(name(2, 2))
     assert bench.members() == [name(1), name(3), name(4), name(2, 2)]
@@ -151,7 +151,7 @@ def test_r04_a_worker_from_an_older_world_is_sent_home() -> None:
     bench.regroup(3, name(3), name(2))
     bench.wait(31.0, heartbeats_of=[2, 3, 4])
     assert bench.members() == [name(2), name(3)]
-    assert name(4) in [stop.worker for stop in bench.all(StopWorker) if stop.kill]
+    assert name(4) in [stop.worker for stop in bench.find_commands(StopWorker) if stop.kill]
     bench.join(name(4), Fence(1, 1), at(3))
     assert [type(command) for command in bench.commands] == [StopWorker]
 
@@ -177,11 +177,11 @@ def test_a_member_that_never_received_its_broken_world_takes_part_in_the_next() 
 
 def test_a_world_that_is_not_built_in_time_is_over() -> None:
     bench = Bench()
-    bench.warm(1, 2, 3, 4)
+    bench.start_warm(1, 2, 3, 4)
     for job in (1, 2, 3):
         bench.on(WorldFormed(name(job), bench.fence))
     bench.wait(31.0, heartbeats_of=[1, 2, 3, 4])
-    assert f"{name(4)} did not build world 1" in bench.all(AbortWorld)[0].reason
+    assert f"{name(4)} did not build world 1" in bench.find_commands(AbortWorld)[0].reason
 
 
 def test_without_survivors_training_begins_from_nothing_and_the_reason_says_so() -> None:
@@ -201,21 +201,21 @@ def test_reset_limit_counts_new_worlds() -> None:
         bench.on(WorkerExited(name(lost).slot, name(lost), -9))
         bench.regroup(3, *(name(job) for job in left))
     assert bench.end.outcome is Outcome.RESET_LIMIT
-    assert len(bench.all(PublishWorld)) == 2
+    assert len(bench.find_commands(PublishWorld)) == 2
 
 
 @pytest.mark.parametrize("order", [None, on.DrainRequested(0, "it goes", host="h1")])
 def test_once_the_reset_limit_is_used_up_no_planned_change_ends_the_job(order: on.DriverEvent | None) -> None:
     bench = Bench(replace(FOUR, reset_limit=1))
     bench.start(1, 2)
-    bench.warm(3)
+    bench.start_warm(3)
     bench.stop_planned(1, name(1), name(2))
     bench.form()
-    bench.warm(4)
+    bench.start_warm(4)
     if order is not None:
         bench.on(order)
     bench.wait(1.0, heartbeats_of=(1, 2, 3, 4))
-    assert len(bench.all(AnnounceChange)) == 1
+    assert len(bench.find_commands(AnnounceChange)) == 1
     bench.on(WorkerExited(name(3).slot, name(3), -9))
     bench.regroup(3, name(1), name(2))
     assert bench.end.outcome is Outcome.RESET_LIMIT
@@ -227,8 +227,8 @@ def test_once_the_reset_limit_is_used_up_no_planned_change_ends_the_job(order: o
 def test_a_newcomer_is_announced_at_once_if_no_other_worker_starts() -> None:
     bench = Bench()
     bench.start(1, 2)
-    bench.warm(3)
-    assert [announce.version for announce in bench.all(AnnounceChange)] == [ONE_JOINS]
+    bench.start_warm(3)
+    assert [announce.version for announce in bench.find_commands(AnnounceChange)] == [ONE_JOINS]
 
 
 def test_newcomers_are_announced_once_after_the_debounce_and_let_in() -> None:
@@ -238,15 +238,15 @@ def test_newcomers_are_announced_once_after_the_debounce_and_let_in() -> None:
     bench.slot(4)
     bench.join(name(3))
     bench.on(on.Tick(0))
-    assert not bench.all(AnnounceChange)
+    assert not bench.find_commands(AnnounceChange)
     bench.wait(0.5, heartbeats_of=[1, 2, 3, 4])
     bench.join(name(4))
     bench.wait(0.5, heartbeats_of=[1, 2, 3, 4])
-    assert [announce.version for announce in bench.all(AnnounceChange)] == [ONE_JOINS]
+    assert [announce.version for announce in bench.find_commands(AnnounceChange)] == [ONE_JOINS]
     bench.stop_planned(6, name(2), name(1))
     assert bench.members() == [name(job) for job in (1, 2, 3, 4)]
     assert (bench.world.version, bench.world.position) == (ONE_JOINS, at(6))
-    assert not bench.all(AbortWorld)
+    assert not bench.find_commands(AbortWorld)
 
 
 def test_no_change_is_announced_that_would_change_nothing() -> None:
@@ -254,13 +254,13 @@ def test_no_change_is_announced_that_would_change_nothing() -> None:
     bench.start(1, 2, 3)
     bench.wait(2.0, heartbeats_of=[1, 2, 3])
     assert bench.world.size == 2
-    assert not bench.all(AnnounceChange)
+    assert not bench.find_commands(AnnounceChange)
 
 
 def test_a_change_that_is_undone_harms_nothing() -> None:
     bench = Bench()
     bench.start(1, 2)
-    bench.warm(3)
+    bench.start_warm(3)
     bench.wait(0.5, heartbeats_of=[1, 2, 3])
     bench.on(WorkerExited(name(3).slot, name(3), -9))
     bench.stop_planned(6, name(1), name(2))
@@ -271,11 +271,11 @@ def test_a_change_that_is_undone_harms_nothing() -> None:
 def test_a_loss_during_a_planned_stop_is_a_loss() -> None:
     bench = Bench()
     bench.start(1, 2, 3)
-    bench.warm(4)
+    bench.start_warm(4)
     bench.wait(0.5, heartbeats_of=[1, 2, 3, 4])
     bench.stop_planned(6, name(1))
     bench.on(WorkerExited(name(2).slot, name(2), -9))
-    assert len(bench.all(AbortWorld)) == 1
+    assert len(bench.find_commands(AbortWorld)) == 1
     bench.regroup(5, name(3))
     assert bench.members() == [name(1), name(3), name(4)]
     assert bench.world.source == 0
@@ -284,12 +284,12 @@ def test_a_loss_during_a_planned_stop_is_a_loss() -> None:
 def test_a_member_that_misses_the_planned_stop_is_left_out() -> None:
     bench = Bench(replace(FOUR, regroup_timeout=30.0))
     bench.start(1, 2)
-    bench.warm(3)
+    bench.start_warm(3)
     bench.wait(0.5, heartbeats_of=[1, 2, 3])
     bench.stop_planned(6, name(1))
     bench.wait(61.0, heartbeats_of=[1, 2, 3])
     assert bench.members() == [name(1), name(3)]
-    assert "did not come to the planned stop" in bench.all(AbortWorld)[0].reason
+    assert "did not come to the planned stop" in bench.find_commands(AbortWorld)[0].reason
 
 
 @pytest.mark.parametrize("whole_host", [True, False])
@@ -302,7 +302,7 @@ def test_a_draining_member_leaves_at_a_boundary(whole_host: bool) -> None:
     bench.stop_planned(6, *(name(job) for job in (1, 2, 3, 4)))
     assert bench.members() == [name(1), name(3), name(4)]
     assert [type(command) for command in bench.commands] == [PublishWorld, StopWorker, ReleaseSlot]
-    assert not bench.all(AbortWorld)
+    assert not bench.find_commands(AbortWorld)
 
 
 def test_a_slot_that_comes_up_on_a_draining_host_is_released() -> None:
@@ -319,44 +319,44 @@ def test_a_slot_that_comes_up_on_a_draining_host_is_released() -> None:
 def test_r15_results_in_rank_order_once_all_are_done() -> None:
     bench = Bench()
     bench.start(1, 2, 3, 4)
-    _done(bench, 3, 1, 4)
-    assert not bench.all(End)
-    _done(bench, 2)
+    _finish(bench, 3, 1, 4)
+    assert not bench.find_commands(End)
+    _finish(bench, 2)
     assert bench.end.outcome is Outcome.SUCCESS
     assert bench.end.results == ("result 1", "result 2", "result 3", "result 4")
-    assert {stop.worker for stop in bench.all(StopWorker)} == {name(job) for job in (1, 2, 3, 4)}
-    assert {release.slot for release in bench.all(ReleaseSlot)} == {"1-0", "2-0", "3-0", "4-0"}
+    assert {stop.worker for stop in bench.find_commands(StopWorker)} == {name(job) for job in (1, 2, 3, 4)}
+    assert {release.slot for release in bench.find_commands(ReleaseSlot)} == {"1-0", "2-0", "3-0", "4-0"}
 
 
 def test_r15_after_rank_0s_result_no_world_is_formed() -> None:
     bench = Bench()
     bench.start(1, 2, 3)
-    _done(bench, 1)
-    bench.warm(4)
+    _finish(bench, 1)
+    bench.start_warm(4)
     bench.wait(1.0, heartbeats_of=[1, 2, 3, 4])
     bench.on(WorkerExited(name(2).slot, name(2), -9))
-    assert not bench.all(AnnounceChange)
-    assert not bench.all(AbortWorld)
-    _done(bench, 3)
+    assert not bench.find_commands(AnnounceChange)
+    assert not bench.find_commands(AbortWorld)
+    _finish(bench, 3)
     assert bench.end.results == ("result 1", "null", "result 3")
 
 
 def test_r15_rank_0_lost_before_its_result_regroups_the_done() -> None:
     bench = Bench()
     bench.start(1, 2, 3, 4)
-    _done(bench, 2, 3)
+    _finish(bench, 2, 3)
     bench.on(WorkerExited(name(1).slot, name(1), -9))
     bench.join(name(4), bench.fence, CLOSE, reason="rank 0 closed its connection")
     assert bench.members() == [name(2), name(3), name(4)]
     assert bench.world.position == CLOSE
-    _done(bench, 2, 3, 4)
+    _finish(bench, 2, 3, 4)
     assert bench.end.results == ("result 2", "result 3", "result 4")
 
 
 def test_r15_a_member_that_never_reports_does_not_hold_the_end_for_ever() -> None:
     bench = Bench()
     bench.start(1, 2)
-    _done(bench, 1)
+    _finish(bench, 1)
     bench.wait(31.0, heartbeats_of=[1, 2])
     assert bench.end.outcome is Outcome.SUCCESS
     assert name(2) in bench.end.reason

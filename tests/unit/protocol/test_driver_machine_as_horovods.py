@@ -78,7 +78,7 @@ def test_wait_for_available_slots() -> None:
     bench = _bench(min_workers=4)
     _slots(bench, 1, 2, 3)
     bench.wait(30.0, heartbeats_of=[1, 2, 3])
-    assert not bench.all(PublishWorld)
+    assert not bench.find_commands(PublishWorld)
     _slots(bench, 4)
     assert bench.world.size == 4
 
@@ -111,7 +111,7 @@ def test_shutdown_on_success() -> None:
     _slots(bench, 1, 2, 3, 4)
     bench.form()
     for job in (1, 2, 3, 4):
-        assert not bench.all(End)
+        assert not bench.find_commands(End)
         bench.on(WorkerDone(name(job), bench.fence, at(9), f"result {job}"))
     assert bench.end.outcome is Outcome.SUCCESS
     assert bench.end.results == ("result 1", "result 2", "result 3", "result 4")
@@ -124,9 +124,9 @@ def test_host_shutdown_on_worker_failure() -> None:
     _slots(bench, 1, 2, 3, 4)
     bench.form()
     bench.on(WorkerExited(name(1).slot, name(1), 1))
-    assert not bench.all(ReleaseSlot)
+    assert not bench.find_commands(ReleaseSlot)
     bench.on(WorkerExited(name(2).slot, name(2), 1))
-    assert {release.slot for release in bench.all(ReleaseSlot)} == {"1-0", "2-0"}
+    assert {release.slot for release in bench.find_commands(ReleaseSlot)} == {"1-0", "2-0"}
 
 
 @pytest.mark.scenario("U1")
@@ -142,7 +142,7 @@ def test_worker_notification_manager() -> None:
     _slots(bench, 4)
     bench.on(JoinWorld(name(3), bench.fence, at(5), planned=True))
     assert bench.members() == [name(1), name(2), name(3), name(4)]
-    assert [announce.version for announce in bench.all(AnnounceChange)] == [ONE_JOINS]
+    assert [announce.version for announce in bench.find_commands(AnnounceChange)] == [ONE_JOINS]
 
 
 @pytest.mark.scenario("U1")
@@ -156,7 +156,7 @@ def test_worker_notification_manager_notifications_without_assignments() -> None
     bench.on(on.HostsDiscovered(0, (*TWO_HOSTS, ("host-3", 2))))
     bench.on(on.HostsDiscovered(0, TWO_HOSTS[:1]))
     bench.wait(1.0, heartbeats_of=[1, 2])
-    assert not bench.all(AnnounceChange)
+    assert not bench.find_commands(AnnounceChange)
 
 
 @pytest.mark.scenario("U1")
@@ -181,7 +181,7 @@ def test_update_available_hosts() -> None:
     bench.wait(0.2, heartbeats_of=[1, 2, 3, 4])
     bench.stop_planned(5, *(name(job) for job in (1, 2, 3, 4)))
     assert bench.members() == [name(1), name(3), name(4)]
-    assert not bench.all(AbortWorld)
+    assert not bench.find_commands(AbortWorld)
 
 
 @pytest.mark.scenario("U1")
@@ -197,7 +197,7 @@ def test_blacklist_host() -> None:
     assert not {"5-0", "6-0"} & set(bench.state.slots)
     bench.regroup(3, name(3), name(4))
     assert bench.members() == [name(3), name(4)]
-    assert not bench.all(StopWorker)
+    assert not bench.find_commands(StopWorker)
 
 
 @pytest.mark.scenario("U1")

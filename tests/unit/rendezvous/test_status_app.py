@@ -52,7 +52,7 @@ class Visitor:
         async def receive() -> Any:
             raise AssertionError("no body is ever read")
 
-        async def gate(scope: Any, receive: Any, send: Any) -> None:
+        async def answer_499(scope: Any, receive: Any, send: Any) -> None:
             answer.status = 499
 
         scope = {
@@ -62,7 +62,7 @@ class Visitor:
             "query_string": query.encode(),
             "headers": [(name.encode(), value.encode()) for name, value in headers],
         }
-        asyncio.run(App(gate, self.status_app)(scope, receive, send))
+        asyncio.run(App(answer_499, self.status_app)(scope, receive, send))
         return answer
 
     def enter(self, path: str = "/status/") -> Answer:

@@ -26,11 +26,11 @@ def test_r15_a_call_needs_the_result_of_every_worker() -> None:
 
 
 def test_the_log_of_the_preflight_is_shown_like_that_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    def says(what: str) -> Any:
+    def make_logger(what: str) -> Any:
         return lambda *given: logging.getLogger("spark_elastic.spark").info(what)
 
     platform = SimpleNamespace(
-        count_workers=lambda asked: 1, preflight=says("the preflight"), launch=says("the job")
+        count_workers=lambda asked: 1, preflight=make_logger("the preflight"), launch=make_logger("the job")
     )
     monkeypatch.setattr(running, "make_platform", lambda *given: platform)
     monkeypatch.setattr(running, "decode_results", lambda launched: [])

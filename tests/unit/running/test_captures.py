@@ -18,7 +18,7 @@ from spark_elastic.running.call import prepare
 KINDS = ["SparkSession", "SparkContext", "DataFrame", "RDD", "Broadcast"]
 
 
-def pretended(kind: str, module: str = "pyspark.sql.session") -> Any:
+def make_object(kind: str, module: str = "pyspark.sql.session") -> Any:
     """An object of a class of that name, as pyspark has them: pickling the real ones needs a JVM to refuse."""
     return type(kind, (), {"__module__": module})()
 
@@ -28,14 +28,14 @@ def in_closure(thing: Any) -> Callable[[], Any]:
     return lambda: session
 
 
-def in_default(thing: Any) -> Callable[[], Any]:
+def capture_in_default(thing: Any) -> Callable[[], Any]:
     def fn(session: Any = thing) -> Any:
         return session
 
     return fn
 
 
-def in_deep(thing: Any) -> Callable[[], Any]:
+def capture_deep(thing: Any) -> Callable[[], Any]:
     session = thing
 
     def inner() -> Any:
@@ -55,7 +55,7 @@ class Holder:
         return self.session
 
 
-def in_object(thing: Any) -> Callable[[], Any]:
+def capture_in_object(thing: Any) -> Callable[[], Any]:
     return Holder(thing).method
 
 
@@ -63,21 +63,21 @@ def in_partial(thing: Any) -> Callable[[], Any]:
     return partial(lambda session: session, session=thing)
 
 
-PLACES = [in_closure, in_deep, in_object, in_partial]
+PLACES = [in_closure, capture_deep, capture_in_object, in_partial]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_captured_object_of_the_driver_is_named(place: Callable[[Any], Any], kind: str) -> None:
     with pytest.raises(InvalidInput, match=rf"'session', a {kind}, which lives on Spark's driver"):
-        prepare(place(pretended(kind)), (), {})
+        prepare(place(make_object(kind)), (), {})
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_captured_objects_are_found_in_defaults_arguments_and_globals(kind: str) -> None:
-    thing = pretended(kind)
+    thing = make_object(kind)
     with pytest.raises(InvalidInput, match=kind):
-        prepare(in_default(thing), (), {})
+        prepare(capture_in_default(thing), (), {})
     with pytest.raises(InvalidInput, match=kind):
         prepare(print, ((1, thing),), {})
     with pytest.raises(InvalidInput, match=f"'frame', a {kind}"):
@@ -91,8 +91,8 @@ def test_captured_objects_are_found_in_defaults_arguments_and_globals(kind: str)
 
 def test_java_objects_are_refused_and_plain_values_of_pyspark_are_not() -> None:
     with pytest.raises(InvalidInput, match="Java object"):
-        captures.dumps(pretended("JavaObject", "py4j.java_gateway"))
-    row = pretended("Row", "pyspark.sql.types")
+        captures.dumps(make_object("JavaObject", "py4j.java_gateway"))
+    row = make_object("Row", "pyspark.sql.types")
     assert captures._find_driver_only_kind(row) is None
 
 

@@ -23,10 +23,10 @@ class Denied:
     """Any method of it is refused at its call."""
 
     def __getattr__(self, name: str) -> Any:
-        def refused(*arguments: Any) -> None:
+        def refuse(*arguments: Any) -> None:
             raise Py4JError(f"\nPy4JSecurityException: Method {name}() is not whitelisted")
 
-        return refused
+        return refuse
 
 
 def test_denied_discovery_falls_back_to_registrations_and_logs_it_once(

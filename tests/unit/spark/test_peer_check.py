@@ -15,7 +15,7 @@ from spark_elastic.spark.probe import PeerCheck
 from spark_elastic.testing.fakes import FakeClock
 
 
-def held(store: Store, number: int) -> list[str | None]:
+def run_check(store: Store, number: int) -> list[str | None]:
     found: list[str | None] = []
 
     def probe() -> None:
@@ -31,16 +31,16 @@ def held(store: Store, number: int) -> list[str | None]:
 
 def test_peers_that_reach_one_another_find_no_fault() -> None:
     store = memory_store()
-    assert held(store, 3) == [None] * 3
+    assert run_check(store, 3) == [None] * 3
     assert all(name.endswith(".done") for name in store.list("meeting"))
 
 
 def test_a_peer_that_cannot_be_dialled_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*arguments: Any) -> None:
+    def refuse(*arguments: Any) -> None:
         raise OSError("no route")
 
-    monkeypatch.setattr(socket, "create_connection", refused)
-    said = held(memory_store(), 2)
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    said = run_check(memory_store(), 2)
     assert any(address is not None and address.startswith("127.0.0.1:") for address in said)
 
 

@@ -55,20 +55,20 @@ class Context:
         self.added.append(path.partition("#")[2])
 
 
-def _writes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def _record_writes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     written: list[str] = []
 
-    def slowly(package: Path, archive: Path) -> None:
+    def write_slowly(package: Path, archive: Path) -> None:
         time.sleep(0.05)
         written.append(package.name)
 
-    monkeypatch.setattr(shipping, "pack", slowly)
+    monkeypatch.setattr(shipping, "pack", write_slowly)
     return written
 
 
 def test_two_fits_at_once_send_each_package_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is written again while an executor fetches it arrives cut off."""
-    written, context = _writes(monkeypatch), Context(tmp_path)
+    written, context = _record_writes(monkeypatch), Context(tmp_path)
     fits = [threading.Thread(target=shipping.ship, args=(context,)) for _ in range(2)]
     for fit in fits:
         fit.start()
@@ -80,7 +80,7 @@ def test_two_fits_at_once_send_each_package_once(tmp_path: Path, monkeypatch: py
 def test_after_a_failure_packages_that_were_sent_are_not_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written, context = _writes(monkeypatch), Context(tmp_path)
+    written, context = _record_writes(monkeypatch), Context(tmp_path)
     monkeypatch.setattr(shipping, "PACKAGES", PACKAGES[:1])
     shipping.ship(context)  # type: ignore[arg-type]
     monkeypatch.setattr(shipping, "PACKAGES", PACKAGES)

@@ -14,7 +14,7 @@ from spark_elastic.spark.session import collect_host_facts
 DRIVER = {"host": "d", "python": "3.11.7", "spark_elastic": "0.1.0", "numpy": "2.4.6", "torch": "2.13.0+cpu"}
 
 
-def judged(needs: tuple[str, ...] = ("torch",), **changes: Any) -> str | None:
+def check_host(needs: tuple[str, ...] = ("torch",), **changes: Any) -> str | None:
     host = {k: v for k, v in (DRIVER | {"host": "h1"} | changes).items() if v is not None}
     return make_version_check(DRIVER, needs)(host)
 
@@ -27,7 +27,7 @@ def test_a_host_with_the_drivers_versions_is_admitted() -> None:
     "changes", [{"python": "3.11.2"}, {"numpy": "2.1.0"}, {"torch": "2.9.1+cu121"}, {"keras": "9.0"}, {}]
 )
 def test_small_version_differences_do_not_matter(changes: dict[str, str]) -> None:
-    assert judged(**changes) is None
+    assert check_host(**changes) is None
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_small_version_differences_do_not_matter(changes: dict[str, str]) -> Non
     [("python", "3.12.7"), ("numpy", "1.26.4"), ("torch", "1.13.1"), ("spark_elastic", "0.1.1")],
 )
 def test_a_mismatch_names_host_package_and_both_versions(package: str, theirs: str) -> None:
-    sentence = judged(**{package: theirs})
+    sentence = check_host(**{package: theirs})
     assert sentence is not None
     assert all(word in sentence for word in ("h1", package, theirs, DRIVER[package]))
     assert sentence.endswith(".")
@@ -44,10 +44,10 @@ def test_a_mismatch_names_host_package_and_both_versions(package: str, theirs: s
 
 def test_a_missing_package_is_named() -> None:
     assert (
-        judged(torch=None)
+        check_host(torch=None)
         == "host h1 has no torch, and the driver has 2.13.0+cpu: install torch 2.13.0+cpu there."
     )
 
 
 def test_a_framework_that_the_job_does_not_use_may_be_missing() -> None:
-    assert judged(needs=(), torch=None) is None
+    assert check_host(needs=(), torch=None) is None

@@ -80,7 +80,7 @@ class Stage:
             raise self.errors[0]
         return self.results
 
-    def reached(self, step: int) -> None:
+    def reach_step(self, step: int) -> None:
         """A worker is about to take this step."""
         with self._news:
             while self._events and step >= self._events[0].step:
@@ -92,7 +92,7 @@ class Stage:
                     self._members[event.rank % len(self._members)].light(event.after, event.slips)
             self._news.notify_all()
 
-    def outlived(self, session: StageSession) -> bool:
+    def leave_others(self, session: StageSession) -> bool:
         """Whether somebody lives on when this one dies; it counts as dead from here on."""
         with self._news:
             others = self._alive - {session}
@@ -125,7 +125,7 @@ class Stage:
             pass
         except BaseException as error:
             self.errors.append(error)
-            session.hang_up()
+            session.close_group()
         finally:
             with self._news:
                 self._alive.discard(session)
@@ -165,7 +165,7 @@ class Stage:
         self._world = World(fence, assign_ranks(places), 0 if resume else source, "", self._version, resume)
         self._fabric = FakeFabric(len(order), (1, self._generation), timeout=DEADLINE)
         for session, group in zip(order, self._fabric.groups, strict=True):
-            group._exchange_parts = session.burning(group._exchange_parts)  # type: ignore[method-assign]
+            group._exchange_parts = session.break_planned(group._exchange_parts)  # type: ignore[method-assign]
         self._members, self._here = order, []
         self.sizes.append(len(order))
 
@@ -218,10 +218,10 @@ class StageSession:
     def allreduce(self, array: Any, op: str = "sum") -> None:
         self._group.allreduce(array, op)
 
-    def burning(self, meet: Callable[..., Any]) -> Callable[..., Any]:
+    def break_planned(self, meet: Callable[..., Any]) -> Callable[..., Any]:
         """A group's collectives, those of a hand-over among them, each nearer to what `light` has planned."""
 
-        def met(*call: Any) -> Any:
+        def meet_or_break(*call: Any) -> Any:
             self._fuse = None if self._fuse is None else self._fuse - 1
             if self._fuse != 0:
                 return meet(*call)
@@ -229,11 +229,11 @@ class StageSession:
             if self._slips:
                 meet(*call)
                 raise CollectiveError((), "it broke here, and nowhere else")
-            if self._stage.outlived(self):
+            if self._stage.leave_others(self):
                 self.die()
             return meet(*call)
 
-        return met
+        return meet_or_break
 
     def light(self, nth: int, slips: bool) -> None:
         if self._fuse is None:
@@ -241,10 +241,10 @@ class StageSession:
 
     def die(self) -> NoReturn:
         self.doomed = True
-        self.hang_up()
+        self.close_group()
         raise Dead
 
-    def hang_up(self) -> None:
+    def close_group(self) -> None:
         self._group.close()
 
     def next_world(self, error: CollectiveError | None) -> None:

@@ -91,14 +91,14 @@ def test_r10_each_driver_takes_an_attempt_of_its_own(store: Store) -> None:
     assert run_lease.find_highest_attempt(store, "another") == 0
 
 
-def begun(store: Store) -> RunLease:
+def acquire_run(store: Store) -> RunLease:
     for each in ("run.json", "rows/a"):
         store.write_bytes(f"runs/r/{each}", b"{}")
     return RunLease.acquire(store, "r")
 
 
 def test_r18_a_run_that_came_to_nothing_is_forgotten_by_its_holder_alone(store: Store) -> None:
-    first, second = begun(store), begun(store)
+    first, second = acquire_run(store), acquire_run(store)
     first.delete("runs/r/rows")
     first.release("runs/r/rows")
     assert run_lease.find_highest_attempt(store, "r") == 2
@@ -111,12 +111,12 @@ def test_r18_a_run_that_came_to_nothing_is_forgotten_by_its_holder_alone(store: 
 
 def test_what_a_store_does_not_let_go_stays_with_its_record(caplog: pytest.LogCaptureFixture) -> None:
     store = memory_store()
-    run = begun(store)
+    run = acquire_run(store)
 
-    def denied(path: str, recursive: bool) -> None:
+    def deny(path: str, recursive: bool) -> None:
         raise PermissionError("AccessDenied")
 
-    store.filesystem.rm = denied
+    store.filesystem.rm = deny
     run.delete("runs/r/rows")
     assert store.exists("runs/r/rows/a")
     assert "AccessDenied" in caplog.text
@@ -125,11 +125,11 @@ def test_what_a_store_does_not_let_go_stays_with_its_record(caplog: pytest.LogCa
 
 def test_the_next_driver_of_a_run_removes_what_a_killed_writer_left(tmp_path: Path) -> None:
     store = Store.open(str(tmp_path))
-    begun(store)
+    acquire_run(store)
     for run in ("r", "another"):
         (tmp_path / "runs" / run).mkdir(exist_ok=True)
         (tmp_path / "runs" / run / ".part-0a").write_bytes(b"half a model")
-    begun(store)
+    acquire_run(store)
     assert [path.parent.name for path in tmp_path.rglob(".part-*")] == ["another"]
 
 
@@ -194,12 +194,12 @@ def test_a_newer_checkpoint_replaces_one_that_waits(store: Store) -> None:
     free, busy = threading.Event(), threading.Event()
     writer = CheckpointWriter(CheckpointStore(store, "r"), told.append)
 
-    def slow() -> dict[str, bytes]:
+    def capture_slowly() -> dict[str, bytes]:
         busy.set()
         assert free.wait(20.0)
         return {"a": b"1"}
 
-    writer.offer(Fence(1, 2), at(1), slow)
+    writer.offer(Fence(1, 2), at(1), capture_slowly)
     assert busy.wait(20.0)
     for step in (2, 3):
         writer.offer(Fence(1, 2), at(step), lambda step=step: {"a": b"%d" % step})  # type: ignore[misc]
@@ -214,13 +214,13 @@ def test_a_checkpoint_that_cannot_be_made_costs_that_one_alone(
     told: list[Checkpoint] = []
     failed = threading.Event()
 
-    def broken() -> dict[str, bytes]:
+    def fail_to_capture() -> dict[str, bytes]:
         failed.set()
         raise MemoryError("no room for the bytes")
 
     writer = CheckpointWriter(CheckpointStore(store, "r"), told.append)
     with caplog.at_level(logging.ERROR, "spark_elastic"):
-        writer.offer(Fence(1, 2), at(1), broken)
+        writer.offer(Fence(1, 2), at(1), fail_to_capture)
         assert failed.wait(20.0)
         writer.offer(Fence(1, 2), at(2), lambda: {"a": b"2"})
         writer.close()

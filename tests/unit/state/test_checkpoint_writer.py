@@ -27,7 +27,7 @@ class SlowStore:
         return Checkpoint(fence, position, "name", "digest")
 
 
-def begun(store: SlowStore, told: list[Checkpoint]) -> CheckpointWriter:
+def start_writer(store: SlowStore, told: list[Checkpoint]) -> CheckpointWriter:
     writer = CheckpointWriter(cast("CheckpointStore", store), told.append)
     writer.offer(FENCE, POSITION, dict)
     return writer
@@ -38,7 +38,7 @@ def test_p7_a_slow_store_is_waited_for_and_said_so(
 ) -> None:
     monkeypatch.setattr(checkpoint_writer, "WARN_INTERVAL", 0.02)
     store, told = SlowStore(), list[Checkpoint]()
-    writer = begun(store, told)
+    writer = start_writer(store, told)
     with ThreadPoolExecutor(1) as pool, caplog.at_level(logging.WARNING):
         flushing = pool.submit(writer.flush)
         try:
@@ -57,7 +57,7 @@ def test_a_store_that_never_answers_ends_the_wait_and_is_named(
     monkeypatch.setattr(checkpoint_writer, "WARN_INTERVAL", 0.02)
     monkeypatch.setattr(checkpoint_writer, "LAST_WAIT", 0.04)
     store, told = SlowStore(), list[Checkpoint]()
-    writer = begun(store, told)
+    writer = start_writer(store, told)
     writer.flush()
     assert "given up: the store does not answer" in caplog.text
     assert not told

@@ -101,7 +101,7 @@ class Own(State):
     def sync(self) -> None: ...
 
 
-def _never(state: State) -> None:
+def _fail_if_called(state: State) -> None:
     raise AssertionError("training began")
 
 
@@ -111,13 +111,13 @@ def test_what_cannot_be_made_durable_is_refused_by_name() -> None:
         memory_store(), CheckpointPolicy("run"), SystemClock(), PickleCodec(), print
     )
     with pytest.raises(InvalidInput, match="the handler of 'mine' takes no part"):
-        stage.play(lambda session: elastic(_never, lambda: session)(WithOwn(mine={})))
+        stage.play(lambda session: elastic(_fail_if_called, lambda: session)(WithOwn(mine={})))
     stage = Stage(1)
     stage.checkpointer = Checkpointer(
         memory_store(), CheckpointPolicy("run"), SystemClock(), PickleCodec(), print
     )
     with pytest.raises(InvalidInput, match="this one is a Own"):
-        stage.play(lambda session: elastic(_never, lambda: session)(Own()))
+        stage.play(lambda session: elastic(_fail_if_called, lambda: session)(Own()))
 
 
 def test_checkpoints_of_another_state_are_refused() -> None:

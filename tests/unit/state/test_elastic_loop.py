@@ -29,7 +29,7 @@ def training(stage: Stage, commit_every: int, check: bool) -> Any:
     def work(session: StageSession) -> tuple[float, int]:
         def loop(state: Any) -> tuple[float, int]:
             while state.step < STEPS:
-                stage.reached(state.step)
+                stage.reach_step(state.step)
                 gradient = np.ones(1)
                 session.allreduce(gradient)
                 state._snapshots.wait()  # what an optimizer's hook does
@@ -76,7 +76,7 @@ def test_r04_a_loss_goes_back_to_the_newest_commit_and_no_further() -> None:
     def work(session: StageSession) -> int:
         def loop(state: Any) -> int:
             while state.step < STEPS:
-                stage.reached(state.step)
+                stage.reach_step(state.step)
                 session.allreduce(np.ones(1))
                 if session.world.members[0].position is not None or session.group.rank == 0:
                     taken.append(state.step)
@@ -108,7 +108,7 @@ def test_a_planned_change_loses_nothing_though_nothing_was_committed() -> None:
         def loop(state: Any) -> int:
             while state.step < STEPS:
                 if session.group.rank == 0:
-                    stage.reached(state.step)
+                    stage.reach_step(state.step)
                     steps.append(state.step)
                 session.allreduce(np.ones(1))
                 state.step += 1
@@ -148,7 +148,7 @@ def test_a_state_hears_whether_workers_join_or_leave(
         def loop(state: Any) -> int:
             while state.step < STEPS:
                 if state.step == 5 and session.world.fence.generation == 1 and session.group.rank == 0:
-                    stage.reached(5)
+                    stage.reach_step(5)
                     if update == HostUpdateResult.removed:
                         stage.announce()
                 session.allreduce(np.ones(1))
@@ -172,7 +172,7 @@ def test_a_boundary_that_breaks_for_one_rank_alone_leaves_no_two_states_behind()
             while state.step < STEPS:
                 if state.step == 5 and session.world.fence.generation == 1 and session.group.rank == 0:
                     stage.announce()
-                stage.reached(state.step)
+                stage.reach_step(state.step)
                 told = np.array([state.step], np.int64)
                 session.allreduce(told, "max")
                 assert told[0] == state.step, "the ranks are at different steps"
@@ -204,7 +204,7 @@ def test_r05_who_was_to_take_over_a_state_that_never_came_does_not_claim_it(join
     def work(session: StageSession) -> tuple[float, int]:
         def loop(state: Any) -> tuple[float, int]:
             while state.step < STEPS:
-                stage.reached(state.step)
+                stage.reach_step(state.step)
                 session.allreduce(np.ones(1))
                 state._snapshots.wait()
                 state.weights.add(1.0)
@@ -232,7 +232,7 @@ def test_reset_callbacks_run_where_somebody_was_before_and_are_part_of_the_state
 
         def loop(state: Any) -> float:
             while state.step < STEPS:
-                stage.reached(state.step)
+                stage.reach_step(state.step)
                 session.allreduce(np.ones(1))
                 state.step += 1
                 state.commit()
@@ -270,7 +270,7 @@ def test_a_users_own_state_works_through_losses_and_joins() -> None:
     def work(session: StageSession) -> int:
         def loop(state: Plain) -> int:
             while state.step < STEPS:
-                stage.reached(state.step)
+                stage.reach_step(state.step)
                 session.allreduce(np.ones(1))
                 state.step += 1
                 state.commit()

@@ -119,7 +119,7 @@ def test_w3_who_did_not_get_all_of_a_state_does_not_claim_it() -> None:
             state._handlers["words"].sync = lambda: None
         with suppress(CollectiveError):
             state.begin_world(0, 7)
-        session.hang_up()
+        session.close_group()
         state.restore()
         return session.group.rank, state.count, state._number
 
@@ -143,12 +143,12 @@ def test_r05_a_state_that_arrives_damaged_changes_nothing(monkeypatch: pytest.Mo
         # Rank 1 sees other bytes than were sent.
         broadcast = session.group.broadcast
 
-        def flip(array: Any, root: int) -> None:
+        def flip_bits(array: Any, root: int) -> None:
             broadcast(array, root)
             if array.nbytes == 512:
                 array[7] ^= 1
 
-        monkeypatch.setattr(session.group, "broadcast", flip)
+        monkeypatch.setattr(session.group, "broadcast", flip_bits)
         with pytest.raises(StoreError, match="not taken over"):
             state.sync()
         damaged.append(1)
@@ -164,7 +164,7 @@ def test_a_sync_that_breaks_leaves_the_state_as_it_was() -> None:
         state: Any = WeightsState(weights=Weights(fill=float(session.group.rank)), step=session.group.rank)
         state.attach(session)
         if session.group.rank == 0:
-            session.hang_up()
+            session.close_group()
             return None
         with pytest.raises(CollectiveError):
             state.sync()
@@ -179,12 +179,12 @@ def test_r20_a_resume_waits_for_the_copy_under_way(monkeypatch: pytest.MonkeyPat
     kept = WeightsState(weights=Weights(fill=5.0), step=3)._snapshots.newest()
     copy = snapshot_module._copy
 
-    def slow(pieces: Any, memory: Any) -> None:
+    def copy_slowly(pieces: Any, memory: Any) -> None:
         if threading.get_ident() != threading.main_thread().ident:
             SystemClock().sleep(0.1)
         copy(pieces, memory)
 
-    monkeypatch.setattr(snapshot_module, "_copy", slow)
+    monkeypatch.setattr(snapshot_module, "_copy", copy_slowly)
     state: Any = WeightsState(weights=Weights(), step=0)
     state.restore_checkpoint(checkpointer, ())
     state._snapshots.wait()

@@ -49,7 +49,7 @@ def train(stage: Stage, commit_every: int = 1) -> Callable[[StageSession], list[
     def work(session: StageSession) -> list[float]:
         def loop(state: Any) -> list[float]:
             while state.step < STEPS:
-                stage.reached(state.step)
+                stage.reach_step(state.step)
                 gradient = np.ones(1)
                 session.allreduce(gradient)
                 for part in state.rows.parts:

@@ -13,7 +13,7 @@ def at(number: int) -> Position:
     return Position(0, Phase.TRAIN, number)
 
 
-def held(buffer: SnapshotBuffer) -> tuple[int, bytes]:
+def read_newest(buffer: SnapshotBuffer) -> tuple[int, bytes]:
     newest = buffer.newest()
     assert newest is not None
     return newest.position.step, newest.memory.tobytes()
@@ -22,12 +22,12 @@ def held(buffer: SnapshotBuffer) -> tuple[int, bytes]:
 def test_r20_a_version_exists_only_when_it_is_complete() -> None:
     live, buffer = np.full(1 << 20, 1, np.uint8), SnapshotBuffer()
     buffer.begin(at(1), lambda builder: builder.add(live, lambda: 0))
-    assert held(buffer) == (1, bytes([1]) * (1 << 20))
+    assert read_newest(buffer) == (1, bytes([1]) * (1 << 20))
     live[:] = 2
     buffer.begin(at(2), lambda builder: builder.add(live, lambda: 0))
     buffer.wait()
     live[:] = 3
-    assert held(buffer) == (2, bytes([2]) * (1 << 20))
+    assert read_newest(buffer) == (2, bytes([2]) * (1 << 20))
 
 
 def test_r20_a_version_that_was_changed_while_it_was_copied_does_not_count() -> None:
@@ -38,16 +38,16 @@ def test_r20_a_version_that_was_changed_while_it_was_copied_does_not_count() -> 
     marks = iter([0, 1])
     buffer.begin(at(2), lambda builder: builder.add(live, lambda: next(marks)))
     with pytest.warns(RuntimeWarning, match="changed in place"):
-        assert held(buffer)[0] == 1
+        assert read_newest(buffer)[0] == 1
     buffer.begin(at(3), lambda builder: builder.add(live, lambda: changes[0]))
-    assert held(buffer)[0] == 3
+    assert read_newest(buffer)[0] == 3
 
 
 def test_what_is_not_marked_is_copied_before_the_commit_returns() -> None:
     live, buffer = np.full(64, 1, np.uint8), SnapshotBuffer()
     buffer.begin(at(1), lambda builder: builder.add(live))
     live[:] = 2
-    assert held(buffer) == (1, bytes([1]) * 64)
+    assert read_newest(buffer) == (1, bytes([1]) * 64)
 
 
 def test_pieces_are_aligned_and_do_not_overlap() -> None:

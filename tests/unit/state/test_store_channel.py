@@ -24,9 +24,9 @@ class Pair:
     def __init__(self) -> None:
         self.store, self.clock = memory_store(), FakeClock()
         self.heard: dict[str, list[Any]] = {"a": [], "b": []}
-        self.a, self.b = self.side("a", "b", b"key"), self.side("b", "a", b"key")
+        self.a, self.b = self.open_side("a", "b", b"key"), self.open_side("b", "a", b"key")
 
-    def side(self, own: str, other: str, key: bytes) -> StoreChannel:
+    def open_side(self, own: str, other: str, key: bytes) -> StoreChannel:
         return StoreChannel(
             ChannelEnd(self.store, "channels/1", key, own, other), [Note], self.heard[own].append, self.clock
         )
@@ -48,7 +48,7 @@ def test_messages_sent_between_two_polls_are_one_object_and_arrive_in_order() ->
 def test_messages_without_the_key_are_never_delivered() -> None:
     pair = Pair()
     for number in range(2):
-        foreign = pair.side("a", "b", b"another key")
+        foreign = pair.open_side("a", "b", b"another key")
         foreign._sent = number
         foreign.send(Note(-1))
         foreign.poll()
@@ -108,11 +108,11 @@ def test_a_failing_store_loses_no_message(monkeypatch: pytest.MonkeyPatch) -> No
     pair = Pair()
     pair.a.send(Note(0))
 
-    def fails(*arguments: Any) -> None:
+    def fail(*arguments: Any) -> None:
         raise StoreError("full")
 
     with monkeypatch.context() as patched:
-        patched.setattr(type(pair.store), "write_bytes", fails)
+        patched.setattr(type(pair.store), "write_bytes", fail)
         with pytest.raises(StoreError):
             pair.a.poll()
     pair.a.send(Note(1))
@@ -150,11 +150,11 @@ def test_an_object_that_cannot_be_deleted_is_delivered_once(monkeypatch: pytest.
     pair.a.send(Note(0))
     pair.a.poll()
 
-    def fails(*arguments: Any) -> None:
+    def fail(*arguments: Any) -> None:
         raise StoreError("gone for a moment")
 
     with monkeypatch.context() as patched:
-        patched.setattr(type(pair.store), "delete", fails)
+        patched.setattr(type(pair.store), "delete", fail)
         with pytest.raises(StoreError):
             pair.b.poll()
     pair.b.poll()
@@ -191,13 +191,13 @@ def test_close_retries_until_the_store_succeeds_or_the_time_is_over(
     pair.a.send(Note(1))
     left, write = [None] * failures, type(pair.store).write_bytes
 
-    def fails_at_first(*arguments: Any) -> None:
+    def fail_at_first(*arguments: Any) -> None:
         if left:
             left.pop()
             raise StoreError("gone for a moment")
         write(*arguments)
 
-    monkeypatch.setattr(type(pair.store), "write_bytes", fails_at_first)
+    monkeypatch.setattr(type(pair.store), "write_bytes", fail_at_first)
     pair.a.close(10.0)
     left.clear()
     pair.b.poll()

@@ -62,12 +62,12 @@ def test_a_failing_store_does_not_make_a_heartbeat_stale(monkeypatch: pytest.Mon
     store = memory_store()
     exists = type(store).exists
 
-    def looked(self: object, name: str) -> bool:
+    def look(self: object, name: str) -> bool:
         if clock.now() < 60:
             raise StoreError("gone for a minute")
         return exists(store, name)
 
-    monkeypatch.setattr(type(store), "exists", looked)
+    monkeypatch.setattr(type(store), "exists", look)
     clock = FakeClock()
     wait_until_stale(store, NAME, clock)
     assert clock.now() >= 60

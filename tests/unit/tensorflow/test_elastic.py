@@ -14,7 +14,7 @@ from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.state.elastic_loop import elastic
 from spark_elastic.state.handlers import to_array
-from tests.unit.ops.workers import among_fakes, per_thread
+from tests.unit.ops.workers import per_thread, run_in_fake_world
 from tests.unit.state.stage import Event, Stage, StageSession
 
 STEPS = 8
@@ -30,10 +30,10 @@ def keras_state(number: int) -> tuple[Any, Callable[[], None], Callable[[], list
     def step() -> None:
         optimizer.apply([tf.ones((2, 1)), tf.ones(1)], model.trainable_variables)
 
-    def all_there_is() -> list[Any]:
+    def read_all_values() -> list[Any]:
         return [to_array(variable).tolist() for variable in (*model.weights, *optimizer.variables)]
 
-    return hvd.elastic.TensorFlowKerasState(model, optimizer, step=0), step, all_there_is
+    return hvd.elastic.TensorFlowKerasState(model, optimizer, step=0), step, read_all_values
 
 
 def plain_state(number: int) -> tuple[Any, Callable[[], None], Callable[[], list[Any]]]:
@@ -64,7 +64,7 @@ def test_newcomers_and_survivors_hold_the_same_whatever_they_began_with(make: Ca
 
         def loop(state: Any) -> tuple[list[Any], int]:
             while state.step < STEPS:
-                stage.reached(state.step)
+                stage.reach_step(state.step)
                 session.allreduce(np.ones(1))
                 step()
                 state.step += 1
@@ -93,7 +93,7 @@ def test_a_state_is_synced_outside_of_the_run_loop(
         return all_there_is(), state.step
 
     _, _, firsts = make(0)
-    (first, five), (second, as_well) = among_fakes(2, work)
+    (first, five), (second, as_well) = run_in_fake_world(2, work)
     assert first == second
     assert first[0] == firsts()[0]
     assert (five, as_well) == (5, 5)

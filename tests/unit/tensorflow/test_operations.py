@@ -13,7 +13,7 @@ import spark_elastic.tensorflow as hvd
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.tensorflow.arrays import call, copy_arrays
-from tests.unit.ops.workers import among_fakes, per_thread
+from tests.unit.ops.workers import per_thread, run_in_fake_world
 
 World = Callable[[int, Callable[[Group], Any]], list[Any]]
 DTYPES = [tf.bool, tf.uint8, tf.int32, tf.int64, tf.float16, tf.bfloat16, tf.float32, tf.float64]
@@ -22,7 +22,7 @@ DTYPES = [tf.bool, tf.uint8, tf.int32, tf.int64, tf.float16, tf.bfloat16, tf.flo
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     per_thread(monkeypatch)
-    return among_fakes
+    return run_in_fake_world
 
 
 def test_every_operation_with_every_dtype(world: World) -> None:
@@ -180,10 +180,10 @@ def test_a_graph_of_one_process_gives_back_what_it_was_given() -> None:
 
 
 def test_what_a_graph_raised_is_raised_to_who_runs_it() -> None:
-    def boom(arrays: Any) -> Any:
+    def raise_error(arrays: Any) -> Any:
         raise hvd.HorovodInternalError((1,), "rank 1 is gone")
 
-    graph = tf.function(lambda x: call(boom, [x], [tf.float32], [[]])[0])
+    graph = tf.function(lambda x: call(raise_error, [x], [tf.float32], [[]])[0])
     outer = tf.function(lambda x: graph(x) + 1.0)
     backward = tf.function(tf.custom_gradient(lambda x: (x * 1.0, graph)))
 

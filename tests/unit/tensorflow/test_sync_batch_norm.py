@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import spark_elastic.tensorflow as hvd
 from elastic_collectives import Group
-from tests.unit.ops.workers import among_fakes, per_thread
+from tests.unit.ops.workers import per_thread, run_in_fake_world
 
 ROWS = np.random.default_rng(3).normal(size=(7, 2, 3)) * [1.0, 5.0, 0.1] + [0.0, 100.0, 1.0]
 MASK = np.arange(14).reshape(7, 2) % 3 > 0
@@ -48,7 +48,7 @@ def test_outputs_gradients_and_running_statistics_are_those_of_all_rows(
         y, gradient = run(mine, parts[group.rank])
         return y, gradient, mine.moving_variance.value.numpy()
 
-    for rank, (y, gradient, variance) in enumerate(among_fakes(2, work)):
+    for rank, (y, gradient, variance) in enumerate(run_in_fake_world(2, work)):
         np.testing.assert_allclose(y, expected[0][parts[rank]], rtol=1e-5, atol=1e-7)
         np.testing.assert_allclose(gradient, expected[1][parts[rank]], rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(variance, whole.moving_variance.value.numpy(), rtol=1e-5)

@@ -9,15 +9,15 @@ from tests.unit.protocol.driver_bench import at
 
 def _history() -> StepHistory:
     history = StepHistory()
-    history.applied(Fence(1, 1), at(0), (0, 1))
-    history.applied(Fence(1, 1), at(1), (2, 3))
-    history.applied(Fence(1, 2), at(1), (3, 2))  # one that died had applied it alone
+    history.record_applied(Fence(1, 1), at(0), (0, 1))
+    history.record_applied(Fence(1, 1), at(1), (2, 3))
+    history.record_applied(Fence(1, 2), at(1), (3, 2))  # one that died had applied it alone
     return history
 
 
 def test_the_highest_generation_counts() -> None:
     _history().check({at(0): (0, 1), at(1): (2, 3)})
-    assert _history().final()[at(1)] == (3, 2)
+    assert _history().compute_final_rows()[at(1)] == (3, 2)
 
 
 @pytest.mark.parametrize(
@@ -35,4 +35,4 @@ def test_a_missing_or_foreign_row_is_seen(expected: dict[object, tuple[int, ...]
 
 def test_ranks_that_disagree_are_seen() -> None:
     with pytest.raises(Violation, match="two ranks of world 1"):
-        _history().applied(Fence(1, 1), at(0), (0,))
+        _history().record_applied(Fence(1, 1), at(0), (0,))

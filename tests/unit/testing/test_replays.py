@@ -85,10 +85,10 @@ def test_a_machine_that_falls_over_is_a_difference(tmp_path: Path, monkeypatch: 
     path = tmp_path / "journal"
     _journal_of(63, path)
 
-    def broken(tx: object, event: object) -> None:
+    def raise_error(tx: object, event: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setitem(driver_machine.HANDLERS, JoinWorld, broken)
+    monkeypatch.setitem(driver_machine.HANDLERS, JoinWorld, raise_error)
     with pytest.raises(ReplayDiffers, match="the machine fails at JoinWorld"):
         replay(path)
 

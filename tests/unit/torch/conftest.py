@@ -13,9 +13,9 @@ from spark_elastic.ops import process_sets
 from spark_elastic.torch.gradients import gradient_sync as rounds
 from spark_elastic.worker import session
 from spark_elastic.worker.context import GroupContext, WorkerContext
-from tests.unit.ops.workers import among_fakes, become, per_thread
+from tests.unit.ops.workers import enter_group, per_thread, run_in_fake_world
 from tests.unit.torch.loops import Here
-from tests.unit.torch.worlds import World, in_a_world
+from tests.unit.torch.worlds import World, run_in_world
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def repeatable() -> Iterator[None]:
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     """Runs a function on every rank of a world of fakes, each thread being a worker."""
     per_thread(monkeypatch)
-    return among_fakes
+    return run_in_fake_world
 
 
 @pytest.fixture
@@ -39,11 +39,11 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> World:
     per_thread(monkeypatch)
 
     def run(size: int, work: Callable[[Group], Any]) -> list[Any]:
-        def be(group: Group) -> Any:
-            become(group)
+        def work_as(group: Group) -> Any:
+            enter_group(group)
             return work(group)
 
-        return in_a_world(size, be)
+        return run_in_world(size, work_as)
 
     return run
 

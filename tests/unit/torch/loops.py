@@ -27,7 +27,7 @@ def weights(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
-def plain(batches: list[torch.Tensor], make: Callable[[Any], torch.optim.Optimizer]) -> torch.Tensor:
+def train_plain(batches: list[torch.Tensor], make: Callable[[Any], torch.optim.Optimizer]) -> torch.Tensor:
     model = net()
     opt = make(model.parameters())
     for batch in batches:

@@ -11,7 +11,7 @@ import torch
 
 import spark_elastic.torch as hvd
 from elastic_collectives import Group
-from tests.unit.ops.workers import among_fakes, per_thread
+from tests.unit.ops.workers import per_thread, run_in_fake_world
 
 
 def train(compiled: Callable[[Any], Any], group: Group) -> list[float]:
@@ -35,6 +35,6 @@ def train(compiled: Callable[[Any], Any], group: Group) -> list[float]:
 @pytest.mark.filterwarnings("ignore")  # those of torch's compiler
 def test_a_compiled_model_a_compiled_step_and_a_compiled_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     per_thread(monkeypatch)
-    expected = among_fakes(2, partial(train, lambda function: function))
-    compiled = among_fakes(2, partial(train, partial(torch.compile, backend="eager")))
+    expected = run_in_fake_world(2, partial(train, lambda function: function))
+    compiled = run_in_fake_world(2, partial(train, partial(torch.compile, backend="eager")))
     assert compiled[0] == compiled[1] == pytest.approx(expected[0])

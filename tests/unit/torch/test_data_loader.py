@@ -19,7 +19,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.state.elastic_loop import ENTERED, STATE
 from spark_elastic.torch import data_loader
 from spark_elastic.torch.elastic import ElasticDataLoader
-from tests.unit.ops.workers import among_fakes, per_thread
+from tests.unit.ops.workers import per_thread, run_in_fake_world
 
 
 class World:
@@ -202,7 +202,7 @@ def test_a_newcomer_takes_over_the_position_and_its_own_loop_is_over(monkeypatch
             next(batches)
         return loader.step
 
-    assert among_fakes(2, work) == [2, 2]
+    assert run_in_fake_world(2, work) == [2, 2]
 
 
 def test_a_loop_whose_position_was_put_back_does_not_end_as_if_the_epoch_had() -> None:

@@ -18,7 +18,7 @@ from spark_elastic.protocol.types import HostUpdateResult
 from spark_elastic.state.elastic_loop import elastic
 from spark_elastic.torch.elastic import ModelStateHandler
 from spark_elastic.worker.context import get_context, get_process_context
-from tests.unit.ops.workers import among_fakes, become, per_thread
+from tests.unit.ops.workers import enter_group, per_thread, run_in_fake_world
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def pictured(*things: Any) -> list[Any]:
+def copy_states(*things: Any) -> list[Any]:
     return [copy.deepcopy(thing.state_dict()) for thing in things]
 
 
@@ -82,7 +82,7 @@ def test_restore_brings_back_every_bit_of_model_and_optimizer(kind: str, steps_b
         schedule.step()
     state.batch = steps_before
     state.commit()
-    kept = pictured(model, optimizer, schedule)
+    kept = copy_states(model, optimizer, schedule)
     parameters = list(model.parameters())
     for _ in range(3):
         step(model, optimizer)
@@ -90,7 +90,7 @@ def test_restore_brings_back_every_bit_of_model_and_optimizer(kind: str, steps_b
         state.batch += 1
     state.restore()
     assert state.batch == steps_before
-    for one, other in zip(pictured(model, optimizer, schedule), kept, strict=True):
+    for one, other in zip(copy_states(model, optimizer, schedule), kept, strict=True):
         assert_same(one, other)
     assert all(mine is was for mine, was in zip(model.parameters(), parameters, strict=True))
     step(model, optimizer)
@@ -149,12 +149,12 @@ def test_a_model_that_no_optimizer_of_the_state_trains_is_copied_at_once() -> No
     model, average = net(), net()
     state: Any = hvd.elastic.TorchState(model, torch.optim.SGD(model.parameters(), lr=0.1), average=average)
     state.commit()
-    kept = pictured(average)
+    kept = copy_states(average)
     with torch.no_grad():
         for parameter in average.parameters():
             parameter.add_(1.0)
     state.restore()
-    assert_same(pictured(average), kept)
+    assert_same(copy_states(average), kept)
 
 
 def test_layouts_and_dtypes_survive() -> None:
@@ -163,13 +163,13 @@ def test_layouts_and_dtypes_survive() -> None:
     model.register_buffer("nothing", torch.empty(0))
     model.register_buffer("flag", torch.tensor(True))
     state: Any = hvd.elastic.TorchState(model)
-    kept = pictured(model)
+    kept = copy_states(model)
     with torch.no_grad():
         model.weight.mul_(2)
         model.short.mul_(2)
         model.flag = torch.tensor(False)
     state.restore()
-    assert_same(pictured(model), kept)
+    assert_same(copy_states(model), kept)
     assert model.weight.is_contiguous(memory_format=torch.channels_last)
 
 
@@ -177,11 +177,11 @@ def test_several_models_and_optimizers_by_name() -> None:
     one, two = net(), net()
     first, second = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (one, two))
     state: Any = hvd.elastic.TorchState(generator=one, judge=two, first=first, second=second, epoch=1)
-    kept = pictured(one, two)
+    kept = copy_states(one, two)
     step(one, first)
     step(two, second)
     state.restore()
-    assert_same(pictured(one, two), kept)
+    assert_same(copy_states(one, two), kept)
 
 
 def test_loading_the_state_of_another_model_is_an_error_of_one_sentence() -> None:
@@ -237,7 +237,7 @@ def test_a_state_is_synced_outside_of_the_run_loop(monkeypatch: pytest.MonkeyPat
         state.sync()
         return state.epoch, model.weight.flatten().tolist(), list(sampler)
 
-    assert among_fakes(2, work) == [(5, [0.0], [4, 6]), (5, [0.0], [5, 7])]
+    assert run_in_fake_world(2, work) == [(5, [0.0], [4, 6]), (5, [0.0], [5, 7])]
 
 
 @pytest.mark.parametrize("begins", [False, True])
@@ -261,7 +261,7 @@ def test_the_rows_that_each_rank_recorded_are_brought_together(
         state.restore()
         return merged, sorted(sampler.processed_indices)
 
-    assert among_fakes(2, work) == [([0, 5, 7], [1, 2, 3]), ([4, 6, 0], [1, 2, 3])]
+    assert run_in_fake_world(2, work) == [([0, 5, 7], [1, 2, 3]), ([4, 6, 0], [1, 2, 3])]
 
 
 def test_alone_a_sync_saves_and_divides_what_is_left_too() -> None:
@@ -335,7 +335,7 @@ class LoneSession:
 
     def next_world(self, error: CollectiveError | None) -> None:
         self.persistent["generation"] = self.persistent.get("generation", 0) + 1
-        become(FakeFabric(1, fence=(1, self.persistent["generation"])).group(0))
+        enter_group(FakeFabric(1, fence=(1, self.persistent["generation"])).group(0))
 
 
 @pytest.mark.parametrize("loss", [False, True], ids=["a newcomer", "a loss"])

@@ -99,7 +99,7 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-def found(name: str) -> Any:
+def look_up(name: str) -> Any:
     here: Any = hvd
     for part in name.split("."):
         here = getattr(here, part)
@@ -108,7 +108,7 @@ def found(name: str) -> Any:
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_arguments_are_horovods(name: str) -> None:
-    ours = list(inspect.signature(found(name)).parameters.values())
+    ours = list(inspect.signature(look_up(name)).parameters.values())
     theirs = [part.strip() for part in SIGNATURES[name].split(",") if part.strip()]
     for place, told in enumerate(theirs):
         wanted, equals, default = told.partition("=")
@@ -132,7 +132,7 @@ def test_arguments_are_horovods(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*SIGNATURES, *VALUES])
 def test_the_name_is_here(name: str) -> None:
-    found(name)
+    look_up(name)
 
 
 @pytest.mark.parametrize("name", DATA)

@@ -18,25 +18,25 @@ from spark_elastic.torch.callbacks import Callback, Training
 from spark_elastic.torch.loggers import MLflowLogger, TensorBoardLogger
 
 
-def _training(rank: int) -> Training:
+def _make_training(rank: int) -> Training:
     weight = torch.nn.Parameter(torch.zeros(1))
     return Training(torch.nn.Linear(1, 1), torch.optim.SGD([weight], lr=0.5), rank, 2)
 
 
 def _steps(callback: Callback, rank: int, *losses: float) -> None:
     for loss in losses:
-        callback.on_step_end(_training(rank), {"epoch": 0, "step": 0, "loss": loss, "rows": 4})
+        callback.on_step_end(_make_training(rank), {"epoch": 0, "step": 0, "loss": loss, "rows": 4})
 
 
-def _rank_0_is_lost(leader: Callback, follower: Callback) -> None:
+def _play_loss_of_rank_0(leader: Callback, follower: Callback) -> None:
     """Both take part in four steps; the follower, rank 0 since, ends the epoch and the fit."""
     for callback, rank in ((leader, 0), (follower, 1)):
-        callback.on_fit_begin(_training(rank))
+        callback.on_fit_begin(_make_training(rank))
         _steps(callback, rank, 1.0, 2.0, 3.0, 4.0)
-    leader.on_fit_end(_training(1), [])  # so that what it wrote has arrived
+    leader.on_fit_end(_make_training(1), [])  # so that what it wrote has arrived
     _steps(follower, 0, 5.0, 6.0)
-    follower.on_epoch_end(_training(0), {"epoch": 0, "loss": 3.5, "val_loss": 7.0, "stopped": "no"})
-    follower.on_fit_end(_training(0), [])
+    follower.on_epoch_end(_make_training(0), {"epoch": 0, "loss": 3.5, "val_loss": 7.0, "stopped": "no"})
+    follower.on_fit_end(_make_training(0), [])
 
 
 def _file_store(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +49,7 @@ def _file_store(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tensorboard_has_every_point_once(tmp_path: Path) -> None:
     leader = TensorBoardLogger(str(tmp_path), every=2)
     follower = pickle.loads(pickle.dumps(leader))
-    _rank_0_is_lost(leader, follower)
+    _play_loss_of_rank_0(leader, follower)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     points: dict[str, dict[int, float]] = {}
@@ -68,7 +68,7 @@ def test_mlflow_has_one_run_whoever_writes(tmp_path: Path, monkeypatch: pytest.M
     _file_store(monkeypatch)
     leader = MLflowLogger(tmp_path.as_uri(), "digits", "first", every=2)
     follower = pickle.loads(pickle.dumps(leader))
-    _rank_0_is_lost(leader, follower)
+    _play_loss_of_rank_0(leader, follower)
     import mlflow
 
     client = mlflow.MlflowClient(tmp_path.as_uri())
@@ -85,9 +85,9 @@ def test_a_tracking_server_that_fails_costs_one_warning(
 ) -> None:
     monkeypatch.setattr(loggers, "END_WAIT", 60.0)
     callback = MLflowLogger("ftp://nowhere", "digits", every=1)
-    callback.on_fit_begin(_training(0))
+    callback.on_fit_begin(_make_training(0))
     _steps(callback, 0, 1.0, 2.0)
-    callback.on_fit_end(_training(0), [])
+    callback.on_fit_end(_make_training(0), [])
     (record,) = caplog.records
     assert "MLflow at ftp://nowhere does not take the training's numbers" in record.getMessage()
 
@@ -102,10 +102,10 @@ def test_a_tracking_server_that_does_not_answer_holds_up_no_step(
     before = set(threading.enumerate())
     with socket.create_server(("127.0.0.1", 0)) as silent:
         callback = MLflowLogger(f"http://127.0.0.1:{silent.getsockname()[1]}", "digits", every=1)
-        callback.on_fit_begin(_training(0))
+        callback.on_fit_begin(_make_training(0))
         _steps(callback, 0, 1.0, 2.0)
         assert caplog.records == []
-        callback.on_fit_end(_training(0), [])
+        callback.on_fit_end(_make_training(0), [])
         (record,) = caplog.records
         assert "no answer within 0.1 s of the training's end" in record.getMessage()
     for thread in set(threading.enumerate()) - before:  # the server hung up
@@ -122,17 +122,17 @@ def test_a_tracking_server_slower_than_the_steps_gets_every_point(
 
     log_batch, sizes, all_written = mlflow.MlflowClient.log_batch, list[int](), threading.Event()
 
-    def slow(client: Any, run: str, metrics: Any) -> None:
+    def log_slowly(client: Any, run: str, metrics: Any) -> None:
         assert all_written.wait(30.0)
         sizes.append(len(metrics))
         log_batch(client, run, metrics)
 
-    monkeypatch.setattr(mlflow.MlflowClient, "log_batch", slow)
+    monkeypatch.setattr(mlflow.MlflowClient, "log_batch", log_slowly)
     callback = MLflowLogger(tmp_path.as_uri(), "digits", every=1)
-    callback.on_fit_begin(_training(0))
+    callback.on_fit_begin(_make_training(0))
     _steps(callback, 0, *range(100))
     all_written.set()
-    callback.on_fit_end(_training(0), [])
+    callback.on_fit_end(_make_training(0), [])
     client = mlflow.MlflowClient(tmp_path.as_uri())
     (run,) = client.search_runs([client.get_experiment_by_name("digits").experiment_id])
     assert run.info.status == "FINISHED"
@@ -156,6 +156,6 @@ def test_a_missing_package_is_one_sentence(
     for module in modules:
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(InvalidInput, match=f"needs {package} on every executor .*: install it there"):
-        callback.on_fit_begin(_training(1))
+        callback.on_fit_begin(_make_training(1))
     with pytest.raises(InvalidInput, match="every must be"):
         type(callback)("x", *["y"] * (type(callback) is MLflowLogger), every=0)

@@ -15,8 +15,8 @@ import torch
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.torch import Adasum, Average, Compression, DistributedOptimizer, Sum
-from tests.unit.torch.loops import Here, X, adam, enter, net, plain, weights
-from tests.unit.torch.worlds import in_a_world
+from tests.unit.torch.loops import Here, X, adam, enter, net, train_plain, weights
+from tests.unit.torch.worlds import run_in_world
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_a_single_process_steps_like_the_plain_optimizer(alone: tuple[torch.nn.S
         opt.zero_grad()
         model(X).pow(2).mean().backward()
         opt.step()
-    assert torch.equal(weights(model), plain([X] * 3, adam))
+    assert torch.equal(weights(model), train_plain([X] * 3, adam))
 
 
 @pytest.mark.parametrize("predivide", [1.0, 4.0])
@@ -59,9 +59,9 @@ def test_average_of_three_ranks_equals_one_process(here: Here, passes: int, pred
         opt.close()
         return weights(model)
 
-    replicas = in_a_world(3, work)
+    replicas = run_in_world(3, work)
     assert all(torch.equal(replica, replicas[0]) for replica in replicas)
-    assert torch.allclose(replicas[0], plain([X] * 3, adam), rtol=0, atol=1e-12)
+    assert torch.allclose(replicas[0], train_plain([X] * 3, adam), rtol=0, atol=1e-12)
 
 
 def test_sum_is_not_divided_and_clipping_comes_between(here: Here) -> None:
@@ -82,7 +82,7 @@ def test_sum_is_not_divided_and_clipping_comes_between(here: Here) -> None:
     model(X).pow(2).sum().backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
     torch.optim.SGD(model.parameters(), lr=0.1).step()
-    for seen, replica in in_a_world(2, work):
+    for seen, replica in run_in_world(2, work):
         assert seen == pytest.approx(float(norm), rel=1e-12)
         assert torch.allclose(replica, weights(model), rtol=0, atol=1e-12)
 
@@ -129,7 +129,7 @@ def test_gradients_changed_between_backward_and_step_are_an_error(
             opt.close()
         return "went on"
 
-    found = in_a_world(2, work)
+    found = run_in_world(2, work)
     assert all("call optimizer.synchronize() before they are clipped" in said for said in found[:by])
     assert all("a step was given up" in said for said in found[by:]), found
 
@@ -157,7 +157,7 @@ def test_a_gradient_that_no_rank_has_is_none_and_one_that_a_rank_has_is_averaged
         return found
 
     total = X.sum(0, keepdim=True)
-    for first, second, third in in_a_world(2, work):
+    for first, second, third in run_in_world(2, work):
         assert third is None
         assert first is not None
         assert second is not None
@@ -190,10 +190,10 @@ def test_r03_a_broken_exchange_leaves_weights_and_optimizer_untouched(here: Here
         opt.zero_grad()
         model(X).pow(2).mean().backward()
         opt.step()
-        assert torch.equal(weights(model), plain([X, X], adam))
+        assert torch.equal(weights(model), train_plain([X, X], adam))
         opt.close()
 
-    in_a_world(2, work)
+    run_in_world(2, work)
 
 
 def test_a_step_given_up_in_one_world_does_not_reach_into_the_next(here: Here) -> None:
@@ -207,16 +207,16 @@ def test_a_step_given_up_in_one_world_does_not_reach_into_the_next(here: Here) -
             opts[0].zero_grad()
             models[0](X).pow(2).mean().backward()
 
-    def go_on(group: Group) -> None:
+    def continue_in_world(group: Group) -> None:
         enter(here, group)
         opts[group.rank].zero_grad()
         models[group.rank](X).pow(2).mean().backward()
         opts[group.rank].step()
 
-    in_a_world(2, give_up)
-    in_a_world(2, go_on, generation=2)
+    run_in_world(2, give_up)
+    run_in_world(2, continue_in_world, generation=2)
     for model, opt in zip(models, opts, strict=True):
-        assert torch.allclose(weights(model), plain([X], adam), rtol=0, atol=1e-12)
+        assert torch.allclose(weights(model), train_plain([X], adam), rtol=0, atol=1e-12)
         opt.close()
 
 
@@ -275,8 +275,8 @@ def test_a_closure_is_exchanged_before_the_update(here: Here) -> None:
         opt.close()
         return weights(model)
 
-    for replica in in_a_world(2, work):
-        assert torch.allclose(replica, plain([X], adam), rtol=0, atol=1e-12)
+    for replica in run_in_world(2, work):
+        assert torch.allclose(replica, train_plain([X], adam), rtol=0, atol=1e-12)
 
 
 def test_zero_grad_between_backward_and_step_is_an_error(alone: tuple[torch.nn.Sequential, Any]) -> None:

@@ -15,11 +15,11 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from spark_elastic.ops.reduction import Compressor
 from spark_elastic.torch import Adasum, Compression, DistributedOptimizer, Sum
-from tests.unit.torch.loops import Here, X, adam, enter, net, plain, weights
-from tests.unit.torch.worlds import in_a_world
+from tests.unit.torch.loops import Here, X, adam, enter, net, train_plain, weights
+from tests.unit.torch.worlds import run_in_world
 
 
-def trained(here: Here, group: Group, rows: torch.Tensor, **how: Any) -> torch.Tensor:
+def train(here: Here, group: Group, rows: torch.Tensor, **how: Any) -> torch.Tensor:
     """Three steps of `net` over this rank's rows."""
     enter(here, group)
     model = net()
@@ -37,9 +37,9 @@ def trained(here: Here, group: Group, rows: torch.Tensor, **how: Any) -> torch.T
 
 @pytest.mark.parametrize("how", [{"num_groups": 2}, {"groups": 3}, {"groups": [[0, 3]]}])
 def test_groups_travel_together_and_change_nothing(here: Here, how: dict[str, Any]) -> None:
-    replicas = in_a_world(2, lambda group: trained(here, group, X[group.rank * 6 :][:6], **how))
+    replicas = run_in_world(2, lambda group: train(here, group, X[group.rank * 6 :][:6], **how))
     assert torch.equal(*replicas)
-    assert torch.allclose(replicas[0], plain([X] * 3, adam), rtol=0, atol=1e-12)
+    assert torch.allclose(replicas[0], train_plain([X] * 3, adam), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_16_bit_gradients_are_summed_as_float32(
         opt.close()
         return found
 
-    first, *others = in_a_world(3, work)
+    first, *others = run_in_world(3, work)
     assert all(torch.equal(first, other) for other in others)
     assert first.dtype == dtype
     assert torch.allclose(first.double(), torch.full_like(first, 2.0).double(), rtol=error)
@@ -109,7 +109,7 @@ def test_gradients_with_rows_missing_equal_dense_ones(here: Here, as_dense: bool
         opt.close()
         return weights(modules), kinds
 
-    results = in_a_world(2, work)
+    results = run_in_world(2, work)
     modules = first
     opt = torch.optim.SGD(modules.parameters(), lr=0.1)
     for step in range(3):
@@ -124,18 +124,18 @@ def test_gradients_with_rows_missing_equal_dense_ones(here: Here, as_dense: bool
 def test_a_process_set_trains_together_and_others_alone(here: Here) -> None:
     pair = ProcessSet([0, 2])
     batches = [X[:4], X[4:8], X[8:]]
-    add = in_a_world(3, lambda group: enter(here, group) or (group.rank == 0 and add_process_set(pair)))
+    add = run_in_world(3, lambda group: enter(here, group) or (group.rank == 0 and add_process_set(pair)))
     assert any(add)
     try:
-        replicas = in_a_world(
-            3, lambda group: trained(here, group, batches[group.rank], process_set=pair), generation=2
+        replicas = run_in_world(
+            3, lambda group: train(here, group, batches[group.rank], process_set=pair), generation=2
         )
     finally:
         remove_process_set(pair)
     assert torch.equal(replicas[0], replicas[2])
     both = torch.cat([batches[0], batches[2]])
-    assert torch.allclose(replicas[0], plain([both] * 3, adam), rtol=0, atol=1e-12)
-    assert torch.allclose(replicas[1], plain([batches[1]] * 3, adam), rtol=0, atol=1e-12)
+    assert torch.allclose(replicas[0], train_plain([both] * 3, adam), rtol=0, atol=1e-12)
+    assert torch.allclose(replicas[1], train_plain([batches[1]] * 3, adam), rtol=0, atol=1e-12)
 
 
 def test_adasum_combines_the_steps_of_all_ranks(here: Here) -> None:
@@ -147,7 +147,7 @@ def test_adasum_combines_the_steps_of_all_ranks(here: Here) -> None:
         opt.step()
         return weights(model)
 
-    first, second = in_a_world(2, work)
+    first, second = run_in_world(2, work)
     assert torch.equal(first, second)
     changes = []
     for part in (X[:6], X[6:]):
@@ -170,7 +170,7 @@ def test_adasum_leaves_parameters_as_they_were_when_the_exchange_breaks(here: He
             opt.step()
         assert torch.equal(weights(model), weights(net()))
 
-    in_a_world(2, work)
+    run_in_world(2, work)
 
 
 @pytest.mark.gpu
@@ -187,9 +187,9 @@ def test_gradients_of_a_gpu_go_through_pinned_memory(here: Here) -> None:
         opt.close()
         return weights(model).cpu()
 
-    replicas = in_a_world(2, work)
+    replicas = run_in_world(2, work)
     assert torch.equal(*replicas)
-    assert torch.allclose(replicas[0], plain([X] * 3, adam), rtol=0, atol=1e-12)
+    assert torch.allclose(replicas[0], train_plain([X] * 3, adam), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("chosen", "expected"), [(None, [0.3] * 3), ([0, 2], [0.2, 0.1, 0.2])])
@@ -205,7 +205,7 @@ def test_rates_are_multiplied_by_those_who_exchange(
         opt.close()
         return float(sgd.param_groups[0]["lr"])
 
-    assert in_a_world(3, work) == pytest.approx(expected)
+    assert run_in_world(3, work) == pytest.approx(expected)
 
 
 class Narrow(Compressor):
@@ -245,11 +245,11 @@ def test_a_compressor_of_ones_own_surrounds_each_exchange(
     here: Here, compression: Any, error: float, how: dict[str, Any]
 ) -> None:
     Narrow.seen.clear()
-    replicas = in_a_world(
-        2, lambda group: trained(here, group, X[group.rank * 6 :][:6], compression=compression, **how)
+    replicas = run_in_world(
+        2, lambda group: train(here, group, X[group.rank * 6 :][:6], compression=compression, **how)
     )
     assert torch.equal(*replicas)
-    assert torch.allclose(replicas[0], plain([X] * 3, adam), rtol=0, atol=error)
+    assert torch.allclose(replicas[0], train_plain([X] * 3, adam), rtol=0, atol=error)
     shapes = sorted(tuple(parameter.shape) for parameter in net().parameters())
     assert sorted(Narrow.seen) == (sorted(shapes * 6) if compression is Narrow else [])
 
@@ -257,10 +257,10 @@ def test_a_compressor_of_ones_own_surrounds_each_exchange(
 def test_a_compressor_that_changes_the_shape_is_named(here: Here) -> None:
     def work(group: Group) -> str:
         with pytest.raises(InvalidInput, match=r"Flat\.decompress must give back the shape .*; got \("):
-            trained(here, group, X, compression=Flat)
+            train(here, group, X, compression=Flat)
         return "told"
 
-    assert in_a_world(2, work) == ["told", "told"]
+    assert run_in_world(2, work) == ["told", "told"]
 
 
 def test_adasum_takes_no_compressor_of_ones_own() -> None:

@@ -42,7 +42,7 @@ def test_a_schedule_made_beforehand_continues_from_the_multiplied_rates() -> Non
     assert rates(optimizer) == pytest.approx([0.4, 0.2])
 
 
-def chained(optimizer: torch.optim.Optimizer) -> Any:
+def chain_schedulers(optimizer: torch.optim.Optimizer) -> Any:
     schedulers = torch.optim.lr_scheduler
     warm = schedulers.LinearLR(optimizer, 0.1, total_iters=1)
     return schedulers.SequentialLR(optimizer, [warm, schedulers.ExponentialLR(optimizer, 0.5)], [2])
@@ -53,7 +53,7 @@ def chained(optimizer: torch.optim.Optimizer) -> Any:
     [
         (lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda epoch: 0.5**epoch), [0.5, 0.25, 0.125]),
         (lambda o: torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=1), [0.05, 0.5, 0.5]),
-        (chained, [0.05, 0.5, 0.5, 0.25]),
+        (chain_schedulers, [0.05, 0.5, 0.5, 0.25]),
     ],
 )
 def test_a_schedule_made_beforehand_starts_from_the_rate_that_is_asked_for(

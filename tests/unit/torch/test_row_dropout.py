@@ -11,7 +11,7 @@ from spark_elastic.torch import RowDropout, draw_rows
 from spark_elastic.torch.train.forward import describe_world_dependence
 
 
-def dropped(rows: list[int], *words: int) -> torch.Tensor:
+def drop_rows(rows: list[int], *words: int) -> torch.Tensor:
     layer = RowDropout(0.25)
     draw_rows(layer, np.array(rows), *words)
     out: torch.Tensor = layer(torch.ones(len(rows), 3, 50, dtype=torch.float64))
@@ -19,9 +19,9 @@ def dropped(rows: list[int], *words: int) -> torch.Tensor:
 
 
 def test_r09_a_rows_mask_depends_on_the_row_and_the_words_alone() -> None:
-    whole = dropped(list(range(40)), 1, 2)
-    assert torch.equal(dropped([7, 3], 1, 2), whole[[7, 3]])
-    assert not torch.equal(dropped([7], 1, 3), whole[[7]])
+    whole = drop_rows(list(range(40)), 1, 2)
+    assert torch.equal(drop_rows([7, 3], 1, 2), whole[[7, 3]])
+    assert not torch.equal(drop_rows([7], 1, 3), whole[[7]])
     assert set(whole.unique().tolist()) == {0.0, 1 / 0.75}
     assert float((whole == 0).double().mean()) == pytest.approx(0.25, abs=0.02)
 

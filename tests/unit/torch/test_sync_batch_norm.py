@@ -11,7 +11,7 @@ import torch
 import spark_elastic.torch as hvd
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
-from tests.unit.ops.workers import among_fakes, per_thread
+from tests.unit.ops.workers import per_thread, run_in_fake_world
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def inputs(steps: int, rows: int, shape: Sequence[int], dtype: torch.dtype) -> l
     ]
 
 
-def trained(norm: torch.nn.Module, batches: Sequence[torch.Tensor], whole: int) -> dict[str, torch.Tensor]:
+def train(norm: torch.nn.Module, batches: Sequence[torch.Tensor], whole: int) -> dict[str, torch.Tensor]:
     """Outputs, gradients and buffers after some steps; losses are the rows' sum over the whole batch's rows."""
     told: dict[str, torch.Tensor] = {}
     for batch in batches:
@@ -58,14 +58,14 @@ def test_sync_batch_norm_equals_batch_norm_of_the_whole_batch(
     shape: list[int], cuts: list[int], options: dict[str, Any]
 ) -> None:
     whole = inputs(3, sum(cuts), shape, torch.float64)
-    expected = trained(PLAIN[len(shape)](shape[0], **options).double(), whole, sum(cuts))
+    expected = train(PLAIN[len(shape)](shape[0], **options).double(), whole, sum(cuts))
 
     def work(group: Group) -> dict[str, torch.Tensor]:
         first = sum(cuts[: group.rank])
         mine = [batch[first : first + cuts[group.rank]] for batch in whole]
-        return trained(hvd.SyncBatchNorm(shape[0], **options).double(), mine, sum(cuts))
+        return train(hvd.SyncBatchNorm(shape[0], **options).double(), mine, sum(cuts))
 
-    parts = among_fakes(len(cuts), work)
+    parts = run_in_fake_world(len(cuts), work)
     assert all(part.keys() == expected.keys() for part in parts)
     for name, value in expected.items():
         if name in ("y", "x"):
@@ -86,7 +86,7 @@ def test_sync_batch_norm_of_16_bit_floats_is_close_and_keeps_the_dtype(dtype: to
         result: torch.Tensor = hvd.SyncBatchNorm(3)(whole[3 * group.rank :][:3])
         return result
 
-    got = torch.cat(among_fakes(2, work))
+    got = torch.cat(run_in_fake_world(2, work))
     assert got.dtype == dtype
     expected = torch.nn.BatchNorm1d(3).double()(whole.double())
     assert float((got.double() - expected).detach().abs().max()) < (0.02 if dtype is torch.bfloat16 else 1e-5)
@@ -103,7 +103,7 @@ def test_gradients_of_its_parameters_keep_their_own_precision(dtype: torch.dtype
         assert norm.bias.grad is not None
         return norm.bias.grad
 
-    for gradient in among_fakes(2, work):
+    for gradient in run_in_fake_world(2, work):
         assert gradient.tolist() == [rows, rows]
 
 
@@ -114,7 +114,7 @@ def test_second_derivatives_are_refused_rather_than_wrong() -> None:
         with pytest.raises(RuntimeError, match="differentiate twice"):
             gradient.square().sum().backward()
 
-    among_fakes(2, work)
+    run_in_fake_world(2, work)
 
 
 def test_evaluation_exchanges_nothing() -> None:
@@ -122,7 +122,7 @@ def test_evaluation_exchanges_nothing() -> None:
         norm = hvd.SyncBatchNorm(2).eval()
         return norm(torch.full((1, 2), 3.0)).flatten().tolist() if group.rank == 0 else []
 
-    assert among_fakes(2, work)[0] == pytest.approx([3.0, 3.0], rel=1e-4)
+    assert run_in_fake_world(2, work)[0] == pytest.approx([3.0, 3.0], rel=1e-4)
 
 
 def test_sync_batch_norm_refuses_inputs_of_another_shape() -> None:

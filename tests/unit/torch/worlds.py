@@ -17,12 +17,14 @@ World = Callable[[int, Callable[[Group], Any]], list[Any]]
 KEY = b"0123456789abcdef0123456789abcdef"
 
 
-def in_a_world(size: int, work: Callable[[Group], T], generation: int = 1, timeout: float = 45.0) -> list[T]:
+def run_in_world(
+    size: int, work: Callable[[Group], T], generation: int = 1, timeout: float = 45.0
+) -> list[T]:
     """`work` on every rank of a world of `size` threads; what it returned, in rank order. Raises what a rank raised."""
     blobs: list[bytes] = [b""] * size
     all_there = threading.Barrier(size)
 
-    def be(rank: int) -> T:
+    def work_as(rank: int) -> T:
         def exchange(blob: bytes) -> list[bytes]:
             blobs[rank] = blob
             all_there.wait(timeout)
@@ -44,7 +46,7 @@ def in_a_world(size: int, work: Callable[[Group], T], generation: int = 1, timeo
     generator = mtrand.get_bit_generator() if hasattr(mtrand, "get_bit_generator") else None
     try:
         with ThreadPoolExecutor(size) as pool:
-            ranks = [pool.submit(be, rank) for rank in range(size)]
+            ranks = [pool.submit(work_as, rank) for rank in range(size)]
     finally:
         if generator is not None:
             mtrand.set_bit_generator(generator)

@@ -14,23 +14,23 @@ import torch
 from spark_elastic.training.identity import digest
 
 
-def scaled(factor: float) -> Any:
+def make_scaled_loss(factor: float) -> Any:
     return lambda output, label: ((output - label) ** 2 * factor).mean()
 
 
-def fallen(output: Any, label: Any, power: int = 2) -> Any:
+def compute_power(output: Any, label: Any, power: int = 2) -> Any:
     return abs(output - label) ** power
 
 
-def weighted(factors: Any) -> Any:
+def make_weighted_loss(factors: Any) -> Any:
     return lambda output, label: (output * factors).sum()
 
 
-def composed(function: Any) -> Any:
+def compose(function: Any) -> Any:
     return lambda output, label: function(output)
 
 
-def repeated() -> Any:
+def make_recursive() -> Any:
     """A function that is in its own closure."""
 
     def call(depth: int) -> int:
@@ -50,25 +50,25 @@ class Held:
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        (scaled(1.0), scaled(2.0)),
+        (make_scaled_loss(1.0), make_scaled_loss(2.0)),
         (lambda x: x + 1, lambda x: x + 2),
         (lambda x: x.sin(), lambda x: x.cos()),
-        (functools.partial(fallen, power=1), functools.partial(fallen, power=3)),
+        (functools.partial(compute_power, power=1), functools.partial(compute_power, power=3)),
         (Held(1.0, "a"), Held(2.0, "a")),
         ({"a": 1}, {"a": 2}),
         (sum, max),
-        (weighted([1.0, 2.0]), weighted([1.0, 3.0])),
-        (weighted(("a", 2.0)), weighted(("b", 2.0))),
-        (weighted(np.array([1.0, 2.0])), weighted(np.array([1.0, 3.0]))),
-        (weighted(torch.ones(2)), weighted(torch.zeros(2))),
-        (weighted(torch.ones(2)), weighted(torch.ones(2, dtype=torch.bfloat16))),
-        (weighted(torch.ones(2).bfloat16()), weighted(torch.zeros(2).bfloat16())),
-        (weighted({"a": {1}}), weighted({"a": {2}})),
-        (composed(scaled(1.0)), composed(scaled(2.0))),
+        (make_weighted_loss([1.0, 2.0]), make_weighted_loss([1.0, 3.0])),
+        (make_weighted_loss(("a", 2.0)), make_weighted_loss(("b", 2.0))),
+        (make_weighted_loss(np.array([1.0, 2.0])), make_weighted_loss(np.array([1.0, 3.0]))),
+        (make_weighted_loss(torch.ones(2)), make_weighted_loss(torch.zeros(2))),
+        (make_weighted_loss(torch.ones(2)), make_weighted_loss(torch.ones(2, dtype=torch.bfloat16))),
+        (make_weighted_loss(torch.ones(2).bfloat16()), make_weighted_loss(torch.zeros(2).bfloat16())),
+        (make_weighted_loss({"a": {1}}), make_weighted_loss({"a": {2}})),
+        (compose(make_scaled_loss(1.0)), compose(make_scaled_loss(2.0))),
         (Held([1.0], "a"), Held([2.0], "a")),
         (Held(torch.ones(1), "a"), Held(torch.zeros(1), "a")),
-        (Held(scaled(1.0), "a"), Held(scaled(2.0), "a")),
-        (None, fallen),
+        (Held(make_scaled_loss(1.0), "a"), Held(make_scaled_loss(2.0), "a")),
+        (None, compute_power),
     ],
 )
 def test_what_does_something_else_differs(one: Any, other: Any) -> None:
@@ -96,13 +96,13 @@ def test_a_list_of_the_module_is_part_of_a_function() -> None:
 
 
 def test_a_function_in_its_own_closure_has_a_digest() -> None:
-    assert digest(repeated()) == digest(repeated())
+    assert digest(make_recursive()) == digest(make_recursive())
 
 
 def test_what_does_the_same_does_not() -> None:
-    assert digest(scaled(1.0)) == digest(scaled(1.0))
-    assert digest(weighted(torch.ones(2))) == digest(weighted(torch.ones(2)))
-    assert digest(weighted({3, 1, 2})) == digest(weighted({2, 3, 1}))
+    assert digest(make_scaled_loss(1.0)) == digest(make_scaled_loss(1.0))
+    assert digest(make_weighted_loss(torch.ones(2))) == digest(make_weighted_loss(torch.ones(2)))
+    assert digest(make_weighted_loss({3, 1, 2})) == digest(make_weighted_loss({2, 3, 1}))
     assert digest(Held(1.0, "of today")) == digest(Held(1.0, "of tomorrow"))
     assert digest({"a": 1, "b": (2,)}) == digest({"b": [2], "a": 1})
 
@@ -110,9 +110,11 @@ def test_what_does_the_same_does_not() -> None:
 def test_another_process_finds_the_same() -> None:
     program = (
         "from spark_elastic.training.identity import digest\n"
-        "from tests.unit.training.test_identity import Held, repeated, scaled, weighted\n"
+        "from tests.unit.training.test_identity import Held, make_recursive, make_scaled_loss, make_weighted_loss\n"
         "import torch\n"
-        "print(digest([scaled(1.0), Held(1.0, 'a'), weighted(torch.ones(2)), repeated()]))"
+        "print(digest([make_scaled_loss(1.0), Held(1.0, 'a'), make_weighted_loss(torch.ones(2)), make_recursive()]))"
     )
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert said.stdout.strip() == digest([scaled(1.0), Held(1.0, "a"), weighted(torch.ones(2)), repeated()])
+    assert said.stdout.strip() == digest(
+        [make_scaled_loss(1.0), Held(1.0, "a"), make_weighted_loss(torch.ones(2)), make_recursive()]
+    )

@@ -9,10 +9,10 @@ import pytest
 
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.training.batch import MetricRows
-from tests.unit.torch.worlds import in_a_world
+from tests.unit.torch.worlds import run_in_world
 
 
-def filled(rank: int) -> MetricRows:
+def fill_rows(rank: int) -> MetricRows:
     """As many rows as the rank has, in parts of one."""
     part = MetricRows()
     for row in range(rank):
@@ -22,25 +22,25 @@ def filled(rank: int) -> MetricRows:
 
 @pytest.mark.native
 def test_all_ranks_take_the_whole_step_in_rank_order() -> None:
-    def taken(group: Group) -> Any:
-        part = filled(group.rank)
+    def take_rows(group: Group) -> Any:
+        part = fill_rows(group.rank)
         part.gather(group)
         told, (numbers, pairs) = part.pop_gathered()
         return told, numbers.tolist(), pairs.tolist(), part.pop_gathered()
 
     counted = [({}, 0), ({"loss": 0.5}, 1), ({"loss": 2.0}, 2)]
-    assert in_a_world(3, taken) == [(counted, [10, 20, 21], [[1, 1], [2, 2], [2, 2]], ([], []))] * 3
+    assert run_in_world(3, take_rows) == [(counted, [10, 20, 21], [[1, 1], [2, 2], [2, 2]], ([], []))] * 3
 
 
 @pytest.mark.native
 def test_numbers_without_columns() -> None:
-    def taken(group: Group) -> Any:
+    def take_rows(group: Group) -> Any:
         part = MetricRows()
         part.add(3, {"loss": 1.5}, None)
         part.gather(group)
         return part.pop_gathered()
 
-    assert in_a_world(2, taken) == [([({"loss": 1.5}, 3)] * 2, [])] * 2
+    assert run_in_world(2, take_rows) == [([({"loss": 1.5}, 3)] * 2, [])] * 2
 
 
 def test_nothing_is_left_of_an_exchange_that_broke() -> None:
@@ -52,7 +52,7 @@ def test_nothing_is_left_of_an_exchange_that_broke() -> None:
         def allgather_bytes(self, data: bytes) -> list[bytes]:
             return [data]
 
-    part: Any = filled(2)
+    part: Any = fill_rows(2)
     with pytest.raises(CollectiveError):
         part.gather(Broken())
     part.gather(Echo())
@@ -60,6 +60,6 @@ def test_nothing_is_left_of_an_exchange_that_broke() -> None:
 
 
 def test_what_was_given_up_is_forgotten() -> None:
-    part = filled(2)
+    part = fill_rows(2)
     part.discard()
     assert part.pop_gathered() == ([], [])

@@ -56,9 +56,9 @@ from elastic_collectives.fakes import FakeFabric
 from spark_elastic.worker.context import get_context
 from spark_elastic.worker.function_program import FunctionProgram
 from spark_elastic.worker.program import WorkerHandle
-from tests.unit.ops.workers import become
+from tests.unit.ops.workers import enter_group
 
-become(FakeFabric(1).group(0))
+enter_group(FakeFabric(1).group(0))
 handle = WorkerHandle(lambda: 0, lambda at: None, lambda told: None, lambda error: None)
 def train():
     exec(open(sys.argv[1]).read())

@@ -15,7 +15,7 @@ from spark_elastic.ops.process_sets import ProcessSet, add_process_set, get_proc
 from spark_elastic.worker.context import get_context
 from spark_elastic.worker.function_program import FunctionProgram
 from spark_elastic.worker.program import WorkerHandle
-from tests.unit.ops.workers import become, per_thread
+from tests.unit.ops.workers import enter_group, per_thread
 
 OF_A_MODULE = ProcessSet([1])
 
@@ -32,11 +32,11 @@ def test_a_function_that_is_called_again_can_add_its_process_sets_again(
     per_thread(monkeypatch)
     program, handle = (
         FunctionProgram(train),
-        WorkerHandle(lambda: 0, lambda at: None, lambda told: None, _never),
+        WorkerHandle(lambda: 0, lambda at: None, lambda told: None, _fail_if_called),
     )
     with patch.dict(os.environ):
         for generation in (1, 2):
-            become(FakeFabric(1, fence=(1, generation)).group(0))
+            enter_group(FakeFabric(1, fence=(1, generation)).group(0))
             worker = get_context()
             assert worker is not None
             assert worker.world is not None
@@ -52,7 +52,7 @@ from elastic_collectives.fakes import FakeFabric
 from spark_elastic.worker.context import get_context
 from spark_elastic.worker.function_program import FunctionProgram
 from spark_elastic.worker.program import WorkerHandle
-from tests.unit.ops.workers import become
+from tests.unit.ops.workers import enter_group
 
 def talk():
     dist.init_process_group("gloo")  # like many a program it does not destroy what it made
@@ -60,7 +60,7 @@ def talk():
 
 program = FunctionProgram(talk)
 for generation in (1, 2):
-    become(FakeFabric(1, fence=(1, generation)).group(0))
+    enter_group(FakeFabric(1, fence=(1, generation)).group(0))
     handle = WorkerHandle(lambda: 0, lambda at: None, lambda metrics: None, None)
     program.run(get_context().world, get_context().group, handle)
     print(os.environ["MASTER_PORT"], flush=True)
@@ -75,5 +75,5 @@ def test_a_function_that_is_called_again_can_create_its_torch_process_group_agai
     assert len(done.stdout.split()) == 2, done.stderr
 
 
-def _never(error: object) -> Any:
+def _fail_if_called(error: object) -> Any:
     raise AssertionError("the function stays in its world")

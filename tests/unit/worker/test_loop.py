@@ -130,10 +130,10 @@ def test_r12_the_main_thread_ends_the_worker_when_the_driver_does_not_answer() -
 
 
 def test_r12_a_silent_driver_does_not_hide_an_exception_of_user_code() -> None:
-    def unreachable(*what: Any) -> None:
+    def raise_unreachable(*what: Any) -> None:
         raise DriverUnreachable("The driver does not answer.")
 
-    driver: Any = SimpleNamespace(ask=unreachable)
+    driver: Any = SimpleNamespace(ask=raise_unreachable)
     loop = build_loop(driver=driver)
     raised = UserRaised(0.0, "f", "Traceback: the user's\n")
     assert loop._advance(raised) == Exit("user code raised", 1)

@@ -23,7 +23,7 @@ from spark_elastic.worker.program import (
 from spark_elastic.worker.script import Script
 
 
-def raised(error: Exception) -> Exception:
+def catch(error: Exception) -> Exception:
     try:
         raise error
     except Exception as caught:
@@ -36,8 +36,8 @@ class Mute(Exception):
 
 
 def test_equal_exceptions_have_equal_fingerprints() -> None:
-    assert compute_fingerprint(raised(ValueError("a"))) == compute_fingerprint(raised(ValueError("a")))
-    assert compute_fingerprint(raised(ValueError("a"))) != compute_fingerprint(raised(ValueError("b")))
+    assert compute_fingerprint(catch(ValueError("a"))) == compute_fingerprint(catch(ValueError("a")))
+    assert compute_fingerprint(catch(ValueError("a"))) != compute_fingerprint(catch(ValueError("b")))
 
 
 @pytest.mark.parametrize(
@@ -50,15 +50,15 @@ def test_equal_exceptions_have_equal_fingerprints() -> None:
     ids=["a file name that is no text", "no message at all", "a tensor printed whole"],
 )
 def test_any_exception_gives_a_traceback_that_fits_in_a_message(error: Exception, says: str) -> None:
-    text = format_traceback(raised(error))
+    text = format_traceback(catch(error))
     text.encode()
     assert says in text
     assert len(text) < 2 * LINE_AT_MOST
-    assert len(compute_fingerprint(raised(error))) == 16
+    assert len(compute_fingerprint(catch(error))) == 16
 
 
 def test_a_long_traceback_keeps_its_beginning_and_end() -> None:
-    text = format_traceback(raised(ValueError("\n".join(f"row {n} is bad" for n in range(50_000)))))
+    text = format_traceback(catch(ValueError("\n".join(f"row {n} is bad" for n in range(50_000)))))
     assert text.startswith("Traceback (most recent call last)")
     assert "ValueError: row 0 is bad" in text
     assert "characters are left out here" in text
@@ -67,7 +67,7 @@ def test_a_long_traceback_keeps_its_beginning_and_end() -> None:
 
 
 def test_a_traceback_ends_with_the_notes_of_its_error() -> None:
-    error = raised(ValueError("a bad row"))
+    error = catch(ValueError("a bad row"))
     add_note(error, "in step 3")
     assert format_traceback(error).endswith("ValueError: a bad row\nin step 3\n")
 

@@ -115,12 +115,12 @@ def test_the_main_thread_writes_its_stack_upon_the_signal(reader: StackReader) -
     os.kill(os.getpid(), DUMP_SIGNAL)
     assert "test_the_main_thread_writes" in reader.read(CLOCK.now()).stack
     sampler.start()
-    assert until(lambda: sampled(reader))
+    assert until(lambda: read_sample_time(reader))
     sampler.close()
     os.kill(os.getpid(), DUMP_SIGNAL)  # a late signal does not end the process
 
 
-def sampled(reader: StackReader) -> float:
+def read_sample_time(reader: StackReader) -> float:
     number: float = struct.unpack("dd", os.pread(reader.activity, 16, 0))[1]
     return number
 
@@ -128,22 +128,22 @@ def sampled(reader: StackReader) -> float:
 def test_a_running_process_with_a_stale_sample_is_asked_once_for_a_dump(
     reader: StackReader,
 ) -> None:
-    def due(now: float, stopped: bool = False) -> bool:
+    def wants_dump(now: float, stopped: bool = False) -> bool:
         return reader.read(now, stopped).wants_dump
 
-    assert not due(50.0)
-    assert not due(60.0), "sampling has not started"
+    assert not wants_dump(50.0)
+    assert not wants_dump(60.0), "sampling has not started"
     os.pwrite(reader.activity, struct.pack("dd", 1.0, 100.0), 0)
-    assert not due(100.5)
-    assert not due(110.0, stopped=True)
-    assert not due(111.0), "it may just have been continued"
+    assert not wants_dump(100.5)
+    assert not wants_dump(110.0, stopped=True)
+    assert not wants_dump(111.0), "it may just have been continued"
     os.pwrite(reader.activity, struct.pack("dd", 1.0, 111.1), 0)
-    assert not due(112.0)
-    assert not due(113.0)
-    assert due(114.0)
-    assert not due(115.0), "it was asked already"
+    assert not wants_dump(112.0)
+    assert not wants_dump(113.0)
+    assert wants_dump(114.0)
+    assert not wants_dump(115.0), "it was asked already"
     os.pwrite(reader.activity, struct.pack("dd", 1.0, 115.5), 0)
-    assert [due(117.0), due(118.0), due(119.0)] == [False, True, False]
+    assert [wants_dump(117.0), wants_dump(118.0), wants_dump(119.0)] == [False, True, False]
 
 
 def test_a_closed_reader_still_returns_its_last_sample() -> None:
@@ -220,10 +220,10 @@ def test_a_pause_ends_with_an_error_and_leaves_a_disabled_collector_disabled() -
 
 
 def test_pauses_of_several_threads_do_not_overlap() -> None:
-    def disabled(_: int) -> bool:
+    def pause_and_look(_: int) -> bool:
         with gc_paused:
             return not gc.isenabled()
 
     with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(disabled, range(2000)))
+        assert all(pool.map(pause_and_look, range(2000)))
     assert gc.isenabled()

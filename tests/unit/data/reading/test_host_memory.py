@@ -95,10 +95,10 @@ def test_the_cache_ends_where_a_quarter_of_the_memory_is_left(caplog: Any) -> No
 
 
 def test_the_default_asks_nobody() -> None:
-    def room() -> Any:
+    def measure_room() -> Any:
         raise AssertionError("asked")
 
-    groups = RowGroupCache(DEFAULT_CACHE_BYTES, room)
+    groups = RowGroupCache(DEFAULT_CACHE_BYTES, measure_room)
     for number in range(6):
         groups.fetch(number, group)
     assert len(groups) == DEFAULT_CACHE_BYTES // (32 * MB)

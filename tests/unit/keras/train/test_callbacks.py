@@ -52,7 +52,7 @@ def make(*callbacks: Any) -> tuple[KerasCallbackList, Any]:
     return KerasCallbackList(callbacks, model, PARAMS), model
 
 
-def alone(rank: int = 0, theirs: bytes | None = None) -> Any:
+def make_group(rank: int = 0, theirs: bytes | None = None) -> Any:
     """A group whose rank 0 says `theirs`, or what this rank says."""
     return SimpleNamespace(
         rank=rank, size=1, allgather_bytes=lambda mine: [mine if theirs is None else theirs]
@@ -63,23 +63,23 @@ def test_each_hook_is_called_once_whatever_resets_happen() -> None:
     counts = Counts()
     callback_list, _ = make(counts)
     for _ in range(3):  # worlds that continue the same epoch
-        callback_list.on_world_begin(alone())
+        callback_list.on_world_begin(make_group())
         callback_list.on_epoch_begin(0)
-    callback_list.on_epoch_end(alone(), {"epoch": 0, "loss": 1.0, "rows": 7, "seconds": 2.0})
+    callback_list.on_epoch_end(make_group(), {"epoch": 0, "loss": 1.0, "rows": 7, "seconds": 2.0})
     assert counts.calls == ["begin", "epoch 0", "end 0 ['loss']"]
 
 
 def test_a_joiner_takes_over_what_callbacks_have_seen() -> None:
     stopping = keras.callbacks.EarlyStopping("loss", patience=5, restore_best_weights=True)
     callback_list, model = make(stopping)
-    callback_list.on_world_begin(alone())
+    callback_list.on_world_begin(make_group())
     callback_list.on_epoch_begin(0)
-    callback_list.on_epoch_end(alone(), {"epoch": 0, "loss": 1.0})
-    callback_list.on_epoch_end(alone(), {"epoch": 1, "loss": 2.0})
+    callback_list.on_epoch_end(make_group(), {"epoch": 0, "loss": 1.0})
+    callback_list.on_epoch_end(make_group(), {"epoch": 1, "loss": 2.0})
     other = keras.callbacks.EarlyStopping("loss", patience=5, restore_best_weights=True)
     joined, _ = make(other)
     joined.load(callback_list.capture())
-    joined.on_world_begin(alone(rank=1))
+    joined.on_world_begin(make_group(rank=1))
     assert (other.wait, other.best, other.best_epoch) == (1, 1.0, 0)
     np.testing.assert_array_equal(other.best_weights[0], model.get_weights()[0])
 
@@ -88,13 +88,13 @@ def test_writers_run_on_rank_0_and_their_memory_goes_to_all() -> None:
     said: list[bytes] = []
     leader, follower = Writes(), Writes()
     first, _ = make(leader)
-    first.on_world_begin(alone())
+    first.on_world_begin(make_group())
     told = SimpleNamespace(rank=0, size=2, allgather_bytes=lambda mine: said.append(mine) or [mine, b""])
     first.on_epoch_end(told, {"epoch": 0, "loss": 1.0})
     second, model = make(follower)
     model.optimizer.learning_rate = 0.25
-    second.on_world_begin(alone(rank=1))
-    second.on_epoch_end(alone(rank=1, theirs=said[0]), {"epoch": 0, "loss": 1.0})
+    second.on_world_begin(make_group(rank=1))
+    second.on_epoch_end(make_group(rank=1, theirs=said[0]), {"epoch": 0, "loss": 1.0})
     assert (leader.calls, follower.calls) == (1, 1)  # the second was told, it did not write
     assert float(np.asarray(model.optimizer.learning_rate)) == 0.5, "rank 0's rate goes for all"
 
@@ -105,13 +105,13 @@ def test_an_epochs_end_that_breaks_leaves_callbacks_as_they_were() -> None:
         keras.callbacks.EarlyStopping("loss", patience=1),
     )
     callback_list, model = make(reduce, stop)
-    callback_list.on_world_begin(alone())
-    assert callback_list.on_epoch_end(alone(), {"epoch": 0, "loss": 1.0}) is None
+    callback_list.on_world_begin(make_group())
+    assert callback_list.on_epoch_end(make_group(), {"epoch": 0, "loss": 1.0}) is None
 
-    def breaks(mine: bytes) -> list[bytes]:
+    def break_gather(mine: bytes) -> list[bytes]:
         raise CollectiveError([1], "a peer is gone")
 
-    broken: Any = SimpleNamespace(rank=0, size=2, allgather_bytes=breaks)
+    broken: Any = SimpleNamespace(rank=0, size=2, allgather_bytes=break_gather)
     with pytest.raises(CollectiveError):
         callback_list.on_epoch_end(broken, {"epoch": 1, "loss": 2.0})
     assert (float(np.asarray(model.optimizer.learning_rate)), stop.wait, model.stop_training) == (
@@ -119,7 +119,9 @@ def test_an_epochs_end_that_breaks_leaves_callbacks_as_they_were() -> None:
         0,
         False,
     )
-    assert callback_list.on_epoch_end(alone(), {"epoch": 1, "loss": 2.0}) == "a callback set stop_training"
+    assert (
+        callback_list.on_epoch_end(make_group(), {"epoch": 1, "loss": 2.0}) == "a callback set stop_training"
+    )
     assert float(np.asarray(model.optimizer.learning_rate)) == 0.25
 
 
@@ -130,18 +132,18 @@ def test_a_csv_of_rank_0_is_gone_on_with_by_the_next_one(tmp_path: Path) -> None
     first, _ = make(keras.callbacks.CSVLogger(path))
     second, _ = make(keras.callbacks.CSVLogger(path))
     first.on_world_begin(told)
-    second.on_world_begin(alone(rank=1))
+    second.on_world_begin(make_group(rank=1))
     first.on_epoch_begin(0)
     first.on_epoch_end(told, {"epoch": 0, "loss": 1.0})
     second.on_epoch_begin(0)
-    second.on_epoch_end(alone(rank=1, theirs=said[0]), {"epoch": 0, "loss": 1.0})
+    second.on_epoch_end(make_group(rank=1, theirs=said[0]), {"epoch": 0, "loss": 1.0})
     second.on_epoch_begin(1)
-    second.on_world_begin(alone())  # rank 0 was lost
-    second.on_epoch_end(alone(), {"epoch": 1, "loss": 0.5})
+    second.on_world_begin(make_group())  # rank 0 was lost
+    second.on_epoch_end(make_group(), {"epoch": 1, "loss": 0.5})
     resumed, _ = make(keras.callbacks.CSVLogger(path))  # all were lost
     resumed.load(second.capture())
-    resumed.on_world_begin(alone())
-    resumed.on_epoch_end(alone(), {"epoch": 2, "loss": 0.25})
+    resumed.on_world_begin(make_group())
+    resumed.on_epoch_end(make_group(), {"epoch": 2, "loss": 0.25})
     for callback_list in (first, second, resumed):
         callback_list._callbacks[0].csv_file.close()
     assert path.read_text().split() == ["epoch,loss,val_loss", "0,1.0,NA", "1,0.5,NA", "2,0.25,NA"]
@@ -151,11 +153,11 @@ def test_a_csv_of_rank_0_is_gone_on_with_by_the_next_one(tmp_path: Path) -> None
 def test_a_writer_of_keras_goes_on_in_the_middle_of_an_epoch(name: str, tmp_path: Path) -> None:
     arguments = {"log_dir": str(tmp_path), "write_graph": False} if name == "TensorBoard" else {}
     callback_list, _ = make(getattr(keras.callbacks, name)(**arguments))
-    callback_list.on_world_begin(alone(rank=1))
+    callback_list.on_world_begin(make_group(rank=1))
     callback_list.on_epoch_begin(0)
     callback_list.on_validation_begin()
-    callback_list.on_world_begin(alone())
-    callback_list.on_epoch_end(alone(), {"epoch": 0, "loss": 1.0, "val_loss": 2.0})
+    callback_list.on_world_begin(make_group())
+    callback_list.on_epoch_end(make_group(), {"epoch": 0, "loss": 1.0, "val_loss": 2.0})
     callback_list.on_fit_end([{"epoch": 0, "loss": 1.0}])
 
 
@@ -183,21 +185,21 @@ def test_a_step_that_was_given_up_does_not_begin_twice_and_validation_is_told() 
     newcomer, _ = make(joined)
     newcomer.load(callback_list.capture())
     for one in (callback_list, newcomer):  # a new world, after step 1 was given up
-        one.on_world_begin(alone())
+        one.on_world_begin(make_group())
         one.on_step_begin(0, 1)
         one.on_validation_begin()
         one.on_validation_begin()
-        one.on_epoch_end(alone(), {"epoch": 0, "loss": 1.0, "val_loss": 2.0, "val_rows": 7})
+        one.on_epoch_end(make_group(), {"epoch": 0, "loss": 1.0, "val_loss": 2.0, "val_rows": 7})
     assert told.calls == joined.calls == "0 1 test {'loss': 2.0} end"
 
 
 def test_the_best_weights_are_the_final_ones_where_a_callback_restores_them() -> None:
     callback_list, model = make(keras.callbacks.EarlyStopping("loss", patience=1, restore_best_weights=True))
-    callback_list.on_world_begin(alone())
+    callback_list.on_world_begin(make_group())
     kept = []
     for epoch, loss in enumerate((2.0, 1.0, 3.0)):
         model.set_weights([np.full_like(weights, epoch) for weights in model.get_weights()])
-        kept.append(callback_list.on_epoch_end(alone(), {"epoch": epoch, "loss": loss}))
+        kept.append(callback_list.on_epoch_end(make_group(), {"epoch": epoch, "loss": loss}))
     callback_list.on_fit_end([{"epoch": 2, "loss": 3.0}])
     assert kept == [None, None, "a callback set stop_training"]
     assert {float(value) for weights in model.get_weights() for value in weights.ravel()} == {1.0}
@@ -206,13 +208,13 @@ def test_the_best_weights_are_the_final_ones_where_a_callback_restores_them() ->
 def test_averaged_weights_are_the_final_ones_as_in_keras() -> None:
     x, y = np.ones((4, 2), "f"), np.ones((4, 1), "f")
 
-    def averaged() -> Any:
+    def build_averaged() -> Any:
         keras.utils.set_random_seed(1)
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         model.compile(keras.optimizers.SGD(0.1, use_ema=True), "mse")
         return model
 
-    theirs, ours = averaged(), averaged()
+    theirs, ours = build_averaged(), build_averaged()
     theirs.fit(x, y, epochs=5, verbose=0)
     for _ in range(5):
         ours.train_on_batch(x, y)

@@ -24,7 +24,7 @@ def _list(bench: Bench, *hosts: tuple[str, int]) -> None:
     bench.on(on.HostsDiscovered(0, hosts))
 
 
-def _running(limits: object = None) -> Bench:
+def _start_running(limits: object = None) -> Bench:
     bench = Bench() if limits is None else Bench(limits)  # type: ignore[arg-type]
     _list(bench, *ALL)
     bench.start(1, 2, 3, 4)
@@ -37,7 +37,7 @@ def test_a_host_that_discovery_does_not_list_gets_no_slot() -> None:
     bench.slot(1)
     bench.slot(2)
     assert set(bench.state.slots) == {"1-0"}
-    assert "not among those" in bench.all(ReleaseSlot)[0].reason
+    assert "not among those" in bench.find_commands(ReleaseSlot)[0].reason
 
 
 @pytest.mark.scenario("U3")
@@ -59,17 +59,17 @@ def test_discovery_may_list_a_host_by_its_machines_name() -> None:
 
 @pytest.mark.scenario("U3")
 def test_a_member_on_a_host_that_discovery_removes_leaves_at_a_boundary_and_nothing_is_aborted() -> None:
-    bench = _running()
+    bench = _start_running()
     _list(bench, *ALL[1:])
     bench.wait(0.2, heartbeats_of=[1, 2, 3, 4])
     bench.stop_planned(6, *(name(job) for job in (1, 2, 3, 4)))
     assert bench.members() == [name(2), name(3), name(4)]
     assert bench.world.source == 0
-    assert not bench.all(AbortWorld)
-    assert [release.slot for release in bench.all(ReleaseSlot)] == ["1-0"]
+    assert not bench.find_commands(AbortWorld)
+    assert [release.slot for release in bench.find_commands(ReleaseSlot)] == ["1-0"]
     assert bench.state.current.version.update == HostUpdateResult.removed
     bench.on(on.LaunchEnded(0, 1, "released"))
-    assert bench.all(LaunchSlot)[-1].launch == 5  # another host may have room
+    assert bench.find_commands(LaunchSlot)[-1].launch == 5  # another host may have room
 
 
 def test_fewer_slots_of_a_host_send_the_last_comers_away() -> None:
@@ -86,12 +86,12 @@ def test_fewer_slots_of_a_host_send_the_last_comers_away() -> None:
 
 
 def test_w15_a_host_that_is_removed_and_listed_again_within_the_debounce_changes_nothing() -> None:
-    bench = _running(replace(FOUR, debounce=0.2))
+    bench = _start_running(replace(FOUR, debounce=0.2))
     _list(bench, *ALL[1:])
     bench.wait(0.1, heartbeats_of=[1, 2, 3, 4])
     _list(bench, *ALL)
     bench.wait(1.0, heartbeats_of=[1, 2, 3, 4])
-    assert not bench.all(AnnounceChange)
+    assert not bench.find_commands(AnnounceChange)
     assert not bench.state.workers.draining
 
 
@@ -100,12 +100,12 @@ def test_w15_added_and_removed_within_the_debounce_is_nothing() -> None:
     _list(bench, *ALL[:2])
     bench.start(1, 2)
     _list(bench, *ALL[:3])
-    bench.warm(3)
+    bench.start_warm(3)
     bench.wait(0.1, heartbeats_of=[1, 2, 3])
     _list(bench, *ALL[:2])
     bench.wait(1.0, heartbeats_of=[1, 2])
-    assert not bench.all(AnnounceChange)
-    assert "3-0" in {release.slot for release in bench.all(ReleaseSlot)}
+    assert not bench.find_commands(AnnounceChange)
+    assert "3-0" in {release.slot for release in bench.find_commands(ReleaseSlot)}
 
 
 @pytest.mark.scenario("U3")
@@ -117,8 +117,8 @@ def test_hosts_that_are_not_needed_may_come_and_go() -> None:
     bench.wait(1.0, heartbeats_of=[1, 2])
     _list(bench, *ALL[:2])
     bench.wait(1.0, heartbeats_of=[1, 2])
-    assert not bench.all(AnnounceChange)
-    assert len(bench.all(PublishWorld)) == 1
+    assert not bench.find_commands(AnnounceChange)
+    assert len(bench.find_commands(PublishWorld)) == 1
 
 
 def test_no_listing_any_more_lets_everybody_in() -> None:
@@ -144,9 +144,9 @@ def test_w26_a_drained_workers_slot_is_asked_for_again_once_a_member_is_lost(
     assert bench.members() == [name(1), name(3), name(4)]
     bench.on(on.LaunchEnded(0, 2, "released"))
     bench.form()
-    assert len(bench.all(LaunchSlot)) == 4
+    assert len(bench.find_commands(LaunchSlot)) == 4
     bench.on(WorkerExited(name(3).slot, name(3), -9))
-    assert len(bench.all(LaunchSlot)) == 5
+    assert len(bench.find_commands(LaunchSlot)) == 5
 
 
 def test_w26_a_drained_worker_that_dies_first_is_not_followed_by_its_spare() -> None:
@@ -158,7 +158,7 @@ def test_w26_a_drained_worker_that_dies_first_is_not_followed_by_its_spare() -> 
     bench.join(name(2, 2))
     bench.regroup(3, name(1), name(3), name(4))
     assert bench.members() == [name(1), name(3), name(4)]
-    assert "2-0" in {release.slot for release in bench.all(ReleaseSlot)}
+    assert "2-0" in {release.slot for release in bench.find_commands(ReleaseSlot)}
 
 
 def test_what_was_given_back_is_asked_for_again_below_min_workers() -> None:
@@ -169,7 +169,7 @@ def test_what_was_given_back_is_asked_for_again_below_min_workers() -> None:
     bench.on(on.LaunchEnded(0, 2, "released"))
     bench.regroup(3, name(1))
     bench.on(on.Tick(0))
-    assert len(bench.all(LaunchSlot)) == 3
+    assert len(bench.find_commands(LaunchSlot)) == 3
 
 
 def test_a_drained_machine_takes_all_its_executors_along_and_takes_no_other() -> None:
@@ -196,7 +196,7 @@ def test_a_drain_before_the_first_world_is_carried_out_in_it(order: dict[str, ob
     bench.wait(0.2, heartbeats_of=[1, 2, 3, 4])
     bench.stop_planned(6, *(name(job) for job in (1, 2, 3, 4)))
     assert bench.members() == [name(1), name(3), name(4)]
-    assert not bench.all(NotifyUser)
+    assert not bench.find_commands(NotifyUser)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_the_user_learns_of_a_drain_that_concerns_no_worker(order: dict[str, obj
     bench = Bench()
     bench.start(1, 2, 3, 4)
     bench.on(on.DrainRequested(0, "wanted elsewhere", by_user=True, **order))  # type: ignore[arg-type]
-    (remark,) = bench.all(NotifyUser)
+    (remark,) = bench.find_commands(NotifyUser)
     assert said in remark.reason
     assert "wanted elsewhere" in remark.reason
     assert not bench.state.workers.draining
@@ -221,4 +221,4 @@ def test_spark_decommissions_executors_that_this_job_has_no_slot_on() -> None:
     bench = Bench()
     bench.start(1, 2, 3, 4)
     bench.on(on.DrainRequested(0, "executor 9 is being decommissioned", host="9"))
-    assert not bench.all(NotifyUser)
+    assert not bench.find_commands(NotifyUser)

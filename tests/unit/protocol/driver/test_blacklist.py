@@ -83,7 +83,7 @@ def _crash(bench: Bench, job: int, started: int = 1) -> None:
     bench.on(WorkerExited(name(job, started).slot, name(job, started), 3))
 
 
-def _spare(bench: Bench, job: int, started: int = 2) -> None:
+def _start_spare(bench: Bench, job: int, started: int = 2) -> None:
     bench.on(WorkerStarted(SlotId(f"{job}-0"), name(job, started)))
     bench.join(name(job, started))
 
@@ -92,7 +92,7 @@ def test_a_slot_that_crashed_comes_back_after_its_cooldown() -> None:
     bench = Bench(replace(FOUR, cooldown_range=(3.0, 60.0)))
     bench.start(1, 2, 3, 4)
     _crash(bench, 2)
-    _spare(bench, 2)
+    _start_spare(bench, 2)
     bench.regroup(3, name(1), name(3), name(4))
     assert bench.members() == [name(1), name(3), name(4)]
     bench.form()
@@ -101,18 +101,18 @@ def test_a_slot_that_crashed_comes_back_after_its_cooldown() -> None:
     bench.wait(1.0, heartbeats_of=[1, 2, 3, 4])
     bench.stop_planned(9, name(1), name(3), name(4))
     assert bench.members()[-1] == name(2, 2)
-    assert not bench.all(ReleaseSlot)  # so short a time it waits out
+    assert not bench.find_commands(ReleaseSlot)  # so short a time it waits out
 
 
 def test_a_host_that_is_out_for_long_gives_its_slots_back_and_gets_none() -> None:
     bench = Bench(replace(FOUR, cooldown_range=(20.0, 60.0)))
     bench.start(1, 2, 3, 4)
     _crash(bench, 2)
-    assert [release.slot for release in bench.all(ReleaseSlot)] == ["2-0"]
+    assert [release.slot for release in bench.find_commands(ReleaseSlot)] == ["2-0"]
     bench.regroup(3, name(1), name(3), name(4))
     bench.on(on.LaunchEnded(0, 2, "released"))
     bench.on(RegisterSlot(SlotId("5-0"), "h2", 5))
-    assert "blacklisted" in bench.all(ReleaseSlot)[-1].reason
+    assert "blacklisted" in bench.find_commands(ReleaseSlot)[-1].reason
     bench.on(on.LaunchEnded(0, 5, "refused"))
     bench.on(RegisterSlot(SlotId("6-0"), "h9", 6))
     assert "6-0" in bench.state.slots
@@ -127,7 +127,7 @@ def test_members_of_a_blacklisted_host_stay() -> None:
     for job in (1, 2, 3):
         bench.slot(job, "big")
         bench.join(name(job))
-    bench.warm(4)
+    bench.start_warm(4)
     bench.form()
     _crash(bench, 1)
     _crash(bench, 2)
@@ -142,7 +142,7 @@ def test_a_killed_process_is_a_loss_and_no_crash() -> None:
     bench.start(1, 2, 3, 4)
     for number in range(1, 21):
         bench.on(WorkerExited(name(2, number).slot, name(2, number), -9))
-        _spare(bench, 2, number + 1)
+        _start_spare(bench, 2, number + 1)
         bench.regroup(number, name(1), name(3), name(4))
         assert bench.members()[-1] == name(2, number + 1)
         bench.form()
@@ -155,7 +155,7 @@ def test_a_killed_process_is_a_loss_and_no_crash() -> None:
 
 def test_a_slot_whose_workers_are_killed_before_they_take_part_is_to_blame() -> None:
     bench = Bench(replace(FOUR, failure_budget=2))
-    bench.warm(1)
+    bench.start_warm(1)
     for number in range(1, 6):
         bench.on(RegisterSlot(SlotId("2-0"), "h2", 2))
         bench.on(WorkerStarted(SlotId("2-0"), name(2, number)))
@@ -187,8 +187,8 @@ def test_a_good_host_that_was_lost_is_waited_for_though_all_others_are_blacklist
     bench.on(on.HostLost(0, "h2", "a spot instance went"))
     bench.on(on.LaunchEnded(0, 2, "its executor was lost"))
     bench.wait(1.0)
-    assert not bench.all(End)
-    job = bench.all(LaunchSlot)[-1].launch
+    assert not bench.find_commands(End)
+    job = bench.find_commands(LaunchSlot)[-1].launch
     bench.on(RegisterSlot(SlotId(f"{job}-0"), "h2", job))
     bench.on(WorkerStarted(SlotId(f"{job}-0"), name(job)))
     bench.join(name(job))
@@ -201,14 +201,14 @@ def test_all_hosts_blacklisted_for_a_while_are_waited_for() -> None:
     bench.start(1)
     _crash(bench, 1)
     bench.on(on.LaunchEnded(0, 1, "released"))
-    assert not bench.all(End)
+    assert not bench.find_commands(End)
     bench.wait(14.0)
-    assert len(bench.all(LaunchSlot)) == 1  # no sooner than it would be let in
+    assert len(bench.find_commands(LaunchSlot)) == 1  # no sooner than it would be let in
     bench.wait(1.5)
-    assert len(bench.all(LaunchSlot)) == 2
+    assert len(bench.find_commands(LaunchSlot)) == 2
     bench.on(RegisterSlot(SlotId("2-0"), "h1", 2))
     bench.on(WorkerStarted(SlotId("2-0"), name(2)))
     bench.join(name(2))
-    assert len(bench.all(PublishWorld)) == 1
+    assert len(bench.find_commands(PublishWorld)) == 1
     bench.wait(5.0, heartbeats_of=[2])
     assert bench.members() == [name(2)]

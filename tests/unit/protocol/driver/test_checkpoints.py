@@ -33,7 +33,7 @@ def test_r18_the_newest_count_and_what_comes_late_changes_nothing() -> None:
     bench = running()
     for step in (3, 6, 5, 9):
         written(bench, step)
-    published = bench.all(PublishCheckpoint)
+    published = bench.find_commands(PublishCheckpoint)
     assert [[each.position.step for each in command.checkpoints] for command in published] == [
         [3],
         [6, 3],
@@ -45,7 +45,7 @@ def test_r18_another_attempts_or_a_future_world_s_never_counts() -> None:
     bench = running()
     written(bench, 3, attempt=2)
     written(bench, 3, generation=7)
-    assert not bench.all(PublishCheckpoint)
+    assert not bench.find_commands(PublishCheckpoint)
 
 
 def test_r18_a_world_without_survivors_begins_from_the_newest() -> None:
@@ -56,7 +56,7 @@ def test_r18_a_world_without_survivors_begins_from_the_newest() -> None:
         bench.on(WorkerExited(name(job).slot, name(job), -9))
         bench.on(WorkerStarted(SlotId(f"{job}-0"), name(job, 2)))
         bench.join(name(job, 2))
-    world = bench.all(PublishWorld)[-1].world
+    world = bench.find_commands(PublishWorld)[-1].world
     assert [each.position.step for each in world.resume] == [6, 3]
     assert (world.source, world.position, world.receivers) == (0, None, (0, 1, 2, 3))
     assert "continues from checkpoint 1-1-6" in world.reason
@@ -66,10 +66,10 @@ def test_r18_a_driver_that_opens_a_run_begins_from_its_newest() -> None:
     bench = Bench()
     found = (checkpoint(6), checkpoint(3))
     bench.state, _ = driver_machine.initial(FOUR, 2, found)
-    bench.warm(1, 2, 3, 4)
+    bench.start_warm(1, 2, 3, 4)
     assert bench.world.resume == found
     written(bench, 2, generation=1, attempt=2)
-    assert bench.all(PublishCheckpoint)[-1].checkpoints == (checkpoint(2, attempt=2), *found)
+    assert bench.find_commands(PublishCheckpoint)[-1].checkpoints == (checkpoint(2, attempt=2), *found)
 
 
 def test_r18_old_members_that_may_live_are_waited_for() -> None:
@@ -87,12 +87,14 @@ def test_r18_old_members_that_may_live_are_waited_for() -> None:
         bench.on(WorkerStarted(SlotId(f"{job}-0"), name(job, 2)))
         bench.join(name(job, 2))
     bench.wait(2.0, heartbeats_of=[1, 2, 3])
-    assert len(bench.all(PublishWorld)) == 1, "a world while one of the old may be training"
+    assert len(bench.find_commands(PublishWorld)) == 1, "a world while one of the old may be training"
     bench.on(on.LaunchEnded(0, 4, "its executor was lost"))
-    assert bench.all(PublishWorld)[-1].world.resume == (checkpoint(3),)
+    assert bench.find_commands(PublishWorld)[-1].world.resume == (checkpoint(3),)
 
 
-def disowned(hung_up: Callable[[Bench], None] | None, after: Callable[[Bench], None] | None = None) -> Bench:
+def lose_executors(
+    hung_up: Callable[[Bench], None] | None, after: Callable[[Bench], None] | None = None
+) -> Bench:
     """All four trained on at second 10; Spark lost their executors, while or before their connections ended."""
     bench = running()
     bench.wait(10.0, heartbeats_of=[1, 2, 3, 4])
@@ -106,72 +108,72 @@ def disowned(hung_up: Callable[[Bench], None] | None, after: Callable[[Bench], N
     return bench
 
 
-def goes_on_after(bench: Bench, *jobs: int) -> float:
+def measure_pause(bench: Bench, *jobs: int) -> float:
     """Seconds until there is a world of new workers."""
-    before, begun = len(bench.all(PublishWorld)), bench.now
-    bench.warm(*jobs)
-    while len(bench.all(PublishWorld)) == before and bench.now < begun + 100.0:
+    before, begun = len(bench.find_commands(PublishWorld)), bench.now
+    bench.start_warm(*jobs)
+    while len(bench.find_commands(PublishWorld)) == before and bench.now < begun + 100.0:
         bench.wait(0.5, heartbeats_of=jobs)
     return bench.now - begun
 
 
-def all_hang_up(bench: Bench, failed: bool = False) -> None:
+def disconnect_all(bench: Bench, failed: bool = False) -> None:
     """Of some the worker's connection is seen to end, of others their slot task's."""
     for job in (1, 2, 3, 4):
         bench.on(on.ConnectionLost(0, SlotId(f"{job}-0"), name(job) if job % 2 else None, failed))
 
 
-@pytest.mark.parametrize(("before", "after"), [(all_hang_up, None), (None, all_hang_up)])
+@pytest.mark.parametrize(("before", "after"), [(disconnect_all, None), (None, disconnect_all)])
 def test_r18_an_executor_lost_with_its_connections_is_dead(
     before: Callable[[Bench], None] | None, after: Callable[[Bench], None] | None
 ) -> None:
-    assert goes_on_after(disowned(before, after), 5, 6, 7, 8) < 2.0
+    assert measure_pause(lose_executors(before, after), 5, 6, 7, 8) < 2.0
 
 
 def test_r18_an_executor_that_spark_calls_lost_may_train_on_until_the_drivers_silence_ends_it() -> None:
-    waited = goes_on_after(disowned(None), 5, 6, 7, 8)
+    waited = measure_pause(lose_executors(None), 5, 6, 7, 8)
     assert FOUR.driver_timeout < waited < FOUR.driver_timeout + 10
 
 
 def test_r18_a_connection_that_silence_ended_is_no_proof() -> None:
     """The kernel gives up the connections of a host that is cut off, too, only later."""
 
-    def given_up_by_the_kernel(bench: Bench) -> None:
+    def disconnect_late(bench: Bench) -> None:
         bench.wait(25.0)
-        all_hang_up(bench)
+        disconnect_all(bench)
 
-    assert goes_on_after(disowned(None, given_up_by_the_kernel), 5, 6, 7, 8) > FOUR.driver_timeout - 30
-
-
-def all_are_reset(bench: Bench) -> None:
-    all_hang_up(bench, failed=True)
+    assert measure_pause(lose_executors(None, disconnect_late), 5, 6, 7, 8) > FOUR.driver_timeout - 30
 
 
-@pytest.mark.parametrize(("before", "after"), [(all_are_reset, None), (None, all_are_reset)])
+def reset_all(bench: Bench) -> None:
+    disconnect_all(bench, failed=True)
+
+
+@pytest.mark.parametrize(("before", "after"), [(reset_all, None), (None, reset_all)])
 def test_r18_connections_that_the_network_breaks_are_no_proof(
     before: Callable[[Bench], None] | None, after: Callable[[Bench], None] | None
 ) -> None:
-    assert goes_on_after(disowned(before, after), 5, 6, 7, 8) > FOUR.driver_timeout - 1
+    assert measure_pause(lose_executors(before, after), 5, 6, 7, 8) > FOUR.driver_timeout - 1
 
 
 def test_r18_one_connection_of_two_that_its_kernel_closed_is_proof_enough() -> None:
-    def some_are_reset(bench: Bench) -> None:
+    def reset_some(bench: Bench) -> None:
         for job in (1, 2, 3, 4):
             bench.on(on.ConnectionLost(0, SlotId(f"{job}-0")))
             bench.on(on.ConnectionLost(0, SlotId(f"{job}-0"), name(job), reset=True))
 
-    assert goes_on_after(disowned(some_are_reset), 5, 6, 7, 8) < 2.0
-    assert goes_on_after(disowned(None, some_are_reset), 5, 6, 7, 8) < 2.0
+    assert measure_pause(lose_executors(reset_some), 5, 6, 7, 8) < 2.0
+    assert measure_pause(lose_executors(None, reset_some), 5, 6, 7, 8) < 2.0
 
 
 def test_r18_a_worker_that_connects_again_is_alive() -> None:
-    def blinks(bench: Bench) -> None:
+    def reconnect_worker(bench: Bench) -> None:
         bench.on(on.ConnectionLost(0, SlotId("1-0"), name(1)))
         bench.on(on.ConnectionBack(0, SlotId("1-0"), name(1)))
         for job in (2, 3, 4):
             bench.on(on.ConnectionLost(0, SlotId(f"{job}-0")))
 
-    assert goes_on_after(disowned(blinks), 5, 6, 7, 8) > FOUR.driver_timeout - 10
+    assert measure_pause(lose_executors(reconnect_worker), 5, 6, 7, 8) > FOUR.driver_timeout - 10
 
 
 def test_r18_an_executor_loss_long_after_the_last_heartbeat_starts_no_second_wait() -> None:
@@ -180,6 +182,6 @@ def test_r18_an_executor_loss_long_after_the_last_heartbeat_starts_no_second_wai
     def silence(bench: Bench) -> None:
         bench.wait(FOUR.driver_timeout + 6.0)
 
-    bench = disowned(silence)
+    bench = lose_executors(silence)
     assert not bench.state.workers
-    assert goes_on_after(bench, 5, 6, 7, 8) < 2.0
+    assert measure_pause(bench, 5, 6, 7, 8) < 2.0

@@ -15,7 +15,7 @@ from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
 W2 = name(2)
 
 
-def _running() -> Bench:
+def _start_running() -> Bench:
     bench = Bench()
     bench.start(1, 2, 3, 4)
     return bench
@@ -32,10 +32,10 @@ def _running() -> Bench:
     ],
 )
 def test_what_is_a_loss_at_once(event: on.DriverEvent) -> None:
-    bench = _running()
+    bench = _start_running()
     bench.on(event)
-    assert [abort.fence for abort in bench.all(AbortWorld)] == [bench.fence]
-    assert W2 in bench.all(AbortWorld)[0].reason
+    assert [abort.fence for abort in bench.find_commands(AbortWorld)] == [bench.fence]
+    assert W2 in bench.find_commands(AbortWorld)[0].reason
     assert W2 not in bench.state.workers
 
 
@@ -52,7 +52,7 @@ def test_what_is_a_loss_at_once(event: on.DriverEvent) -> None:
     ],
 )
 def test_connections(worker_cut: bool, slot_cut: bool, suspected: bool, after: float, lost: bool) -> None:
-    bench = _running()
+    bench = _start_running()
     if worker_cut:
         bench.on(on.ConnectionLost(0, SlotId("2-0"), W2))
     if slot_cut:
@@ -64,19 +64,19 @@ def test_connections(worker_cut: bool, slot_cut: bool, suspected: bool, after: f
 
 
 def test_suspicion_before_the_connection_breaks_counts_as_well() -> None:
-    bench = _running()
+    bench = _start_running()
     bench.join(name(1), bench.fence, suspects=(W2,))
     bench.on(on.ConnectionLost(0, SlotId("2-0"), W2))
     assert W2 not in bench.state.workers
 
 
 def test_a_connection_that_is_back_in_time_is_forgotten() -> None:
-    bench = _running()
+    bench = _start_running()
     bench.on(on.ConnectionLost(0, SlotId("2-0"), W2))
     bench.wait(0.5, heartbeats_of=[1, 2, 3, 4])
     bench.on(on.ConnectionBack(0, SlotId("2-0"), W2))
     bench.wait(3.0, heartbeats_of=[1, 2, 3, 4])
-    assert not bench.all(AbortWorld)
+    assert not bench.find_commands(AbortWorld)
 
 
 def _cut_everybody(bench: Bench) -> None:
@@ -86,30 +86,30 @@ def _cut_everybody(bench: Bench) -> None:
 
 
 def test_r12_a_mass_disconnect_evicts_no_worker() -> None:
-    bench = _running()
+    bench = _start_running()
     _cut_everybody(bench)
     bench.wait(3.0)
     for job in (1, 2, 3, 4):
         bench.on(on.ConnectionBack(0, SlotId(f"{job}-0"), name(job)))
         bench.on(on.ConnectionBack(0, SlotId(f"{job}-0")))
         bench.wait(0.2)  # they come back one by one
-    assert not bench.all(AbortWorld)
+    assert not bench.find_commands(AbortWorld)
 
 
 def test_r12_a_worker_that_does_not_reconnect_after_a_mass_disconnect_is_evicted() -> None:
-    bench = _running()
+    bench = _start_running()
     _cut_everybody(bench)
     bench.wait(2.0)
     for job in (1, 3, 4):
         bench.on(on.ConnectionBack(0, SlotId(f"{job}-0"), name(job)))
     bench.wait(0.9, heartbeats_of=(1, 3, 4))
-    assert not bench.all(AbortWorld)
+    assert not bench.find_commands(AbortWorld)
     bench.wait(0.2, heartbeats_of=(1, 3, 4))
-    assert W2 in bench.all(AbortWorld)[0].reason
+    assert W2 in bench.find_commands(AbortWorld)[0].reason
 
 
 def test_after_a_mass_disconnect_the_lease_decides() -> None:
-    bench = _running()
+    bench = _start_running()
     _cut_everybody(bench)
     bench.wait(5.5)
     assert not bench.state.workers
@@ -119,22 +119,22 @@ def test_after_a_mass_disconnect_the_lease_decides() -> None:
     ("letter", "lost"), [("S", False), ("R", False), ("", False), ("T", True), ("Z", True)]
 )
 def test_a_stopped_process_does_not_renew_its_lease(letter: str, lost: bool) -> None:
-    bench = _running()
+    bench = _start_running()
     for _ in range(12):
         bench.wait(0.5, heartbeats_of=[1, 3, 4])
         bench.on(Heartbeat(SlotId("2-0"), W2, letter))
     assert (W2 not in bench.state.workers) is lost
-    assert bool(bench.all(StopWorker)) is lost
+    assert bool(bench.find_commands(StopWorker)) is lost
     if lost:
-        assert bench.all(StopWorker)[0].kill
+        assert bench.find_commands(StopWorker)[0].kill
 
 
 def test_a_silent_slot_loses_its_worker_after_the_lease() -> None:
-    bench = _running()
+    bench = _start_running()
     bench.wait(4.9, heartbeats_of=[1, 3, 4])
-    assert not bench.all(AbortWorld)
+    assert not bench.find_commands(AbortWorld)
     bench.wait(0.5, heartbeats_of=[1, 3, 4])
-    assert "its slot was silent" in bench.all(AbortWorld)[0].reason
+    assert "its slot was silent" in bench.find_commands(AbortWorld)[0].reason
 
 
 def test_imports_that_keep_a_host_busy_cost_no_worker() -> None:
@@ -149,15 +149,15 @@ def test_imports_that_keep_a_host_busy_cost_no_worker() -> None:
 
 
 def test_a_loss_aborts_a_world_once() -> None:
-    bench = _running()
+    bench = _start_running()
     bench.on(WorkerExited(W2.slot, W2, -9))
     bench.on(WorkerExited(name(3).slot, name(3), -9))
     bench.on(on.HostLost(0, "h3", "executor lost"))
-    assert len(bench.all(AbortWorld)) == 1
+    assert len(bench.find_commands(AbortWorld)) == 1
 
 
 def test_an_evicted_worker_is_told_to_stop_whenever_it_speaks() -> None:
-    bench = _running()
+    bench = _start_running()
     bench.on(on.ConnectionLost(0, SlotId("2-0"), W2))
     bench.wait(1.1, heartbeats_of=[1, 3, 4])
     bench.join(W2, bench.fence)
@@ -167,7 +167,7 @@ def test_an_evicted_worker_is_told_to_stop_whenever_it_speaks() -> None:
 
 
 def test_a_slot_of_a_lost_host_is_released_when_it_speaks() -> None:
-    bench = _running()
+    bench = _start_running()
     bench.on(on.HostLost(0, "h2", "executor lost"))
     bench.on(Heartbeat(SlotId("2-0"), W2, "S"))
     assert isinstance(bench.commands[0], ReleaseSlot)
@@ -175,7 +175,7 @@ def test_a_slot_of_a_lost_host_is_released_when_it_speaks() -> None:
 
 def test_what_a_slot_said_of_an_older_worker_comes_late() -> None:
     """Held up on the way, while its host was cut off: the newer one stays what it is."""
-    bench = _running()
+    bench = _start_running()
     bench.on(WorkerExited(W2.slot, W2, -9))
     bench.on(WorkerStarted(SlotId("2-0"), name(2, 3)))
     bench.on(WorkerStarted(SlotId("2-0"), name(2, 2)))
@@ -187,7 +187,7 @@ def test_the_next_world_says_who_was_lost_and_how_though_a_survivor_saw_it_first
     bench = Bench(replace(FOUR, num_workers=2))
     bench.start(1, 2)
     bench.on(JoinWorld(name(1), bench.fence, at(5), suspects=(W2,), reason="it hung up"))
-    assert "could not continue" in bench.all(AbortWorld)[0].reason
+    assert "could not continue" in bench.find_commands(AbortWorld)[0].reason
     bench.on(WorkerExited(W2.slot, W2, -9, "killed by signal 9"))
     assert bench.members() == [name(1)]
     assert f"worker {W2}" in bench.world.reason

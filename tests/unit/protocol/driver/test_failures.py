@@ -43,14 +43,14 @@ def test_r13_another_position_or_another_exception_is_not() -> None:
     bench.regroup(4, name(1), name(3))
     bench.form()
     _raise(bench, name(3), "row 18", step=4)
-    assert not bench.all(End)
+    assert not bench.find_commands(End)
 
 
 def test_r13_what_every_member_raises_is_the_users() -> None:
     bench = Bench(replace(FOUR, failure_budget=1))
     bench.start(1, 2, 3, 4)
     for job in (1, 2, 3, 4):
-        assert not bench.all(End)
+        assert not bench.find_commands(End)
         _raise(bench, name(job), "the same")
     assert bench.end.outcome is Outcome.USER_ERROR
 
@@ -62,19 +62,19 @@ def test_what_others_raise_since_a_peer_is_gone_is_one_failure_and_no_slots_faul
     bench.on(WorkerExited(name(2).slot, name(2), -9))
     for job in (1, 3, 4):
         _raise(bench, name(job), f"connection {job} closed by peer", step=0)
-    assert not bench.all(End)
+    assert not bench.find_commands(End)
     assert not bench.state.blacklist
 
 
-def _killed(bench: Bench, world: int) -> None:
+def _kill_worker(bench: Bench, world: int) -> None:
     bench.on(WorkerExited(name(3, world).slot, name(3, world), -9))
     bench.on(WorkerStarted(SlotId("3-0"), name(3, world + 1)))
     bench.join(name(3, world + 1))
 
 
-def _gone_with_its_slot(bench: Bench, world: int) -> None:
+def _lose_slot(bench: Bench, world: int) -> None:
     bench.on(on.LaunchEnded(0, 2 + world, "its executor is lost"))
-    bench.warm(3 + world)
+    bench.start_warm(3 + world)
 
 
 def _raise_as_nccl(bench: Bench, worker: str) -> None:
@@ -87,7 +87,7 @@ def _abort_as_nccl(bench: Bench, worker: str) -> None:
 
 @pytest.mark.parametrize("survivor_first", [True, False])
 @pytest.mark.parametrize(("fails", "budget"), [(_raise_as_nccl, 1), (_abort_as_nccl, 3)])
-@pytest.mark.parametrize("taken", [_killed, _gone_with_its_slot])
+@pytest.mark.parametrize("taken", [_kill_worker, _lose_slot])
 def test_r13_how_others_fail_since_a_peer_was_taken_is_not_the_programs_fault(
     taken: Callable[[Bench, int], None],
     fails: Callable[[Bench, str], None],
@@ -110,9 +110,9 @@ def test_r13_how_others_fail_since_a_peer_was_taken_is_not_the_programs_fault(
         bench.join(name(job, 2))
         bench.wait(5.0, heartbeats_of=[1, 2, 3, 4, 5])
         bench.form()
-        assert not bench.all(End)
+        assert not bench.find_commands(End)
     fails(bench, name(2, 2))
-    assert not bench.all(End), "the first one that proves something"
+    assert not bench.find_commands(End), "the first one that proves something"
 
 
 def test_r13_if_all_members_raise_the_job_ends_with_the_first_exception() -> None:
@@ -130,7 +130,7 @@ def test_a_program_that_no_worker_can_load_ends_the_job() -> None:
     for job in (1, 2):
         bench.slot(job)
     _raise(bench, name(1), "no module", step=None)
-    assert not bench.all(End)
+    assert not bench.find_commands(End)
     _raise(bench, name(2), "no module", step=None)
     assert bench.end.outcome is Outcome.USER_ERROR
 
@@ -143,7 +143,7 @@ def test_the_budget_is_for_failures_of_workers_within_the_window() -> None:
         bench.on(WorkerStarted(SlotId("2-0"), name(2, started + 1)))
     bench.wait(101.0, heartbeats_of=[1, 2])
     bench.on(WorkerExited(name(2, 3).slot, name(2, 3), 1))
-    assert not bench.all(End)
+    assert not bench.find_commands(End)
     for started in (4, 5):
         bench.on(WorkerStarted(SlotId("2-0"), name(2, started)))
         bench.on(WorkerExited(name(2, started).slot, name(2, started), 1))
@@ -160,7 +160,7 @@ def test_memory_that_runs_out_again_and_again_ends_the_job_with_the_setting_to_r
     bench.on(exits[0])
     bench.wait(101.0, heartbeats_of=[1, 2])
     for started, event in enumerate(exits[1:], 2):
-        assert not bench.all(End)
+        assert not bench.find_commands(End)
         bench.on(WorkerStarted(SlotId("2-0"), name(2, started)))
         bench.on(event)
     assert bench.end.outcome is Outcome.OUT_OF_MEMORY
@@ -177,7 +177,7 @@ def test_lost_hosts_and_drains_cost_no_budget() -> None:
     bench.on(on.DrainRequested(0, "decommissioning", host="h4"))
     bench.regroup(3, name(1), name(4))
     bench.on(WorkerExited(name(4).slot, name(4), 0))
-    assert not bench.all(End)
+    assert not bench.find_commands(End)
 
 
 def test_an_exit_that_is_reported_after_its_broken_connection_is_counted_once() -> None:
@@ -186,7 +186,7 @@ def test_an_exit_that_is_reported_after_its_broken_connection_is_counted_once() 
     bench.on(on.ConnectionLost(0, SlotId("2-0"), name(2)))
     bench.join(name(1), bench.fence, at(3), suspects=(name(2),))
     assert name(2) not in bench.state.workers
-    assert not bench.all(End)
+    assert not bench.find_commands(End)
     bench.on(WorkerExited(name(2).slot, name(2), -11))
     assert bench.end.outcome is Outcome.FAILURE_BUDGET
 
@@ -196,7 +196,7 @@ def test_a_report_and_the_exit_that_follows_are_one_failure() -> None:
     bench.start(1, 2, 3, 4)
     _raise(bench, name(2), "row 17")
     bench.on(WorkerExited(name(2).slot, name(2), 1))
-    assert not bench.all(End)
+    assert not bench.find_commands(End)
 
 
 BORNE = FOUR.driver_timeout
@@ -209,7 +209,7 @@ def _break_in_vain(bench: Bench, step: int | None = 3, seconds: float = BORNE) -
     position = at(step) if step is not None else None
     for worker in bench.members():
         bench.join(worker, fence, position, reason="'loss' waited too long for rank(s) 1")
-    if not bench.all(End):
+    if not bench.find_commands(End):
         bench.form()
 
 
@@ -223,7 +223,7 @@ def test_r13_worlds_without_progress_end_the_job_with_the_workers_own_reason(ste
         before = 1
     for _ in range(2):
         _break_in_vain(bench, step)
-        assert not bench.all(End)
+        assert not bench.find_commands(End)
     _break_in_vain(bench, step)
     assert bench.end.outcome is Outcome.USER_ERROR
     assert f"3 worlds in a row, up to world {before + 3}" in bench.end.reason
@@ -236,7 +236,7 @@ def test_progress_a_loss_and_a_newcomer_each_begin_the_count_anew() -> None:
     bench.start(1, 2)
     for step in (3, 3, 3, 4, 4, 4):  # the first at each step broke after progress
         _break_in_vain(bench, step)
-    bench.warm(3)  # a planned change
+    bench.start_warm(3)  # a planned change
     bench.wait(1.0, heartbeats_of=[1, 2, 3])
     bench.stop_planned(4, name(1), name(2))
     assert len(bench.members()) == 3
@@ -248,7 +248,7 @@ def test_progress_a_loss_and_a_newcomer_each_begin_the_count_anew() -> None:
     bench.form()
     for _ in range(2):
         _break_in_vain(bench, 4)
-    assert not bench.all(End)
+    assert not bench.find_commands(End)
 
 
 def test_an_outage_between_peers_is_borne_as_one_of_the_driver_is() -> None:
@@ -256,7 +256,7 @@ def test_an_outage_between_peers_is_borne_as_one_of_the_driver_is() -> None:
     bench.start(1, 2)
     for _ in range(10):
         _break_in_vain(bench, 0, seconds=BORNE / 10)
-    assert not bench.all(End)
+    assert not bench.find_commands(End)
     _break_in_vain(bench, 0, seconds=BORNE / 5)
     assert "11 worlds in a row" in bench.end.reason
 
@@ -280,7 +280,7 @@ def test_r13_native_code_that_crashes_at_one_place_in_two_worlds_ends_the_job() 
     bench = Bench(replace(FOUR, num_workers=2, max_workers=2, cooldown_range=(1.0, 1.0)))
     bench.start(1, 2)
     _crash_and_come_back(bench, 2, 1)
-    assert not bench.all(End)
+    assert not bench.find_commands(End)
     _crash(bench, name(1))
     assert bench.end.outcome is Outcome.USER_ERROR
     assert f"killed by signal 11 in {AT}" in bench.end.reason
@@ -295,14 +295,14 @@ def test_r13_one_host_of_several_that_crashes_again_and_again_is_the_hosts_troub
     _crash_and_come_back(bench, 2, 1)
     assert bench.members() == [name(1), name(2, 2)]
     _crash(bench, name(2, 2))
-    assert not bench.all(End)
+    assert not bench.find_commands(End)
 
 
 def test_r13_a_crash_that_is_reported_after_its_broken_connection_is_the_programs() -> None:
     bench = Bench(replace(ALL_TWO, num_workers=3, max_workers=3))
     bench.start(1, 2, 3)
     for job, other in ((2, name(1)), (1, name(2, 2))):
-        assert not bench.all(End)
+        assert not bench.find_commands(End)
         bench.on(on.ConnectionLost(0, SlotId(f"{job}-0"), name(job)))
         bench.join(other, bench.fence, None, suspects=(name(job),))
         assert name(job) in bench.state.workers.evicted
@@ -324,7 +324,7 @@ def test_r13_a_host_that_is_not_known_any_more_is_no_second_one() -> None:
     bench.wait(bench.limits.reconnect_grace + 1.0, heartbeats_of=[1, 2])
     bench.on(on.HostLost(0, "h2", "Spark lost sight of it"))
     _crash(bench, name(2, 2))
-    assert not bench.all(End)
+    assert not bench.find_commands(End)
 
 
 def test_r13_crashes_at_two_places_are_two() -> None:
@@ -332,14 +332,14 @@ def test_r13_crashes_at_two_places_are_two() -> None:
     bench.start(1, 2)
     _crash_and_come_back(bench, 2, 1, at="net.py, line 9, in forward")
     _crash(bench, name(1))
-    assert not bench.all(End)
+    assert not bench.find_commands(End)
 
 
 def test_r13_the_only_host_is_tried_twice() -> None:
     bench = Bench(replace(FOUR, num_workers=1, max_workers=1, cooldown_range=(1.0, 1.0)))
     bench.start(1)
     _crash_and_come_back(bench, 1)
-    assert not bench.all(End)
+    assert not bench.find_commands(End)
     _crash(bench, name(1, 2))
     assert bench.end.outcome is Outcome.USER_ERROR
 
@@ -349,7 +349,7 @@ def test_r13_worlds_from_two_checkpoints_did_not_begin_at_one_position() -> None
     bench = Bench(replace(FOUR, num_workers=1, max_workers=1, cooldown_range=(1.0, 1.0)))
     bench.start(1)
     for started, step in ((1, 100), (2, 200), (3, 0)):
-        assert not bench.all(End)
+        assert not bench.find_commands(End)
         if step:
             written = Checkpoint(bench.fence, at(step), f"checkpoint-{step}", "digest")
             bench.on(CheckpointWritten(name(1, started), written))
@@ -358,7 +358,7 @@ def test_r13_worlds_from_two_checkpoints_did_not_begin_at_one_position() -> None
         bench.join(name(1, started + 1))
         bench.wait(5.0, heartbeats_of=[1])
         bench.form()
-    assert not bench.all(End)
+    assert not bench.find_commands(End)
     _crash(bench, name(1, 4))
     assert bench.end.outcome is Outcome.USER_ERROR
     assert f"in 2 worlds that began at {format_position(at(200))}" in bench.end.reason
@@ -370,7 +370,7 @@ def test_r13_a_crash_before_any_world_is_the_programs_once_all_slots_have_seen_i
         bench.slot(job)
     for started in (1, 2):
         for job in (1, 2):
-            assert not bench.all(End)
+            assert not bench.find_commands(End)
             _crash(bench, name(job, started))
             bench.on(WorkerStarted(SlotId(f"{job}-0"), name(job, started + 1)))
     assert "on all 2 slots" in bench.end.reason
@@ -385,4 +385,4 @@ def test_r13_newcomers_that_crash_do_not_stop_those_who_train() -> None:
         for job in (2, 3):
             _crash(bench, name(job, started))
             bench.on(WorkerStarted(SlotId(f"{job}-0"), name(job, started + 1)))
-    assert not bench.all(End)
+    assert not bench.find_commands(End)

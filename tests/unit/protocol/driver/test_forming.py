@@ -16,8 +16,8 @@ from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
 SHORT = replace(FOUR, regroup_timeout=4.0, driver_timeout=8.0)
 
 
-def _killed(bench: Bench) -> set[str]:
-    return {stop.worker for stop in bench.all(StopWorker) if stop.kill}
+def _find_killed(bench: Bench) -> set[str]:
+    return {stop.worker for stop in bench.find_commands(StopWorker) if stop.kill}
 
 
 def test_the_last_member_with_the_state_is_not_evicted_while_it_works() -> None:
@@ -25,7 +25,7 @@ def test_the_last_member_with_the_state_is_not_evicted_while_it_works() -> None:
     bench.start(1, 2)
     bench.on(WorkerExited(name(2).slot, name(2), -9))
     bench.wait(SHORT.regroup_timeout * LAST_STATE_FACTOR - 0.1, heartbeats_of=[1, 2])
-    assert not _killed(bench)
+    assert not _find_killed(bench)
     bench.regroup(7, name(1))
     assert (bench.members(), bench.world.position) == ([name(1)], at(7))
 
@@ -36,7 +36,7 @@ def test_the_last_member_with_the_state_is_not_evicted_while_only_members_withou
     bench.on(WorkerExited(name(3).slot, name(3), -9))
     bench.join(name(2), bench.fence, None)  # it had not taken the state yet
     bench.wait(SHORT.regroup_timeout + 1.0, heartbeats_of=[1, 2])
-    assert not _killed(bench)
+    assert not _find_killed(bench)
 
 
 def test_the_last_member_with_the_state_is_evicted_after_ten_regroup_timeouts() -> None:
@@ -44,7 +44,7 @@ def test_the_last_member_with_the_state_is_evicted_after_ten_regroup_timeouts() 
     bench.start(1, 2)
     bench.on(WorkerExited(name(2).slot, name(2), -9))
     bench.wait(SHORT.regroup_timeout * LAST_STATE_FACTOR + 0.1, heartbeats_of=[1, 2])
-    assert _killed(bench) == {name(1)}
+    assert _find_killed(bench) == {name(1)}
 
 
 def test_a_member_that_works_on_is_evicted_after_regroup_timeout_if_another_came_with_the_state() -> None:
@@ -52,9 +52,9 @@ def test_a_member_that_works_on_is_evicted_after_regroup_timeout_if_another_came
     bench.start(1, 2)
     bench.join(name(2), bench.fence, at(7), suspects=(name(1),), reason="timed out after 60 s")
     bench.wait(SHORT.regroup_timeout - 0.1, heartbeats_of=[1, 2])
-    assert not _killed(bench)
+    assert not _find_killed(bench)
     bench.wait(0.2, heartbeats_of=[1, 2])
-    assert _killed(bench) == {name(1)}
+    assert _find_killed(bench) == {name(1)}
     assert bench.members() == [name(2)]
 
 
@@ -65,27 +65,27 @@ def test_a_member_that_does_not_run_is_evicted_when_its_lease_ends() -> None:
     for _ in range(int(SHORT.lease / 0.1) + 5):
         bench.on(Heartbeat(SlotId("1-0"), name(1), "T"))
         bench.wait(0.1, heartbeats_of=[2])
-    assert name(1) in _killed(bench)
+    assert name(1) in _find_killed(bench)
 
 
 def test_building_a_world_has_its_own_bound() -> None:
     bench = Bench()
-    bench.warm(1, 2, 3, 4)
+    bench.start_warm(1, 2, 3, 4)
     for job in (1, 2, 3):
         bench.on(WorldFormed(name(job), bench.fence))
     bench.wait(SHORT_TIMEOUT + 0.1, heartbeats_of=[1, 2, 3, 4])
-    (abort,) = bench.all(AbortWorld)
+    (abort,) = bench.find_commands(AbortWorld)
     assert f"{name(4)} did not build world 1 within 30 s" in abort.reason
 
 
-def _busy_rank_0(bench: Bench, step: int) -> None:
+def _keep_rank_0_busy(bench: Bench, step: int) -> None:
     """It works for longer than the others wait in a collective, and than it is waited for after that."""
     zero, *others = bench.members()
     bench.on(on.WorkerStalled(0, zero, bench.fence, f"{zero} runs, last seen in evaluate (train.py:7)"))
     for worker in others:
         bench.join(worker, bench.fence, at(step), suspects=(zero,), reason="timed out after 60 s")
     bench.wait(SHORT.regroup_timeout + 0.1, heartbeats_of=[1, 2, 3])
-    if bench.all(End):
+    if bench.find_commands(End):
         return
     job, started = int(zero[0]), int(zero.rpartition(".")[2])
     bench.on(WorkerExited(zero.slot, zero, -9))
@@ -99,12 +99,12 @@ def test_r13_repeated_evictions_of_rank_0_at_one_position_end_the_job(moves: boo
     bench = Bench(replace(SHORT, num_workers=3, max_workers=3))
     bench.start(1, 2, 3)
     for attempt in range(6):
-        if not bench.all(End):
-            _busy_rank_0(bench, 7 + attempt * moves)
+        if not bench.find_commands(End):
+            _keep_rank_0_busy(bench, 7 + attempt * moves)
     if moves:
-        assert not bench.all(End)
+        assert not bench.find_commands(End)
         return
-    assert len(bench.all(PublishWorld)) == 4
+    assert len(bench.find_commands(PublishWorld)) == 4
     assert bench.end.outcome is Outcome.USER_ERROR
     for words in ("step 7", "one did not come back", "timed out after 60 s", "evaluate (train.py:7)"):
         assert words in bench.end.reason
@@ -113,9 +113,9 @@ def test_r13_repeated_evictions_of_rank_0_at_one_position_end_the_job(moves: boo
 
 def test_a_start_with_fewer_workers_than_wanted_is_announced() -> None:
     bench = Bench(replace(FOUR, gather_timeout=5.0))
-    bench.warm(1, 2)
+    bench.start_warm(1, 2)
     bench.wait(5.1, heartbeats_of=[1, 2])
-    (told,) = [each.reason for each in bench.all(NotifyUser)]
+    (told,) = [each.reason for each in bench.find_commands(NotifyUser)]
     assert told.startswith(
         "2 of 4 workers (num_workers) came within 5 s (gather_timeout): the job begins with them"
     )
@@ -124,8 +124,8 @@ def test_a_start_with_fewer_workers_than_wanted_is_announced() -> None:
 def test_a_wait_for_min_workers_is_announced_once_and_again_after_the_next_loss() -> None:
     bench = Bench(replace(FOUR, min_workers=2, gather_timeout=5.0))
     bench.wait(12.0)
-    (told,) = [each.reason for each in bench.all(NotifyUser)]
+    (told,) = [each.reason for each in bench.find_commands(NotifyUser)]
     assert told.startswith("0 workers are there and 2 are needed (min_workers)")
     assert "more cores, or lower min_workers" in told
     bench.start(1, 2, 3, 4)
-    assert len(bench.all(NotifyUser)) == 1
+    assert len(bench.find_commands(NotifyUser)) == 1

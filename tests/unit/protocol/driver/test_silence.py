@@ -16,48 +16,48 @@ from tests.unit.protocol.driver_bench import FOUR, Bench, name
 ALL = (1, 2, 3, 4)
 
 
-def _running() -> Bench:
+def _start_running() -> Bench:
     bench = Bench(replace(FOUR, driver_timeout=40.0))
     bench.start(*ALL)
     return bench
 
 
 def test_r12_a_driver_that_is_cut_off_evicts_no_worker() -> None:
-    bench = _running()
+    bench = _start_running()
     bench.wait(30.0)
     bench.wait(10.0, heartbeats_of=ALL)
-    assert not bench.all(AbortWorld)
+    assert not bench.find_commands(AbortWorld)
     assert len(bench.state.workers) == 4
 
 
 def test_r12_heartbeats_that_are_all_missed_at_once_evict_no_worker() -> None:
-    bench = _running()
+    bench = _start_running()
     for job in ALL:
         bench.wait(0.25)
         bench.on(Heartbeat(SlotId(f"{job}-0"), name(job), "S"))
     bench.wait(30.0)
-    assert not bench.all(AbortWorld)
+    assert not bench.find_commands(AbortWorld)
 
 
 def test_r12_slots_get_a_full_lease_after_the_driver_was_cut_off() -> None:
-    bench = _running()
+    bench = _start_running()
     bench.wait(30.0)
     bench.wait(4.0, heartbeats_of=(1,))
-    assert not bench.all(AbortWorld)
+    assert not bench.find_commands(AbortWorld)
     bench.wait(2.0, heartbeats_of=(1,))
-    assert "its slot was silent" in bench.all(AbortWorld)[0].reason
+    assert "its slot was silent" in bench.find_commands(AbortWorld)[0].reason
     assert set(bench.state.workers) == {name(1)}
 
 
 def test_r12_a_driver_that_was_paused_evicts_no_worker() -> None:
-    bench = _running()
+    bench = _start_running()
     bench.now += 30.0
     bench.on(on.Tick(0))
     for job in ALL:
         bench.wait(0.05)
         bench.on(Heartbeat(SlotId(f"{job}-0"), name(job), "S"))
     bench.wait(5.0, heartbeats_of=ALL)
-    assert not bench.all(AbortWorld)
+    assert not bench.find_commands(AbortWorld)
 
 
 @pytest.mark.parametrize("first", [1, 3])
@@ -65,7 +65,7 @@ def test_r12_after_a_pause_of_the_driver_one_fresh_heartbeat_proves_nothing_abou
     first: int,
 ) -> None:
     """The heartbeats of the others are still unread in its sockets when the first tick comes."""
-    bench = _running()
+    bench = _start_running()
     bench.wait(1.0, heartbeats_of=ALL)
     bench.now += 10.0
     bench.on(Heartbeat(SlotId(f"{first}-0"), name(first), "S"))
@@ -77,7 +77,7 @@ def test_r12_after_a_pause_of_the_driver_one_fresh_heartbeat_proves_nothing_abou
 
 
 def test_r12_a_driver_that_slept_lets_a_broken_connection_come_back() -> None:
-    bench = _running()
+    bench = _start_running()
     bench.wait(1.0, heartbeats_of=ALL)
     bench.on(on.ConnectionLost(0, SlotId("2-0"), name(2)))
     bench.now += 10.0
@@ -90,7 +90,7 @@ def test_r12_a_driver_that_slept_lets_a_broken_connection_come_back() -> None:
 
 
 def test_r12_after_the_drivers_timeout_they_have_ended_themselves() -> None:
-    bench = _running()
+    bench = _start_running()
     bench.wait(46.0)
     assert not bench.state.workers
 
@@ -107,7 +107,7 @@ def test_r12_workers_that_ended_because_the_driver_was_silent_count_as_no_failur
     for job in sixteen:
         bench.on(WorkerExited(name(job).slot, name(job), DRIVER_SILENT_EXIT_CODE))
     assert not bench.state.workers
-    assert not bench.all(End)
+    assert not bench.find_commands(End)
     assert not bench.state.blacklist
     assert not bench.state.failures.records
 
@@ -116,7 +116,7 @@ def test_a_function_that_chooses_that_code_does_not_run_for_ever() -> None:
     bench = Bench(replace(FOUR, failure_budget=0))
     bench.start(1)
     for started in range(1, 25):
-        if bench.all(End):
+        if bench.find_commands(End):
             break
         bench.on(WorkerExited(name(1, started).slot, name(1, started), DRIVER_SILENT_EXIT_CODE))
         bench.on(WorkerStarted(SlotId("1-0"), name(1, started + 1)))
@@ -124,7 +124,7 @@ def test_a_function_that_chooses_that_code_does_not_run_for_ever() -> None:
 
 
 def test_one_host_that_is_cut_off_is_lost_after_the_lease() -> None:
-    bench = _running()
+    bench = _start_running()
     bench.wait(5.5, heartbeats_of=(1, 2, 3))
     assert set(bench.state.workers) == {name(1), name(2), name(3)}
 
@@ -145,22 +145,22 @@ def test_r14_a_first_attempt_that_died_unseen_keeps_its_successor_out_only_until
     for _ in range(14):
         bench.wait(1.0, heartbeats_of=[2])
         bench.on(Heartbeat(SlotId("1-1"), WorkerId("1-1.1"), "S"))
-    assert not bench.all(ReleaseSlot)
+    assert not bench.find_commands(ReleaseSlot)
     bench.wait(2.0, heartbeats_of=[2])
-    assert [release.slot for release in bench.all(ReleaseSlot)] == ["1-1"]
+    assert [release.slot for release in bench.find_commands(ReleaseSlot)] == ["1-1"]
     bench.on(Heartbeat(SlotId("1-0")))
-    assert bench.all(ReleaseSlot)[-1].slot == "1-0"
+    assert bench.find_commands(ReleaseSlot)[-1].slot == "1-0"
 
 
 def test_r18_a_worker_that_spoke_after_its_slot_is_waited_for_longer() -> None:
     bench = Bench(Limits(1, 1, 2, driver_timeout=10.0))
     bench.start(1)
-    bench.warm(2)
+    bench.start_warm(2)
     bench.wait(4.5, heartbeats_of=[2])
     bench.on(on.ConnectionBack(0, SlotId("1-0"), name(1)))
     bench.wait(11.0, heartbeats_of=[2])
     assert "1-0" not in bench.state.slots
-    assert len(bench.all(PublishWorld)) == 1, (
+    assert len(bench.find_commands(PublishWorld)) == 1, (
         "it may train on until it has been without the driver for long enough"
     )
     bench.wait(5.0, heartbeats_of=[2])
@@ -169,10 +169,10 @@ def test_r18_a_worker_that_spoke_after_its_slot_is_waited_for_longer() -> None:
 
 def test_a_slot_whose_connection_is_back_counts_as_seen() -> None:
     """Its connection is back before its next heartbeat."""
-    bench = _running()
+    bench = _start_running()
     bench.on(on.ConnectionLost(0, SlotId("1-0")))
     bench.wait(4.5, heartbeats_of=(2, 3, 4))
     bench.on(on.ConnectionBack(0, SlotId("1-0")))
     bench.on(on.ConnectionBack(0, SlotId("1-0"), name(1)))
     bench.wait(1.5, heartbeats_of=(2, 3, 4))
-    assert not bench.all(AbortWorld)
+    assert not bench.find_commands(AbortWorld)

@@ -19,67 +19,67 @@ def test_a_slot_job_that_ended_is_launched_again_later_and_later() -> None:
     for job in range(1, 12):
         bench.on(on.LaunchEnded(0, job, "no room"))
         ended = bench.now
-        while bench.all(LaunchSlot)[-1].launch == job:
+        while bench.find_commands(LaunchSlot)[-1].launch == job:
             bench.wait(0.05)
         delays.append(bench.now - ended)
-    assert [launch.launch for launch in bench.all(LaunchSlot)] == list(range(1, 13))
+    assert [launch.launch for launch in bench.find_commands(LaunchSlot)] == list(range(1, 13))
     assert delays == pytest.approx([0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0, 30.0], abs=0.06)
 
 
 def test_a_slot_job_that_had_worked_is_launched_again_at_once() -> None:
     bench = Bench(replace(FOUR, max_workers=1, num_workers=1))
     for job in range(1, 5):
-        bench.warm(job)
+        bench.start_warm(job)
         bench.on(on.LaunchEnded(0, job, "executor lost"))
-    assert [launch.launch for launch in bench.all(LaunchSlot)] == [1, 2, 3, 4, 5]
+    assert [launch.launch for launch in bench.find_commands(LaunchSlot)] == [1, 2, 3, 4, 5]
 
 
-def _free_of_work(bench: Bench, seconds: float, host: str) -> int:
+def _count_launches(bench: Bench, seconds: float, host: str) -> int:
     """How many slot jobs a host is asked for that takes each at once and may not be used."""
-    before, end = len(bench.all(LaunchSlot)), bench.now + seconds
+    before, end = len(bench.find_commands(LaunchSlot)), bench.now + seconds
     while bench.now < end:
         for job in tuple(bench.state.launches):
             if job not in bench.state.launches.delayed:
                 bench.on(RegisterSlot(SlotId(f"{job}-0"), host, job))
                 bench.on(on.LaunchEnded(0, job, "released"))
         bench.wait(0.5)
-    return len(bench.all(LaunchSlot)) - before
+    return len(bench.find_commands(LaunchSlot)) - before
 
 
 def test_a_host_with_room_that_may_not_be_used_is_asked_less_and_less() -> None:
     bench = Bench(replace(FOUR, num_workers=1, max_workers=1, start_timeout=3600.0))
     bench.on(on.DrainRequested(0, "maintenance", host="h1"))
-    assert _free_of_work(bench, 600.0, "h1") < 30
+    assert _count_launches(bench, 600.0, "h1") < 30
 
 
 def test_a_host_that_is_listed_again_does_not_wait_for_delayed_launches() -> None:
     bench = Bench(replace(FOUR, num_workers=1, max_workers=1, start_timeout=3600.0))
     bench.on(on.HostsDiscovered(0, (("h2", 1),)))
-    _free_of_work(bench, 130.0, "h1")
+    _count_launches(bench, 130.0, "h1")
     (job,) = bench.state.launches.delayed
     bench.on(on.HostsDiscovered(0, (("h1", 1), ("h2", 1))))
-    assert bench.commands == (bench.all(LaunchSlot)[-1],)
-    assert bench.all(LaunchSlot)[-1].launch == job
+    assert bench.commands == (bench.find_commands(LaunchSlot)[-1],)
+    assert bench.find_commands(LaunchSlot)[-1].launch == job
 
 
 def test_a_host_that_appears_is_asked_at_once_and_no_more_often_than_others_after_that() -> None:
     bench = Bench(replace(FOUR, num_workers=1, max_workers=1, start_timeout=3600.0))
     bench.on(on.DrainRequested(0, "maintenance", host="h1"))
-    _free_of_work(bench, 130.0, "h1")
+    _count_launches(bench, 130.0, "h1")
     (job,) = bench.state.launches.delayed
     bench.on(on.HostAppeared(0, "h2"))
     assert [command.launch for command in bench.commands if isinstance(command, LaunchSlot)] == [job]
-    assert _free_of_work(bench, 120.0, "h1") <= 5
+    assert _count_launches(bench, 120.0, "h1") <= 5
 
 
 def test_a_host_that_appears_gets_a_launch_although_all_others_are_blacklisted() -> None:
     bench = Bench(Limits(1, 1, 1, cooldown_range=(40.0, 60.0)))
-    bench.warm(1)
+    bench.start_warm(1)
     bench.on(WorkerFailed(name(1), None, None, "f", "boom"))
     bench.on(on.LaunchEnded(0, 1, "released"))
     assert list(bench.state.launches.delayed) == [2]
     bench.on(on.HostAppeared(0, "h2"))
-    assert [launch.launch for launch in bench.all(LaunchSlot)] == [1, 2]
+    assert [launch.launch for launch in bench.find_commands(LaunchSlot)] == [1, 2]
 
 
 # ---- idle slots
@@ -88,15 +88,15 @@ def test_a_host_that_appears_gets_a_launch_although_all_others_are_blacklisted()
 def test_w19_a_slot_that_no_world_needs_gives_its_core_back_until_a_member_is_lost() -> None:
     bench = Bench(replace(FOUR, max_global_batch=3, idle_slot_timeout=20.0))
     bench.start(1, 2, 3)
-    bench.warm(4)
+    bench.start_warm(4)
     bench.wait(15.0, heartbeats_of=[1, 2, 3, 4])
-    assert not bench.all(ReleaseSlot)
+    assert not bench.find_commands(ReleaseSlot)
     bench.wait(6.0, heartbeats_of=[1, 2, 3, 4])
-    assert [release.slot for release in bench.all(ReleaseSlot)] == ["4-0"]
+    assert [release.slot for release in bench.find_commands(ReleaseSlot)] == ["4-0"]
     bench.on(on.LaunchEnded(0, 4, "released"))
-    assert len(bench.all(LaunchSlot)) == 4
+    assert len(bench.find_commands(LaunchSlot)) == 4
     bench.on(WorkerExited(name(1).slot, name(1), -9))
-    assert len(bench.all(LaunchSlot)) == 5
+    assert len(bench.find_commands(LaunchSlot)) == 5
 
 
 def test_r14_an_idle_second_attempt_is_not_sent_back_before_the_first() -> None:
@@ -107,10 +107,10 @@ def test_r14_an_idle_second_attempt_is_not_sent_back_before_the_first() -> None:
     for _ in range(10):
         bench.wait(0.5, heartbeats_of=[1, 2])
         bench.on(Heartbeat(SlotId("1-1"), WorkerId("1-1.1"), "S"))
-    assert not bench.all(ReleaseSlot)
+    assert not bench.find_commands(ReleaseSlot)
 
 
-def _copied(host: str = "h9") -> Bench:
+def _start_copied(host: str = "h9") -> Bench:
     """A world of two; the task of its first slot has a second attempt on that host, with a warm worker."""
     bench = Bench(Limits(2, 1, 3))
     bench.start(1, 2)
@@ -130,14 +130,14 @@ ORDERS = (
 def test_r14_a_second_attempt_that_is_not_wanted_is_sent_back_once_the_first_is_gone(
     order: on.DriverEvent,
 ) -> None:
-    bench = _copied()
+    bench = _start_copied()
     bench.on(order)
     bench.wait(2.0, heartbeats_of=[1, 2])
-    assert not bench.all(ReleaseSlot), "Spark would end the member"
+    assert not bench.find_commands(ReleaseSlot), "Spark would end the member"
     bench.stop_planned(1, name(1), name(2))  # announced when it came
     assert bench.members() == [name(1), name(2)]
     bench.on(on.HostLost(0, "h1", "executor lost"))
-    assert [release.slot for release in bench.all(ReleaseSlot)] == ["1-1"]
+    assert [release.slot for release in bench.find_commands(ReleaseSlot)] == ["1-1"]
     assert not bench.state.slots.excluded
 
 
@@ -148,10 +148,10 @@ def test_r14_one_that_is_not_let_in_waits_for_the_end_of_its_job() -> None:
     bench.on(RegisterSlot(SlotId("1-1"), "h9", 1))
     bench.join(WorkerId("1-1.1"))
     bench.on(RegisterSlot(SlotId("3-0"), "h9", 3))
-    assert [release.slot for release in bench.all(ReleaseSlot)] == ["3-0"], "that one is alone"
+    assert [release.slot for release in bench.find_commands(ReleaseSlot)] == ["3-0"], "that one is alone"
     bench.on(on.LaunchEnded(0, 1, "killed"))
-    assert [release.slot for release in bench.all(ReleaseSlot)] == ["3-0"]
-    assert bench.all(LaunchSlot)[-1].launch == 4
+    assert [release.slot for release in bench.find_commands(ReleaseSlot)] == ["3-0"]
+    assert bench.find_commands(LaunchSlot)[-1].launch == 4
     assert not bench.state.slots.excluded
 
 
@@ -160,14 +160,14 @@ def test_r14_an_attempt_on_a_host_that_is_unfit_waits_beside_another_and_is_sent
     bench.start(1, 2)
     bench.on(RegisterSlot(SlotId("1-1"), "h9", 1, unfit="host h9 has no torch"))
     bench.on(RegisterSlot(SlotId("3-0"), "h9", 3, unfit="host h9 has no torch"))
-    assert bench.all(ReleaseSlot) == [ReleaseSlot("host h9 has no torch", SlotId("3-0"))]
+    assert bench.find_commands(ReleaseSlot) == [ReleaseSlot("host h9 has no torch", SlotId("3-0"))]
     bench.on(on.HostsDiscovered(0, (("h1", 1), ("h2", 1), ("h9", 2))))
     bench.on(on.HostLost(0, "h1", "executor lost"))
-    assert bench.all(ReleaseSlot)[-1] == ReleaseSlot("host h9 has no torch", SlotId("1-1"))
+    assert bench.find_commands(ReleaseSlot)[-1] == ReleaseSlot("host h9 has no torch", SlotId("1-1"))
 
 
 def test_r14_a_second_attempt_is_admitted_once_discovery_lists_its_host() -> None:
-    bench = _copied()
+    bench = _start_copied()
     bench.stop_planned(1, name(1), name(2))
     bench.form()
     bench.on(on.HostsDiscovered(0, (("h1", 1), ("h2", 1))))
@@ -200,7 +200,7 @@ def test_r14_a_second_attempt_is_let_in_once_its_hosts_cooldown_is_over() -> Non
 
 
 def test_r14_a_member_that_drains_does_not_take_its_other_attempt_along() -> None:
-    bench = _copied()
+    bench = _start_copied()
     bench.stop_planned(1, name(1), name(2))
     bench.form()
     assert len(bench.members()) == 3
@@ -208,28 +208,28 @@ def test_r14_a_member_that_drains_does_not_take_its_other_attempt_along() -> Non
     bench.wait(0.5, heartbeats_of=[1, 2])
     bench.stop_planned(2, *bench.members())
     assert bench.members() == [name(2), "1-1.1"]
-    assert not bench.all(ReleaseSlot)
+    assert not bench.find_commands(ReleaseSlot)
 
 
 def test_r14_attempts_of_which_none_may_take_part_are_all_sent_back() -> None:
-    bench = _copied("h9")
+    bench = _start_copied("h9")
     bench.on(on.DrainRequested(0, "decommissioned", host="h9"))
     bench.on(on.DrainRequested(0, "decommissioned", host="h1"))
     bench.wait(0.5, heartbeats_of=[1, 2])
     bench.stop_planned(2, name(1), name(2))
     bench.on(on.Tick(0))
-    assert {release.slot for release in bench.all(ReleaseSlot)} == {"1-0", "1-1"}
+    assert {release.slot for release in bench.find_commands(ReleaseSlot)} == {"1-0", "1-1"}
 
 
 def test_r14_crashes_of_an_attempt_that_takes_no_part_cost_nothing() -> None:
-    bench = _copied()
+    bench = _start_copied()
     bench.on(on.DrainRequested(0, "decommissioned", host="h9"))
     for started in range(1, 30):
         bench.on(WorkerExited(SlotId("1-1"), WorkerId(f"1-1.{started}"), 1, out_of_memory=started % 2 == 0))
         bench.on(WorkerStarted(SlotId("1-1"), WorkerId(f"1-1.{started + 1}")))
     assert not bench.state.failures.records
     assert not bench.state.failures.oom_kills
-    assert not bench.all(End)
+    assert not bench.find_commands(End)
 
 
 # ---- other jobs of the application
@@ -237,14 +237,14 @@ def test_r14_crashes_of_an_attempt_that_takes_no_part_cost_nothing() -> None:
 
 def test_r17_without_a_world_the_slots_go_to_the_job_that_lacks_them() -> None:
     bench = Bench(replace(FOUR, min_workers=3))
-    bench.warm(1, 2)
+    bench.start_warm(1, 2)
     bench.on(on.SlotsWanted(0, "another fit"))
-    assert {release.slot for release in bench.all(ReleaseSlot)} == {"1-0", "2-0"}
+    assert {release.slot for release in bench.find_commands(ReleaseSlot)} == {"1-0", "2-0"}
     bench.on(on.LaunchEnded(0, 1, "released"))
     bench.wait(3.9)
-    assert len(bench.all(LaunchSlot)) == 4
+    assert len(bench.find_commands(LaunchSlot)) == 4
     bench.wait(0.2)
-    assert len(bench.all(LaunchSlot)) == 5
+    assert len(bench.find_commands(LaunchSlot)) == 5
     bench.wait(bench.limits.start_timeout + 1.0)
     assert "given back in between: another fit" in bench.end.reason, "the reason must name the other job"
 
@@ -252,12 +252,12 @@ def test_r17_without_a_world_the_slots_go_to_the_job_that_lacks_them() -> None:
 @pytest.mark.parametrize("trains", [False, True])
 def test_r17_slots_of_a_job_that_trains_are_not_missing(trains: bool) -> None:
     bench = Bench(replace(FOUR, min_workers=3))
-    bench.warm(1, 2)
+    bench.start_warm(1, 2)
     bench.wait(bench.limits.start_timeout - 1.0)
     if trains:
         bench.on(on.SlotsWanted(0, "another fit"))
     bench.wait(2.0)
-    assert bool(bench.all(End)) is not trains
+    assert bool(bench.find_commands(End)) is not trains
 
 
 def test_r17_slots_whose_workers_still_import_are_enough_to_begin() -> None:
@@ -268,8 +268,8 @@ def test_r17_slots_whose_workers_still_import_are_enough_to_begin() -> None:
     for _ in range(3):
         bench.on(on.SlotsWanted(0, "another fit"))
         bench.wait(10.0, heartbeats_of=[1, 2])
-    assert not bench.all(ReleaseSlot)
-    assert not bench.all(End)
+    assert not bench.find_commands(ReleaseSlot)
+    assert not bench.find_commands(End)
     bench.on(on.SlotsWanted(0, "another fit"))
     bench.wait(31.0, heartbeats_of=[1, 2])
     assert bench.end.outcome is Outcome.NOT_ENOUGH_WORKERS, "no other job is why its workers do not get warm"
@@ -277,13 +277,13 @@ def test_r17_slots_whose_workers_still_import_are_enough_to_begin() -> None:
 
 def test_r17_all_attempts_of_a_slot_are_left_to_the_other_job() -> None:
     bench = Bench(replace(FOUR, min_workers=3))
-    bench.warm(1)
+    bench.start_warm(1)
     bench.on(RegisterSlot(SlotId("1-1"), "h9", 1))
     bench.on(on.SlotsWanted(0, "another fit"))
-    assert {release.slot for release in bench.all(ReleaseSlot)} == {"1-0", "1-1"}
+    assert {release.slot for release in bench.find_commands(ReleaseSlot)} == {"1-0", "1-1"}
 
 
-def _parted() -> Bench:
+def _start_fixed_size() -> Bench:
     """A world of three that cannot continue with fewer."""
     bench = Bench(replace(FOUR, num_workers=3, min_workers=3, max_workers=3))
     bench.start(1, 2, 3)
@@ -291,17 +291,17 @@ def _parted() -> Bench:
 
 
 def test_r14_r17_another_attempt_of_the_survivor_that_stays_is_not_sent_back() -> None:
-    bench = _parted()
+    bench = _start_fixed_size()
     for job in (2, 3):
         bench.on(on.LaunchEnded(0, job, "executor lost", executor_lost=True))
     bench.join(name(1), bench.fence, at(7))
     bench.on(RegisterSlot(SlotId("1-1"), "h9", 1))
     bench.on(on.SlotsWanted(0, "another fit"))
-    assert "1-1" not in {release.slot for release in bench.all(ReleaseSlot)}
+    assert "1-1" not in {release.slot for release in bench.find_commands(ReleaseSlot)}
 
 
 def test_r17_of_equal_survivors_one_stays_that_does_not_drain() -> None:
-    bench = _parted()
+    bench = _start_fixed_size()
     bench.on(on.DrainRequested(0, "decommissioned", host="h1"))
     bench.on(on.LaunchEnded(0, 3, "executor lost", executor_lost=True))
     bench.join(name(1), bench.fence, at(7))
@@ -312,8 +312,8 @@ def test_r17_of_equal_survivors_one_stays_that_does_not_drain() -> None:
 
 def test_a_slot_job_that_was_not_asked_for_yet_is_no_reason() -> None:
     bench = Bench(replace(FOUR, num_workers=1, max_workers=1))
-    while not bench.all(End):
-        asked = bench.all(LaunchSlot)[-1].launch
+    while not bench.find_commands(End):
+        asked = bench.find_commands(LaunchSlot)[-1].launch
         bench.on(on.LaunchEnded(0, asked, "no room"))
         bench.wait(0.2)
     assert "did not start" not in bench.end.reason
@@ -323,7 +323,7 @@ def test_r17_a_world_keeps_its_slots() -> None:
     bench = Bench()
     bench.start(1, 2, 3, 4)
     bench.on(on.SlotsWanted(0, "another fit"))
-    assert not bench.all(ReleaseSlot)
+    assert not bench.find_commands(ReleaseSlot)
 
 
 def test_r18_a_slot_that_was_told_to_end_may_live_until_its_launch_is_over() -> None:

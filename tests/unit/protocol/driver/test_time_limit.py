@@ -31,7 +31,7 @@ class Driver:
         self.state, commands = driver_machine.step(self.state, event)
         return commands
 
-    def trains(self) -> Driver:
+    def train(self) -> Driver:
         self.say(on.Tick(0.0))
         self.say(Received(1.0, RegisterSlot(SlotId("1-0"), "h", 1)))
         self.say(Received(1.0, WorkerStarted(SlotId("1-0"), WorkerId("1-0.1"))))
@@ -45,95 +45,97 @@ class Driver:
         return (*said, *self.say(on.Tick(now)))
 
 
-def ends(commands: tuple[DriverCommand, ...]) -> list[Outcome]:
+def list_outcomes(commands: tuple[DriverCommand, ...]) -> list[Outcome]:
     return [command.outcome for command in commands if isinstance(command, End)]
 
 
 def test_max_runtime_is_announced_and_the_job_ends_once_all_members_have_come() -> None:
-    driver = Driver().trains()
+    driver = Driver().train()
     assert not [c for c in driver.heartbeats(99.0) if isinstance(c, AnnounceChange)]
     said = (*driver.heartbeats(100.0), *driver.heartbeats(101.0))
     (announced,) = [c for c in said if isinstance(c, AnnounceChange)]
     assert "max_runtime" in announced.reason
-    assert not ends(said)
+    assert not list_outcomes(said)
     came = driver.say(Received(101.5, JoinWorld(WorkerId("1-0.1"), Fence(1, 1), START, (), "boundary", True)))
-    assert ends(came) == [Outcome.TIME_LIMIT]
+    assert list_outcomes(came) == [Outcome.TIME_LIMIT]
 
 
 def test_a_job_that_reaches_no_boundary_ends_after_the_last_stop_timeout() -> None:
-    driver = Driver().trains()
-    assert not any(ends(driver.heartbeats(100.0 + second)) for second in range(int(LAST_STOP_TIMEOUT)))
-    assert ends(driver.heartbeats(100.0 + LAST_STOP_TIMEOUT)) == [Outcome.TIME_LIMIT]
+    driver = Driver().train()
+    assert not any(
+        list_outcomes(driver.heartbeats(100.0 + second)) for second in range(int(LAST_STOP_TIMEOUT))
+    )
+    assert list_outcomes(driver.heartbeats(100.0 + LAST_STOP_TIMEOUT)) == [Outcome.TIME_LIMIT]
 
 
 def test_while_workers_are_gathered_it_ends_at_once() -> None:
     driver = Driver()
     driver.say(on.Tick(5.0))
-    assert not ends(driver.say(on.Tick(104.0)))
-    assert ends(driver.say(on.Tick(105.0))) == [Outcome.TIME_LIMIT]
+    assert not list_outcomes(driver.say(on.Tick(104.0)))
+    assert list_outcomes(driver.say(on.Tick(105.0))) == [Outcome.TIME_LIMIT]
 
 
 def test_without_a_limit_nothing_ends() -> None:
-    driver = Driver(Limits(1, 1, 1)).trains()
-    assert not any(ends(driver.heartbeats(2.0 + 50.0 * second)) for second in range(100))
+    driver = Driver(Limits(1, 1, 1)).train()
+    assert not any(list_outcomes(driver.heartbeats(2.0 + 50.0 * second)) for second in range(100))
 
 
 # ---- the end comes together with something else: it still needs a boundary that all know to be the last
 
 
-def _two(most: int = 2) -> Bench:
+def _start_two(most: int = 2) -> Bench:
     bench = Bench(replace(FOUR, num_workers=2, max_workers=most, max_runtime=100.0))
     bench.start(1, 2)
     return bench
 
 
-def _stops_as_told(bench: Bench, step: int, *jobs: int) -> None:
+def _check_planned_end(bench: Bench, step: int, *jobs: int) -> None:
     """The newest world is told, stops, and the job ends."""
-    assert not bench.all(End)
+    assert not bench.find_commands(End)
     bench.form()
     bench.wait(0.5, heartbeats_of=jobs)
-    assert bench.all(AnnounceChange)[-1].version.job_ends
-    assert bench.all(AnnounceChange)[-1].version > bench.world.version
+    assert bench.find_commands(AnnounceChange)[-1].version.job_ends
+    assert bench.find_commands(AnnounceChange)[-1].version > bench.world.version
     bench.stop_planned(step, *(name(job) for job in jobs))
     assert bench.end.outcome is Outcome.TIME_LIMIT
 
 
 def test_after_a_planned_change_that_comes_late_the_next_world_learns_that_the_time_is_up() -> None:
-    bench = _two(3)
+    bench = _start_two(3)
     bench.wait(98.0 - bench.now, heartbeats_of=[1, 2])
-    bench.warm(3)
+    bench.start_warm(3)
     bench.wait(1.0, heartbeats_of=[1, 2, 3])
-    assert not bench.all(AnnounceChange)[-1].version.job_ends
+    assert not bench.find_commands(AnnounceChange)[-1].version.job_ends
     bench.wait(3.0, heartbeats_of=[1, 2, 3])
-    assert bench.all(AnnounceChange)[-1].version.job_ends, (
+    assert bench.find_commands(AnnounceChange)[-1].version.job_ends, (
         "a boundary that is not yet reached may be the last"
     )
     bench.stop_planned(50, name(1), name(2))  # the announcement may still have been on its way
     assert bench.members() == [name(1), name(2), name(3)]
-    _stops_as_told(bench, 51, 1, 2, 3)
+    _check_planned_end(bench, 51, 1, 2, 3)
 
 
 def test_a_loss_on_the_way_to_the_last_boundary_costs_no_checkpoint() -> None:
-    bench = _two()
+    bench = _start_two()
     bench.wait(101.0 - bench.now, heartbeats_of=[1, 2])
     bench.on(WorkerExited(name(2).slot, name(2), -9))
-    assert not bench.all(End)
+    assert not bench.find_commands(End)
     bench.regroup(50, name(1))
     assert bench.members() == [name(1)]
-    _stops_as_told(bench, 51, 1)
+    _check_planned_end(bench, 51, 1)
 
 
 def test_a_loss_just_before_the_time_is_up_costs_no_checkpoint() -> None:
-    bench = _two()
+    bench = _start_two()
     bench.wait(99.5 - bench.now, heartbeats_of=[1, 2])
     bench.on(WorkerExited(name(2).slot, name(2), -9))
     bench.wait(1.0, heartbeats_of=[1])
     bench.regroup(50, name(1))
-    _stops_as_told(bench, 51, 1)
+    _check_planned_end(bench, 51, 1)
 
 
 def test_without_survivors_a_job_whose_time_is_up_ends_at_once() -> None:
-    bench = _two()
+    bench = _start_two()
     bench.wait(101.0 - bench.now, heartbeats_of=[1, 2])
     for job in (1, 2):
         bench.on(WorkerExited(name(job).slot, name(job), -9))
@@ -141,12 +143,12 @@ def test_without_survivors_a_job_whose_time_is_up_ends_at_once() -> None:
 
 
 def test_survivors_that_do_not_get_so_far_are_ended_after_the_grace() -> None:
-    bench = _two()
+    bench = _start_two()
     bench.wait(101.0 - bench.now, heartbeats_of=[1, 2])
     bench.on(WorkerExited(name(2).slot, name(2), -9))
     bench.regroup(50, name(1))
     bench.form()
     bench.wait(LAST_STOP_TIMEOUT - 2.0, heartbeats_of=[1])
-    assert not bench.all(End)
+    assert not bench.find_commands(End)
     bench.wait(2.0, heartbeats_of=[1])
     assert bench.end.outcome is Outcome.TIME_LIMIT

@@ -14,7 +14,7 @@ from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
 WHOLE = replace(FOUR, all_results=True, cooldown_range=(1.0, 1.0))
 
 
-def _done(bench: Bench, *workers: str, step: int = 0) -> None:
+def _finish(bench: Bench, *workers: str, step: int = 0) -> None:
     for worker in workers:
         bench.on(WorkerDone(worker, bench.fence, at(step), f"result of {worker}"))
 
@@ -42,12 +42,12 @@ def _three() -> Bench:
 
 def test_r15_a_member_that_works_on_is_waited_for_however_long_it_takes() -> None:
     bench = _three()
-    _done(bench, name(1), name(3))
-    bench.warm(4)
+    _finish(bench, name(1), name(3))
+    bench.start_warm(4)
     bench.wait(70.0, heartbeats_of=[1, 2, 3, 4])
-    assert not bench.all(End)
-    assert not bench.all(AnnounceChange), "those that are done would be called again"
-    _done(bench, name(2))
+    assert not bench.find_commands(End)
+    assert not bench.find_commands(AnnounceChange), "those that are done would be called again"
+    _finish(bench, name(2))
     assert bench.end.outcome is Outcome.SUCCESS
     assert bench.end.results == tuple(f"result of {name(job)}" for job in (1, 2, 3))
 
@@ -55,27 +55,27 @@ def test_r15_a_member_that_works_on_is_waited_for_however_long_it_takes() -> Non
 @pytest.mark.parametrize("first", [name(1), name(3)])
 def test_r15_a_member_lost_before_its_result_calls_those_again_that_are_done(first: str) -> None:
     bench = _three()
-    _done(bench, first)
+    _finish(bench, first)
     bench.on(WorkerExited(name(2).slot, name(2), -9))
-    (abort,) = bench.all(AbortWorld)
+    (abort,) = bench.find_commands(AbortWorld)
     assert name(2) in abort.reason
-    _done(bench, *(worker for worker in (name(1), name(3)) if worker != first))
-    assert not bench.all(End), "a result of a world that is over does not count"
+    _finish(bench, *(worker for worker in (name(1), name(3)) if worker != first))
+    assert not bench.find_commands(End), "a result of a world that is over does not count"
     assert bench.members() == [name(1), name(3)]
     assert bench.world.position == at(0)
     bench.form()
-    _done(bench, name(1))
-    assert not bench.all(End)
-    _done(bench, name(3))
+    _finish(bench, name(1))
+    assert not bench.find_commands(End)
+    _finish(bench, name(3))
     assert bench.end.results == (f"result of {name(1)}", f"result of {name(3)}")
 
 
 def test_r15_a_member_lost_after_its_result_has_done_its_part() -> None:
     bench = _three()
-    _done(bench, name(2))
+    _finish(bench, name(2))
     bench.on(WorkerExited(name(2).slot, name(2), -9))
-    assert not bench.all(AbortWorld)
-    _done(bench, name(1), name(3))
+    assert not bench.find_commands(AbortWorld)
+    _finish(bench, name(1), name(3))
     assert bench.end.results == tuple(f"result of {name(job)}" for job in (1, 2, 3))
 
 
@@ -84,15 +84,15 @@ def test_r15_what_a_rank_raises_is_tried_again_with_that_rank_and_ends_the_job(r
     bench = Bench(replace(WHOLE, num_workers=2, max_workers=2))
     bench.start(1, 2)
     if rank_0_first:
-        _done(bench, name(1))
+        _finish(bench, name(1))
     _raise(bench, name(2))
     if not rank_0_first:
-        _done(bench, name(1))
-    assert len(bench.all(PublishWorld)) == 1, "without that rank it would not show itself"
+        _finish(bench, name(1))
+    assert len(bench.find_commands(PublishWorld)) == 1, "without that rank it would not show itself"
     newcomer = _replace(bench, 2, 2)
     assert bench.members() == [name(1), newcomer]
     bench.form()
-    _done(bench, name(1))
+    _finish(bench, name(1))
     _raise(bench, newcomer, None)  # it was told no position yet
     assert bench.end.outcome is Outcome.USER_ERROR
     assert bench.end.detail.endswith("ValueError: rank 1")
@@ -102,8 +102,8 @@ def test_r15_a_rank_that_raised_is_not_waited_for_for_ever() -> None:
     bench = Bench(replace(WHOLE, num_workers=2, max_workers=2))
     bench.start(1, 2)
     _raise(bench, name(2))
-    _done(bench, name(1))
-    assert len(bench.all(PublishWorld)) == 1
+    _finish(bench, name(1))
+    assert len(bench.find_commands(PublishWorld)) == 1
     bench.wait(WHOLE.gather_timeout + 0.1, heartbeats_of=[1, 2])
     assert bench.members() == [name(1)]
 
@@ -112,7 +112,7 @@ def test_r15_a_failed_rank_is_not_waited_for_if_its_slot_cools_down_for_longer()
     bench = Bench(replace(WHOLE, num_workers=2, max_workers=2, cooldown_range=(60.0, 60.0)))
     bench.start(1, 2)
     _raise(bench, name(2))
-    _done(bench, name(1))
+    _finish(bench, name(1))
     assert bench.members() == [name(1)]
 
 
@@ -121,11 +121,11 @@ def test_r13_a_code_that_the_function_chose_is_like_an_exception(code: int, outc
     bench = Bench(replace(WHOLE, num_workers=2, max_workers=2))
     bench.start(1, 2)
     bench.on(WorkerExited(name(2).slot, name(2), code))
-    _done(bench, name(1))
+    _finish(bench, name(1))
     newcomer = _replace(bench, 2, 2)
     bench.form()
     bench.on(WorkerExited(newcomer.slot, newcomer, code))
-    assert [end.outcome for end in bench.all(End)] == ([outcome] if outcome else [])
+    assert [end.outcome for end in bench.find_commands(End)] == ([outcome] if outcome else [])
 
 
 def test_r15_in_the_middle_of_an_elastic_training_no_failed_rank_is_waited_for() -> None:
@@ -145,4 +145,4 @@ def test_r13_progress_between_two_ends_of_the_same_code_makes_them_two() -> None
     assert bench.members() == [name(1), newcomer]
     bench.form()
     bench.on(WorkerExited(newcomer.slot, newcomer, 5))
-    assert not bench.all(End)
+    assert not bench.find_commands(End)

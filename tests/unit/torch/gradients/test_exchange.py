@@ -13,7 +13,7 @@ from elastic_collectives import Group, MismatchError
 from spark_elastic.errors import InvalidInput
 from spark_elastic.torch.gradients.exchange import GradientExchange
 from spark_elastic.torch.gradients.exchange_options import ExchangeOptions
-from tests.unit.torch.worlds import in_a_world
+from tests.unit.torch.worlds import run_in_world
 
 
 def backward(model: nn.Module, inputs: int) -> None:
@@ -38,7 +38,7 @@ def test_r07_the_layouts_hash_precedes_data() -> None:
                 exchange.finish()
             assert torch.equal(mine, torch.full_like(mine, 2.0))  # nothing was added to it
 
-    in_a_world(2, work)
+    run_in_world(2, work)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_r07_ranks_agree_on_what_becomes_of_gradients(other: ExchangeOptions, wo
             with pytest.raises(MismatchError, match=words):
                 exchange.finish()
 
-    in_a_world(2, work)
+    run_in_world(2, work)
 
 
 def test_r07_ranks_agree_once_in_each_world() -> None:
@@ -94,7 +94,7 @@ def test_r07_ranks_agree_once_in_each_world() -> None:
             exchanges[group.rank].finish()
 
     for generation in (1, 2):
-        in_a_world(2, work, generation)
+        run_in_world(2, work, generation)
     for exchange in exchanges:
         exchange.close()
     assert sorted(gathered) == [(1, 1), (1, 1), (1, 2), (1, 2)]
@@ -104,24 +104,24 @@ def test_r07_hooks_of_several_devices_come_one_at_a_time(monkeypatch: pytest.Mon
     """Autograd has a thread for each device. Here a second one comes while the first one is about to send a bucket."""
     lacking, launch = list[int](), GradientExchange._send_next_bucket
 
-    def seen(exchange: GradientExchange) -> None:
+    def launch_recorded(exchange: GradientExchange) -> None:
         lacking.append(exchange._step.missing[exchange._step.sent])
         launch(exchange)
 
-    monkeypatch.setattr(GradientExchange, "_send_next_bucket", seen)
+    monkeypatch.setattr(GradientExchange, "_send_next_bucket", launch_recorded)
 
     def work(group: Group) -> list[float]:
         parameters = [nn.Parameter(torch.zeros(4)) for _ in range(4)]
         second = threading.Thread(target=lambda: parameters[2].sum().backward())
 
-        def overlaps() -> bool:
+        def start_second() -> bool:
             if group.rank == 0 and second.ident is None:
                 second.start()
                 second.join(0.3)
             return True
 
         named = [(str(number), parameter) for number, parameter in enumerate(parameters)]
-        with GradientExchange(named, ExchangeOptions(bucket_bytes=16), overlaps=overlaps) as exchange:
+        with GradientExchange(named, ExchangeOptions(bucket_bytes=16), overlaps=start_second) as exchange:
             exchange.begin(group, 1)
             parameters[3].sum().backward()
             if second.ident is None:
@@ -132,7 +132,7 @@ def test_r07_hooks_of_several_devices_come_one_at_a_time(monkeypatch: pytest.Mon
             exchange.finish()
             return [float(parameter.grad.sum()) for parameter in parameters if parameter.grad is not None]
 
-    assert in_a_world(2, work) == [[8.0] * 4] * 2
+    assert run_in_world(2, work) == [[8.0] * 4] * 2
     assert lacking == [0] * 8
 
 

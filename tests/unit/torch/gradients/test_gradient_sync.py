@@ -23,8 +23,8 @@ from spark_elastic.torch.gradients.gradient_sync import get_optimizers_in_use, g
 from spark_elastic.worker.context import get_context, set_context
 from spark_elastic.worker.stack_sampler import StackReader, StackSampler
 from tests.patience import until
-from tests.unit.ops.workers import among_fakes, become, per_thread
-from tests.unit.torch.worlds import in_a_world
+from tests.unit.ops.workers import enter_group, per_thread, run_in_fake_world
+from tests.unit.torch.worlds import run_in_world
 
 CLOCK = SystemClock()
 
@@ -37,7 +37,7 @@ def test_a_wait_for_gradients_of_a_process_set_is_recorded(monkeypatch: pytest.M
     seen = threading.Event()
 
     def reduce(rank: int) -> float:
-        become(fabric.group(rank))
+        enter_group(fabric.group(rank))
         worker = get_context()
         assert worker is not None
         if rank == 0:
@@ -63,7 +63,7 @@ def test_a_wait_for_gradients_of_a_process_set_is_recorded(monkeypatch: pytest.M
         window.close()
 
 
-def stepped(model: torch.nn.Module) -> None:
+def take_step(model: torch.nn.Module) -> None:
     """One step of size 1 along gradients of 1, by an optimizer that nobody holds any more afterwards."""
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
     model(torch.ones(1, 3)).sum().backward()
@@ -75,7 +75,7 @@ def test_an_unreferenced_optimizer_is_freed(monkeypatch: pytest.MonkeyPatch) -> 
     per_thread(monkeypatch)
     model = torch.nn.Linear(3, 1, bias=False)
     for _ in range(2):
-        stepped(model)
+        take_step(model)
     seen = weakref.ref(model)
     hooks = model.weight._post_accumulate_grad_hooks
     del model
@@ -93,7 +93,7 @@ def test_an_optimizers_parameters_are_taken_on_by_another(monkeypatch: pytest.Mo
         model = torch.nn.Linear(3, 1, bias=False)
         torch.nn.init.zeros_(model.weight)
         for _ in range(2):
-            stepped(model)
+            take_step(model)
             gc.collect()
         last = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
         if group.rank == 0:
@@ -102,7 +102,7 @@ def test_an_optimizers_parameters_are_taken_on_by_another(monkeypatch: pytest.Mo
         join()
         return float(model.weight.detach().mean()), len(get_optimizers_in_use())
 
-    assert among_fakes(2, work) == [(-2.5, 1), (-2.0, 1)]
+    assert run_in_fake_world(2, work) == [(-2.5, 1), (-2.0, 1)]
 
 
 def test_an_optimizer_made_behind_anothers_backward_does_not_step_before_it(
@@ -111,17 +111,17 @@ def test_an_optimizer_made_behind_anothers_backward_does_not_step_before_it(
     """Rank 0 lacks a gradient: what the first one has sent by then differs."""
     per_thread(monkeypatch)
 
-    def made(model: torch.nn.Module) -> torch.optim.Optimizer:
+    def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
         groups = [[parameter] for parameter in model.parameters()]
         return DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), op=Sum, groups=groups)
 
     def work(group: Group) -> list[float]:
-        become(group)
+        enter_group(group)
         model, later, x = layers(), layers(), torch.ones(1, 4)
-        first = made(model)
+        first = make_optimizer(model)
         used = model if group.rank == 1 else [*model][:2]
         sum(layer(x).sum() for layer in used).backward()
-        second = made(later)
+        second = make_optimizer(later)
         sum(layer(x).sum() for layer in later).backward()
         if group.rank == 1:
             with pytest.raises(InvalidInput, match=r"are on their way: call its step\(\) first"):
@@ -132,7 +132,7 @@ def test_an_optimizer_made_behind_anothers_backward_does_not_step_before_it(
         close_engine()
         return [round(float((before - model[0].weight.detach()).mean()), 3)]
 
-    assert in_a_world(2, work) == [[2.0]] * 2
+    assert run_in_world(2, work) == [[2.0]] * 2
 
 
 def layers() -> torch.nn.ModuleList:
@@ -145,7 +145,7 @@ def test_r07_two_optimizers_of_one_backward_keep_apart(monkeypatch: pytest.Monke
     per_thread(monkeypatch)
 
     def work(group: Group) -> list[float]:
-        become(group)
+        enter_group(group)
         first, second = layers(), layers()
         optimizers = [
             DistributedOptimizer(
@@ -168,14 +168,14 @@ def test_r07_two_optimizers_of_one_backward_keep_apart(monkeypatch: pytest.Monke
         ]
 
     of_second = 100.0 if adasum else 200.0  # equal steps count once
-    assert in_a_world(2, work) == [[2.0, 2.0, 1.0, *[of_second] * 3]] * 2
+    assert run_in_world(2, work) == [[2.0, 2.0, 1.0, *[of_second] * 3]] * 2
 
 
 def test_the_buckets_of_one_optimizer_travel_during_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     per_thread(monkeypatch)
 
     def work(group: Group) -> list[bool]:
-        become(group)
+        enter_group(group)
         model, other = layers(), layers()
         optimizer = DistributedOptimizer(
             torch.optim.SGD(model.parameters()), groups=[[p] for p in model.parameters()]
@@ -190,7 +190,7 @@ def test_the_buckets_of_one_optimizer_travel_during_backward(monkeypatch: pytest
         close_engine()
         return found
 
-    assert in_a_world(2, work) == [[True, False, True]] * 2
+    assert run_in_world(2, work) == [[True, False, True]] * 2
 
 
 def close_engine() -> None:
@@ -204,11 +204,11 @@ def test_gradients_of_a_rank_outside_of_the_set_are_void_in_the_next_world(
 ) -> None:
     """It trains alone in both of them."""
     per_thread(monkeypatch)
-    become(FakeFabric(3).group(2))
+    enter_group(FakeFabric(3).group(2))
     model = torch.nn.Linear(3, 1)
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters()), process_set=add_process_set([0, 1]))
     model(torch.ones(1, 3)).sum().backward()
-    become(FakeFabric(3, fence=(1, 2)).group(2))
+    enter_group(FakeFabric(3, fence=(1, 2)).group(2))
     OptimizerStateHandler(optimizer).reset()
     assert model.weight.grad is None
     model(torch.ones(1, 3)).sum().backward()

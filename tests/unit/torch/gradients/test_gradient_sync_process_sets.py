@@ -11,8 +11,8 @@ import torch
 import spark_elastic.torch as hvd
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.worker import context
-from tests.unit.ops.workers import become, per_thread
-from tests.unit.torch.worlds import in_a_world
+from tests.unit.ops.workers import enter_group, per_thread
+from tests.unit.torch.worlds import run_in_world
 
 pytestmark = pytest.mark.native
 
@@ -24,7 +24,7 @@ def _operation(process_set: hvd.ProcessSet) -> Exchange:
 
 
 def _step(op: Any) -> Callable[[hvd.ProcessSet], Exchange]:
-    def made(process_set: hvd.ProcessSet) -> Exchange:
+    def make_exchange(process_set: hvd.ProcessSet) -> Exchange:
         weight = torch.nn.Parameter(torch.ones(3))
         opt = hvd.DistributedOptimizer(
             torch.optim.SGD([weight], lr=0.1), [("weight", weight)], op=op, process_set=process_set
@@ -37,10 +37,10 @@ def _step(op: Any) -> Callable[[hvd.ProcessSet], Exchange]:
 
         return step
 
-    return made
+    return make_exchange
 
 
-def _what_rank_1_hears(group: Group, make: Callable[[hvd.ProcessSet], Exchange]) -> CollectiveError | None:
+def _find_error_of_rank_1(group: Group, make: Callable[[hvd.ProcessSet], Exchange]) -> CollectiveError | None:
     hvd.init()
     pair = hvd.add_process_set([1, 2])
     if group.rank == 0:
@@ -61,16 +61,16 @@ def test_an_error_of_a_process_set_names_ranks_of_the_world(
 ) -> None:
     per_thread(monkeypatch)
 
-    def be(group: Group) -> CollectiveError | None:
-        become(group)
+    def work_as(group: Group) -> CollectiveError | None:
+        enter_group(group)
         try:
-            return _what_rank_1_hears(group, make)
+            return _find_error_of_rank_1(group, make)
         finally:
             worker = context.get_context()
             assert worker is not None
             worker.group_context.engine.close()
 
-    _, error, _ = in_a_world(3, be)
+    _, error, _ = run_in_world(3, work_as)
     assert error is not None
     assert error.ranks == (2,)
     assert "(counted among ranks 1, 2)" in error.reason

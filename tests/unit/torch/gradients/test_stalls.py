@@ -12,7 +12,7 @@ from elastic_collectives import CollectiveTimeout, Group
 from spark_elastic.clock import SystemClock
 from spark_elastic.torch.gradients.exchange import GradientExchange
 from spark_elastic.torch.gradients.exchange_options import ExchangeOptions, options_from_env
-from tests.unit.torch.worlds import in_a_world
+from tests.unit.torch.worlds import run_in_world
 
 CLOCK = SystemClock()
 
@@ -31,7 +31,7 @@ def step(group: Group, terms: ExchangeOptions, delays: tuple[float, ...] = (0.0,
 
 def test_the_stall_check_names_parameters_and_missing_ranks(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "spark_elastic.ops.stall"):
-        in_a_world(2, lambda group: step(group, ExchangeOptions(warn_after=2.5), (0.0, 3.5)))
+        run_in_world(2, lambda group: step(group, ExchangeOptions(warn_after=2.5), (0.0, 3.5)))
     (line,) = caplog.messages
     assert line.startswith("gradients of '1.bias', '1.weight', '0.bias' and 1 more have been waiting for 3 s")
     assert line.endswith("for rank(s) 1, which have not brought theirs.")
@@ -44,7 +44,7 @@ def test_a_process_sets_ranks_are_named_as_the_worlds(caplog: pytest.LogCaptureF
         group.barrier()
 
     with caplog.at_level(logging.WARNING, "spark_elastic.ops.stall"):
-        in_a_world(4, work)
+        run_in_world(4, work)
     (line,) = caplog.messages
     assert line.endswith("for rank(s) 3, which have not brought theirs.")
 
@@ -61,7 +61,7 @@ def test_gradients_fail_after_wait_at_most_and_later_collectives_have_the_usual_
             step(group, ExchangeOptions(wait_at_most=0.5), (0.0, 1.5))
         assert raised.value.ranks == (1,)
 
-    in_a_world(2, work)
+    run_in_world(2, work)
     assert not caplog.messages
 
 

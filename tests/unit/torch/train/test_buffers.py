@@ -10,7 +10,7 @@ from torch import nn
 
 from elastic_collectives import Group
 from spark_elastic.torch.train.forward import BufferExchange, BufferSnapshot
-from tests.unit.torch.worlds import in_a_world
+from tests.unit.torch.worlds import run_in_world
 
 
 class Holder(nn.Module):
@@ -39,7 +39,7 @@ def test_written_buffers_are_averaged_and_others_keep_their_bits() -> None:
         exchange.apply()
         return holder
 
-    for holder in in_a_world(3, work):
+    for holder in run_in_world(3, work):
         assert holder.get_buffer("running").tolist() == [2.5, 2.5]
         assert holder.get_buffer("count").item() == 3
         assert holder.get_buffer("seen").item() is True
@@ -80,4 +80,4 @@ def test_a_model_without_buffers_sends_nothing() -> None:
             exchange.send(group, BufferSnapshot(model, model.modules()), 1, 1)
             exchange.apply()
 
-    in_a_world(2, work)
+    run_in_world(2, work)

@@ -21,7 +21,7 @@ class Keeps(Callback):
         self.kept = kept
 
 
-def made(callback: Callback, **settings: Any) -> TorchTrainingState:
+def make_state(callback: Callback, **settings: Any) -> TorchTrainingState:
     net = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(net.parameters(), **({"lr": 0.1} | settings))
     callback_list = TorchCallbackList([callback], net, optimizer)
@@ -38,7 +38,7 @@ def test_numpys_numbers_and_arrays_come_back_with_the_same_values() -> None:
         "scalar": np.array(2.0),
         "none": None,
     }
-    state = made(Keeps(kept), lr=np.float64(0.1), weight_decay=np.float64(0.25))
+    state = make_state(Keeps(kept), lr=np.float64(0.1), weight_decay=np.float64(0.25))
     check_storable(kept, "callback Keeps")
     reload_from_checkpoint(state)
     found = state.schedulers[0].kept
@@ -54,7 +54,7 @@ def test_a_schedule_of_numpys_exp_comes_back() -> None:
     schedule = LearningRateSchedule(
         lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda e: np.exp(-0.1 * e))
     )
-    state = made(schedule)
+    state = make_state(schedule)
     state.optimizer.step()
     schedule.on_epoch_end(None, {})  # type: ignore[arg-type]
     rate = state.optimizer.param_groups[0]["lr"]
@@ -85,7 +85,7 @@ def test_p4_what_a_newcomer_sets_as_it_begins_gives_way_to_the_state() -> None:
     class Alone:
         rank, size = 0, 1
 
-    old, new = made(Warms()), made(Warms())
+    old, new = make_state(Warms()), make_state(Warms())
     callback_lists = [TorchCallbackList([s.schedulers[0]], s.model, s.optimizer) for s in (old, new)]
     for each in callback_lists:
         each.on_fit_begin(Alone)  # type: ignore[arg-type]

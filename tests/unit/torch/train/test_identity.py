@@ -25,23 +25,23 @@ class Own(nn.Module):
         return nn.functional.leaky_relu(self.layer(x), self.slope)
 
 
-def made(seed: int = 1, **changes: Any) -> TorchUserObjects:
+def make_objects(seed: int = 1, **changes: Any) -> TorchUserObjects:
     torch.manual_seed(seed)
     plain = TorchUserObjects(Own(), lambda params: torch.optim.SGD(params, lr=0.1), (nn.MSELoss(),))
     return replace(plain, **changes)
 
 
-def differing(one: TorchUserObjects, other: TorchUserObjects) -> list[str]:
+def find_differences(one: TorchUserObjects, other: TorchUserObjects) -> list[str]:
     before = one.identity()
     return [name for name, value in other.identity().items() if before[name] != value]
 
 
 def test_the_same_made_twice_is_the_same() -> None:
-    assert differing(made(), made()) == []
+    assert find_differences(make_objects(), make_objects()) == []
 
 
 def test_another_draw_of_weights_is_told_apart_as_such() -> None:
-    assert differing(made(1), made(2)) == [WEIGHTS]
+    assert find_differences(make_objects(1), make_objects(2)) == [WEIGHTS]
 
 
 @pytest.mark.parametrize(
@@ -62,22 +62,22 @@ def test_another_draw_of_weights_is_told_apart_as_such() -> None:
     ],
 )
 def test_another_thing_is_named(name: str, changes: dict[str, Any]) -> None:
-    assert differing(made(), made(**changes))[0] == name
+    assert find_differences(make_objects(), make_objects(**changes))[0] == name
 
 
 def test_class_weights_are_part_of_a_loss() -> None:
     one, other = (nn.CrossEntropyLoss(torch.tensor([1.0, weight])) for weight in (1.0, 2.0))
-    assert differing(made(losses=(one,)), made(losses=(other,))) == ["loss"]
+    assert find_differences(make_objects(losses=(one,)), make_objects(losses=(other,))) == ["loss"]
     one, other = (partial(nn.functional.cross_entropy, weight=torch.tensor([1.0, w])) for w in (1.0, 2.0))
-    assert differing(made(losses=(one,)), made(losses=(other,))) == ["loss"]
+    assert find_differences(make_objects(losses=(one,)), make_objects(losses=(other,))) == ["loss"]
 
 
 def test_an_optimizer_that_is_there_is_read_and_not_copied() -> None:
-    objects = made()
+    objects = make_objects()
     rates = [torch.optim.SGD(objects.model.parameters(), lr=rate) for rate in (0.1, 0.1, 0.3)]
     first, same, other = (replace(objects, optimizer=optimizer) for optimizer in rates)
-    assert differing(first, same) == []
-    assert differing(first, other) == ["optimizer"]
+    assert find_differences(first, same) == []
+    assert find_differences(first, other) == ["optimizer"]
 
 
 class Scheduled(Own):
@@ -95,8 +95,8 @@ class Scheduled(Own):
 
 def test_the_schedules_that_a_module_makes_are_told_apart() -> None:
     first, same, other = (
-        made(model=model, optimizer=None, losses=())
+        make_objects(model=model, optimizer=None, losses=())
         for model in (Scheduled(0.5), Scheduled(0.5), Scheduled(0.9))
     )
-    assert differing(first, same) == [WEIGHTS]
-    assert differing(first, other) == ["learning rate schedule", WEIGHTS]
+    assert find_differences(first, same) == [WEIGHTS]
+    assert find_differences(first, other) == ["learning rate schedule", WEIGHTS]

@@ -32,7 +32,7 @@ class Duck(torch.nn.Linear):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def stepped(model: torch.nn.Module, here: Position) -> Any:
+def take_step(model: torch.nn.Module, here: Position) -> Any:
     objective = LightningLoss(False, TrainerPlan(max_epochs=4, num_training_batches=10))
     objective.begin(GROUP, SHARE, here)
     return objective(model, SHARE)
@@ -52,7 +52,7 @@ def test_a_module_is_told_where_training_stands(
 
     model = Asks(2, 1).train(phase is Phase.TRAIN)
     vars(model)["_trainer"] = None
-    stepped(model, Position(2, phase, 3))
+    take_step(model, Position(2, phase, 3))
     ((number, trainer),) = told
     assert (number, trainer.current_epoch, trainer.global_step) == (3, 2, global_step)
     assert (trainer.max_epochs, trainer.estimated_stepping_batches) == (4, 40)
@@ -75,7 +75,7 @@ def test_a_batch_is_mapped_as_the_tuple_that_it_is() -> None:
             seen.append(tree_map(lambda tensor: tensor * 2, batch))
             return super().training_step(batch, number)
 
-    stepped(Maps(2, 1).train(), Position(0, Phase.TRAIN, 0))
+    take_step(Maps(2, 1).train(), Position(0, Phase.TRAIN, 0))
     ((features, labels),) = seen
     assert torch.equal(features, 2 * SHARE.features[0])
     assert torch.equal(labels, 2 * SHARE.labels[0])
@@ -87,7 +87,7 @@ def test_a_metric_object_is_not_logged_of_one_workers_rows() -> None:
             self.log("far", SimpleNamespace(compute=lambda: 1.0))  # type: ignore[operator]
 
     with pytest.raises(InvalidInput, match=r"self.log\('far', ...\) was given the metric SimpleNamespace"):
-        stepped(Logs(2, 1), Position(0, Phase.TRAIN, 0))
+        take_step(Logs(2, 1), Position(0, Phase.TRAIN, 0))
 
 
 def test_what_is_logged_is_a_mean() -> None:
@@ -97,7 +97,7 @@ def test_what_is_logged_is_a_mean() -> None:
             self.log("rows", 3, reduce_fx="sum")  # type: ignore[operator]
 
     with pytest.raises(InvalidInput, match=r"self.log\('rows', ...\) was given reduce_fx='sum'"):
-        stepped(Logs(2, 1), Position(0, Phase.TRAIN, 0))
+        take_step(Logs(2, 1), Position(0, Phase.TRAIN, 0))
 
 
 def test_a_step_may_return_a_dict_and_validation_one_without_a_loss() -> None:
@@ -109,10 +109,10 @@ def test_a_step_may_return_a_dict_and_validation_one_without_a_loss() -> None:
             return {"far": torch.ones(())}
 
     model = Returns(2, 1)
-    assert stepped(model, Position(0, Phase.TRAIN, 0)).denominator == len(SHARE)
+    assert take_step(model, Position(0, Phase.TRAIN, 0)).denominator == len(SHARE)
     with pytest.raises(InvalidInput, match="training_step returned a dict of far: return the loss"):
-        stepped(model, Position(0, Phase.TRAIN, 1))
-    assert math.isnan(stepped(model.eval(), Position(0, Phase.VALIDATE, 0)).denominator)
+        take_step(model, Position(0, Phase.TRAIN, 1))
+    assert math.isnan(take_step(model.eval(), Position(0, Phase.VALIDATE, 0)).denominator)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_the_real_package() -> None:
     model = Real().train()
     assert len(build_optimizer(model, None, None)[1]) == 1
     check_lightning(model)
-    scored = stepped(model, Position(2, Phase.TRAIN, 3))
+    scored = take_step(model, Position(2, Phase.TRAIN, 3))
     assert scored.logged == {"epoch": 2.0, "step": 23.0, "number": 3.0, "rank": 1.0}
     assert scored.denominator == 3
     assert model.current_epoch == 0, "it has no trainer after the step"

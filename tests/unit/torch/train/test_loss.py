@@ -72,7 +72,7 @@ def gradient(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
 
 
-def in_parts(
+def compute_in_parts(
     loss: RowLoss, label: torch.Tensor, weights: torch.Tensor | None, cuts: Sequence[int]
 ) -> torch.Tensor:
     """As the ranks do it: sums scaled by the planned rows, divided by the true denominator at the end."""
@@ -97,7 +97,9 @@ def test_r08_any_split_gives_the_gradient_of_the_whole_batch(name: str, cuts: li
     model = copy.deepcopy(MODEL)
     reference(model(X), label).backward()  # type: ignore[no-untyped-call]
     whole = gradient(model)
-    assert (in_parts(RowLoss(loss), label, None, cuts) - whole).abs().max() <= 1e-12 * whole.abs().max()
+    assert (
+        compute_in_parts(RowLoss(loss), label, None, cuts) - whole
+    ).abs().max() <= 1e-12 * whole.abs().max()
 
 
 @pytest.mark.parametrize(
@@ -117,7 +119,7 @@ def test_r08_sample_weights_enter_sum_and_denominator(name: str, cuts: list[int]
         divisors = torch.ones(ROWS, dtype=torch.float64)
     ((rows * WEIGHTS).sum() / (divisors * WEIGHTS).sum()).backward()  # type: ignore[no-untyped-call]
     whole = gradient(model)
-    parts = in_parts(RowLoss(loss, weighted=True), label, WEIGHTS, cuts)
+    parts = compute_in_parts(RowLoss(loss, weighted=True), label, WEIGHTS, cuts)
     assert (parts - whole).abs().max() <= 1e-12 * whole.abs().max()
 
 

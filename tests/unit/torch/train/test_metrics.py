@@ -17,7 +17,7 @@ from spark_elastic.torch.train.metrics import Metrics, name_metrics
 from spark_elastic.torch.train.state import TorchTrainingState
 from spark_elastic.training.trainer import sync_state
 from tests.checkpoints import reload_from_checkpoint
-from tests.unit.torch.worlds import in_a_world
+from tests.unit.torch.worlds import run_in_world
 
 
 class Far(torch.nn.Module):
@@ -70,7 +70,7 @@ class Wrapped(torch.nn.Module):
 STEPS = [([0.0, 2.0], [1.0, 1.0]), ([5.0], [1.0]), ([1.0, 1.0, 1.0], [0.0, 1.0, 3.0])]
 
 
-def counted(metrics: Metrics, group: Group, step: tuple[list[float], list[float]]) -> None:
+def count_step(metrics: Metrics, group: Group, step: tuple[list[float], list[float]]) -> None:
     """Rank 0 has the rows."""
     if group.rank == 0:
         output, label = (torch.tensor(side) for side in step)
@@ -80,27 +80,27 @@ def counted(metrics: Metrics, group: Group, step: tuple[list[float], list[float]
 
 
 def test_p4_a_newcomer_and_a_resumed_run_count_on() -> None:
-    def fresh() -> tuple[Metrics, TorchTrainingState]:
+    def make_metrics() -> tuple[Metrics, TorchTrainingState]:
         net = torch.nn.Linear(1, 1)
         metrics = Metrics(name_metrics([Far(), Wrapped()]), ["y"], logs=False)
         return metrics, TorchTrainingState(net, torch.optim.SGD(net.parameters(), lr=0.1), [metrics])
 
     def work(group: Group) -> tuple[Any, Any, Any]:
-        metrics, state = fresh()
+        metrics, state = make_metrics()
         for step in STEPS[:2]:
-            counted(metrics, group, step)
+            count_step(metrics, group, step)
         if group.rank == 1:
-            metrics, state = fresh()
+            metrics, state = make_metrics()
         sync_state(state, group, 0, [1])
-        counted(metrics, group, STEPS[2])
-        resumed, other = fresh()
+        count_step(metrics, group, STEPS[2])
+        resumed, other = make_metrics()
         reload_from_checkpoint(state, other)
         results = metrics.results(), resumed.results()
         metrics.reset()
-        counted(metrics, group, STEPS[1])
+        count_step(metrics, group, STEPS[1])
         return *results, metrics.results()
 
-    done = in_a_world(2, work)
+    done = run_in_world(2, work)
     far, curve = (2 + 4 + 3) / 6, [[1.0, 1.0], [0.0, 0.0, 0.0]]
     for whole, resumed, after in done:
         assert whole == resumed == {"far": far, "wrapped_mean": far, "wrapped_curve": curve}
@@ -120,18 +120,23 @@ def test_outputs_of_16_bits_are_rows_as_others(kind: torch.dtype) -> None:
         metrics.commit()
         return metrics.results()
 
-    assert in_a_world(1, work) == [{"l1_loss": 1.0}]
+    assert run_in_world(1, work) == [{"l1_loss": 1.0}]
 
 
 def test_a_label_per_row_meets_an_output_of_one_column() -> None:
     """As in the loss: a column and a row would make a matrix, of which the mean is another number."""
     theirs = type("MeanError", (Far,), {"__module__": "torchmetrics.regression"})()
 
-    def own(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    def compute_own_metric(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         return (output[:, 0] - label).abs().mean()
 
     l1 = torch.nn.functional.l1_loss
-    given = {"l1": l1, "no_module": functools.partial(l1, weight=None), "theirs": theirs, "own": own}
+    given = {
+        "l1": l1,
+        "no_module": functools.partial(l1, weight=None),
+        "theirs": theirs,
+        "own": compute_own_metric,
+    }
     metrics = Metrics(given, ["y"], logs=False)
     metrics._update([torch.tensor([[1.0], [2.0], [4.0]])], [torch.tensor([1.0, 1.0, 1.0])])
     assert metrics.results() == pytest.approx(dict.fromkeys(given, 4 / 3))

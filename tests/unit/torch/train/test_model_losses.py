@@ -64,22 +64,22 @@ def test_outputs_by_name_are_labels_in_order() -> None:
     model = Returning(lambda far, near: {"far": far, "near": near})
     share = LocalBatch(4, np.arange(4), (X,), (torch.zeros(4), torch.ones(4)), None)
 
-    def scored(*labels: str) -> Any:
+    def score(*labels: str) -> Any:
         losses = MultiOutputLoss({label: (torch.nn.MSELoss(), 1.0) for label in labels}, weighted=False)
         losses.begin(FakeFabric(1).group(0), share, START)
         return losses(model, share)
 
-    logged = scored("far", "near").logged
+    logged = score("far", "near").logged
     far = model(X)["far"].detach()
     assert logged == pytest.approx(
         {"loss_far": float((far**2).mean()), "loss_near": float(((far / 2 - 1) ** 2).mean())}
     )
-    assert scored("a", "b").logged["loss_a"] == pytest.approx(logged["loss_far"])
+    assert score("a", "b").logged["loss_a"] == pytest.approx(logged["loss_far"])
     with pytest.raises(InvalidInput, match="the model returns far, near, and label_cols names near, far"):
-        scored("near", "far")
+        score("near", "far")
     model.structure = lambda far, near: {"far": far}
     with pytest.raises(InvalidInput, match="loss has 2 losses, but the model returned 1"):
-        scored("far", "near")
+        score("far", "near")
 
 
 @pytest.mark.parametrize("at_once", [6, 4, 1])
@@ -135,9 +135,9 @@ def test_a_layer_that_takes_numbers_of_another_type_is_told_with_the_columns(
     ],
 )
 def test_other_errors_stay_what_they_are(error: Exception) -> None:
-    def broken(output: Any, label: Any) -> Any:
+    def raise_error(output: Any, label: Any) -> Any:
         raise error
 
     with pytest.raises(type(error)) as caught:
-        DtypeHints(ModelLoss(broken, weighted=False), ["x", "y"])(torch.nn.Linear(3, 1), PART)
+        DtypeHints(ModelLoss(raise_error, weighted=False), ["x", "y"])(torch.nn.Linear(3, 1), PART)
     assert caught.value is error

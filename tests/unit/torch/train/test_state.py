@@ -16,7 +16,7 @@ from spark_elastic.protocol.types import START, Phase, Position
 from spark_elastic.torch.train.state import TorchTrainingState
 from spark_elastic.training.progress import TrainingProgress
 from spark_elastic.training.trainer import sync_state
-from tests.unit.torch.worlds import in_a_world
+from tests.unit.torch.worlds import run_in_world
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(2))
 
@@ -84,7 +84,7 @@ def test_r05_p4_a_newcomer_goes_on_as_the_source_does(kind: Any, arguments: dict
         train(mine, 1)
         return taken, mine.digest(), (progress, secret, mine.optimizer.param_groups[0]["lr"])
 
-    done = in_a_world(3, work)
+    done = run_in_world(3, work)
     assert done[0] == done[1] == done[2]
 
 
@@ -98,7 +98,7 @@ def test_p4_optimizer_tensors_keep_their_dtype() -> None:
         sync_state(mine, group, 0, [1])
         return mine.optimizer.state[next(iter(mine.model.parameters()))]["count"], mine.digest()
 
-    (ours, one), (theirs, other) = in_a_world(2, work)
+    (ours, one), (theirs, other) = run_in_world(2, work)
     assert ours.dtype == theirs.dtype
     assert int(theirs) == 2**24 + 1
     assert one == other
@@ -108,7 +108,7 @@ def test_r05_those_who_are_no_receivers_keep_what_they_have() -> None:
     def work(group: Group) -> Position:
         return sync_state(train(state()) if group.rank == 0 else state(), group, 0, [])
 
-    assert in_a_world(2, work) == [Position(1, Phase.TRAIN, 7), START]
+    assert run_in_world(2, work) == [Position(1, Phase.TRAIN, 7), START]
 
 
 @pytest.mark.parametrize("at", range(1, 4))
@@ -135,7 +135,7 @@ def test_r05_a_sync_that_breaks_leaves_the_old_state(at: int) -> None:
         assert mine.digest() == before
         assert mine.position == (START if group.rank else Position(1, Phase.TRAIN, 7))
 
-    in_a_world(2, work)
+    run_in_world(2, work)
 
 
 @pytest.mark.parametrize("at", [2, 3])
@@ -160,7 +160,7 @@ def test_r05_bytes_that_changed_on_the_way_are_not_taken_over(at: int) -> None:
                 sync_state(mine, Garbling(), 0, [1])  # type: ignore[arg-type]
         assert mine.digest() == before
 
-    in_a_world(2, work)
+    run_in_world(2, work)
 
 
 def test_p4_the_digest_sees_weights_buffers_and_optimizer() -> None:

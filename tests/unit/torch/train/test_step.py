@@ -18,14 +18,14 @@ from spark_elastic.protocol.types import START, Phase, Position
 from spark_elastic.torch.gradients.exchange import GradientExchange
 from spark_elastic.torch.train.step import GradientScaling
 from spark_elastic.training.trainer import defer_interrupts
-from tests.unit.torch.train.trainees import ROWS, Trainee, X, plain, same
-from tests.unit.torch.worlds import in_a_world
+from tests.unit.torch.train.trainees import ROWS, Trainee, X, have_equal_values, train_plain
+from tests.unit.torch.worlds import run_in_world
 
 NET = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
 NORMED = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
 
 
-def even(group: Group) -> range:
+def divide_rows(group: Group) -> range:
     return range(ROWS * group.rank // group.size, ROWS * (group.rank + 1) // group.size)
 
 
@@ -35,16 +35,16 @@ def test_r08_a_world_of_any_size_takes_the_step_of_one_process(size: int) -> Non
 
     def work(group: Group) -> tuple[nn.Module, str, Any]:
         trainee = Trainee(NET)
-        trainee.take(group, even(group))
-        decision = trainee.take(group, even(group))
+        trainee.take(group, divide_rows(group))
+        decision = trainee.take(group, divide_rows(group))
         trainee.exchange.close()
         return trainee.model, trainee.state.digest(), decision
 
-    done = in_a_world(size, work)
+    done = run_in_world(size, work)
     assert len({digest for _, digest, _ in done}) == 1
     assert done[0][2].rows == ROWS
     assert done[0][2].denominator == ROWS
-    assert same(done[0][0], plain(NET, 2))
+    assert have_equal_values(done[0][0], train_plain(NET, 2))
 
 
 def test_r08_unused_and_frozen_parameters_are_left_alone() -> None:
@@ -64,13 +64,13 @@ def test_r08_unused_and_frozen_parameters_are_left_alone() -> None:
 
     def work(group: Group) -> nn.Module:
         trainee = Trainee(model)
-        trainee.take(group, even(group))
+        trainee.take(group, divide_rows(group))
         assert trainee.model.unused.weight.grad is None  # type: ignore[union-attr]
         trainee.exchange.close()
         return trainee.model
 
-    replicas = in_a_world(2, work)
-    assert all(same(replica, plain(model)) for replica in replicas)
+    replicas = run_in_world(2, work)
+    assert all(have_equal_values(replica, train_plain(model)) for replica in replicas)
 
 
 def test_r09_running_statistics_are_the_same_on_all_ranks() -> None:
@@ -80,7 +80,7 @@ def test_r09_running_statistics_are_the_same_on_all_ranks() -> None:
         trainee.exchange.close()
         return dict(trainee.model.named_buffers())
 
-    first, second = in_a_world(2, work)
+    first, second = run_in_world(2, work)
     hidden = NORMED[0](X).detach()
     mean = 0.1 * (hidden[:4].mean(0) * 0.4 + hidden[4:].mean(0) * 0.6)
     assert torch.allclose(first["1.running_mean"], mean, rtol=0, atol=1e-12)
@@ -128,14 +128,14 @@ def test_r02_a_rank_writes_its_rows_before_any_bucket_goes_out() -> None:
                 group.allreduce(array, *what, **how)
 
         if group.rank == 0:
-            trainee.take(Watching(), even(group))  # type: ignore[arg-type]
+            trainee.take(Watching(), divide_rows(group))  # type: ignore[arg-type]
             trainee.exchange.close()
         else:
             other = Trainee(NET)
-            other.take(group, even(group))
+            other.take(group, divide_rows(group))
             other.exchange.close()
 
-    in_a_world(2, work)
+    run_in_world(2, work)
     assert seen
     assert all(lines == ["contributes [0, 1, 2, 3, 4]"] for lines in seen)
     assert trainee.ledger.lines[-1] == "applied"
@@ -190,14 +190,14 @@ def test_r01_r03_a_step_that_breaks_changes_nothing_and_can_be_taken_again(at: i
         trainee.exchange.close()
         undisturbed.exchange.close()
 
-    in_a_world(1, work)
+    run_in_world(1, work)
 
 
 def test_r03_an_exception_of_the_users_with_buckets_under_way_is_drained() -> None:
     """A hook raises while the first bucket waits for a peer: the next step must not share its memory."""
     trainees = [Trainee(NET, batch_size=ROWS) for _ in range(2)]
 
-    def breaks(group: Group) -> None:
+    def break_step(group: Group) -> None:
         if group.rank == 0:
             handle = trainees[0].model[0].weight.register_post_accumulate_grad_hook(_raise)  # type: ignore[index]
             with pytest.raises(ZeroDivisionError):
@@ -205,13 +205,13 @@ def test_r03_an_exception_of_the_users_with_buckets_under_way_is_drained() -> No
             handle.remove()
             assert trainees[0].exchange.is_partly_sent
 
-    def goes_on(group: Group) -> None:
-        trainees[group.rank].take(group, even(group))
+    def take_step(group: Group) -> None:
+        trainees[group.rank].take(group, divide_rows(group))
 
-    in_a_world(2, breaks)
-    in_a_world(2, goes_on, generation=2)
+    run_in_world(2, break_step)
+    run_in_world(2, take_step, generation=2)
     for trainee in trainees:
-        assert same(trainee.model, plain(NET))
+        assert have_equal_values(trainee.model, train_plain(NET))
         trainee.exchange.close()
 
 
@@ -225,11 +225,11 @@ def test_r06_ranks_at_different_positions_do_not_step() -> None:
         trainee.state.position = Position(0, Phase.TRAIN, group.rank)
         before = trainee.state.digest()
         with pytest.raises(CollectiveError):
-            trainee.take(group, even(group))
+            trainee.take(group, divide_rows(group))
         assert trainee.state.digest() == before
         trainee.exchange.close()
 
-    in_a_world(2, work)
+    run_in_world(2, work)
 
 
 @pytest.fixture

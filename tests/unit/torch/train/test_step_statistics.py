@@ -7,8 +7,8 @@ from torch import nn
 
 from elastic_collectives import Group
 from spark_elastic.torch import SyncBatchNorm
-from tests.unit.ops.workers import among_fakes, per_thread
-from tests.unit.torch.train.trainees import ROWS, Trainee, plain, same
+from tests.unit.ops.workers import per_thread, run_in_fake_world
+from tests.unit.torch.train.trainees import ROWS, Trainee, have_equal_values, train_plain
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +29,6 @@ def test_r09_statistics_are_those_of_the_steps_rows_whoever_has_them(size: int) 
         trainee.exchange.close()
         return trainee.model, trainee.state.digest()
 
-    replicas = among_fakes(size, work)
+    replicas = run_in_fake_world(size, work)
     assert len({digest for _, digest in replicas}) == 1
-    assert same(replicas[0][0], plain(net, steps=2))
+    assert have_equal_values(replicas[0][0], train_plain(net, steps=2))

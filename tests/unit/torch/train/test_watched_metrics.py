@@ -20,7 +20,7 @@ from spark_elastic.torch.train.spec import TorchUserObjects
 from spark_elastic.torch.train.trainer import check_watched
 
 
-def far(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+def measure_distance(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     return (output - label).abs().mean()
 
 
@@ -39,11 +39,11 @@ class Adds(Callback):
         logs["gap"] = 1.0
 
 
-def bring(*names: str, callbacks: tuple[Callback, ...] = (), losses: int = 1) -> TorchUserObjects:
+def make_objects(*names: str, callbacks: tuple[Callback, ...] = (), losses: int = 1) -> TorchUserObjects:
     model = torch.nn.Linear(1, 1)
     found = tuple(EarlyStopping(name) for name in names)
     mse: tuple[Callable[..., torch.Tensor], ...] = (torch.nn.MSELoss(),) * losses
-    metrics = {"far": far, "curve": Curve()}
+    metrics = {"far": measure_distance, "curve": Curve()}
     return TorchUserObjects(model, None, mse, metrics=metrics, callbacks=(*found, *callbacks), watched=names)
 
 
@@ -51,25 +51,29 @@ def bring(*names: str, callbacks: tuple[Callback, ...] = (), losses: int = 1) ->
     "name", ["loss", "far", "val_loss", "val_far", "curve", "val_curve_auc", "learning_rate"]
 )
 def test_what_an_epoch_has_may_be_watched(name: str) -> None:
-    check_watched(bring(name), ["y"], validates=True)
+    check_watched(make_objects(name), ["y"], validates=True)
 
 
 def test_several_outputs_have_numbers_of_their_own() -> None:
-    check_watched(bring("loss_b", "val_far_a", losses=2), ["a", "b"], validates=True)
+    check_watched(make_objects("loss_b", "val_far_a", losses=2), ["a", "b"], validates=True)
     with pytest.raises(InvalidInput, match="'loss_b', which no epoch will have"):
-        check_watched(bring("loss_b"), ["b"], validates=True)
+        check_watched(make_objects("loss_b"), ["b"], validates=True)
 
 
 def test_a_misspelled_number_is_named_with_those_that_there_are() -> None:
     says = "watches 'val_los', which no epoch will have: set its monitor to one of loss, far, curve, val_loss, val_far,"
     with pytest.raises(InvalidInput, match=says):
-        check_watched(bring("val_los", callbacks=(BestWeights(), LearningRateSchedule(far))), ["y"], True)
+        check_watched(
+            make_objects("val_los", callbacks=(BestWeights(), LearningRateSchedule(measure_distance))),
+            ["y"],
+            True,
+        )
     with pytest.raises(InvalidInput, match=r"'los', which .* one of loss, far, curve\.$"):
-        check_watched(bring("los"), ["y"], validates=False)
+        check_watched(make_objects("los"), ["y"], validates=False)
 
 
 def test_what_a_callback_of_the_users_may_add_is_looked_for_at_the_epochs_end() -> None:
-    check_watched(bring("gap", callbacks=(Adds(),)), ["y"], validates=False)
+    check_watched(make_objects("gap", callbacks=(Adds(),)), ["y"], validates=False)
     with pytest.raises(
         InvalidInput, match="'gap', which the epoch has not: set its monitor to one of far, loss"
     ):
@@ -78,4 +82,4 @@ def test_what_a_callback_of_the_users_may_add_is_looked_for_at_the_epochs_end() 
 
 def test_what_validation_gives_needs_validation() -> None:
     with pytest.raises(InvalidInput, match="a callback watches 'val_loss', but nothing is validated"):
-        check_watched(bring("loss", "val_loss"), ["y"], validates=False)
+        check_watched(make_objects("loss", "val_loss"), ["y"], validates=False)

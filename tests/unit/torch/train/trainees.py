@@ -70,7 +70,7 @@ class Trainee:
         return self.taker.run(group, share, MembershipVersion(), then)
 
 
-def plain(model: nn.Module, steps: int = 1) -> nn.Module:
+def train_plain(model: nn.Module, steps: int = 1) -> nn.Module:
     model = copy.deepcopy(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=0.1)
     for _ in range(steps):
@@ -81,6 +81,6 @@ def plain(model: nn.Module, steps: int = 1) -> nn.Module:
     return model
 
 
-def same(ours: nn.Module, theirs: nn.Module) -> bool:
+def have_equal_values(ours: nn.Module, theirs: nn.Module) -> bool:
     pairs = zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True)
     return all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in pairs)
