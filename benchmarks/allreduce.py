@@ -39,7 +39,7 @@ KEY = b"a benchmark's key"
 WAYS = ("sockets", "sockets with TLS", "shared memory", "in shared memory", "named", "one copy")
 
 
-def _one_rank(pipe: Connection, rank: int, size: int, folder: str, rounds: int) -> None:
+def _run_rank(pipe: Connection, rank: int, size: int, folder: str, rounds: int) -> None:
     torch.set_num_threads(1)
 
     def exchange(own: bytes) -> list[bytes]:
@@ -58,7 +58,9 @@ def _one_rank(pipe: Connection, rank: int, size: int, folder: str, rounds: int) 
     ):
         _become(shared)
         for count in SIZES.values():
-            pipe.send(_times(_contenders([sockets, secret], shared, count), shared.barrier, count, rounds))
+            pipe.send(
+                _times(_make_contenders([sockets, secret], shared, count), shared.barrier, count, rounds)
+            )
     dist.destroy_process_group()
 
 
@@ -69,7 +71,7 @@ def _become(group: Group) -> None:
     context.set_context(WorkerContext(f"w{group.rank}", World(Fence(*group.fence), members, None, ""), group))
 
 
-def _contenders(sockets: list[Group], shared: Group, count: int) -> list[Callable[[], object]]:
+def _make_contenders(sockets: list[Group], shared: Group, count: int) -> list[Callable[[], object]]:
     plain, copy = np.zeros(count // 4, np.float32), np.zeros(count // 4, np.float32)
     placed = shared.buffer(count).view(np.float32)
     tensor, named = torch.from_numpy(np.zeros_like(plain)), torch.from_numpy(np.zeros_like(plain))
@@ -112,7 +114,7 @@ def measure(size: int, rounds: int) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(size):
             ours, theirs = spawn.Pipe()
-            process = spawn.Process(target=_one_rank, args=(theirs, rank, size, folder, rounds), daemon=True)
+            process = spawn.Process(target=_run_rank, args=(theirs, rank, size, folder, rounds), daemon=True)
             process.start()
             theirs.close()
             pipes.append(ours)

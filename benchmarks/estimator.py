@@ -81,7 +81,7 @@ def batches(case: Case, part: int, parts: int) -> Iterator[tuple[torch.Tensor, t
                 yield x.view(-1, WIDTH), torch.from_numpy(batch.column("y").to_numpy().copy())
 
 
-def plain(pipe: Connection, case: Case, threads: int, part: int, parts: int, meet: str | None) -> None:
+def train_plain(pipe: Connection, case: Case, threads: int, part: int, parts: int, meet: str | None) -> None:
     """Send the rows per second of all epochs, begun when asked to. meet: a new file, where the parts are to exchange
     their gradients by torch's own means."""
     torch.set_num_threads(threads)
@@ -110,7 +110,7 @@ def plain(pipe: Connection, case: Case, threads: int, part: int, parts: int, mee
         torch.distributed.destroy_process_group()
 
 
-def measured_plain(
+def measure_plain_loop(
     case: Case, threads: int, processes: int = 1, meet: str | None = None
 ) -> tuple[float, float]:
     """(rows per second of all processes together, each with its part of the rows; seconds until all have begun)."""
@@ -119,7 +119,7 @@ def measured_plain(
     begin = time.perf_counter()
     for part in range(processes):
         ours, theirs = spawn.Pipe()
-        started.append(spawn.Process(target=plain, args=(theirs, case, threads, part, processes, meet)))
+        started.append(spawn.Process(target=train_plain, args=(theirs, case, threads, part, processes, meet)))
         started[-1].start()
         theirs.close()
         pipes.append(ours)
@@ -135,7 +135,7 @@ def measured_plain(
     return found, ready
 
 
-def measured_fit(case: Case, df: DataFrame, store: str) -> dict[str, float]:
+def measure_fit(case: Case, df: DataFrame, store: str) -> dict[str, float]:
     """Rows per second, and seconds by phase."""
     model = case.build()
     estimator = ElasticTorchEstimator(
@@ -164,12 +164,12 @@ def measured_fit(case: Case, df: DataFrame, store: str) -> dict[str, float]:
     }
 
 
-def measured_ddp(case: Case) -> float:
+def measure_ddp(case: Case) -> float:
     """Rows per second of two workers of torch's own data parallelism."""
     if len({pq.read_metadata(name).num_rows for name in case.files}) > 1:
         raise ValueError("its workers need as many steps each: let the files have as many rows")
     with tempfile.TemporaryDirectory() as folder:
-        return measured_plain(case, 1, WORKERS, f"{folder}/meet")[0]
+        return measure_plain_loop(case, 1, WORKERS, f"{folder}/meet")[0]
 
 
 def measure(case: Case, df: DataFrame, store: str, rounds: int) -> list[Row]:
@@ -178,11 +178,11 @@ def measure(case: Case, df: DataFrame, store: str, rounds: int) -> list[Row]:
     bounds: list[tuple[float, float]] = []
     peers: dict[int, list[float]] = {1: [], 2: []}
     for _ in range(rounds):
-        fits.append(measured_fit(case, df, store))
+        fits.append(measure_fit(case, df, store))
         for threads, found in peers.items():
-            found.append(measured_plain(case, threads)[0])
-        bounds.append(measured_plain(case, 1, WORKERS))
-        parallel.append(measured_ddp(case))
+            found.append(measure_plain_loop(case, threads)[0])
+        bounds.append(measure_plain_loop(case, 1, WORKERS))
+        parallel.append(measure_ddp(case))
     medians = {key: statistics.median(fit[key] for fit in fits) for key in fits[0]}
     best = max(statistics.median(found) for found in peers.values())
     bound, ready = (statistics.median(numbers) for numbers in zip(*bounds, strict=True))
@@ -218,7 +218,7 @@ def main() -> None:
         manifest, _ = materialize(df, ["x", "y"], written)
         files = tuple(written.path(name) for name in manifest.files)
         store = str(Path(folder) / "fits")
-        first = measured_fit(Case(NETS["small"], arguments.rows, arguments.batch, 1, files), df, store)
+        first = measure_fit(Case(NETS["small"], arguments.rows, arguments.batch, 1, files), df, store)
         rows.append(
             Row("the session's first fit, outside of training", first["fit outside of training"], None, "s")
         )

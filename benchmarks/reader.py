@@ -54,7 +54,7 @@ class Case:
         return cls(folder, store, describe_parquet(store, ["x", "y"]))
 
 
-def ours(case: Case) -> int:
+def read_by_loader(case: Case) -> int:
     """One epoch by the loader."""
     plan = DataPlan.for_run(
         case.manifest.group_rows, BATCH, 3, 4, case.manifest.max_decoded_group_bytes(), 256 << 20
@@ -67,7 +67,7 @@ def ours(case: Case) -> int:
         reader.close()
 
 
-def raw(case: Case) -> int:
+def read_by_pyarrow(case: Case) -> int:
     """One epoch by pyarrow alone."""
     rng, seen = np.random.default_rng(3), 0
     files = [pq.ParquetFile(case.folder / f"{number}.parquet") for number in range(FILES)]
@@ -93,7 +93,7 @@ def petastorm(case: Case) -> int:
         return sum(len(batch.y) for batch in reader)
 
 
-def measured(read: Callable[[Case], int], case: Case) -> tuple[float, float]:
+def measure(read: Callable[[Case], int], case: Case) -> tuple[float, float]:
     """(rows/s, CPU seconds per million rows)"""
     begin, cpu = time.perf_counter(), time.process_time()
     rows = read(case)
@@ -101,12 +101,12 @@ def measured(read: Callable[[Case], int], case: Case) -> tuple[float, float]:
     return rows / (time.perf_counter() - begin), (time.process_time() - cpu) / rows * 1e6
 
 
-def compared(name: str, case: Case, rounds: int, peers: dict[str, Callable[[Case], int]]) -> list[Row]:
-    readers = {"ours": ours, **peers}
+def compare(name: str, case: Case, rounds: int, peers: dict[str, Callable[[Case], int]]) -> list[Row]:
+    readers = {"ours": read_by_loader, **peers}
     figures: dict[str, list[tuple[float, float]]] = {each: [] for each in readers}
     for _ in range(rounds):
         for each, read in readers.items():
-            figures[each].append(measured(read, case))
+            figures[each].append(measure(read, case))
     medians = {
         each: [statistics.median(column) for column in zip(*found, strict=True)]
         for each, found in figures.items()
@@ -123,7 +123,7 @@ def main() -> None:
     made.add_argument("--rows", type=int, default=4_000_000)
     made.add_argument("--rounds", type=int, default=5)
     arguments = made.parse_args()
-    peers: dict[str, Callable[[Case], int]] = {"pyarrow": raw}
+    peers: dict[str, Callable[[Case], int]] = {"pyarrow": read_by_pyarrow}
     try:
         import petastorm as _  # noqa: F401
     except ImportError:
@@ -134,7 +134,7 @@ def main() -> None:
     for group in (25_000, 10_000, 1_000):
         with tempfile.TemporaryDirectory() as folder:
             case = Case.write(Path(folder), arguments.rows, group)
-            rows += compared(f"row groups of {group:,}", case, arguments.rounds, peers)
+            rows += compare(f"row groups of {group:,}", case, arguments.rounds, peers)
     finish("reader", rows, arguments.json)
 
 

@@ -104,14 +104,14 @@ class Killer(threading.Thread):
             time.sleep(self._random.uniform(0.3, 1.0))
             victim = self._random.choice(sorted(members))
             process = psutil.Process(victim)
-            target = process if self._kind == "child" else executor_of(process)
+            target = process if self._kind == "child" else find_executor(process)
             self.kills.append((time.time(), victim))
             target.kill()
             time.sleep(1.0)
         self._slow.unlink()
 
 
-def executor_of(process: psutil.Process) -> psutil.Process:
+def find_executor(process: psutil.Process) -> psutil.Process:
     return next(p for p in process.parents() if "CoarseGrainedExecutorBackend" in " ".join(p.cmdline()))
 
 
@@ -225,7 +225,7 @@ def await_steps(log: Path, since: float, excluding: Any = ()) -> dict[int, float
     sys.exit("torchrun did not recover within 120 s")
 
 
-def as_peer(log: Path) -> None:
+def train_under_torchrun(log: Path) -> None:
     """A worker under torchrun: the same step, a checkpoint every ten steps."""
     torch.distributed.init_process_group("gloo")
     checkpoint = log / "checkpoint.pt"
@@ -247,7 +247,7 @@ def as_peer(log: Path) -> None:
 
 def main() -> None:
     if sys.argv[1:2] == ["--as-peer"]:
-        as_peer(Path(sys.argv[2]))
+        train_under_torchrun(Path(sys.argv[2]))
         return
     options = parser(__doc__)
     options.add_argument("--kills", type=int, default=20)

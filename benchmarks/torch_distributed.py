@@ -62,7 +62,7 @@ COLLECTIVES = (
 )
 
 
-def _one_rank(pipe: Connection, rank: int, size: int, folder: str, what: Callable[..., Any]) -> None:
+def _run_rank(pipe: Connection, rank: int, size: int, folder: str, what: Callable[..., Any]) -> None:
     """Send what `what` measures between both backends."""
     torch.set_num_threads(1)
     register()
@@ -127,7 +127,7 @@ def _shard(model: torch.nn.Module, group: Any) -> torch.nn.Module:
 def measure_steps(size: int, net: Net, rounds: int) -> list[Row]:
     """Rows in milliseconds."""
     with tempfile.TemporaryDirectory() as folder:
-        times = run_ranks(size, _one_rank, folder, partial(_time_steps, net, rounds))
+        times = run_ranks(size, _run_rank, folder, partial(_time_steps, net, rounds))
     local, ddp, gloo_ddp, fsdp, gloo_fsdp, own = find_medians(times)
     case = f"{net.parameters / 1e6:.0f} M parameters in {2 * net.layers} tensors, {size} ranks"
     return [
@@ -178,7 +178,7 @@ def _time_commits(net: Net, rounds: int, ours: Any, _: Any, barrier: Callable[[]
 def measure_commits(size: int, net: Net, rounds: int) -> list[Row]:
     """Rows in milliseconds and MB."""
     with tempfile.TemporaryDirectory() as folder:
-        found = run_ranks(size, _one_rank, folder, partial(_time_commits, net, rounds))
+        found = run_ranks(size, _run_rank, folder, partial(_time_commits, net, rounds))
     step, commit, alone = find_medians([times for times, _, _ in found])
     memory, trained = (max(column) / 1e6 for column in list(zip(*found, strict=True))[1:])
     case = (
@@ -233,7 +233,7 @@ def _build_call(name: str, count: int, group: Any) -> Callable[[], object]:
 def measure_collectives(size: int, rounds: int) -> list[Row]:
     """Rows in milliseconds."""
     with tempfile.TemporaryDirectory() as folder:
-        found = run_ranks(size, _one_rank, folder, partial(_time_collectives, rounds))
+        found = run_ranks(size, _run_rank, folder, partial(_time_collectives, rounds))
     cases = [(label, name) for label in SIZES for name in COLLECTIVES]
     rows = []
     for (label, name), *times in zip(cases, *found, strict=True):

@@ -60,7 +60,7 @@ class Net:
         return torch.nn.Sequential(*layers)
 
 
-def _one_rank(pipe: Connection, rank: int, size: int, folder: str, net: Net, rounds: int) -> None:
+def _run_rank(pipe: Connection, rank: int, size: int, folder: str, net: Net, rounds: int) -> None:
     torch.set_num_threads(1)
 
     def exchange(own: bytes) -> list[bytes]:
@@ -75,14 +75,14 @@ def _one_rank(pipe: Connection, rank: int, size: int, folder: str, net: Net, rou
     ):
         set_context(WorkerContext(f"rank {rank}", group=group))
         data = torch.randn(net.rows, net.width, generator=torch.Generator().manual_seed(rank))
-        steps, close = _contenders(net, data, group)
+        steps, close = _make_contenders(net, data, group)
         pipe.send([_times(turn, steps, group.barrier) for turn in range(rounds + WARM_UP)][WARM_UP:])
         close()
         set_context(None)
     dist.destroy_process_group()
 
 
-def _contenders(
+def _make_contenders(
     net: Net, data: torch.Tensor, group: Group
 ) -> tuple[list[Callable[[], object]], Callable[[], None]]:
     """(local, ours, DDP's, the exchange alone), and what ends them."""
@@ -144,7 +144,7 @@ def measure(size: int, net: Net, rounds: int, framework: str = "torch") -> list[
             ours, theirs = spawn.Pipe()
             of_torch = framework == "torch"
             process = spawn.Process(
-                target=_one_rank if of_torch else _one_rank_of_tensorflow,
+                target=_run_rank if of_torch else _one_rank_of_tensorflow,
                 args=(theirs, rank, *([size, folder] if of_torch else [workers]), net, rounds),
                 daemon=True,
             )

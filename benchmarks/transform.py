@@ -37,7 +37,7 @@ def net() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(WIDTH, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1)).eval()
 
 
-def batched() -> Callable[..., SparkColumn]:
+def make_batched_udf() -> Callable[..., SparkColumn]:
     weights = net().state_dict()
 
     def make() -> Callable[[Any], Any]:
@@ -53,7 +53,7 @@ def batched() -> Callable[..., SparkColumn]:
     return predict_batch_udf(make, return_type=FloatType(), batch_size=BATCH, input_tensor_shapes=[[WIDTH]])
 
 
-def row_at_a_time() -> Callable[..., SparkColumn]:
+def make_row_udf() -> Callable[..., SparkColumn]:
     model = net()  # pickled with the function, once a Python worker
 
     def predict(x: Any) -> float:
@@ -71,7 +71,7 @@ def seconds(df: DataFrame) -> float:
 
 def measure(df: DataFrame, rows: int, rounds: int) -> list[Row]:
     model = ElasticTorchModel(TorchPredictor(pack(net()), (Column("x", "float32", (WIDTH,)),)), FitSummary())
-    by_batch, by_row = batched(), row_at_a_time()
+    by_batch, by_row = make_batched_udf(), make_row_udf()
     few = df.limit(rows // ONE_BY_ONE).cache()
     few.count()
     cases: dict[str, tuple[int, Callable[[], DataFrame]]] = {

@@ -68,7 +68,7 @@ def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True)
 
 
-def inside(space: str, *words: str) -> list[str]:
+def build_command(space: str, *words: str) -> list[str]:
     """The command line that runs in a namespace."""
     return ["ip", "netns", "exec", space, *words]
 
@@ -76,9 +76,11 @@ def inside(space: str, *words: str) -> list[str]:
 def goodput(seconds: int = 3) -> float:
     """Bytes a second that one TCP connection carries over the link."""
     server, client = HOSTS
-    with subprocess.Popen(inside(server, "iperf3", "-s", "-1"), stdout=subprocess.DEVNULL) as listening:
+    with subprocess.Popen(
+        build_command(server, "iperf3", "-s", "-1"), stdout=subprocess.DEVNULL
+    ) as listening:
         time.sleep(0.5)
-        words = inside(client, "iperf3", "-c", HOSTS[server], "-t", str(seconds), "-J")
+        words = build_command(client, "iperf3", "-c", HOSTS[server], "-t", str(seconds), "-J")
         answer = json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
         listening.wait(10)
     return float(answer["end"]["sum_received"]["bits_per_second"]) / 8
@@ -140,7 +142,7 @@ def measure(store: str, per_host: int, rounds: int) -> dict[str, float]:
         ours, theirs = socketpair()
         space = list(HOSTS)[rank // per_host]
         words = ["--rank", str(rank), "--per-host", str(per_host), "--rounds", str(rounds), "--store", store]
-        words = inside(space, sys.executable, __file__, *words, "--pipe", str(theirs.fileno()))
+        words = build_command(space, sys.executable, __file__, *words, "--pipe", str(theirs.fileno()))
         processes.append(subprocess.Popen(words, pass_fds=[theirs.fileno()]))
         theirs.close()
         pipes.append(Connection(ours.detach()))

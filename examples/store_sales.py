@@ -109,7 +109,7 @@ def run(spark: SparkSession, store: str, options: argparse.Namespace) -> dict[st
     from spark_elastic import ElasticKerasEstimator
 
     sales, stores, weather = make_sales(spark, options.stores, options.days)
-    features = engineered(spark, sales, stores, weather).cache()
+    features = engineer_features(spark, sales, stores, weather).cache()
     largest = features.selectExpr("max(sales) as top").head()["top"]
     log_top = math.log1p(largest)
     rows = features.selectExpr("*", f"log1p(sales) / {log_top} as target").cache()
@@ -133,8 +133,8 @@ def run(spark: SparkSession, store: str, options: argparse.Namespace) -> dict[st
         on_progress=attack,
         callbacks=[keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=2)],
     )
-    model = estimator.fit(assembled(train.withColumn("held_out", train.number >= last - HELD_OUT_DAYS)))
-    predicted = model.transform(assembled(test)).selectExpr(
+    model = estimator.fit(assemble_vector(train.withColumn("held_out", train.number >= last - HELD_OUT_DAYS)))
+    predicted = model.transform(assemble_vector(test)).selectExpr(
         "store", "date", "sales", f"expm1(prediction * {log_top}) as forecast"
     )
     predicted.orderBy("store", "date").show(5)
@@ -200,7 +200,9 @@ def make_sales(spark: SparkSession, stores: int, days: int) -> tuple[DataFrame, 
     )
 
 
-def engineered(spark: SparkSession, sales: DataFrame, stores: DataFrame, weather: DataFrame) -> DataFrame:
+def engineer_features(
+    spark: SparkSession, sales: DataFrame, stores: DataFrame, weather: DataFrame
+) -> DataFrame:
     """Everything that the model is told of a store's day."""
     for name, table in (("sales", sales), ("stores", stores), ("weather", weather)):
         table.createOrReplaceTempView(name)
@@ -229,7 +231,7 @@ def engineered(spark: SparkSession, sales: DataFrame, stores: DataFrame, weather
     """).selectExpr("*", "coalesce(mean_before, 8.5) as store_mean_sales")
 
 
-def assembled(rows: DataFrame) -> DataFrame:
+def assemble_vector(rows: DataFrame) -> DataFrame:
     """With the numbers as one vector."""
     from pyspark.ml.feature import VectorAssembler
 

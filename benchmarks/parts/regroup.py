@@ -188,7 +188,7 @@ def play(folder: Path, size: int, acts: list[Callable[[Trial], float]]) -> Trial
     return trial
 
 
-def after(trial: Trial, moment: float, generation: int, event: str) -> tuple[float, list[Line]]:
+def find_event_after(trial: Trial, moment: float, generation: int, event: str) -> tuple[float, list[Line]]:
     """When the last member of the next world first did `event` in it, seconds from `moment`; and all its lines."""
     later = [line for line in trial.lines() if line["generation"] > generation and line["at"] > moment]
     following = min(line["generation"] for line in later)
@@ -214,11 +214,11 @@ def scale_ups(trial: Trial) -> list[float]:
         before = [line for line in trial.lines() if warm is not None and line["at"] <= warm]
         if warm is None or not before:
             continue
-        found.append(after(trial, warm, max(line["generation"] for line in before), "applied")[0])
+        found.append(find_event_after(trial, warm, max(line["generation"] for line in before), "applied")[0])
     return found
 
 
-def broken(trial: Trial, generations: set[int]) -> int:
+def count_broken(trial: Trial, generations: set[int]) -> int:
     """How many ranks lost a step in these generations."""
     return sum(line["event"] == "broke" and line["generation"] in generations for line in trial.lines())
 
@@ -228,7 +228,7 @@ def local_rows(folder: Path, sizes: tuple[int, ...], kills: int) -> list[Row]:
     rows = []
     for size in sizes:
         trial = play(folder / f"kill-{size}", size, [kill_one] * kills)
-        times = [after(trial, *done, "runs")[0] for done in trial.done]
+        times = [find_event_after(trial, *done, "runs")[0] for done in trial.done]
         rows.append(Row(f"{size} local workers: kill to the next world, p50", statistics.median(times)))
         if size == 4:
             ups = scale_ups(trial)
@@ -239,11 +239,11 @@ def local_rows(folder: Path, sizes: tuple[int, ...], kills: int) -> list[Row]:
             )
             rows.append(Row("newcomer warm to the first step of the larger world, p99", max(ups)))
             rows.append(
-                Row("steps lost by the others in scale-ups", broken(trial, every - hit), unit="steps")
+                Row("steps lost by the others in scale-ups", count_broken(trial, every - hit), unit="steps")
             )
     trial = play(folder / "drain", 4, [drain_one] * kills)
-    times = [after(trial, *done, "applied")[0] for done in trial.done]
+    times = [find_event_after(trial, *done, "applied")[0] for done in trial.done]
     rows.append(Row("drain asked to the first step without it, p50", statistics.median(times)))
-    lost = broken(trial, {line["generation"] for line in trial.lines()})
+    lost = count_broken(trial, {line["generation"] for line in trial.lines()})
     rows.append(Row("steps lost in drains", lost, unit="steps"))
     return rows

@@ -43,7 +43,16 @@ def table(rows: Sequence[Row]) -> str:
     head = ("case", "ours", "peer", "unit", "ratio")
     cells = [
         head,
-        *((row.case, _figure(row.ours), _figure(row.peer), row.unit, _figure(row.ratio)) for row in rows),
+        *(
+            (
+                row.case,
+                _format(row.ours),
+                _format(row.peer),
+                row.unit,
+                _format(row.ratio),
+            )
+            for row in rows
+        ),
     ]
     widths = [max(len(line[column]) for line in cells) for column in range(len(head))]
     return "\n".join(
@@ -86,7 +95,7 @@ def _from_json(row: dict[str, Any]) -> Row:
     return Row(row["case"], row["ours"], row["peer"], row["unit"])
 
 
-def _figure(value: float | None) -> str:
+def _format(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 

@@ -176,7 +176,7 @@ async def _obey(pipe: Connection, workers: list[Worker], size: int) -> None:
     while (order := await loop.run_in_executor(None, pipe.recv)) is not None:
         what, argument = order
         if what == "come":
-            await _few_at_a_time([worker.come for worker in workers])
+            await _call_few_at_a_time([worker.come for worker in workers])
             pipe.send(0.0)
         elif what == "rendezvous":
             pipe.send(max(await asyncio.gather(*(worker.rendezvous() for worker in workers))))
@@ -193,11 +193,11 @@ async def _obey(pipe: Connection, workers: list[Worker], size: int) -> None:
         await worker.leave()
 
 
-async def _few_at_a_time(calls: Sequence[Callable[[], Awaitable[object]]]) -> None:
+async def _call_few_at_a_time(calls: Sequence[Callable[[], Awaitable[object]]]) -> None:
     gate = asyncio.Semaphore(SHORT)
 
-    async def one(call: Callable[[], Awaitable[object]]) -> None:
+    async def call_one(call: Callable[[], Awaitable[object]]) -> None:
         async with gate:
             await call()
 
-    await asyncio.gather(*map(one, calls))
+    await asyncio.gather(*map(call_one, calls))

@@ -59,7 +59,7 @@ class Contenders:
             )
         ]
 
-        def made(reduced: Callable[[Any, list[Any], list[Any]], list[Any]]) -> Callable[[], object]:
+        def make_step(reduced: Callable[[Any, list[Any], list[Any]], list[Any]]) -> Callable[[], object]:
             variables = [tf.Variable(array) for array in first]
 
             def step() -> None:
@@ -73,22 +73,24 @@ class Contenders:
 
             return step
 
-        def ours(tape: Any, loss: Any, variables: list[Any]) -> list[Any]:
+        def reduce_by_tape(tape: Any, loss: Any, variables: list[Any]) -> list[Any]:
             found: list[Any] = hvd.DistributedGradientTape(tape).gradient(loss, variables)
             return found
 
-        def theirs(tape: Any, loss: Any, variables: list[Any]) -> list[Any]:
+        def reduce_by_strategy(tape: Any, loss: Any, variables: list[Any]) -> list[Any]:
             gradients = tape.gradient(loss, variables)
             found: list[Any] = tf.distribute.get_replica_context().all_reduce(
                 tf.distribute.ReduceOp.MEAN, gradients
             )
             return found
 
-        in_scope = made(theirs)
+        in_scope = make_step(reduce_by_strategy)
         placed = group.buffer(4 * sum(array.size for array in first)).view(np.float32)
         return [
-            tf.function(made(lambda tape, loss, variables: tape.gradient(loss, variables)), autograph=False),
-            tf.function(made(ours), autograph=False),
+            tf.function(
+                make_step(lambda tape, loss, variables: tape.gradient(loss, variables)), autograph=False
+            ),
+            tf.function(make_step(reduce_by_tape), autograph=False),
             tf.function(lambda: self._strategy.run(in_scope), autograph=False),
             lambda: group.allreduce(placed),
         ]

@@ -17,10 +17,10 @@ def test_a_world_of_any_size_is_back_within_the_budget(size: int, tmp_path: Path
     """A member is killed; the newcomer in its place costs the others no step."""
     trial = regroup.play(tmp_path / "trial", size, [regroup.kill_one])
     ((moment, generation),) = trial.done
-    seconds, lines = regroup.after(trial, moment, generation, "runs")
+    seconds, lines = regroup.find_event_after(trial, moment, generation, "runs")
     assert seconds < BUDGET
     assert {line["size"] for line in lines} == {size - 1}
-    assert regroup.broken(trial, {generation}) == size - 1
-    assert regroup.broken(trial, {line["generation"] for line in trial.lines()} - {generation}) == 0
+    assert regroup.count_broken(trial, {generation}) == size - 1
+    assert regroup.count_broken(trial, {line["generation"] for line in trial.lines()} - {generation}) == 0
     (up,) = regroup.scale_ups(trial)
     assert up < BUDGET
