@@ -58,13 +58,13 @@ def of(program: str) -> list[tuple[str, list[str]]]:
     return [(page, words[1:]) for page, words in commands() if words[0] == program]
 
 
-def test_the_pages_name_commands() -> None:
+def test_the_pages_contain_commands() -> None:
     named = {words[0] for _, words in commands()}
     assert named == set(PROGRAMS)
     assert len(commands()) >= 40
 
 
-def test_each_verb_of_a_page_is_one_and_each_verb_is_on_a_page() -> None:
+def test_pages_and_build_sh_have_the_same_verbs() -> None:
     named = {(page, words[0]) for page, words in of("./build.sh")}
     assert [pair for pair in named if pair[1] not in VERBS] == []
     # CONTRIBUTING puts verbs of one kind in one row: `./build.sh unit` / `sim` / ...
@@ -73,7 +73,7 @@ def test_each_verb_of_a_page_is_one_and_each_verb_is_on_a_page() -> None:
     assert set(VERBS) - NOT_FOR_READERS - listed == set()
 
 
-def test_each_benchmark_of_a_page_is_there() -> None:
+def test_each_benchmark_of_a_page_exists() -> None:
     for page, words in of("./build.sh"):
         if words[0] == "bench":
             missing = [
@@ -82,7 +82,7 @@ def test_each_benchmark_of_a_page_is_there() -> None:
             assert missing == [], page
 
 
-def test_each_script_of_a_page_is_there_and_knows_its_options() -> None:
+def test_each_script_of_a_page_exists_and_has_its_options() -> None:
     for page, words in [*of("python"), *of("spark-submit")]:
         scripts = [word for word in words if word.endswith(".py") and "/" in word]
         # One without a dot is the reader's own, as a script without a folder is.
@@ -100,7 +100,7 @@ def test_each_script_of_a_page_is_there_and_knows_its_options() -> None:
 @pytest.mark.parametrize(
     ("page", "words"), of("spark-elastic-run"), ids=lambda value: str(value)[:30].replace("/", "-")
 )
-def test_spark_elastic_run_takes_what_the_pages_say(
+def test_spark_elastic_run_has_the_options_of_the_pages(
     page: str, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[cli.RunOptions] = []
@@ -110,7 +110,7 @@ def test_spark_elastic_run_takes_what_the_pages_say(
     assert (result.exit_code, len(taken)) == (0, 1), result.output
 
 
-def test_spark_elastic_takes_what_the_pages_say() -> None:
+def test_spark_elastic_has_the_options_of_the_pages() -> None:
     for page, words in of("spark-elastic"):
         group: click.Command = store_cli.group
         for word in words[:2]:

@@ -62,7 +62,7 @@ def test_the_menu_has_every_page_once() -> None:
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_targets(page: Path) -> None:
     for target in links(page):
         name, _, anchor = target.partition("#")
         file = (page.parent / name).resolve() if name else page
@@ -104,7 +104,7 @@ def texts(trees: Iterable[ast.Module]) -> str:
     return re.sub(r"\\(.)", r"\1", "\n".join(constants))
 
 
-def test_each_message_of_the_page_of_errors_is_there_and_provoked() -> None:
+def test_each_message_of_the_page_of_errors_is_in_the_code_and_in_a_test() -> None:
     page = (DOCS / "errors.md").read_text()
     messages = re.findall(r"^\| `(.*?)` \|", page.split("## By message")[1], re.MULTILINE)
     assert len(messages) >= 25

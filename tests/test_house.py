@@ -80,7 +80,7 @@ def _library_names(node: ast.AST) -> Iterator[str]:
         yield from (f"{ast.unparse(base.value)}[]" for base in node.bases if isinstance(base, ast.Subscript))
 
 
-def test_no_file_is_past_the_wall() -> None:
+def test_no_file_has_more_than_800_lines() -> None:
     long = {str(path.relative_to(ROOT)): lines for path in _sources() if (lines := _count(path)) > WALL}
     assert not long, f"more than {WALL} lines, cut each along its concepts: {long}"
 
@@ -101,7 +101,7 @@ def test_functions_are_short() -> None:
             )
 
 
-def test_names_say_something() -> None:
+def test_file_names_are_specific() -> None:
     wrong = [
         str(path)
         for path in _list_tracked()
@@ -192,7 +192,7 @@ def test_no_path_of_a_machine() -> None:
     assert not wrong, f"paths that exist on one machine only: {wrong}"
 
 
-def test_the_changelog_is_no_diary() -> None:
+def test_the_changelog_is_brief() -> None:
     """What a version brings, in few lines; the documentation says the rest."""
     _, *versions = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
     counts = {version.splitlines()[0]: version.count("\n- ") for version in versions}

@@ -39,7 +39,7 @@ def assert_runs(program: str) -> None:
         ),  # fitted models have modules in it
     ],
 )
-def test_a_half_imports_nothing_that_it_does_without(imported: str, absent: set[str]) -> None:
+def test_each_framework_half_imports_only_its_framework(imported: str, absent: set[str]) -> None:
     assert_runs(f"import sys, spark_elastic.{imported}; sys.exit(bool({absent!r} & set(sys.modules)))")
 
 
@@ -62,11 +62,11 @@ assert not hasattr(hvd, "__wrapped__") and not hasattr(hvd, "size") and "Distrib
 
 
 @pytest.mark.timeout(120)
-def test_without_the_engine_the_keras_half_stands_in_nobodys_way() -> None:
+def test_the_keras_half_imports_without_the_engine() -> None:
     assert_runs(WITHOUT_THE_ENGINE)
 
 
-def test_the_keras_half_lists_what_it_has() -> None:
+def test_the_keras_half_lists_its_names() -> None:
     import spark_elastic.keras as hvd
 
     assert {"size", "init", "allreduce", "DistributedOptimizer", "callbacks"} <= set(dir(hvd))

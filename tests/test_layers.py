@@ -133,7 +133,7 @@ def _list_imports() -> Iterator[tuple[Module, str, int]]:
             yield module, name, line
 
 
-def test_every_part_has_a_place() -> None:
+def test_every_part_has_a_layer() -> None:
     assert {_find_part(module.name) for module in _list_ours()} <= {part for row in ROWS for part in row} | {
         "data.reading.petastorm_reader"
     }
@@ -163,7 +163,7 @@ def test_imports_point_downwards() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_what_a_hand_written_loop_imports_knows_no_learner_of_the_estimators() -> None:
+def test_modules_for_hand_written_loops_import_no_trainer_of_the_estimators() -> None:
     wrong = [
         f"{module.path}:{line}: {module.name} imports {name}"
         for module, name, line in _list_imports()
@@ -190,7 +190,9 @@ def test_what_a_hand_written_loop_imports_knows_no_learner_of_the_estimators() -
         ("errors", "clock", False),
     ],
 )
-def test_the_rule_itself(importer: str, imported: str, allowed: bool) -> None:
+def test_the_layer_rule_allows_and_forbids_the_right_imports(
+    importer: str, imported: str, allowed: bool
+) -> None:
     assert _may_import(importer, imported) is allowed
 
 
@@ -209,7 +211,7 @@ def test_foreign_packages_stay_where_they_belong() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_what_is_pure_has_no_clock_lock_socket_or_file() -> None:
+def test_pure_modules_import_no_clock_lock_socket_or_file() -> None:
     wrong = [
         f"{module.path}:{line}: {name}"
         for module in modules()

@@ -71,7 +71,7 @@ def test_names_of_the_testing_kit_are_where_it_says() -> None:
         testing.Nothing  # noqa: B018
 
 
-def test_all_is_exact() -> None:
+def test_all_lists_the_public_names_exactly() -> None:
     assert sorted(spark_elastic.__all__) == sorted(PUBLIC)
     assert set(dir(spark_elastic)) == {*PUBLIC, "__version__"}
 

@@ -97,7 +97,9 @@ def test_skips(fault):
         (("--without-faults",), {"test_sees_nothing", "test_does_no_fault", "test_skips"}),
     ],
 )
-def test_what_cannot_fail_is_found_out(tmp_path: Path, options: tuple[str, ...], failed: set[str]) -> None:
+def test_a_scenario_test_that_passes_without_its_fault_fails(
+    tmp_path: Path, options: tuple[str, ...], failed: set[str]
+) -> None:
     (tmp_path / "test_played.py").write_text(PLAYED)
     (tmp_path / "conftest.py").write_text((TESTS / "conftest.py").read_text())
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rA", str(tmp_path), *options]

@@ -91,7 +91,7 @@ def test_source_archive_holds_no_environment_and_no_built_module(tmp_path: Path)
 
 
 @pytest.mark.scenario("G19")
-def test_wheel_is_content_with_the_oldest_stack(wheel: Path) -> None:
+def test_wheel_installs_beside_the_oldest_stack(wheel: Path) -> None:
     options = ("--dry-run", "--ignore-installed", "--disable-pip-version-check", "--quiet", "--report", "-")
     report = json.loads(_run(sys.executable, "-m", "pip", "install", *options, wheel, *OLDEST))
     chosen = {entry["metadata"]["name"].lower(): entry["metadata"]["version"] for entry in report["install"]}

@@ -36,6 +36,6 @@ for package in ("spark_elastic.spark", "spark_elastic.platforms", "spark_elastic
 """
 
 
-def test_everything_but_the_classic_parts_is_there_for_it() -> None:
+def test_a_connect_client_without_a_jvm_imports_everything_but_the_classic_parts() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

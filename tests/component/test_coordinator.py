@@ -99,7 +99,7 @@ class Task:
         return client.follow(self.carry, ElasticConfig())
 
 
-def test_a_job_with_a_coordinator_lives_through_the_loss_of_a_slot(
+def test_a_job_with_a_coordinator_survives_the_loss_of_a_slot(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "spark_elastic")

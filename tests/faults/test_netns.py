@@ -175,7 +175,9 @@ def check_verdict(verdict: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("lease", [1.0, 5.0])
-def test_a_host_that_is_cut_off_for_30_seconds(lease: float, field: Field, fault: Fault) -> None:
+def test_training_survives_a_host_without_network_for_30_seconds(
+    lease: float, field: Field, fault: Fault
+) -> None:
     """The others continue within the lease; when the network heals the host rejoins, and its zombie ends itself."""
     field.train(lease)
     field.await_message("world", HOSTS)
@@ -197,7 +199,7 @@ def test_a_host_that_is_cut_off_for_30_seconds(lease: float, field: Field, fault
     )
 
 
-def test_a_host_whose_network_comes_and_goes(field: Field, fault: Fault) -> None:
+def test_training_survives_a_host_with_an_intermittent_network(field: Field, fault: Fault) -> None:
     """A slow host: each second its network is gone for a third of it. It is slow, not lost."""
     field.train(lease=5.0)
     field.await_message("world", HOSTS)
@@ -211,7 +213,7 @@ def test_a_host_whose_network_comes_and_goes(field: Field, fault: Fault) -> None
     check_verdict(field.await_message("verdict")["verdict"])
 
 
-def test_r12_a_driver_that_is_cut_off_for_longer_than_the_lease_loses_nobody(
+def test_r12_a_driver_without_network_for_longer_than_the_lease_evicts_no_worker(
     field: Field, fault: Fault
 ) -> None:
     """Training continues without it: no world is lost, and steps are taken meanwhile."""

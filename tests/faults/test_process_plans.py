@@ -189,7 +189,7 @@ def seeds() -> list[Any]:
 @pytest.mark.native
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("seed", seeds())
-def test_p1_to_p4(
+def test_p1_to_p4_hold_under_random_fault_plans(
     seed: int, wanted: tuple[Job, Store, Manifest, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     job, store, manifest, plain = wanted

@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.native, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_p7_everything_is_killed_at_a_random_moment(tmp_path: Path, seed: int) -> None:
+def test_p7_a_fit_resumes_after_all_processes_are_killed_at_random_moments(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
     job, (store, manifest) = make_job(), make_data(tmp_path)
     whole = job.batch_size * job.workers
@@ -74,7 +74,7 @@ def test_p7_everything_is_killed_at_a_random_moment(tmp_path: Path, seed: int) -
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_p7_all_workers_are_killed_at_random_moments_and_the_driver_lives(tmp_path: Path, seed: int) -> None:
+def test_p7_a_fit_continues_after_all_workers_are_killed_at_random_moments(tmp_path: Path, seed: int) -> None:
     """Twice: at a step of the seed's, and then some way into the next exchange, commit or checkpoint."""
     draw = random.Random(seed)
     job, (store, manifest) = make_job(), make_data(tmp_path)

@@ -30,7 +30,7 @@ def soak(case: str, kills: int, epochs: int, seed: int, folder: Path, each: int 
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("case", CASES)
-def test_p1_to_p4_under_twenty_kills(case: str, tmp_path: Path) -> None:
+def test_p1_to_p4_hold_under_twenty_kills(case: str, tmp_path: Path) -> None:
     verdict = soak(case, 20, 150, 1, tmp_path, each=3)
     met = verdict["phases"]
     assert isinstance(met, dict)

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.native, pytest.
 
 
 @pytest.mark.timeout(900)
-def test_blow_after_blow_costs_no_row_and_nothing_grows(tmp_path: Path) -> None:
+def test_an_hour_of_faults_loses_no_row_and_leaks_nothing(tmp_path: Path) -> None:
     record = tmp_path / "soak.json"
     command = [
         sys.executable,

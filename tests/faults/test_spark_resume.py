@@ -106,7 +106,7 @@ def _start_driver(program: str, folder: Path) -> subprocess.Popen[str]:
 
 @pytest.mark.scenario("G18")
 @pytest.mark.parametrize("program", ["run_fit", "run_loop"])
-def test_p7_a_killed_driver_of_spark_leaves_a_run_that_goes_on(
+def test_p7_a_run_resumes_after_its_spark_driver_was_killed(
     tmp_path: Path, fault: Fault, program: str
 ) -> None:
     (tmp_path / "scratch").mkdir()

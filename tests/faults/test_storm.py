@@ -8,5 +8,5 @@ from tests.simulation.scenes import survive_storm
 
 
 @pytest.mark.faults
-def test_a_storm_over_ten_thousand_workers() -> None:
+def test_ten_thousand_workers_survive_the_loss_of_a_quarter_of_their_hosts() -> None:
     survive_storm(hosts=1000)

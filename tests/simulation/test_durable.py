@@ -38,7 +38,7 @@ def test_p7_all_workers_are_lost_and_the_newest_checkpoint_is_taken() -> None:
 @pytest.mark.parametrize(
     ("moment", "nth"), [(Moment.WRITING, 3), (Moment.WRITTEN, 3), (Moment.PUBLISHED, 3), (Moment.APPLIED, 30)]
 )
-def test_p7_another_driver_goes_on_wherever_the_first_dies(moment: Moment, nth: int, silent: bool) -> None:
+def test_p7_another_driver_resumes_wherever_the_first_dies(moment: Moment, nth: int, silent: bool) -> None:
     report = simulate(plan_durable(Fault(FaultKind.KILL_DRIVER, moment, nth, silent=silent)))
     assert report.end.outcome is do.Outcome.SUCCESS
     assert report.worlds[-1].fence.attempt == 2
@@ -105,7 +105,7 @@ def test_r18_a_driver_that_does_not_wait_for_old_members_is_caught() -> None:
     assert any(_is_caught(plan, driver_step=_forget_old_members, match="train on (R18)") for plan in plans)
 
 
-def test_r18_a_driver_that_takes_sparks_word_for_proof_is_caught() -> None:
+def test_r18_a_driver_that_trusts_sparks_report_of_a_lost_executor_is_caught() -> None:
     """All hosts are cut off the driver, and Spark calls their executors lost while they train on."""
     lost = Fault(FaultKind.PARTITION_AND_REPLACE, Moment.PUBLISHED, nth=3, share=Share.ALL, duration=12.0)
     plans = [plan_durable(lost, seed=seed, steps=600, driver_timeout=DRIVER_TIMEOUT) for seed in range(6)]

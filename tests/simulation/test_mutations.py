@@ -133,7 +133,7 @@ def test_a_worker_that_breaks_a_rule_is_caught(rule: str) -> None:
     assert any(_is_caught(step, plan) for plan in plans)
 
 
-def test_workers_that_do_not_hear_aborts_are_caught() -> None:
+def test_workers_that_ignore_aborts_are_caught() -> None:
     """Most worlds break of themselves; some only by the driver's word."""
     assert any(_is_caught(_ignore_aborts, random_plan(seed)) for seed in range(100))
 

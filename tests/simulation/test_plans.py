@@ -20,7 +20,7 @@ def _play(first: int) -> list[Report]:
 
 
 @pytest.mark.parametrize("first", range(0, PLANS, CHUNK))
-def test_random_plans(first: int) -> None:
+def test_random_fault_plans_keep_all_promises(first: int) -> None:
     reports = _play(first)
     ends = Counter(report.end.outcome for report in reports)
     assert set(ends) <= {Outcome.SUCCESS, Outcome.USER_ERROR, Outcome.NOT_ENOUGH_WORKERS}
@@ -32,7 +32,7 @@ def test_random_plans(first: int) -> None:
             )
 
 
-def test_the_plans_are_what_they_claim() -> None:
+def test_random_fault_plans_contain_every_kind_of_fault() -> None:
     plans = [random_plan(seed) for seed in range(PLANS)]
     kinds = Counter(fault.kind for plan in plans for fault in plan.faults)
     assert all(kinds[kind] >= 10 for kind in FaultKind), kinds
@@ -40,7 +40,7 @@ def test_the_plans_are_what_they_claim() -> None:
     assert sum(plan.checkpoint_every is not None for plan in plans) > PLANS / 4
 
 
-def test_a_seed_replays() -> None:
+def test_a_seed_gives_the_same_run_again() -> None:
     first, second = simulate(random_plan(51)), simulate(random_plan(51))
     assert first == second
     assert len(first.worlds) > 5

@@ -8,5 +8,5 @@ from tests.simulation.scenes import survive_storm
 
 
 @pytest.mark.parametrize("hosts", [20, pytest.param(100, marks=pytest.mark.timeout(300))])
-def test_a_storm_costs_no_step_and_ends_well(hosts: int) -> None:
+def test_the_loss_of_many_hosts_at_once_costs_no_step(hosts: int) -> None:
     survive_storm(hosts)

@@ -22,7 +22,7 @@ def test_r01_death_at_any_point_of_a_step_costs_no_step(moment: Moment, target: 
         assert report.seconds < 6.0, report.event_log
 
 
-def test_r04_state_comes_from_survivors_and_the_late_come_as_newcomers() -> None:
+def test_r04_state_comes_from_survivors_and_late_workers_join_as_newcomers() -> None:
     """A stopped member is left out; it comes back without a step, ranked after those who stayed."""
     report = simulate(scene(Fault(FaultKind.STOP_WORKER, Moment.EXCHANGE, nth=5, target=0, duration=60.0)))
     assert report.end.outcome is Outcome.SUCCESS
@@ -77,7 +77,7 @@ def test_r13_a_deterministic_failure_ends_the_job_with_its_traceback() -> None:
     assert len(report.worlds) == 2
 
 
-def test_r13_one_exception_of_one_worker_is_borne() -> None:
+def test_r13_one_exception_of_one_worker_does_not_end_the_job() -> None:
     report = simulate(scene(Fault(FaultKind.RAISE, Moment.EXCHANGE, nth=5, target=2)))
     assert report.end.outcome is Outcome.SUCCESS
 
@@ -92,7 +92,7 @@ def test_r14_a_second_attempt_is_an_extra_slot() -> None:
 
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("target", [0, 1, 3])
-def test_r15_a_loss_while_some_are_done_ends_well(target: int, whole: bool) -> None:
+def test_r15_a_job_succeeds_after_a_loss_while_some_workers_are_done(target: int, whole: bool) -> None:
     for seed in SEEDS:
         late = Fault(FaultKind.KILL_WORKER, Moment.CLOSING, nth=2, after=0.01, target=target)
         report = simulate(scene(late, seed=seed, all_results=whole))
@@ -100,7 +100,7 @@ def test_r15_a_loss_while_some_are_done_ends_well(target: int, whole: bool) -> N
         assert "null" not in (report.end.results if whole else report.end.results[:1])
 
 
-def test_r16_the_start_waits_for_num_workers_but_not_for_ever() -> None:
+def test_r16_the_first_world_waits_for_num_workers_for_a_limited_time() -> None:
     report = simulate(scene(hosts=2))
     assert [world.size for world in report.worlds] == [2]
     assert report.seconds > 2.0
@@ -114,7 +114,7 @@ def test_too_few_workers_end_the_job_with_a_sentence() -> None:
     assert "slot jobs that the cluster did not start: 3, 4" in report.end.reason
 
 
-def test_all_lost_begins_from_nothing_and_says_so() -> None:
+def test_training_starts_again_and_says_so_after_the_loss_of_all_workers() -> None:
     report = simulate(scene(Fault(FaultKind.KILL_WORKER, Moment.EXCHANGE, nth=20, share=Share.ALL)))
     assert report.end.outcome is Outcome.SUCCESS
     assert report.worlds[1].source is None
@@ -122,7 +122,7 @@ def test_all_lost_begins_from_nothing_and_says_so() -> None:
 
 
 @pytest.mark.parametrize("kind", [FaultKind.KILL_WORKER, FaultKind.KILL_SLOT, FaultKind.KILL_HOST])
-def test_all_but_one_lost_continues_from_the_last(kind: FaultKind) -> None:
+def test_training_continues_from_the_only_survivor(kind: FaultKind) -> None:
     for seed in SEEDS:
         report = simulate(
             scene(Fault(kind, Moment.EXCHANGE, nth=20, share=Share.ALL_BUT_ONE, target=1), seed=seed)
@@ -142,7 +142,7 @@ def test_a_drained_host_leaves_at_a_boundary() -> None:
         assert len({m.position for m in report.worlds[1].members}) == 1
 
 
-def test_a_drain_of_everybody_waits_for_somebody_to_hand_the_state_to() -> None:
+def test_a_drain_of_all_members_waits_for_a_newcomer_that_takes_the_state() -> None:
     for seed in SEEDS:
         everybody = Fault(FaultKind.DRAIN_WORKER, Moment.EXCHANGE, nth=8, share=Share.ALL)
         report = simulate(scene(everybody, Fault(FaultKind.ADD_HOST, after=0.9), seed=seed))

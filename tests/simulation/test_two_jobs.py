@@ -119,7 +119,7 @@ def _start_two_jobs() -> tuple[FakeClock, Cores, Job, Job]:
     return clock, cores, first, second
 
 
-def test_r17_of_two_jobs_that_are_short_after_one_loss_the_first_goes_on_and_then_the_second() -> None:
+def test_r17_after_a_loss_that_leaves_two_jobs_short_the_first_continues_and_then_the_second() -> None:
     clock, cores, first, second = _start_two_jobs()
     assert first.world.size == second.world.size == 3
     first.lose_slot(1)
@@ -138,7 +138,7 @@ def test_r17_of_two_jobs_that_are_short_after_one_loss_the_first_goes_on_and_the
     )
 
 
-def test_r17_where_even_that_is_not_enough_the_first_ends_with_a_sentence_and_the_second_goes_on() -> None:
+def test_r17_a_first_job_that_can_never_continue_ends_with_a_sentence_and_the_second_continues() -> None:
     clock, cores, first, second = _start_two_jobs()
     for number in (1, 2):
         first.lose_slot(number)
@@ -151,7 +151,7 @@ def test_r17_where_even_that_is_not_enough_the_first_ends_with_a_sentence_and_th
     assert (len(second.find_commands(PublishWorld)), second.world.position) == (2, at(7))
 
 
-def test_r17_nothing_is_given_back_to_a_job_that_has_its_slots_and_waits_for_a_late_member() -> None:
+def test_r17_a_job_keeps_its_slots_while_the_first_only_waits_for_a_late_member() -> None:
     clock, cores, first, second = _start_two_jobs()
     first.late = "1-0"
     member = next(member for member in first.world.members if member.slot != first.late)

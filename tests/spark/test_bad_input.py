@@ -68,7 +68,7 @@ BEFORE: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "sentence"), BEFORE, ids=[sentence[:40] for _, sentence in BEFORE])
-def test_a_mistake_is_told_before_any_job(
+def test_invalid_params_are_refused_before_any_spark_job(
     spark: SparkSession, job_group: str, tmp_path: Path, changes: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(InvalidInput, match=sentence) as caught:
@@ -78,7 +78,7 @@ def test_a_mistake_is_told_before_any_job(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_unwritable_store_is_told_before_any_job(
+def test_an_unwritable_store_is_refused_before_any_spark_job(
     spark: SparkSession, job_group: str, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -88,18 +88,20 @@ def test_an_unwritable_store_is_told_before_any_job(
     assert jobs(spark, job_group) == []
 
 
-def test_a_store_is_asked_for_where_executors_may_be_elsewhere(spark: SparkSession, job_group: str) -> None:
+def test_a_store_is_required_where_executors_may_be_on_other_machines(
+    spark: SparkSession, job_group: str
+) -> None:
     with pytest.raises(InvalidInput, match="store is missing: the executors of spark://"):
         estimator("").setStore(None).fit(table(spark))
     assert jobs(spark, job_group) == []
 
 
-def test_a_misspelt_keyword_is_told_at_once() -> None:
+def test_a_misspelt_keyword_is_refused_at_once() -> None:
     with pytest.raises(InvalidInput, match="'feature_col' is neither a parameter"):
         ElasticTorchEstimator(feature_col="x")
 
 
-def test_ragged_arrays_are_told_with_row_and_lengths(
+def test_arrays_of_different_lengths_are_named_with_row_and_lengths(
     spark: SparkSession, job_group: str, tmp_path: Path
 ) -> None:
     rows = [(i, [1.0] * (3 if i == 4 else 2), "a", float(i)) for i in range(6)]
@@ -112,14 +114,14 @@ def test_ragged_arrays_are_told_with_row_and_lengths(
     assert jobs(spark, job_group) != []
 
 
-def test_nulls_are_told_with_their_column_and_count(spark: SparkSession, tmp_path: Path) -> None:
+def test_nulls_are_named_with_their_column_and_count(spark: SparkSession, tmp_path: Path) -> None:
     rows = [(i, None if i % 2 else [1.0, 2.0], "a", float(i)) for i in range(6)]
     with pytest.raises(InvalidInput, match="column 'x' has nulls in 3 of 6 rows") as caught:
         estimator(tmp_path).fit(table(spark, rows=rows))
     assert is_one_sentence(caught.value)
 
 
-def test_a_shape_that_does_not_fit_the_rows_is_told(spark: SparkSession, tmp_path: Path) -> None:
+def test_a_shape_that_does_not_fit_the_rows_is_refused(spark: SparkSession, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=r"input_shapes says \(3, 1\) .* 'x', whose rows have 2") as caught:
         estimator(tmp_path, input_shapes=[(3, 1)]).fit(table(spark))
     assert is_one_sentence(caught.value)

@@ -26,7 +26,7 @@ def test_a_fit_and_a_run_need_nothing_that_standard_access_mode_refuses(tmp_path
     assert set(seen["asked"]) <= {"sparkContext"}
 
 
-def test_a_fit_lives_through_a_kill_where_users_are_kept_out(tmp_path: Path) -> None:
+def test_a_fit_survives_a_kill_on_a_cluster_in_standard_access_mode(tmp_path: Path) -> None:
     seen = client("tests.spark.blocked_job", "local-cluster[2,1,512]", tmp_path, 780)
     assert (seen["exact"], seen["injected"]) == (True, 1)
     assert seen["recoveries"] >= 1

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow, pytest.ma
 @pytest.mark.parametrize(
     "master", ["local[2]", pytest.param("local-cluster[2,1,512]", marks=pytest.mark.faults)]
 )
-def test_a_run_lives_through_a_kill(tmp_path: Path, master: str) -> None:
+def test_a_run_over_spark_connect_survives_a_kill(tmp_path: Path, master: str) -> None:
     """Of a worker; on a cluster of executors, of one of them. The event log has none of the job's secrets."""
     seen = client("tests.spark.connect_job", master, tmp_path)
     assert seen["number"] == "over Spark Connect the number of workers cannot be looked up: give num_workers."
@@ -35,7 +35,9 @@ def test_a_run_lives_through_a_kill(tmp_path: Path, master: str) -> None:
 
 @pytest.mark.faults
 @pytest.mark.timeout(800)
-def test_a_fit_lives_through_kills_with_its_client_within_reach_and_out_of_it(tmp_path: Path) -> None:
+def test_a_fit_over_spark_connect_survives_kills_with_a_reachable_and_an_unreachable_client(
+    tmp_path: Path,
+) -> None:
     """Of a worker, and of the executor that the coordinator runs in."""
     seen = client("tests.spark.connect_fit_job", "local-cluster[3,1,512]", tmp_path, 780)
     beside, afar = seen["beside"], seen["afar"]

@@ -129,9 +129,7 @@ def test_an_error_in_user_code_comes_back_with_its_traceback(spark: SparkSession
     assert copy.deepcopy(est.getModel()) is not None
 
 
-def test_files_that_nobody_here_wrote_are_trained_on_where_they_lie(
-    spark: SparkSession, tmp_path: Path
-) -> None:
+def test_existing_parquet_files_are_trained_on_in_place(spark: SparkSession, tmp_path: Path) -> None:
     """Row groups of 5 rows, a column too many, the label in the folders' names."""
     x = np.random.default_rng(5).normal(size=(ROWS, 2))
     for part in range(3):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow]
 
 
-def test_the_first_page_does_what_it_says(
+def test_the_example_of_the_readme_runs(
     spark: SparkSession, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (program,) = blocks("index.md", "python")
@@ -45,7 +45,7 @@ def test_the_first_page_does_what_it_says(
 
 
 @pytest.mark.faults
-def test_the_loop_runs_under_spark_submit(free_cluster: StandaloneCluster) -> None:
+def test_the_hand_written_loop_runs_under_spark_submit(free_cluster: StandaloneCluster) -> None:
     run = submit(free_cluster, "elastic_loop.py")
     assert len(json.loads(run.stdout.splitlines()[-1])) == 2, run.stdout
 
@@ -68,7 +68,7 @@ def test_a_submitted_job_without_a_store_ends_with_one_sentence(free_cluster: St
 
 @pytest.mark.faults
 @pytest.mark.timeout(600)
-def test_the_sales_lose_an_executor_and_no_row(tmp_path: Path) -> None:
+def test_the_sales_example_loses_an_executor_and_no_row(tmp_path: Path) -> None:
     verdict = run_example(
         tmp_path, "store_sales.py", "--stores", "20", "--epochs", "12", "--batch-size", "64"
     )

@@ -116,14 +116,14 @@ def test_an_empty_table_has_no_predictions(spark: SparkSession) -> None:
     assert linear(2)[1].transform(table(spark).where("id < 0")).collect() == []
 
 
-def test_a_table_that_does_not_fit_is_told_before_any_job(spark: SparkSession) -> None:
+def test_a_table_without_the_right_columns_is_refused_before_any_spark_job(spark: SparkSession) -> None:
     with pytest.raises(InvalidInput, match="'x' is not in the table"):
         linear(1)[1].transform(table(spark).drop("x"))
     with pytest.raises(InvalidInput, match="has a column 'prediction' already"):
         linear(1)[1].transform(table(spark).withColumnRenamed("id", "prediction"))
 
 
-def test_saved_and_loaded_it_is_the_same(spark: SparkSession, tmp_path: Path) -> None:
+def test_a_saved_and_loaded_model_predicts_the_same(spark: SparkSession, tmp_path: Path) -> None:
     module, model = linear(2)
     model.setPredictionCol("scores")
     path = str(tmp_path / "model")
@@ -147,7 +147,7 @@ def test_a_model_of_an_older_release_loads(spark: SparkSession) -> None:
     assert back.summary == SUMMARY
 
 
-def test_a_pipeline_can_hold_it(spark: SparkSession, tmp_path: Path) -> None:
+def test_a_pipeline_with_a_fitted_model_is_saved_and_loaded(spark: SparkSession, tmp_path: Path) -> None:
     _, model = linear(1)
     PipelineModel([model]).write().overwrite().save(str(tmp_path / "pipeline"))
     back = PipelineModel.load(str(tmp_path / "pipeline"))
@@ -177,7 +177,7 @@ def test_the_module_handed_out_is_a_copy() -> None:
     assert not model.getModel().training
 
 
-def test_a_transformation_is_applied_to_what_spark_hands_over(spark: SparkSession, tmp_path: Path) -> None:
+def test_a_transformation_is_applied_to_rows_of_transform(spark: SparkSession, tmp_path: Path) -> None:
     """Bytes, a day and a moment come as in training, whatever the session's time zone."""
 
     def numbers(columns: dict[str, Any]) -> dict[str, Any]:

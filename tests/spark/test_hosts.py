@@ -83,7 +83,7 @@ def test_a_host_that_leaves_with_notice_costs_no_step(cluster: HostCluster, faul
 
 
 @pytest.mark.faults
-def test_what_executors_cannot_reach_is_said_in_one_sentence_within_seconds(cluster: HostCluster) -> None:
+def test_an_unreachable_driver_or_peer_is_named_in_one_sentence_within_seconds(cluster: HostCluster) -> None:
     """A store that only the driver's host sees, and an address of the driver that no host has."""
     nowhere = {"advertise_address": "10.77.0.99", "bind_address": "h0"}
     job = cluster.submit(

@@ -86,7 +86,7 @@ def float64() -> Iterator[None]:
 
 
 @pytest.mark.scenario("G13")
-def test_an_executor_is_lost_and_what_was_trained_is_saved_and_loaded(
+def test_a_fit_survives_a_lost_executor_and_its_model_is_saved_and_loaded(
     spark: SparkSession, standalone: StandaloneCluster, tmp_path: Path, fault: Fault, float64: None
 ) -> None:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -154,7 +154,7 @@ def test_an_executor_is_lost_and_what_was_trained_is_saved_and_loaded(
 
 
 @pytest.mark.faults  # Python workers that import TensorFlow; what the predictor does is a unit's test
-def test_a_transformation_is_applied_to_what_spark_hands_over(spark: SparkSession, tmp_path: Path) -> None:
+def test_a_transformation_is_applied_in_fit_and_transform(spark: SparkSession, tmp_path: Path) -> None:
     def measure_lengths(columns: dict[str, Any]) -> dict[str, Any]:
         return {"image": np.array([[len(image)] for image in columns["image"]])}
 

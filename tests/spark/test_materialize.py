@@ -198,9 +198,7 @@ def test_bad_columns_get_one_sentence(spark: SparkSession, store: Store, query: 
         ("id in (select id from range(9) where now() > timestamp'2020-01-01')", False),
     ],
 )
-def test_rows_that_change_by_themselves_are_never_taken_for_the_same(
-    spark: SparkSession, condition: str, same: bool
-) -> None:
+def test_a_nondeterministic_table_is_never_reused(spark: SparkSession, condition: str, same: bool) -> None:
     from spark_elastic.spark.dataframes.materialize import WriteOptions, fingerprint_table
 
     df = spark.range(10).where(condition)
@@ -208,7 +206,7 @@ def test_rows_that_change_by_themselves_are_never_taken_for_the_same(
     assert (one == other) == same
 
 
-def test_a_feature_that_has_the_name_of_the_split_is_refused(spark: SparkSession, store: Store) -> None:
+def test_a_feature_named_as_the_validation_column_is_refused(spark: SparkSession, store: Store) -> None:
     from spark_elastic.spark.dataframes.materialize import ValidationSplit
     from spark_elastic.spark.dataframes.materialize import materialize as write
 

@@ -41,7 +41,9 @@ def probe(
     return preflight(spark.sparkContext, ProbeSpec(payload, store, ("numpy",), what="the model"), timeout)
 
 
-def test_every_host_is_reached_and_nothing_is_left_in_the_store(spark: SparkSession, store: Store) -> None:
+def test_the_preflight_reaches_every_host_and_leaves_nothing_in_the_store(
+    spark: SparkSession, store: Store
+) -> None:
     assert probe(spark, store) == [collect_host_facts()] * HOSTS
     assert store.list("probes") == []
 
@@ -80,7 +82,7 @@ def test_a_store_that_the_driver_cannot_write_is_refused_before_any_job(
         spark.sparkContext.setLocalProperty("spark.jobGroup.id", None)
 
 
-def test_hosts_that_never_answer_are_not_waited_for(
+def test_the_preflight_does_not_wait_for_hosts_that_never_answer(
     spark: SparkSession, store: Store, tmp_path: Path
 ) -> None:
     busy = str(tmp_path / "busy")

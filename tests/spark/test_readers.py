@@ -46,7 +46,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_p1_p2_an_executor_is_lost_in_mid_fit(
+def test_p1_p2_hold_with_every_reader_after_a_lost_executor(
     reader: str, spark: SparkSession, standalone: StandaloneCluster, tmp_path: Path
 ) -> None:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])

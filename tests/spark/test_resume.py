@@ -29,7 +29,7 @@ EPOCHS = 120  # of one step each
 
 
 @pytest.mark.scenario("G18")
-def test_p7_r19_a_cancelled_fit_goes_on_where_it_was(
+def test_p7_r19_a_cancelled_fit_resumes_at_its_step(
     spark: SparkSession, tmp_path: Path, fault: Fault
 ) -> None:
     for module in (Dawdling.__module__, Net.__module__):
@@ -76,7 +76,7 @@ def test_p7_r19_a_cancelled_fit_goes_on_where_it_was(
 
 @pytest.mark.faults
 @pytest.mark.timeout(600)
-def test_p7_a_fit_whose_time_is_up_goes_on_at_the_very_step(spark: SparkSession, tmp_path: Path) -> None:
+def test_p7_a_fit_that_reached_max_runtime_resumes_at_its_step(spark: SparkSession, tmp_path: Path) -> None:
     """The time is the job's own: it begins when the slots are asked for. An epoch is one step."""
     for module in (Dawdling.__module__, Net.__module__):
         cloudpickle.register_pickle_by_value(sys.modules[module])

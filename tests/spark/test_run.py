@@ -34,13 +34,13 @@ def describe_worker(greeting: str) -> tuple[str, str, dict[str, Any], str]:
     return greeting, os.environ["RANK"], spark_elastic.task_resources(), os.environ["WORLD_SIZE"]
 
 
-def test_results_in_rank_order_on_as_many_workers_as_spark_has_room_for(spark: SparkSession) -> None:
+def test_run_uses_all_room_of_spark_and_returns_results_in_rank_order(spark: SparkSession) -> None:
     # On the active session.
     results = spark_elastic.run(describe_worker, args=("hello",), stdout=io.StringIO(), gather_timeout=60.0)
     assert results == [("hello", str(rank), {}, "3") for rank in range(3)]
 
 
-def test_an_executor_is_killed_in_a_hand_written_loop(
+def test_a_hand_written_loop_survives_a_killed_executor(
     spark: SparkSession, standalone: StandaloneCluster, fault: Fault
 ) -> None:
     stream = Strike(lambda: fault(standalone.kill_executor, standalone.executor_pids()[0]))
@@ -57,7 +57,7 @@ def test_an_executor_is_killed_in_a_hand_written_loop(
 @pytest.mark.faults
 @pytest.mark.scenario("G16")
 @pytest.mark.timeout(180)
-def test_w3_steps_that_nobody_committed_are_counted_once_though_an_executor_dies_and_another_joins(
+def test_w3_uncommitted_steps_are_counted_once_although_an_executor_dies_and_another_joins(
     spark: SparkSession, standalone: StandaloneCluster, fault: Fault
 ) -> None:
     """The loss goes back to the commit of step 8; who joins finds the values of step 14, which nobody committed."""

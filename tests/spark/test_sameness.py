@@ -51,7 +51,7 @@ def add_validation_column(df: DataFrame) -> DataFrame:
 
 
 @pytest.mark.parametrize("splits", [False, True])
-def test_r19_a_table_made_anew_is_the_same_by_its_rows(
+def test_r19_a_recomputed_table_with_the_same_rows_is_recognised(
     spark: SparkSession, tmp_path: Path, splits: bool
 ) -> None:
     store, split = Store.open(str(tmp_path)), ValidationSplit(0.0, "v", 1) if splits else None
@@ -69,7 +69,7 @@ def test_r19_a_table_made_anew_is_the_same_by_its_rows(
         assert find_difference(other, ["x", "y"], options, split, written) == "its rows have other values"
 
 
-def test_r19_no_fold_and_no_other_table_gets_a_run_s_model(spark: SparkSession, tmp_path: Path) -> None:
+def test_r19_another_fold_or_table_is_refused_for_a_run(spark: SparkSession, tmp_path: Path) -> None:
     cloudpickle.register_pickle_by_value(sys.modules[Net.__module__])
     df, est = table(spark), estimator(tmp_path, run_id="mine", epochs=2)
     first = est.fit(df)

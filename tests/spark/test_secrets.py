@@ -34,7 +34,7 @@ def token() -> int:
     return len(os.environ["TOKEN"])
 
 
-def test_spark_keeps_no_secret(
+def test_no_secret_is_in_sparks_properties_logs_or_ui(
     spark_with: Callable[[Mapping[str, str]], SparkSession],
     spark_cluster: StandaloneCluster,
     tmp_path: Path,

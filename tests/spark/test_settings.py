@@ -59,7 +59,7 @@ def run_and_lose_an_executor(
 
 
 @pytest.mark.scenario("G14")
-def test_p8_no_failures_small_messages_small_results_no_reuse(
+def test_p8_training_works_under_zero_failures_small_messages_and_no_worker_reuse(
     spark_with: Callable[[Mapping[str, str]], SparkSession],
     standalone: StandaloneCluster,
     fault: Fault,
@@ -73,7 +73,7 @@ def test_p8_no_failures_small_messages_small_results_no_reuse(
     fit_through_a_loss(spark, standalone, fault, tmp_path, workers=3)
 
 
-def test_p8_speculation_exclusion_and_fair_pools(
+def test_p8_training_works_under_speculation_exclusion_and_fair_pools(
     spark_with: Callable[[Mapping[str, str]], SparkSession],
     standalone: StandaloneCluster,
     fault: Fault,
@@ -117,7 +117,7 @@ def test_a_decommissioned_executor_s_worker_leaves_in_time_and_no_step_is_lost(
 
 
 @pytest.mark.scenario("G13")
-def test_p8_dynamic_allocation(
+def test_p8_training_works_under_dynamic_allocation(
     spark_with: Callable[[Mapping[str, str]], SparkSession],
     standalone: StandaloneCluster,
     fault: Fault,
@@ -129,7 +129,7 @@ def test_p8_dynamic_allocation(
 
 
 @pytest.mark.faults
-def test_p8_two_cores_a_task(
+def test_p8_training_works_with_two_cores_per_task(
     spark_with: Callable[[Mapping[str, str]], SparkSession],
     standalone: StandaloneCluster,
     fault: Fault,

@@ -35,7 +35,7 @@ def executors(spark: SparkSession) -> int:
     return len(spark.sparkContext._jsc.sc().statusTracker().getExecutorInfos()) - 1
 
 
-def test_p8_a_fit_makes_dynamic_allocation_grow_and_gives_back_what_it_got(
+def test_p8_a_fit_makes_dynamic_allocation_grow_and_releases_its_executors(
     spark_with: Callable[[Mapping[str, str]], SparkSession],
     standalone: StandaloneCluster,
     fault: Fault,
@@ -51,7 +51,7 @@ def test_p8_a_fit_makes_dynamic_allocation_grow_and_gives_back_what_it_got(
         assert sizes[0] == 1
 
 
-def test_p8_two_cores_a_task(
+def test_p8_a_fit_works_with_two_cores_per_task(
     spark_with: Callable[[Mapping[str, str]], SparkSession],
     standalone: StandaloneCluster,
     fault: Fault,
@@ -81,7 +81,7 @@ def make_heavy_estimator(store: Path, net: Ballast) -> ElasticTorchEstimator:
     return estimator(store, model=net, optimizer=optimizer, epochs=2, num_workers=2, batch_size=ROWS // 2)
 
 
-def test_p8_a_model_above_every_limit_of_messages(
+def test_p8_a_fit_works_with_a_model_above_every_message_limit(
     spark_with: Callable[[Mapping[str, str]], SparkSession],
     spark_cluster: StandaloneCluster,
     tmp_path: Path,
@@ -99,7 +99,7 @@ def test_p8_a_model_above_every_limit_of_messages(
     assert torch.allclose(torch.tensor([row.prediction for row in rows], dtype=torch.float64), expected)
 
 
-def test_a_model_above_the_drivers_heap_is_told_before_any_job(
+def test_a_model_above_the_drivers_heap_is_refused_before_any_spark_job(
     spark_with: Callable[[Mapping[str, str]], SparkSession],
     spark_cluster: StandaloneCluster,
     tmp_path: Path,

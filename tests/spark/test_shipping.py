@@ -63,7 +63,7 @@ def places() -> tuple[str, str]:
     return str(here.__file__), str(elastic_collectives.__file__)
 
 
-def test_only_the_driver_has_the_package(
+def test_a_run_ships_the_package_that_only_the_driver_has(
     bare: SparkSession, standalone: StandaloneCluster, tmp_path: Path
 ) -> None:
     """Without `ship` a sentence; with it preflight, and a function, also on an executor that is new."""

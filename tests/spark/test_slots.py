@@ -54,7 +54,7 @@ def free_port() -> int:
 
 
 @pytest.mark.parametrize("max_failures", ["1", pytest.param("4", marks=pytest.mark.faults)])
-def test_r14_p8_a_killed_slot_task_and_a_killed_executor(
+def test_r14_p8_a_job_survives_a_killed_slot_task_and_a_killed_executor(
     max_failures: str,
     spark_with: Callable[[Mapping[str, str]], SparkSession],
     standalone: StandaloneCluster,
@@ -82,9 +82,7 @@ def test_r14_p8_a_killed_slot_task_and_a_killed_executor(
 
 
 @pytest.mark.faults
-def test_r18_executors_that_were_killed_are_known_dead(
-    spark: SparkSession, standalone: StandaloneCluster
-) -> None:
+def test_r18_killed_executors_are_proven_dead(spark: SparkSession, standalone: StandaloneCluster) -> None:
     """A world without survivors does not wait for what the driver's silence would end."""
     program = CountingProgram(steps=120, seconds=0.04)
 

@@ -61,7 +61,7 @@ def all_executors(spark: SparkSession, count: int = 3) -> list[str]:
 
 
 @pytest.mark.scenario("S1")
-def test_a_happy_run(spark: SparkSession) -> None:
+def test_an_undisturbed_run_succeeds(spark: SparkSession) -> None:
     all_executors(spark)
     program, story = CountingProgram(40, 0.05), Story()
     limits = Limits(3, 1, 3, gather_timeout=WHOLE)
@@ -106,7 +106,7 @@ def test_hosts_are_added_and_removed(spark: SparkSession, tmp_path: Path, fault:
 
 
 @pytest.mark.scenario("S3")
-def test_hosts_that_nobody_needs_come_and_go_unnoticed(
+def test_hosts_beyond_max_workers_come_and_go_without_a_reset(
     spark: SparkSession, standalone: StandaloneCluster, tmp_path: Path, fault: Fault
 ) -> None:
     all_executors(spark)
@@ -217,7 +217,7 @@ def test_an_exception_of_all_ranks_ends_the_job_at_once(
 
 
 @pytest.mark.scenario("S14")
-def test_more_failures_than_the_budget_bears_end_the_job_at_once(
+def test_more_failures_than_the_budget_allows_end_the_job_at_once(
     spark: SparkSession, tmp_path: Path, fault: Fault
 ) -> None:
     all_executors(spark)

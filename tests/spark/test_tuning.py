@@ -158,7 +158,9 @@ def halve_rate(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
 
 
-def test_losses_validation_metrics_schedules_and_callbacks(spark: SparkSession, tmp_path: Path) -> None:
+def test_a_fit_with_several_losses_validation_metrics_schedule_and_callbacks(
+    spark: SparkSession, tmp_path: Path
+) -> None:
     torch.manual_seed(2)
     with pytest.raises(InvalidInput, match="model is the class Two"):
         classifier(tmp_path, model=Two).fit(assemble(table(spark)))

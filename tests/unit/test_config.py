@@ -147,7 +147,7 @@ def test_a_variable_of_operations_that_is_negative_or_no_number_is_refused(
         operations_from_env({variable: text})
 
 
-def test_an_empty_variable_says_nothing() -> None:
+def test_an_empty_variable_counts_as_unset() -> None:
     """As deployments leave them."""
     names = ("BIND_ADDRESS", "TLS", "JOURNAL", "LEASE", "COOLDOWN_RANGE")
     assert from_env(dict.fromkeys([f"SPARK_ELASTIC_{name}" for name in names], "")) == ElasticConfig()
@@ -155,12 +155,12 @@ def test_an_empty_variable_says_nothing() -> None:
     assert operations_from_env({"HOROVOD_TIMELINE": "", "HOROVOD_LOG_LEVEL": ""}) == OperationConfig()
 
 
-def test_an_unknown_log_level_is_refused_with_what_there_is() -> None:
+def test_an_unknown_log_level_is_refused_with_the_known_ones() -> None:
     with pytest.raises(InvalidInput, match="trace, debug, info, warning, error or fatal; got 'loud'"):
         operations_from_env({"HOROVOD_LOG_LEVEL": "loud"})
 
 
-def test_an_unknown_setting_is_refused_with_what_there_is() -> None:
+def test_an_unknown_setting_is_refused_with_the_known_ones() -> None:
     with pytest.raises(InvalidInput, match=r"'leese'.*lease"):
         from_env({}, leese=3.0)
 
@@ -211,7 +211,7 @@ KNOBS = """
 """
 
 
-def test_the_page_for_those_who_come_from_horovod_names_every_variable() -> None:
+def test_the_migration_page_names_every_variable_of_horovod() -> None:
     page = (Path(__file__).parents[2] / "docs" / "moving-from-horovod.md").read_text()
     rows = [row for row in page.splitlines() if row.startswith("|")]
     patterns = {name for row in rows for name in re.findall(r"`(HOROVOD_[A-Z0-9_]+\*?)", row)}
@@ -219,12 +219,12 @@ def test_the_page_for_those_who_come_from_horovod_names_every_variable() -> None
 
 
 @pytest.mark.parametrize("name", ["checkpoint_seconds", "max_runtime"])
-def test_none_is_heard_where_it_says_something(name: str) -> None:
+def test_none_overrides_the_environment_where_none_is_a_value(name: str) -> None:
     """Checkpoints by time are on unless they are turned off; of all else None is what holds without a word."""
     assert getattr(from_env({}, **{name: None}), name) is None
     assert getattr(parse({name: None}).config, name) is None
     assert from_env({}, lease=None, checkpoint_steps=None) == from_env({})
 
 
-def test_what_no_text_stands_for_has_no_variable() -> None:
+def test_settings_without_a_text_form_have_no_variable() -> None:
     assert from_env({"SPARK_ELASTIC_HANDLE": "x"}).handle is None

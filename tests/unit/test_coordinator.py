@@ -98,7 +98,7 @@ def test_a_coordinator_that_no_executor_takes_has_a_deadline() -> None:
         client.follow(carry, ElasticConfig(start_timeout=60.0))
 
 
-def test_a_coordinator_that_falls_silent_is_lost() -> None:
+def test_a_coordinator_that_stops_answering_is_lost() -> None:
     """Its executor is gone, and Spark has nowhere to run its task again."""
     clock, taken = FakeClock(), threading.Event()
     store = memory_store()
@@ -184,7 +184,7 @@ def test_a_run_that_does_not_advance_ends_with_the_loss() -> None:
         resume_after_coordinator_loss(attempt, lambda: 0)
 
 
-def test_r17_the_clients_turn_learns_that_the_coordinator_lacks_slots() -> None:
+def test_r17_the_clients_scheduler_gets_whether_the_coordinator_lacks_slots() -> None:
     clock, launcher = FakeClock(), cast("Any", None)
     turn = make_scheduler(clock)
     end = ChannelEnd(memory_store(), "m", b"key", CLIENT, COORDINATOR)

@@ -174,7 +174,7 @@ def test_results_go_where_the_caller_wants_them(make: Make) -> None:
     assert call_all(make(10), call) == [(every, [[3, 3]], every)] * SIZE
 
 
-def test_everything_else(make: Make) -> None:
+def test_broadcast_gather_and_barrier_agree_with_numpy(make: Make) -> None:
     def call(group: Group) -> Any:
         array = np.full((2, 2), group.rank, np.int16)
         group.broadcast(array, 1)
@@ -195,7 +195,7 @@ def test_everything_else(make: Make) -> None:
     assert call_all(make(10), call) == [(*expected, shape, [b"", b"x", b"xx"]) for shape in rows]
 
 
-def test_nothing_at_all_is_exchanged_too(make: Make) -> None:
+def test_empty_arrays_are_exchanged(make: Make) -> None:
     def call(group: Group) -> Any:
         nothing = np.zeros((0, 3), np.float32)
         group.allreduce(nothing, "average", compression="fp16")
@@ -209,7 +209,7 @@ def test_nothing_at_all_is_exchanged_too(make: Make) -> None:
     assert call_all(make(10), call) == [((SIZE, 0, 3), [(0, 3)] * SIZE, (0, 3))] * SIZE
 
 
-def test_what_makes_no_sense_is_refused_before_anything_is_sent(make: Make) -> None:
+def test_invalid_arguments_are_refused_before_anything_is_sent(make: Make) -> None:
     group = make(10)[0]
     read_only = np.zeros(3)
     read_only.flags.writeable = False
@@ -231,7 +231,7 @@ def test_what_makes_no_sense_is_refused_before_anything_is_sent(make: Make) -> N
             call()
 
 
-def test_abort_frees_whoever_waits_and_the_first_reason_stays(make: Make) -> None:
+def test_abort_ends_waiting_collectives_with_the_first_reason(make: Make) -> None:
     groups = make(10)
     # Word of a failure goes along connections, so let all be open.
     call_all(groups, lambda group: group.barrier())
@@ -245,7 +245,7 @@ def test_abort_frees_whoever_waits_and_the_first_reason_stays(make: Make) -> Non
     )
 
 
-def test_ranks_that_do_not_come_are_named(make: Make) -> None:
+def test_a_timeout_names_the_missing_ranks(make: Make) -> None:
     ends = call_all(make(1.2)[:2], lambda group: group.barrier())
     assert {type(end) for end in ends} == {CollectiveTimeout}
     assert {end.ranks for end in ends} == {(2,)}
@@ -277,7 +277,7 @@ MISMATCHES: dict[str, tuple[Callable[[Group], Any], Callable[[Group], Any]]] = {
 
 @pytest.mark.parametrize("what", MISMATCHES)
 @pytest.mark.parametrize("odd_one", range(SIZE))
-def test_a_mismatch_is_told_to_every_rank_at_once(make: Make, what: str, odd_one: int) -> None:
+def test_every_rank_fails_at_once_on_a_mismatch(make: Make, what: str, odd_one: int) -> None:
     groups = make(30)
     call_all(groups, lambda group: group.barrier())
     usual, other = MISMATCHES[what]

@@ -37,7 +37,7 @@ def _open_two_endpoints() -> Iterator[tuple[Endpoint, Endpoint]]:
         yield first, second
 
 
-def test_r10_an_older_fence_is_turned_away() -> None:
+def test_r10_a_connection_with_an_older_fence_is_refused() -> None:
     with _open_two_endpoints() as (first, second):
         late, current = _pair(first, second, (1, 4), (1, 5))
         with late, current, ThreadPoolExecutor(1) as threads:
@@ -51,7 +51,7 @@ def test_r10_an_older_fence_is_turned_away() -> None:
                 waiting.result()
 
 
-def test_r10_a_newer_fence_is_parked_and_served_when_its_group_is_there() -> None:
+def test_r10_a_connection_with_a_newer_fence_waits_for_its_group() -> None:
     with _open_two_endpoints() as (first, second), ThreadPoolExecutor(2) as threads:
         early, current = _pair(first, second, (2, 1), (1, 5))
         with early, current:
@@ -67,7 +67,7 @@ def test_r10_a_newer_fence_is_parked_and_served_when_its_group_is_there() -> Non
                 assert (_sum(follower), ahead.result()) == (3.0, 3.0)
 
 
-def test_strangers_disturb_nothing(pool: Pool) -> None:
+def test_unauthenticated_connections_disturb_no_group(pool: Pool) -> None:
     ranks = pool.take(3)
     pool.world(ranks)
     stop = threading.Event()
@@ -102,7 +102,7 @@ def test_strangers_disturb_nothing(pool: Pool) -> None:
     assert call_all(ranks, calls.check_other_collectives) == [[]] * 3
 
 
-def test_a_process_out_of_descriptors_waits_for_them_idly(pool: Pool) -> None:
+def test_a_process_without_free_descriptors_waits_without_using_the_cpu(pool: Pool) -> None:
     ranks = pool.take(2)
     pool.world(ranks)
     ranks[1].call(calls.exhaust_descriptors, 1.0)  # the higher rank accepts
@@ -112,7 +112,7 @@ def test_a_process_out_of_descriptors_waits_for_them_idly(pool: Pool) -> None:
     assert busy < 0.25, "it span on the connection that it could not accept"
 
 
-def test_another_key_is_a_stranger() -> None:
+def test_a_peer_with_another_key_is_refused() -> None:
     with Endpoint(b"key") as first, Endpoint(b"another key") as second:
         low, high = _pair(first, second, (1, 1), (1, 1))
         with low, high, ThreadPoolExecutor(1) as threads:
@@ -123,7 +123,7 @@ def test_another_key_is_a_stranger() -> None:
             assert isinstance(waiting.exception(), CollectiveError)
 
 
-def test_ipv6() -> None:
+def test_groups_connect_over_ipv6() -> None:
     with Endpoint(b"key", host="::1") as first, Endpoint(b"key", host="::1") as second:
         assert first.address.startswith("[::1]:")
         low, high = _pair(first, second, (1, 1), (1, 1))
@@ -131,7 +131,7 @@ def test_ipv6() -> None:
             assert list(threads.map(_sum, (low, high))) == [3.0, 3.0]
 
 
-def test_the_advertised_name_is_what_peers_get() -> None:
+def test_peers_connect_to_the_advertised_name() -> None:
     with Endpoint(b"key", host="0.0.0.0", advertise="127.0.0.1") as first, Endpoint(b"key") as second:
         assert first.address.startswith("127.0.0.1:")
         low, high = _pair(second, first, (1, 1), (1, 1))
@@ -139,7 +139,7 @@ def test_the_advertised_name_is_what_peers_get() -> None:
             assert list(threads.map(_sum, (low, high))) == [3.0, 3.0]
 
 
-def test_ports_come_from_the_range_and_its_end_is_one_sentence() -> None:
+def test_ports_come_from_the_range_and_an_exhausted_range_is_one_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(RuntimeError, match=rf"cannot listen on 127.0.0.1, port {port}: .* port_range"):
@@ -158,12 +158,12 @@ def test_ports_come_from_the_range_and_its_end_is_one_sentence() -> None:
         ({"host": "no.such.host.invalid"}, "cannot resolve no.such.host.invalid"),
     ],
 )
-def test_an_endpoint_that_makes_no_sense_is_refused(arguments: dict[str, object], words: str) -> None:
+def test_an_endpoint_with_invalid_arguments_is_refused(arguments: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Endpoint(**{"key": b"key", **arguments})  # type: ignore[arg-type]
 
 
-def test_a_group_that_makes_no_sense_is_refused() -> None:
+def test_a_group_with_invalid_arguments_is_refused() -> None:
     end = Endpoint(b"key")
     blobs = [end.address.encode()]
     with pytest.raises(ValueError, match="rank"):
@@ -179,7 +179,7 @@ def test_a_group_that_makes_no_sense_is_refused() -> None:
         connect(end, 0, 1, (1, 1), lambda own: blobs)
 
 
-def test_a_lone_rank_needs_nobody_and_can_be_aborted(pool: Pool) -> None:
+def test_a_group_of_one_rank_works_without_peers_and_can_be_aborted(pool: Pool) -> None:
     (rank,) = pool.take(1)
     pool.world([rank])
     assert call_all([rank], calls.reduce_once, 10) == [1.0]

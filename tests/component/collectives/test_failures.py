@@ -31,7 +31,7 @@ def test_every_survivor_names_the_killed_rank(
     record_property("milliseconds to a new world's sum", 1000 * (time.perf_counter() - begin))
 
 
-def test_every_rank_names_the_stopped_one(pool: Pool) -> None:
+def test_every_rank_names_the_stopped_rank(pool: Pool) -> None:
     ranks = pool.take(4)
     pool.world(ranks, timeout=1.5)
     for rank in ranks:
@@ -57,9 +57,7 @@ def test_abort_frees_every_rank_although_a_peer_is_stopped(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("hosts", [(), (2,)], ids=["sockets", "shared memory"])
-def test_a_rank_that_died_before_it_came_is_missed_by_those_whom_it_was_to_call(
-    pool: Pool, hosts: tuple[int, ...]
-) -> None:
+def test_a_rank_that_died_before_it_connected_is_named_as_missing(pool: Pool, hosts: tuple[int, ...]) -> None:
     """The lower rank of two opens their connection; where memory is shared, while they settle who shares it."""
     ranks = pool.take(2)
     pool.world(ranks, timeout=60, hosts=hosts)
@@ -71,7 +69,9 @@ def test_a_rank_that_died_before_it_came_is_missed_by_those_whom_it_was_to_call(
 
 
 @pytest.mark.parametrize("hosts", [(), (2,)], ids=["sockets", "shared memory"])
-def test_a_kill_is_noticed_though_a_forked_child_lives_on(pool: Pool, hosts: tuple[int, ...]) -> None:
+def test_a_kill_is_noticed_although_a_forked_child_of_the_rank_survives(
+    pool: Pool, hosts: tuple[int, ...]
+) -> None:
     """As a DataLoader's workers do for some seconds."""
     ranks = pool.take(2)
     pool.world(ranks, timeout=60, hosts=hosts)

@@ -37,7 +37,7 @@ def _floats() -> Any:
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_every_half_is_widened_as_numpy_does_and_alike_with_and_without_vectors(half: str) -> None:
+def test_widening_16_bit_floats_agrees_with_numpy_with_and_without_simd(half: str) -> None:
     fast, portable = _widen(half, ALL, False), _widen(half, ALL, True)
     expected = widen(ALL.view(np.float16) if half == "float16" else ALL, half)
     assert np.array_equal(fast.view(np.uint32), portable.view(np.uint32))
@@ -47,7 +47,7 @@ def test_every_half_is_widened_as_numpy_does_and_alike_with_and_without_vectors(
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_floats_are_narrowed_to_nearest_even_and_alike_with_and_without_vectors(half: str) -> None:
+def test_narrowing_to_16_bits_rounds_to_nearest_even_with_and_without_simd(half: str) -> None:
     floats = _floats()
     fast, portable = _narrow(half, floats, False), _narrow(half, floats, True)
     assert np.array_equal(fast, portable)
@@ -60,6 +60,6 @@ def test_floats_are_narrowed_to_nearest_even_and_alike_with_and_without_vectors(
 
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 17])
-def test_ends_that_fill_no_vector_are_converted_too(half: str, count: int) -> None:
+def test_lengths_that_are_no_multiple_of_a_simd_vector_are_converted(half: str, count: int) -> None:
     floats = np.linspace(-3, 3, count, dtype=np.float32)
     assert np.array_equal(_narrow(half, floats, False), narrow(floats, half).view(np.uint16))

@@ -52,7 +52,7 @@ def test_every_operation_agrees_with_numpy_and_with_the_engine(pool: Pool, size:
         assert call_all(ranks, check) == [[]] * size
 
 
-def test_a_mismatch_and_a_death_are_told(pool: Pool) -> None:
+def test_a_mismatch_and_a_death_are_errors(pool: Pool) -> None:
     ranks = pool.take(3)
     pool.world(ranks)
     call_all(ranks, move)

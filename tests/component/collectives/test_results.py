@@ -25,7 +25,7 @@ def test_reductions_of_several_chunks_are_right(pool: Pool, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
-def test_everybody_gets_everybodys_part(pool: Pool, size: int) -> None:
+def test_allgather_gives_each_rank_the_part_of_every_rank(pool: Pool, size: int) -> None:
     ranks = pool.take(size)
     pool.world(ranks)
     assert call_all(ranks, calls.exchange_everything) == [[]] * size

@@ -55,7 +55,7 @@ def test_every_survivor_names_the_killed_rank(
 
 
 @pytest.mark.parametrize(("hosts", "victim"), ENDS)
-def test_every_rank_names_the_stopped_one(pool: Pool, hosts: tuple[int, ...], victim: int) -> None:
+def test_every_rank_names_the_stopped_rank(pool: Pool, hosts: tuple[int, ...], victim: int) -> None:
     ranks = pool.take(sum(hosts))
     pool.world(ranks, timeout=1.5, hosts=hosts)
     for rank in ranks:
@@ -112,7 +112,7 @@ def test_ctrl_c_ends_a_blocked_collective_and_the_peers_wait(pool: Pool) -> None
 
 
 @pytest.mark.parametrize(("refused", "limit"), [(0, "files"), (2, "mappings")])
-def test_a_host_that_refuses_memory_to_one_rank_takes_sockets_for_all(
+def test_all_ranks_of_a_host_use_sockets_if_one_gets_no_shared_memory(
     pool: Pool, refused: int, limit: str
 ) -> None:
     ranks = pool.take(3)
@@ -135,7 +135,7 @@ def test_a_host_that_refuses_memory_to_one_rank_takes_sockets_for_all(
     )
 
 
-def test_r11_memory_outlives_its_group_and_belongs_to_it_alone(pool: Pool) -> None:
+def test_r11_shared_memory_outlives_its_group_and_is_used_by_no_other(pool: Pool) -> None:
     ranks = pool.take(2)
     pool.world(ranks, hosts=(2,))
     call_all(ranks, shared.keep_buffer)
@@ -150,7 +150,7 @@ def test_r11_memory_outlives_its_group_and_belongs_to_it_alone(pool: Pool) -> No
 
 
 @pytest.mark.timeout(300)
-def test_nothing_has_a_name_and_a_thousand_rebuilds_leak_nothing(pool: Pool) -> None:
+def test_shared_memory_has_no_name_and_a_thousand_rebuilds_leak_nothing(pool: Pool) -> None:
     ranks = pool.take(2)
     first = max(next(pool.generations) for _ in range(1000)) - 999
     everybody = [rank.address for rank in ranks]

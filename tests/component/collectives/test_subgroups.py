@@ -70,7 +70,7 @@ def test_members_are_named_as_the_whole_group_names_them(worlds: Worlds) -> None
     assert worlds(4, work) == [None, ([1, 2, 3], None), *[([1, 2, 3], [2, 3])] * 2]
 
 
-def test_a_connection_that_another_group_began_to_accept(worlds: Worlds) -> None:
+def test_a_subgroup_uses_a_connection_that_another_group_began_to_accept(worlds: Worlds) -> None:
     """Rank 0 dials the one while rank 1 may still be turning the other's event loop, for the last time."""
 
     def work(group: Group) -> bool:
@@ -82,7 +82,7 @@ def test_a_connection_that_another_group_began_to_accept(worlds: Worlds) -> None
 
 
 @pytest.mark.parametrize("end", ["abort", "close"])
-def test_the_end_of_a_group_is_that_of_its_subgroups(worlds: Worlds, end: str) -> None:
+def test_closing_or_aborting_a_group_ends_its_subgroups(worlds: Worlds, end: str) -> None:
     def work(group: Group) -> str:
         beside = group.subgroup(7)
         beside.barrier()
@@ -107,6 +107,6 @@ def test_the_end_of_a_group_is_that_of_its_subgroups(worlds: Worlds, end: str) -
     ("channel", "ranks", "says"),
     [(0, None, "above 0"), (1, [1], "not among"), (1, [1, 0], "ascending"), (1, [0, 9], "in \\[0, 2")],
 )
-def test_what_makes_no_subgroup_is_told(channel: int, ranks: list[int] | None, says: str) -> None:
+def test_invalid_ranks_of_a_subgroup_are_refused(channel: int, ranks: list[int] | None, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         FakeFabric(2).group(0).subgroup(channel, ranks)

@@ -93,13 +93,13 @@ def _share(group: Group) -> bytes:
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
-def test_p6_who_listens_reads_nothing(encrypted: bool) -> None:
+def test_p6_an_eavesdropper_reads_no_data(encrypted: bool) -> None:
     with _ranks(encrypted) as (between, low, high), ThreadPoolExecutor(2) as threads:
         assert list(threads.map(_share, (low, high))) == [PATTERN * 1000] * 2
         assert (PATTERN in between.heard) is not encrypted
 
 
-def test_p6_what_is_changed_on_the_way_ends_the_world() -> None:
+def test_p6_data_that_is_changed_in_transit_breaks_the_group() -> None:
     with _ranks(encrypted=True) as (between, low, high), ThreadPoolExecutor(2) as threads:
         list(threads.map(_share, (low, high)))
         between.changes.set()

@@ -21,7 +21,7 @@ LAYOUTS = pytest.mark.parametrize(
 
 
 @LAYOUTS
-def test_a_wait_without_limit_outlasts_the_timeout_and_tells_who_is_missing(
+def test_a_wait_without_limit_outlasts_the_timeout_and_reports_the_missing_ranks(
     pool: Pool, hosts: tuple[int, ...]
 ) -> None:
     ranks = pool.take(3)
@@ -37,7 +37,9 @@ def test_a_wait_without_limit_outlasts_the_timeout_and_tells_who_is_missing(
 
 
 @LAYOUTS
-def test_a_limit_that_is_set_meanwhile_counts_from_then(pool: Pool, hosts: tuple[int, ...]) -> None:
+def test_a_limit_that_is_set_during_a_wait_counts_from_that_moment(
+    pool: Pool, hosts: tuple[int, ...]
+) -> None:
     ranks = pool.take(3)
     pool.world(ranks, timeout=60, hosts=hosts)
     for number, rank in enumerate(ranks):
@@ -49,7 +51,7 @@ def test_a_limit_that_is_set_meanwhile_counts_from_then(pool: Pool, hosts: tuple
 
 
 @pytest.mark.faults
-def test_ranks_that_hear_each_other_wait_are_not_taken_for_the_one_who_is_missing(pool: Pool) -> None:
+def test_a_timeout_does_not_blame_ranks_that_wait_themselves(pool: Pool) -> None:
     ranks = pool.take(13)
     pool.world(ranks, timeout=60)
     for number, rank in enumerate(ranks):
@@ -59,7 +61,9 @@ def test_ranks_that_hear_each_other_wait_are_not_taken_for_the_one_who_is_missin
 
 
 @pytest.mark.parametrize("hosts", [pytest.param((), id="sockets"), pytest.param((2,), id="one host")])
-def test_time_in_which_a_rank_was_stopped_is_not_its_peers(pool: Pool, hosts: tuple[int, ...]) -> None:
+def test_a_rank_that_was_stopped_does_not_time_out_its_peers_when_it_continues(
+    pool: Pool, hosts: tuple[int, ...]
+) -> None:
     first, second = ranks = pool.take(2)
     pool.world(ranks, timeout=1.5, hosts=hosts)
     assert call_all(ranks, calls.reduce_once, 10) == [3.0, 3.0]

@@ -54,7 +54,9 @@ def test_a_death_wakes_every_waiter(
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_death_while_memory_is_handed_out_is_told_and_leaves_nothing(pool: Pool, victim: int) -> None:
+def test_a_death_while_shared_memory_is_handed_out_is_reported_and_leaks_nothing(
+    pool: Pool, victim: int
+) -> None:
     """The host's first rank has made the memory, and waits for one that has not come: one of both dies."""
     ranks = pool.take(3)
     pool.world(ranks, timeout=3, hosts=(3,))

@@ -56,7 +56,7 @@ def manifest(store: Store) -> Manifest:
     return Manifest(COLUMNS, *read_footers(store, names), fingerprint="", content="")
 
 
-def test_footers_give_row_groups_and_leave_empty_files_out(manifest: Manifest) -> None:
+def test_footers_list_row_groups_and_skip_empty_files(manifest: Manifest) -> None:
     assert manifest.group_rows == (10, 10, 5, 10, 10)
     assert manifest.files == ("a.parquet", "c.parquet")
     assert [group.index for group in manifest.row_groups] == [0, 1, 2, 0, 1]
@@ -69,7 +69,7 @@ def test_a_long_footer_is_read_whole(store: Store, monkeypatch: pytest.MonkeyPat
     assert read_footers(store, [name]) == whole
 
 
-def test_what_is_no_parquet_is_named(store: Store) -> None:
+def test_a_file_that_is_not_parquet_is_named(store: Store) -> None:
     store.write_bytes("x.parquet", b"PAR1 this is none of it PAR1")
     with pytest.raises(StoreError, match=r"'x\.parquet'.*no Parquet file"):
         read_footers(store, ["x.parquet"])
@@ -109,7 +109,7 @@ def test_columns_can_be_chosen(store: Store, manifest: Manifest) -> None:
         ArrowReader(store, manifest, ["z"])
 
 
-def test_a_row_to_try_comes_from_the_smallest_row_group(store: Store, manifest: Manifest) -> None:
+def test_the_sample_row_comes_from_the_smallest_row_group(store: Store, manifest: Manifest) -> None:
     moment, x = read_sample_row(store, manifest, ["id", "x"])
     assert moment == 20
     assert x.tolist() == [20, 20.5, -20]
@@ -153,7 +153,7 @@ def test_many_threads_may_fetch(store: Store, manifest: Manifest) -> None:
     assert not wrong
 
 
-def test_a_file_that_is_gone_or_changed_is_named(store: Store, manifest: Manifest) -> None:
+def test_a_missing_or_changed_file_is_named(store: Store, manifest: Manifest) -> None:
     with ArrowReader(store, manifest) as reader:
         store.delete("c.parquet")
         with pytest.raises(StoreError, match=r"row group 0 of 'c\.parquet'"):
@@ -163,7 +163,7 @@ def test_a_file_that_is_gone_or_changed_is_named(store: Store, manifest: Manifes
             reader.fetch(0)
 
 
-def test_a_closed_reader_says_so(store: Store, manifest: Manifest) -> None:
+def test_fetching_from_a_closed_reader_is_an_error(store: Store, manifest: Manifest) -> None:
     reader = ArrowReader(store, manifest)
     reader.fetch(0)
     reader.close()

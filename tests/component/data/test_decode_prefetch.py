@@ -63,7 +63,7 @@ def ahead(reader: Reader) -> Iterator[DecodePrefetcher]:
         reader.gate.set()
 
 
-def test_what_was_asked_for_is_decoded_in_that_order(ahead: DecodePrefetcher, reader: Reader) -> None:
+def test_row_groups_are_decoded_in_the_order_of_requests(ahead: DecodePrefetcher, reader: Reader) -> None:
     ahead.ask([3, 1])
     ahead.ask([2])
     until(lambda: len(reader.ahead) == 3)
@@ -71,7 +71,9 @@ def test_what_was_asked_for_is_decoded_in_that_order(ahead: DecodePrefetcher, re
     until(lambda: reader.answers == 3)
 
 
-def test_so_many_lie_decoded_until_one_is_fetched(ahead: DecodePrefetcher, reader: Reader) -> None:
+def test_decoding_pauses_at_its_limit_until_a_row_group_is_fetched(
+    ahead: DecodePrefetcher, reader: Reader
+) -> None:
     ahead.ask(range(6))
     until(lambda: len(reader.ahead) == 3)
     assert ahead.fetch(0)["x"][0] == 0
@@ -80,7 +82,7 @@ def test_so_many_lie_decoded_until_one_is_fetched(ahead: DecodePrefetcher, reade
     assert reader.ahead == [0, 1, 2, 3]
 
 
-def test_what_was_fetched_meanwhile_is_left_out(ahead: DecodePrefetcher, reader: Reader) -> None:
+def test_row_groups_that_were_fetched_meanwhile_are_skipped(ahead: DecodePrefetcher, reader: Reader) -> None:
     reader.gate.clear()
     ahead.ask([0])
     until(lambda: reader.tried)
@@ -91,7 +93,9 @@ def test_what_was_fetched_meanwhile_is_left_out(ahead: DecodePrefetcher, reader:
     assert reader.ahead == [0, 2]
 
 
-def test_what_there_is_no_room_for_waits_for_a_release(ahead: DecodePrefetcher, reader: Reader) -> None:
+def test_decoding_waits_for_a_release_where_the_cache_has_no_room(
+    ahead: DecodePrefetcher, reader: Reader
+) -> None:
     reader.room = 1
     ahead.ask([0, 1, 2])
     until(lambda: ahead._full)
@@ -116,7 +120,7 @@ def test_a_release_while_there_is_no_room_is_not_missed(ahead: DecodePrefetcher,
     until(lambda: len(reader.tried) == 2)
 
 
-def test_what_is_fetched_while_there_is_no_room_for_it_is_not_tried_again(
+def test_a_row_group_fetched_while_decoding_waits_for_room_is_not_decoded_again(
     ahead: DecodePrefetcher, reader: Reader
 ) -> None:
     reader.room = 0
@@ -129,7 +133,9 @@ def test_what_is_fetched_while_there_is_no_room_for_it_is_not_tried_again(
     assert reader.tried == [0, 1]
 
 
-def test_a_reader_that_fails_is_told_where_rows_are_fetched(ahead: DecodePrefetcher, reader: Reader) -> None:
+def test_an_error_of_the_reader_is_raised_where_rows_are_fetched(
+    ahead: DecodePrefetcher, reader: Reader
+) -> None:
     reader.broken = True
     ahead.ask([0, 1])
     until(lambda: not ahead._thread.is_alive())
@@ -141,7 +147,7 @@ def test_a_reader_that_fails_is_told_where_rows_are_fetched(ahead: DecodePrefetc
     assert reader.answers == 1
 
 
-def test_small_row_groups_are_all_left_to_who_fetches(reader: Reader) -> None:
+def test_small_row_groups_are_decoded_by_the_fetching_thread(reader: Reader) -> None:
     with DecodePrefetcher(reader, 0, reader.count_answer) as ahead:
         ahead.ask([0, 1])
         assert ahead.fetch(0)["x"][0] == 0
@@ -149,7 +155,7 @@ def test_small_row_groups_are_all_left_to_who_fetches(reader: Reader) -> None:
     assert reader.tried == []
 
 
-def test_without_a_thread_to_be_had_all_is_left_to_who_fetches(
+def test_the_fetching_thread_decodes_if_no_thread_can_be_started(
     reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start(self: threading.Thread) -> None:
@@ -163,7 +169,7 @@ def test_without_a_thread_to_be_had_all_is_left_to_who_fetches(
     assert reader.tried == []
 
 
-def test_the_end_waits_for_what_is_under_way_alone(reader: Reader) -> None:
+def test_stopping_waits_only_for_the_row_group_under_way(reader: Reader) -> None:
     reader.gate.clear()
     with DecodePrefetcher(reader, 3, reader.count_answer) as made:
         made.ask([0, 1, 2])
@@ -175,7 +181,7 @@ def test_the_end_waits_for_what_is_under_way_alone(reader: Reader) -> None:
     assert not made._thread.is_alive()
 
 
-def test_once_it_is_stopped_nothing_more_is_begun(ahead: DecodePrefetcher, reader: Reader) -> None:
+def test_no_decoding_begins_after_a_stop(ahead: DecodePrefetcher, reader: Reader) -> None:
     reader.gate.clear()
     ahead.ask([0, 1])
     until(lambda: reader.tried)

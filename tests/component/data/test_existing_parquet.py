@@ -161,20 +161,22 @@ def test_vectors_as_spark_writes_them(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("statistics", [True, False])
-def test_what_is_refused(tmp_path: Path, columns: dict[str, Any], says: str, statistics: bool) -> None:
+def test_unsupported_files_and_columns_are_refused(
+    tmp_path: Path, columns: dict[str, Any], says: str, statistics: bool
+) -> None:
     write(tmp_path, "a.parquet", columns, write_statistics=statistics)
     with pytest.raises(InvalidInput, match=says):
         describe_parquet(Store.open(str(tmp_path)), ["x"])
 
 
-def test_lengths_that_add_up_by_chance_are_found_by_the_reader(tmp_path: Path) -> None:
+def test_the_reader_finds_array_lengths_that_add_up_by_chance(tmp_path: Path) -> None:
     write(tmp_path, "a.parquet", {"x": pa.array([[1.0, 1.0], [2.0], [3.0, 3.0, 3.0]])})
     store = Store.open(str(tmp_path))
     with pytest.raises(StoreError, match="arrays of a length other than 2"):
         read_columns(store, describe_parquet(store, ["x"]))
 
 
-def test_files_that_disagree_and_no_files(tmp_path: Path) -> None:
+def test_differing_schemas_and_empty_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="no Parquet file under"):
         describe_parquet(Store.open(str(tmp_path)), ["x"])
     write(tmp_path, "a.parquet", {"x": [1]})
@@ -186,7 +188,7 @@ def test_files_that_disagree_and_no_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "says"), [("avro", "choose one of arrow, petastorm"), ("petastorm", "needs pyarrow 14")]
 )
-def test_a_reader_that_is_not_there(name: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_reader_is_refused(name: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "petastorm", None)
     monkeypatch.delitem(sys.modules, "spark_elastic.data.reading.petastorm_reader", raising=False)
     manifest = Manifest((), (), (), "", "")
@@ -199,7 +201,9 @@ def test_a_reader_that_is_not_there(name: str, says: str, monkeypatch: pytest.Mo
     [((1,), 64 * 3, 16), ((10,), 4 * 64, 16), ((200,), 64 * 3, 4), ((1,) * 10_000, 64, 16)],
 )
 @pytest.mark.parametrize("size", [1, 3, 4])
-def test_p1_shapes_of_data(groups: tuple[int, ...], batch: int, lanes: int, size: int) -> None:
+def test_p1_each_row_comes_once_for_any_number_of_rows_and_row_groups(
+    groups: tuple[int, ...], batch: int, lanes: int, size: int
+) -> None:
     """One row, ten rows for four workers, one row group, ten thousand row groups."""
     plan = DataPlan.for_run(groups, batch, 1, size, 8, 8 * (lanes + 2))
     order = plan.permute_epoch(0)
@@ -226,7 +230,7 @@ def test_files_and_folders_are_found_in_one_store(tmp_path: Path) -> None:
         locate_files([str(tmp_path), "memory://rows"], {})
 
 
-def test_rows_of_100_000_numbers_come_in_pieces(tmp_path: Path) -> None:
+def test_rows_of_100_000_numbers_are_read_in_pieces(tmp_path: Path) -> None:
     rows = np.random.default_rng(1).random((12, 100_000), dtype=np.float32)
     values = pa.FixedSizeListArray.from_arrays(pa.array(rows.ravel()), 100_000)
     write(tmp_path, "a.parquet", {"x": values})

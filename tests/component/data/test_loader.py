@@ -93,7 +93,7 @@ def test_a_rank_without_rows_gets_empty_arrays() -> None:
         assert rows.planned > 0
 
 
-def test_a_stream_begins_where_it_is_told() -> None:
+def test_a_stream_begins_at_the_given_step() -> None:
     with StepLoader(PLAN, Rows(), COLUMNS).steps(0, 3, 0, 1) as stream:
         assert [rows.step for rows in stream] == list(range(3, PLAN.steps))
     with StepLoader(PLAN, Rows(), COLUMNS).steps(0, PLAN.steps, 0, 1) as stream:
@@ -135,7 +135,7 @@ def test_reading_ahead_is_bounded_in_steps_and_bytes() -> None:
             assert len(list(stream)) == PLAN.steps
 
 
-def test_the_thread_sleeps_until_there_is_room_for_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reading_thread_sleeps_until_there_is_room_for_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = DataPlan((10,) * 8, global_batch=8, seed=5, lanes=3)
     looked: list[threading.Thread] = []
     with StepLoader(plan, Rows(plan), COLUMNS, Prefetch(steps=4)).steps(0, 0, 0, 1) as stream:
@@ -160,7 +160,7 @@ def test_the_thread_sleeps_until_there_is_room_for_a_block(monkeypatch: pytest.M
         assert stream._thread in looked
 
 
-def test_long_bytes_count_as_long_as_they_are() -> None:
+def test_the_read_ahead_limit_counts_the_real_size_of_bytes_columns() -> None:
     class Images(Rows):
         def fetch(self, group: int) -> ColumnArrays:
             rows = super().fetch(group)
@@ -221,7 +221,7 @@ class Slow(Rows):
 ONE_STEP = DataPlan((10,) * 40, global_batch=400, seed=5, lanes=40)
 
 
-def test_a_store_that_answers_is_waited_for_however_much_a_step_reads() -> None:
+def test_a_step_that_reads_much_does_not_time_out_while_the_store_answers() -> None:
     reader = Slow(ONE_STEP)
     with StepLoader(ONE_STEP, reader, COLUMNS, Prefetch(deadline=1.0)).steps(0, 0, 0, 1) as stream:
         assert len(next(stream)) == 400
@@ -270,7 +270,7 @@ class Separate(Rows):
         return self.open.wait(20)
 
 
-def test_p5_an_error_is_told_while_another_row_group_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_p5_an_error_is_raised_while_another_row_group_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "MIN_GROUP_BYTES_FOR_THREAD", 0)
     reader = Separate()
     reader.broken = StoreError("the disk is gone")
@@ -283,7 +283,7 @@ def test_p5_an_error_is_told_while_another_row_group_is_decoded(monkeypatch: pyt
         reader.open.set()
 
 
-def test_close_ends_what_decodes_ahead_before_who_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_ends_the_decoding_thread_before_the_gathering_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "MIN_GROUP_BYTES_FOR_THREAD", 0)
     reader = Separate()
     reader.gate.clear()

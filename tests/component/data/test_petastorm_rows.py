@@ -32,7 +32,7 @@ def read(store: Store, manifest: Manifest) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize(("path", "piece_bytes"), [("", 1 << 20), ("part-0.parquet", 100)])
-def test_every_codec_gives_what_was_encoded(path: str, piece_bytes: int) -> None:
+def test_every_codec_decodes_the_encoded_values(path: str, piece_bytes: int) -> None:
     pytest.importorskip("PIL")
     store, names = locate_files([str(ROWS / path)], {})
     manifest = describe_parquet(store, NAMES, names=names, piece_bytes=piece_bytes)

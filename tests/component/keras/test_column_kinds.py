@@ -128,7 +128,7 @@ def check_training(job: Job, folder: Path, inject_fault: Any) -> LaunchResult:
     return result
 
 
-def test_a_function_of_pictures_is_tried_on_a_row_of_the_table(tmp_path: Path) -> None:
+def test_a_transformation_of_images_is_tried_on_a_row_of_the_table(tmp_path: Path) -> None:
     write(tmp_path, "arrow")
     task = JOB.task(*data_in(tmp_path))
     try:

@@ -88,7 +88,7 @@ def train(job: Job, tmp_path: Path, acts: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.scenario("G1", "G2", "G3")
-def test_p1_p2_p3_p4_with_two_kills(tmp_path: Path, fault: Fault) -> None:
+def test_p1_p2_p3_p4_hold_under_two_kills(tmp_path: Path, fault: Fault) -> None:
     """One slot in the first epoch, and rank 0's in the second."""
     killed: list[int] = []
 

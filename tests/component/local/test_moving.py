@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.native, pytest.mark.timeout(180)]
 
 
 @pytest.mark.parametrize("form", ["one line", "elastic"])
-def test_a_script_of_horovods_runs(tmp_path: Path, form: str) -> None:
+def test_an_unchanged_script_of_horovod_runs(tmp_path: Path, form: str) -> None:
     (before,) = blocks("moving-from-horovod.md", "python")
     one_line, diff = blocks("moving-from-horovod.md", "diff")
     script = tmp_path / "train.py"

@@ -137,7 +137,7 @@ def pythons(hosts: Hosts, *nodes: int) -> list[str]:
     return found
 
 
-def test_a_job_over_three_hosts_is_right_shows_nothing_and_ends_with_its_driver(hosts: Hosts) -> None:
+def test_a_job_over_three_hosts_shows_no_secret_and_ends_with_its_driver(hosts: Hosts) -> None:
     with running(hosts, "-H", "h0:1,h1:1,h2:1", "-np", "3") as job:
         job.await_lines(*(f"sum 6 of 3 on h{node} mark {MARK}" for node in (0, 1, 2)))
         commands = [process.cmdline() for node in (0, 1, 2) for process in processes(hosts, node)]
@@ -150,7 +150,7 @@ def test_a_job_over_three_hosts_is_right_shows_nothing_and_ends_with_its_driver(
         until(lambda: not pythons(hosts, 0, 1, 2))
 
 
-def test_a_job_goes_on_as_hosts_refuse_are_added_lose_their_connection_and_die(hosts: Hosts) -> None:
+def test_a_job_continues_while_hosts_refuse_join_disconnect_and_die(hosts: Hosts) -> None:
     listing, script = hosts.file(0, f"{TMP}/hosts"), hosts.file(0, f"{TMP}/find.sh")
     listing.write_text("h0:1\nh1:1\nh3:1\n")
     script.write_text(f"#!/bin/sh\ncat {TMP}/hosts\n")

@@ -104,7 +104,7 @@ def test_a_listener_that_blocks_costs_no_world() -> None:
     assert any(text.startswith("world of 2: started") for text in listener.told)
 
 
-def test_a_terminal_that_does_not_read_costs_no_world() -> None:
+def test_a_terminal_that_blocks_costs_no_world() -> None:
     ends = os.pipe()
     program, began, read = Chatty(steps=20), threading.Event(), threading.Event()
     later = release_later(program, began, read)

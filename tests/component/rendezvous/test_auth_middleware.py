@@ -36,7 +36,7 @@ def stranger(driver: Driver) -> Iterator[Stranger]:
     assert driver.await_event(Heartbeat).slot == "9-0"
 
 
-def test_what_is_well_signed_is_let_in(driver: Driver) -> None:
+def test_a_correctly_signed_request_is_answered(driver: Driver) -> None:
     """The requests below fail for what they say they fail for."""
     honest = Stranger(driver.port)
     status, _ = honest.request(PATH, BEAT.encode(), honest.sign(PATH, BEAT.encode()))
@@ -44,7 +44,7 @@ def test_what_is_well_signed_is_let_in(driver: Driver) -> None:
     assert driver.await_event(Heartbeat).slot == "1-0"
 
 
-def test_no_path_answers_the_unsigned(stranger: Stranger) -> None:
+def test_no_path_answers_an_unsigned_request(stranger: Stranger) -> None:
     for path in (auth.HELLO, "/", "/docs", "/rendezvous", *(path_of(request) for request in REQUESTS)):
         for method in ("GET", "POST", "PUT", "OPTIONS"):
             assert stranger.request(path, BEAT.encode(), None, method) == (401, b""), (method, path)
@@ -107,7 +107,7 @@ def test_an_honest_client_whose_session_was_forgotten_says_hello_again(driver: D
     assert [driver.await_event(Heartbeat).slot for _ in range(2)] == ["1-0"] * 2
 
 
-def test_a_reply_without_the_key_is_not_believed() -> None:
+def test_a_reply_signed_without_the_key_is_refused() -> None:
     """Somebody else answers at the driver's address."""
 
     async def answer_without_key(scope: Scope, receive: Receive, send: Send) -> None:
@@ -178,7 +178,7 @@ def test_another_version_of_the_wire_gets_a_sentence(stranger: Stranger) -> None
 @pytest.mark.parametrize(
     "noise", [b"\x16\x03\x01\x02\x00", b"GET / HTTP/9\r\n\r\n", b"\r\n" * 50 + b"\0" * 20000]
 )
-def test_noise_that_is_no_http_is_hung_up_on(stranger: Stranger, noise: bytes) -> None:
+def test_a_connection_that_sends_no_http_is_closed(stranger: Stranger, noise: bytes) -> None:
     assert parse(stranger.send(noise + b"\r\n\r\n"))[0] in (0, 400)
 
 
@@ -213,18 +213,20 @@ def impatient_with_bodies() -> Iterator[int]:
 @pytest.mark.parametrize(
     "said", [b"", b"POST /rendezvous/Hea", b"POST /rendezvous/Heartbeat HTTP/1.1\r\nhost: x\r\n"]
 )
-def test_a_head_that_does_not_come_is_not_waited_for(impatient: int, said: bytes) -> None:
+def test_a_connection_without_a_request_head_is_closed_after_its_deadline(
+    impatient: int, said: bytes
+) -> None:
     """Without a deadline the read would last until the test's own timeout."""
     assert parse(Stranger(impatient).send(said)) == (0, b"")
 
 
-def test_a_head_that_does_not_come_on_a_kept_connection_is_not_waited_for(impatient: int) -> None:
+def test_a_kept_connection_with_half_a_request_head_is_closed_after_its_deadline(impatient: int) -> None:
     with socket.create_connection(("127.0.0.1", impatient), timeout=PATIENCE) as connection:
         connection.sendall(b"POST /rendezvous/Heartbeat HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\nPOST")
         assert parse(read_all(connection))[0] == 401
 
 
-def test_a_body_that_does_not_come_is_not_waited_for(impatient_with_bodies: int) -> None:
+def test_a_request_without_its_body_is_closed_after_its_deadline(impatient_with_bodies: int) -> None:
     stranger = Stranger(impatient_with_bodies)
     header = stranger.sign(PATH, b"")
     status, _ = stranger.request(PATH, b"{", header, more={"content-length": "100"})
@@ -238,7 +240,7 @@ class _Narrow(Connection):
 
 
 @pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "tls"])
-def test_strangers_cannot_take_all_connections(encrypted: bool) -> None:
+def test_unauthenticated_clients_cannot_take_all_connections(encrypted: bool) -> None:
     """With one more than there may be, the first is hung up on; whoever proved the key keeps its connection. Strangers
     that never begin to speak of TLS count as well."""
 
@@ -294,7 +296,7 @@ def test_strangers_cannot_take_all_connections(encrypted: bool) -> None:
         serving.close()
 
 
-def test_strangers_whose_tls_fails_are_forgotten() -> None:
+def test_connections_whose_tls_handshake_fails_are_forgotten() -> None:
     """Else those who came later would be hung up on for their sake."""
 
     async def acknowledge(call: Call) -> object:
@@ -321,7 +323,9 @@ def test_strangers_whose_tls_fails_are_forgotten() -> None:
         serving.close()
 
 
-def test_strangers_cost_one_line_of_the_log(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
+def test_unauthenticated_requests_cost_one_line_of_the_log(
+    driver: Driver, caplog: pytest.LogCaptureFixture
+) -> None:
     """Neither noise nor requests for WebSockets fill the driver's log, or advise anybody to install packages."""
     stranger = Stranger(driver.port)
     with caplog.at_level(logging.INFO):

@@ -41,7 +41,7 @@ def test_closing_a_client_frees_a_thread_that_waits_to_dial_again(driver: Driver
         wait.result(PATIENCE)
 
 
-def test_closing_the_server_answers_what_is_open(driver: Driver) -> None:
+def test_closing_the_server_answers_open_requests(driver: Driver) -> None:
     worker = driver.client()
     join = driver.call_in_thread(lambda: worker.ask(JoinWorld("1-0.1", None, None), hold=MAX_POLL_SECONDS))
     driver.await_event(JoinWorld)

@@ -131,7 +131,7 @@ def test_a_killed_slot_task_is_noticed_and_comes_back(driver: Driver, process: S
     assert (back.slot, back.worker) == ("1-0", None)
 
 
-def test_r18_a_connection_that_is_reset_on_its_way_is_told_from_one_that_ends_with_its_process(
+def test_r18_a_connection_reset_by_the_network_differs_from_one_closed_by_the_kernel(
     driver: Driver,
 ) -> None:
     with Relay(driver.port) as relay:

@@ -39,7 +39,7 @@ def test_exchanges_of_one_world_have_names(driver: Driver) -> None:
     assert got == [(b"l0", b"l1", b"l2")] * 3 + [(b"x0", b"x1", b"x2")] * 3
 
 
-def test_an_abort_frees_who_waits(driver: Driver) -> None:
+def test_an_abort_ends_waiting_exchanges(driver: Driver) -> None:
     driver.server.publish(world(1, *WORKERS))
     waiting = [_exchange(driver, rank, b"a") for rank in (0, 1)]
     driver.server.abort(FENCE, "3-0.1 was lost")
@@ -48,7 +48,7 @@ def test_an_abort_frees_who_waits(driver: Driver) -> None:
             future.result(PATIENCE)
 
 
-def test_the_next_world_frees_who_waits_in_the_last(driver: Driver) -> None:
+def test_the_next_world_ends_exchanges_of_the_last_one(driver: Driver) -> None:
     driver.server.publish(world(1, *WORKERS))
     waiting = _exchange(driver, 0, b"a")
     driver.server.publish(world(2, *WORKERS[:2], reason="3-0.1 was lost"))
@@ -56,14 +56,14 @@ def test_the_next_world_frees_who_waits_in_the_last(driver: Driver) -> None:
         waiting.result(PATIENCE)
 
 
-def test_a_deadline_names_who_was_missing(driver: Driver) -> None:
+def test_a_timeout_of_an_exchange_names_the_missing_ranks(driver: Driver) -> None:
     driver.server.publish(world(1, *WORKERS))
     worker = driver.client()
     with pytest.raises(PeersMissing, match=r"no address came from 2-0\.1, 3-0\.1\."):
         exchange_blobs(worker, ExchangeAddresses(WORKERS[0], FENCE, 0, b"a"), 0.1)
 
 
-def test_only_the_member_of_that_rank_may_hand_in_its_blob(driver: Driver) -> None:
+def test_only_the_worker_of_a_rank_may_send_its_blob(driver: Driver) -> None:
     driver.server.publish(world(1, *WORKERS))
     stranger = driver.client()
     with pytest.raises(StaleGeneration, match="is not rank 0"):

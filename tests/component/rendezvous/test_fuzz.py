@@ -39,22 +39,22 @@ def asking(driver: Driver, caplog: pytest.LogCaptureFixture) -> Iterator[http.cl
 
 
 @pytest.mark.parametrize("request_class", REQUESTS, ids=path_of)
-def test_who_has_the_key_is_answered_whatever_it_says(
+def test_any_signed_request_is_answered(
     asking: http.client.HTTPConnection, request_class: type[Request[Any]]
 ) -> None:
     with_key(asking, request_class)()
 
 
-def test_who_lacks_the_key_learns_nothing(driver: Driver, asking: http.client.HTTPConnection) -> None:
+def test_unsigned_requests_get_no_information(driver: Driver, asking: http.client.HTTPConnection) -> None:
     while not driver.events.empty():
         driver.events.get()
     ask_without_key(asking)()
     assert driver.events.empty()
 
 
-def test_what_is_no_request_is_hung_up_on(driver: Driver, asking: http.client.HTTPConnection) -> None:
+def test_connections_that_send_garbage_are_closed(driver: Driver, asking: http.client.HTTPConnection) -> None:
     of_noise(driver.port)()
 
 
-def test_the_status_page_is_for_its_token_alone(asking: http.client.HTTPConnection) -> None:
+def test_the_status_page_needs_its_token(asking: http.client.HTTPConnection) -> None:
     for_pages(asking)()

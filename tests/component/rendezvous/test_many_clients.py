@@ -77,9 +77,7 @@ def _live(address: str, job: int, together: threading.Barrier) -> list[World]:
 
 
 @pytest.mark.timeout(300)
-def test_many_clients_come_into_one_world_again_and_again(
-    address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_clients_join_one_world_after_another(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the server does for an exchange grows with the ranks, not with their pairs."""
     built: list[str] = []
     wakes: list[str] = []

@@ -50,7 +50,7 @@ def _has_ipv6() -> bool:
 
 
 @pytest.mark.skipif(not _has_ipv6(), reason="the kernel has no IPv6")
-def test_ipv6() -> None:
+def test_clients_reach_the_server_over_ipv6() -> None:
     driver = start_driver(Bind("::1"))
     try:
         assert driver.server.address.startswith("[::1]:")
@@ -64,7 +64,7 @@ def test_only_the_given_address_is_bound(driver: Driver) -> None:
         socket.create_connection(("127.0.0.2", driver.port), timeout=5)
 
 
-def test_the_advertised_address_is_what_clients_dial() -> None:
+def test_clients_dial_the_advertised_address() -> None:
     driver = start_driver(Bind("0.0.0.0", advertise="localhost"))
     try:
         assert driver.server.address == f"localhost:{driver.port}"
@@ -120,7 +120,7 @@ def hang(until: threading.Event) -> None:
     until.wait(PATIENCE)
 
 
-def test_a_driver_that_falls_silent_is_named_and_heard_again_when_it_wakes(driver: Driver) -> None:
+def test_a_driver_that_stops_answering_is_named_and_reached_again_when_it_continues(driver: Driver) -> None:
     """Its loop hangs while a poll is open; the hold of the poll is no reason to wait longer than `timeout`."""
     wake = threading.Event()
     client = driver.client(timeout=6.0)  # the answer has two seconds after the hold
@@ -143,7 +143,7 @@ def test_a_key_that_could_be_guessed_is_refused() -> None:
         RendezvousServer(b"short", ATTEMPT, RECIPIENTS, SystemClock())
 
 
-def test_a_driver_of_another_job_is_told_apart(driver: Driver) -> None:
+def test_a_driver_of_another_job_is_refused(driver: Driver) -> None:
     with pytest.raises(Unauthorized, match="does not accept this job's key"):
         driver.client(key=b"another key").ask(Heartbeat("1-0"))
     assert driver.events.empty()

@@ -51,7 +51,9 @@ def test_a_dead_loop_is_replaced_on_the_same_port(driver: Driver, caplog: pytest
         driver.events.get_nowait()
 
 
-def test_it_survives_being_killed_again_and_again(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_server_survives_repeated_deaths_of_its_loop(
+    driver: Driver, caplog: pytest.LogCaptureFixture
+) -> None:
     slot = driver.client()
     with caplog.at_level(logging.CRITICAL):
         for _ in range(3):
@@ -86,7 +88,7 @@ def _close_socket(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize("harm", [_kill_thread, _break_socket, _close_socket])
-def test_whatever_is_broken_it_serves_again_on_the_same_port(
+def test_the_server_restarts_on_the_same_port_whatever_broke(
     harm: Callable[[Driver], None], driver: Driver, caplog: pytest.LogCaptureFixture
 ) -> None:
     port = driver.port

@@ -38,7 +38,7 @@ def test_each_message_becomes_its_event(driver: Driver) -> None:
     assert (exited.worker, exited.exit_code, exited.reason) == ("3-0.1", -9, "killed")
 
 
-def test_r14_a_slot_with_wrong_facts_is_refused_and_the_driver_hears_why() -> None:
+def test_r14_an_unfit_slot_is_refused_and_the_driver_gets_the_reason() -> None:
     sentence = "host-b runs torch 1.0 and the driver 2.0: install one version."
     driver = start_driver(admit=lambda facts: sentence if facts["torch"] == "1.0" else None)
     try:
@@ -53,7 +53,7 @@ def test_r14_a_slot_with_wrong_facts_is_refused_and_the_driver_hears_why() -> No
         driver.close()
 
 
-def test_orders_come_at_once_and_only_once(driver: Driver) -> None:
+def test_commands_of_a_slot_are_delivered_at_once_and_only_once(driver: Driver) -> None:
     slot = driver.client()
     slot.ask(WorkerStarted("1-0", "1-0.1"))
     waiting = driver.call_in_thread(lambda: slot.ask(WatchSlot("1-0", 0), hold=MAX_POLL_SECONDS))
@@ -68,7 +68,7 @@ def test_orders_come_at_once_and_only_once(driver: Driver) -> None:
     assert waiting.result(PATIENCE) == SlotCommands(1, (), "below min_workers")
 
 
-def test_orders_of_one_slot_do_not_reach_another(driver: Driver) -> None:
+def test_commands_of_one_slot_do_not_reach_another(driver: Driver) -> None:
     other = driver.client()
     driver.server.stop_worker(WorkerId("1-0.1"), "gone")
     assert other.ask(WatchSlot("2-0", 0), hold=0.05) == SlotCommands(0)
@@ -83,7 +83,7 @@ def test_log_lines_arrive_in_order_with_their_rank(driver: Driver) -> None:
     assert (second.worker, second.rank, second.lines) == ("1-0.1", 2, ("epoch 1 – déjà", "epoch 2"))
 
 
-def test_after_the_end_everyone_is_told_to_stop(driver: Driver) -> None:
+def test_after_the_end_of_the_job_every_request_is_answered_with_stop(driver: Driver) -> None:
     slot = driver.client()
     waiting = driver.call_in_thread(lambda: slot.ask(WatchSlot("1-0", 0), hold=MAX_POLL_SECONDS))
     driver.server.end("the job is done")
@@ -95,7 +95,7 @@ def test_after_the_end_everyone_is_told_to_stop(driver: Driver) -> None:
     )
 
 
-def test_r18_what_the_driver_surely_heard_is_the_question_not_its_late_answer(driver: Driver) -> None:
+def test_r18_an_answer_counts_from_the_time_of_its_request(driver: Driver) -> None:
     client, clock = driver.client(), SystemClock()
     before = clock.now()
     client.ask(WatchSlot("1-0", 0), hold=0.5)
@@ -104,7 +104,7 @@ def test_r18_what_the_driver_surely_heard_is_the_question_not_its_late_answer(dr
     assert client.last_answered_at() > before + 0.4
 
 
-def test_r18_another_attempts_driver_is_not_the_one_that_hears(driver: Driver) -> None:
+def test_r18_an_answer_of_another_attempts_driver_does_not_count(driver: Driver) -> None:
     client = driver.client(attempt=ATTEMPT + 1)
     with pytest.raises(StaleGeneration):
         client.ask(Heartbeat("1-0"))

@@ -101,7 +101,7 @@ def test_oversized_requests_are_refused_and_the_next_one_answered(size: int) -> 
         assert httpx.get(status_app.url(server.url)).status_code == 200
 
 
-def test_without_a_door_there_is_no_page() -> None:
+def test_without_a_status_app_there_is_no_page() -> None:
     recipients = ServerCallbacks(lambda event: None, lambda lines: None)
     with RendezvousServer(bytes(32), 1, recipients, SystemClock()) as server:
         assert httpx.get(f"http://{server.address}/status/").status_code == 401
@@ -111,7 +111,7 @@ def on_localhost(server: RendezvousServer) -> str:
     return server.address.replace(ELSEWHERE, "127.0.0.1")
 
 
-def test_a_proxy_that_dials_localhost_finds_the_page_and_no_other_door() -> None:
+def test_a_proxy_on_localhost_reaches_the_page_and_nothing_else() -> None:
     with serve(Bind(ELSEWHERE)) as (server, status_app), proxy(on_localhost(server)) as prefix:
         page = httpx.get(f"{prefix}/status/?token={status_app.token}")
         assert "<h2>Workers</h2>" in page.text
@@ -119,7 +119,7 @@ def test_a_proxy_that_dials_localhost_finds_the_page_and_no_other_door() -> None
         assert httpx.post(f"http://{on_localhost(server)}/rendezvous/hello").status_code == 401
 
 
-def test_a_port_of_somebody_else_on_localhost_is_left_to_him() -> None:
+def test_a_port_that_another_process_uses_on_localhost_is_not_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as theirs:
         port = theirs.getsockname()[1]
         with serve(Bind(ELSEWHERE, port)) as (server, status_app):
@@ -134,7 +134,9 @@ def test_without_pages_nothing_listens_on_localhost() -> None:
             socket.create_connection((host, int(port)), timeout=5)
 
 
-def test_what_breaks_on_localhost_costs_the_workers_side_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_of_the_page_on_localhost_does_not_disturb_the_rendezvous(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with serve(Bind(ELSEWHERE)) as (server, status_app):
         assert server._http_server is not None
         beside = server._http_server._loopback

@@ -170,7 +170,7 @@ def test_in_a_frame_of_another_origin_where_the_browser_takes_no_cookie(
     screen.page.frame_locator("iframe").get_by_text("3 of 3").first.wait_for(timeout=SHOWN)
 
 
-def test_a_server_that_is_gone_is_said(job: Played, screen: Screen) -> None:
+def test_the_page_shows_that_the_server_is_gone(job: Played, screen: Screen) -> None:
     clock = SystemClock()
     status_app = StatusApp(build_status_pages(job.history, "digits"), clock)
     recipients = ServerCallbacks(lambda event: None, lambda lines: None)

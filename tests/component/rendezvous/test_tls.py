@@ -63,7 +63,7 @@ def test_another_certificate_is_refused_at_once(driver: Driver) -> None:
     assert driver.events.empty()
 
 
-def test_a_plain_server_is_no_stand_in(certificate: auth.Certificate) -> None:
+def test_a_client_of_a_tls_server_refuses_a_plain_one(certificate: auth.Certificate) -> None:
     plain = start_driver()
     try:
         client = plain.client(certificate=certificate.public, timeout=0.5)
@@ -74,7 +74,7 @@ def test_a_plain_server_is_no_stand_in(certificate: auth.Certificate) -> None:
         plain.close()
 
 
-def test_plain_requests_get_nothing(driver: Driver) -> None:
+def test_plain_requests_to_a_tls_server_get_no_answer(driver: Driver) -> None:
     client = driver.client(certificate=None, timeout=0.5)
     with pytest.raises(DriverUnreachable):
         client.ask(Heartbeat("1-0"))
@@ -87,7 +87,7 @@ def test_plain_requests_get_nothing(driver: Driver) -> None:
     assert driver.events.empty()
 
 
-def test_the_status_page_speaks_it_too(
+def test_the_status_page_uses_tls(
     driver: Driver, status_app: StatusApp, certificate: auth.Certificate
 ) -> None:
     url = status_app.url(driver.server.url)
@@ -103,7 +103,7 @@ def test_the_private_key_stays_in_memory(certificate: auth.Certificate) -> None:
     assert certificate.public.count("BEGIN CERTIFICATE") == 1
 
 
-def test_a_given_certificate_with_its_chain(tmp_path: Path) -> None:
+def test_a_given_certificate_is_served_with_its_chain(tmp_path: Path) -> None:
     """Expired, and signed by an authority that clients do not know: they take it, and nothing else that it signed."""
     _openssl(tmp_path, "req -x509 -newkey rsa:2048 -nodes -keyout ca.key -out ca.pem -subj /CN=ca -days 1")
     _openssl(tmp_path, "req -newkey rsa:2048 -nodes -keyout key.pem -out request -subj /CN=driver")
@@ -136,7 +136,7 @@ def test_a_given_certificate_with_its_chain(tmp_path: Path) -> None:
         ({"tls_certificate": "nowhere", "tls_key": "nowhere"}, False, None),
     ],
 )
-def test_when_there_is_a_certificate(
+def test_the_settings_decide_whether_there_is_a_certificate(
     settings: dict[str, Any], encrypted: bool, expected: bool | None
 ) -> None:
     config = ElasticConfig(**settings)
@@ -151,7 +151,9 @@ def _openssl(folder: Path, arguments: str) -> None:
     subprocess.run(["openssl", *arguments.split()], cwd=folder, check=True, capture_output=True)
 
 
-def test_without_openssl_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_encryption_without_openssl_is_refused_with_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(InvalidInput, match="tls needs the program openssl on the driver"):
         auth.create_certificate()

@@ -51,13 +51,13 @@ def test_a_repeated_join_is_answered_without_a_second_event(driver: Driver) -> N
     assert driver.events.empty()
 
 
-def test_a_world_that_was_left_is_not_handed_out(driver: Driver) -> None:
+def test_a_join_is_not_answered_with_the_world_that_the_worker_left(driver: Driver) -> None:
     worker = driver.client()
     driver.server.publish(world(1, A))
     assert worker.ask(JoinWorld(A, Fence(ATTEMPT, 1), None), hold=0.05).is_undecided
 
 
-def test_a_watch_hears_of_the_version(driver: Driver) -> None:
+def test_a_watch_returns_a_new_membership_version(driver: Driver) -> None:
     worker = driver.client()
     driver.server.publish(world(1, A))
     assert worker.ask(WatchWorker(A), hold=0.05) == WorkerUpdate(INITIAL_VERSION)
@@ -71,7 +71,7 @@ def test_a_watch_hears_of_the_version(driver: Driver) -> None:
     assert worker.ask(WatchWorker(A, None, newer), hold=0.05) == news
 
 
-def test_a_watch_hears_of_an_abort_once(driver: Driver) -> None:
+def test_a_watch_returns_an_abort_once(driver: Driver) -> None:
     worker = driver.client()
     driver.server.publish(world(4, A, B))
     waiting = driver.call_in_thread(lambda: worker.ask(WatchWorker(A), hold=MAX_POLL_SECONDS))
@@ -88,7 +88,7 @@ def test_a_watch_hears_of_an_abort_once(driver: Driver) -> None:
     assert waiting.result(PATIENCE).version == INITIAL_VERSION.next()
 
 
-def test_a_watch_hears_that_its_world_was_followed(driver: Driver) -> None:
+def test_a_watch_of_an_older_world_returns_the_next_one(driver: Driver) -> None:
     worker = driver.client()
     driver.server.publish(world(1, A, B))
     waiting = driver.call_in_thread(lambda: worker.ask(WatchWorker(A), hold=MAX_POLL_SECONDS))
@@ -97,14 +97,14 @@ def test_a_watch_hears_that_its_world_was_followed(driver: Driver) -> None:
     assert (news.over, news.why) == (Fence(ATTEMPT, 1), "1-0.1 was silent")
 
 
-def test_progress_is_handed_on(driver: Driver) -> None:
+def test_progress_becomes_an_event(driver: Driver) -> None:
     worker = driver.client()
     worker.ask(Report(A, encode_numbers({"loss": 0.5, "step": 3})))
     report = driver.reports.get(timeout=PATIENCE)
     assert (report.worker, report.numbers) == (A, {"loss": 0.5, "step": 3})
 
 
-def test_progress_of_a_training_that_diverged_is_handed_on_too(driver: Driver) -> None:
+def test_progress_with_nan_and_infinity_becomes_an_event(driver: Driver) -> None:
     """JSON has no NaN: the server refused every such report, and people saw a job that stood still."""
     driver.client().ask(Report(A, encode_numbers({"loss": math.nan, "norm": -math.inf, "step": 3})))
     numbers = driver.reports.get(timeout=PATIENCE).numbers
@@ -145,7 +145,7 @@ def test_r15_done_waits_for_the_acknowledgement_or_another_world(driver: Driver)
     assert waiting.result(PATIENCE).stop == "the model is safe"
 
 
-def test_formed_and_failed_are_events(driver: Driver) -> None:
+def test_world_formed_and_worker_failed_become_events(driver: Driver) -> None:
     worker = driver.client()
     driver.server.publish(world(1, A))
     fence = Fence(ATTEMPT, 1)

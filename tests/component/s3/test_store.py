@@ -16,7 +16,7 @@ from tests.component.s3.conftest import SECRET
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def test_objects(store: Store) -> None:
+def test_objects_are_written_read_listed_and_deleted(store: Store) -> None:
     store.write_bytes("a/b", b"one")
     store.write_bytes("a/b", b"two")
     assert store.read_bytes("a/b") == b"two"
@@ -42,7 +42,7 @@ def test_a_secret_is_in_no_message(store: Store) -> None:
     assert SECRET not in str(raised.value)
 
 
-def test_foreign_parquet(store: Store) -> None:
+def test_existing_parquet_files_are_read(store: Store) -> None:
     table = pa.table(
         {"id": np.arange(50), "x": pa.array([[i, -i] for i in range(50)], pa.list_(pa.float32()))}
     )

@@ -32,7 +32,7 @@ runpy.run_path(script, run_name="__main__")
 """
 
 
-def test_the_script_outlives_a_worker_and_ends_at_its_last_batch(tmp_path: Path) -> None:
+def test_a_script_survives_a_lost_worker_and_ends_at_its_last_batch(tmp_path: Path) -> None:
     environment = (
         os.environ
         | {

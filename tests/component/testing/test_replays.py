@@ -13,7 +13,7 @@ from tests.component.worker.losses import Job
 from tests.component.worker.moments import Held
 
 
-def test_a_real_job_with_a_loss_decides_again_as_it_had(tmp_path: Path) -> None:
+def test_the_journal_of_a_real_job_with_a_loss_replays_to_the_same_decisions(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     job = Job(Held(steps=15, seconds=0.02), size=2, config=ElasticConfig(journal=str(path)))
     job.at_step(5, lambda: os.kill(job.workers()[1].pid, signal.SIGKILL))

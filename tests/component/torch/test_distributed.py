@@ -37,7 +37,7 @@ def results() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("call", [move.__name__ for move in MOVES])
-def test_every_dtype_arrives_as_over_gloo(results: list[Any], call: str) -> None:
+def test_every_dtype_is_exchanged_as_over_gloo(results: list[Any], call: str) -> None:
     compared = 0
     for dtype in MOVED:
         for found, expected in (of_rank[f"{call} {dtype}"] for of_rank in results):
@@ -49,7 +49,7 @@ def test_every_dtype_arrives_as_over_gloo(results: list[Any], call: str) -> None
 
 
 @pytest.mark.parametrize("call", [reduction.__name__ for reduction in REDUCTIONS])
-def test_reductions_of_every_dtype(results: list[Any], call: str) -> None:
+def test_reductions_of_every_dtype_agree_with_gloo(results: list[Any], call: str) -> None:
     cases = [f"{call} {dtype} {op}" for dtype in REDUCED for op in find_ops(call, dtype)]
     assert cases
     for case in cases:
@@ -68,7 +68,7 @@ def test_ddp_and_fsdp_train_as_over_gloo(results: list[Any]) -> None:
             )
 
 
-def test_other_ways_to_communicate(results: list[Any]) -> None:
+def test_other_calls_of_torch_distributed_agree_with_gloo(results: list[Any]) -> None:
     for rank, of_rank in enumerate(results):
         assert of_rank["objects"] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
         assert of_rank["sparse"] == [6.0, 0.0, 6.0]
@@ -101,7 +101,7 @@ def test_other_ways_to_communicate(results: list[Any]) -> None:
         ),
     ],
 )
-def test_bad_input_gets_a_sentence(results: list[Any], mistake: str, sentence: str) -> None:
+def test_invalid_input_is_refused_with_a_sentence(results: list[Any], mistake: str, sentence: str) -> None:
     for of_rank in results:
         assert re.search(sentence, of_rank[mistake]), of_rank[mistake]
 

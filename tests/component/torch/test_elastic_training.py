@@ -122,7 +122,7 @@ def test_p2_undisturbed_training_equals_a_plain_loop(data: tuple[Store, Manifest
     "name",
     [pytest.param(name, marks=[pytest.mark.faults] * (name != TOGETHER)) for name in JOBS],
 )
-def test_p1_p2_p3_p4_with_two_kills(
+def test_p1_p2_p3_p4_hold_under_two_kills(
     name: str, data: tuple[Store, Manifest], tmp_path: Path, fault: Fault
 ) -> None:
     job = JOBS[name]

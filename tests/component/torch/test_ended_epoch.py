@@ -74,7 +74,7 @@ class EndedJob(Job):
         return TorchTrainProgram(replace(task._spec, validation=seen), objects)
 
 
-def test_r06_an_end_within_an_epoch_outlives_who_asked_for_it(tmp_path: Path) -> None:
+def test_r06_an_early_end_of_an_epoch_survives_the_loss_of_the_rank_that_asked_for_it(tmp_path: Path) -> None:
     store, manifest = make_data(tmp_path)
     marks, ledger = tmp_path / "marks", tmp_path / "ledger"
     marks.mkdir()

@@ -58,7 +58,7 @@ def test_a_loss_costs_at_most_the_steps_since_the_last_commit(fault: Fault, comm
     assert len(steps) - STEPS <= commit_every
 
 
-def test_all_but_one_die_and_their_spares_come_back(fault: Fault, tmp_path: Path) -> None:
+def test_all_workers_but_one_die_and_their_spares_take_over(fault: Fault, tmp_path: Path) -> None:
     go = tmp_path / "go"
     run = Run(count, (STEPS, 1, False, {12: str(go)}), room=3, spares=True, num_workers=3)
 
@@ -137,7 +137,7 @@ def test_a_script_runs_as_main_with_its_arguments(tmp_path: Path) -> None:
     assert said == [f"[{r}] argument ['--lr', '0.1'] __main__ {r} set" for r in (0, 1)]
 
 
-def test_a_script_that_ends_ill_fails_the_job(tmp_path: Path) -> None:
+def test_a_script_with_a_nonzero_exit_code_fails_the_job(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text("import sys\nsys.exit(3)\n")
     with pytest.raises(WorkerFailed, match="SystemExit: 3"):
@@ -174,7 +174,7 @@ def raise_on_rank_1(done: str) -> None:
     raise ValueError("rank 1's own mistake")
 
 
-def test_r15_what_a_rank_raises_after_rank_0_returned_ends_the_job(tmp_path: Path) -> None:
+def test_r15_an_exception_after_rank_0_returned_ends_the_job(tmp_path: Path) -> None:
     run = Run(raise_on_rank_1, (str(tmp_path / "done"),), room=2, num_workers=2)
     with pytest.raises(WorkerFailed, match="rank 1's own mistake"):
         run.results()
@@ -197,7 +197,7 @@ def break_every_world() -> None:
     elastic(loop, get_session)(ObjectState(step=0))
 
 
-def test_r13_worlds_that_break_where_they_stand_end_the_job_with_the_workers_reason() -> None:
+def test_r13_worlds_that_break_without_progress_end_the_job_with_the_workers_reason() -> None:
     expected = r"worlds in a row.* step 1 although no worker was lost.* it broke for the test"
     with pytest.raises(WorkerFailed, match=expected):
         Run(break_every_world, room=2, num_workers=2, driver_timeout=10.0).results()
@@ -209,7 +209,7 @@ def return_lock() -> Any:
     return threading.Lock()
 
 
-def test_a_result_that_cannot_travel_is_one_sentence() -> None:
+def test_a_result_that_cannot_be_pickled_is_one_sentence() -> None:
     with pytest.raises(WorkerFailed, match="cannot be pickled"):
         Run(return_lock, room=1, num_workers=1).results()
 
@@ -225,6 +225,6 @@ def reduce_mismatched() -> None:
     worker.group.allreduce(np.ones(2 + worker.group.rank))
 
 
-def test_collectives_that_do_not_match_end_the_job_and_do_not_go_round_for_ever() -> None:
+def test_collectives_that_do_not_match_end_the_job_after_few_worlds() -> None:
     with pytest.raises(WorkerFailed, match="same collectives"):
         Run(reduce_mismatched, room=2, num_workers=2).results()

@@ -45,7 +45,9 @@ def find_newest_step(folder: Path) -> int:
     return published[0].position.step if published else 0
 
 
-def test_p7_driver_and_then_all_workers_are_killed(tmp_path: Path, fault: Fault) -> None:
+def test_p7_a_loop_resumes_after_its_driver_and_then_all_workers_are_killed(
+    tmp_path: Path, fault: Fault
+) -> None:
     first = subprocess.Popen([sys.executable, "-c", DRIVER, str(tmp_path)], cwd=os.getcwd())
     try:
         deadline = time.monotonic() + 120

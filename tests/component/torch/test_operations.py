@@ -71,7 +71,9 @@ def operations(trace: str) -> dict[str, Any]:
     return {"worlds": worlds, "microseconds": (time.perf_counter() - before) / 200 * 1e6}
 
 
-def test_operations_go_through_a_loss_and_sets_follow_the_world(fault: Fault, tmp_path: Path) -> None:
+def test_operations_continue_after_a_loss_and_process_sets_follow_the_world(
+    fault: Fault, tmp_path: Path
+) -> None:
     run = Run(operations, (str(tmp_path / "trace.json"),), room=3, num_workers=3, min_workers=2)
     run.at(8, lambda: fault(run.cluster.kill, max(run.cluster.slots())))
     results = run.results()
@@ -95,6 +97,6 @@ def reduce_different() -> None:
     hvd.allreduce(torch.ones(2 + hvd.rank()), name="layer")
 
 
-def test_ranks_that_disagree_end_the_job_with_names() -> None:
+def test_ranks_with_different_operations_end_the_job_with_their_names() -> None:
     with pytest.raises(WorkerFailed, match=r"'allreduce.layer': rank 0 has shapes \(2,\), rank 1 \(3,\)"):
         Run(reduce_different, room=2, num_workers=2).results()

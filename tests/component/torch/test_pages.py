@@ -59,7 +59,9 @@ def delay_commit(train: Callable[[int], Any], epochs: int, last: str) -> Any:
 
 
 @pytest.mark.parametrize(("program", "last"), [(of_page, "epoch"), (of_notebook, "batch")])
-def test_a_world_without_a_batch_has_the_last_ones_loss(program: Callable[[], Any], last: str) -> None:
+def test_the_documented_loop_keeps_the_last_loss_in_a_world_without_a_batch(
+    program: Callable[[], Any], last: str
+) -> None:
     run = Run(delay_commit, (program(), 1, last), room=2, num_workers=2, max_workers=3)
     run.at(1, lambda: run.cluster.add_room(1))
     results = run.results()

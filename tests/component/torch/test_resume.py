@@ -88,7 +88,7 @@ def again_generation(story: tuple[str, ...]) -> int:
 
 
 @pytest.mark.scenario("G6", "G18")
-def test_p7_the_driver_is_killed_and_another_goes_on_with_fewer_workers(
+def test_p7_another_driver_resumes_with_fewer_workers_after_a_kill(
     data: tuple[Store, Manifest], tmp_path: Path, fault: Fault
 ) -> None:
     job, (store, manifest) = make_job(), data

@@ -27,7 +27,7 @@ from tests.unit.torch.worlds import run_in_world
 pytestmark = pytest.mark.native
 
 
-def test_p2_with_everything_that_hangs_on_a_training(tmp_path: Path) -> None:
+def test_p2_holds_with_schedules_weights_callbacks_and_validation(tmp_path: Path) -> None:
     (store, manifest), job = make_data(tmp_path), make_job()
     world: Any = SimpleNamespace(version=INITIAL_VERSION, fence=(1, 1), source=0, resume=(), receivers=())
     told: list[Any] = []
@@ -79,7 +79,7 @@ class Warms(Callback):
         training.learning_rate = 0.01
 
 
-def test_p4_the_state_wins_over_what_a_newcomer_sets_as_it_begins(tmp_path: Path) -> None:
+def test_p4_the_synced_state_replaces_values_that_a_newcomer_sets_at_its_start(tmp_path: Path) -> None:
     (store, manifest), job = make_data(tmp_path), make_job()
     world: Any = SimpleNamespace(version=INITIAL_VERSION, fence=(1, 1), source=0, resume=(), receivers=(1,))
 
@@ -123,7 +123,7 @@ class Ends(Callback):
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_r06_what_rank_0_says_within_an_epoch_ends_it_for_all(who: int, tmp_path: Path) -> None:
+def test_r06_a_stop_by_rank_0_within_an_epoch_ends_it_on_all_ranks(who: int, tmp_path: Path) -> None:
     (store, manifest), job = make_data(tmp_path), EndingJob(**vars(make_job()), who=who)
     world: Any = SimpleNamespace(version=INITIAL_VERSION, fence=(1, 1), source=0, resume=(), receivers=())
     handle: Any = SimpleNamespace(
@@ -157,7 +157,7 @@ def test_r06_what_rank_0_says_within_an_epoch_ends_it_for_all(who: int, tmp_path
         pytest.param(ROWS // 3, 1, Position(1, Phase.TRAIN, 0), id="epochs of one step"),
     ],
 )
-def test_r18_behind_the_last_boundary_the_very_step_is_durable(
+def test_r18_the_last_step_before_the_time_limit_is_durable(
     tmp_path: Path, batch_size: int, last: int, here: Position
 ) -> None:
     """What `max_runtime` brings about, heard of by one rank: all stop there, and what was not due is written."""

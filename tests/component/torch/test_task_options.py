@@ -236,7 +236,7 @@ def test_p2_an_option_changes_nothing_that_a_plain_loop_would_not(tmp_path: Path
     assert most == case.options.get("val_batch_size", 50)
 
 
-def test_what_validation_logs_goes_by_the_name_that_the_module_gave_it(tmp_path: Path) -> None:
+def test_validation_values_keep_the_names_that_the_module_logs(tmp_path: Path) -> None:
     store, manifest = make_table(tmp_path, poisoned=False)
     _, history, _ = train(Case("lightning"), store, manifest)
     assert {name for name in history[0] if name.startswith("val_")} == {"val_far", "val_rows"}
@@ -275,7 +275,7 @@ def test_the_lightning_module_of_the_documentation_trains(
     assert history[-1]["val_loss"] < history[0]["val_loss"]
 
 
-def test_parts_that_are_in_evaluation_mode_stay_there(tmp_path: Path) -> None:
+def test_modules_in_evaluation_mode_stay_in_it(tmp_path: Path) -> None:
     """Behind each validation, too."""
     store, manifest = make_table(tmp_path, poisoned=False)
     ranks, _, _ = train(Case("lightning", module=Frozen), store, manifest)
@@ -310,7 +310,7 @@ def test_forwards_are_computed_in_the_precision_that_was_asked_for(
 
 
 @pytest.mark.parametrize("wire", ["bf16", "fp16"])
-def test_gradients_travel_in_16_bits(tmp_path: Path, wire: str) -> None:
+def test_gradients_are_exchanged_in_16_bits(tmp_path: Path, wire: str) -> None:
     case = Case(dtype=torch.float32, options={"gradient_compression": wire})
     store, manifest = make_table(tmp_path, poisoned=False)
     ranks, _, _ = train(case, store, manifest)

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.native, pytest.mark.timeout(180)]
 
 
 @pytest.mark.parametrize("lost", [pytest.param("one", marks=pytest.mark.faults), "all"])
-def test_p2_p7_hooks_have_the_state_of_an_undisturbed_run(lost: str, tmp_path: Path, fault: Fault) -> None:
+def test_p2_p7_callbacks_see_the_state_of_an_undisturbed_run(lost: str, tmp_path: Path, fault: Fault) -> None:
     """One worker is lost in training and one in validation; or all, and training continues from a checkpoint."""
     (store, manifest), job = make_data(tmp_path), make_job()
     made: list[ProcessLauncher] = []
@@ -51,7 +51,7 @@ def test_p2_p7_hooks_have_the_state_of_an_undisturbed_run(lost: str, tmp_path: P
     check_history(result, history)
 
 
-def test_a_process_that_a_loss_forks_does_not_speak_for_its_worker(tmp_path: Path) -> None:
+def test_a_process_forked_by_a_loss_function_sends_nothing_for_its_worker(tmp_path: Path) -> None:
     store, manifest = make_data(tmp_path)
     codes, follower = tmp_path / "codes", Follower()
     job = Job(mlp(), sgd, ForkingLoss(str(codes)), epochs=1, workers=2, batch_size=20)

@@ -297,7 +297,7 @@ class SaysGoodbye(Announced):
         super().prepare()
 
 
-def test_the_last_lines_of_a_worker_that_is_told_to_end_arrive(driver: Driver) -> None:
+def test_the_last_lines_of_a_stopped_worker_arrive(driver: Driver) -> None:
     def play() -> None:
         worker = driver.await_event(WorkerStarted).worker
         driver.logs.get(timeout=20.0)

@@ -23,7 +23,7 @@ def test_the_document_gives_back_the_manifest() -> None:
     assert Manifest.from_json(MANIFEST.to_json()) == MANIFEST
 
 
-def test_sizes() -> None:
+def test_a_manifest_counts_rows_and_bytes() -> None:
     assert MANIFEST.rows == 200
     assert MANIFEST.group_rows == (100, 40, 60)
     assert MANIFEST.max_decoded_group_bytes() == 100 * (28 * 28 * 4 + 8)
@@ -52,6 +52,6 @@ def test_half_a_document_is_refused() -> None:
         Manifest.from_json(MANIFEST.to_json()[:100])
 
 
-def test_an_unknown_column_names_those_there_are() -> None:
+def test_an_unknown_column_is_refused_with_the_known_ones() -> None:
     with pytest.raises(InvalidInput, match=r"no column 'z'; it has the columns \['x', 'y'\]"):
         MANIFEST.column("z")

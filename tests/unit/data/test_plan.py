@@ -54,7 +54,7 @@ def test_p2_a_step_is_the_same_in_every_world(
     assert [share.start for share in shares] == [sum(lengths[:rank]) for rank in range(size)]
 
 
-def test_thousands_of_shapes_by_enumeration() -> None:
+def test_thousands_of_plans_have_each_row_once() -> None:
     """Places alone, without shuffling: N, b and L over a wide range, every step of the epoch."""
     draw = random.Random(7)
     for _ in range(3000):
@@ -82,7 +82,7 @@ def test_lanes_are_the_streams_that_the_protocol_defines() -> None:
         assert ids(plan, 0, step, 1) == expected
 
 
-def test_a_share_touches_few_row_groups() -> None:
+def test_a_ranks_share_of_a_step_touches_few_row_groups() -> None:
     plan = DataPlan((1000,) * 100, global_batch=256, seed=1, lanes=16)
     for step in range(0, plan.steps, 37):
         for rank in range(4):
@@ -91,7 +91,7 @@ def test_a_share_touches_few_row_groups() -> None:
 
 @given(plans(), st.integers(1, 9), st.data())
 @settings(max_examples=150, deadline=None)
-def test_steps_worked_out_together_are_those_worked_out_alone(
+def test_steps_computed_in_a_block_equal_those_computed_alone(
     plan: DataPlan, size: int, data: st.DataObject
 ) -> None:
     first, rank = data.draw(st.integers(0, plan.steps - 1)), data.draw(st.integers(0, size - 1))
@@ -176,7 +176,9 @@ def test_permutations_look_random() -> None:
         (1024, 4, 1 << 30, 1 << 20, 1),
     ],
 )
-def test_lanes_of_a_run(batch: int, workers: int, group_bytes: int, budget: int, lanes: int) -> None:
+def test_the_number_of_lanes_follows_from_batch_workers_and_memory(
+    batch: int, workers: int, group_bytes: int, budget: int, lanes: int
+) -> None:
     plan = DataPlan.for_run([1 << 16] * 16, batch, 0, workers, group_bytes, budget)
     assert plan.lanes == lanes
 
@@ -189,7 +191,7 @@ def test_a_plan_travels_without_its_caches() -> None:
     assert pickle.loads(pickle.dumps(plan)) == plan
 
 
-def test_permutations_of_past_row_groups_are_let_go() -> None:
+def test_permutations_of_past_row_groups_are_freed() -> None:
     plan = DataPlan((10,) * 500, 20, 5, 2)
     order = plan.permute_epoch(0)
     for step in range(plan.steps):

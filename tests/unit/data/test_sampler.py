@@ -83,7 +83,7 @@ def test_a_reset_takes_the_world_as_it_is_now() -> None:
     assert len(sampler) == 8
 
 
-def test_epochs_differ_and_begin_at_nothing_processed() -> None:
+def test_epochs_differ_and_begin_without_processed_rows() -> None:
     sampler = World(1).sampler(50, 0)
     first = list(sampler)
     sampler.record_batch(0, 20)

@@ -30,13 +30,13 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_folder_is_there_for_a_block() -> None:
+def test_a_scratch_folder_exists_during_its_block() -> None:
     with scratch_folder() as folder:
         (folder / "file").touch()
     assert not folder.exists()
 
 
-def test_what_a_killed_process_left_is_taken_away_and_nothing_else(place: Path) -> None:
+def test_only_scratch_folders_of_killed_processes_are_removed(place: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -54,7 +54,7 @@ def test_what_a_killed_process_left_is_taken_away_and_nothing_else(place: Path) 
     assert [path.name for path in place.iterdir()] == ["spark_elastic-data"]
 
 
-def test_a_process_id_that_is_used_again_is_told_from_who_had_it(place: Path) -> None:
+def test_a_folder_of_an_earlier_process_with_the_same_id_is_removed(place: Path) -> None:
     with scratch_folder() as mine:
         boot, started, random = mine.name.rsplit("-", 2)
         earlier = place / f"{boot}-{int(started) - 1}-{random}"
@@ -64,7 +64,7 @@ def test_a_process_id_that_is_used_again_is_told_from_who_had_it(place: Path) ->
         assert not earlier.exists()
 
 
-def test_folders_of_other_machines_boots_and_namespaces_are_left(place: Path) -> None:
+def test_scratch_folders_of_other_machines_boots_and_namespaces_stay(place: Path) -> None:
     with scratch_folder() as mine:
         name = mine.name.replace(store._owner_prefix(), "spark_elastic-01234567-1")
     (place / name.replace(str(os.getpid()), "1")).mkdir()

@@ -43,7 +43,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     fsspec.filesystem("memory").store.clear()
 
 
-def test_objects_by_name(store: Store) -> None:
+def test_objects_are_written_read_and_listed_by_name(store: Store) -> None:
     assert store.list() == []
     store.write_bytes("a/b/one", b"1")
     store.write_bytes("a/b/two", b"22")
@@ -64,14 +64,14 @@ def test_objects_by_name(store: Store) -> None:
     assert not store.exists("a/b/one")
 
 
-def test_one_of_two_creates_an_object(store: Store) -> None:
+def test_only_one_of_two_writers_creates_an_object(store: Store) -> None:
     assert store.create_exclusive("a/new", b"first")
     assert not store.create_exclusive("a/new", b"second")
     assert store.read_bytes("a/new") == b"first"
     assert store.list("a") == ["a/new"]
 
 
-def test_urls(tmp_path: Path) -> None:
+def test_urls_of_stores_are_accepted(tmp_path: Path) -> None:
     assert Store.open(tmp_path).url == Store.open(str(tmp_path)).url
     for given in (str(tmp_path), f"file://{tmp_path}", f"file://{tmp_path}/"):
         store = Store.open(given)
@@ -81,7 +81,7 @@ def test_urls(tmp_path: Path) -> None:
         assert store.is_local
 
 
-def test_a_store_travels(store: Store) -> None:
+def test_a_store_can_be_pickled(store: Store) -> None:
     store.write_bytes("x", b"1")
     assert pickle.loads(pickle.dumps(store)).read_bytes("x") == b"1"
 
@@ -92,7 +92,7 @@ def test_a_missing_object_is_named(store: Store) -> None:
 
 
 @pytest.mark.parametrize("name", ["../up", "/absolute", "a/../../b"])
-def test_names_stay_inside(store: Store, name: str) -> None:
+def test_names_outside_of_the_store_are_refused(store: Store, name: str) -> None:
     with pytest.raises(InvalidInput, match="no name inside a store"):
         store.write_bytes(name, b"")
 
@@ -111,7 +111,7 @@ def test_the_root_is_not_removed(store: Store) -> None:
         ("simplecache::memory://k:secret@b/x", InvalidInput, "storage_options"),
     ],
 )
-def test_wrong_urls(url: str, error: type[Exception], says: str) -> None:
+def test_wrong_urls_are_refused(url: str, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         Store.open(url)
 
@@ -138,7 +138,7 @@ def test_a_failed_write_leaves_the_old_object_and_no_part(
     assert os.listdir(tmp_path) == ["x"]
 
 
-def test_a_reader_never_sees_a_part(tmp_path: Path) -> None:
+def test_a_reader_never_sees_a_half_written_object(tmp_path: Path) -> None:
     store, size = Store.open(str(tmp_path)), 1 << 20
     store.write_bytes("x", bytes(size))
     done = threading.Event()

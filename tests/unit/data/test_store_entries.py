@@ -37,7 +37,7 @@ def fill(store: Store) -> None:
     store.write_bytes("somebody/else's", b"1")
 
 
-def test_what_an_unfinished_run_reads_stays(store: Store) -> None:
+def test_data_of_an_unfinished_run_stays(store: Store) -> None:
     assert [(each.name, each.needed) for each in list_entries(store)] == [
         ("data/old", False),
         ("data/read", True),
@@ -56,7 +56,7 @@ def test_what_an_unfinished_run_reads_stays(store: Store) -> None:
     assert store.read_bytes("somebody/else's") == b"1"
 
 
-def test_what_a_killed_writer_left_is_listed_and_cleaned(tmp_path: Path) -> None:
+def test_files_of_a_killed_writer_are_listed_and_removed(tmp_path: Path) -> None:
     store = Store.open(str(tmp_path))
     fill(store)
     for name in ("runs/ended/.part-0a", "runs/open/.part-0b", "somebody/.part-else"):
@@ -75,13 +75,13 @@ def test_what_a_killed_writer_left_is_listed_and_cleaned(tmp_path: Path) -> None
     assert [path.name for path in tmp_path.rglob(".part-*")] == [".part-else"]
 
 
-def test_a_damaged_run_is_said(store: Store) -> None:
+def test_a_damaged_run_record_is_an_error(store: Store) -> None:
     store.write_bytes("runs/open/run.json", b"{")
     with pytest.raises(StoreError, match=r"runs/open/run\.json .* is damaged"):
         list_entries(store)
 
 
-def test_the_command_line(tmp_path: Path) -> None:
+def test_the_command_line_lists_and_removes_entries(tmp_path: Path) -> None:
     fill(Store.open(str(tmp_path)))
     listed = CliRunner().invoke(store_cli.group, ["store", "ls", str(tmp_path)])
     assert [line.split()[-2:] for line in listed.output.splitlines()][1] == ["data/read", "unfinished"]
@@ -93,7 +93,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert kept.output == "removed 0, 0 bytes\n"
 
 
-def test_ages() -> None:
+def test_ages_are_parsed() -> None:
     assert [store_cli.parse_age(text) for text in ("90s", "1.5h", "2w")] == [90, 5400, 14 * 86400]
     with pytest.raises(InvalidInput, match="as in 30d"):
         store_cli.parse_age("soon")

@@ -45,7 +45,7 @@ def _read_hosts(event: DriverEvent) -> dict[str, int]:
     return dict(event.hosts)
 
 
-def test_changes_are_posted_and_nothing_else() -> None:
+def test_discovery_posts_changes_only() -> None:
     answers: list[dict[str, int]] = [{"a": 1}, {"a": 1}, {"a": 1, "b": 2}, {"a": 1, "b": 2}, {"b": 2}]
     told: list[Mapping[str, int]] = []
     posted: SimpleQueue[DriverEvent] = SimpleQueue()
@@ -85,7 +85,7 @@ def test_a_later_failure_keeps_the_last_answer_and_warns(caplog: pytest.LogCaptu
     assert "its last answer holds: the cluster manager restarts" in caplog.text
 
 
-def test_a_call_that_hangs_holds_nobody_up_and_its_answer_is_taken_when_it_comes(
+def test_a_discovery_call_that_hangs_does_not_block_the_driver(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     calls, late = 0, threading.Event()
@@ -118,12 +118,12 @@ def test_a_call_that_hangs_holds_nobody_up_and_its_answer_is_taken_when_it_comes
 
 
 @pytest.mark.parametrize("answer", [{"a": -1}, {"a": "two"}, {3: 1}])
-def test_nonsense_is_refused(answer: dict[str, int]) -> None:
+def test_discovery_results_that_are_no_hosts_are_refused(answer: dict[str, int]) -> None:
     with pytest.raises(InvalidInput, match="names of hosts and numbers of their slots"):
         HostPoller(lambda: answer, CLOCK).start(lambda event: None)
 
 
-def test_a_script_is_asked(tmp_path: Path) -> None:
+def test_a_discovery_script_is_run(tmp_path: Path) -> None:
     path = tmp_path / "hosts.sh"
     path.write_text("#!/bin/sh\necho a:2\necho b\n")
     path.chmod(0o755)
@@ -149,12 +149,12 @@ def test_hosts_are_parsed(text: str, hosts: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("text", ["a", "a:x", "a:-1", ":3", "a:1,a:2", "two words:1"])
-def test_what_is_no_list_of_hosts_is_refused(text: str) -> None:
+def test_a_malformed_list_of_hosts_is_refused(text: str) -> None:
     with pytest.raises(InvalidInput):
         parse_hosts(text)
 
 
-def test_a_handle_gives_orders_to_its_job_early_ones_too() -> None:
+def test_a_job_handle_passes_requests_on_even_those_before_the_start() -> None:
     handle, posted = JobHandle(), list[DriverEvent]()
     handle.drain(rank=2, reason="maintenance")
     watch = build_discovery(Quiet(), lambda: {"a": 1}, handle, CLOCK)
@@ -169,7 +169,7 @@ def test_a_handle_gives_orders_to_its_job_early_ones_too() -> None:
     assert (posted[1].rank, posted[1].reason) == (2, "maintenance")
 
 
-def test_a_handle_of_two_jobs_gives_its_orders_to_both_as_long_as_they_run() -> None:
+def test_a_job_handle_of_two_jobs_passes_requests_to_both_while_they_run() -> None:
     handle, first, second = JobHandle(), list[DriverEvent](), list[DriverEvent]()
     handle.drain(host="a")
     one, other = (build_discovery(Quiet(), None, handle, CLOCK) for _ in range(2))
@@ -189,7 +189,7 @@ def test_a_drain_names_one_target(choices: dict[str, object]) -> None:
         JobHandle().drain(**choices)  # type: ignore[arg-type]
 
 
-def test_what_is_no_handle_is_refused() -> None:
+def test_a_value_that_is_no_job_handle_is_refused() -> None:
     with pytest.raises(InvalidInput, match=r"spark_elastic\.JobHandle; got a str"):
         build_discovery(Quiet(), None, "handle", CLOCK)
 

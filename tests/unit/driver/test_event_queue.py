@@ -57,7 +57,7 @@ def test_a_heartbeat_does_not_wake_the_driver_loop(
     reader.join()
 
 
-def test_a_beat_is_taken_when_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_heartbeat_is_taken_at_the_end_of_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     inbox = EventQueue()
     monkeypatch.setattr(inbox._wakeup, "wait", lambda seconds: inbox.put(BEAT))
     assert inbox.get(0.5) is BEAT

@@ -57,7 +57,7 @@ def test_r17_a_job_that_fails_ends_its_turn() -> None:
 
 
 @pytest.mark.parametrize("where", ["__exit__", "_leave", "finish_gathering"])
-def test_r17_a_job_that_is_interrupted_while_it_ends_keeps_no_turn(
+def test_r17_a_job_that_is_interrupted_while_it_ends_leaves_the_queue(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     queue = JobQueue()
@@ -74,7 +74,7 @@ def test_r17_a_job_that_is_interrupted_while_it_ends_keeps_no_turn(
         pass
 
 
-def test_r17_nor_does_one_that_is_interrupted_as_its_turn_begins() -> None:
+def test_r17_a_job_that_is_interrupted_as_its_turn_begins_leaves_the_queue() -> None:
     class Interrupted(Condition):
         def __exit__(self, *error: Any) -> None:
             super().__exit__(*error)
@@ -90,7 +90,7 @@ def test_r17_nor_does_one_that_is_interrupted_as_its_turn_begins() -> None:
         pass
 
 
-def test_r17_who_waits_too_long_is_told_for_whom() -> None:
+def test_r17_a_job_that_waits_too_long_fails_with_the_name_of_the_first() -> None:
     queue = JobQueue()
     with _enter_queue(queue, "first"):
         late = GangScheduler(queue, "second", replace(LIMITS, start_timeout=0.1), CLOCK)
@@ -100,7 +100,7 @@ def test_r17_who_waits_too_long_is_told_for_whom() -> None:
         assert len(queue.jobs) == 1
 
 
-def test_r17_slots_are_given_back_while_others_are_there_and_no_world_is() -> None:
+def test_r17_slots_are_given_back_if_other_jobs_wait_and_there_is_no_world() -> None:
     queue = JobQueue()
     posted: SimpleQueue[DriverEvent] = SimpleQueue()
     with _enter_queue(queue, "first") as first:
@@ -152,7 +152,7 @@ def test_r17_jobs_that_wait_for_their_turn_take_no_slots_away() -> None:
         turn.close()
 
 
-def test_r17_of_jobs_that_are_short_after_a_loss_the_later_give_way_to_the_first() -> None:
+def test_r17_after_a_loss_later_jobs_give_their_slots_to_the_first() -> None:
     queue, clock = JobQueue(), FakeClock()
     first, second, third = (GangScheduler(queue, name, LIMITS, clock) for name in ("a", "b", "c"))
     with ExitStack() as jobs:

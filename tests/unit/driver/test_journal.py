@@ -32,7 +32,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_the_story_leaves_out_what_changed_nothing() -> None:
+def test_the_event_log_leaves_out_events_without_effect() -> None:
     journal = Journal()
     journal.record(Tick(10.0), ())
     journal.record(Received(10.5, Heartbeat(SlotId("1-0"), WorkerId("1-0.1"), "R")), ())
@@ -63,7 +63,7 @@ def test_the_file_holds_every_field_of_an_entry(tmp_path: Path) -> None:
     assert second["commands"][0]["outcome"] == "cancelled"
 
 
-def test_events_that_change_nothing_are_left_out_and_beats_are_not(tmp_path: Path) -> None:
+def test_the_journal_holds_heartbeats_but_no_other_events_without_effect(tmp_path: Path) -> None:
     """A beat that is missing here is a worker that is lost in the replay."""
     path = tmp_path / "journal"
     journal = Journal(str(path))
@@ -101,7 +101,7 @@ def test_every_event_and_command_comes_back_as_it_was(name: str, data: st.DataOb
 
 @settings(max_examples=20, deadline=None)
 @given(limits=st.from_type(Limits), attempt=st.integers(), checkpoints=st.from_type(tuple[Checkpoint, ...]))
-def test_what_a_machine_begins_from_comes_back(
+def test_the_initial_state_of_a_machine_is_read_back(
     limits: Limits, attempt: int, checkpoints: tuple[Checkpoint, ...]
 ) -> None:
     state = driver_machine.DriverState(limits, attempt, checkpoints=checkpoints)
@@ -110,7 +110,7 @@ def test_what_a_machine_begins_from_comes_back(
     assert repr(codec.decode_initial(values)) == repr(expected)
 
 
-def test_a_second_job_and_a_torn_end_share_a_file(tmp_path: Path) -> None:
+def test_a_second_job_appends_to_a_file_with_a_torn_last_line(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     path.write_bytes(b'{"journal":1,"ini')
     journal = Journal(str(path))

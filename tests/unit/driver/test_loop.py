@@ -23,7 +23,7 @@ def make(
     return DriverLoop(initial, inbox, done.append, SystemClock(), journal or Journal()), inbox
 
 
-def test_it_carries_out_the_first_commands_and_the_end() -> None:
+def test_the_driver_loop_executes_the_first_commands_and_the_end() -> None:
     done: list[DriverCommand] = []
     journal = Journal()
     loop, _ = make(done, Limits(2, 1, 2), journal)
@@ -37,7 +37,7 @@ def test_it_carries_out_the_first_commands_and_the_end() -> None:
     assert any("CancelRequested" in line and "enough" in line for line in journal.format_entries())
 
 
-def test_ticks_are_not_starved_by_a_busy_inbox() -> None:
+def test_ticks_are_taken_although_the_queue_is_never_empty() -> None:
     """A deadline is met although an event is always waiting."""
     done: list[DriverCommand] = []
     loop, inbox = make(done, Limits(1, 1, 1, start_timeout=0.3))
@@ -59,7 +59,7 @@ def test_ticks_are_not_starved_by_a_busy_inbox() -> None:
     assert end.outcome is Outcome.NOT_ENOUGH_WORKERS
 
 
-def test_a_defect_in_carrying_out_ends_the_job(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_exception_in_a_command_ends_the_job(caplog: pytest.LogCaptureFixture) -> None:
     inbox: EventQueue = EventQueue()
 
     def raise_error(command: DriverCommand) -> None:

@@ -24,13 +24,13 @@ def test_sixteen_bit_sums_are_rounded_once() -> None:
     assert reduce_parts(parts, "float16", "average", 1.0).tolist() == [np.float16(2052 / 5)]
 
 
-def test_integers_are_cut_towards_zero_and_stay_in_range() -> None:
+def test_integer_averages_round_towards_zero_and_stay_in_range() -> None:
     assert apply_scale(np.array([-7, 7, -3], np.int64), 1.0, 2).tolist() == [-3, 3, -1]
     assert apply_scale(np.array([2**62 + 1], np.int64), 1.0, 1).tolist() == [2**62 + 1]
     assert apply_scale(np.array([100, -100, 3], np.int8), 2.5).tolist() == [127, -128, 7]
 
 
-def test_a_bools_sum_is_or_and_its_product_and() -> None:
+def test_the_sum_of_bools_is_or_and_their_product_is_and() -> None:
     parts = [np.array([True, True, False]), np.array([True, False, False])]
     found = {op: reduce_parts(parts, "bool", op, 1.0).tolist() for op in ("sum", "max", "min", "product")}
     assert found["sum"] == found["max"] == [True, True, False]
@@ -55,7 +55,9 @@ def test_adasum_of_three_combines_the_first_with_the_last_before_the_second() ->
 @pytest.mark.parametrize(
     ("over", "signed", "unsigned"), [(128, [0, -1], 1), (130, [0, 0], 1), (256, [0, 0], 0)]
 )
-def test_averages_of_small_integers_in_large_worlds(over: int, signed: list[int], unsigned: int) -> None:
+def test_averages_of_small_integers_do_not_overflow_in_large_worlds(
+    over: int, signed: list[int], unsigned: int
+) -> None:
     """As the engine's, whatever the world's size and the type's range."""
     assert apply_scale(np.array([127, -128], np.int8), 1.0, over).tolist() == signed
     assert apply_scale(np.array([255], np.uint8), 1.0, over).tolist() == [unsigned]

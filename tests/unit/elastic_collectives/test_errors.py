@@ -16,12 +16,14 @@ from elastic_collectives import CollectiveError, PeerLost
         (CollectiveError(), (), ""),
     ],
 )
-def test_ranks_and_reason_or_one_message(error: CollectiveError, ranks: tuple[int, ...], reason: str) -> None:
+def test_a_collective_error_has_ranks_and_a_reason_or_one_message(
+    error: CollectiveError, ranks: tuple[int, ...], reason: str
+) -> None:
     for one in (error, pickle.loads(pickle.dumps(error))):
         assert (type(one), one.ranks, one.reason, str(one)) == (type(error), ranks, reason, reason)
 
 
-def test_what_a_subgroup_raises_in_the_whole_group_s_ranks() -> None:
+def test_errors_of_a_subgroup_name_ranks_of_the_whole_group() -> None:
     error = PeerLost([1], "rank 1 is gone")
     assert error.among(range(2)) is error
     told = error.among([2, 5])

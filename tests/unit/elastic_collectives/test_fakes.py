@@ -28,7 +28,7 @@ def _call_all(fabric: FakeFabric) -> list[tuple[int, CollectiveError | None]]:
         return list(pool.map(_sum_until_error, fabric.groups))
 
 
-def test_undisturbed_it_just_computes() -> None:
+def test_undisturbed_fake_groups_compute_sums() -> None:
     fabric = FakeFabric(4, fence=(2, 7))
     assert _call_all(fabric) == [(10, None)] * 4
     assert fabric.group(3).fence == (2, 7)
@@ -50,7 +50,7 @@ def test_a_collective_fails_on_all_ranks_with_the_chosen_error() -> None:
         assert (done, type(error), str(error)) == (0, CollectiveTimeout, "too late")
 
 
-def test_a_killed_rank_is_lost_even_while_nobody_waits() -> None:
+def test_a_killed_rank_is_lost_even_while_no_other_rank_waits() -> None:
     fabric = FakeFabric(2)
     fabric.kill(0)
     with pytest.raises(PeerLost, match="rank 0"):
@@ -59,7 +59,7 @@ def test_a_killed_rank_is_lost_even_while_nobody_waits() -> None:
 
 @pytest.mark.parametrize("made_before", [True, False])
 @pytest.mark.parametrize("killed", [True, False])
-def test_a_subgroup_tells_who_is_at_fault_by_its_own_ranks(killed: bool, made_before: bool) -> None:
+def test_a_subgroup_names_a_lost_rank_by_its_own_numbers(killed: bool, made_before: bool) -> None:
     fabric = FakeFabric(4)
     if made_before:
         fabric.group(1).subgroup(1, [1, 3])

@@ -40,7 +40,7 @@ PLAIN: dict[str, Any] = {"op": "sum", "dtype": None, "weight": None, "scale": (1
         (np.zeros(3, np.float32), {"compression": "fp16", "op": "adasum"}, "compression"),
     ],
 )
-def test_what_makes_no_sense_is_refused(array: Any, arguments: dict[str, Any], words: str) -> None:
+def test_invalid_operands_are_refused(array: Any, arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         as_reduction(array, **{**PLAIN, **arguments})
 

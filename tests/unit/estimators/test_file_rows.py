@@ -34,7 +34,7 @@ def locate(train: str, *seen: str) -> FileRows:
     return rows
 
 
-def test_a_run_goes_on_with_the_same_files_only(tmp_path: Path) -> None:
+def test_a_run_resumes_with_the_same_files_only(tmp_path: Path) -> None:
     train, seen, store = write(tmp_path / "t", 9), write(tmp_path / "v", 3), Store.open(str(tmp_path / "s"))
     for attempt in range(2):
         with locate(train, seen).materialize_rows(request(), store, RunLease.acquire(store, "mine")) as (
@@ -95,13 +95,15 @@ def test_r18_a_driver_that_lost_the_run_writes_and_removes_nothing_of_it(tmp_pat
         ({"label_cols": ("z",)}, "There is no column 'z'"),
     ],
 )
-def test_what_files_cannot_give(tmp_path: Path, values: dict[str, Any], says: str) -> None:
+def test_options_that_need_a_dataframe_are_refused_for_files(
+    tmp_path: Path, values: dict[str, Any], says: str
+) -> None:
     rows = FileRows.locate(SESSION, [write(tmp_path / "t", 3)], [], {})
     with pytest.raises(InvalidInput, match=says):
         rows.check(request(**values))
 
 
-def test_without_a_session_or_a_path(tmp_path: Path) -> None:
+def test_files_need_a_session_and_a_path(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="There is no active Spark session"):
         FileRows.locate(None, [str(tmp_path)], [], {})
     with pytest.raises(InvalidInput, match="paths is empty"):
@@ -116,7 +118,7 @@ def test_without_a_session_or_a_path(tmp_path: Path) -> None:
         (pa.array([1.0], "float32"), pa.array([1], "int32"), None),
     ],
 )
-def test_what_validates_has_the_columns_of_what_trains(
+def test_validation_files_need_the_columns_of_the_training_files(
     tmp_path: Path, x: Any, y: Any, says: str | None
 ) -> None:
     train, folder = write(tmp_path / "t", 3), tmp_path / "v"
@@ -134,7 +136,7 @@ def test_what_validates_has_the_columns_of_what_trains(
         (".hoodie/hoodie.properties", "hudi", r"fit\(spark.read.format\('hudi'\)"),
     ],
 )
-def test_a_folder_whose_log_says_which_files_count_is_refused(
+def test_a_folder_of_a_table_format_with_a_log_is_refused(
     tmp_path: Path, entry: str, kind: str, way: str
 ) -> None:
     train = write(tmp_path / "t", 3)

@@ -47,7 +47,7 @@ def test_columns_that_spark_cannot_tell_apart_are_refused(more: str, sensitive: 
         TableRows(table).check(request())
 
 
-def test_strings_do_not_say_which_rows_validate() -> None:
+def test_a_validation_column_of_strings_is_refused() -> None:
     schema = StructType().add("x", DoubleType()).add("y", DoubleType()).add("part", StringType())
     table: Any = SimpleNamespace(isStreaming=False, schema=schema, columns=schema.names)
     with pytest.raises(

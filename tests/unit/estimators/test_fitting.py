@@ -88,7 +88,7 @@ def test_every_setting_of_the_config_that_bounds_a_job_reaches_it() -> None:
 
 
 @pytest.mark.parametrize(("workers", "scales", "lines"), [(2, False, 1), (2, True, 0), (1, False, 0)])
-def test_a_rate_that_is_not_multiplied_is_told_once(
+def test_an_unscaled_learning_rate_is_logged_once(
     capsys: Any, workers: int, scales: bool, lines: int
 ) -> None:
     platform: Any = SimpleNamespace(launch=lambda order, progress: None)
@@ -127,7 +127,7 @@ def test_a_fit_does_not_wait_for_a_terminal_that_blocks(monkeypatch: pytest.Monk
         thread.join()
 
 
-def test_where_the_ledger_is(tmp_path: Path) -> None:
+def test_the_ledger_is_in_the_folder_of_the_run(tmp_path: Path) -> None:
     """Under its path in a store whose files can be appended to, under its name in any other."""
     wanted = request(elastic=ElasticConfig(ledger=True))
     assert _ledger_folder(wanted, Store.open("memory://x"), "r") == "runs/r/ledger"
@@ -196,7 +196,7 @@ def train(rows: Rows, store: Store, transformation: Any = None) -> Any:
     return training.run()
 
 
-def test_p7_nothing_goes_before_the_result_is_there(order: list[str]) -> None:
+def test_p7_checkpoints_stay_until_the_result_is_read(order: list[str]) -> None:
     store = memory_store()
     train(Rows(order), store)
     assert order == ["result", "remove rows", "remove checkpoints"]
@@ -204,7 +204,7 @@ def test_p7_nothing_goes_before_the_result_is_there(order: list[str]) -> None:
 
 
 @pytest.mark.parametrize("error", [StoreError("the rows cannot be read here"), MemoryError()])
-def test_a_row_to_try_a_transformation_on_is_kept_and_costs_no_result(
+def test_the_sample_row_for_a_transformation_is_stored(
     order: list[str], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     assert train(Rows(order), memory_store()).sample is None
@@ -218,7 +218,7 @@ def test_a_row_to_try_a_transformation_on_is_kept_and_costs_no_result(
     assert train(Rows(order), memory_store(), dict).sample is None
 
 
-def test_p7_a_store_that_lets_nothing_go_costs_no_result_and_no_error(
+def test_p7_a_store_that_refuses_deletes_costs_neither_result_nor_error(
     order: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def deny(path: str, recursive: bool) -> None:
@@ -279,7 +279,7 @@ def test_p7_a_run_that_ends_while_another_fit_waits_in_its_preflight_is_not_trai
     assert "what the preflight says" in capsys.readouterr().err
 
 
-def test_p4_replicas_that_came_to_differ_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_p4_replicas_with_different_weights_are_an_error(caplog: pytest.LogCaptureFixture) -> None:
     same: list[Any] = [{"digest": "a", "rank": 0}, None, {"digest": "a", "rank": 2}]
     assert check_replicas(same) == same[0]
     assert not caplog.records
@@ -287,7 +287,7 @@ def test_p4_replicas_that_came_to_differ_are_told(caplog: pytest.LogCaptureFixtu
     assert "ranks [1] came to differ" in caplog.text
 
 
-def test_what_a_callback_watches_must_come_about() -> None:
+def test_a_callback_that_watches_a_missing_metric_is_refused() -> None:
     rows: Any = SimpleNamespace(has_validation=lambda request: False)
     module = torch.nn.Linear(1, 1)
     wanted = request(

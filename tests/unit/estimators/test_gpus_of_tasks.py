@@ -19,10 +19,12 @@ from spark_elastic.estimators.predictor import choose_gpu
         (["GPU-5a1f"], 1, 0),
     ],
 )
-def test_the_gpu_that_spark_assigned(addresses: list[str], visible: int, number: int | None) -> None:
+def test_a_task_uses_the_gpu_that_spark_assigned(
+    addresses: list[str], visible: int, number: int | None
+) -> None:
     assert choose_gpu(addresses, visible) == number
 
 
-def test_a_gpu_that_cannot_be_seen() -> None:
+def test_an_assigned_gpu_that_is_not_visible_is_an_error() -> None:
     with pytest.raises(InvalidInput, match="Spark gave GPU '7' to this task, and 2 can be seen"):
         choose_gpu(["7"], 2)

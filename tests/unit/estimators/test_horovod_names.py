@@ -45,7 +45,7 @@ def test_a_mapped_name_is_the_same_parameter() -> None:
         translate_names({"num_proc": 2, "num_workers": 3})
 
 
-def test_what_asks_for_nothing_is_understood() -> None:
+def test_arguments_of_horovod_without_effect_are_accepted() -> None:
     assert translate_names({"use_gpu": False, "train_steps_per_epoch": None}) == {}
 
 

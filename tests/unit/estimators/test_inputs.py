@@ -78,13 +78,13 @@ def arrays(kind: DataType, depth: int = 1) -> DataType:
         (arrays(TimestampType(), 2), "datetime64[us]", (2, 1), "each(`x`, each(e, unix_micros(e)))"),
     ],
 )
-def test_a_column_of_a_type_that_fits(
+def test_a_column_of_a_fitting_type_is_converted(
     kind: DataType, dtype: str, shape: tuple[int, ...], expression: str
 ) -> None:
     assert convert_input(kind, dtype, shape) == expression
 
 
-def test_a_column_of_any_name() -> None:
+def test_a_column_of_any_name_is_quoted() -> None:
     assert convert_input(LongType(), "int64", name="a.b`c") == "`a.b``c`"
 
 

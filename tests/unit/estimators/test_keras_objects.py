@@ -107,7 +107,7 @@ def test_keras_names_without_a_meaning_are_refused_and_custom_objects_taken() ->
     assert ElasticKerasEstimator().setCustomObjects({"a": 1}).getCustomObjects() == {"a": 1}
 
 
-def test_what_is_compiled_anew_is_a_copy() -> None:
+def test_a_model_compiled_anew_is_a_copy() -> None:
     model, optimizer = net(), keras.optimizers.Adam(0.3)
     copy = compile_model(values(model=model, optimizer=optimizer, loss="mae", metrics=["mse"]))
     assert not model.compiled
@@ -127,7 +127,7 @@ def test_what_is_compiled_anew_is_a_copy() -> None:
         (keras.losses.BinaryCrossentropy(from_logits=True), "sigmoid"),
     ],
 )
-def test_the_loss_says_what_makes_probabilities(loss: Any, activation: str | None) -> None:
+def test_probabilities_follow_from_the_loss(loss: Any, activation: str | None) -> None:
     assert find_activation(net(optimizer="sgd", loss=loss)) == activation
 
 
@@ -180,7 +180,9 @@ def test_columns_of_inputs_and_outputs_are_found_by_key_or_name(nested: str) -> 
         (["day", "store"], ["y", "sum"], "outputs are a dict of sum, kept and label_cols names y, sum"),
     ],
 )
-def test_a_dict_wants_columns_of_its_keys(features: list[str], labels: list[str], sentence: str) -> None:
+def test_a_dict_input_needs_columns_named_as_its_keys(
+    features: list[str], labels: list[str], sentence: str
+) -> None:
     model = build_two_inputs("dict")
     model.compile("sgd", {"sum": "mse", "kept": "mae"})
     given = values(model=model) | {"feature_cols": features, "label_cols": labels}
@@ -322,7 +324,7 @@ class Model:
         (lambda: Unsaid(2), "cannot be read from its .keras file, .*unexpected keyword argument"),
     ],
 )
-def test_a_model_that_would_not_arrive_is_refused(layer: Any, sentence: str) -> None:
+def test_a_model_that_cannot_be_serialized_is_refused(layer: Any, sentence: str) -> None:
     model = keras.Sequential([keras.Input((2,)), layer(), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     with pytest.raises(InvalidInput, match=sentence):
@@ -343,7 +345,7 @@ def test_horovods_names_are_refused_in_words_for_keras(name: str, says: str) -> 
     assert says in getattr(ElasticKerasEstimator, setter).__doc__
 
 
-def test_a_run_is_bound_to_what_a_model_is_and_not_to_how_keras_counts_it() -> None:
+def test_a_runs_digest_ignores_the_numbers_in_names_of_keras() -> None:
     def check_model(units: int = 1, **changes: Any) -> Any:
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(units)])
         return check_keras_objects(

@@ -48,7 +48,7 @@ def test_probabilities_and_their_class(activation: str, row: list[float], expect
         ("identity", [0.75], [0.25, 0.75]),
     ],
 )
-def test_raw_predictions_order_rows_as_evaluators_want_it(
+def test_raw_predictions_order_rows_as_sparks_evaluators_expect(
     activation: str, row: list[float], raw: list[float]
 ) -> None:
     form = outputs([len(row)], probability_col="q", raw_prediction_col="r", activation=activation)

@@ -38,7 +38,7 @@ def test_setters_and_getters_exist_for_every_param() -> None:
         assert callable(getattr(holder, f"get{camel}"))
 
 
-def test_set_returns_the_holder_and_goes_before_the_default() -> None:
+def test_set_returns_the_estimator_and_overrides_the_default() -> None:
     holder = Holder()
     assert holder.getBatchSize() == 32
     assert holder.setBatchSize(8) is holder
@@ -68,13 +68,13 @@ def test_a_copy_with_other_values_leaves_the_original() -> None:
     assert holder.getBatchSize() == 8
 
 
-def test_params_of_two_holders_are_their_own() -> None:
+def test_two_estimators_share_no_params() -> None:
     one, two = Holder(), Holder()
     assert one.batch_size.parent == one.uid != two.uid
     assert "rows per worker" in one.explainParam("batch_size")
 
 
-def test_a_subclass_has_the_defaults_but_for_its_own() -> None:
+def test_a_subclass_may_change_some_defaults() -> None:
     class Ours(ElasticTorchEstimator):
         def __init__(self, *, epochs: int = 7, team: str = "", **rest: Any) -> None:
             super().__init__(epochs=epochs, **rest)

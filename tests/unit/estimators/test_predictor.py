@@ -115,7 +115,7 @@ def test_several_outputs_are_several_arrays(structure: Any) -> None:
     assert [part.tolist() for part in predictor.predict([[[1.0, 2.0, 3.0]]])] == [[[6.0]], [[1.0, 2.0, 3.0]]]
 
 
-def test_what_a_dict_holds_besides_tensors_is_no_output() -> None:
+def test_values_of_a_dict_that_are_no_tensors_are_no_outputs() -> None:
     class Cached(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> Any:
             return {"logits": x * 2, "cache": object()}
@@ -147,7 +147,7 @@ def test_an_output_whose_rows_are_in_another_dimension_is_refused(layers: int) -
         predictor.predict([np.ones((4, 5, 2))])
 
 
-def test_a_loaded_module_does_not_travel() -> None:
+def test_the_loaded_module_is_not_pickled_with_its_predictor() -> None:
     _, predictor = linear(1, inputs=1000)
     size = len(pickle.dumps(predictor))
     predictor.widths()
@@ -222,7 +222,9 @@ def test_a_function_is_given_the_same_in_training_and_for_predictions_and_its_re
         ("object", (2,), [["a", None]], "has nulls"),
     ],
 )
-def test_no_value_is_made_another(dtype: str, shape: tuple[int, ...], rows: Any, says: str) -> None:
+def test_values_that_the_columns_type_cannot_hold_are_refused(
+    dtype: str, shape: tuple[int, ...], rows: Any, says: str
+) -> None:
     with pytest.raises(InvalidInput, match=says):
         stack_rows(rows, Column("x", dtype, shape))
 
@@ -242,7 +244,9 @@ def test_no_value_is_made_another(dtype: str, shape: tuple[int, ...], rows: Any,
         ("object", (2, 1), [[["a"], ["b"]]], [[["a"], ["b"]]]),
     ],
 )
-def test_rows_are_what_training_had(dtype: str, shape: tuple[int, ...], rows: Any, found: Any) -> None:
+def test_a_transformation_gets_the_same_rows_as_in_training(
+    dtype: str, shape: tuple[int, ...], rows: Any, found: Any
+) -> None:
     array = stack_rows(rows, Column("x", dtype, shape))
     assert array.dtype == np.dtype(dtype)
     assert array.tolist() == found

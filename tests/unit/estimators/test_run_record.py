@@ -61,7 +61,7 @@ def test_another_setting_is_named(name: str, value: Any) -> None:
         record.check(request(**{name: value}), "r")
 
 
-def test_another_model_is_refused_and_another_draw_of_its_weights_is_told(caplog: Any) -> None:
+def test_another_model_and_other_initial_weights_are_refused_with_different_reasons(caplog: Any) -> None:
     record = build_record(request(), "rows", ROWS, None)
     with pytest.raises(InvalidInput, match="run_id 'r' began with another model than this fit's"):
         record.check(request({"model": "n", WEIGHTS: "v"}), "r")
@@ -87,7 +87,7 @@ def test_a_run_record_of_another_format_is_refused(fields: dict[str, Any]) -> No
         ("c0-48-ab", "36-cd", "it had 48 rows and has 36"),
     ],
 )
-def test_what_tells_tables_apart(content: str, now: str, says: str | None) -> None:
+def test_tables_are_distinguished_by_rows_and_schema(content: str, now: str, says: str | None) -> None:
     assert compare_digests(48, content, now) == says
 
 
@@ -116,7 +116,7 @@ def test_r19_another_table_is_refused_whether_the_run_has_ended_or_not(
         _load_finished_run(TableRows("fold 2"), wanted, store, "r")  # type: ignore[arg-type]
 
 
-def test_r19_a_run_of_files_is_no_table_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_r19_a_run_of_files_refuses_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     store = memory_store()
     build_record(request(), "s3://bucket/files", ROWS, None).save(store, "r")
     with pytest.raises(InvalidInput, match="began on the files in s3://bucket/files"):

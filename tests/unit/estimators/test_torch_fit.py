@@ -36,7 +36,7 @@ class Centred(torch.nn.Module):
         self.mean = state["mean"]
 
 
-def test_what_a_module_keeps_beside_its_weights_comes_back() -> None:
+def test_attributes_of_a_module_beside_its_weights_come_back() -> None:
     left = Centred(np.array([1.0, 2.0], np.float32))
     learner: Any = object.__new__(TorchTrainer)
     learner.state = SimpleNamespace(model=left)
@@ -45,7 +45,7 @@ def test_what_a_module_keeps_beside_its_weights_comes_back() -> None:
     assert torch.equal(found(x), left(x))
 
 
-def test_what_no_file_of_weights_can_hold_is_refused_before_any_job() -> None:
+def test_a_state_dict_that_no_weights_file_can_hold_is_refused_before_any_spark_job() -> None:
     with pytest.raises(
         InvalidInput, match="cannot hold the Linear of the model, at '_extra_state', at 'mean'"
     ):

@@ -51,7 +51,7 @@ def test_a_column_may_be_feature_and_label() -> None:
     assert (request.config.feature_cols, request.config.label_cols) == (("x", "z"), ("x",))
 
 
-def test_what_callbacks_watch_is_known() -> None:
+def test_metrics_that_callbacks_watch_are_known() -> None:
     plateau = LearningRateSchedule(torch.optim.lr_scheduler.ReduceLROnPlateau)
     callbacks = [EarlyStopping(), plateau, BestWeights("loss")]
     assert ask(callbacks=callbacks).objects.watched == ("val_loss", "val_loss", "loss")
@@ -327,7 +327,7 @@ def test_a_lightning_module_that_steps_its_optimizer_itself_is_refused() -> None
     ],
 )
 @pytest.mark.parametrize("made", [False, True])
-def test_a_layer_that_cannot_travel_is_named(layer: Callable[[], Any], says: str, made: bool) -> None:
+def test_a_layer_that_cannot_be_pickled_is_named(layer: Callable[[], Any], says: str, made: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.jit.script is going away
         model = torch.nn.Sequential(layer())
@@ -370,7 +370,7 @@ def test_tensors_that_cannot_be_exchanged_are_refused_before_any_job(
         ask(model=torch.nn.Sequential(layer))
 
 
-def test_a_plateau_is_seen_behind_an_epoch() -> None:
+def test_a_plateau_schedule_per_step_is_refused() -> None:
     plateau = LearningRateSchedule(torch.optim.lr_scheduler.ReduceLROnPlateau, every="step")
     with pytest.raises(
         InvalidInput, match="ReduceLROnPlateau looks at a number of each epoch: use every='epoch'"
@@ -391,7 +391,7 @@ def test_nan_is_refused_and_ends_a_training_unless_the_user_wants_it() -> None:
     ("wrong", "right"),
     [("lr", "learning_rate"), ("batchsize", "batch_size"), ("colective_timeout", "collective_timeout")],
 )
-def test_an_unknown_keyword_gets_the_one_that_was_meant(wrong: str, right: str) -> None:
+def test_an_unknown_keyword_is_refused_with_the_nearest_one(wrong: str, right: str) -> None:
     with pytest.raises(InvalidInput, match=rf"did you mean '{right}'"):
         TorchParams(**{wrong: 1})
     with pytest.raises(InvalidInput, match=r"field of ElasticConfig\.$"):

@@ -54,7 +54,7 @@ class Seen(keras.callbacks.Callback):  # type: ignore[misc] # untyped
         self.steps.append((self.state.epoch, self.state.batch))
 
 
-def test_a_rate_that_follows_batches_goes_on_where_the_epoch_was_interrupted() -> None:
+def test_a_per_batch_learning_rate_continues_where_the_epoch_was_interrupted() -> None:
     def rates(interrupt_at: tuple[int, ...]) -> list[float]:
         state, found = Position(interrupt_at), []
 
@@ -113,7 +113,7 @@ def test_commits_can_be_rarer_and_a_fit_of_the_rest_is_left_alone() -> None:
     assert [batch for _, batch in seen.steps] == [2, 3, 4, 5]
 
 
-def test_rates_follow_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_learning_rates_follow_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedules, "size", lambda: 4)
     rates: list[float] = []
 
@@ -132,7 +132,7 @@ def test_rates_follow_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
         scheduled.fit(X, Y, verbose=0, callbacks=[steps.__class__(0.4, 0.5)])
 
 
-def test_one_rank_tells_that_the_warm_up_is_over(
+def test_one_rank_logs_the_end_of_the_warm_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     warm = hvd.callbacks.LearningRateWarmupCallback(0.4, warmup_epochs=1, verbose=1)
@@ -144,7 +144,7 @@ def test_one_rank_tells_that_the_warm_up_is_over(
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_velocities_follow_rates(scaled: bool) -> None:
+def test_momentum_is_corrected_as_the_learning_rate_changes(scaled: bool) -> None:
     steps = keras.optimizers.SGD(0.4, momentum=0.5)
     model = build_compiled(keras.optimizers.LossScaleOptimizer(steps, initial_scale=4.0) if scaled else steps)
     model.fit(X, Y, verbose=0)
@@ -185,13 +185,13 @@ class Registered(keras.optimizers.SGD):  # type: ignore[misc] # untyped
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras, as it saves
-def test_an_optimizer_that_keras_was_told_of_is_found_by_its_name(tmp_path: Path) -> None:
+def test_an_optimizer_registered_with_keras_is_found_by_its_name(tmp_path: Path) -> None:
     model = build_compiled(hvd.DistributedOptimizer(Registered(0.1)))
     model.save(tmp_path / "model.keras")
     assert type(keras.models.load_model(tmp_path / "model.keras").optimizer) is Registered
 
 
-def test_an_optimizer_made_from_its_configuration_exchanges_as_well() -> None:
+def test_an_optimizer_made_from_its_configuration_exchanges_gradients() -> None:
     first = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=2)
     second = type(first).from_config(first.get_config())
     model = build_compiled(second)
@@ -200,7 +200,7 @@ def test_an_optimizer_made_from_its_configuration_exchanges_as_well() -> None:
     assert not first.built
 
 
-def test_scaled_losses_are_inside_of_what_exchanges() -> None:
+def test_loss_scaling_wraps_inside_the_distributed_optimizer() -> None:
     scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=4.0)
     model, expected = build_compiled(), build_compiled()
     model.compile(hvd.DistributedOptimizer(scaled, backward_passes_per_step=2), "mse")
@@ -247,7 +247,7 @@ def test_metrics_of_several_numbers_are_averaged_number_by_number() -> None:
     assert isinstance(logs["loss"], float)
 
 
-def test_values_of_one_process_are_its_own() -> None:
+def test_metrics_of_a_single_process_stay_as_they_are() -> None:
     assert hvd.allreduce(2.0, op=hvd.Sum) == 2.0
     assert hvd.allgather(keras.ops.ones((2, 1))).tolist() == [[1], [1]]
     assert hvd.broadcast([1, 2], 0).tolist() == [1, 2]

@@ -48,7 +48,7 @@ sys.exit("spark_elastic.tensorflow" in sys.modules)
 
 
 @pytest.mark.timeout(150)
-def test_keras_on_torch_goes_by_the_torch_half() -> None:
+def test_keras_on_torch_uses_the_torch_half() -> None:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, PACKAGES.values())),
         "KERAS_BACKEND": "torch",

@@ -37,7 +37,7 @@ def test_passes_of_a_world_that_is_over_are_dropped(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("scaled", "expected"), [(True, [2.0, 8.0]), (False, [8.0, 8.0])])
-def test_a_local_gradient_is_an_averages_share(
+def test_a_local_gradient_is_divided_as_an_average(
     monkeypatch: pytest.MonkeyPatch, scaled: bool, expected: list[float]
 ) -> None:
     monkeypatch.setattr(torch_optimizer, "start", lambda tensors, *how, **when: lambda: tensors)

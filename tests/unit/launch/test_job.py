@@ -63,7 +63,7 @@ def run_failing_job(run: RunLease | None) -> LaunchResult:
     return supervise(NoRoom(), FixedHosts({}, clock), DriverOptions(run=run), limits, ElasticConfig(), "job")
 
 
-def test_what_a_job_raises_has_its_report() -> None:
+def test_the_error_of_a_job_has_its_report() -> None:
     with pytest.raises(NotEnoughWorkers) as failed:
         run_failing_job(None)
     assert failed.value.report.seconds > 0.1

@@ -32,7 +32,7 @@ class Listener(JobListener):
         self.heard.append(line)
 
 
-def test_a_slot_s_own_words_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_message_of_a_slot_is_logged_as_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     clock, listener = FakeClock(), Listener()
     monitor = JobMonitor(listener, clock)
     monitor.on_lines(
@@ -84,7 +84,7 @@ def test_an_observer_that_fails_is_logged_once_and_harms_no_other_observer(
     assert [record.message for record in caplog.records] == ["Failing failed"]
 
 
-def test_the_listener_hears_who_was_lost_before_the_next_world_is_there() -> None:
+def test_the_listener_gets_a_loss_before_the_next_world() -> None:
     class Hears(Listener):
         def on_world_broken(self, reason: str) -> None:
             self.heard.append(reason)
@@ -104,7 +104,7 @@ def test_the_listener_hears_who_was_lost_before_the_next_world_is_there() -> Non
     assert "killed by signal 9" in reason
 
 
-def test_r17_whoever_shares_the_cluster_learns_whether_slots_are_missing() -> None:
+def test_r17_the_scheduler_hook_gets_whether_slots_are_missing() -> None:
     clock, heard = FakeClock(), list[bool]()
     monitor = JobMonitor(JobListener(), clock, on_slots_missing=heard.append)
     bench = Bench(replace(FOUR, num_workers=2, min_workers=2, max_workers=2))

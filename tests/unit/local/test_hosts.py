@@ -25,7 +25,7 @@ def test_a_host_whose_slots_end_does_not_get_all_others() -> None:
     assert tried == ["a", "b", "c", "a"]
 
 
-def test_a_waiting_slot_gets_room_that_is_released_or_added() -> None:
+def test_a_waiting_slot_gets_a_place_that_is_released_or_added() -> None:
     hosts = HostSlots({"a": 1})
     got: SimpleQueue[str | None] = SimpleQueue()
     assert hosts.acquire(1) == "a"

@@ -47,7 +47,7 @@ def test_the_key_and_the_environment_travel_over_standard_input_only(monkeypatch
     assert "SSH_AUTH_SOCK" not in header["environment"]
 
 
-def test_what_describes_the_machine_or_the_login_stays() -> None:
+def test_variables_of_the_machine_or_the_login_are_not_sent() -> None:
     given = {
         "HOME": "/root",
         "XDG_RUNTIME_DIR": "/run/1",
@@ -83,7 +83,7 @@ def test_every_login_shell_can_quote_the_first_program() -> None:
         (RemoteEnd(1, True, "", ("ImportError: x",)), "Python ended there with code 1 (ImportError: x)"),
     ],
 )
-def test_the_end_of_a_process_is_explained(end: RemoteEnd, sentence: str) -> None:
+def test_the_exit_code_of_ssh_is_explained(end: RemoteEnd, sentence: str) -> None:
     assert sentence in end.explain()
 
 

@@ -133,7 +133,7 @@ def test_the_loss_of_all_workers_is_a_restart() -> None:
     assert job.world_changes[-1].steps_lost == 7
 
 
-def test_a_program_that_reports_no_steps_is_told_of_none_lost() -> None:
+def test_a_program_that_reports_no_steps_has_no_lost_steps() -> None:
     job = PlayedJob(1)
     job.start([1])
     job.lose_host(1, step=0, regroup=0.0)

@@ -80,7 +80,7 @@ def test_the_log_goes_to_the_stream_inside_the_block_only() -> None:
     assert root.handlers == before
 
 
-def test_what_a_listener_shows_does_not_come_twice() -> None:
+def test_lines_that_a_listener_shows_are_not_logged_twice() -> None:
     stream = io.StringIO()
     with log_to_stream(stream, announced=False):
         logging.getLogger("spark_elastic").warning("shown", extra=ANNOUNCED)

@@ -116,7 +116,7 @@ def test_every_kind_of_operation_gives_its_result_on_every_rank() -> None:
     ]
 
 
-def test_a_mismatch_is_an_error_on_every_rank_and_the_queue_goes_on() -> None:
+def test_a_mismatch_is_an_error_on_every_rank_and_the_queue_continues() -> None:
     def work(queue: OperationQueue) -> float:
         with pytest.raises(MismatchError, match=r"'x': rank 0 has shapes \(2,\), rank 1 \(3,\)"):
             submit_sum(queue, "x", np.ones(2 + queue.group.rank)).wait()

@@ -68,7 +68,7 @@ def test_a_new_rank_0_continues_the_timeline(monkeypatch: pytest.MonkeyPatch, tm
     ]
 
 
-def test_a_new_rank_0_that_cannot_write_the_timeline_goes_on_without_it(
+def test_a_new_rank_0_that_cannot_write_the_timeline_continues_without_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The path's folder may be on the former rank 0's host alone."""
@@ -87,7 +87,7 @@ def test_a_new_rank_0_that_cannot_write_the_timeline_goes_on_without_it(
         get_queue()
 
 
-def test_a_function_that_begins_again_goes_on_with_its_timeline(
+def test_a_function_that_begins_again_continues_its_timeline(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     per_thread(monkeypatch)

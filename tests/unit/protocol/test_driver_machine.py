@@ -75,7 +75,7 @@ def test_r14_a_second_attempt_parks_while_the_world_is_full() -> None:
     assert len(bench.find_commands(LaunchSlot)) == 2
 
 
-def test_r14_extra_slots_come_after_others() -> None:
+def test_r14_slots_of_second_attempts_join_after_others() -> None:
     bench = Bench(replace(FOUR, max_workers=3, num_workers=3, min_workers=3))
     bench.start_warm(1)
     bench.on(RegisterSlot(SlotId("1-1"), "h9", 1))
@@ -144,7 +144,7 @@ def test_r04_survivors_keep_their_order_and_the_most_advanced_is_the_source() ->
     assert bench.world.receivers == (0, 1)
 
 
-def test_r04_a_worker_from_an_older_world_is_sent_home() -> None:
+def test_r04_a_worker_from_an_older_world_is_stopped() -> None:
     bench = Bench(replace(FOUR, regroup_timeout=30.0))
     bench.start(1, 2, 3, 4)
     bench.on(WorkerExited(name(1).slot, name(1), -9))
@@ -156,7 +156,7 @@ def test_r04_a_worker_from_an_older_world_is_sent_home() -> None:
     assert [type(command) for command in bench.commands] == [StopWorker]
 
 
-def test_r10_a_question_that_the_world_answers_changes_nothing() -> None:
+def test_r10_a_join_that_the_current_world_answers_changes_nothing() -> None:
     bench = Bench()
     bench.start(1, 2, 3, 4)
     before = replace(bench.state.workers[name(2)], last_seen=0.0)
@@ -184,7 +184,7 @@ def test_a_world_that_is_not_built_in_time_is_over() -> None:
     assert f"{name(4)} did not build world 1" in bench.find_commands(AbortWorld)[0].reason
 
 
-def test_without_survivors_training_begins_from_nothing_and_the_reason_says_so() -> None:
+def test_without_survivors_training_begins_from_the_start_and_the_reason_says_so() -> None:
     bench = Bench(replace(FOUR, num_workers=1, max_workers=1))
     bench.start(1)
     bench.on(WorkerExited(name(1).slot, name(1), -9))
@@ -257,7 +257,7 @@ def test_no_change_is_announced_that_would_change_nothing() -> None:
     assert not bench.find_commands(AnnounceChange)
 
 
-def test_a_change_that_is_undone_harms_nothing() -> None:
+def test_a_planned_change_that_is_undone_changes_nothing() -> None:
     bench = Bench()
     bench.start(1, 2)
     bench.start_warm(3)
@@ -341,7 +341,7 @@ def test_r15_after_rank_0s_result_no_world_is_formed() -> None:
     assert bench.end.results == ("result 1", "null", "result 3")
 
 
-def test_r15_rank_0_lost_before_its_result_regroups_the_done() -> None:
+def test_r15_the_loss_of_rank_0_before_its_result_regroups_finished_members() -> None:
     bench = Bench()
     bench.start(1, 2, 3, 4)
     _finish(bench, 2, 3)
@@ -353,7 +353,7 @@ def test_r15_rank_0_lost_before_its_result_regroups_the_done() -> None:
     assert bench.end.results == ("result 2", "result 3", "result 4")
 
 
-def test_r15_a_member_that_never_reports_does_not_hold_the_end_for_ever() -> None:
+def test_r15_the_wait_for_a_member_that_never_reports_is_limited() -> None:
     bench = Bench()
     bench.start(1, 2)
     _finish(bench, 1)
@@ -362,7 +362,7 @@ def test_r15_a_member_that_never_reports_does_not_hold_the_end_for_ever() -> Non
     assert name(2) in bench.end.reason
 
 
-def test_after_the_end_everybody_is_sent_home() -> None:
+def test_after_the_end_of_the_job_all_workers_and_slots_are_stopped() -> None:
     bench = Bench()
     bench.start(1, 2, 3, 4)
     bench.on(on.CancelRequested(0, "Ctrl-C"))

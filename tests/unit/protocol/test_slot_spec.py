@@ -41,7 +41,7 @@ def test_a_local_slots_process_reads_what_its_launcher_wrote() -> None:
     assert LocalSlot.from_line(slot.to_line()) == slot
 
 
-def test_the_command_line_hands_on_what_the_environment_says(
+def test_settings_of_the_environment_reach_slots_of_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = tmp_path / "train.py"

@@ -49,7 +49,7 @@ class Me:
         return self
 
 
-def test_from_warm_to_running() -> None:
+def test_a_worker_joins_builds_its_group_syncs_and_runs() -> None:
     me = Me()
     assert me.on(on.Warm(0)) == [Join]
     assert me.commands[0] == Join(me.commands[0].reason, None, None)
@@ -112,7 +112,7 @@ def test_r10_a_newer_abort_is_kept_for_its_world() -> None:
     assert me.commands[0].fence == Fence(1, 2)
 
 
-def test_a_world_that_is_over_before_it_is_formed_is_left() -> None:
+def test_a_worker_leaves_a_world_that_ends_before_it_is_formed() -> None:
     me = Me().running(step=5)
     me.on(on.GroupBroken(0, Fence(1, 1), (), "reset"))
     me.on(on.WorldReceived(0, _world(2, a=at(5), b=at(5))))
@@ -121,19 +121,19 @@ def test_a_world_that_is_over_before_it_is_formed_is_left() -> None:
 
 
 @pytest.mark.parametrize("generation", [0, 1])
-def test_an_older_world_is_answered_with_the_question_again(generation: int) -> None:
+def test_a_worker_joins_again_if_it_gets_an_older_world(generation: int) -> None:
     me = Me().running(step=5)
     me.on(on.GroupBroken(0, Fence(1, 1), (), "reset"))
     assert me.on(on.WorldReceived(0, _world(generation, a=None, b=None))) == [Join]
 
 
-def test_a_world_without_me_is_the_end_of_me() -> None:
+def test_a_worker_ends_if_the_world_does_not_contain_it() -> None:
     me = Me()
     me.on(on.Warm(0))
     assert me.on(on.WorldReceived(0, _world(4, b=at(1)))) == [Exit]
 
 
-def test_a_world_for_a_position_that_i_do_not_hold_does_not_begin() -> None:
+def test_a_worker_joins_again_if_the_world_has_a_position_that_it_does_not_hold() -> None:
     me = Me().running(step=5)
     me.on(on.GroupBroken(0, Fence(1, 1), (), "reset"))
     assert me.on(on.WorldReceived(0, _world(2, a=at(4), b=at(4)))) == [Join]
@@ -148,7 +148,7 @@ def test_r13_an_exception_is_reported_before_the_group_closes() -> None:
     assert me.on(on.GroupBroken(0, Fence(1, 1), (), "reset")) == [Exit]
 
 
-def test_r15_the_done_wait_and_can_take_part_again() -> None:
+def test_r15_a_finished_worker_waits_and_can_take_part_again() -> None:
     me = Me().running(step=5)
     assert me.on(on.Finished(0, Fence(1, 1), "42")) == [ReportDone]
     assert me.on(on.WorldReceived(0, _world(1, a=None, b=None))) == [ReportDone]  # a late copy: it asks again
@@ -159,9 +159,7 @@ def test_r15_the_done_wait_and_can_take_part_again() -> None:
     ("event", "code"),
     [(on.StopReceived(0, "done"), 0), (on.DriverSilent(0, 61.0), DRIVER_SILENT_EXIT_CODE)],
 )
-def test_r12_a_worker_ends_if_it_is_told_to_stop_or_the_driver_is_silent(
-    event: on.WorkerEvent, code: int
-) -> None:
+def test_r12_a_worker_ends_on_a_stop_or_a_silent_driver(event: on.WorkerEvent, code: int) -> None:
     me = Me().running()
     assert me.on(event) == [AbortGroup, Exit]
     assert me.commands[1] == Exit(me.commands[1].reason, code)

@@ -30,7 +30,7 @@ def test_a_header_comes_back_as_it_was() -> None:
         f"Elastic {'a' * 32}.{'1' * 16}.{'b' * 64}",
     ],
 )
-def test_other_headers_are_no_credentials(header: str) -> None:
+def test_malformed_headers_are_no_credentials(header: str) -> None:
     assert auth.parse_credentials(header) is None
 
 
@@ -91,7 +91,7 @@ def test_a_repeated_hello_opens_one_session() -> None:
     assert sessions.open("nonce") != session, "a used session is never handed out again"
 
 
-def test_replayed_hellos_crowd_out_no_session_in_use() -> None:
+def test_replayed_hellos_evict_no_session_in_use() -> None:
     sessions = auth.Sessions(max_unused=2, max_used=100)
     mine = sessions.open("mine")
     assert _take(sessions, mine, 1)

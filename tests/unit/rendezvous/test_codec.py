@@ -62,12 +62,12 @@ def test_absent_values_come_back_as_absent(
     assert codec.read(JoinWorld, codec.loads(codec.dumps(request))) == request
 
 
-def test_facts_are_any_json() -> None:
+def test_facts_may_hold_any_json() -> None:
     request = RegisterSlot("1-0", "a", 1, facts={"pids": [1, 2], "torch": {"version": "2.13"}, "gpu": None})
     assert codec.read(RegisterSlot, codec.loads(codec.dumps(request))) == request
 
 
-def test_orders_nest() -> None:
+def test_nested_messages_come_back_as_they_were() -> None:
     orders = SlotCommands(2, (WorkerStop("1-0.1", "x", True),), None)
     assert codec.read(SlotCommands, codec.loads(codec.dumps(orders))) == orders
 
@@ -107,7 +107,7 @@ def test_every_request_and_reply_has_a_reader_and_a_path_of_its_own(
         (RegisterSlot, {"slot": "1-0", "host": "", "launch": 1, "facts": []}, "facts must be an object"),
     ],
 )
-def test_what_does_not_fit_is_named(cls: type[Any], value: object, where: str) -> None:
+def test_a_field_of_a_wrong_type_is_named(cls: type[Any], value: object, where: str) -> None:
     with pytest.raises(codec.MalformedMessage) as refused:
         codec.read(cls, value)
     assert where in str(refused.value)
@@ -116,12 +116,12 @@ def test_what_does_not_fit_is_named(cls: type[Any], value: object, where: str) -
 @pytest.mark.parametrize(
     "body", [b"", b"1", b"[1]", b"{", b"\xff", b"[" * 10**6, b'{"a": NaN}', b'{"a": Infinity}']
 )
-def test_what_is_no_json_object_is_refused(body: bytes) -> None:
+def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(codec.MalformedMessage):
         codec.loads(body)
 
 
-def test_the_wire_is_plain_json() -> None:
+def test_messages_are_plain_json() -> None:
     text = json.loads(codec.dumps(ExchangeAddresses("w", Fence(1, 2), 0, b"\x00")))
     assert text == {
         "worker": "w", "fence": {"attempt": 1, "generation": 2}, "rank": 0, "blob": "AA==", "name": "mesh",
@@ -138,7 +138,7 @@ def test_a_tuple_of_fixed_form_has_each_part_checked() -> None:
         codec.read_as(hint, [["a", 1, 2]], "hosts")
 
 
-def test_what_is_large_travels_packed() -> None:
+def test_large_messages_are_compressed() -> None:
     small, large = b'{"v":1}', b'{"v":"' + b"x" * 10_000 + b'"}'
     assert codec.compress(small) == small
     assert len(codec.compress(large)) < 1000
@@ -148,6 +148,6 @@ def test_what_is_large_travels_packed() -> None:
         codec.decompress(b"neither")
 
 
-def test_what_utf8_cannot_say_does_not_stop_a_message() -> None:
+def test_text_that_utf8_cannot_encode_does_not_stop_a_message() -> None:
     """The name of a file, as Python reads one of other bytes, in the traceback of a failed worker."""
     assert codec.loads(codec.dumps({"traceback": "no file caf\udce9"})) == {"traceback": "no file caf?"}

@@ -28,13 +28,15 @@ def test_the_soft_limit_is_raised_where_it_is_too_low(limits: list[tuple[int, in
     assert hard == 20_000
 
 
-def test_no_limit_is_enough(limits: list[tuple[int, int]]) -> None:
+def test_an_unlimited_number_of_descriptors_is_enough(limits: list[tuple[int, int]]) -> None:
     limits.append((resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     http_server.raise_file_limit(10**6)
     assert len(limits) == 2
 
 
-def test_a_hard_limit_that_is_too_low_is_said_with_what_would_fit(limits: list[tuple[int, int]]) -> None:
+def test_a_hard_limit_that_is_too_low_is_refused_with_the_number_of_workers_that_fits(
+    limits: list[tuple[int, int]],
+) -> None:
     with pytest.raises(InvalidInput, match=r"for 5000 workers.*ulimit -Hn.*max_workers to (\d+)") as raised:
         http_server.raise_file_limit(5000)
     fits = int(str(raised.value).rsplit("max_workers to ", 1)[1].split()[0])

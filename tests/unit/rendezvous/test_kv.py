@@ -9,7 +9,7 @@ from spark_elastic.rendezvous.messages import CompareAndSet, Comparison
 from spark_elastic.rendezvous.server_state import KeyValueLimits, KeyValueStore, generation_scope
 
 
-def test_scopes_do_not_see_each_other() -> None:
+def test_scopes_are_separate() -> None:
     store = KeyValueStore()
     store.set("a", "k", b"1")
     store.set("b", "k", b"2")
@@ -50,14 +50,14 @@ def test_reading_an_unknown_scope_makes_none() -> None:
         KeyValueLimits(keys=0),
     ],
 )
-def test_every_bound_holds(bounds: KeyValueLimits) -> None:
+def test_sizes_and_counts_are_limited(bounds: KeyValueLimits) -> None:
     store = KeyValueStore(bounds)
     with pytest.raises(InvalidInput):
         store.set("a", "k", b"1234")
     assert store.get("a", ["k"]) == (None,)
 
 
-def test_room_that_is_given_back_can_be_used_again() -> None:
+def test_deleted_values_free_room() -> None:
     store = KeyValueStore(KeyValueLimits(total_bytes=4, keys=1))
     for _ in range(3):
         store.set("a", "k", b"1234")

@@ -30,7 +30,7 @@ def test_the_first_reason_of_an_abort_stays() -> None:
     assert state.get_end_reason(Fence(1, 1)) == "first"
 
 
-def test_the_end_is_over_everything() -> None:
+def test_the_end_of_the_job_answers_every_wait() -> None:
     state = ServerState(1)
     state.publish(_world(1, "1-0.1"))
     state.end("done")
@@ -40,7 +40,7 @@ def test_the_end_is_over_everything() -> None:
     assert state.get_commands("1-0", 0) == SlotCommands(0, (), "done")
 
 
-def test_the_order_to_stop_a_worker_reaches_its_slot() -> None:
+def test_the_command_to_stop_a_worker_reaches_its_slot() -> None:
     state = ServerState(1)
     state.stop_worker(WorkerId("7-2.3"), "a", kill=False)
     state.stop_worker(WorkerId("7-2.4"), "b", kill=True)

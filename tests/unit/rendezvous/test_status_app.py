@@ -74,7 +74,7 @@ def visitor() -> Visitor:
     return Visitor()
 
 
-def test_the_address_gives_a_cookie_that_opens_the_rest(visitor: Visitor) -> None:
+def test_the_address_with_its_token_sets_a_cookie_that_admits(visitor: Visitor) -> None:
     first = visitor.enter()
     cookie = first.headers["set-cookie"]
     assert (first.status, first.body) == (200, b"made")
@@ -88,7 +88,7 @@ def test_the_address_gives_a_cookie_that_opens_the_rest(visitor: Visitor) -> Non
 
 
 @pytest.mark.parametrize("name", ["x-status-token", "authorization"])
-def test_the_token_opens_as_a_header_too(visitor: Visitor, name: str) -> None:
+def test_the_token_admits_as_a_header(visitor: Visitor, name: str) -> None:
     value = visitor.status_app.token if name.startswith("x") else f"Bearer {visitor.status_app.token}"
     assert visitor.ask("/metrics", headers=[(name, value)]).status == 200
 
@@ -107,7 +107,7 @@ def test_the_token_opens_as_a_header_too(visitor: Visitor, name: str) -> None:
     ],
 )
 @pytest.mark.parametrize("path", ["/status/", "/status/data", "/metrics", "/status/../rendezvous/hello"])
-def test_strangers_learn_nothing(
+def test_requests_without_the_token_get_no_information(
     visitor: Visitor, path: str, query: str, headers: Sequence[tuple[str, str]]
 ) -> None:
     answer = visitor.ask(path, query, headers)
@@ -122,7 +122,7 @@ def test_an_empty_or_foreign_cookie_of_the_right_name_is_refused(visitor: Visito
         assert visitor.ask("/status/data", headers=[("cookie", f"{name}={value}")]).status == 401
 
 
-def test_headers_forbid_what_is_not_needed(visitor: Visitor) -> None:
+def test_response_headers_forbid_unneeded_browser_features(visitor: Visitor) -> None:
     headers = visitor.enter().headers
     assert headers["content-security-policy"].startswith("default-src 'none'")
     assert headers["cache-control"] == "no-store"
@@ -137,7 +137,7 @@ def test_requests_for_other_paths_go_to_the_authenticating_application(visitor: 
     assert visitor.ask("/statusquo", query).status == 499
 
 
-def test_the_short_address_leads_on_relatively(visitor: Visitor) -> None:
+def test_the_short_address_redirects_relatively(visitor: Visitor) -> None:
     answer = visitor.ask("/status", "token=x")
     assert (answer.status, answer.headers["location"]) == (307, "status/?token=x")
 
@@ -151,7 +151,7 @@ def test_a_page_is_made_at_most_every_half_second(visitor: Visitor) -> None:
     assert visitor.made == 2
 
 
-def test_the_rate_is_bounded_and_strangers_do_not_use_it_up(visitor: Visitor) -> None:
+def test_the_request_rate_is_limited_for_requests_with_the_token_only(visitor: Visitor) -> None:
     for _ in range(2 * int(BURST)):
         visitor.ask("/status/")
     answers = [visitor.enter().status for _ in range(int(BURST) + 1)]
@@ -160,7 +160,9 @@ def test_the_rate_is_bounded_and_strangers_do_not_use_it_up(visitor: Visitor) ->
     assert visitor.enter().status == 200
 
 
-def test_a_page_that_fails_is_an_answer(visitor: Visitor, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_page_that_raises_is_answered_with_an_error(
+    visitor: Visitor, caplog: pytest.LogCaptureFixture
+) -> None:
     assert visitor.enter("/status/broken").status == 500
     assert "the status page /status/broken failed" in caplog.text
     assert visitor.enter("/status/nothing").status == 404

@@ -102,7 +102,7 @@ def test_an_object_that_does_not_pickle_is_one_sentence() -> None:
         prepare(lambda: lock, (), {})
 
 
-def test_what_is_shipped_is_what_cloudpickle_ships() -> None:
+def test_functions_are_pickled_as_by_cloudpickle() -> None:
     numbers = [1, 2]
     fn, args, kwargs = cloudpickle.loads(captures.dumps((lambda x: (x, numbers), (3,), {})))
     assert fn(*args, **kwargs) == (3, [1, 2])

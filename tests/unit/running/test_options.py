@@ -59,7 +59,7 @@ def test_every_argument_of_horovod_is_mapped_or_refused() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(MAPPED))
-def test_arguments_of_horovod_become_ours(name: str) -> None:
+def test_arguments_of_horovod_become_settings(name: str) -> None:
     value, where, expected = MAPPED[name]
     found: Any = parse({name: value})
     for part in where.split("."):
@@ -128,7 +128,7 @@ def test_wrong_values_are_refused(given: dict[str, Any]) -> None:
         parse(given)
 
 
-def test_one_module_to_preload_may_stand_alone() -> None:
+def test_preload_accepts_one_module_name() -> None:
     assert parse({"preload": "torch"}).preload == ("torch",)
 
 
@@ -205,7 +205,7 @@ def test_options_of_the_store_reach_it_and_are_not_shown(tmp_path: Path) -> None
         ({"run_id": "mine", "store": object()}, "store must be a path or url; got object"),
     ],
 )
-def test_what_cannot_be_a_store_or_its_options_is_refused(wrong: dict[str, Any], says: str) -> None:
+def test_values_that_are_no_store_or_store_options_are_refused(wrong: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidInput, match=says) as raised:
         parse(wrong)
     assert "marked" not in str(raised.value)

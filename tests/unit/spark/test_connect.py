@@ -69,7 +69,7 @@ def test_a_call_that_cannot_work_over_connect_is_refused(
     assert connect.check_call(ElasticConfig(), 2) == 2
 
 
-def test_the_driver_listens_on_the_way_to_the_server() -> None:
+def test_the_driver_listens_on_the_interface_towards_the_connect_server() -> None:
     session: Any = Session()
     assert connect.choose_bind(session, ElasticConfig()) == Bind("127.0.0.1", 0, "127.0.0.1")
     told = ElasticConfig(advertise_address="driver.example", bind_address="0.0.0.0", driver_port=7)
@@ -94,7 +94,7 @@ def test_an_advertised_address_needs_no_channel() -> None:
     assert connect.choose_bind(session, told) == Bind("driver.example", 0, "driver.example")
 
 
-def test_over_a_channel_without_a_host_the_driver_listens_on_the_way_to_sparks_driver() -> None:
+def test_without_a_channel_host_the_driver_listens_on_the_interface_towards_sparks_driver() -> None:
     session: Any = WithoutHost()
     session.conf = {"spark.driver.host": "127.0.0.1"}
     assert connect.choose_bind(session, ElasticConfig()) == Bind("127.0.0.1", 0, "127.0.0.1")
@@ -102,7 +102,7 @@ def test_over_a_channel_without_a_host_the_driver_listens_on_the_way_to_sparks_d
     assert connect.find_plaintext_server(session) is None
 
 
-def test_where_nobody_names_a_host_the_driver_listens_at_its_machines_own_address() -> None:
+def test_without_any_host_name_the_driver_listens_at_its_machines_own_address() -> None:
     session: Any = WithoutHost()
     own = socket.gethostbyname(socket.gethostname())
     assert connect.choose_bind(session, ElasticConfig()) == Bind(own, 0, own)

@@ -52,7 +52,7 @@ def test_a_plan_that_cannot_be_looked_at_is_never_the_same() -> None:
     assert _describe_source(frame) != _describe_source(frame)
 
 
-def test_the_first_write_tells_where_the_jvms_side_cannot_be_asked() -> None:
+def test_the_store_check_passes_if_the_jvm_denies_access() -> None:
     user = SimpleNamespace(UserGroupInformation=Denied())
     hadoop = SimpleNamespace(hadoop=SimpleNamespace(security=user))
     session: Any = SimpleNamespace(_jvm=SimpleNamespace(org=SimpleNamespace(apache=hadoop)))

@@ -14,7 +14,7 @@ G = 1 << 30
 M = 1 << 20
 
 
-def test_sizes_as_spark_writes_them() -> None:
+def test_sizes_in_sparks_notation_are_parsed() -> None:
     assert [parse_size(text) for text in ("1g", "512m", "2048", "1gb", "64k", "7b")] == [
         G,
         G // 2,
@@ -59,7 +59,7 @@ def test_a_nearly_full_address_space_is_reported() -> None:
     assert explain_shortage(ExecutorMemory(G, None, 1), M, 700 * M, G, None) is None
 
 
-def test_a_living_process_is_measured_and_an_ended_one_is_not() -> None:
+def test_memory_is_measured_for_running_processes_only() -> None:
     assert ExecutorMemory(0, 1, 1).find_shortage(os.getpid()) is not None
     assert ExecutorMemory(0, 1 << 50, 1).find_shortage(os.getpid()) is None or cgroup_limit() is not None
     assert ExecutorMemory(0, 1, 1).find_shortage(2**22 + 1) is None
@@ -93,7 +93,7 @@ def test_shared_memory_counts_once_and_a_spare_counts_separately(tmp_path: Path)
         ("memory/memory.limit_in_bytes", str(2**63 - 4096), None),
     ],
 )
-def test_limits_of_containers(tmp_path: Path, file: str, text: str, limit: int | None) -> None:
+def test_limits_of_containers_are_read(tmp_path: Path, file: str, text: str, limit: int | None) -> None:
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text(text + "\n")
     assert cgroup_limit(tmp_path) == limit

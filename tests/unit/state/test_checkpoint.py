@@ -37,7 +37,7 @@ def written(store: Store, step: int, attempt: int = 1) -> Checkpoint:
     return CheckpointStore(store, "r").write(Fence(attempt, 2), at(step), {"a": b"%d" % step, "b": b"same"})
 
 
-def test_what_is_written_comes_back(store: Store) -> None:
+def test_a_written_checkpoint_is_read_back(store: Store) -> None:
     checkpoint = written(store, 7)
     assert (checkpoint.fence, checkpoint.position) == (Fence(1, 2), at(7))
     assert CheckpointStore(store, "r").read(checkpoint) == {"a": b"7", "b": b"same"}
@@ -97,7 +97,7 @@ def acquire_run(store: Store) -> RunLease:
     return RunLease.acquire(store, "r")
 
 
-def test_r18_a_run_that_came_to_nothing_is_forgotten_by_its_holder_alone(store: Store) -> None:
+def test_r18_only_the_holder_removes_a_run_without_checkpoints(store: Store) -> None:
     first, second = acquire_run(store), acquire_run(store)
     first.delete("runs/r/rows")
     first.release("runs/r/rows")
@@ -109,7 +109,7 @@ def test_r18_a_run_that_came_to_nothing_is_forgotten_by_its_holder_alone(store: 
     assert not store.find("runs/r")
 
 
-def test_what_a_store_does_not_let_go_stays_with_its_record(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_whose_files_cannot_be_deleted_keeps_its_record(caplog: pytest.LogCaptureFixture) -> None:
     store = memory_store()
     run = acquire_run(store)
 
@@ -123,7 +123,7 @@ def test_what_a_store_does_not_let_go_stays_with_its_record(caplog: pytest.LogCa
     assert "Remove runs/r/run.json and runs/r/rows and runs/r/attempts by hand" in caplog.text
 
 
-def test_the_next_driver_of_a_run_removes_what_a_killed_writer_left(tmp_path: Path) -> None:
+def test_the_next_driver_of_a_run_removes_files_of_a_killed_writer(tmp_path: Path) -> None:
     store = Store.open(str(tmp_path))
     acquire_run(store)
     for run in ("r", "another"):
@@ -154,7 +154,7 @@ def test_the_holder_publishes_and_deletes(store: Store) -> None:
         CheckpointStore(store, "r").read(first)
 
 
-def test_what_nobody_published_is_deleted_once_a_newer_one_counts(store: Store) -> None:
+def test_an_unpublished_checkpoint_is_deleted_once_a_newer_one_counts(store: Store) -> None:
     """What a dead attempt left, what was superseded before it was told; not what may be about to be told."""
     left, old = written(store, 9), written(store, 3)
     CheckpointStore(store, "r").publish(1, [old])
@@ -168,7 +168,7 @@ def test_what_nobody_published_is_deleted_once_a_newer_one_counts(store: Store) 
     assert left.name not in there
 
 
-def test_r15_what_the_store_does_not_give_back_is_not_told() -> None:
+def test_r15_a_result_that_cannot_be_read_back_is_not_reported() -> None:
     """An object store answered that it had written."""
     store = memory_store()
     pipe = store.filesystem.pipe_file
@@ -177,7 +177,7 @@ def test_r15_what_the_store_does_not_give_back_is_not_told() -> None:
         written(store, 1)
 
 
-def test_r10_a_driver_that_lost_the_run_publishes_nothing_and_says_who_has_it(store: Store) -> None:
+def test_r10_a_driver_that_lost_the_run_publishes_nothing_and_names_the_holder(store: Store) -> None:
     old = RunLease.acquire(store, "r")
     lost: list[str] = []
     old.start(lost.append)
@@ -228,7 +228,7 @@ def test_a_checkpoint_that_cannot_be_made_costs_that_one_alone(
     assert "no room for the bytes" in caplog.text
 
 
-def test_a_store_that_fails_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_store_costs_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "runs").write_text("a file where a folder should be")
     writer = CheckpointWriter(CheckpointStore(Store.open(str(tmp_path)), "r"), lambda checkpoint: None)
     with caplog.at_level(logging.WARNING, "spark_elastic"):
@@ -285,7 +285,7 @@ def test_a_store_that_stays_full_is_one_warning_and_leaves_no_half_checkpoint(
     assert not store.find("runs/r")
 
 
-def test_a_list_that_finds_no_room_waits_for_the_oldest_checkpoint_to_go() -> None:
+def test_on_a_full_store_the_list_is_written_once_the_oldest_checkpoint_is_deleted() -> None:
     store = memory_store()
     lease = RunLease.acquire(store, "r")
     old, newer = written(store, 1), written(store, 2)

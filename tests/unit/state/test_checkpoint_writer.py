@@ -33,7 +33,7 @@ def start_writer(store: SlowStore, told: list[Checkpoint]) -> CheckpointWriter:
     return writer
 
 
-def test_p7_a_slow_store_is_waited_for_and_said_so(
+def test_p7_the_writer_waits_for_a_slow_store_and_logs_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(checkpoint_writer, "WARN_INTERVAL", 0.02)

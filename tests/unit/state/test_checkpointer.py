@@ -55,7 +55,7 @@ class Played:
             stage.checkpointer.close()
 
 
-def test_p7_due_commits_and_the_last_are_written_and_others_go_on_from_there() -> None:
+def test_p7_due_commits_and_the_last_one_are_written_and_resumed_from() -> None:
     store = memory_store()
     first = Played(store, size=2, until=7)
     steps = [checkpoint.position.step for checkpoint in first.told]
@@ -67,7 +67,7 @@ def test_p7_due_commits_and_the_last_are_written_and_others_go_on_from_there() -
     assert second.told[-1].position.step == 10
 
 
-def test_p7_what_was_read_for_a_world_that_broke_is_there_for_the_next(
+def test_p7_a_checkpoint_read_for_a_broken_world_is_used_in_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = memory_store()
@@ -105,7 +105,7 @@ def _fail_if_called(state: State) -> None:
     raise AssertionError("training began")
 
 
-def test_what_cannot_be_made_durable_is_refused_by_name() -> None:
+def test_values_that_cannot_be_checkpointed_are_refused_by_name() -> None:
     stage = Stage(1)
     stage.checkpointer = Checkpointer(
         memory_store(), CheckpointPolicy("run"), SystemClock(), PickleCodec(), print

@@ -127,7 +127,7 @@ def test_a_planned_change_loses_nothing_though_nothing_was_committed() -> None:
     ("size", "update", "skips"),
     [(2, HostUpdateResult.added, False), (1, HostUpdateResult.removed, True)],
 )
-def test_a_state_hears_whether_workers_join_or_leave(
+def test_on_hosts_updated_says_whether_workers_join_or_leave(
     size: int, update: HostUpdateResult, skips: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: list[tuple[float, HostUpdateResult]] = []
@@ -164,7 +164,7 @@ def test_a_state_hears_whether_workers_join_or_leave(
     assert set(interrupts) == {skips}
 
 
-def test_a_boundary_that_breaks_for_one_rank_alone_leaves_no_two_states_behind() -> None:
+def test_a_step_boundary_that_breaks_on_one_rank_leaves_equal_states() -> None:
     """One rank stops there as planned, with its live values; the other goes back to its last commit."""
 
     def work(session: StageSession) -> int:
@@ -191,7 +191,7 @@ def test_a_boundary_that_breaks_for_one_rank_alone_leaves_no_two_states_behind()
 
 
 @pytest.mark.parametrize("joins", [True, False], ids=["a newcomer", "one who is behind"])
-def test_r05_who_was_to_take_over_a_state_that_never_came_does_not_claim_it(joins: bool) -> None:
+def test_r05_a_rank_whose_sync_failed_does_not_report_the_new_position(joins: bool) -> None:
     """The source dies while it hands over; of those who are left one has that state and one has not."""
 
     class Handed(WeightsState):
@@ -220,7 +220,7 @@ def test_r05_who_was_to_take_over_a_state_that_never_came_does_not_claim_it(join
     assert len(stage.sizes) == 3
 
 
-def test_reset_callbacks_run_where_somebody_was_before_and_are_part_of_the_state() -> None:
+def test_reset_callbacks_run_on_survivors_only() -> None:
     called: list[int] = []
 
     def work(session: StageSession) -> float:
@@ -295,7 +295,7 @@ def test_without_a_worker_the_function_is_merely_called() -> None:
     assert elastic(loop, lambda: None)(state) == "step 3"
 
 
-def test_what_no_other_world_could_mend_is_raised() -> None:
+def test_errors_that_no_other_world_can_repair_are_raised() -> None:
     def work(session: StageSession) -> None:
         def loop(state: Any) -> None:
             raise MismatchError((0,), "the user's own doing")
@@ -372,13 +372,13 @@ def at(commits: int) -> Position:
         ((at(3), at(4)), (1, 4)),
     ],
 )
-def test_w2_who_hands_over_follows_from_the_world_alone(
+def test_w2_the_source_of_a_sync_follows_from_the_world_alone(
     positions: tuple[Position | None, ...], expected: tuple[int | None, int]
 ) -> None:
     assert choose_source(_world(*positions)) == expected
 
 
-def test_interrupts_outside_of_the_loop_are_the_users() -> None:
+def test_interrupts_outside_of_the_run_loop_reach_the_user() -> None:
     error: Exception = HostsUpdatedInterrupt(skip_sync=True)
     assert error.skip_sync  # type: ignore[attr-defined]
     assert not isinstance(error, CollectiveError)

@@ -41,7 +41,7 @@ def test_values_and_weights_are_always_of_one_version(actions: list[str]) -> Non
         assert state.weights.numbers.tolist() == [state.step] * 8
 
 
-def test_saved_values_share_nothing_with_live_ones() -> None:
+def test_saved_values_share_no_memory_with_current_ones() -> None:
     state: Any = ObjectState(history=[1], table={"a": [1]})
     state.history.append(2)
     state.table["a"].append(2)
@@ -49,7 +49,7 @@ def test_saved_values_share_nothing_with_live_ones() -> None:
     assert (state.history, state.table) == ([1], {"a": [1]})
 
 
-def test_setting_a_handled_value_has_it_handled_from_then_on() -> None:
+def test_a_handler_follows_an_attribute_that_is_set_again() -> None:
     state: Any = WeightsState(weights=Weights())
     state.weights = Weights(fill=5.0)
     state.save()
@@ -102,7 +102,7 @@ def test_a_users_handler_takes_part() -> None:
     assert Stage(2).play(work) == [["synced from 1"]] * 2
 
 
-def test_w3_who_did_not_get_all_of_a_state_does_not_claim_it() -> None:
+def test_w3_a_rank_with_half_a_state_does_not_report_its_position() -> None:
     """A user's handler breaks; the rest of the state is not taken over without it."""
 
     class Breaks(Loud):
@@ -192,12 +192,12 @@ def test_r20_a_resume_waits_for_the_copy_under_way(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("name", ["commit", "_private", "registry"])
-def test_names_that_a_state_has_for_itself_are_refused(name: str) -> None:
+def test_names_of_a_states_own_attributes_are_refused(name: str) -> None:
     with pytest.raises(InvalidInput, match=name):
         ObjectState(**{name: 1})
 
 
-def test_what_cannot_be_pickled_is_one_sentence() -> None:
+def test_a_value_that_cannot_be_pickled_is_one_sentence() -> None:
     with pytest.raises(InvalidInput, match="pickled"):
         ObjectState(lock=__import__("threading").Lock())
 
@@ -223,7 +223,7 @@ def test_anything_with_a_state_dict_keeps_its_identity() -> None:
     assert find_handler(3, ()) is None
 
 
-def test_arrays_among_the_values_are_taken_as_they_are() -> None:
+def test_arrays_among_the_values_are_not_pickled() -> None:
     state: Any = ObjectState(best=np.arange(3))
     state.best += 1
     state.restore()

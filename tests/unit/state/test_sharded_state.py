@@ -94,7 +94,7 @@ def test_one_death_at_any_exchange_costs_nothing_but_the_steps_since_the_commit(
 
 @given(st.integers(1, 4), st.lists(st.one_of(losses, joins), max_size=4))
 @settings(max_examples=80, deadline=None)
-def test_after_any_deaths_the_state_is_whole_or_one_sentence_says_what_is_missing(
+def test_after_any_deaths_the_state_is_complete_or_the_error_names_the_missing_shards(
     size: int, events: list[Event]
 ) -> None:
     stage = Stage(size, tuple(sorted(events, key=lambda event: event.step)))
@@ -130,7 +130,7 @@ def test_wrong_use_gets_a_sentence(make: Callable[[], object], sentence: str) ->
         make()
 
 
-def test_what_build_makes_cannot_be_given_to_the_state() -> None:
+def test_the_built_model_cannot_be_an_attribute_of_the_state() -> None:
     with pytest.raises(InvalidInput, match="'rows' belongs to a world: make it in build"):
         RowsState(build, rows=Rows.__new__(Rows))
 

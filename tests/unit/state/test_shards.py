@@ -27,7 +27,7 @@ rows, sizes = st.integers(0, 40), st.integers(1, 9)
 
 
 @given(rows, sizes)
-def test_parts_are_those_of_torch(rows: int, size: int) -> None:
+def test_shards_are_divided_as_by_torch(rows: int, size: int) -> None:
     parts = torch.arange(rows).chunk(size) if rows else ()
     for rank in range(size):
         begin, end = shard_rows(rows, size, rank)

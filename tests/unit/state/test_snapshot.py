@@ -43,7 +43,7 @@ def test_r20_a_version_that_was_changed_while_it_was_copied_does_not_count() -> 
     assert read_newest(buffer)[0] == 3
 
 
-def test_what_is_not_marked_is_copied_before_the_commit_returns() -> None:
+def test_unmarked_arrays_are_copied_before_the_commit_returns() -> None:
     live, buffer = np.full(64, 1, np.uint8), SnapshotBuffer()
     buffer.begin(at(1), lambda builder: builder.add(live))
     live[:] = 2
@@ -57,7 +57,7 @@ def test_pieces_are_aligned_and_do_not_overlap() -> None:
     assert builder.size == 256
 
 
-def test_two_memories_take_turns() -> None:
+def test_two_buffers_alternate() -> None:
     live, buffer = np.zeros(128, np.uint8), SnapshotBuffer()
     memories = []
     for version in range(4):

@@ -173,7 +173,7 @@ def test_a_side_without_messages_sends_a_sign_of_life() -> None:
 
 
 @pytest.mark.parametrize("started", [True, False])
-def test_close_sends_what_waits(started: bool) -> None:
+def test_close_sends_waiting_messages(started: bool) -> None:
     pair = Pair()
     if started:
         pair.a.start()

@@ -55,7 +55,7 @@ def plain_state(number: int) -> tuple[Any, Callable[[], None], Callable[[], list
 
 
 @pytest.mark.parametrize("make", [keras_state, plain_state])
-def test_newcomers_and_survivors_hold_the_same_whatever_they_began_with(make: Callable[[int], Any]) -> None:
+def test_newcomers_and_survivors_hold_equal_values_after_a_sync(make: Callable[[int], Any]) -> None:
     stage = Stage(2, (Event(2), Event(5, rank=0)))
     numbers = iter(range(100))
 
@@ -99,7 +99,7 @@ def test_a_state_is_synced_outside_of_the_run_loop(
     assert (five, as_well) == (5, 5)
 
 
-def test_a_state_asks_for_what_it_needs() -> None:
+def test_a_state_without_model_or_optimizer_is_refused() -> None:
     model = keras.Sequential([keras.layers.Dense(1)])
     with pytest.raises(InvalidInput, match="needs an optimizer"):
         hvd.elastic.TensorFlowKerasState(model)

@@ -87,7 +87,7 @@ def test_arguments_are_horovods_and_the_page_has_the_name(framework: str, name: 
 
 
 @pytest.mark.parametrize("framework", ["tensorflow", "keras"])
-def test_what_is_exported_exists(framework: str) -> None:
+def test_exported_names_exist(framework: str) -> None:
     module = importlib.import_module(f"spark_elastic.{framework}")
     assert all(hasattr(module, name) for name in module.__all__)
     assert len(set(module.__all__)) == len(module.__all__), "a name of its own is among those of all faces"

@@ -131,7 +131,7 @@ def test_averages_of_integer_slices_are_integers(
     world(3, work)
 
 
-def test_tape_exchanges_what_its_variables_share(world: World) -> None:
+def test_tape_exchanges_gradients_within_its_process_set(world: World) -> None:
     def work(group: Group) -> None:
         rank = group.rank
         dense, table, own = tf.Variable([1.0, 2.0]), tf.Variable(tf.ones([4, 2])), tf.Variable(1.0)
@@ -168,7 +168,7 @@ def test_wrong_arguments_are_refused_in_a_sentence() -> None:
         tf.function(hvd.allreduce, jit_compile=True)(tf.ones(2))
 
 
-def test_a_graph_of_one_process_gives_back_what_it_was_given() -> None:
+def test_a_graph_of_a_single_process_returns_its_input() -> None:
     @tf.function
     def graph(x: Any) -> Any:
         y = hvd.allreduce(x, op=hvd.Sum, postscale_factor=3.0)
@@ -179,7 +179,7 @@ def test_a_graph_of_one_process_gives_back_what_it_was_given() -> None:
     assert (size.numpy(), gathered.numpy().tolist()) == (1, [1, 2])
 
 
-def test_what_a_graph_raised_is_raised_to_who_runs_it() -> None:
+def test_an_error_within_a_graph_is_raised_to_its_caller() -> None:
     def raise_error(arrays: Any) -> Any:
         raise hvd.HorovodInternalError((1,), "rank 1 is gone")
 

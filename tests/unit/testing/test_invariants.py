@@ -28,11 +28,13 @@ def test_the_highest_generation_counts() -> None:
         ({at(0): (0, 1)}, "were trained, not"),
     ],
 )
-def test_a_missing_or_foreign_row_is_seen(expected: dict[object, tuple[int, ...]], message: str) -> None:
+def test_a_missing_or_foreign_row_is_a_violation(
+    expected: dict[object, tuple[int, ...]], message: str
+) -> None:
     with pytest.raises(Violation, match=message):
         _history().check(expected)  # type: ignore[arg-type]
 
 
-def test_ranks_that_disagree_are_seen() -> None:
+def test_ranks_that_disagree_are_a_violation() -> None:
     with pytest.raises(Violation, match="two ranks of world 1"):
         _history().record_applied(Fence(1, 1), at(0), (0,))

@@ -36,7 +36,7 @@ def _journal_of(seed: int, path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40, 52))
-def test_a_job_decides_again_as_it_had(seed: int, tmp_path: Path) -> None:
+def test_a_replayed_job_makes_the_same_decisions(seed: int, tmp_path: Path) -> None:
     path = tmp_path / "journal"
     _journal_of(seed, path)
     again = replay(path)
@@ -44,7 +44,7 @@ def test_a_job_decides_again_as_it_had(seed: int, tmp_path: Path) -> None:
     assert again.state.stage is Stage.ENDED
 
 
-def test_it_becomes_a_unit_test_that_passes_and_can_fail(
+def test_a_journal_becomes_a_unit_test_that_passes_and_can_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "journal"
@@ -60,7 +60,7 @@ def test_it_becomes_a_unit_test_that_passes_and_can_fail(
         test()
 
 
-def test_a_part_of_it_is_a_shorter_test(tmp_path: Path) -> None:
+def test_a_part_of_a_journal_becomes_a_shorter_test(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     _journal_of(63, path)
     source = replay(path).as_test(entries=10)
@@ -81,7 +81,7 @@ def test_the_first_difference_is_named(tmp_path: Path, monkeypatch: pytest.Monke
         replay(path)
 
 
-def test_a_machine_that_falls_over_is_a_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_of_the_machine_is_a_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "journal"
     _journal_of(63, path)
 
@@ -93,7 +93,7 @@ def test_a_machine_that_falls_over_is_a_difference(tmp_path: Path, monkeypatch: 
         replay(path)
 
 
-def test_a_driver_killed_in_mid_line_costs_its_last_turn(tmp_path: Path) -> None:
+def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     _journal_of(63, path)
     whole = len(replay(path).entries)
@@ -106,7 +106,7 @@ def test_a_driver_killed_in_mid_line_costs_its_last_turn(tmp_path: Path) -> None
         replay(path, 2)
 
 
-def test_a_torn_line_in_the_middle_is_not_passed_over(tmp_path: Path) -> None:
+def test_a_torn_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     _journal_of(63, path)
     lines = path.read_text().splitlines()
@@ -125,7 +125,7 @@ def test_a_torn_line_in_the_middle_is_not_passed_over(tmp_path: Path) -> None:
         ("[1]\n", "is not a journal"),
     ],
 )
-def test_what_is_no_journal_is_refused_with_a_sentence(text: str, why: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_journal_is_refused_with_a_sentence(text: str, why: str, tmp_path: Path) -> None:
     path = tmp_path / "journal"
     path.write_text(text)
     with pytest.raises(InvalidInput, match=why):

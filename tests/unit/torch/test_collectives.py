@@ -43,7 +43,7 @@ def test_shapes_that_do_not_fit_name_the_ranks(engine: World) -> None:
     engine(2, work)
 
 
-def test_broadcasts(engine: World) -> None:
+def test_broadcasts_give_every_rank_the_roots_values(engine: World) -> None:
     def work(group: Group) -> tuple[list[float], list[float], dict[str, int]]:
         mine = torch.full((2,), float(group.rank), dtype=torch.bfloat16)
         got = hvd.broadcast(mine, 1)
@@ -54,7 +54,7 @@ def test_broadcasts(engine: World) -> None:
     assert engine(3, work) == [([1.0, 1.0], [2.0, 2.0], {"of": 1})] * 3
 
 
-def test_objects_of_all_ranks(engine: World) -> None:
+def test_objects_are_gathered_and_broadcast(engine: World) -> None:
     def work(group: Group) -> list[Any]:
         hvd.barrier()
         return hvd.allgather_object("x" * group.rank)
@@ -62,7 +62,7 @@ def test_objects_of_all_ranks(engine: World) -> None:
     assert engine(3, work) == [["", "x", "xx"]] * 3
 
 
-def test_parameters_and_optimizer_state(engine: World) -> None:
+def test_parameters_and_optimizer_state_are_broadcast(engine: World) -> None:
     def work(group: Group) -> tuple[list[float], float, int]:
         model = torch.nn.Linear(2, 1, bias=False)
         torch.nn.init.constant_(model.weight, float(group.rank))
@@ -92,7 +92,7 @@ def test_parameters_with_and_without_names(engine: World, listed: Callable[..., 
     assert engine(2, work) == [[1.0] * 6] * 2
 
 
-def test_gradients_go_through(engine: World) -> None:
+def test_collectives_are_differentiable(engine: World) -> None:
     def work(group: Group) -> tuple[list[float], list[float], list[float]]:
         x, y, z = (torch.ones(2, requires_grad=True) for _ in range(3))
         (hvd.allreduce(x) * (group.rank + 1)).sum().backward()

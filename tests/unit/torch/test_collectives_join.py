@@ -43,7 +43,7 @@ def test_ranks_out_of_data_take_part_in_the_steps_of_others(world: World) -> Non
     assert world(3, work) == [(-6.0, 0)] * 3  # three ranks' average of 3, then of two and of one over three
 
 
-def test_a_rank_that_has_gradients_left_is_told_to_step_before_it_joins(world: World) -> None:
+def test_join_with_pending_gradients_is_refused(world: World) -> None:
     def work(group: Group) -> list[float]:
         weight = torch.nn.Parameter(torch.zeros(2))
         with contextlib.closing(
@@ -83,7 +83,7 @@ def test_ranks_join_beside_adasum(world: World) -> None:
     assert world(2, work) == [([-9.0, -12.0], 0), ([-6.0, -8.0], 0)]
 
 
-def test_the_last_of_a_process_set_to_join_is_who_took_most_steps(world: World) -> None:
+def test_the_rank_with_most_steps_counts_as_the_last_of_a_process_set_to_join(world: World) -> None:
     def work(group: Group) -> tuple[float, int]:
         part = hvd.add_process_set([0, 1])
         weight = torch.nn.Parameter(torch.zeros(1))

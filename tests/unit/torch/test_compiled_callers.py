@@ -33,7 +33,7 @@ def train(compiled: Callable[[Any], Any], group: Group) -> list[float]:
 
 @pytest.mark.faults  # for its time
 @pytest.mark.filterwarnings("ignore")  # those of torch's compiler
-def test_a_compiled_model_a_compiled_step_and_a_compiled_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_compile_works_with_models_steps_and_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     per_thread(monkeypatch)
     expected = run_in_fake_world(2, partial(train, lambda function: function))
     compiled = run_in_fake_world(2, partial(train, partial(torch.compile, backend="eager")))

@@ -103,7 +103,7 @@ def test_drop_last_gives_whole_batches_of_rows_that_come_once(rows: int, batch: 
     assert len(set(seen)) == len(seen)
 
 
-def test_what_drop_last_leaves_out_differs_by_epoch() -> None:
+def test_rows_left_out_by_drop_last_differ_by_epoch() -> None:
     loader = ElasticDataLoader(range(10), 3, drop_last=True)
     left_out = [set(range(10)) - {row for batch in take(loader, 4) for row in batch} for _ in range(8)]
     assert {len(rows) for rows in left_out} == {1}
@@ -188,7 +188,7 @@ def test_a_state_puts_the_position_back_and_rejects_other_settings() -> None:
         loader.load_state_dict({"epoch": 1})
 
 
-def test_a_newcomer_takes_over_the_position_and_its_own_loop_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_newcomers_loop_ends_once_it_takes_over_the_position(monkeypatch: pytest.MonkeyPatch) -> None:
     per_thread(monkeypatch)
 
     def work(group: Group) -> int:
@@ -216,7 +216,7 @@ def test_a_loop_whose_position_was_put_back_does_not_end_as_if_the_epoch_had() -
     assert len(list(loader)) == 4
 
 
-def test_rows_come_together_from_a_data_set_that_offers_it() -> None:
+def test_getitems_fetches_the_rows_of_a_batch_at_once() -> None:
     """As those of Hugging Face do, whose rows are dicts."""
 
     class Table:

@@ -119,7 +119,7 @@ def test_r20_commits_right_before_each_step_are_never_torn() -> None:
         }
 
 
-def test_r20_a_change_behind_the_optimizers_back_spoils_that_commit_only() -> None:
+def test_r20_a_change_outside_of_the_optimizer_spoils_that_commit_only() -> None:
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(1 << 22))])
     state: Any = hvd.elastic.TorchState(model, torch.optim.SGD(model.parameters(), lr=1.0), batch=0)
     torn = False
@@ -200,7 +200,7 @@ class Counting(ModelStateHandler):
         return super().capture(builder)
 
 
-def test_the_registry_is_the_users() -> None:
+def test_handlers_of_users_are_registered_by_type() -> None:
     registry = hvd.elastic.get_handler_registry()
     assert [kind for kind, _ in registry][:2] == [torch.nn.Module, torch.optim.Optimizer]
     hvd.elastic.set_handler_registry([(torch.nn.Module, Counting), *registry])
@@ -208,7 +208,7 @@ def test_the_registry_is_the_users() -> None:
     assert Counting.saves == 2
 
 
-def test_alone_the_process_is_a_world_of_one() -> None:
+def test_a_state_outside_of_a_job_has_a_world_of_one() -> None:
     assert not hvd.is_initialized()
     hvd.init()
     assert hvd.is_initialized()
@@ -241,9 +241,7 @@ def test_a_state_is_synced_outside_of_the_run_loop(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("begins", [False, True])
-def test_the_rows_that_each_rank_recorded_are_brought_together(
-    begins: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recorded_rows_of_all_ranks_are_merged(begins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a sync, and where a world begins in which no rank takes over another's state."""
     per_thread(monkeypatch)
 
@@ -264,7 +262,7 @@ def test_the_rows_that_each_rank_recorded_are_brought_together(
     assert run_in_fake_world(2, work) == [([0, 5, 7], [1, 2, 3]), ([4, 6, 0], [1, 2, 3])]
 
 
-def test_alone_a_sync_saves_and_divides_what_is_left_too() -> None:
+def test_a_sync_outside_of_a_job_saves_and_divides_remaining_rows() -> None:
     sampler = hvd.elastic.ElasticSampler(range(4), shuffle=False)
     state: Any = hvd.elastic.TorchState(sampler=sampler, epoch=1)
     sampler.record_batch(0, 3)
@@ -279,7 +277,7 @@ def test_a_sampler_needs_no_rank() -> None:
     assert list(hvd.elastic.ElasticSampler(range(4), shuffle=False)) == [0, 1, 2, 3]
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_invalid_arguments_of_a_state_are_refused() -> None:
     with pytest.raises(InvalidInput, match="comm"):
         hvd.init(comm=[0, 1])
     with pytest.raises(InvalidInput, match="compression"):
@@ -290,7 +288,7 @@ def test_what_makes_no_sense_is_refused() -> None:
         hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum)
 
 
-def test_horovods_names_of_the_errors() -> None:
+def test_errors_have_horovods_names() -> None:
     with pytest.raises(hvd.HorovodInternalError):
         raise hvd.HorovodInternalError((1,), "rank 1 is gone")
     with pytest.raises(RuntimeError, match=r"^injected$"):

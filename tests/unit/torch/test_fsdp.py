@@ -50,7 +50,7 @@ def make(**options: Any) -> tuple[Net, Net]:
 
 
 @pytest.mark.usefixtures("world")
-def test_a_commit_holds_this_ranks_rows_and_what_all_have_alike() -> None:
+def test_a_commit_holds_this_ranks_shards_and_replicated_values() -> None:
     whole, divided = make()
     builder = ShardBuilder()
     values = DividedModelHandler(divided).capture(builder)
@@ -71,7 +71,7 @@ def test_a_commit_holds_this_ranks_rows_and_what_all_have_alike() -> None:
 
 
 @pytest.mark.usefixtures("world")
-def test_parameters_and_moments_come_back_divided() -> None:
+def test_parameters_and_moments_are_restored_divided() -> None:
     _, source = make()
     optimizer = torch.optim.AdamW(source.parameters(), lr=0.1)
     for parameter in source.parameters():

@@ -131,7 +131,7 @@ def test_arguments_are_horovods(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*SIGNATURES, *VALUES])
-def test_the_name_is_here(name: str) -> None:
+def test_the_name_of_horovod_exists(name: str) -> None:
     look_up(name)
 
 
@@ -147,13 +147,13 @@ def test_the_page_for_movers_has_the_name(name: str) -> None:
     assert f"`{name}`" in page, "add a line to the table of docs/moving-from-horovod.md"
 
 
-def test_what_is_exported_exists() -> None:
+def test_exported_names_exist() -> None:
     assert all(hasattr(hvd, name) for name in hvd.__all__)
     assert len(set(hvd.__all__)) == len(hvd.__all__), "a name of its own is among those of all faces"
     assert {name.split(".")[0] for name in (*SIGNATURES, *VALUES)} <= set(hvd.__all__)
 
 
-def test_build_questions() -> None:
+def test_build_queries_answer_as_horovods() -> None:
     assert hvd.HorovodInternalError is CollectiveError
     assert hvd.HorovodVersionMismatchError is PreflightError
     assert hvd.gloo_built()

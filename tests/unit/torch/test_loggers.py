@@ -64,7 +64,7 @@ def test_tensorboard_has_every_point_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning:mlflow.*")
-def test_mlflow_has_one_run_whoever_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_has_one_run_whichever_rank_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _file_store(monkeypatch)
     leader = MLflowLogger(tmp_path.as_uri(), "digits", "first", every=2)
     follower = pickle.loads(pickle.dumps(leader))

@@ -49,7 +49,7 @@ def test_every_operation_with_every_dtype(engine: World) -> None:
     engine(2, work)
 
 
-def test_layouts_and_sizes(world: World) -> None:
+def test_operations_take_any_layout_and_size(world: World) -> None:
     def work(group: Group) -> None:
         wide = torch.arange(6.0).reshape(2, 3).t()
         assert hvd.allreduce(wide, op=hvd.Sum).tolist() == (2 * wide).tolist()
@@ -69,7 +69,7 @@ def test_layouts_and_sizes(world: World) -> None:
     world(2, work)
 
 
-def test_handles_and_groups(world: World) -> None:
+def test_operations_return_handles_and_take_groups(world: World) -> None:
     def work(group: Group) -> None:
         mine = torch.full((3,), float(group.rank + 1))
         handles = [
@@ -107,7 +107,7 @@ def test_handles_and_groups(world: World) -> None:
 
 @pytest.mark.parametrize("compression", [hvd.Compression.fp16, hvd.Compression.bf16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.int32])
-def test_compression(world: World, compression: type[Compressor], dtype: torch.dtype) -> None:
+def test_operations_take_compression(world: World, compression: type[Compressor], dtype: torch.dtype) -> None:
     def work(group: Group) -> torch.Tensor:
         mine = torch.full((4,), 3).to(dtype) + group.rank
         assert hvd.reducescatter(mine, compression=compression, op=hvd.Sum).tolist() == [7, 7]
@@ -132,7 +132,7 @@ class Halves(Compressor):
         return tensor * ctx
 
 
-def test_a_compressor_of_ones_own(world: World) -> None:
+def test_operations_take_a_custom_compressor(world: World) -> None:
     assert world(2, lambda group: hvd.allreduce(torch.ones(1), compression=Halves, op=hvd.Sum).item()) == [
         2,
         2,
@@ -175,7 +175,7 @@ def test_sparse_sums_and_averages(world: World) -> None:
     world(2, work)
 
 
-def test_the_log_says_once_that_rates_are_not_scaled(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_unscaled_learning_rates_are_logged_once(world: World, caplog: pytest.LogCaptureFixture) -> None:
     optimizer_module._warn_unscaled_rate.cache_clear()
 
     def work(group: Group) -> None:
@@ -209,7 +209,7 @@ def test_buckets_of_gradients_have_rows_in_the_timeline(world: World, tmp_path: 
     assert [span["args"] for span in spans] == [{"bytes": 64}] * 2  # whole cache lines
 
 
-def test_gradients_of_all_that_have_some(world: World) -> None:
+def test_differentiable_operations_have_gradients(world: World) -> None:
     def work(group: Group) -> list[list[float]]:
         w = [torch.ones(2, dtype=torch.float64, requires_grad=True) for _ in range(5)]
         factor = group.rank + 1.0
@@ -225,7 +225,7 @@ def test_gradients_of_all_that_have_some(world: World) -> None:
     assert second == [[6, 6], [1.5, 1.5], [10, 20], [1, 2], [1.5, 1.5]]
 
 
-def test_second_derivatives(world: World) -> None:
+def test_operations_have_second_derivatives(world: World) -> None:
     """Of the sum of squares of what each operation gives: its gradients, twice."""
     operations: list[Callable[[torch.Tensor], torch.Tensor]] = [
         lambda x: hvd.allreduce(x, op=hvd.Sum),
@@ -249,7 +249,7 @@ def test_second_derivatives(world: World) -> None:
     assert second == [[8, 8], [2, 2], [1, 1], [1, 1], [2, 2]]
 
 
-def test_arguments_that_make_no_sense() -> None:
+def test_invalid_arguments_are_refused() -> None:
     for operation in (hvd.allreduce, hvd.allreduce_, hvd.allgather, hvd.alltoall, hvd.reducescatter):
         with pytest.raises(InvalidInput, match="takes tensors; got a ndarray"):
             operation(np.ones(2))  # type: ignore[operator]

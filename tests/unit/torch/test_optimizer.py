@@ -196,7 +196,7 @@ def test_r03_a_broken_exchange_leaves_weights_and_optimizer_untouched(here: Here
     run_in_world(2, work)
 
 
-def test_a_step_given_up_in_one_world_does_not_reach_into_the_next(here: Here) -> None:
+def test_an_interrupted_step_leaves_nothing_in_the_next_world(here: Here) -> None:
     """Buckets of the first step are on their way when user code leaves it; then a new group is there."""
     models = [net(), net()]
     opts: list[Any] = [DistributedOptimizer(adam(m.parameters()), m.named_parameters()) for m in models]
@@ -220,7 +220,9 @@ def test_a_step_given_up_in_one_world_does_not_reach_into_the_next(here: Here) -
         opt.close()
 
 
-def test_between_two_worlds_it_cannot_step(here: Here, alone: tuple[torch.nn.Sequential, Any]) -> None:
+def test_the_optimizer_cannot_step_between_two_worlds(
+    here: Here, alone: tuple[torch.nn.Sequential, Any]
+) -> None:
     _, opt = alone
     enter(here, None)
     with pytest.raises(CollectiveError, match="between two worlds"):
@@ -228,7 +230,7 @@ def test_between_two_worlds_it_cannot_step(here: Here, alone: tuple[torch.nn.Seq
 
 
 @pytest.mark.parametrize("scheduler_first", [False, True])
-def test_schedulers_work_on_it(scheduler_first: bool) -> None:
+def test_schedulers_work_on_a_distributed_optimizer(scheduler_first: bool) -> None:
     model = net()
     plain_sgd = torch.optim.SGD(model.parameters(), lr=1.0)
     with warnings.catch_warnings():
@@ -319,7 +321,7 @@ def test_more_backward_passes_than_announced_are_an_error(alone: tuple[torch.nn.
         ({"gradient_predivide_factor": 0.0}, "above 0"),
     ],
 )
-def test_what_is_not_supported_is_refused(arguments: dict[str, Any], says: str) -> None:
+def test_unsupported_options_are_refused(arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidInput, match=says):
         DistributedOptimizer(adam(net().parameters()), **arguments)
 

@@ -36,7 +36,9 @@ def train(here: Here, group: Group, rows: torch.Tensor, **how: Any) -> torch.Ten
 
 
 @pytest.mark.parametrize("how", [{"num_groups": 2}, {"groups": 3}, {"groups": [[0, 3]]}])
-def test_groups_travel_together_and_change_nothing(here: Here, how: dict[str, Any]) -> None:
+def test_groups_of_gradients_are_exchanged_together_and_change_nothing(
+    here: Here, how: dict[str, Any]
+) -> None:
     replicas = run_in_world(2, lambda group: train(here, group, X[group.rank * 6 :][:6], **how))
     assert torch.equal(*replicas)
     assert torch.allclose(replicas[0], train_plain([X] * 3, adam), rtol=0, atol=1e-12)
@@ -193,7 +195,7 @@ def test_gradients_of_a_gpu_go_through_pinned_memory(here: Here) -> None:
 
 
 @pytest.mark.parametrize(("chosen", "expected"), [(None, [0.3] * 3), ([0, 2], [0.2, 0.1, 0.2])])
-def test_rates_are_multiplied_by_those_who_exchange(
+def test_learning_rates_are_scaled_by_the_ranks_of_the_process_set(
     here: Here, chosen: list[int] | None, expected: list[float]
 ) -> None:
     some = global_process_set if chosen is None else ProcessSet(chosen)
@@ -241,7 +243,7 @@ class Flat(Compressor):
 
 @pytest.mark.parametrize("how", [{}, {"gradient_predivide_factor": 4.0}, {"groups": 3}])
 @pytest.mark.parametrize(("compression", "error"), [(Half, 1e-12), (Half(), 1e-12), (Narrow, 2e-2)])
-def test_a_compressor_of_ones_own_surrounds_each_exchange(
+def test_a_custom_compressor_compresses_each_exchange(
     here: Here, compression: Any, error: float, how: dict[str, Any]
 ) -> None:
     Narrow.seen.clear()
@@ -263,6 +265,6 @@ def test_a_compressor_that_changes_the_shape_is_named(here: Here) -> None:
     assert run_in_world(2, work) == ["told", "told"]
 
 
-def test_adasum_takes_no_compressor_of_ones_own() -> None:
+def test_adasum_refuses_a_custom_compressor() -> None:
     with pytest.raises(InvalidInput, match="leave compression and groups out"):
         DistributedOptimizer(adam(net().parameters()), op=Adasum, compression=Half)

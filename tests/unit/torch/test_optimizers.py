@@ -23,7 +23,9 @@ def rates(optimizer: torch.optim.Optimizer) -> list[float]:
 
 
 @pytest.mark.parametrize(("rate", "expected"), [(None, [0.8, 0.4]), (0.3, [1.2, 1.2])])
-def test_each_groups_rate_is_multiplied(rate: float | None, expected: list[float]) -> None:
+def test_the_learning_rate_of_each_parameter_group_is_scaled(
+    rate: float | None, expected: list[float]
+) -> None:
     optimizer, schedules = build_optimizer(net(), sgd, rate, 4)
     assert rates(optimizer) == pytest.approx(expected)
     assert schedules == ()

@@ -35,7 +35,7 @@ def test_two_layers_draw_differently_and_gradients_follow_the_mask() -> None:
     assert float((x.grad == 4).float().mean()) == pytest.approx(0.25, abs=0.1)
 
 
-def test_without_rows_it_says_what_to_call_and_outside_of_training_it_does_nothing() -> None:
+def test_row_dropout_needs_rows_in_training_and_does_nothing_outside_of_it() -> None:
     layer, x = RowDropout(0.5), torch.ones(2, 3)
     with pytest.raises(InvalidInput, match=r"got 2 rows, draw_rows\(\) was called for none"):
         layer(x)

@@ -71,7 +71,7 @@ class Held:
         (None, compute_power),
     ],
 )
-def test_what_does_something_else_differs(one: Any, other: Any) -> None:
+def test_functions_that_do_something_else_have_different_digests(one: Any, other: Any) -> None:
     assert digest(one) != digest(other)
 
 
@@ -99,7 +99,7 @@ def test_a_function_in_its_own_closure_has_a_digest() -> None:
     assert digest(make_recursive()) == digest(make_recursive())
 
 
-def test_what_does_the_same_does_not() -> None:
+def test_functions_that_do_the_same_have_equal_digests() -> None:
     assert digest(make_scaled_loss(1.0)) == digest(make_scaled_loss(1.0))
     assert digest(make_weighted_loss(torch.ones(2))) == digest(make_weighted_loss(torch.ones(2)))
     assert digest(make_weighted_loss({3, 1, 2})) == digest(make_weighted_loss({2, 3, 1}))
@@ -107,7 +107,7 @@ def test_what_does_the_same_does_not() -> None:
     assert digest({"a": 1, "b": (2,)}) == digest({"b": [2], "a": 1})
 
 
-def test_another_process_finds_the_same() -> None:
+def test_another_process_computes_the_same_digest() -> None:
     program = (
         "from spark_elastic.training.identity import digest\n"
         "from tests.unit.training.test_identity import Held, make_recursive, make_scaled_loss, make_weighted_loss\n"

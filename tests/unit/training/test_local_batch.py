@@ -26,7 +26,7 @@ def test_micro_batches_hold_every_row_once(made: Callable[[Any], Any]) -> None:
     assert {part.planned for part in parts} == {25}
 
 
-def test_without_weights_and_without_rows() -> None:
+def test_a_batch_may_have_no_weights_and_no_rows() -> None:
     share = LocalBatch(25, np.arange(10), (ROWS,), (ROWS,), None)
     assert [part.weights for part in share.micro_batches(10)] == [None]
     empty = LocalBatch(25, np.arange(0), (ROWS[:0],), (ROWS[:0],), None)

@@ -76,7 +76,7 @@ def test_p7_a_checkpoint_is_read_once_however_many_worlds_give_up_waiting_for_it
     assert reads == [checkpoint(3)]
 
 
-def test_p7_another_checkpoint_is_read_and_so_is_the_same_one_once_it_was_handed_on(
+def test_p7_another_checkpoint_is_read_as_is_the_same_one_after_its_hand_over(
     reads: list[Checkpoint], training: Any
 ) -> None:
     loop = training([CollectiveError((1,), "timed out"), KEPT, KEPT])

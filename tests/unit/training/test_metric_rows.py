@@ -21,7 +21,7 @@ def fill_rows(rank: int) -> MetricRows:
 
 
 @pytest.mark.native
-def test_all_ranks_take_the_whole_step_in_rank_order() -> None:
+def test_every_rank_gets_all_rows_of_the_step_in_rank_order() -> None:
     def take_rows(group: Group) -> Any:
         part = fill_rows(group.rank)
         part.gather(group)
@@ -33,7 +33,7 @@ def test_all_ranks_take_the_whole_step_in_rank_order() -> None:
 
 
 @pytest.mark.native
-def test_numbers_without_columns() -> None:
+def test_metric_rows_may_have_no_columns() -> None:
     def take_rows(group: Group) -> Any:
         part = MetricRows()
         part.add(3, {"loss": 1.5}, None)
@@ -43,7 +43,7 @@ def test_numbers_without_columns() -> None:
     assert run_in_world(2, take_rows) == [([({"loss": 1.5}, 3)] * 2, [])] * 2
 
 
-def test_nothing_is_left_of_an_exchange_that_broke() -> None:
+def test_a_broken_exchange_leaves_no_rows() -> None:
     class Broken:
         def allgather_bytes(self, data: bytes) -> list[bytes]:
             raise CollectiveError([1], "gone")
@@ -59,7 +59,7 @@ def test_nothing_is_left_of_an_exchange_that_broke() -> None:
     assert part.pop_gathered() == ([({}, 0)], [])
 
 
-def test_what_was_given_up_is_forgotten() -> None:
+def test_discarded_rows_are_forgotten() -> None:
     part = fill_rows(2)
     part.discard()
     assert part.pop_gathered() == ([], [])

@@ -39,7 +39,7 @@ def test_a_loss_that_is_a_sum_is_averaged_over_the_steps() -> None:
     assert sums.mean_loss() == 3.0
 
 
-def test_figures_are_the_floats_but_for_the_time() -> None:
+def test_metrics_are_the_floats_without_the_time() -> None:
     assert select_figures({"epoch": 1, "loss": 0.5, "seconds": 2.0, "worlds": [2]}) == {"loss": 0.5}
 
 

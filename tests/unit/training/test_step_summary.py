@@ -15,7 +15,7 @@ def decision(loss: float) -> StepDecision:
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
-def test_a_loss_that_is_no_number_is_told_with_its_step(loss: float) -> None:
+def test_a_loss_that_is_nan_is_an_error_with_its_step(loss: float) -> None:
     with pytest.raises(
         FloatingPointError,
         match=rf"the loss became {loss} in step 7 of epoch 3: .* learning rate.*=False continues",
@@ -23,5 +23,5 @@ def test_a_loss_that_is_no_number_is_told_with_its_step(loss: float) -> None:
         decision(loss).check_finite(Position(2, Phase.TRAIN, 7))
 
 
-def test_any_number_will_do() -> None:
+def test_any_finite_loss_is_accepted() -> None:
     decision(-1e300).check_finite(Position(0, Phase.TRAIN, 0))

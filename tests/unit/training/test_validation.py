@@ -34,9 +34,9 @@ def numbers(*steps: tuple[float, float]) -> dict[str, Any]:
         ([(0.0, 0.0), (0.0, 0.0)], 0.0),
     ],
 )
-def test_the_mean_of_an_epoch(steps: list[tuple[float, float]], loss: float) -> None:
+def test_validation_computes_the_mean_of_an_epoch(steps: list[tuple[float, float]], loss: float) -> None:
     assert numbers(*steps) == {"val_loss": loss, "val_rows": 10 * len(steps)}
 
 
-def test_a_loss_that_a_model_keeps_to_itself_is_not_made_up() -> None:
+def test_a_model_without_a_validation_loss_gets_none() -> None:
     assert numbers((0.0, math.nan), (0.0, math.nan)) == {"val_rows": 20}

@@ -25,7 +25,7 @@ assert sum(type(finder).__name__ == "_FollowingFinder" for finder in sys.meta_pa
 
 
 @pytest.mark.parametrize("first", ["", "import framework"])
-def test_the_follower_comes_after_its_framework(tmp_path: Path, first: str) -> None:
+def test_the_following_module_is_imported_after_its_framework(tmp_path: Path, first: str) -> None:
     (tmp_path / "framework.py").write_text(FRAMEWORK)
     (tmp_path / "follower.py").write_text(
         "import framework\nframework.loaded_before\nseen = framework.__name__\n"

@@ -50,7 +50,7 @@ def _new_call() -> None:
     start_call()
 
 
-def test_a_listener_hears_of_each_change_once_when_the_driver_announces_it() -> None:
+def test_a_listener_is_called_once_for_each_announced_change() -> None:
     listener = Listener()
     elastic.WorkerNotificationManager().register_listener(listener)
     notification_manager.register_listener(listener)  # the same one
@@ -70,7 +70,7 @@ def test_the_end_of_a_job_is_no_change_of_hosts() -> None:
     assert listener.heard.empty()
 
 
-def test_who_is_removed_or_belongs_to_an_earlier_call_hears_nothing() -> None:
+def test_removed_listeners_and_those_of_an_earlier_call_are_not_called() -> None:
     manager, removed, former, stays = WorkerNotificationManager(), Listener(), Listener(), Listener()
     manager.register_listener(former)
     start_call()
@@ -83,7 +83,9 @@ def test_who_is_removed_or_belongs_to_an_earlier_call_hears_nothing() -> None:
     assert former.heard.empty()
 
 
-def test_a_listener_that_raises_keeps_no_other_from_hearing(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_exception_in_a_listener_does_not_stop_the_other_listeners(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     class Raises:
         def on_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
             raise RuntimeError("no")

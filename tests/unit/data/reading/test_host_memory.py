@@ -50,11 +50,13 @@ def machine(root: Path, files: dict[str, str]) -> Path:
         ),
     ],
 )
-def test_the_least_is_what_is_left(tmp_path: Path, files: dict[str, str], expected: Any) -> None:
+def test_the_smallest_limit_decides_the_available_memory(
+    tmp_path: Path, files: dict[str, str], expected: Any
+) -> None:
     assert available_memory(machine(tmp_path, files)) == expected
 
 
-def test_an_address_space_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_of_the_address_space_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (3 * MB, 3 * MB))
     root = machine(tmp_path, {"proc/self/statm": f"{MB // resource.getpagesize()} 1 1"})
     assert available_memory(root) == (2 * MB, 3 * MB)
@@ -81,7 +83,7 @@ def read_twice(total: int) -> tuple[int, int]:
     return len(decoded), kept
 
 
-def test_what_fits_is_read_once(caplog: Any) -> None:
+def test_row_groups_that_fit_in_memory_are_read_once(caplog: Any) -> None:
     assert read_twice(1000 * MB) == (20, 20)
     assert caplog.messages == []
 
@@ -94,7 +96,7 @@ def test_the_cache_ends_where_a_quarter_of_the_memory_is_left(caplog: Any) -> No
     )
 
 
-def test_the_default_asks_nobody() -> None:
+def test_a_fixed_cache_size_does_not_measure_memory() -> None:
     def measure_room() -> Any:
         raise AssertionError("asked")
 

@@ -37,7 +37,7 @@ def cache() -> Cache:
     return Cache()
 
 
-def test_what_was_released_goes_before_what_is_in_use(cache: Cache) -> None:
+def test_released_row_groups_are_dropped_before_those_in_use(cache: Cache) -> None:
     cache.fetch(0, 1, 2)
     cache.groups.release(0)
     cache.fetch(3)
@@ -47,7 +47,7 @@ def test_what_was_released_goes_before_what_is_in_use(cache: Cache) -> None:
     assert cache.decoded == [0, 1, 2, 3, 0]
 
 
-def test_what_was_released_last_goes_first(cache: Cache) -> None:
+def test_the_row_group_released_last_is_dropped_first(cache: Cache) -> None:
     cache.fetch(0, 1, 2)
     for group in (1, 2, 0):
         cache.groups.release(group)
@@ -55,7 +55,7 @@ def test_what_was_released_last_goes_first(cache: Cache) -> None:
     assert cache.decoded == [0, 1, 2, 3]
 
 
-def test_what_is_fetched_again_is_in_use_again(cache: Cache) -> None:
+def test_a_row_group_fetched_again_is_in_use_again(cache: Cache) -> None:
     cache.fetch(0, 1, 2)
     cache.groups.release()
     cache.fetch(2, 3, 2, 0)
@@ -70,13 +70,13 @@ def test_a_table_that_is_read_over_and_over_keeps_a_part_in_memory(cache: Cache)
     assert len(cache.decoded) < 4 + 9 * 2.5  # the least is 2 of each turn
 
 
-def test_of_groups_in_use_all_but_one_outlast_a_turn(cache: Cache) -> None:
+def test_a_cyclic_scan_of_row_groups_in_use_misses_only_one(cache: Cache) -> None:
     for _ in range(10):
         cache.fetch(0, 1, 2, 3)
     assert len(cache.decoded) < 4 + 9 * 2.5
 
 
-def test_what_is_wanted_soon_takes_no_place_of_what_is_in_use(cache: Cache) -> None:
+def test_a_prefetched_row_group_displaces_none_in_use(cache: Cache) -> None:
     cache.fetch(0, 1)
     assert cache.prefetch(2)
     assert not cache.prefetch(3)
@@ -87,7 +87,7 @@ def test_what_is_wanted_soon_takes_no_place_of_what_is_in_use(cache: Cache) -> N
     assert cache.decoded == [0, 1, 2, 3]
 
 
-def test_what_is_wanted_soon_is_decoded_once_and_stays(cache: Cache) -> None:
+def test_a_prefetched_row_group_is_decoded_once_and_stays(cache: Cache) -> None:
     cache.fetch(0, 1)
     cache.groups.release()
     assert cache.prefetch(1)
@@ -95,7 +95,7 @@ def test_what_is_wanted_soon_is_decoded_once_and_stays(cache: Cache) -> None:
     assert cache.decoded == [0, 1, 2, 3]
 
 
-def test_nothing_is_decoded_after_the_end(cache: Cache) -> None:
+def test_no_row_group_is_decoded_after_close(cache: Cache) -> None:
     cache.groups.close(lambda: None)
     cache.prefetch(0)
     with pytest.raises(StoreError, match="reader is closed"):
@@ -117,7 +117,7 @@ class Gated(Cache):
 
 
 @pytest.mark.parametrize("fetched", [0, 3], ids=["what is being decoded", "another"])
-def test_who_fetches_comes_before_what_is_wanted_soon(fetched: int) -> None:
+def test_a_fetch_goes_before_a_prefetch(fetched: int) -> None:
     cache = Gated()
     ahead = threading.Thread(target=lambda: [cache.prefetch(group) for group in (0, 1)])
     ahead.start()
@@ -134,7 +134,7 @@ def test_who_fetches_comes_before_what_is_wanted_soon(fetched: int) -> None:
     assert cache.decoded == list(dict.fromkeys([0, fetched, 1]))
 
 
-def test_a_decoding_that_fails_leaves_its_turn_to_the_next(cache: Cache) -> None:
+def test_a_failed_decoding_lets_the_next_one_start(cache: Cache) -> None:
     def fail(group: int) -> ColumnArrays:
         raise StoreError("the disk is gone")
 

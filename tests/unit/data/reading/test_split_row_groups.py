@@ -32,7 +32,7 @@ def reader(tmp_path: Path) -> ArrowReader:
 
 
 @pytest.mark.parametrize(("free", "held"), [(1 << 40, GROUPS), (20_000, 3), (0, 1)])
-def test_what_was_not_used_for_longest_goes_before_the_disk_is_full(
+def test_the_least_recently_used_piece_is_deleted_before_the_disk_is_full(
     reader: ArrowReader, free: int, held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))

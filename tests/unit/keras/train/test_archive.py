@@ -24,7 +24,7 @@ def net(units: int = 1, between: Any = None) -> Any:
     return model
 
 
-def test_only_numbers_are_taken_of_the_file_that_a_worker_wrote() -> None:
+def test_only_numbers_are_read_from_the_file_that_a_worker_wrote() -> None:
     mine, theirs = Archive.of(net()), net()
     theirs.train_on_batch(X, Y)
     weights, steps = theirs.get_weights(), int(theirs.optimizer.iterations)

@@ -13,7 +13,7 @@ from spark_elastic.data.manifest import Column
 from spark_elastic.keras.train.batching import Inputs
 
 
-def test_a_class_of_its_own_is_given_what_a_function_made() -> None:
+def test_a_custom_class_of_inputs_gets_the_result_of_the_transformation() -> None:
     columns = (Column("image", "object"), Column("n", "int32", (4,)))
     inputs = Inputs.of(SimpleNamespace(), columns, free=True)
     made = {"image": np.array([[0.25, 0.5]]), "n": np.array([[1, 2]], "int32")}

@@ -69,7 +69,7 @@ def test_each_hook_is_called_once_whatever_resets_happen() -> None:
     assert counts.calls == ["begin", "epoch 0", "end 0 ['loss']"]
 
 
-def test_a_joiner_takes_over_what_callbacks_have_seen() -> None:
+def test_a_newcomer_takes_over_the_state_of_callbacks() -> None:
     stopping = keras.callbacks.EarlyStopping("loss", patience=5, restore_best_weights=True)
     callback_list, model = make(stopping)
     callback_list.on_world_begin(make_group())
@@ -84,7 +84,7 @@ def test_a_joiner_takes_over_what_callbacks_have_seen() -> None:
     np.testing.assert_array_equal(other.best_weights[0], model.get_weights()[0])
 
 
-def test_writers_run_on_rank_0_and_their_memory_goes_to_all() -> None:
+def test_writing_callbacks_run_on_rank_0_and_their_state_goes_to_all_ranks() -> None:
     said: list[bytes] = []
     leader, follower = Writes(), Writes()
     first, _ = make(leader)
@@ -125,7 +125,7 @@ def test_an_epochs_end_that_breaks_leaves_callbacks_as_they_were() -> None:
     assert float(np.asarray(model.optimizer.learning_rate)) == 0.25
 
 
-def test_a_csv_of_rank_0_is_gone_on_with_by_the_next_one(tmp_path: Path) -> None:
+def test_the_next_rank_0_appends_to_the_csv_log(tmp_path: Path) -> None:
     path = tmp_path / "log.csv"
     said: list[bytes] = []
     told = SimpleNamespace(rank=0, size=2, allgather_bytes=lambda mine: said.append(mine) or [mine, b""])
@@ -150,7 +150,7 @@ def test_a_csv_of_rank_0_is_gone_on_with_by_the_next_one(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["ProgbarLogger", "TensorBoard"])
-def test_a_writer_of_keras_goes_on_in_the_middle_of_an_epoch(name: str, tmp_path: Path) -> None:
+def test_a_writing_callback_of_keras_continues_in_the_middle_of_an_epoch(name: str, tmp_path: Path) -> None:
     arguments = {"log_dir": str(tmp_path), "write_graph": False} if name == "TensorBoard" else {}
     callback_list, _ = make(getattr(keras.callbacks, name)(**arguments))
     callback_list.on_world_begin(make_group(rank=1))
@@ -161,7 +161,7 @@ def test_a_writer_of_keras_goes_on_in_the_middle_of_an_epoch(name: str, tmp_path
     callback_list.on_fit_end([{"epoch": 0, "loss": 1.0}])
 
 
-def test_a_step_that_was_given_up_does_not_begin_twice_and_validation_is_told() -> None:
+def test_callbacks_begin_an_interrupted_step_once_and_are_called_for_validation() -> None:
     class Told(keras.callbacks.Callback):
         calls = ""
 
@@ -193,7 +193,7 @@ def test_a_step_that_was_given_up_does_not_begin_twice_and_validation_is_told() 
     assert told.calls == joined.calls == "0 1 test {'loss': 2.0} end"
 
 
-def test_the_best_weights_are_the_final_ones_where_a_callback_restores_them() -> None:
+def test_the_final_weights_are_the_best_ones_if_a_callback_restores_them() -> None:
     callback_list, model = make(keras.callbacks.EarlyStopping("loss", patience=1, restore_best_weights=True))
     callback_list.on_world_begin(make_group())
     kept = []
@@ -205,7 +205,7 @@ def test_the_best_weights_are_the_final_ones_where_a_callback_restores_them() ->
     assert {float(value) for weights in model.get_weights() for value in weights.ravel()} == {1.0}
 
 
-def test_averaged_weights_are_the_final_ones_as_in_keras() -> None:
+def test_the_final_weights_are_averaged_if_a_callback_averages_them() -> None:
     x, y = np.ones((4, 2), "f"), np.ones((4, 1), "f")
 
     def build_averaged() -> Any:

@@ -13,7 +13,7 @@ from spark_elastic.protocol.types import START
 from spark_elastic.state.snapshot import SnapshotBuilder, build_snapshot
 
 
-def test_what_goes_in_comes_out() -> None:
+def test_plain_values_survive_a_round_trip() -> None:
     given = {"a": [1, None, True, "x", 2.5], "b": {"c": np.arange(3.0)}, "d": np.float32(0.5), "e": (1, 2)}
     snapshot = build_snapshot(START, lambda builder: to_json_tree(given, builder))
     found = from_json_tree(json.loads(json.dumps(snapshot.values)), snapshot.memory)
@@ -22,7 +22,7 @@ def test_what_goes_in_comes_out() -> None:
 
 
 @pytest.mark.parametrize("value", [object(), {1: 2}, [len], {"a": {3}}, np.array([object()])])
-def test_anything_else_is_no_plain_value(value: Any) -> None:
+def test_other_values_are_refused(value: Any) -> None:
     assert not is_plain(value)
     with pytest.raises(TypeError, match="no plain value"):
         to_json_tree(value, SnapshotBuilder())

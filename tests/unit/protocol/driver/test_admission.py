@@ -72,7 +72,7 @@ def test_a_member_on_a_host_that_discovery_removes_leaves_at_a_boundary_and_noth
     assert bench.find_commands(LaunchSlot)[-1].launch == 5  # another host may have room
 
 
-def test_fewer_slots_of_a_host_send_the_last_comers_away() -> None:
+def test_the_newest_slots_of_a_host_leave_if_discovery_lists_fewer() -> None:
     bench = Bench()
     _list(bench, ("big", 4))
     for job in (1, 2, 3, 4):
@@ -95,7 +95,7 @@ def test_w15_a_host_that_is_removed_and_listed_again_within_the_debounce_changes
     assert not bench.state.workers.draining
 
 
-def test_w15_added_and_removed_within_the_debounce_is_nothing() -> None:
+def test_w15_a_host_that_is_added_and_removed_within_the_debounce_changes_nothing() -> None:
     bench = Bench(replace(FOUR, debounce=0.2))
     _list(bench, *ALL[:2])
     bench.start(1, 2)
@@ -109,7 +109,7 @@ def test_w15_added_and_removed_within_the_debounce_is_nothing() -> None:
 
 
 @pytest.mark.scenario("U3")
-def test_hosts_that_are_not_needed_may_come_and_go() -> None:
+def test_hosts_that_are_not_needed_come_and_go_without_a_reset() -> None:
     bench = Bench(replace(FOUR, max_workers=2, num_workers=2))
     _list(bench, *ALL[:2])
     bench.start(1, 2)
@@ -121,7 +121,7 @@ def test_hosts_that_are_not_needed_may_come_and_go() -> None:
     assert len(bench.find_commands(PublishWorld)) == 1
 
 
-def test_no_listing_any_more_lets_everybody_in() -> None:
+def test_every_host_is_admitted_once_discovery_lists_none_any_more() -> None:
     bench = Bench()
     _list(bench, ("h1", 1))
     bench.on(on.HostsDiscovered(0, None))
@@ -161,7 +161,7 @@ def test_w26_a_drained_worker_that_dies_first_is_not_followed_by_its_spare() -> 
     assert "2-0" in {release.slot for release in bench.find_commands(ReleaseSlot)}
 
 
-def test_what_was_given_back_is_asked_for_again_below_min_workers() -> None:
+def test_a_released_slot_is_launched_again_below_min_workers() -> None:
     bench = Bench(replace(FOUR, min_workers=2, max_workers=2, num_workers=2))
     bench.start(1, 2)
     bench.on(on.DrainRequested(0, "wanted elsewhere", worker=name(2)))
@@ -207,7 +207,7 @@ def test_a_drain_before_the_first_world_is_carried_out_in_it(order: dict[str, ob
         ({"host": "h99"}, "no slot is on host h99"),
     ],
 )
-def test_the_user_learns_of_a_drain_that_concerns_no_worker(order: dict[str, object], said: str) -> None:
+def test_the_user_is_notified_of_a_drain_that_matches_no_worker(order: dict[str, object], said: str) -> None:
     bench = Bench()
     bench.start(1, 2, 3, 4)
     bench.on(on.DrainRequested(0, "wanted elsewhere", by_user=True, **order))  # type: ignore[arg-type]

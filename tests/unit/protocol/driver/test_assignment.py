@@ -22,7 +22,7 @@ def _places(hosts: str) -> list[RankAssignment]:
         ("abcabc", [(0, 2)] * 3 + [(1, 2)] * 3, [(0, 3), (1, 3), (2, 3)] * 2),
     ],
 )
-def test_local_and_cross_ranks(
+def test_local_and_cross_ranks_follow_the_machines(
     hosts: str, local: list[tuple[int, int]], cross: list[tuple[int, int]]
 ) -> None:
     members = assign_ranks(_places(hosts))

@@ -19,7 +19,7 @@ def _fail(blacklist: Blacklist, slot: str, now: float, slots: int = 4) -> Blackl
     return blacklist.record_failure(slot, "h", slots, now, RULES)
 
 
-def test_the_first_delay_is_the_lower_one_and_each_is_twice_the_last_up_to_the_upper() -> None:
+def test_cooldowns_double_from_the_lower_to_the_upper_limit() -> None:
     delays = [delay("h", failures, 2.0, 30.0) for failures in range(1, 9)]
     assert delays[0] == 2.0
     for count, seconds in enumerate(delays):
@@ -31,7 +31,7 @@ def test_the_first_delay_is_the_lower_one_and_each_is_twice_the_last_up_to_the_u
     assert delay("h", 1, math.inf, math.inf) == delay("h", 5, math.inf, math.inf) == math.inf
 
 
-def test_one_slot_of_several_leaves_the_host_in_use() -> None:
+def test_one_blacklisted_slot_of_several_leaves_its_host_in_use() -> None:
     failed = _fail(_fail(Blacklist(), "1-0", 0.0), "1-0", 1.0)
     assert failed.host_until("h", 1.0) is None
     assert failed.slot_until("1-0", "h", 2.0) is not None
@@ -39,13 +39,13 @@ def test_one_slot_of_several_leaves_the_host_in_use() -> None:
 
 
 @pytest.mark.parametrize(("second", "out"), [(50.0, True), (101.0, False)])
-def test_two_slots_within_the_window_take_their_host_along(second: float, out: bool) -> None:
+def test_two_blacklisted_slots_within_the_window_blacklist_their_host(second: float, out: bool) -> None:
     failed = _fail(_fail(Blacklist(), "1-0", 0.0), "2-0", second)
     assert (failed.host_until("h", second) is not None) is out
     assert failed.slot_until("3-0", "h", second) == failed.host_until("h", second)
 
 
-def test_the_only_slot_is_its_host() -> None:
+def test_a_blacklisted_slot_that_is_the_only_one_blacklists_its_host() -> None:
     failed = _fail(Blacklist(), "1-0", 5.0, slots=1)
     assert failed.host_until("h", 5.0) == 7.0
     assert failed.host_until("h", 7.0) is None
@@ -104,7 +104,7 @@ def test_a_slot_that_crashed_comes_back_after_its_cooldown() -> None:
     assert not bench.find_commands(ReleaseSlot)  # so short a time it waits out
 
 
-def test_a_host_that_is_out_for_long_gives_its_slots_back_and_gets_none() -> None:
+def test_a_host_with_a_long_cooldown_releases_its_slots_and_gets_none() -> None:
     bench = Bench(replace(FOUR, cooldown_range=(20.0, 60.0)))
     bench.start(1, 2, 3, 4)
     _crash(bench, 2)
@@ -122,7 +122,7 @@ def test_a_host_that_is_out_for_long_gives_its_slots_back_and_gets_none() -> Non
     assert "7-0" in bench.state.slots
 
 
-def test_members_of_a_blacklisted_host_stay() -> None:
+def test_members_on_a_blacklisted_host_stay_in_their_world() -> None:
     bench = Bench(replace(FOUR, cooldown_range=(20.0, 60.0)))
     for job in (1, 2, 3):
         bench.slot(job, "big")
@@ -136,7 +136,7 @@ def test_members_of_a_blacklisted_host_stay() -> None:
     assert bench.members() == [name(3), name(4)]
 
 
-def test_a_killed_process_is_a_loss_and_no_crash() -> None:
+def test_a_killed_process_counts_as_a_loss_and_not_as_a_crash() -> None:
     """Twenty of each kind must not exhaust a budget of ten; a slot whose worker keeps being killed is to blame."""
     bench = Bench()
     bench.start(1, 2, 3, 4)

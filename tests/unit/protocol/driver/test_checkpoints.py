@@ -29,7 +29,7 @@ def running() -> Bench:
     return bench
 
 
-def test_r18_the_newest_count_and_what_comes_late_changes_nothing() -> None:
+def test_r18_the_newest_checkpoints_count_and_late_ones_change_nothing() -> None:
     bench = running()
     for step in (3, 6, 5, 9):
         written(bench, step)
@@ -41,14 +41,14 @@ def test_r18_the_newest_count_and_what_comes_late_changes_nothing() -> None:
     ]
 
 
-def test_r18_another_attempts_or_a_future_world_s_never_counts() -> None:
+def test_r18_a_checkpoint_of_another_attempt_or_a_future_world_never_counts() -> None:
     bench = running()
     written(bench, 3, attempt=2)
     written(bench, 3, generation=7)
     assert not bench.find_commands(PublishCheckpoint)
 
 
-def test_r18_a_world_without_survivors_begins_from_the_newest() -> None:
+def test_r18_a_world_without_survivors_begins_from_the_newest_checkpoint() -> None:
     bench = running()
     written(bench, 3)
     written(bench, 6)
@@ -62,7 +62,7 @@ def test_r18_a_world_without_survivors_begins_from_the_newest() -> None:
     assert "continues from checkpoint 1-1-6" in world.reason
 
 
-def test_r18_a_driver_that_opens_a_run_begins_from_its_newest() -> None:
+def test_r18_a_driver_that_opens_a_run_begins_from_its_newest_checkpoint() -> None:
     bench = Bench()
     found = (checkpoint(6), checkpoint(3))
     bench.state, _ = driver_machine.initial(FOUR, 2, found)
@@ -72,7 +72,7 @@ def test_r18_a_driver_that_opens_a_run_begins_from_its_newest() -> None:
     assert bench.find_commands(PublishCheckpoint)[-1].checkpoints == (checkpoint(2, attempt=2), *found)
 
 
-def test_r18_old_members_that_may_live_are_waited_for() -> None:
+def test_r18_the_driver_waits_for_old_members_that_may_live() -> None:
     """Whoever was stopped may train on when it wakes up, until the driver's silence ends it."""
     bench = running()
     written(bench, 3)
@@ -130,12 +130,12 @@ def test_r18_an_executor_lost_with_its_connections_is_dead(
     assert measure_pause(lose_executors(before, after), 5, 6, 7, 8) < 2.0
 
 
-def test_r18_an_executor_that_spark_calls_lost_may_train_on_until_the_drivers_silence_ends_it() -> None:
+def test_r18_an_executor_that_spark_reports_lost_may_train_until_driver_timeout_has_passed() -> None:
     waited = measure_pause(lose_executors(None), 5, 6, 7, 8)
     assert FOUR.driver_timeout < waited < FOUR.driver_timeout + 10
 
 
-def test_r18_a_connection_that_silence_ended_is_no_proof() -> None:
+def test_r18_a_connection_that_timed_out_proves_no_death() -> None:
     """The kernel gives up the connections of a host that is cut off, too, only later."""
 
     def disconnect_late(bench: Bench) -> None:
@@ -150,13 +150,13 @@ def reset_all(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(reset_all, None), (None, reset_all)])
-def test_r18_connections_that_the_network_breaks_are_no_proof(
+def test_r18_connections_that_the_network_resets_prove_no_death(
     before: Callable[[Bench], None] | None, after: Callable[[Bench], None] | None
 ) -> None:
     assert measure_pause(lose_executors(before, after), 5, 6, 7, 8) > FOUR.driver_timeout - 1
 
 
-def test_r18_one_connection_of_two_that_its_kernel_closed_is_proof_enough() -> None:
+def test_r18_one_connection_of_two_that_the_kernel_closed_proves_a_death() -> None:
     def reset_some(bench: Bench) -> None:
         for job in (1, 2, 3, 4):
             bench.on(on.ConnectionLost(0, SlotId(f"{job}-0")))

@@ -31,7 +31,7 @@ def _start_running() -> Bench:
         WorkerStarted(SlotId("2-0"), name(2, 2)),
     ],
 )
-def test_what_is_a_loss_at_once(event: on.DriverEvent) -> None:
+def test_some_events_evict_a_worker_at_once(event: on.DriverEvent) -> None:
     bench = _start_running()
     bench.on(event)
     assert [abort.fence for abort in bench.find_commands(AbortWorld)] == [bench.fence]
@@ -51,7 +51,9 @@ def test_what_is_a_loss_at_once(event: on.DriverEvent) -> None:
         (True, True, False, 0.1, True),
     ],
 )
-def test_connections(worker_cut: bool, slot_cut: bool, suspected: bool, after: float, lost: bool) -> None:
+def test_a_broken_connection_evicts_after_its_grace_period(
+    worker_cut: bool, slot_cut: bool, suspected: bool, after: float, lost: bool
+) -> None:
     bench = _start_running()
     if worker_cut:
         bench.on(on.ConnectionLost(0, SlotId("2-0"), W2))
@@ -156,7 +158,7 @@ def test_a_loss_aborts_a_world_once() -> None:
     assert len(bench.find_commands(AbortWorld)) == 1
 
 
-def test_an_evicted_worker_is_told_to_stop_whenever_it_speaks() -> None:
+def test_an_evicted_worker_gets_a_stop_for_every_message() -> None:
     bench = _start_running()
     bench.on(on.ConnectionLost(0, SlotId("2-0"), W2))
     bench.wait(1.1, heartbeats_of=[1, 3, 4])
@@ -166,14 +168,14 @@ def test_an_evicted_worker_is_told_to_stop_whenever_it_speaks() -> None:
     assert bench.commands == (StopWorker(bench.commands[0].reason, W2, kill=True),)
 
 
-def test_a_slot_of_a_lost_host_is_released_when_it_speaks() -> None:
+def test_a_slot_of_a_lost_host_is_released_at_its_next_message() -> None:
     bench = _start_running()
     bench.on(on.HostLost(0, "h2", "executor lost"))
     bench.on(Heartbeat(SlotId("2-0"), W2, "S"))
     assert isinstance(bench.commands[0], ReleaseSlot)
 
 
-def test_what_a_slot_said_of_an_older_worker_comes_late() -> None:
+def test_a_late_message_about_an_older_worker_is_ignored() -> None:
     """Held up on the way, while its host was cut off: the newer one stays what it is."""
     bench = _start_running()
     bench.on(WorkerExited(W2.slot, W2, -9))
@@ -183,7 +185,7 @@ def test_what_a_slot_said_of_an_older_worker_comes_late() -> None:
     assert name(2, 2) in bench.state.workers.evicted
 
 
-def test_the_next_world_says_who_was_lost_and_how_though_a_survivor_saw_it_first() -> None:
+def test_the_reason_of_the_next_world_names_the_lost_worker_and_its_exit() -> None:
     bench = Bench(replace(FOUR, num_workers=2))
     bench.start(1, 2)
     bench.on(JoinWorld(name(1), bench.fence, at(5), suspects=(W2,), reason="it hung up"))

@@ -21,7 +21,7 @@ def _raise(bench: Bench, worker: str, fingerprint: str, step: int | None = 3) ->
     bench.on(WorkerFailed(worker, fence, position, fingerprint, f"Traceback\nValueError: {fingerprint}"))
 
 
-def test_r13_the_same_exception_at_the_same_position_in_two_worlds_is_the_users() -> None:
+def test_r13_the_same_exception_at_the_same_position_in_two_worlds_ends_the_job() -> None:
     bench = Bench()
     bench.start(1, 2, 3, 4)
     _raise(bench, name(2), "row 17")
@@ -33,7 +33,7 @@ def test_r13_the_same_exception_at_the_same_position_in_two_worlds_is_the_users(
     assert "step 3" in bench.end.reason
 
 
-def test_r13_another_position_or_another_exception_is_not() -> None:
+def test_r13_another_position_or_another_exception_does_not_end_the_job() -> None:
     bench = Bench()
     bench.start(1, 2, 3, 4)
     _raise(bench, name(2), "row 17")
@@ -46,7 +46,7 @@ def test_r13_another_position_or_another_exception_is_not() -> None:
     assert not bench.find_commands(End)
 
 
-def test_r13_what_every_member_raises_is_the_users() -> None:
+def test_r13_an_exception_of_every_member_ends_the_job() -> None:
     bench = Bench(replace(FOUR, failure_budget=1))
     bench.start(1, 2, 3, 4)
     for job in (1, 2, 3, 4):
@@ -55,7 +55,7 @@ def test_r13_what_every_member_raises_is_the_users() -> None:
     assert bench.end.outcome is Outcome.USER_ERROR
 
 
-def test_what_others_raise_since_a_peer_is_gone_is_one_failure_and_no_slots_fault() -> None:
+def test_exceptions_that_follow_a_lost_peer_are_one_failure_and_blame_no_slot() -> None:
     """As functions do whose ranks talk over torch.distributed: each with the address of the peer in its message."""
     bench = Bench(replace(FOUR, failure_budget=1, all_results=True))
     bench.start(1, 2, 3, 4)
@@ -88,7 +88,7 @@ def _abort_as_nccl(bench: Bench, worker: str) -> None:
 @pytest.mark.parametrize("survivor_first", [True, False])
 @pytest.mark.parametrize(("fails", "budget"), [(_raise_as_nccl, 1), (_abort_as_nccl, 3)])
 @pytest.mark.parametrize("taken", [_kill_worker, _lose_slot])
-def test_r13_how_others_fail_since_a_peer_was_taken_is_not_the_programs_fault(
+def test_r13_failures_that_follow_a_lost_peer_do_not_end_the_job(
     taken: Callable[[Bench, int], None],
     fails: Callable[[Bench, str], None],
     budget: int,
@@ -231,7 +231,7 @@ def test_r13_worlds_without_progress_end_the_job_with_the_workers_own_reason(ste
     assert "'loss' waited too long for rank(s) 1" in bench.end.reason
 
 
-def test_progress_a_loss_and_a_newcomer_each_begin_the_count_anew() -> None:
+def test_progress_a_loss_and_a_newcomer_each_restart_the_count_of_worlds_without_progress() -> None:
     bench = Bench()
     bench.start(1, 2)
     for step in (3, 3, 3, 4, 4, 4):  # the first at each step broke after progress
@@ -251,7 +251,7 @@ def test_progress_a_loss_and_a_newcomer_each_begin_the_count_anew() -> None:
     assert not bench.find_commands(End)
 
 
-def test_an_outage_between_peers_is_borne_as_one_of_the_driver_is() -> None:
+def test_worlds_that_break_for_up_to_driver_timeout_do_not_end_the_job() -> None:
     bench = Bench()
     bench.start(1, 2)
     for _ in range(10):
@@ -289,7 +289,7 @@ def test_r13_native_code_that_crashes_at_one_place_in_two_worlds_ends_the_job() 
 ALL_TWO = replace(FOUR, num_workers=2, max_workers=2, cooldown_range=(1.0, 1.0), all_results=True)
 
 
-def test_r13_one_host_of_several_that_crashes_again_and_again_is_the_hosts_trouble() -> None:
+def test_r13_repeated_crashes_on_one_host_of_several_do_not_end_the_job() -> None:
     bench = Bench(ALL_TWO)
     bench.start(1, 2)
     _crash_and_come_back(bench, 2, 1)
@@ -298,7 +298,7 @@ def test_r13_one_host_of_several_that_crashes_again_and_again_is_the_hosts_troub
     assert not bench.find_commands(End)
 
 
-def test_r13_a_crash_that_is_reported_after_its_broken_connection_is_the_programs() -> None:
+def test_r13_a_crash_that_is_reported_after_its_broken_connection_counts() -> None:
     bench = Bench(replace(ALL_TWO, num_workers=3, max_workers=3))
     bench.start(1, 2, 3)
     for job, other in ((2, name(1)), (1, name(2, 2))):
@@ -316,7 +316,7 @@ def test_r13_a_crash_that_is_reported_after_its_broken_connection_is_the_program
     assert bench.end.outcome is Outcome.USER_ERROR
 
 
-def test_r13_a_host_that_is_not_known_any_more_is_no_second_one() -> None:
+def test_r13_a_forgotten_host_does_not_count_as_a_second_host() -> None:
     bench = Bench(ALL_TWO)
     bench.start(1, 2)
     _crash_and_come_back(bench, 2, 1)
@@ -327,7 +327,7 @@ def test_r13_a_host_that_is_not_known_any_more_is_no_second_one() -> None:
     assert not bench.find_commands(End)
 
 
-def test_r13_crashes_at_two_places_are_two() -> None:
+def test_r13_crashes_at_two_places_do_not_end_the_job() -> None:
     bench = Bench(replace(FOUR, num_workers=2, max_workers=2, cooldown_range=(1.0, 1.0)))
     bench.start(1, 2)
     _crash_and_come_back(bench, 2, 1, at="net.py, line 9, in forward")
@@ -335,7 +335,7 @@ def test_r13_crashes_at_two_places_are_two() -> None:
     assert not bench.find_commands(End)
 
 
-def test_r13_the_only_host_is_tried_twice() -> None:
+def test_r13_two_crashes_on_the_only_host_end_the_job() -> None:
     bench = Bench(replace(FOUR, num_workers=1, max_workers=1, cooldown_range=(1.0, 1.0)))
     bench.start(1)
     _crash_and_come_back(bench, 1)
@@ -344,7 +344,7 @@ def test_r13_the_only_host_is_tried_twice() -> None:
     assert bench.end.outcome is Outcome.USER_ERROR
 
 
-def test_r13_worlds_from_two_checkpoints_did_not_begin_at_one_position() -> None:
+def test_r13_worlds_from_two_checkpoints_count_as_progress() -> None:
     """A job on one host, whose native code crashes now and then, comes further with each world, until it does not."""
     bench = Bench(replace(FOUR, num_workers=1, max_workers=1, cooldown_range=(1.0, 1.0)))
     bench.start(1)
@@ -364,7 +364,7 @@ def test_r13_worlds_from_two_checkpoints_did_not_begin_at_one_position() -> None
     assert f"in 2 worlds that began at {format_position(at(200))}" in bench.end.reason
 
 
-def test_r13_a_crash_before_any_world_is_the_programs_once_all_slots_have_seen_it_twice() -> None:
+def test_r13_a_crash_before_any_world_ends_the_job_once_all_slots_had_it_twice() -> None:
     bench = Bench(replace(FOUR, num_workers=2, max_workers=2, cooldown_range=(1.0, 1.0)))
     for job in (1, 2):
         bench.slot(job)

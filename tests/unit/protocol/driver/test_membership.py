@@ -53,6 +53,6 @@ def test_r08_a_world_is_no_larger_than_its_batch() -> None:
     assert len(choose_members([], _workers("N O P"), limits)) == 2
 
 
-def test_names_are_cut_short() -> None:
+def test_long_lists_of_names_are_shortened() -> None:
     assert format_names(["a", "b"]) == "a, b"
     assert format_names([str(i) for i in range(10)], most=2) == "0, 1 and 8 more"

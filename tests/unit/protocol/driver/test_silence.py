@@ -89,7 +89,7 @@ def test_r12_a_driver_that_slept_lets_a_broken_connection_come_back() -> None:
     assert len(bench.state.workers) == 4
 
 
-def test_r12_after_the_drivers_timeout_they_have_ended_themselves() -> None:
+def test_r12_workers_count_as_ended_after_the_drivers_timeout() -> None:
     bench = _start_running()
     bench.wait(46.0)
     assert not bench.state.workers
@@ -112,7 +112,7 @@ def test_r12_workers_that_ended_because_the_driver_was_silent_count_as_no_failur
     assert not bench.state.failures.records
 
 
-def test_a_function_that_chooses_that_code_does_not_run_for_ever() -> None:
+def test_a_program_that_exits_with_the_code_of_a_silent_driver_ends_the_job() -> None:
     bench = Bench(replace(FOUR, failure_budget=0))
     bench.start(1)
     for started in range(1, 25):
@@ -132,7 +132,7 @@ def test_one_host_that_is_cut_off_is_lost_after_the_lease() -> None:
 @pytest.mark.parametrize(
     "order", [on.HostsDiscovered(0, (("h1", 1), ("h2", 1))), on.DrainRequested(0, "it goes", host="h9")]
 )
-def test_r14_a_first_attempt_that_died_unseen_keeps_its_successor_out_only_until_it_has_surely_ended(
+def test_r14_a_second_attempt_waits_only_until_the_first_must_have_ended(
     order: on.DriverEvent,
 ) -> None:
     """Spark retries a task whose process was killed, and reports nothing."""

@@ -46,7 +46,7 @@ def _count_launches(bench: Bench, seconds: float, host: str) -> int:
     return len(bench.find_commands(LaunchSlot)) - before
 
 
-def test_a_host_with_room_that_may_not_be_used_is_asked_less_and_less() -> None:
+def test_a_host_whose_slots_may_not_be_used_gets_fewer_and_fewer_launches() -> None:
     bench = Bench(replace(FOUR, num_workers=1, max_workers=1, start_timeout=3600.0))
     bench.on(on.DrainRequested(0, "maintenance", host="h1"))
     assert _count_launches(bench, 600.0, "h1") < 30
@@ -62,7 +62,7 @@ def test_a_host_that_is_listed_again_does_not_wait_for_delayed_launches() -> Non
     assert bench.find_commands(LaunchSlot)[-1].launch == job
 
 
-def test_a_host_that_appears_is_asked_at_once_and_no_more_often_than_others_after_that() -> None:
+def test_a_new_host_gets_a_launch_at_once_and_then_as_many_as_others() -> None:
     bench = Bench(replace(FOUR, num_workers=1, max_workers=1, start_timeout=3600.0))
     bench.on(on.DrainRequested(0, "maintenance", host="h1"))
     _count_launches(bench, 130.0, "h1")
@@ -99,7 +99,7 @@ def test_w19_a_slot_that_no_world_needs_gives_its_core_back_until_a_member_is_lo
     assert len(bench.find_commands(LaunchSlot)) == 5
 
 
-def test_r14_an_idle_second_attempt_is_not_sent_back_before_the_first() -> None:
+def test_r14_an_idle_second_attempt_is_not_released_before_the_first() -> None:
     bench = Bench(replace(FOUR, max_workers=2, num_workers=2, idle_slot_timeout=2.0))
     bench.start(1, 2)
     bench.on(RegisterSlot(SlotId("1-1"), "h9", 1))
@@ -127,7 +127,7 @@ ORDERS = (
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=["host drains", "drained by hand", "not listed"])
-def test_r14_a_second_attempt_that_is_not_wanted_is_sent_back_once_the_first_is_gone(
+def test_r14_an_unneeded_second_attempt_is_released_once_the_first_is_gone(
     order: on.DriverEvent,
 ) -> None:
     bench = _start_copied()
@@ -141,7 +141,7 @@ def test_r14_a_second_attempt_that_is_not_wanted_is_sent_back_once_the_first_is_
     assert not bench.state.slots.excluded
 
 
-def test_r14_one_that_is_not_let_in_waits_for_the_end_of_its_job() -> None:
+def test_r14_a_second_attempt_that_is_not_admitted_waits_for_the_end_of_its_launch() -> None:
     bench = Bench(Limits(2, 1, 3))
     bench.start(1, 2)
     bench.on(on.HostsDiscovered(0, (("h1", 1), ("h2", 1))))
@@ -155,7 +155,7 @@ def test_r14_one_that_is_not_let_in_waits_for_the_end_of_its_job() -> None:
     assert not bench.state.slots.excluded
 
 
-def test_r14_an_attempt_on_a_host_that_is_unfit_waits_beside_another_and_is_sent_back_alone() -> None:
+def test_r14_an_attempt_on_an_unfit_host_waits_beside_another_and_is_released_alone() -> None:
     bench = Bench(Limits(2, 1, 3))
     bench.start(1, 2)
     bench.on(RegisterSlot(SlotId("1-1"), "h9", 1, unfit="host h9 has no torch"))
@@ -184,7 +184,7 @@ def test_r14_a_second_attempt_is_admitted_once_discovery_lists_its_host() -> Non
     assert bench.members() == [name(1), name(2), "1-1.2"]
 
 
-def test_r14_a_second_attempt_is_let_in_once_its_hosts_cooldown_is_over() -> None:
+def test_r14_a_second_attempt_is_admitted_once_its_hosts_cooldown_is_over() -> None:
     bench = Bench(replace(Limits(2, 1, 3), cooldown_range=(20.0, 20.0)))
     bench.start(1, 2)
     bench.slot(3, "h9")
@@ -211,7 +211,7 @@ def test_r14_a_member_that_drains_does_not_take_its_other_attempt_along() -> Non
     assert not bench.find_commands(ReleaseSlot)
 
 
-def test_r14_attempts_of_which_none_may_take_part_are_all_sent_back() -> None:
+def test_r14_all_attempts_are_released_if_none_may_take_part() -> None:
     bench = _start_copied("h9")
     bench.on(on.DrainRequested(0, "decommissioned", host="h9"))
     bench.on(on.DrainRequested(0, "decommissioned", host="h1"))
@@ -290,7 +290,7 @@ def _start_fixed_size() -> Bench:
     return bench
 
 
-def test_r14_r17_another_attempt_of_the_survivor_that_stays_is_not_sent_back() -> None:
+def test_r14_r17_another_attempt_of_the_survivor_that_stays_is_not_released() -> None:
     bench = _start_fixed_size()
     for job in (2, 3):
         bench.on(on.LaunchEnded(0, job, "executor lost", executor_lost=True))
@@ -300,7 +300,7 @@ def test_r14_r17_another_attempt_of_the_survivor_that_stays_is_not_sent_back() -
     assert "1-1" not in {release.slot for release in bench.find_commands(ReleaseSlot)}
 
 
-def test_r17_of_equal_survivors_one_stays_that_does_not_drain() -> None:
+def test_r17_a_survivor_that_does_not_drain_keeps_its_slot() -> None:
     bench = _start_fixed_size()
     bench.on(on.DrainRequested(0, "decommissioned", host="h1"))
     bench.on(on.LaunchEnded(0, 3, "executor lost", executor_lost=True))
@@ -310,7 +310,7 @@ def test_r17_of_equal_survivors_one_stays_that_does_not_drain() -> None:
     assert set(bench.state.slots) == {"2-0"}
 
 
-def test_a_slot_job_that_was_not_asked_for_yet_is_no_reason() -> None:
+def test_a_delayed_launch_does_not_count_as_a_slot_that_did_not_start() -> None:
     bench = Bench(replace(FOUR, num_workers=1, max_workers=1))
     while not bench.find_commands(End):
         asked = bench.find_commands(LaunchSlot)[-1].launch
@@ -326,7 +326,7 @@ def test_r17_a_world_keeps_its_slots() -> None:
     assert not bench.find_commands(ReleaseSlot)
 
 
-def test_r18_a_slot_that_was_told_to_end_may_live_until_its_launch_is_over() -> None:
+def test_r18_a_released_slot_may_live_until_its_launch_is_over() -> None:
     """The next world without survivors waits for that."""
     bench = Bench(replace(FOUR, num_workers=2, max_workers=2))
     bench.start(1, 2)

@@ -47,7 +47,7 @@ def ranks(found: tuple[Stall, ...]) -> list[int]:
         (None, "its slot has been silent for 100.0 s"),
     ],
 )
-def test_the_member_that_does_not_come_is_named(sign: Sign | None, how: str) -> None:
+def test_the_member_that_the_others_wait_for_is_named(sign: Sign | None, how: str) -> None:
     (stall,) = find(WAITING, sign, WAITING)
     assert stall.text.startswith("rank 1 (worker 1-0.1, host host-1) has kept others waiting for 4.0 s: ")
     assert how in stall.text
@@ -63,7 +63,7 @@ def test_a_member_that_works_on_in_a_world_that_is_over_is_named_although_no_mem
     )
 
 
-def test_two_may_be_missing() -> None:
+def test_two_missing_members_are_named() -> None:
     assert ranks(find(("T", False, 9.0), WAITING, ("R", False, 4.0))) == [0, 2]
 
 
@@ -80,7 +80,7 @@ def test_members_that_wait_are_not_named() -> None:
     assert not find(WAITING, WAITING, WAITING)
 
 
-def test_waiting_from_before_the_world_began_does_not_count() -> None:
+def test_waiting_before_the_world_began_does_not_count() -> None:
     assert not find(("S", True, 60.0), ("R", False, 2.0), ("S", True, 60.0), began=NOW - 2.0)
 
 
@@ -88,11 +88,11 @@ def test_a_stopped_member_does_not_count_as_waiting() -> None:
     assert not find(("T", True, 60.0), ("R", False, 60.0), ("R", False, 60.0))
 
 
-def test_a_silent_slot_cannot_say_that_it_waits() -> None:
+def test_a_member_of_a_silent_slot_does_not_count_as_waiting() -> None:
     assert not find(WAITING, WAITING, WAITING, at=NOW - 30.0)
 
 
-def test_what_a_slot_says_of_an_earlier_worker_is_not_this_ones() -> None:
+def test_heartbeats_about_an_earlier_worker_do_not_count() -> None:
     heartbeats = {
         f"{rank}-0": (NOW, Heartbeat(SlotId(f"{rank}-0"), WorkerId(f"{rank}-0.1"), *WAITING))
         for rank in range(3)

@@ -49,7 +49,7 @@ def list_outcomes(commands: tuple[DriverCommand, ...]) -> list[Outcome]:
     return [command.outcome for command in commands if isinstance(command, End)]
 
 
-def test_max_runtime_is_announced_and_the_job_ends_once_all_members_have_come() -> None:
+def test_max_runtime_ends_the_job_once_all_members_have_stopped() -> None:
     driver = Driver().train()
     assert not [c for c in driver.heartbeats(99.0) if isinstance(c, AnnounceChange)]
     said = (*driver.heartbeats(100.0), *driver.heartbeats(101.0))
@@ -60,7 +60,7 @@ def test_max_runtime_is_announced_and_the_job_ends_once_all_members_have_come() 
     assert list_outcomes(came) == [Outcome.TIME_LIMIT]
 
 
-def test_a_job_that_reaches_no_boundary_ends_after_the_last_stop_timeout() -> None:
+def test_a_job_that_reaches_no_step_boundary_ends_after_the_last_stop_timeout() -> None:
     driver = Driver().train()
     assert not any(
         list_outcomes(driver.heartbeats(100.0 + second)) for second in range(int(LAST_STOP_TIMEOUT))
@@ -68,14 +68,14 @@ def test_a_job_that_reaches_no_boundary_ends_after_the_last_stop_timeout() -> No
     assert list_outcomes(driver.heartbeats(100.0 + LAST_STOP_TIMEOUT)) == [Outcome.TIME_LIMIT]
 
 
-def test_while_workers_are_gathered_it_ends_at_once() -> None:
+def test_max_runtime_ends_a_job_without_a_world_at_once() -> None:
     driver = Driver()
     driver.say(on.Tick(5.0))
     assert not list_outcomes(driver.say(on.Tick(104.0)))
     assert list_outcomes(driver.say(on.Tick(105.0))) == [Outcome.TIME_LIMIT]
 
 
-def test_without_a_limit_nothing_ends() -> None:
+def test_a_job_without_max_runtime_does_not_end() -> None:
     driver = Driver(Limits(1, 1, 1)).train()
     assert not any(list_outcomes(driver.heartbeats(2.0 + 50.0 * second)) for second in range(100))
 
@@ -142,7 +142,7 @@ def test_without_survivors_a_job_whose_time_is_up_ends_at_once() -> None:
     assert bench.end.outcome is Outcome.TIME_LIMIT
 
 
-def test_survivors_that_do_not_get_so_far_are_ended_after_the_grace() -> None:
+def test_survivors_that_reach_no_step_boundary_are_ended_after_the_grace_period() -> None:
     bench = _start_two()
     bench.wait(101.0 - bench.now, heartbeats_of=[1, 2])
     bench.on(WorkerExited(name(2).slot, name(2), -9))

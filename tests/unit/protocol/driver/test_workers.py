@@ -40,7 +40,7 @@ def _three() -> Bench:
     return bench
 
 
-def test_r15_a_member_that_works_on_is_waited_for_however_long_it_takes() -> None:
+def test_r15_the_job_waits_for_a_working_member_however_long_it_takes() -> None:
     bench = _three()
     _finish(bench, name(1), name(3))
     bench.start_warm(4)
@@ -53,7 +53,7 @@ def test_r15_a_member_that_works_on_is_waited_for_however_long_it_takes() -> Non
 
 
 @pytest.mark.parametrize("first", [name(1), name(3)])
-def test_r15_a_member_lost_before_its_result_calls_those_again_that_are_done(first: str) -> None:
+def test_r15_the_loss_of_a_member_without_result_makes_finished_members_regroup(first: str) -> None:
     bench = _three()
     _finish(bench, first)
     bench.on(WorkerExited(name(2).slot, name(2), -9))
@@ -70,7 +70,7 @@ def test_r15_a_member_lost_before_its_result_calls_those_again_that_are_done(fir
     assert bench.end.results == (f"result of {name(1)}", f"result of {name(3)}")
 
 
-def test_r15_a_member_lost_after_its_result_has_done_its_part() -> None:
+def test_r15_a_member_lost_after_its_result_counts_as_done() -> None:
     bench = _three()
     _finish(bench, name(2))
     bench.on(WorkerExited(name(2).slot, name(2), -9))
@@ -80,7 +80,7 @@ def test_r15_a_member_lost_after_its_result_has_done_its_part() -> None:
 
 
 @pytest.mark.parametrize("rank_0_first", [True, False])
-def test_r15_what_a_rank_raises_is_tried_again_with_that_rank_and_ends_the_job(rank_0_first: bool) -> None:
+def test_r15_an_exception_of_one_rank_is_retried_once_and_then_ends_the_job(rank_0_first: bool) -> None:
     bench = Bench(replace(WHOLE, num_workers=2, max_workers=2))
     bench.start(1, 2)
     if rank_0_first:
@@ -98,7 +98,7 @@ def test_r15_what_a_rank_raises_is_tried_again_with_that_rank_and_ends_the_job(r
     assert bench.end.detail.endswith("ValueError: rank 1")
 
 
-def test_r15_a_rank_that_raised_is_not_waited_for_for_ever() -> None:
+def test_r15_the_wait_for_a_rank_that_raised_is_limited() -> None:
     bench = Bench(replace(WHOLE, num_workers=2, max_workers=2))
     bench.start(1, 2)
     _raise(bench, name(2))
@@ -136,7 +136,7 @@ def test_r15_in_the_middle_of_an_elastic_training_no_failed_rank_is_waited_for()
     assert bench.members() == [name(1)]
 
 
-def test_r13_progress_between_two_ends_of_the_same_code_makes_them_two() -> None:
+def test_r13_equal_exit_codes_with_progress_between_do_not_end_the_job() -> None:
     bench = Bench(replace(WHOLE, num_workers=2, min_workers=2, max_workers=2))
     bench.start(1, 2)
     bench.on(WorkerExited(name(2).slot, name(2), 5))

@@ -17,7 +17,7 @@ from spark_elastic.spark.dataframes.materialize import warn_about_small_partitio
         (10_000_000, 2000, []),
     ],
 )
-def test_many_small_partitions_are_told(
+def test_many_small_partitions_are_logged(
     rows: int, partitions: int, says: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "spark_elastic"):

@@ -47,14 +47,14 @@ def test_a_rows_bytes_are_known_where_all_rows_have_as_many(names: list[str], si
     assert compute_row_bytes(find_column_type(SCHEMA, name, transformed=True) for name in names) == size
 
 
-def test_good_columns_pass() -> None:
+def test_supported_columns_are_accepted() -> None:
     check_columns(SCHEMA, ["x", "v"], ["y"], sample_weight_col="y", extra_cols=["y"])
     assert find_column_type(SCHEMA, "x") == ColumnType("float32", 2, vector=False)
     assert find_column_type(SCHEMA, "v") == ColumnType("float32", 1, vector=True)
     assert find_column_type(SCHEMA, "price") == ColumnType("float64", 0, cast="double")
 
 
-def test_a_transformation_may_take_what_numbers_are_made_of() -> None:
+def test_a_transformation_accepts_columns_of_other_types() -> None:
     check_columns(SCHEMA, ["image", "day", "name", "tags"], ["y"], transformed=True)
     assert find_column_type(SCHEMA, "day", transformed=True).dtype == "datetime64[D]"
     assert find_column_type(SCHEMA, "tags", transformed=True) == ColumnType("object", 1)
@@ -84,7 +84,7 @@ def test_bad_columns_are_one_sentence(
 
 
 @pytest.mark.parametrize("name", ["held_out", "y", "price"])
-def test_truth_values_and_numbers_say_which_rows_validate(name: str) -> None:
+def test_a_validation_column_is_of_bools_or_numbers(name: str) -> None:
     check_validation_column(SCHEMA, name)
 
 
@@ -100,7 +100,7 @@ def test_truth_values_and_numbers_say_which_rows_validate(name: str) -> None:
         ("z", r"validation names the column 'z', which the table has not; it has: x, v, y"),
     ],
 )
-def test_other_columns_do_not(name: str, says: str) -> None:
+def test_a_validation_column_of_another_type_is_refused(name: str, says: str) -> None:
     with pytest.raises(InvalidInput, match=says):
         check_validation_column(SCHEMA, name)
 

@@ -25,6 +25,6 @@ from spark_elastic.spark.dataframes.store_access import to_spark_url
         ("memory://jobs", "memory://jobs/a", "memory://jobs/a"),
     ],
 )
-def test_both_sides_names_of_an_object(given: str, python: str, spark: str) -> None:
+def test_spark_and_the_store_name_an_object_alike(given: str, python: str, spark: str) -> None:
     store = Store.open(given)
     assert (store.join("a"), to_spark_url(store, "a")) == (python, spark)

@@ -20,7 +20,7 @@ def models(draw: st.DrawFn) -> list[Spec]:
 
 
 @given(models(), st.integers(1, 4 * FIRST_BUCKET))
-def test_r07_every_parameter_lies_once_in_a_bucket_of_its_dtype(specs: list[Spec], size: int) -> None:
+def test_r07_every_parameter_is_once_in_a_bucket_of_its_dtype(specs: list[Spec], size: int) -> None:
     buckets = layout(specs, size)
     order = [part.index for bucket in buckets for part in bucket.slices]
     assert order == list(reversed(range(len(specs))))
@@ -39,7 +39,7 @@ def test_r07_every_parameter_lies_once_in_a_bucket_of_its_dtype(specs: list[Spec
 
 
 @given(models(), st.integers(1, 1 << 24))
-def test_r07_the_hash_tells_layouts_apart(specs: list[Spec], size: int) -> None:
+def test_r07_different_layouts_have_different_hashes(specs: list[Spec], size: int) -> None:
     same = layout_hash(specs, size)
     assert same == layout_hash([replace(spec) for spec in specs], size)
     assert same < 1 << 64
@@ -53,7 +53,7 @@ def test_r07_the_hash_tells_layouts_apart(specs: list[Spec], size: int) -> None:
     assert layout_hash(specs, size + 1) != same
 
 
-def test_the_first_bucket_is_small_so_that_it_leaves_early() -> None:
+def test_the_first_bucket_is_small_so_that_it_is_sent_early() -> None:
     specs = [Spec(f"p{i}", (1 << 16,), "float32", 4) for i in range(64)]
     first, second, *_ = layout(specs, 1 << 22)
     assert first.numel * 4 == FIRST_BUCKET

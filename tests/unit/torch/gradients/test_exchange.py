@@ -53,7 +53,7 @@ def test_r07_the_layouts_hash_precedes_data() -> None:
         (ExchangeOptions(bucket_bytes=4), "buckets are cut differently"),
     ],
 )
-def test_r07_ranks_agree_on_what_becomes_of_gradients(other: ExchangeOptions, words: str) -> None:
+def test_r07_ranks_agree_on_the_options_of_the_exchange(other: ExchangeOptions, words: str) -> None:
     def work(group: Group) -> None:
         model = nn.Linear(5, 3)
         terms = ExchangeOptions() if (group.rank == 0) != other.average else other
@@ -147,7 +147,7 @@ def test_a_lone_worker_needs_no_thread() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_parameter_that_thaws_later_is_named() -> None:
+def test_a_parameter_that_is_unfrozen_later_is_named() -> None:
     model = nn.Linear(4, 3)
     model.bias.requires_grad_(False)
     with GradientExchange(model.named_parameters()) as exchange:
@@ -167,6 +167,6 @@ def test_a_parameter_that_thaws_later_is_named() -> None:
         (nn.ReLU(), "no parameter that requires a gradient"),
     ],
 )
-def test_what_cannot_be_trained_is_named(model: nn.Module, says: str) -> None:
+def test_parameters_that_cannot_be_exchanged_are_named(model: nn.Module, says: str) -> None:
     with pytest.raises(InvalidInput, match=says):
         GradientExchange(model.named_parameters())

@@ -24,7 +24,7 @@ class Memory:
 
 
 @pytest.mark.parametrize(("device", "times"), [("cpu", 0), ("meta", 1)])
-def test_the_log_says_once_that_gradients_of_gpus_go_through_the_host(
+def test_exchange_of_gpu_gradients_through_the_host_is_logged_once(
     device: str, times: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     process, group = ProcessContext(), Memory()

@@ -71,7 +71,7 @@ def test_a_schedule_of_numpys_exp_comes_back() -> None:
         (lambda: 1, "the function of"),
     ],
 )
-def test_what_no_checkpoint_can_hold_is_refused_by_name(kept: Any, says: str) -> None:
+def test_values_that_no_checkpoint_can_hold_are_refused_by_name(kept: Any, says: str) -> None:
     with pytest.raises(InvalidInput, match=says):
         check_storable(Keeps(kept).state_dict(), "callback Keeps")
 
@@ -81,7 +81,7 @@ class Warms(Callback):
         training.learning_rate = 0.01
 
 
-def test_p4_what_a_newcomer_sets_as_it_begins_gives_way_to_the_state() -> None:
+def test_p4_the_synced_state_replaces_values_that_a_newcomer_set() -> None:
     class Alone:
         rank, size = 0, 1
 

@@ -10,7 +10,7 @@ from spark_elastic.data.manifest import Column
 from spark_elastic.torch.train.spec import BatchBuilder
 
 
-def test_a_label_that_is_a_feature_too_is_not_what_a_model_writes_to() -> None:
+def test_an_in_place_operation_on_a_feature_does_not_change_the_label() -> None:
     """An autoencoder that begins with an activation in place."""
     x = np.array([[-1.0, 2.0]], np.float32)
     columns = BatchBuilder((Column("x", "float32", (2,)),), ("x",), None, torch.float32)

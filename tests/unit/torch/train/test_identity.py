@@ -36,11 +36,11 @@ def find_differences(one: TorchUserObjects, other: TorchUserObjects) -> list[str
     return [name for name, value in other.identity().items() if before[name] != value]
 
 
-def test_the_same_made_twice_is_the_same() -> None:
+def test_equal_objects_have_equal_digests() -> None:
     assert find_differences(make_objects(), make_objects()) == []
 
 
-def test_another_draw_of_weights_is_told_apart_as_such() -> None:
+def test_other_initial_weights_differ_in_the_weights_only() -> None:
     assert find_differences(make_objects(1), make_objects(2)) == [WEIGHTS]
 
 
@@ -61,7 +61,7 @@ def test_another_draw_of_weights_is_told_apart_as_such() -> None:
         ("learning rate schedule", {"callbacks": (LearningRateSchedule(lambda o: StepLR(o, 1, 0.1)),)}),
     ],
 )
-def test_another_thing_is_named(name: str, changes: dict[str, Any]) -> None:
+def test_a_different_object_is_named(name: str, changes: dict[str, Any]) -> None:
     assert find_differences(make_objects(), make_objects(**changes))[0] == name
 
 
@@ -72,7 +72,7 @@ def test_class_weights_are_part_of_a_loss() -> None:
     assert find_differences(make_objects(losses=(one,)), make_objects(losses=(other,))) == ["loss"]
 
 
-def test_an_optimizer_that_is_there_is_read_and_not_copied() -> None:
+def test_the_digest_of_an_optimizer_does_not_copy_it() -> None:
     objects = make_objects()
     rates = [torch.optim.SGD(objects.model.parameters(), lr=rate) for rate in (0.1, 0.1, 0.3)]
     first, same, other = (replace(objects, optimizer=optimizer) for optimizer in rates)
@@ -93,7 +93,7 @@ class Scheduled(Own):
         return [optimizer], [SequentialLR(optimizer, parts, [2])]
 
 
-def test_the_schedules_that_a_module_makes_are_told_apart() -> None:
+def test_the_digest_covers_schedules_that_a_module_makes() -> None:
     first, same, other = (
         make_objects(model=model, optimizer=None, losses=())
         for model in (Scheduled(0.5), Scheduled(0.5), Scheduled(0.9))

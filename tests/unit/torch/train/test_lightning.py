@@ -39,7 +39,7 @@ def take_step(model: torch.nn.Module, here: Position) -> Any:
 
 
 @pytest.mark.parametrize(("phase", "global_step"), [(Phase.TRAIN, 23), (Phase.VALIDATE, 30)])
-def test_a_module_is_told_where_training_stands(
+def test_a_module_sees_the_current_epoch_and_step(
     phase: Phase, global_step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lightning, "local_rank", lambda: 3)
@@ -90,7 +90,7 @@ def test_a_metric_object_is_not_logged_of_one_workers_rows() -> None:
         take_step(Logs(2, 1), Position(0, Phase.TRAIN, 0))
 
 
-def test_what_is_logged_is_a_mean() -> None:
+def test_logged_values_are_means() -> None:
     class Logs(Duck):
         def training_step(self, batch: Any, number: int) -> Any:
             self.log_dict({"far": 1.0}, reduce_fx=torch.mean)  # type: ignore[operator]
@@ -126,7 +126,7 @@ def test_hooks_that_nothing_calls_are_named(hooks: tuple[str, ...]) -> None:
         check_lightning(hooked(2, 1))
 
 
-def test_the_real_package() -> None:
+def test_a_module_of_the_installed_lightning_trains() -> None:
     package = pytest.importorskip("pytorch_lightning")
 
     class Real(package.LightningModule):  # type: ignore[misc,name-defined]

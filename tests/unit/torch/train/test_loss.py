@@ -130,7 +130,7 @@ def test_r08_sample_weights_enter_sum_and_denominator(name: str, cuts: list[int]
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("kind", [torch.int64, torch.bool])
-def test_numbers_of_any_kind_are_labels_of_what_compares_numbers(loss: Any, kind: torch.dtype) -> None:
+def test_regression_losses_take_labels_of_any_number_type(loss: Any, kind: torch.dtype) -> None:
     output, label = torch.rand(4, 1, requires_grad=True), torch.tensor([0, 1, 1, 0])
     found = RowLoss(loss)(output, (label.to(kind),), None)
     expected = loss(output, label.unsqueeze(1).float())
@@ -140,7 +140,7 @@ def test_numbers_of_any_kind_are_labels_of_what_compares_numbers(loss: Any, kind
 
 @pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0])), nn.NLLLoss()])
 @pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.bool])
-def test_classes_are_numbers_of_any_kind(loss: Any, kind: torch.dtype) -> None:
+def test_class_labels_may_have_any_number_type(loss: Any, kind: torch.dtype) -> None:
     """Spark's StringIndexer gives doubles."""
     output, label = torch.rand(4, 2), torch.tensor([0, 1, 1, 1])
     found = RowLoss(loss)(output, (label.to(kind),), None)
@@ -150,14 +150,14 @@ def test_classes_are_numbers_of_any_kind(loss: Any, kind: torch.dtype) -> None:
 
 @pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0])), nn.NLLLoss()])
 @pytest.mark.parametrize("kind", [torch.float32, torch.float64])
-def test_classes_of_tokens_are_numbers_of_any_kind(loss: Any, kind: torch.dtype) -> None:
+def test_token_class_labels_may_have_any_number_type(loss: Any, kind: torch.dtype) -> None:
     """As a vector or an array of doubles gives them."""
     output, label = torch.rand(3, 2, 4), torch.tensor([[0, 1, 1, 1], [0, 0, -100, 1], [-100, 1, 0, 0]])
     found = RowLoss(loss)(output, (label.to(kind),), None)
     assert found.total / found.denominator == pytest.approx(float(loss(output, label)))
 
 
-def test_classes_of_tokens_must_be_whole_where_the_divisor_comes_first() -> None:
+def test_token_class_labels_of_a_planned_divisor_must_be_whole_numbers() -> None:
     """It is agreed on before the forward pass, when they cannot be told from shares of classes."""
     loss = RowLoss(nn.CrossEntropyLoss(), label="words", ahead=True)
     says = r"column 'words' has arrays of classes as float64, .* cast it to array<int>"
@@ -167,7 +167,7 @@ def test_classes_of_tokens_must_be_whole_where_the_divisor_comes_first() -> None
 
 
 @pytest.mark.parametrize("wrong", [0.5, float("nan")])
-def test_a_class_that_is_no_whole_number_is_named_with_its_column(wrong: float) -> None:
+def test_a_class_label_that_is_no_whole_number_is_named_with_its_column(wrong: float) -> None:
     label = torch.tensor([0.0, wrong])
     says = f"column 'kind' has {wrong:g}, and CrossEntropyLoss takes whole numbers"
     with pytest.raises(InvalidInput, match=says):
@@ -187,7 +187,7 @@ def test_tokens_are_counted_not_rows() -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_ctc_is_taken_as_it_comes(reduction: str) -> None:
+def test_ctc_loss_is_supported(reduction: str) -> None:
     """Output (n, t, C): the user's own wrapper turns it as CTC wants it."""
 
     class Ctc(nn.CTCLoss):
@@ -207,7 +207,7 @@ def test_ctc_is_taken_as_it_comes(reduction: str) -> None:
     )
 
 
-def test_the_users_loss_stays_as_it_is() -> None:
+def test_the_users_loss_object_is_not_changed() -> None:
     loss = nn.MSELoss()
     RowLoss(loss)(REAL, (SHARE,), None)
     assert loss.reduction == "mean"
@@ -235,7 +235,7 @@ def test_sample_weights_need_a_loss_per_row() -> None:
 
 @pytest.mark.parametrize("loss", [F.mse_loss, nn.HuberLoss(), nn.BCEWithLogitsLoss()])
 @pytest.mark.parametrize("weights", [None, WEIGHTS])
-def test_a_label_per_row_meets_an_output_of_one_column(loss: Any, weights: torch.Tensor | None) -> None:
+def test_a_label_per_row_fits_an_output_of_one_column(loss: Any, weights: torch.Tensor | None) -> None:
     """Alone torch would compare each row's output with every row's label."""
     output, label = REAL[:, :1], SHARE[:, 0]
     ours = RowLoss(loss, weights is not None)(output, (label,), weights)

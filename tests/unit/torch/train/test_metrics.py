@@ -79,7 +79,7 @@ def count_step(metrics: Metrics, group: Group, step: tuple[list[float], list[flo
     metrics.commit()
 
 
-def test_p4_a_newcomer_and_a_resumed_run_count_on() -> None:
+def test_p4_a_newcomer_and_a_resumed_run_continue_metrics() -> None:
     def make_metrics() -> tuple[Metrics, TorchTrainingState]:
         net = torch.nn.Linear(1, 1)
         metrics = Metrics(name_metrics([Far(), Wrapped()]), ["y"], logs=False)
@@ -109,7 +109,7 @@ def test_p4_a_newcomer_and_a_resumed_run_count_on() -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
-def test_outputs_of_16_bits_are_rows_as_others(kind: torch.dtype) -> None:
+def test_metrics_take_outputs_of_16_bits(kind: torch.dtype) -> None:
     metrics = Metrics(name_metrics([torch.nn.functional.l1_loss]), ["y"], logs=False)
 
     def work(group: Group) -> Any:
@@ -123,7 +123,7 @@ def test_outputs_of_16_bits_are_rows_as_others(kind: torch.dtype) -> None:
     assert run_in_world(1, work) == [{"l1_loss": 1.0}]
 
 
-def test_a_label_per_row_meets_an_output_of_one_column() -> None:
+def test_a_label_per_row_fits_an_output_of_one_column() -> None:
     """As in the loss: a column and a row would make a matrix, of which the mean is another number."""
     theirs = type("MeanError", (Far,), {"__module__": "torchmetrics.regression"})()
 
@@ -142,7 +142,7 @@ def test_a_label_per_row_meets_an_output_of_one_column() -> None:
     assert metrics.results() == pytest.approx(dict.fromkeys(given, 4 / 3))
 
 
-def test_what_computes_no_numbers_is_named() -> None:
+def test_a_metric_that_computes_no_number_is_named() -> None:
     metrics = Metrics({"odd": SimpleNamespace()}, ["y"], logs=False)
     metrics._objects = {"odd": ("odd", SimpleNamespace(compute=lambda: {"a": "text"}))}
     metrics._updates = 1
@@ -158,7 +158,7 @@ def test_metrics_of_a_model_that_returns_no_tensor_are_refused() -> None:
         metrics.add(LossResult(torch.zeros(()), 1, ()), (torch.zeros(1),))
 
 
-def test_a_collection_is_its_members() -> None:
+def test_a_metric_collection_counts_as_its_members() -> None:
     far = Far()
     methods = dict.fromkeys(("update", "compute", "reset"), print)
     members: Any = SimpleNamespace(items=lambda: [("a", far), ("b", far)], **methods)
@@ -170,7 +170,7 @@ def test_a_collection_is_its_members() -> None:
         name_metrics([members, members])
 
 
-def test_the_real_torchmetrics() -> None:
+def test_metrics_of_the_installed_torchmetrics_work() -> None:
     given = pytest.importorskip("torchmetrics")
     kinds = given.classification
     classes = kinds.MulticlassAccuracy(num_classes=2, average=None)

@@ -44,7 +44,7 @@ class Returning(torch.nn.Module):
         (lambda far, near: {"far": far, "near": near}, lambda output: output["far"]),
     ],
 )
-def test_a_loss_sees_the_structure_that_the_model_returns(
+def test_a_loss_gets_the_structure_that_the_model_returns(
     structure: Any, far: Callable[[Any], torch.Tensor], precision: str | None
 ) -> None:
     """In float32, whatever the forward pass was computed in; metrics are of each member."""
@@ -114,7 +114,7 @@ def test_r08_the_loss_of_each_output_does_not_depend_on_how_the_rows_are_split(
         (torch.nn.Embedding(3, 1), torch.float32),
     ],
 )
-def test_a_layer_that_takes_numbers_of_another_type_is_told_with_the_columns(
+def test_a_layer_that_takes_another_number_type_is_named_with_the_columns(
     layer: torch.nn.Module, kind: torch.dtype
 ) -> None:
     whole = LocalBatch(4, np.arange(4), (torch.ones(4, 3).to(kind),), (torch.zeros(4),), None)
@@ -134,7 +134,7 @@ def test_a_layer_that_takes_numbers_of_another_type_is_told_with_the_columns(
         ValueError("found invalid values: tensor([nan], dtype=torch.float64)"),  # of torch.distributions
     ],
 )
-def test_other_errors_stay_what_they_are(error: Exception) -> None:
+def test_other_errors_of_the_loss_are_passed_on(error: Exception) -> None:
     def raise_error(output: Any, label: Any) -> Any:
         raise error
 

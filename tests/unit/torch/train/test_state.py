@@ -72,7 +72,7 @@ OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "arguments"), OPTIMIZERS)
-def test_r05_p4_a_newcomer_goes_on_as_the_source_does(kind: Any, arguments: dict[str, Any]) -> None:
+def test_r05_p4_a_newcomer_continues_as_the_source_does(kind: Any, arguments: dict[str, Any]) -> None:
     """Rank 2 has a fresh state, without any of the tensors that an optimizer makes at its first step."""
 
     def work(group: Group) -> tuple[str, str, Any]:
@@ -104,7 +104,7 @@ def test_p4_optimizer_tensors_keep_their_dtype() -> None:
     assert one == other
 
 
-def test_r05_those_who_are_no_receivers_keep_what_they_have() -> None:
+def test_r05_ranks_that_do_not_receive_keep_their_state() -> None:
     def work(group: Group) -> Position:
         return sync_state(train(state()) if group.rank == 0 else state(), group, 0, [])
 
@@ -139,7 +139,7 @@ def test_r05_a_sync_that_breaks_leaves_the_old_state(at: int) -> None:
 
 
 @pytest.mark.parametrize("at", [2, 3])
-def test_r05_bytes_that_changed_on_the_way_are_not_taken_over(at: int) -> None:
+def test_r05_a_state_that_is_damaged_in_transit_is_refused(at: int) -> None:
     def work(group: Group) -> None:
         mine = train(state()) if group.rank == 0 else state()
         before = mine.digest()
@@ -163,7 +163,7 @@ def test_r05_bytes_that_changed_on_the_way_are_not_taken_over(at: int) -> None:
     run_in_world(2, work)
 
 
-def test_p4_the_digest_sees_weights_buffers_and_optimizer() -> None:
+def test_p4_the_digest_covers_weights_buffers_and_optimizer() -> None:
     seen = {train(state()).digest()}
     assert train(state()).digest() in seen
     for change in (

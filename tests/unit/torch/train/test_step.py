@@ -88,7 +88,7 @@ def test_r09_running_statistics_are_the_same_on_all_ranks() -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_r09_each_rank_drops_for_itself_and_the_generators_stay_equal() -> None:
+def test_r09_dropout_differs_by_rank_and_generators_stay_equal() -> None:
     model = nn.Sequential(nn.Dropout(0.5), nn.Linear(5, 3).double())
 
     def masks(own_rank: int) -> list[torch.Tensor]:
@@ -114,7 +114,7 @@ def test_r09_each_rank_drops_for_itself_and_the_generators_stay_equal() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-def test_r02_a_rank_writes_its_rows_before_any_bucket_goes_out() -> None:
+def test_r02_a_rank_writes_its_ledger_before_it_sends_a_bucket() -> None:
     trainee = Trainee(NET)
     seen: list[list[str]] = []
 
@@ -219,7 +219,7 @@ def _raise(parameter: torch.Tensor) -> None:
     raise ZeroDivisionError
 
 
-def test_r06_ranks_at_different_positions_do_not_step() -> None:
+def test_r06_ranks_at_different_positions_refuse_to_step() -> None:
     def work(group: Group) -> None:
         trainee = Trainee(NET)
         trainee.state.position = Position(0, Phase.TRAIN, group.rank)

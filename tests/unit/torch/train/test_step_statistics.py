@@ -17,7 +17,7 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_r09_statistics_are_those_of_the_steps_rows_whoever_has_them(size: int) -> None:
+def test_r09_statistics_are_those_of_all_rows_of_the_step(size: int) -> None:
     """Shares of 4, 0 and 6 rows, and micro-batches of 3, which such a net is not cut into."""
     net = nn.Sequential(nn.Linear(5, 6), SyncBatchNorm(6), nn.Linear(6, 3)).double()
     shares = [range(ROWS)] if size == 1 else [range(4), range(4, 4), range(4, ROWS)]

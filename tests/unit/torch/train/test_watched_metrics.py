@@ -50,17 +50,17 @@ def make_objects(*names: str, callbacks: tuple[Callback, ...] = (), losses: int 
 @pytest.mark.parametrize(
     "name", ["loss", "far", "val_loss", "val_far", "curve", "val_curve_auc", "learning_rate"]
 )
-def test_what_an_epoch_has_may_be_watched(name: str) -> None:
+def test_metrics_of_an_epoch_may_be_watched(name: str) -> None:
     check_watched(make_objects(name), ["y"], validates=True)
 
 
-def test_several_outputs_have_numbers_of_their_own() -> None:
+def test_several_outputs_have_metrics_of_their_own() -> None:
     check_watched(make_objects("loss_b", "val_far_a", losses=2), ["a", "b"], validates=True)
     with pytest.raises(InvalidInput, match="'loss_b', which no epoch will have"):
         check_watched(make_objects("loss_b"), ["b"], validates=True)
 
 
-def test_a_misspelled_number_is_named_with_those_that_there_are() -> None:
+def test_a_misspelled_metric_is_named_with_the_known_ones() -> None:
     says = "watches 'val_los', which no epoch will have: set its monitor to one of loss, far, curve, val_loss, val_far,"
     with pytest.raises(InvalidInput, match=says):
         check_watched(
@@ -72,7 +72,7 @@ def test_a_misspelled_number_is_named_with_those_that_there_are() -> None:
         check_watched(make_objects("los"), ["y"], validates=False)
 
 
-def test_what_a_callback_of_the_users_may_add_is_looked_for_at_the_epochs_end() -> None:
+def test_metrics_that_callbacks_may_add_are_checked_at_the_end_of_the_epoch() -> None:
     check_watched(make_objects("gap", callbacks=(Adds(),)), ["y"], validates=False)
     with pytest.raises(
         InvalidInput, match="'gap', which the epoch has not: set its monitor to one of far, loss"
@@ -80,6 +80,6 @@ def test_what_a_callback_of_the_users_may_add_is_looked_for_at_the_epochs_end() 
         get_monitored({"loss": 1.0, "far": 2.0}, "gap")
 
 
-def test_what_validation_gives_needs_validation() -> None:
+def test_validation_metrics_need_validation_rows() -> None:
     with pytest.raises(InvalidInput, match="a callback watches 'val_loss', but nothing is validated"):
         check_watched(make_objects("loss", "val_loss"), ["y"], validates=False)

@@ -26,7 +26,7 @@ def test_r09_layers_that_couple_rows_or_draw_are_named(layer: nn.Module, named: 
     assert re.search(named, sentence)
 
 
-def test_r09_other_layers_are_not() -> None:
+def test_r09_layers_that_do_not_couple_rows_are_not_named() -> None:
     still = nn.BatchNorm1d(3).eval()
     layers = (
         nn.Linear(3, 3),
