@@ -88,7 +88,7 @@ uint32_t Group::start(Call call) {
   return call.number;
 }
 
-// Finds out which ranks share memory, by collectives of all ranks.
+// Determines which ranks share memory, by collectives of all ranks.
 void Group::negotiateHosts() {
   negotiated_ = true;
   if (size_ == 1) return;

@@ -60,7 +60,8 @@ class Adasum {
   }
 
  private:
-  // Combines `range` with the partner at `distance`, each keeping one half, and everything beyond; then collects both.
+  // Combines `range` with the partner at `distance`: each keeps one half, combines it with partners further away, and
+  // then sends its half of the result to the other.
   void halve(int distance, const Range& range) {
     if (distance >= power_) return;
     const int partner = rank_ ^ distance;
@@ -69,7 +70,7 @@ class Adasum {
     const Range low{range.begin, middle}, high{middle, range.end};
     const Range kept = lower ? low : high, given = lower ? high : low;
     trade(partner, data_ + given.begin, given.size(), theirs_.data(), kept.size());
-    // "a" is the lower partner's vector on both sides, so that all of its ranks mean the same by it.
+    // "a" is the vector of the lower partner on both sides, so that all ranks compute the same coefficients.
     const T* a = lower ? data_ + kept.begin : theirs_.data();
     const T* b = lower ? theirs_.data() : data_ + kept.begin;
     const Products sums = sumOverRanks(productsOf(a, b, kept.size()), distance);
@@ -78,7 +79,7 @@ class Adasum {
     trade(partner, data_ + kept.begin, kept.size(), data_ + given.begin, given.size());
   }
 
-  // Over the 2 * distance ranks that hold the two vectors; the order of any two terms is irrelevant to the bits.
+  // Sums over the 2 * distance ranks that hold the two vectors; the order of two terms does not change the bits.
   Products sumOverRanks(Products sums, int distance) {
     for (int step = 1; step <= distance; step *= 2) {
       Products others;

@@ -7,7 +7,7 @@
 
 namespace elastic {
 
-// Replaces `data` on all ranks by the adaptive sum of what they brought; identical bits everywhere. Two vectors combine
+// Replaces `data` on all ranks by the adaptive sum of their vectors; identical bits on every rank. Two vectors combine
 // to a(1 - a·b / 2|a|²) + b(1 - a·b / 2|b|²): their sum where they are orthogonal, their mean where they are parallel.
 // With p the largest power of two up to the number of ranks, r + p combines with r first, then neighbours at 1, 2, 4...
 void adasum(const Route& route, float* data, size_t count);

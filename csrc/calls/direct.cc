@@ -10,7 +10,7 @@
 namespace elastic {
 namespace {
 
-constexpr size_t kBanks = 2;  // one is folded while the other one fills
+constexpr size_t kBanks = 2;  // one is reduced while the other one receives
 
 std::vector<size_t> startsOf(const std::vector<size_t>& sizes) {
   std::vector<size_t> starts(sizes.size(), 0);
@@ -24,14 +24,14 @@ size_t totalOf(const std::vector<size_t>& sizes) {
   return total;
 }
 
-// This rank's place among those of the route.
+// This rank's index in the route.
 size_t placeOn(const Route& route) {
   const auto& ranks = route.ranks;
   return static_cast<size_t>(std::find(ranks.begin(), ranks.end(), route.mesh.rank) - ranks.begin());
 }
 
-// The peers' places in the order in which this rank turns to them: the next ones first, so that not all begin with the
-// first one.
+// The peers' indexes in the order in which this rank sends to them, beginning behind its own, so that not all ranks
+// begin with the same peer.
 std::vector<size_t> peersOf(const Route& route) {
   const size_t me = placeOn(route), size = route.ranks.size();
   std::vector<size_t> peers;
@@ -74,7 +74,7 @@ class PartsReduction {
     const size_t rounds = chunksOf(*std::max_element(counts_.begin(), counts_.end()));
     if (spread_) expectResults();
     for (size_t c = 0; c < rounds; c++) {
-      // The bank of the chunk before is still filling, or full: up to two rounds are under way.
+      // The bank of the previous chunk is receiving or full: at most two rounds are under way.
       expect(c);
       for (size_t peer : peers_) send(c, peer);
       if (c > 0) fold(c - 1);
@@ -88,14 +88,14 @@ class PartsReduction {
  private:
   int rankOf(size_t place) const { return route_.ranks[place]; }
   size_t chunksOf(size_t count) const { return (count + chunk_ - 1) / chunk_; }
-  // Elements of a part's c-th chunk; none beyond its end.
+  // Number of elements in a part's c-th chunk; 0 beyond its end.
   size_t lengthOf(size_t part, size_t c) const {
     return std::min(counts_[part], (c + 1) * chunk_) - std::min(counts_[part], c * chunk_);
   }
-  // Bytes from the beginning of the data to a part's c-th chunk.
+  // Offset in bytes of a part's c-th chunk.
   size_t offsetOf(size_t part, size_t c) const { return (starts_[part] + c * chunk_) * width_; }
   size_t longest() const { return std::min(chunk_, counts_[me_]) * width_; }
-  // A chunk of every rank for each bank, and one more to fold in.
+  // A chunk of every rank for each bank, and one more for the reduction.
   size_t memoryNeeded() const { return longest() * (counts_.size() * kBanks + 1); }
   char* room(size_t bank) { return memory_.get() + bank * longest() * counts_.size(); }
 
@@ -151,8 +151,8 @@ class PartsReduction {
   char* const data_;
   char* const out_;
   const std::unique_ptr<char[]> memory_;
-  // What dies first cancels what is pending on the memory above. A result that comes overwrites the part that its owner
-  // was sent; the owner had to have all of that before.
+  // The destructors of these buffers, which run first, cancel operations that are pending on the memory above. A
+  // received result overwrites the part that this rank sent to its owner, which must have received all of it before.
   Buffer whole_, result_;
   std::deque<Buffer> banks_;
   size_t toSend_ = 0, resultsToSend_ = 0, resultsToCome_ = 0;

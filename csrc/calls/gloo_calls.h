@@ -14,10 +14,10 @@ namespace elastic {
 
 using World = std::shared_ptr<gloo::Context>;
 
-// In place, without what finish() does. bcube: for small data, else the ring.
+// In place, without the steps of finish(). bcube: for small data, else the ring.
 void reduceByGloo(const World& world, void* data, size_t count, const Reduction& reduction, bool bcube, uint32_t tag);
 void broadcastByGloo(const World& world, void* data, size_t bytes, int root, uint32_t tag);
-// out holds everyone's part in rank order; sizes[r] bytes each.
+// out: the parts of all ranks in rank order; sizes[r] bytes each.
 void allgatherByGloo(const World& world, const void* in, void* out, const std::vector<size_t>& sizes, uint32_t tag);
 void barrierByGloo(const World& world, uint32_t tag);
 

@@ -137,7 +137,7 @@ std::vector<int> leadersOf(const std::vector<HostDescriptor>& descriptors) {
   return leaders;
 }
 
-// What this rank has of its host's shared memory; empty if that failed.
+// This rank's handles of its host's shared memory; empty if the set-up failed.
 struct HostMemory {
   std::shared_ptr<Segment> segment;
   std::unique_ptr<SegmentServer> server;  // on the first member
@@ -233,7 +233,7 @@ void Hosts::runAmongLeaders(CrossHost phase, const std::function<void()>& run) {
 
 void Hosts::allreduce(void* data, size_t count, const Reduction& reduction, const Call& call, const Step& across) {
   if (isSingleHost()) return local_->allreduce(data, count, reduction, call, true);
-  // The division of an average and the factor come at the very end, once.
+  // The division of an average and the factor are applied once, at the end.
   Reduction part = reduction;
   if (part.op == ReduceOp::kAverage) part.op = ReduceOp::kSum;
   part.after = 1.0;

@@ -1,4 +1,4 @@
-// float16 and bfloat16 to and from float32: round to nearest even, by the processor's instructions where it has them.
+// float16 and bfloat16 to and from float32: round to nearest even, by the processor's instructions if it has them.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@
 
 namespace elastic {
 
-// `half` is kFloat16 or kBfloat16. A NaN stays one (and becomes a quiet one); what is too large becomes infinite.
+// `half` is kFloat16 or kBfloat16. A NaN becomes a quiet NaN; values that are too large become infinite.
 void widen(DataType half, const uint16_t* in, float* out, size_t count);
 void narrow(DataType half, const float* in, uint16_t* out, size_t count);
 

@@ -11,7 +11,7 @@
 namespace elastic {
 namespace {
 
-// Unsigned and at least as wide as int, so that nothing overflows; floats stay what they are.
+// Unsigned and at least as wide as int, so that sums do not overflow; floats stay unchanged.
 template <typename T, bool = std::is_integral<T>::value>
 struct Arithmetic {
   using Type = T;
@@ -86,7 +86,7 @@ Fold foldOfType(ReduceOp op) {
 
 template <typename T>
 T toInteger(double value) {
-  // The bounds as doubles may lie one above the type's range, where the cast would be undefined.
+  // As a double a bound may be one above the type's range, where the cast would be undefined.
   if (!(value > static_cast<double>(std::numeric_limits<T>::min()))) return std::numeric_limits<T>::min();
   if (value >= static_cast<double>(std::numeric_limits<T>::max())) return std::numeric_limits<T>::max();
   return static_cast<T>(value);
@@ -97,7 +97,7 @@ void scaleType(void* data, size_t count, double times, int over) {
   const auto values = static_cast<T*>(data);
   if constexpr (std::is_integral<T>::value) {
     if (times == 1.0) {                         // exact, also beyond 2^53
-      using Wide = std::common_type_t<T, int>;  // 8 bits may hold the values and not the world's size
+      using Wide = std::common_type_t<T, int>;  // 8 bits may be too few for the world's size
       for (size_t i = 0; i < count; i++) values[i] = static_cast<T>(values[i] / static_cast<Wide>(over));
       return;
     }
@@ -120,7 +120,7 @@ void scaleHalf(void* data, size_t count, DataType type, double times, int over) 
   }
 }
 
-// The one place that goes from a type's tag to the type: calls `use` with a null pointer of it.
+// Calls `use` with a null pointer of the type that the tag stands for.
 template <typename Use>
 auto withType(DataType type, Use use) {
   switch (type) {

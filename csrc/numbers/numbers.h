@@ -1,4 +1,4 @@
-// The element types of reductions, and what can be done to arrays of them.
+// The element types of reductions, and arithmetic on arrays of them.
 #pragma once
 
 #include <cstddef>
@@ -28,8 +28,9 @@ const char* nameOf(DataType type);
 const char* nameOf(ReduceOp op);
 inline bool isHalf(DataType type) { return type == DataType::kFloat16 || type == DataType::kBfloat16; }
 
-// out[i] = a[i] op b[i]; out may be a or b. Integers wrap around; a bool's sum is "or", its product "and"; the minimum
-// and maximum of anything and NaN is NaN. Averages fold as sums; not for 16-bit floats, which fold as float32.
+// out[i] = a[i] op b[i]; out may be a or b. Integers wrap around; the sum of bools is "or", their product "and"; the
+// minimum and the maximum with a NaN are NaN. Averages combine as sums. Not for 16-bit floats, which combine as
+// float32.
 using Fold = void (*)(void* out, const void* a, const void* b, size_t count);
 Fold foldOf(DataType type, ReduceOp op);
 

@@ -33,7 +33,7 @@ void foldParts(const Reduction& reduction, const std::vector<const char*>& parts
   const char* left = parts[0];
   if (parts.size() == 1 && out != left) std::memcpy(out, left, count * widthOf(reduction.type));
   for (size_t r = 1; r < parts.size(); r++) {
-    // Only the last step may write to `out`: it can be a part that is still to come.
+    // Only the last step may write to `out`, which may be a part that is read later.
     char* const to = r + 1 == parts.size() ? out : scratch;
     fold(to, left, parts[r], count);
     left = to;

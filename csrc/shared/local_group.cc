@@ -18,7 +18,7 @@ size_t startOf(int member, int members, size_t count, size_t width) {
   return std::min(count, (each + line - 1) / line * line * static_cast<size_t>(member));
 }
 
-// Where each of the parts begins that lie one behind the other.
+// Offsets of contiguous parts.
 std::vector<size_t> startsOf(const std::vector<size_t>& sizes) {
   std::vector<size_t> starts(sizes.size(), 0);
   for (size_t m = 1; m < sizes.size(); m++) starts[m] = starts[m - 1] + sizes[m - 1];

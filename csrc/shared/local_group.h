@@ -2,8 +2,8 @@
 //
 // Members are numbered from 0 in rank order. Operands pass through staging buffers chunk by chunk, with one barrier per
 // chunk: while chunk p is copied in, each member reduces its part of chunk p - 1, and chunk p - 2 is copied out.
-// Operands that all lie in shared memory are reduced in place. Parts are reduced in rank order. Where each member has
-// something else for each other one, a staging buffer holds a slot for each of them.
+// Operands that all lie in shared memory are reduced in place. Parts are reduced in rank order. If each
+// member sends different data to each other one, a staging buffer holds a slot for each of them.
 #pragma once
 
 #include <memory>

@@ -23,7 +23,7 @@ struct Call {
   uint64_t bytes = 0;
   uint32_t number = 0;  // of the collective within its group
   CallKind kind = CallKind::kNone;
-  // Everything else that must be equal.
+  // All following fields must be equal on all ranks.
   uint32_t signature = 0;  // of shape, type and the factor on the result, or the root
   DataType type = DataType::kBool;
   ReduceOp op = ReduceOp::kSum;

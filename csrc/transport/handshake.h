@@ -1,10 +1,10 @@
 // The first bytes of a connection: both sides prove the job's key and agree on fence and ranks.
 //
-//   dialer -> acceptor   Hello      who, to whom, in which world, and a nonce
+//   dialer -> acceptor   Hello      both ranks, the fence, the channel, and a nonce
 //   acceptor -> dialer   Challenge  a nonce of its own, HMAC(key, "accept" + Hello + nonce)
 //   dialer -> acceptor   Proof      HMAC(key, "dial" + Hello + nonce)
 //
-// A recorded handshake is worth nothing: each side answers the other's fresh nonce.
+// A recorded handshake cannot be replayed: each side signs the other's fresh nonce.
 #pragma once
 
 #include <array>
@@ -15,7 +15,7 @@
 
 namespace elastic {
 
-// channel: tells the groups of one generation apart; none of them is older than another.
+// channel: identifies a group of the generation; groups of one generation have no order.
 struct Fence {
   uint64_t attempt = 0;
   uint64_t generation = 0;

@@ -8,7 +8,7 @@
 namespace elastic {
 namespace {
 
-// By the names under which distributions have it; one that the process has loaded already, as Python's, is taken.
+// The names that distributions give it. A library that the process has loaded already, such as Python's, is used.
 void* library() {
   for (const char* name : {"libssl.so.3", "libssl.so.1.1", "libssl.so"}) {
     if (void* handle = dlopen(name, RTLD_NOW | RTLD_LOCAL)) return handle;
@@ -19,7 +19,7 @@ void* library() {
 
 template <typename Function>
 void find(void* handle, const char* name, Function& function) {
-  void* found = dlsym(handle, name);  // in the libraries that it needs, too
+  void* found = dlsym(handle, name);  // also searches the libraries that it depends on
   if (found == nullptr) {
     throw std::runtime_error(std::string("TLS between workers needs OpenSSL 1.1.1 or newer; this one has no ") + name);
   }

@@ -1,5 +1,5 @@
-// The part of OpenSSL (1.1.1 and newer) that the mesh uses, looked up in the system's library when it is first needed:
-// what is built and shipped here depends on none, and whoever runs without TLS needs none.
+// The functions of OpenSSL (1.1.1 and newer) that the mesh uses. They are looked up in the system's library at first
+// use: the wheel does not link OpenSSL, and jobs without TLS do not need it.
 #pragma once
 
 #include <cstddef>
@@ -59,7 +59,7 @@ struct OpenSsl {
   size_t (*BIO_ctrl_pending)(Bio*);
   void (*ERR_clear_error)();
 
-  // Throws std::runtime_error where there is no such library.
+  // Throws std::runtime_error if the system has no such library.
   static const OpenSsl& get();
 };
 

@@ -197,7 +197,7 @@ void Pair::fail(const std::string& why) {
   if (needed) mesh_.abortLocked(Cause::kPeerLost, {peer_}, linkName() + ": " + why);
 }
 
-// Tells the peer that this rank is alive and waits, unless other frames are queued.
+// Sends a keepalive (this rank is alive and waits) unless other frames are queued.
 void Pair::sendKeepalive() {
   const auto now = Mesh::Clock::now();
   if (state_ != State::kConnected || !sends_.empty() || now - lastKeepalive_ < kKeepaliveInterval) return;

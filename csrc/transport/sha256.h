@@ -27,7 +27,7 @@ class Sha256 {
 
 Digest hmacSha256(const std::string& key, const std::string& message);
 
-// Takes the same time wherever the first difference is.
+// Compares in constant time.
 bool equalInConstantTime(const Digest& a, const Digest& b);
 
 }  // namespace elastic

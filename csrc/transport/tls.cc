@@ -8,7 +8,7 @@ namespace {
 
 constexpr char kCipher[] = "TLS_AES_128_GCM_SHA256";
 constexpr unsigned char kCipherId[] = {0x13, 0x01};
-constexpr char kIdentity[] = "spark_elastic";  // there is one key; its name tells nothing
+constexpr char kIdentity[] = "spark_elastic";  // the name of the only key; it is not secret
 constexpr size_t kMaxRecord = size_t{1} << 20;
 
 }  // namespace
@@ -67,7 +67,7 @@ Tls::Tls(std::shared_ptr<const TlsKey> key, bool dials, uint64_t rekeyAfter)
     if (ssl_ != nullptr) lib_.SSL_free(ssl_);
     throw std::runtime_error("no memory for a connection's TLS");
   }
-  lib_.SSL_set_bio(ssl_, in_, out_);  // which owns them from now on
+  lib_.SSL_set_bio(ssl_, in_, out_);  // takes ownership of both
   dials ? lib_.SSL_set_connect_state(ssl_) : lib_.SSL_set_accept_state(ssl_);
 }
 
@@ -92,7 +92,7 @@ bool Tls::encrypt(const char* data, size_t size) {
   while (size > 0 && !broken_) {
     lib_.ERR_clear_error();
     const int some = static_cast<int>(std::min(size, kMaxRecord));
-    broken_ = lib_.SSL_write(ssl_, data, some) != some;  // memory takes everything
+    broken_ = lib_.SSL_write(ssl_, data, some) != some;  // a memory BIO accepts all bytes
     data += some;
     size -= static_cast<size_t>(some);
     written_ += static_cast<uint64_t>(some);

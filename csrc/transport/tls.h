@@ -1,5 +1,6 @@
 // TLS 1.3 between two holders of the job's key (RFC 8446: external pre-shared key with ephemeral key exchange). No
-// certificates. Without the key nobody can read or intercept; a key leaked later does not decrypt recorded traffic.
+// certificates. A process without the key can neither read nor intercept; a key leaked later does not decrypt recorded
+// traffic.
 #pragma once
 
 #include <sys/types.h>

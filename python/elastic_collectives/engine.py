@@ -77,7 +77,7 @@ class Endpoint(Closing):
         encrypted: bool = False,
     ) -> None:
         if not key:
-            raise ValueError("key must not be empty: it is what keeps strangers out.")
+            raise ValueError("key must not be empty: without one any process could join the group.")
         if host in ("", "0.0.0.0", "::") and not advertise:
             raise ValueError(
                 f"host {host!r} stands for every interface; pass advertise, the address that peers dial."

@@ -38,7 +38,7 @@ log = logging.getLogger("spark_elastic.rendezvous")
 AUTHENTICATED = "spark_elastic.authenticated"
 RESET = "spark_elastic.reset"
 MAX_UNAUTHENTICATED = 2048
-STRANGERS_INTERVAL = 60.0  # seconds between two lines of the log about requests that are not served
+UNSERVED_LOG_INTERVAL = 60.0  # seconds between two log lines about requests that are not served
 
 
 def max_unauthenticated() -> int:
@@ -104,8 +104,8 @@ else:  # Python 3.10 has it without parameters
 
 
 class _ConnectionLog(_LoggerAdapter):
-    """uvicorn's log of all connections of one server. What strangers cause are its warnings (no HTTP, WebSockets): they
-    are counted, and one line in `STRANGERS_INTERVAL` says how many there were. Loop thread only."""
+    """uvicorn's log of all connections of one server. Its warnings are about connections that are no request of the job
+    (no HTTP, WebSockets): it counts them and logs their number once per `UNSERVED_LOG_INTERVAL`. Loop thread only."""
 
     def __init__(self) -> None:
         super().__init__(logging.getLogger("uvicorn.error"), {})
@@ -120,12 +120,12 @@ class _ConnectionLog(_LoggerAdapter):
         self._ignored += 1
         now = asyncio.get_running_loop().time()
         if now >= self._next_line:
-            self._next_line = now + STRANGERS_INTERVAL
+            self._next_line = now + UNSERVED_LOG_INTERVAL
             count, self._ignored = self._ignored, 0
             log.warning(
-                "%d request%s that the driver's server does not serve (the last one: %s): strangers talk to its port, "
-                "which costs the job nothing. The next line about it comes in %g s at the earliest.",
-                count, "" if count == 1 else "s", str(msg).partition(". ")[0].rstrip("."), STRANGERS_INTERVAL,
+                "The driver's server refused %d request%s (the last one: %s). A program outside of the job "
+                "connects to its port, which does not affect the job. The next such line follows in %g s at the earliest.",
+                count, "" if count == 1 else "s", str(msg).partition(". ")[0].rstrip("."), UNSERVED_LOG_INTERVAL,
             )  # fmt: skip
 
 
@@ -259,9 +259,9 @@ def listen(bind: Bind) -> socket.socket:
 
 
 def listen_on_loopback(listener: socket.socket) -> socket.socket | None:
-    """The same port for those who dial localhost, as proxies of notebooks do.
+    """Listen on the same port of localhost, where proxies of notebooks connect.
 
-    None where `listener` is dialled by that already, or the port there is somebody else's.
+    None if `listener` covers localhost already, or if another process listens on that port.
     """
     try:
         return listen(Bind(LOOPBACK, listener.getsockname()[1]))
@@ -289,9 +289,9 @@ class _UvicornRun(uvicorn.Server):
 
 
 class _EventLoop(asyncio.SelectorEventLoop):
-    """An event loop that limits TLS handshakes to `HANDSHAKE_TIMEOUT`, and tells connections when they are accepted.
+    """An event loop that limits TLS handshakes to `HANDSHAKE_TIMEOUT`, and calls connections when they are accepted.
 
-    asyncio tells a protocol of its socket only after the TLS handshake. The loop accepts a few connections at a time: a
+    asyncio calls a protocol only after the TLS handshake. The loop accepts a few connections at a time: a
     whole queue at once could use up the process's files before the first ones are closed.
     """
 
@@ -464,7 +464,7 @@ def _is_listening(listener: socket.socket) -> bool:
 
 
 def _dispose(loop: asyncio.AbstractEventLoop, server: _UvicornRun) -> None:
-    """Free everything of a loop that ended in whatever way."""
+    """Free the sockets and tasks of a loop that has ended, also after an exception."""
     try:
         loop.run_until_complete(_abort_connections(server))
         loop.run_until_complete(loop.shutdown_asyncgens())

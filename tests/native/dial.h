@@ -1,4 +1,4 @@
-// Who dials an endpoint by hand: whole handshakes, or whatever bytes a test wants to say.
+// A raw connection to an endpoint: whole handshakes, or any bytes that a test sends.
 #pragma once
 
 #include <netinet/in.h>
@@ -33,28 +33,28 @@ class Dial {
   ~Dial() { close(fd_); }
 
   void sendAll(const void* data, size_t size) { send(fd_, data, size, MSG_NOSIGNAL); }
-  bool hear(void* data, size_t size) { return recv(fd_, data, size, MSG_WAITALL) == static_cast<ssize_t>(size); }
+  bool receive(void* data, size_t size) { return recv(fd_, data, size, MSG_WAITALL) == static_cast<ssize_t>(size); }
 
   // The answer to the challenge that follows the hello; the other side waits for it.
   Proof proofAfter(const Hello& hello) {
     Challenge challenge;
     sendAll(&hello, sizeof hello);
-    CHECK(hear(&challenge, sizeof challenge));
+    CHECK(receive(&challenge, sizeof challenge));
     return {computeMac(kKey, "dial", hello, challenge.nonce)};
   }
 
-  // The peer's group takes us for its rank 0, whom it waits for in a barrier.
-  bool hearsBarrier(FrameHeader& header) {
-    return hear(&header, sizeof header) && header.call.kind == CallKind::kBarrier && header.size == 0;
+  // Whether the peer's group accepts this connection as its rank 0, for which it waits in a barrier.
+  bool receivesBarrier(FrameHeader& header) {
+    return receive(&header, sizeof header) && header.call.kind == CallKind::kBarrier && header.size == 0;
   }
-  bool hearsBarrier() {
+  bool receivesBarrier() {
     FrameHeader header{};
-    return hearsBarrier(header);
+    return receivesBarrier(header);
   }
 
   int fd() const { return fd_; }
 
-  // The peer has hung up: an end or a reset, and no byte before.
+  // Whether the peer has closed the connection or reset it, without sending a byte.
   bool closed() {
     char byte;
     const ssize_t got = recv(fd_, &byte, 1, 0);
@@ -65,7 +65,7 @@ class Dial {
   bool shake(const std::string& key, const Hello& hello) {
     sendAll(&hello, sizeof hello);
     Challenge challenge;
-    if (!hear(&challenge, sizeof challenge)) return false;
+    if (!receive(&challenge, sizeof challenge)) return false;
     if (!equalInConstantTime(challenge.mac, computeMac(key, "accept", hello, challenge.nonce))) return false;
     const Proof proof{computeMac(key, "dial", hello, challenge.nonce)};
     sendAll(&proof, sizeof proof);
@@ -84,7 +84,7 @@ inline Hello helloTo(uint32_t to, Fence fence) {
   return hello;
 }
 
-// Rank 1 of two waits in a barrier, in a thread; rank 0 is whoever dials.
+// Rank 1 of two waits in a barrier, in a thread; the test plays rank 0.
 struct Waiting {
   explicit Waiting(std::shared_ptr<Endpoint> at = std::make_shared<Endpoint>(kKey, "127.0.0.1", 0, 0, ""),
                    Fence fence = {1, 5}, int timeout = 10000)
@@ -104,16 +104,16 @@ struct Waiting {
     return thrown;
   }
 
-  // Rank 0 comes to the barrier, too.
+  // Rank 0 arrives at the barrier.
   void passWith(Dial& zero) {
     FrameHeader barrier{};
-    CHECK(zero.shake(kKey, helloTo(1, {1, 5})) && zero.hearsBarrier(barrier));
-    zero.sendAll(&barrier, sizeof barrier);  // both sides say the same
+    CHECK(zero.shake(kKey, helloTo(1, {1, 5})) && zero.receivesBarrier(barrier));
+    zero.sendAll(&barrier, sizeof barrier);  // both sides send the same frame
     thread.join();
     CHECK(thrown.empty());
   }
 
-  Endpoint zero{kKey, "127.0.0.1", 0, 0, ""};  // somebody listens where rank 0 is looked for
+  Endpoint zero{kKey, "127.0.0.1", 0, 0, ""};  // listens at the address of rank 0
   std::shared_ptr<Endpoint> endpoint;
   std::unique_ptr<Group> group;
   std::thread thread;

@@ -1,6 +1,6 @@
-// Mutated handshakes and frames: whatever comes, a stranger disturbs nobody and a peer's nonsense ends its group alone.
+// Mutated handshakes and frames: an unauthenticated one disturbs no group, and one of a peer ends only its own group.
 //
-// ELASTIC_FUZZ_INPUTS says how many of each (2000 unless told), ELASTIC_FUZZ_SEED from which on. The input that a check
+// ELASTIC_FUZZ_INPUTS says how many of each (default 2000), ELASTIC_FUZZ_SEED from which on. The input that a check
 // fails on is repeated by its seed.
 #include <algorithm>
 #include <cstdlib>
@@ -82,7 +82,7 @@ class Luck {
   std::mt19937_64 random_;
 };
 
-// What every rank of two does, rank 1 sends first in each; the peer's frames are mutated.
+// Collectives of two ranks, in which rank 1 sends first; the peer's frames are mutated.
 void collective(Group& group, size_t which) {
   std::vector<float> data(1000, 1.0f), out(2000);
   switch (which) {
@@ -101,7 +101,7 @@ void collective(Group& group, size_t which) {
 
 }  // namespace
 
-TEST(fuzz, handshakes_of_strangers_disturb_nobody) {
+TEST(fuzz, unauthenticated_handshakes_disturb_no_group) {
   const uint64_t first = setting("ELASTIC_FUZZ_SEED", 1), inputs = setting("ELASTIC_FUZZ_INPUTS", 2000);
   Waiting waiting(std::make_shared<Endpoint>(kKey, "127.0.0.1", 0, 0, ""), Fence{1, 5}, 600000);
   for (uint64_t seed = first; seed < first + inputs; seed++) {
@@ -113,7 +113,7 @@ TEST(fuzz, handshakes_of_strangers_disturb_nobody) {
     if (luck.once_in(2)) {
       luck.sendAll(dial, bytes);  // a true beginning
       Challenge challenge;
-      CHECK(dial.hear(&challenge, sizeof challenge));
+      CHECK(dial.receive(&challenge, sizeof challenge));
       bytes.clear();
       append(bytes, Proof{computeMac(luck.once_in(2) ? "another key" : kKey, "accept", hello, challenge.nonce)});
     } else {
@@ -125,7 +125,7 @@ TEST(fuzz, handshakes_of_strangers_disturb_nobody) {
   Dial peer(*waiting.endpoint);
   CHECK(peer.shake(kKey, helloTo(1, {1, 5})));
   FrameHeader header{};
-  CHECK(peer.hear(&header, sizeof header) && header.call.kind == CallKind::kBarrier);
+  CHECK(peer.receive(&header, sizeof header) && header.call.kind == CallKind::kBarrier);
   CHECK(waiting.end() == "the test is over");
 }
 
@@ -143,7 +143,7 @@ TEST(fuzz, frames_of_a_peer_end_its_group_or_nothing) {
       Dial peer(*endpoint);
       CHECK(peer.shake(kKey, helloTo(1, {1, seed})));
       FrameHeader header{};
-      CHECK(peer.hear(&header, sizeof header));
+      CHECK(peer.receive(&header, sizeof header));
       Bytes bytes;
       append(bytes, header);
       bytes.resize(bytes.size() + std::min<uint64_t>(header.size, 8192));
@@ -151,7 +151,7 @@ TEST(fuzz, frames_of_a_peer_end_its_group_or_nothing) {
       std::memcpy(bytes.data(), &header, sizeof header);
       luck.mutate(bytes);
       luck.sendAll(peer, bytes);
-    }  // it hangs up
+    }  // the other side closes the connection
     thread.join();
   }
 }

@@ -112,7 +112,7 @@ TEST(group, rows_are_scattered_and_exchanged) {
   CHECK(thrown == nothing(3));
 }
 
-TEST(group, a_reduction_of_another_kind_is_told_to_everybody) {
+TEST(group, a_reduction_of_another_kind_is_a_mismatch_on_every_rank) {
   Ranks ranks(3);
   ranks.each([](Group& group) { group.barrier(); });
   const auto thrown = ranks.each([](Group& group) {
@@ -127,7 +127,7 @@ TEST(group, a_reduction_of_another_kind_is_told_to_everybody) {
   }
 }
 
-TEST(group, another_factor_on_the_result_is_told_to_everybody_and_one_on_an_operand_is_not_compared) {
+TEST(group, another_factor_on_the_result_is_a_mismatch_on_every_rank_and_one_on_an_operand_is_not) {
   for (const auto& hosts : {std::vector<int>{}, {0, 0}}) {
     Ranks ranks(2, 1, 20000, hosts);
     const auto reduced = [](Group& group, double before, double after) {
@@ -145,7 +145,7 @@ TEST(group, another_factor_on_the_result_is_told_to_everybody_and_one_on_an_oper
   }
 }
 
-TEST(group, an_abort_from_another_thread_frees_everybody_with_its_reason) {
+TEST(group, an_abort_from_another_thread_ends_all_waits_with_its_reason) {
   Ranks ranks(3);
   ranks.each([](Group& group) { group.barrier(); });
   std::atomic<int> turns{0};
@@ -163,8 +163,8 @@ TEST(group, an_abort_from_another_thread_frees_everybody_with_its_reason) {
   CHECK(thrown == std::vector<std::string>(3, "enough"));
 }
 
-// Rank 0 waits for rank 2, which does not come, and has not asked yet for what rank 1 has sent it.
-TEST(group, an_abort_is_heard_from_behind_a_frame_that_nobody_asked_for) {
+// Rank 0 waits for rank 2, which does not come, and has not posted a receive for the frame that rank 1 sent.
+TEST(group, an_abort_arrives_behind_an_unexpected_frame) {
   for (size_t count : {size_t{1000}, size_t{8} << 20}) {
     Ranks ranks(3);
     CHECK(ranks.each([](Group& group) { group.barrier(); }) == nothing(3));
@@ -206,7 +206,8 @@ TEST(group, an_abort_ends_its_frame_for_a_peer_that_reads_late) {
 TEST(group, closing_under_a_running_collective_is_safe) {
   for (uint64_t turn = 1; turn <= 20; turn++) {
     Ranks ranks(2);
-    CHECK(ranks.each([](Group& group) { group.barrier(); }) == nothing(2));  // a peer never met is not missed
+    CHECK(ranks.each([](Group& group) { group.barrier(); }) ==
+          nothing(2));  // a group without connections can be closed
     std::thread other([&] {
       std::this_thread::sleep_for(std::chrono::milliseconds(turn));
       ranks.groups[0]->close();

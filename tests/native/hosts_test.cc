@@ -54,7 +54,7 @@ TEST(hosts, sums_of_all_sizes) {
 }
 
 // Two of a host sum to 40000, and all four to more than float16 holds.
-TEST(hosts, an_average_within_float16_is_finite_whatever_its_sum_is) {
+TEST(hosts, an_average_within_float16_is_finite_although_its_sum_is_not) {
   Ranks ranks(4, 1, kTimeout, {0, 0, 1, 1});
   const auto thrown = ranks.each([](Group& group) {
     for (const auto& [op, after] : {std::pair{ReduceOp::kAverage, 1.0}, {ReduceOp::kSum, 0.25}}) {
@@ -97,7 +97,7 @@ TEST(hosts, parts_of_any_size_are_gathered) {
   }
 }
 
-TEST(hosts, an_abort_from_another_thread_frees_everybody_with_its_reason) {
+TEST(hosts, an_abort_from_another_thread_ends_all_waits_with_its_reason) {
   for (const auto& hosts : {std::vector<int>{0, 0, 0}, {0, 0, 1, 1}}) {
     Ranks ranks(static_cast<int>(hosts.size()), 1, kTimeout, hosts);
     std::atomic<int> turns{0};
@@ -116,7 +116,7 @@ TEST(hosts, an_abort_from_another_thread_frees_everybody_with_its_reason) {
   }
 }
 
-TEST(hosts, nobody_succeeds_after_an_abort) {
+TEST(hosts, no_collective_succeeds_after_an_abort) {
   Ranks ranks(2, 1, kTimeout, {0, 0});
   CHECK(ranks.each([](Group& group) { sum(group, 10); }) == nothing(2));
   ranks.groups[1]->abort("enough");
@@ -162,12 +162,12 @@ TEST(hosts, generations_follow_one_another) {
   }
 }
 
-// Rank 2 waits in shared memory alone when rank 0 dials it, for rank 3: rank 0 is told so, and blames nobody else.
-TEST(hosts, who_waits_for_its_own_host_answers_whoever_dials) {
+// Rank 2 waits for rank 3 in shared memory when rank 0 dials it: rank 0 learns that, and blames rank 3 alone.
+TEST(hosts, a_rank_that_waits_for_its_own_host_answers_handshakes) {
   Ranks ranks(4, 1, 2500, {0, 0, 1, 1});
   std::atomic<int> ended{0};
   const auto thrown = ranks.each([&](Group& group) {
-    group.memory(1);  // the hosts know each other; their first ranks have not spoken yet
+    group.memory(1);  // the topology is known; the first ranks have no connection yet
     while (group.rank() == 3 && ended < 3) std::this_thread::sleep_for(std::chrono::milliseconds(10));
     const std::string why = thrownBy([&] { group.barrier(); });
     ended++;
@@ -177,7 +177,7 @@ TEST(hosts, who_waits_for_its_own_host_answers_whoever_dials) {
 }
 
 // Rank 1 has what it needs from rank 0 of its own host, which still waits for the other host.
-TEST(hosts, who_has_its_part_of_a_broadcast_may_leave) {
+TEST(hosts, a_rank_that_has_its_part_of_a_broadcast_may_leave) {
   Ranks ranks(4, 1, kTimeout, {0, 0, 1, 1});
   std::vector<char> large(size_t{32} << 20, 'x');
   std::atomic<bool> left{false};
@@ -195,7 +195,7 @@ TEST(hosts, who_has_its_part_of_a_broadcast_may_leave) {
 }
 
 // Rank 0 has nothing to wait for, and so no limit; rank 1 does not have to wait for it without end.
-TEST(hosts, a_limit_holds_whatever_that_of_the_hosts_first_rank_is) {
+TEST(hosts, a_timeout_holds_whatever_that_of_the_hosts_first_rank_is) {
   Ranks ranks(3, 1, 300, {0, 0, 1});
   std::atomic<int> ended{0};
   const auto thrown = ranks.each([&](Group& group) {

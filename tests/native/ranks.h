@@ -11,7 +11,7 @@
 #include "group.h"
 
 struct Ranks {
-  // hosts[r]: the host that rank r takes itself to be on; empty: sockets alone.
+  // hosts[r]: the host that rank r names as its own; empty: sockets only.
   explicit Ranks(int size, uint64_t generation = 1, int timeout = 20000, std::vector<int> hosts = {},
                  bool encrypted = false)
       : hosts(std::move(hosts)) {

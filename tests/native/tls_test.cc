@@ -1,4 +1,4 @@
-// Connections inside TLS: what passes, what does not, and that groups behave there as in the clear.
+// Connections with TLS: what is refused, and that groups behave as without TLS.
 #include "transport/tls.h"
 
 #include <atomic>
@@ -14,13 +14,13 @@ using namespace elastic;
 
 namespace {
 
-// Two ciphers whose bytes a test carries, and may look at.
+// Two TLS states; the test passes the bytes between them and may change them.
 struct Both {
   explicit Both(const std::string& key, const std::string& other, uint64_t rekeyAfter = Tls::kRekeyAfter)
       : dialer(std::make_shared<const TlsKey>(key), true, rekeyAfter),
         acceptor(std::make_shared<const TlsKey>(other), false, rekeyAfter) {}
 
-  // What one side has for the other, after which that one reads what it can.
+  // Passes the bytes of one side to the other, which reads as much as it can.
   std::string carry(Tls& from, Tls& to) {
     char bytes[1 << 15];
     while (const size_t some = from.takeEncrypted(bytes, sizeof bytes)) {
@@ -73,7 +73,7 @@ std::pair<std::string, std::string> meet(std::shared_ptr<Endpoint> first, std::s
 
 }  // namespace
 
-TEST(tls, holders_of_the_key_understand_each_other_and_nobody_else_does) {
+TEST(tls, only_holders_of_the_key_can_decrypt) {
   Both both("key", "key");
   const std::string early = "said before the handshake is over";
   CHECK(both.dialer.write(early.data(), early.size()));
@@ -109,7 +109,7 @@ TEST(tls, a_changed_byte_breaks_the_connection) {
   CHECK(both.acceptor.read(bytes, sizeof bytes) == -1);
 }
 
-TEST(tls, keys_are_changed_on_the_way) {
+TEST(tls, keys_are_updated_during_a_connection) {
   Both both("key", "key", 100000);
   CHECK(both.dialer.write("x", 1));
   both.carry(both.dialer, both.acceptor);
@@ -159,7 +159,7 @@ TEST(tls, an_unexpected_frame_waits_and_a_close_frame_behind_it_is_read) {
   CHECK(thrown[0].empty() && thrown[1] == "rank 0 has enough");
 }
 
-// It closes with words unread, so that the kernel takes the whole connection down.
+// It closes with unread input, so that the kernel resets the connection.
 TEST(tls, a_close_frame_is_read_although_sending_fails) {
   Ranks ranks(2, 1, 20000, {}, true);
   std::atomic<bool> unread{false}, gone{false};
@@ -191,7 +191,7 @@ TEST(tls, an_abort_frees_all_ranks) {
   CHECK(thrown[0] == "enough" && thrown[2] == "enough");
 }
 
-TEST(tls, one_side_alone_or_another_key_connects_nobody) {
+TEST(tls, tls_on_one_side_only_or_another_key_connects_no_group) {
   const auto inTheClear = std::make_shared<Endpoint>(kKey, "127.0.0.1", 0, 0, "");
   CHECK(meet(encrypted(), encrypted()) == std::make_pair(std::string(), std::string()));
   for (const auto& other : {inTheClear, encrypted("another key")}) {
@@ -202,7 +202,7 @@ TEST(tls, one_side_alone_or_another_key_connects_nobody) {
   }
 }
 
-TEST(tls, strangers_disturb_nobody) {
+TEST(tls, unauthenticated_connections_disturb_no_group) {
   const auto endpoint = encrypted();
   Group group(endpoint, 1, {"127.0.0.1:1", endpoint->address()}, Fence{1, 5}, GroupOptions{});
   std::string thrown;

@@ -1,7 +1,7 @@
 """The schema that petastorm keeps beside its files, read without petastorm.
 
 The schema is a pickle in the footer of `_common_metadata`. It is read by an unpickler that knows the few classes of
-such a schema and calls nothing else, so that a file from a stranger can run no code. Any thread.
+such a schema and calls nothing else, so that an untrusted file can run no code. Any thread.
 """
 
 from __future__ import annotations

@@ -303,7 +303,7 @@ def test_alltoall_fails_on_all_ranks_if_one_sends_another_number_of_rows_than_ex
         group.alltoall(array, incoming=usual if group.rank != 1 else [rows, rows, rows + 1])
         group.barrier()
 
-    ends = each(make(30), call)
+    ends = call_all(make(30), call)
     assert {type(end) for end in ends} == {MismatchError}, ends
     assert all(set(end.ranks) == {1, 2} and "which expects" in end.reason for end in ends)
 

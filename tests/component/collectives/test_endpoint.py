@@ -1,4 +1,4 @@
-"""Who gets in and where: fences, strangers on the port while a world works, addresses and ports."""
+"""Which connections an endpoint accepts: fences, unauthenticated connections during a world, addresses and ports."""
 
 from __future__ import annotations
 
@@ -78,17 +78,17 @@ def test_unauthenticated_connections_disturb_no_group(pool: Pool) -> None:
         silent, turns = [], 0
         while not stop.is_set():
             for host, _, port in addresses:
-                stranger = socket.create_connection((host, int(port)), timeout=5)
-                stranger.settimeout(5)
+                connection = socket.create_connection((host, int(port)), timeout=5)
+                connection.settimeout(5)
                 if turns % 3 == 0 and len(silent) < 60:
-                    silent.append(stranger)
+                    silent.append(connection)
                     continue
                 if turns % 3 == 1:
-                    stranger.sendall(np.random.default_rng(turns).bytes(1 + turns % 300))
-                stranger.close()
+                    connection.sendall(np.random.default_rng(turns).bytes(1 + turns % 300))
+                connection.close()
             turns += 1
-        for stranger in silent:
-            stranger.close()
+        for connection in silent:
+            connection.close()
         return turns
 
     with ThreadPoolExecutor(1) as threads:

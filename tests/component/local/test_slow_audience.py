@@ -151,7 +151,7 @@ class Collector(logging.Handler):
 
 
 def test_a_log_handler_that_blocks_costs_no_world() -> None:
-    """A stranger has the server say something meanwhile."""
+    """Unauthenticated requests make the server log meanwhile."""
     program, began, read = Held(steps=20), threading.Event(), threading.Event()
     cluster = local(program, Reached)
     collector, root = Collector(began, read), logging.getLogger()
@@ -162,15 +162,18 @@ def test_a_log_handler_that_blocks_costs_no_world() -> None:
         with socket.create_connection((host, int(port))) as connection:
             connection.sendall(b"garbage\r\n\r\n")
 
-    stranger = threading.Thread(target=send_unauthenticated)
+    sender = threading.Thread(target=send_unauthenticated)
     later = release_later(program, began, read)
-    stranger.start()
+    sender.start()
     root.addHandler(collector)
     try:
         result = train(cluster, Blocking(began, read))
     finally:
         root.removeHandler(collector)
-    for thread in (stranger, later):
+    for thread in (sender, later):
         thread.join()
     assert [world.size for world in result.worlds] == [2]
-    assert collector.held_up == ["Invalid HTTP request received."]
+    (line,) = collector.held_up
+    assert line.startswith(
+        "The driver's server refused 1 request (the last one: Invalid HTTP request received)"
+    )

@@ -153,7 +153,7 @@ def read_all(connection: socket.socket) -> bytes:
     return b"".join(parts)
 
 
-class Stranger:
+class RawClient:
     """Speaks raw HTTP to the server; with `key` it can sign."""
 
     def __init__(self, port: int, key: bytes = KEY) -> None:

@@ -20,7 +20,7 @@ from spark_elastic.rendezvous.auth_middleware import AuthMiddleware, Call, Reque
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.http_server import Bind, Connection, HttpServer, listen
 from spark_elastic.rendezvous.messages import REQUESTS, VERSION, path_of
-from tests.component.rendezvous.driver_side import ATTEMPT, KEY, PATIENCE, Driver, Stranger, parse, read_all
+from tests.component.rendezvous.driver_side import ATTEMPT, KEY, PATIENCE, Driver, RawClient, parse, read_all
 
 BEAT = json.dumps({"v": VERSION, "attempt": ATTEMPT, "message": {"slot": "1-0", "state": ""}})
 
@@ -28,9 +28,9 @@ PATH = path_of(Heartbeat)
 
 
 @pytest.fixture
-def stranger(driver: Driver) -> Iterator[Stranger]:
-    """After whatever it did, an honest slot is still answered and nothing of the stranger's became an event."""
-    yield Stranger(driver.port)
+def raw_client(driver: Driver) -> Iterator[RawClient]:
+    """After the test a real slot is still answered, and no request of this client became an event."""
+    yield RawClient(driver.port)
     assert driver.events.empty()
     assert driver.client().ask(Heartbeat("9-0")).stop is None
     assert driver.await_event(Heartbeat).slot == "9-0"
@@ -38,46 +38,46 @@ def stranger(driver: Driver) -> Iterator[Stranger]:
 
 def test_a_correctly_signed_request_is_answered(driver: Driver) -> None:
     """The requests below fail for what they say they fail for."""
-    honest = Stranger(driver.port)
+    honest = RawClient(driver.port)
     status, _ = honest.request(PATH, BEAT.encode(), honest.sign(PATH, BEAT.encode()))
     assert status == 200
     assert driver.await_event(Heartbeat).slot == "1-0"
 
 
-def test_no_path_answers_an_unsigned_request(stranger: Stranger) -> None:
+def test_no_path_answers_an_unsigned_request(raw_client: RawClient) -> None:
     for path in (auth.HELLO, "/", "/docs", "/rendezvous", *(path_of(request) for request in REQUESTS)):
         for method in ("GET", "POST", "PUT", "OPTIONS"):
-            assert stranger.request(path, BEAT.encode(), None, method) == (401, b""), (method, path)
+            assert raw_client.request(path, BEAT.encode(), None, method) == (401, b""), (method, path)
 
 
-def test_a_forged_signature_is_refused(stranger: Stranger) -> None:
-    body, session = BEAT.encode(), stranger.session()
-    good = stranger.sign(PATH, body, session)
+def test_a_forged_signature_is_refused(raw_client: RawClient) -> None:
+    body, session = BEAT.encode(), raw_client.session()
+    good = raw_client.sign(PATH, body, session)
     forged = [
-        Stranger(stranger._port, b"guess").sign(PATH, body, session),
+        RawClient(raw_client._port, b"guess").sign(PATH, body, session),
         good[:-1] + ("0" if good[-1] != "0" else "1"),
         good.replace("Elastic", "Basic"),
         f"Elastic {session}.5",
         f"Elastic {session}.-5.{'0' * 64}",
         f"Elastic {session}.²5.{'0' * 64}",
-        stranger.sign("/rendezvous/WorkerExited", body, session),
-        stranger.sign(PATH, body + b" ", session),
-        stranger.sign(PATH, body, auth.create_id()),
+        raw_client.sign("/rendezvous/WorkerExited", body, session),
+        raw_client.sign(PATH, body + b" ", session),
+        raw_client.sign(PATH, body, auth.create_id()),
     ]
     for header in forged:
-        assert stranger.request(PATH, body, header) == (401, b""), header
-    header = stranger.sign(PATH, body, session)
-    assert stranger.request(PATH + "?slot=2", body, header)[0] == 401
-    assert stranger.request(PATH, body, header, "PUT")[0] == 401
+        assert raw_client.request(PATH, body, header) == (401, b""), header
+    header = raw_client.sign(PATH, body, session)
+    assert raw_client.request(PATH + "?slot=2", body, header)[0] == 401
+    assert raw_client.request(PATH, body, header, "PUT")[0] == 401
 
 
-def test_a_forged_hello_is_refused(stranger: Stranger) -> None:
+def test_a_forged_hello_is_refused(raw_client: RawClient) -> None:
     credentials = auth.sign_request(b"guess", auth.HELLO, auth.create_id(), 0, b"")
-    assert stranger.request(auth.HELLO, b"", credentials.header()) == (401, b"")
+    assert raw_client.request(auth.HELLO, b"", credentials.header()) == (401, b"")
 
 
 def test_a_recorded_request_cannot_be_played_again(driver: Driver) -> None:
-    thief = Stranger(driver.port)
+    thief = RawClient(driver.port)
     body, session = BEAT.encode(), thief.session()
     recorded = [thief.sign(PATH, body, session, count) for count in (1, 2, 3)]
     for header in recorded:
@@ -88,13 +88,13 @@ def test_a_recorded_request_cannot_be_played_again(driver: Driver) -> None:
     assert driver.events.empty()
 
 
-def test_a_replayed_hello_is_worth_nothing(stranger: Stranger) -> None:
+def test_a_replayed_hello_is_worth_nothing(raw_client: RawClient) -> None:
     """It names a session, and whoever lacks the key cannot use it."""
     hello = auth.sign_request(KEY, auth.HELLO, auth.create_id(), 0, b"").header()
-    first = stranger.request(auth.HELLO, b"", hello)
-    assert stranger.request(auth.HELLO, b"", hello) == first
+    first = raw_client.request(auth.HELLO, b"", hello)
+    assert raw_client.request(auth.HELLO, b"", hello) == first
     session = str(json.loads(first[1])["session"])
-    thief = Stranger(stranger._port, b"guess")
+    thief = RawClient(raw_client._port, b"guess")
     assert thief.request(PATH, BEAT.encode(), thief.sign(PATH, BEAT.encode(), session))[0] == 401
 
 
@@ -127,22 +127,22 @@ def test_a_reply_signed_without_the_key_is_refused() -> None:
     serving.close()
 
 
-def test_a_body_beyond_the_limit_is_refused_before_it_is_read(stranger: Stranger) -> None:
+def test_a_body_beyond_the_limit_is_refused_before_it_is_read(raw_client: RawClient) -> None:
     limit = RequestLimits().body
-    header = stranger.sign(PATH, b"")
-    status, body = stranger.request(PATH, b"", header, more={"content-length": str(limit + 1)})
+    header = raw_client.sign(PATH, b"")
+    status, body = raw_client.request(PATH, b"", header, more={"content-length": str(limit + 1)})
     assert (status, body) == (413, b"")
     # Without the key not even the size is looked at.
-    status, _ = stranger.request(PATH, b"", None, more={"content-length": str(limit + 1)})
+    status, _ = raw_client.request(PATH, b"", None, more={"content-length": str(limit + 1)})
     assert status == 401
 
 
-def test_a_chunked_body_beyond_the_limit_is_cut_off(stranger: Stranger) -> None:
-    header = stranger.sign(PATH, b"")
+def test_a_chunked_body_beyond_the_limit_is_cut_off(raw_client: RawClient) -> None:
+    header = raw_client.sign(PATH, b"")
     head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\nauthorization: {header}\r\ntransfer-encoding: chunked\r\n\r\n"
     chunk = b"100000\r\n" + bytes(1 << 20) + b"\r\n"
     # HttpRefusal while we send: either the 413 arrives or the reset that follows it.
-    assert parse(stranger.send(head.encode() + chunk * 12))[0] in (0, 413)
+    assert parse(raw_client.send(head.encode() + chunk * 12))[0] in (0, 413)
 
 
 @pytest.mark.parametrize(
@@ -162,15 +162,15 @@ def test_a_chunked_body_beyond_the_limit_is_cut_off(stranger: Stranger) -> None:
     ],
     ids=lambda body: repr(body[:48]),
 )
-def test_a_garbled_body_gets_a_sentence(stranger: Stranger, body: bytes) -> None:
-    status, answer = stranger.request(PATH, body, stranger.sign(PATH, body))
+def test_a_garbled_body_gets_a_sentence(raw_client: RawClient, body: bytes) -> None:
+    status, answer = raw_client.request(PATH, body, raw_client.sign(PATH, body))
     assert status == 400
     assert json.loads(answer)["error"].startswith(f"Request {PATH} was refused: ")
 
 
-def test_another_version_of_the_wire_gets_a_sentence(stranger: Stranger) -> None:
+def test_another_version_of_the_wire_gets_a_sentence(raw_client: RawClient) -> None:
     body = BEAT.replace(f'"v": {VERSION}', '"v": 99').encode()
-    status, answer = stranger.request(PATH, body, stranger.sign(PATH, body))
+    status, answer = raw_client.request(PATH, body, raw_client.sign(PATH, body))
     assert status == 400
     assert f"speaks version 99 and the driver speaks {VERSION}" in json.loads(answer)["error"]
 
@@ -178,8 +178,8 @@ def test_another_version_of_the_wire_gets_a_sentence(stranger: Stranger) -> None
 @pytest.mark.parametrize(
     "noise", [b"\x16\x03\x01\x02\x00", b"GET / HTTP/9\r\n\r\n", b"\r\n" * 50 + b"\0" * 20000]
 )
-def test_a_connection_that_sends_no_http_is_closed(stranger: Stranger, noise: bytes) -> None:
-    assert parse(stranger.send(noise + b"\r\n\r\n"))[0] in (0, 400)
+def test_a_connection_that_sends_no_http_is_closed(raw_client: RawClient, noise: bytes) -> None:
+    assert parse(raw_client.send(noise + b"\r\n\r\n"))[0] in (0, 400)
 
 
 class _Quick(Connection):
@@ -217,7 +217,7 @@ def test_a_connection_without_a_request_head_is_closed_after_its_deadline(
     impatient: int, said: bytes
 ) -> None:
     """Without a deadline the read would last until the test's own timeout."""
-    assert parse(Stranger(impatient).send(said)) == (0, b"")
+    assert parse(RawClient(impatient).send(said)) == (0, b"")
 
 
 def test_a_kept_connection_with_half_a_request_head_is_closed_after_its_deadline(impatient: int) -> None:
@@ -227,11 +227,11 @@ def test_a_kept_connection_with_half_a_request_head_is_closed_after_its_deadline
 
 
 def test_a_request_without_its_body_is_closed_after_its_deadline(impatient_with_bodies: int) -> None:
-    stranger = Stranger(impatient_with_bodies)
-    header = stranger.sign(PATH, b"")
-    status, _ = stranger.request(PATH, b"{", header, more={"content-length": "100"})
+    raw_client = RawClient(impatient_with_bodies)
+    header = raw_client.sign(PATH, b"")
+    status, _ = raw_client.request(PATH, b"{", header, more={"content-length": "100"})
     assert status == 408
-    assert stranger.request("/", b"", None)[0] == 401
+    assert raw_client.request("/", b"", None)[0] == 401
 
 
 class _Narrow(Connection):
@@ -327,14 +327,14 @@ def test_unauthenticated_requests_cost_one_line_of_the_log(
     driver: Driver, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Neither noise nor requests for WebSockets fill the driver's log, or advise anybody to install packages."""
-    stranger = Stranger(driver.port)
+    raw_client = RawClient(driver.port)
     with caplog.at_level(logging.INFO):
         for _ in range(5):
-            assert parse(stranger.send(b"noise\r\n\r\n"))[0] == 400
-            stranger.request("/", b"", None, "GET", {"connection": "close, upgrade", "upgrade": "websocket"})
+            assert parse(raw_client.send(b"noise\r\n\r\n"))[0] == 400
+            raw_client.request(
+                "/", b"", None, "GET", {"connection": "close, upgrade", "upgrade": "websocket"}
+            )
     lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(lines) == 1, lines
-    assert lines[0].startswith(
-        "1 request that the driver's server does not serve (the last one: Invalid HTTP"
-    )
+    assert lines[0].startswith("The driver's server refused 1 request (the last one: Invalid HTTP")
     assert "pip install" not in caplog.text

@@ -65,9 +65,9 @@ def test_a_timeout_of_an_exchange_names_the_missing_ranks(driver: Driver) -> Non
 
 def test_only_the_worker_of_a_rank_may_send_its_blob(driver: Driver) -> None:
     driver.server.publish(world(1, *WORKERS))
-    stranger = driver.client()
+    other = driver.client()
     with pytest.raises(StaleGeneration, match="is not rank 0"):
-        exchange_blobs(stranger, ExchangeAddresses("9-0.1", FENCE, 0, b"a"), 1.0)
+        exchange_blobs(other, ExchangeAddresses("9-0.1", FENCE, 0, b"a"), 1.0)
     member = driver.client()
     with pytest.raises(StaleGeneration, match="is not rank 0"):
         exchange_blobs(member, ExchangeAddresses(WORKERS[1], FENCE, 0, b"a"), 1.0)

@@ -19,7 +19,7 @@ from spark_elastic.protocol.messages import WorkerExited
 from spark_elastic.rendezvous import auth
 from spark_elastic.rendezvous.auth_middleware import RequestLimits
 from spark_elastic.rendezvous.messages import VERSION, WatchSlot, path_of
-from tests.component.rendezvous.driver_side import Stranger
+from tests.component.rendezvous.driver_side import RawClient
 from tests.component.worker.losses import Job, sizes
 from tests.component.worker.moments import Held
 from tests.scenarios import Fault
@@ -101,7 +101,7 @@ def test_p6_a_client_without_the_key_gets_nothing_and_the_job_continues(fault: F
         contact = job.cluster.contact
         lie = {"worker": "1-0.1", "slot": "1-0", "exit_code": -9, "reason": ""}
         body = json.dumps({"v": VERSION, "attempt": contact.attempt, "message": lie}).encode()
-        thief, insider = Stranger(server_port(job), b"guess"), Stranger(server_port(job), contact.key)
+        thief, insider = RawClient(server_port(job), b"guess"), RawClient(server_port(job), contact.key)
         session = insider.session()
         genuine = json.dumps(
             {"v": VERSION, "attempt": contact.attempt, "message": {"slot": "9-0", "seen": 0}, "hold": 0}
@@ -131,4 +131,4 @@ def test_p6_a_client_without_the_key_gets_nothing_and_the_job_continues(fault: F
         "replayed": 401,
         "oversized": 413,
     }
-    assert sizes(result) == [2], "nothing that a stranger said was believed"
+    assert sizes(result) == [2], "a forged request was accepted"

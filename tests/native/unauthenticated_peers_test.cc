@@ -1,4 +1,4 @@
-// Whoever dials without the key, or says what makes no sense, loses its connection and disturbs nobody.
+// A connection without the key, or with malformed input, is closed and disturbs no group.
 #include <random>
 #include <thread>
 
@@ -8,7 +8,7 @@
 
 using namespace elastic;
 
-TEST(strangers, garbage_wrong_keys_and_older_fences_lose_their_connection) {
+TEST(unauthenticated_peers, garbage_wrong_keys_and_older_fences_lose_their_connection) {
   Waiting waiting;
   std::mt19937 random(7);
   for (int turn = 0; turn < 50; turn++) {
@@ -32,22 +32,22 @@ TEST(strangers, garbage_wrong_keys_and_older_fences_lose_their_connection) {
   CHECK(waiting.end() == "the test is over");
 }
 
-TEST(strangers, a_recorded_proof_is_worth_nothing) {
+TEST(unauthenticated_peers, a_recorded_proof_is_refused) {
   Waiting waiting;
   const Hello hello = helloTo(1, {1, 5});
   Challenge challenge;
   Dial first(*waiting.endpoint);
   first.sendAll(&hello, sizeof hello);
-  CHECK(first.hear(&challenge, sizeof challenge));
+  CHECK(first.receive(&challenge, sizeof challenge));
   const Proof recorded{computeMac(kKey, "dial", hello, challenge.nonce)};
   Dial second(*waiting.endpoint);
   second.sendAll(&hello, sizeof hello);
   second.sendAll(&recorded, sizeof recorded);
-  CHECK(second.hear(&challenge, sizeof challenge) && second.closed());
+  CHECK(second.receive(&challenge, sizeof challenge) && second.closed());
   CHECK(waiting.end() == "the test is over");
 }
 
-TEST(strangers, half_open_and_hasty_ones_do_not_keep_a_peer_out) {
+TEST(unauthenticated_peers, half_open_and_short_connections_do_not_keep_a_peer_out) {
   Waiting waiting;
   std::vector<std::unique_ptr<Dial>> silent;
   for (int i = 0; i < 100; i++) silent.push_back(std::make_unique<Dial>(*waiting.endpoint));
@@ -55,29 +55,29 @@ TEST(strangers, half_open_and_hasty_ones_do_not_keep_a_peer_out) {
   Dial peer(*waiting.endpoint);
   CHECK(peer.shake(kKey, helloTo(1, {1, 5})));
   FrameHeader header{};
-  CHECK(peer.hear(&header, sizeof header) && header.call.kind == CallKind::kBarrier && header.size == 0);
+  CHECK(peer.receive(&header, sizeof header) && header.call.kind == CallKind::kBarrier && header.size == 0);
   CHECK(waiting.end() == "the test is over");
 }
 
-// Of more than 64 the oldest one goes, silent ones before those who have been challenged.
-TEST(strangers, silent_ones_do_not_take_all_descriptors) {
+// Of more than 64 pending connections the oldest is closed, and those without a hello before those with a challenge.
+TEST(unauthenticated_peers, silent_connections_do_not_use_up_descriptors) {
   Waiting waiting;
   Dial slow(*waiting.endpoint);
   const Hello hello = helloTo(1, {1, 5});
   Challenge challenge;
   slow.sendAll(&hello, sizeof hello);
-  CHECK(slow.hear(&challenge, sizeof challenge));
+  CHECK(slow.receive(&challenge, sizeof challenge));
   std::vector<std::unique_ptr<Dial>> silent;
   for (int i = 0; i < 200; i++) silent.push_back(std::make_unique<Dial>(*waiting.endpoint));
   for (int i = 0; i < 200 - 64; i++) CHECK(silent[static_cast<size_t>(i)]->closed());
   const Proof proof{computeMac(kKey, "dial", hello, challenge.nonce)};
   slow.sendAll(&proof, sizeof proof);
   FrameHeader header{};
-  CHECK(slow.hear(&header, sizeof header) && header.call.kind == CallKind::kBarrier);
+  CHECK(slow.receive(&header, sizeof header) && header.call.kind == CallKind::kBarrier);
   CHECK(waiting.end() == "the test is over");
 }
 
-TEST(strangers, a_frame_that_claims_to_be_huge_ends_the_group_and_nothing_else) {
+TEST(unauthenticated_peers, a_frame_with_a_huge_size_ends_the_group_only) {
   for (uint64_t size : {~uint64_t{0}, ~uint64_t{0} - 100, uint64_t{1} << 40}) {
     Waiting waiting;
     Dial peer(*waiting.endpoint);
@@ -89,11 +89,12 @@ TEST(strangers, a_frame_that_claims_to_be_huge_ends_the_group_and_nothing_else) 
   }
 }
 
-// Nobody here waits for a peer that reads late; it is told all the same, behind the frame that was half sent.
-TEST(strangers, a_peer_that_reads_nothing_keeps_no_waiter_after_an_abort) {
+// The abort does not wait for a peer that reads late; that peer gets the rest of the half-sent frame and the close
+// frame.
+TEST(unauthenticated_peers, an_abort_does_not_wait_for_a_peer_that_reads_nothing) {
   auto endpoint = std::make_shared<Endpoint>(kKey, "127.0.0.1", 0, 0, "");
   GroupOptions options;
-  options.closeTimeout = std::chrono::minutes(1);  // however late the peer gets the processor
+  options.closeTimeout = std::chrono::minutes(1);  // longer than the peer may wait for the processor
   Group group(endpoint, 1, {"127.0.0.1:1", endpoint->address()}, Fence{1, 5}, options);
   std::vector<char> data(size_t{32} << 20);
   std::string thrown;
@@ -101,16 +102,16 @@ TEST(strangers, a_peer_that_reads_nothing_keeps_no_waiter_after_an_abort) {
   Dial late(*endpoint);
   CHECK(late.shake(kKey, helloTo(1, {1, 5})));
   FrameHeader header{};
-  CHECK(late.hear(&header, sizeof header) && header.size == data.size());
+  CHECK(late.receive(&header, sizeof header) && header.size == data.size());
   group.abort("enough");
   waiter.join();
   CHECK(thrown == "enough");
-  data = {};  // the waiter's memory is its own again
+  data = {};  // the waiter may free its memory
   std::vector<char> frame(header.size);
-  CHECK(late.hear(frame.data(), frame.size()) && late.hear(&header, sizeof header) && header.slot == kCloseSlot);
+  CHECK(late.receive(frame.data(), frame.size()) && late.receive(&header, sizeof header) && header.slot == kCloseSlot);
 }
 
-TEST(strangers, a_malformed_close_frame_is_an_abort_that_names_the_sender) {
+TEST(unauthenticated_peers, a_malformed_close_frame_is_an_abort_that_names_the_sender) {
   Waiting waiting;
   Dial peer(*waiting.endpoint);
   CHECK(peer.shake(kKey, helloTo(1, {1, 5})));
@@ -122,11 +123,11 @@ TEST(strangers, a_malformed_close_frame_is_an_abort_that_names_the_sender) {
   CHECK(waiting.thrown == "rank 0 sent a malformed close frame");
 }
 
-TEST(strangers, r10_a_newer_world_is_parked_until_its_group_is_there) {
+TEST(unauthenticated_peers, r10_a_connection_of_a_newer_world_waits_for_its_group) {
   Waiting waiting;
   Dial peer(*waiting.endpoint);
   CHECK(peer.shake(kKey, helloTo(1, {2, 1})));
-  Dial barrier(*waiting.endpoint);  // once it is turned away, the one before has been dealt with
+  Dial barrier(*waiting.endpoint);  // once it is refused, the connection before has been handled
   CHECK(!barrier.shake(kKey, helloTo(1, {1, 1})));
   CHECK(waiting.end() == "the test is over");
   waiting.group->close();
@@ -134,14 +135,15 @@ TEST(strangers, r10_a_newer_world_is_parked_until_its_group_is_there) {
   std::string thrown;
   std::thread thread([&] { thrown = thrownBy([&] { next.barrier(); }); });
   FrameHeader header{};
-  CHECK(peer.hear(&header, sizeof header) && header.call.kind == CallKind::kBarrier);
+  CHECK(peer.receive(&header, sizeof header) && header.call.kind == CallKind::kBarrier);
   next.abort("done");
   thread.join();
   CHECK(thrown == "done");
 }
 
-// The first group is never turned again, since it has nothing more to wait for; one that is made meanwhile not yet.
-TEST(strangers, a_handshake_that_one_group_began_is_ended_by_one_that_is_made_later) {
+// The first group does not poll any more, since it has nothing to wait for; a group that is made meanwhile does not
+// yet.
+TEST(unauthenticated_peers, a_later_group_completes_a_handshake_that_another_group_began) {
   Waiting first;
   Dial peer(*first.endpoint), early(*first.endpoint);
   const Hello hello = helloTo(1, {1, 5, 9});
@@ -150,23 +152,23 @@ TEST(strangers, a_handshake_that_one_group_began_is_ended_by_one_that_is_made_la
   Group unused(first.endpoint, 1, {"127.0.0.1:1", first.endpoint->address()}, {1, 5, 8}, GroupOptions{});
   Waiting later(first.endpoint, hello.fence);
   early.sendAll(&proof, sizeof proof);
-  CHECK(early.hearsBarrier());
+  CHECK(early.receivesBarrier());
   CHECK(later.end() == "the test is over");
 }
 
-// Whoever dials next has all looked through whose time is up: one who is slow to answer, one who answered while nobody
-// listened, and one who said nothing yet.
-TEST(strangers, nobody_loses_a_handshake_to_a_rank_that_computes_for_long) {
-  Waiting heard(std::make_shared<Endpoint>(kKey, "127.0.0.1", 0, 0, ""), Fence{1, 5}, 60000), unheard,
+// A new connection makes the mesh check all handshakes whose deadline has passed: one that answers slowly, one that
+// answered while no group polled, and one that has not sent anything yet.
+TEST(unauthenticated_peers, no_handshake_fails_because_a_rank_computes_for_long) {
+  Waiting polled(std::make_shared<Endpoint>(kKey, "127.0.0.1", 0, 0, ""), Fence{1, 5}, 60000), unpolled,
       inTls(std::make_shared<Endpoint>(kKey, "127.0.0.1", 0, 0, "", true));
-  Dial slow(*heard.endpoint), peer(*unheard.endpoint), early(*unheard.endpoint), late(*inTls.endpoint);
+  Dial slow(*polled.endpoint), peer(*unpolled.endpoint), early(*unpolled.endpoint), late(*inTls.endpoint);
   const Hello hello = helloTo(1, {1, 5, 9});
   const Proof slowly = slow.proofAfter(helloTo(1, {1, 5})), proof = early.proofAfter(hello);
   const std::string garbage(400, '\x16');
   Dial last(*inTls.endpoint);
   last.sendAll(garbage.data(), garbage.size());
   CHECK(last.closed());  // `late` has been accepted before
-  unheard.passWith(peer);
+  unpolled.passWith(peer);
   inTls.end();
   inTls.group->close();
   early.sendAll(&proof, sizeof proof);
@@ -174,11 +176,11 @@ TEST(strangers, nobody_loses_a_handshake_to_a_rank_that_computes_for_long) {
   cipher.secure(inTls.endpoint->tls(), true);
   CHECK(cipher.sendAll(&hello, sizeof hello));
   std::this_thread::sleep_for(std::chrono::milliseconds(10500));
-  Dial one(*heard.endpoint), other(*unheard.endpoint), third(*inTls.endpoint);
-  Waiting next(unheard.endpoint, hello.fence), nextInTls(inTls.endpoint, hello.fence);
-  CHECK(early.hearsBarrier());
+  Dial one(*polled.endpoint), other(*unpolled.endpoint), third(*inTls.endpoint);
+  Waiting next(unpolled.endpoint, hello.fence), nextInTls(inTls.endpoint, hello.fence);
+  CHECK(early.receivesBarrier());
   slow.sendAll(&slowly, sizeof slowly);
-  CHECK(slow.hearsBarrier());
+  CHECK(slow.receivesBarrier());
   Challenge challenge;
   ssize_t got = -1;
   for (int i = 0; i < 5000 && got < 0; i++) {
