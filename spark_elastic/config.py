@@ -120,7 +120,7 @@ class ElasticConfig:
     cpus_per_worker: threads that a worker computes with (OMP_NUM_THREADS); None: `spark.task.cpus`.
     show_logs: print the workers' output, prefixed with their rank.
     log_bytes: how much of what workers print is kept in the run's store, under `runs/RUN/logs`, the newest; 0: nothing.
-    status_page: the driver serves a page that shows the job; the log tells its address once.
+    status_page: the driver serves a page that shows the job; the log shows its address once.
     journal: a file on the driver's machine to which every event and decision is appended, for
         `spark_elastic.testing.replay`; None for none.
     """

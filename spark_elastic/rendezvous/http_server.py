@@ -124,7 +124,7 @@ class _ConnectionLog(_LoggerAdapter):
             count, self._ignored = self._ignored, 0
             log.warning(
                 "The driver's server refused %d request%s (the last one: %s). A program outside of the job "
-                "connects to its port, which does not affect the job. The next such line follows in %g s at the earliest.",
+                "connects to its port, which does not affect the job. The next such line follows in %g s or later.",
                 count, "" if count == 1 else "s", str(msg).partition(". ")[0].rstrip("."), UNSERVED_LOG_INTERVAL,
             )  # fmt: skip
 
