@@ -21,7 +21,7 @@ from tests.component.torch.job import ledger_of
 from tests.leaks import SessionOwned
 from tests.scenarios import Fault
 from tests.spark.cluster import StandaloneCluster
-from tests.spark.estimators import ROWS, Net, close_to, estimator, mse, plain, table
+from tests.spark.estimators import ROWS, Net, compute_mse, estimator, is_close, table, train_plain
 from tests.spark.fits import Dawdling, LosesOne
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def test_p1_p2_a_fit_on_a_version_loses_an_executor_while_others_delete_append_a
         pa.table({name: [row[name] for row in part] for name in ("x", "y")})
         for part in (rows[: ROWS // 3], rows[ROWS // 3 :])
     ]
-    with session_owned.adopting():  # deltalake keeps an event loop
+    with session_owned.adopt():  # deltalake keeps an event loop
         for part in parts:
             write_deltalake(folder, part, mode="append")
     loses_one = LosesOne(standalone, fault, 3, gate, again=False)
@@ -75,7 +75,7 @@ def test_p1_p2_a_fit_on_a_version_loses_an_executor_while_others_delete_append_a
     model = est.fit_on_table(folder, version=1)
     writer.join()
     assert DeltaTable(folder).version() > 3
-    assert close_to(model, plain(df, EPOCHS, mse))
+    assert is_close(model, train_plain(df, EPOCHS, compute_mse))
     (ledger,) = {path.parent for path in (tmp_path / "store").rglob("*.jsonl")}
     assert ledger_of(ledger) == Counter((epoch, row) for epoch in range(EPOCHS) for row in range(ROWS))
     assert not list((tmp_path / "store").rglob("*.parquet"))
@@ -91,7 +91,7 @@ def test_a_table_is_found_in_the_catalog_and_validated_with_another_one(
     spark: SparkSession, session_owned: SessionOwned, tmp_path: Path
 ) -> None:
     draw = np.random.default_rng(5)
-    with session_owned.adopting():
+    with session_owned.adopt():
         for name, count in (("trained", 30), ("seen", 9)):
             x = draw.normal(size=(count, 2))
             write_deltalake(str(tmp_path / name), pa.table({"x": list(x), "y": x[:, 0]}))

@@ -36,7 +36,7 @@ ROWS = 5000
 @pytest.fixture(scope="module", autouse=True)
 def runtime(session_owned: SessionOwned, tmp_path_factory: pytest.TempPathFactory) -> None:
     """deltalake's own event loop, which it keeps for the life of the process."""
-    with session_owned.adopting():
+    with session_owned.adopt():
         write_deltalake(str(tmp_path_factory.mktemp("first")), make_rows(0, 1))
 
 
