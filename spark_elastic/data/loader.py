@@ -292,7 +292,7 @@ class StepStream:
 
     def _max_step_bytes(self, step: int) -> int:
         """The most bytes that a rank's rows of a step can have."""
-        return self._bytes(-(-self._loader.plan.step_size(step) // self._size))
+        return self._bytes(self._loader.plan.count_most_rows(step, self._size))
 
     def _wait_for_room(self, steps: int, wanted: int) -> None:
         """Wait until the consumer has taken enough steps, or the stream is closed."""

@@ -45,6 +45,16 @@ def draw_uniform(rows: Int64s, count: int, *words: int) -> npt.NDArray[np.float6
     return (_splitmix64(seeds[:, None] + counters) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
+def share_range(shares: int, rank: int, size: int) -> tuple[int, int]:
+    """The virtual shares `first ... behind the last` of a rank: neighbours, as many on each rank give or take one."""
+    return shares * rank // size, shares * (rank + 1) // size
+
+
+def share_bounds(planned: int, shares: int, share: int) -> tuple[int, int]:
+    """The rows `first ... behind the last` of a virtual share in a step of `planned` rows."""
+    return planned * share // shares, planned * (share + 1) // shares
+
+
 def _absorb_words(words: Sequence[int]) -> int:
     state = 0
     for word in words:  # as `_splitmix64` does; for single numbers numpy takes ten times as long
@@ -120,6 +130,8 @@ class DataPlan:
     lanes: int
     # Whether groups and rows are shuffled, or keep the manifest's order.
     shuffle: bool = True
+    # Virtual shares that each step is cut into, which ranks take whole (`determinism="bitwise"`); 0: ranks divide rows.
+    shares: int = 0
     # The epoch that `share` was last asked for.
     _last: list[EpochPermutation] = field(default_factory=list, init=False, repr=False, compare=False)
 
@@ -138,7 +150,14 @@ class DataPlan:
 
     def __reduce__(self) -> tuple[type[DataPlan], tuple[Any, ...]]:
         # Only the fields are pickled, not what was computed from them.
-        return DataPlan, (self.row_groups, self.global_batch, self.seed, self.lanes, self.shuffle)
+        return DataPlan, (
+            self.row_groups,
+            self.global_batch,
+            self.seed,
+            self.lanes,
+            self.shuffle,
+            self.shares,
+        )
 
     @classmethod
     def for_run(
@@ -186,6 +205,17 @@ class DataPlan:
         """n: the rows of a step, over all ranks."""
         self._check_step(step)
         return self.base_rows + (step < self.longer_steps)
+
+    def rank_bounds(self, planned: int, rank: int, size: int) -> tuple[int, int]:
+        """The rows `first ... behind the last` of a rank in a step of `planned` rows."""
+        parts = self.shares or size
+        first, past = share_range(parts, rank, size)
+        return planned * first // parts, planned * past // parts
+
+    def count_most_rows(self, step: int, size: int) -> int:
+        """The most rows that a rank can have in a step."""
+        parts = self.shares or size
+        return -(-parts // size) * -(-self.step_size(step) // parts)
 
     def rows_before(self, step: int) -> int:
         """Rows of the first `step` steps of an epoch."""
@@ -248,7 +278,8 @@ class EpochPermutation:
         return self._permuted.keys()
 
     def share(self, step: int, rank: int, size: int) -> RankRows:
-        """The rows of `rank` in a step of n rows: floor(n·rank/size) to floor(n·(rank+1)/size)."""
+        """The rows of `rank` in a step of n rows: floor(n·rank/size) to floor(n·(rank+1)/size), or its virtual
+        shares."""
         block = self.block(step, 1, rank, size)
         runs = [run for lane in block.lanes for run in lane.runs]
         groups = np.repeat([group for group, _ in runs], [len(rows) for _, rows in runs])
@@ -261,7 +292,7 @@ class EpochPermutation:
         if not 0 <= rank < size:
             raise InvalidInput(f"Rank {rank} is not in a world of {size}.")
         planned = self.plan.step_size(first)
-        start, stop = planned * rank // size, planned * (rank + 1) // size
+        start, stop = self.plan.rank_bounds(planned, rank, size)
         lanes = []
         for lane, (low, high) in enumerate(self.plan.lane_bounds):
             a, b = max(low, start), min(high, stop)

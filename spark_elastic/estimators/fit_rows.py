@@ -328,7 +328,7 @@ def build_record(request: Request, data: str, rows: Manifest, validation: Manife
 
 
 def _plan_rows(request: Request, manifest: Manifest, global_batch: int, shuffle: bool) -> DataPlan:
-    return DataPlan.for_run(
+    plan = DataPlan.for_run(
         manifest.group_rows,
         global_batch,
         request.config.seed,
@@ -337,6 +337,7 @@ def _plan_rows(request: Request, manifest: Manifest, global_batch: int, shuffle:
         DEFAULT_CACHE_BYTES,
         shuffle,
     )
+    return dataclasses.replace(plan, shares=request.config.shares)
 
 
 @contextmanager

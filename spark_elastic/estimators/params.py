@@ -159,6 +159,9 @@ KERAS_REFUSED = REFUSED | {
     "checkpoint_callback": "checkpoints are written by themselves (checkpoint_steps, checkpoint_seconds); the best "
     "epoch's weights are kept by callbacks=[keras.callbacks.EarlyStopping(..., restore_best_weights=True)]",
     "tensorflow_dataset_prefetch_buffer_size": _READERS,
+    # Not Horovod's: parameters of the other estimator.
+    "determinism": "only ElasticTorchEstimator can train with the same bits for any number of workers",
+    "virtual_shares": "only ElasticTorchEstimator has determinism='bitwise'",
 }
 _NOTHING: tuple[Any, ...] = (None, False, 0)
 
@@ -322,6 +325,12 @@ class TorchParams(EstimatorParams):
     train_minibatch_fn: Param[Any] = declare(
         "function of (model, features, labels) that returns the rows' losses or their mean, in place of loss"
     )
+    determinism: Param[str] = declare(
+        "bitwise: the trained weights have the same bits for any number of workers; None: the same up to rounding"
+    )
+    virtual_shares: Param[int] = declare(
+        "parts that each step is cut into with determinism='bitwise', each computed by one worker; at least max_workers"
+    )
     precision: Param[str] = declare(
         "bf16 or fp16 for forward passes under autocast (fp16 with scaled gradients), or None"
     )
@@ -371,6 +380,8 @@ class TorchParams(EstimatorParams):
         shuffle: bool = True,
         gradient_clip_norm: float | None = None,
         gradient_clip_value: float | None = None,
+        determinism: str | None = None,
+        virtual_shares: int = 8,
         precision: str | None = None,
         gradient_compression: str | None = None,
         reader: str = "arrow",

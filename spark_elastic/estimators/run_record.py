@@ -117,8 +117,7 @@ class RunRecord:
 
     def build_plan(self, manifest: Manifest) -> DataPlan:
         """The order of the rows that are trained on."""
-        seed, shuffle = self.settings["seed"], self.settings["shuffle"]
-        return DataPlan(manifest.group_rows, self.global_batch, seed, self.lanes, shuffle)
+        return self._plan_rows(manifest, self.global_batch, self.lanes, self.settings["shuffle"])
 
     def load_validation(self) -> PlannedRows | None:
         """The validation rows and their plan; None: there are none."""
@@ -126,7 +125,12 @@ class RunRecord:
             return None
         manifest = Manifest.from_json(self.validation["manifest"])
         batch, lanes = self.validation["global_batch"], self.validation["lanes"]
-        return manifest, DataPlan(manifest.group_rows, batch, self.settings["seed"], lanes, shuffle=False)
+        return manifest, self._plan_rows(manifest, batch, lanes, shuffle=False)
+
+    def _plan_rows(self, manifest: Manifest, global_batch: int, lanes: int, shuffle: bool) -> DataPlan:
+        settings = self.settings
+        shares = settings.get("virtual_shares", 0) if settings.get("determinism") else 0
+        return DataPlan(manifest.group_rows, global_batch, settings["seed"], lanes, shuffle, shares)
 
     def count_initial_workers(self) -> int:
         """`num_workers` of the fit that began the run; a later fit may have another number."""

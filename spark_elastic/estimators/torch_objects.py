@@ -23,6 +23,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
 from spark_elastic.torch.callbacks import Callback, LearningRateSchedule
+from spark_elastic.torch.determinism import check_layers
 from spark_elastic.torch.gradients.exchange_options import find_trainable
 from spark_elastic.torch.optimizers import build_optimizer, check_steps_alone
 from spark_elastic.torch.train.lightning import check_lightning, is_lightning
@@ -139,6 +140,8 @@ def check_torch_objects(values: Mapping[str, Any]) -> TorchUserObjects:
         )
     if not own_step:
         _check_forward(model, values["feature_cols"] or ())
+    if values.get("determinism") == "bitwise":
+        check_layers(model, keeps_buffers=True)
     losses = _check_losses(values["loss"], len(values["label_cols"] or ()), own_step)
     learning_rate = values["learning_rate"]
     callbacks = _check_callbacks(values["callbacks"])

@@ -10,17 +10,29 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from spark_elastic.data.plan import DataPlan, EpochPermutation, Int64s, draw_uniform, permutation
+from spark_elastic.data.plan import (
+    DataPlan,
+    EpochPermutation,
+    Int64s,
+    draw_uniform,
+    permutation,
+    share_bounds,
+    share_range,
+)
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.topology import rank, size
 from spark_elastic.state.elastic_loop import ENTERED, STATE
 from spark_elastic.state.handlers import StateDictHandler
 from spark_elastic.state.state import ObjectState
+from spark_elastic.torch.determinism import align_batch, check_layers, use_deterministic_arithmetic
+from spark_elastic.torch.generators import seeded_rng
+from spark_elastic.training.fit_config import check_choice, check_whole_number
 from spark_elastic.worker.session import get_session
 
 _STEPS_AT_ONCE = 64  # whose indices are computed together
@@ -31,6 +43,14 @@ _DECIDED = {
     "batch_sampler": "global_batch_size, shuffle and seed",
 }
 _OPTIONS = inspect.signature(torch.utils.data.DataLoader.__init__).parameters.keys() - {"self", *_DECIDED}
+
+
+class ShareSync(Protocol):
+    """An optimizer's exchange of gradients, to which the loader tells the virtual shares."""
+
+    def begin_share(self) -> None: ...
+
+    def end_share(self) -> None: ...
 
 
 class ElasticDataLoader:
@@ -51,6 +71,8 @@ class ElasticDataLoader:
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = False,
+        determinism: str | None = None,
+        virtual_shares: int = 8,
         **options: Any,
     ) -> None:
         """
@@ -61,6 +83,9 @@ class ElasticDataLoader:
             shuffle: False keeps the order of the data set.
             drop_last: all steps have exactly `global_batch_size` rows; the rows left over, others in each epoch if
                 shuffled, are left out.
+            determinism: "bitwise": iterating gives `StepShares`, and the process computes deterministically from now
+                on, with one thread for each operation. Pass the loader to `DistributedOptimizer`.
+            virtual_shares: parts that each step is then cut into; at least as many as there will be workers.
             options: those of torch's DataLoader: num_workers, collate_fn, pin_memory, persistent_workers, ...
 
         Raises:
@@ -68,6 +93,9 @@ class ElasticDataLoader:
         """
         _check_dataset(dataset)
         _check_options(options)
+        check_choice("determinism", determinism, ("bitwise",))
+        # Parts that each step is cut into in bitwise mode; 0: the ranks divide its rows.
+        self.virtual_shares = check_whole_number("virtual_shares", virtual_shares, 1) if determinism else 0
         self.dataset = dataset
         self.global_batch_size = global_batch_size
         self.seed = seed
@@ -78,14 +106,23 @@ class ElasticDataLoader:
         self.step = 0
         self._rows = len(dataset)
         self._plan = _make_plan(self._rows, global_batch_size, seed, drop_last)
+        if self.virtual_shares > self._plan.base_rows:
+            raise InvalidInput(
+                f"a step of {self._plan.base_rows} rows cannot be cut into virtual_shares={self.virtual_shares}: raise "
+                f"global_batch_size, which is {global_batch_size}, or lower virtual_shares."
+            )
+        self._synced: weakref.WeakSet[ShareSync] = weakref.WeakSet()
+        if self.virtual_shares:
+            use_deterministic_arithmetic()
         # The order of an epoch's rows, and their division into steps.
         self._order: tuple[int, Int64s, EpochPermutation] | None = None
         # (rows of this rank, rows of all ranks, ranks) of the batch that the loop received last.
         self._share: tuple[int, int, int] | None = None
         self._iteration: weakref.ref[_Iteration] | None = None
         self._generator = None if options.get("generator") is not None else torch.Generator()
+        read: Any = SeededRows(dataset, seed) if self.virtual_shares else dataset
         self._batches = torch.utils.data.DataLoader(
-            dataset, batch_sampler=_Shares(self), **{"generator": self._generator, **options}
+            read, batch_sampler=_Shares(self), **{"generator": self._generator, **options}
         )
 
     def __len__(self) -> int:
@@ -100,7 +137,8 @@ class ElasticDataLoader:
             uniform = draw_uniform(np.array([rank()]), 1, self.seed, self.epoch, self.step)
             self._generator.manual_seed(int(uniform[0, 0] * 2**53))
         left = self.step < len(self)
-        iteration = _Iteration(self, iter(self._batches) if left else iter(()), size())
+        kind = _ShareIteration if self.virtual_shares else _Iteration
+        iteration = kind(self, iter(self._batches) if left else iter(()), size())
         self._iteration = weakref.ref(iteration)
         return iteration
 
@@ -118,6 +156,10 @@ class ElasticDataLoader:
         """
         mine, planned, ranks = self._get_share()
         return mine * ranks / planned
+
+    def attach(self, optimizer: ShareSync) -> None:
+        """Tell an optimizer of each virtual share from now on."""
+        self._synced.add(optimizer)
 
     def set_epoch(self, epoch: int) -> None:
         """Go on to an epoch; does nothing in that epoch.
@@ -175,11 +217,14 @@ class ElasticDataLoader:
             "seed": self.seed,
             "shuffle": self.shuffle,
             "drop_last": self.drop_last,
+            **({"virtual_shares": self.virtual_shares} if self.virtual_shares else {}),
         }
 
     def _get_share(self) -> tuple[int, int, int]:
         if self._share is None:
-            raise InvalidInput("the ElasticDataLoader has given no batch yet: ask inside the loop over it.")
+            raise InvalidInput(
+                "the ElasticDataLoader has given no batch yet: ask inside the loop over it, or over a step's shares."
+            )
         return self._share
 
     def _check_world(self) -> None:
@@ -187,6 +232,11 @@ class ElasticDataLoader:
             raise InvalidInput(
                 f"a step of {self._plan.base_rows} rows cannot be divided over {size()} workers: raise "
                 f"global_batch_size, which is {self.global_batch_size}, or lower max_workers."
+            )
+        if self.virtual_shares and size() > self.virtual_shares:
+            raise InvalidInput(
+                f"a step of {self.virtual_shares} virtual shares cannot be divided over {size()} workers: raise "
+                "virtual_shares to max_workers."
             )
         session = get_session()
         if session is None or not session.persistent.get(ENTERED):
@@ -197,6 +247,9 @@ class ElasticDataLoader:
                 "the ElasticDataLoader is not in the state, so a new world would not know its position: pass it, as in "
                 "TorchState(model, optimizer, loader=loader)."
             )
+        for value in vars(state).values() if self.virtual_shares else ():
+            if isinstance(value, torch.nn.Module):
+                check_layers(value, keeps_buffers=False)
 
     def _order_epoch(self) -> tuple[Int64s, EpochPermutation]:
         """The order of this epoch's rows, and the steps' places in it; kept, as new worlds ask again."""
@@ -227,7 +280,12 @@ class _Shares:
     def __iter__(self) -> Iterator[list[int]]:
         loader = self._loader()
         assert loader is not None
-        return _divide(loader._plan, *loader._order_epoch(), loader.step, rank(), size())
+        if not loader.virtual_shares:
+            return _divide(loader._plan, *loader._order_epoch(), loader.step, rank(), size())
+        shares = loader.virtual_shares
+        own = range(*share_range(shares, rank(), size()))
+        rows = [_divide(loader._plan, *loader._order_epoch(), loader.step, share, shares) for share in own]
+        return _name_shares(rows, own, loader.epoch, loader.step)
 
 
 class _Iteration(Iterator[Any]):
@@ -242,18 +300,11 @@ class _Iteration(Iterator[Any]):
     def __next__(self) -> Any:
         if self._is_complete:
             raise StopIteration
-        if self._batches is None:
-            raise InvalidInput(
-                "the ElasticDataLoader's position or world changed in the middle of a loop over it: begin another "
-                "loop, which continues from the present position."
-            )
         loader = self._loader
         try:
-            batch = next(self._batches)
+            batch = self.fetch()
         except StopIteration:
-            self._is_complete = True
-            self.close()
-            loader.epoch, loader.step = loader.epoch + 1, 0
+            self._end_epoch()
             raise
         planned = loader._plan.step_size(loader.step)
         mine = planned * (self._rank + 1) // self._ranks - planned * self._rank // self._ranks
@@ -261,9 +312,130 @@ class _Iteration(Iterator[Any]):
         loader.step += 1
         return batch
 
+    def fetch(self) -> Any:
+        """The next batch of torch's iterator."""
+        if self._batches is None:
+            raise InvalidInput(
+                "the ElasticDataLoader's position or world changed in the middle of a loop over it: begin another "
+                "loop, which continues from the present position."
+            )
+        return next(self._batches)
+
+    def _end_epoch(self) -> None:
+        self._is_complete = True
+        self.close()
+        self._loader.epoch, self._loader.step = self._loader.epoch + 1, 0
+
     def close(self) -> None:
         """Let go of torch's iterator, which ends its worker processes unless they are persistent."""
         self._batches = None
+
+
+class _ShareIteration(_Iteration):
+    """One `for` over a loader in bitwise mode."""
+
+    _newest: StepShares | None = None
+
+    def __next__(self) -> StepShares:
+        loader = self._loader
+        if self._is_complete:
+            raise StopIteration
+        if self._newest is not None and not self._newest.is_complete:
+            raise InvalidInput(
+                "the loop over a loader with determinism='bitwise' went on before the last virtual share of a step: "
+                "take all batches of `for batch in shares`."
+            )
+        if loader.step == len(loader):
+            self._end_epoch()
+            raise StopIteration
+        loader._share = None
+        self._newest = StepShares(loader, self, share_range(loader.virtual_shares, self._rank, self._ranks))
+        loader.step += 1
+        return self._newest
+
+
+class StepShares:
+    """This rank's virtual shares of one step, in bitwise mode: iterating over it, once, gives a batch for each.
+
+    Inside, random numbers depend on seed, epoch, step and share; backward passes count for the share. Then the
+    optimizer's `step()` adds the gradients of all shares of all ranks.
+    """
+
+    def __init__(self, loader: ElasticDataLoader, iteration: _Iteration, own: tuple[int, int]) -> None:
+        self._loader, self._iteration, self._own = loader, iteration, own
+        self._key = loader.seed, loader.epoch, loader.step
+        self._planned = loader._plan.step_size(loader.step)
+        self._is_begun = False
+        # Whether all shares were taken.
+        self.is_complete = False
+
+    def __len__(self) -> int:
+        return self._own[1] - self._own[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        loader = self._loader
+        if self._is_begun:
+            raise InvalidInput("the virtual shares of a step were taken already: go on to the next step.")
+        if not loader._synced:
+            raise InvalidInput(
+                "no optimizer knows of the virtual shares: DistributedOptimizer(optimizer, named_parameters, "
+                "loader=loader)."
+            )
+        self._is_begun = True
+        for share in range(*self._own):
+            batch = align_batch(self._iteration.fetch())
+            low, high = share_bounds(self._planned, loader.virtual_shares, share)
+            for optimizer in loader._synced:
+                optimizer.begin_share()
+            loader._share = high - low, self._planned, 1
+            with seeded_rng(*self._key, share), _seeded_gpus(*self._key, share):
+                yield batch
+            loader._share = None
+            for optimizer in loader._synced:
+                optimizer.end_share()
+        self.is_complete = True
+
+
+class SeededRows:
+    """A data set that draws the same random numbers for a virtual share, whichever process reads it."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self._dataset, self._seed = dataset, seed
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitems__(self, places: list[int]) -> Any:
+        """places: epoch, step and share, then the numbers of the rows."""
+        key, rows = places[:3], places[3:]
+        with seeded_rng(self._seed, *key, -1):  # not what the model draws
+            if hasattr(self._dataset, "__getitems__"):
+                return self._dataset.__getitems__(rows)
+            return [self._dataset[row] for row in rows]
+
+
+@contextmanager
+def _seeded_gpus(*key: int) -> Iterator[None]:
+    """`seeded_rng` for the generators of all GPUs, once something has used them."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        yield
+        return
+    saved = torch.cuda.get_rng_state_all()
+    uniform = draw_uniform(np.array([0]), 1, *key)
+    torch.cuda.manual_seed_all(int(uniform[0, 0] * 2**53))
+    try:
+        yield
+    finally:
+        torch.cuda.set_rng_state_all(saved)
+
+
+def _name_shares(
+    rows: list[Iterator[list[int]]], shares: range, epoch: int, step: int
+) -> Iterator[list[int]]:
+    """What `SeededRows` takes for each share of each step from `step` on. rows: by share, those of each step."""
+    for number, of_step in enumerate(zip(*rows, strict=True), step):
+        for share, its_rows in zip(shares, of_step, strict=True):
+            yield [epoch, number, share, *its_rows]
 
 
 def _divide(

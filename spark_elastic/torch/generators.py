@@ -1,12 +1,23 @@
-"""The state of a process's global random generators: Python's, numpy's and torch's. Training thread only."""
+"""The state of a process's global random generators: Python's, numpy's and torch's.
+
+Forward passes draw from random streams of their own, so that the process's generators stay equal on all ranks. Training
+thread only.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.random import mtrand
+
+from spark_elastic.worker.stack_sampler import gc_paused
 
 
 def get_generators() -> tuple[Any, ...]:
@@ -23,3 +34,52 @@ def set_generators(states: tuple[Any, ...]) -> None:
     torch.set_rng_state(torch_cpu)
     if cuda:
         torch.cuda.set_rng_state_all(cuda)
+
+
+def torch_rng_state() -> torch.Tensor:
+    """`torch.get_rng_state`, which wraps a tensor with the generator's lock held."""
+    with gc_paused:
+        return torch.get_rng_state()
+
+
+@contextmanager
+def seeded_rng(*key: int) -> Iterator[None]:
+    """Inside, random numbers depend on `key` alone; afterwards the generators are as they were before."""
+    saved = torch_rng_state(), random.getstate()
+    numbers = b"%d," * len(key) % key  # formatting a member of an enum takes ten times as long
+    seed = int.from_bytes(hashlib.sha256(numbers).digest()[:8], "little")
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    try:
+        with _seeded_numpy(seed % 2**32):
+            yield
+    finally:
+        torch.set_rng_state(saved[0])
+        random.setstate(saved[1])
+
+
+@contextmanager
+def _seeded_numpy(seed: int) -> Iterator[None]:
+    """`seeded_rng` for numpy's generator."""
+    if not hasattr(mtrand, "set_bit_generator"):  # before numpy 1.24
+        state: Any = np.random.get_state()
+        np.random.seed(seed)
+        try:
+            yield
+        finally:
+            np.random.set_state(state)
+        return
+    # The generator is exchanged for another one, since getting and setting its state takes ten times as long.
+    saved = mtrand.get_bit_generator()
+    mtrand.set_bit_generator(_spare_generator())
+    np.random.seed(seed)
+    try:
+        yield
+    finally:
+        mtrand.set_bit_generator(saved)
+
+
+@cache
+def _spare_generator() -> np.random.MT19937:
+    """One for the process: a new one costs as much as setting a state."""
+    return np.random.MT19937(0)

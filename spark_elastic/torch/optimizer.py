@@ -10,6 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NoReturn, SupportsIndex, TypeVar
 
@@ -21,8 +22,15 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.distributed_optimizer import validate_backward_passes
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduction import Adasum, Average, Compressor, NoneCompressor, ReduceOp, ReduceOptions
+from spark_elastic.torch.data_loader import ElasticDataLoader
+from spark_elastic.torch.determinism import align_tensors, describe_arithmetic
 from spark_elastic.torch.gradients.buckets import even_groups, layout_hash
-from spark_elastic.torch.gradients.exchange_options import build_specs, find_trainable, options_from_env
+from spark_elastic.torch.gradients.exchange_options import (
+    ExchangeOptions,
+    build_specs,
+    find_trainable,
+    options_from_env,
+)
 from spark_elastic.torch.gradients.gradient_sync import (
     GradientSync,
     exchange_summary,
@@ -209,6 +217,7 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
     scale_lr: bool = False,
+    loader: ElasticDataLoader | None = None,
 ) -> Plain:
     """Return `optimizer` with exchanged gradients: of the same class, over the same state and parameter groups.
 
@@ -224,6 +233,7 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
         num_groups: the same, as a number.
         sparse_as_dense: gradients with missing rows become dense.
         process_set: the ranks that exchange; other ranks train alone.
+        loader: with determinism="bitwise"; gradients are then added over its virtual shares, and not divided.
         scale_lr: multiply the rates by the present size of the set, once. A newcomer receives the rates of the others
             with their state.
 
@@ -245,6 +255,16 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
         compressor=_find_custom_compressor(reduce.compression),
         sparse="dense" if sparse_as_dense else "sparse",
     )
+    if loader is not None and loader.virtual_shares:
+        if op is Adasum or process_set is not global_process_set or options != _plain_options(options):
+            raise InvalidInput(
+                "a loader with determinism='bitwise' adds gradients as they are, over all workers: leave op, "
+                "compression, gradient_predivide_factor and process_set out."
+            )
+        options = replace(
+            options, average=False, shares=loader.virtual_shares, arithmetic=describe_arithmetic()
+        )
+        align_tensors(parameter for _, parameter in named)
     if op is Adasum and (options.wire is not None or options.compressor is not None or options.groups):
         raise InvalidInput("op=Adasum combines each parameter by itself: leave compression and groups out.")
     added: type = AdasumOptimizer if op is Adasum else _Distributed
@@ -254,6 +274,8 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
         distributed._deltas = AdasumSync(named, process_set)
     else:
         distributed._sync = GradientSync(named, options, passes, process_set)
+        if loader is not None:
+            loader.attach(distributed._sync)
     worker = get_context()
     if scale_lr:
         multiply_rates(optimizer, process_set.size() if process_set.included() else 1)
@@ -262,6 +284,11 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
     _rebind_step(distributed)
     wrapped: Plain = distributed
     return wrapped
+
+
+def _plain_options(options: ExchangeOptions) -> ExchangeOptions:
+    """The options without what changes gradients on their way."""
+    return replace(options, predivide=1.0, wire=None, compressor=None)
 
 
 @lru_cache(maxsize=1)

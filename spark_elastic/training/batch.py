@@ -40,6 +40,8 @@ class LocalBatch(Generic[R]):
     labels: tuple[R, ...]
     # (n,) Sample weights, if there are any.
     weights: R | None
+    # In bitwise mode the rows of each virtual share of this rank, in order; the arrays above are then empty.
+    shares: tuple[LocalBatch[R], ...] = ()
 
     def __len__(self) -> int:
         return len(self.row_ids)
@@ -64,6 +66,8 @@ class LocalBatch(Generic[R]):
 # ---- rows for metrics
 
 Arrays = list[npt.NDArray[Any]]
+# By part of a batch: sums over its rows, by name, and their number.
+Logged = list[tuple[dict[str, float], int]]
 
 
 class MetricRows:
@@ -82,45 +86,42 @@ class MetricRows:
             logged: sums over these rows, by name.
             columns: (rows, ...) each; None if only `logged` is exchanged.
         """
-        self._rows += rows
-        for name, total in logged.items():
-            self._logged[name] = self._logged.get(name, 0.0) + total
+        self._logged.append((dict(logged), rows))
         if columns is not None:
             self._columns.append(columns)
 
     def discard(self) -> None:
         """Drop the rows of a step that was aborted."""
-        self._rows = 0
-        self._logged: dict[str, float] = {}
+        self._logged: Logged = []
         self._columns: list[Arrays] = []
-        self._gathered: list[tuple[dict[str, float], int, Arrays]] = []
+        self._gathered: list[tuple[Logged, Arrays]] = []
 
     def gather(self, group: Group) -> None:
         """Exchange the step's rows. Collective: ranks without rows call it, too."""
         columns = [np.concatenate(column) for column in zip(*self._columns, strict=True)]
-        blob = pack_metric_rows(self._logged, self._rows, columns)
+        blob = pack_metric_rows(self._logged, columns)
         self.discard()  # first: the exchange may break
         self._gathered = [unpack_metric_rows(each) for each in group.allgather_bytes(blob)]
 
-    def pop_gathered(self) -> tuple[list[tuple[dict[str, float], int]], Arrays]:
-        """Return and drop what was gathered: (logged, rows) of each rank, and the columns of the whole step, if any."""
+    def pop_gathered(self) -> tuple[Logged, Arrays]:
+        """Return and drop what was gathered: (logged, rows) of each part, and the columns of the whole step, if any."""
         gathered = self._gathered
         self.discard()
-        parts = [columns for _, _, columns in gathered if columns]
+        parts = [columns for _, columns in gathered if columns]
         whole = [np.concatenate(column) for column in zip(*parts, strict=True)]
-        return [(logged, rows) for logged, rows, _ in gathered], whole
+        return [each for logged, _ in gathered for each in logged], whole
 
 
-def pack_metric_rows(logged: Mapping[str, float], rows: int, columns: Arrays) -> bytes:
+def pack_metric_rows(logged: Logged, columns: Arrays) -> bytes:
     """Encode as one JSON line, followed by the arrays in numpy's format."""
     file = io.BytesIO()
-    file.write(json.dumps([dict(logged), rows, len(columns)]).encode() + b"\n")
+    file.write(json.dumps([logged, len(columns)]).encode() + b"\n")
     for column in columns:
         np.save(file, column, allow_pickle=False)
     return file.getvalue()
 
 
-def unpack_metric_rows(blob: bytes) -> tuple[dict[str, float], int, Arrays]:
+def unpack_metric_rows(blob: bytes) -> tuple[Logged, Arrays]:
     file = io.BytesIO(blob)
-    logged, rows, columns = json.loads(file.readline())
-    return logged, rows, [np.load(file, allow_pickle=False) for _ in range(columns)]
+    logged, columns = json.loads(file.readline())
+    return [tuple(each) for each in logged], [np.load(file, allow_pickle=False) for _ in range(columns)]

@@ -61,6 +61,10 @@ def _check_16_bit(name: str, value: Any) -> str | None:
     return check_choice(name, value, ("bf16", "fp16"))
 
 
+def _check_determinism(name: str, value: Any) -> str | None:
+    return check_choice(name, value, ("bitwise",))
+
+
 def _check_positive(name: str, value: Any) -> float | None:
     if value is None:
         return None
@@ -174,6 +178,10 @@ class FitConfig:
     shuffle: bool = _param(check_flag, True)
     # Learning rate of all parameter groups; None: the optimizer's own.
     learning_rate: float | None = _param(_check_rate, None)
+    # "bitwise": the weights have the same bits for any number of workers; None: the same up to rounding.
+    determinism: str | None = _param(_check_determinism, None)
+    # Parts that a step is cut into in bitwise mode, each computed by one worker.
+    virtual_shares: int = _param(_check_count, 8)
     # Whether all learning rates are multiplied by num_workers, once.
     scale_lr: bool = _param(check_flag, False)
     # Largest 2-norm of all gradients together; None: no limit.
@@ -206,6 +214,7 @@ class FitConfig:
         checked = {f.name: f.metadata["check"](f.name, values[f.name]) for f in fields if f.name in values}
         config = cls(**checked)
         config._check_world()
+        config._check_shares()
         for name, role, columns in (
             ("input_shapes", "feature", config.feature_cols),
             ("label_shapes", "label", config.label_cols),
@@ -219,6 +228,11 @@ class FitConfig:
     def global_batch(self) -> int:
         """Rows of one step, whatever the size of the world."""
         return self.batch_size * self.backward_passes_per_step * self.num_workers
+
+    @property
+    def shares(self) -> int:
+        """Virtual shares of a step in bitwise mode; 0: the workers divide its rows."""
+        return 0 if self.determinism is None else self.virtual_shares
 
     @property
     def validation_batch(self) -> int:
@@ -247,6 +261,24 @@ class FitConfig:
         if not least <= number <= most:
             raise InvalidInput(
                 f"num_workers is {number}, outside of min_workers {least} to max_workers {most}: change one of them."
+            )
+
+    def _check_shares(self) -> None:
+        if not self.shares:
+            return
+        if self.max_workers > self.shares:
+            raise InvalidInput(
+                f"determinism='bitwise' divides a step over {self.shares} workers at most, and max_workers is "
+                f"{self.max_workers}: raise virtual_shares to it."
+            )
+        if self.shares > self.global_batch:
+            raise InvalidInput(
+                f"a step of {self.global_batch} rows cannot be cut into virtual_shares={self.shares}: raise "
+                "batch_size, or lower virtual_shares."
+            )
+        if self.gradient_compression is not None:
+            raise InvalidInput(
+                "determinism='bitwise' sends gradients as they are: leave gradient_compression out."
             )
 
 

@@ -192,8 +192,8 @@ class CompiledMetrics:
 
     def commit(self) -> None:
         """The step was applied: what was gathered counts."""
-        per_rank, columns = self._rows.pop_gathered()
-        for logged, rows in per_rank:
+        per_part, columns = self._rows.pop_gathered()
+        for logged, rows in per_part:
             for name, total in logged.items():
                 before = self._sums.get(name, [0.0, 0])
                 self._sums[name] = [before[0] + total, before[1] + rows]

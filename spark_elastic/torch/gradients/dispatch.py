@@ -22,6 +22,7 @@ import torch
 from elastic_collectives import Group, MismatchError
 from spark_elastic.clock import SystemClock
 from spark_elastic.errors import InvalidInput
+from spark_elastic.ops.flat_allreduce import allocate_aligned
 from spark_elastic.ops.reduction import Compressor
 from spark_elastic.ops.stall import watch_collective
 from spark_elastic.ops.timeline import Timeline
@@ -35,9 +36,13 @@ class BucketMemory:
     """Flat buckets in one piece of memory of one group. The first step of the next group makes another one."""
 
     def __init__(
-        self, parameters: Sequence[torch.nn.Parameter], buckets: Sequence[Bucket], group: Group
+        self, parameters: Sequence[torch.nn.Parameter], buckets: Sequence[Bucket], group: Group | None
     ) -> None:
-        """All ranks of `group` must call it at the same place among their collectives."""
+        """All ranks of `group` must call it at the same place among their collectives.
+
+        Args:
+            group: None: memory of this process alone.
+        """
         self.buckets = buckets
         self.group = group
         self.views: list[torch.Tensor | None] = [None] * len(
@@ -48,7 +53,7 @@ class BucketMemory:
         self._flat: list[torch.Tensor] = []  # by bucket
         self._staging: dict[int, _Staging] = {}  # of buckets on a GPU
         ends = np.cumsum([0, *(b.numel * getattr(torch, b.dtype).itemsize for b in buckets)]).tolist()
-        self._memory = group.buffer(ends[-1])
+        self._memory = allocate_aligned(ends[-1]) if group is None else group.buffer(ends[-1])
         for number, bucket in enumerate(buckets):
             self._flat.append(self._allocate(number, bucket, ends[number : number + 2], parameters))
             for part in bucket.slices:
@@ -85,6 +90,9 @@ class BucketMemory:
         """Start to copy all buckets back to where the gradients are."""
         for number, staging in self._staging.items():
             self._flat[number].copy_(staging.host, non_blocking=True)
+
+    def combine(self, number: int) -> None:
+        """Complete a bucket once it is summed over all ranks. Called by the thread that summed it."""
 
     def hand_over(self, parameters: Sequence[torch.nn.Parameter], successor: BucketMemory | None) -> None:
         """Move the gradients that lie here into the buckets of the successor, or into memory of their own."""
@@ -141,6 +149,7 @@ class Dispatch:
         self.rows: dict[
             int, torch.Tensor
         ] = {}  # sums of sparse gradients by number of parameter, after `wait`
+        assert memory.group is not None
         self._memory = memory
         self._group = memory.group
         self._names = names
@@ -177,6 +186,7 @@ class Dispatch:
                     group.allreduce(array, dtype=dtype, scale=scale, compression=wire)
                 else:
                     allreduce_compressed(compressor, group, memory.gradients(number), scale)
+                memory.combine(number)
             if self._timeline is not None:
                 self._timeline.gradients(
                     f"gradients {number}", array.nbytes, complete, begin, self._clock.now()
@@ -202,6 +212,27 @@ class Dispatch:
                 self.rows[index] = allreduce_rows(self._group, gradient, factor)
 
         self._submit(gather)
+
+    def gather_listed(self, index: int, listed: torch.Tensor) -> None:
+        """Gather the listed rows of a parameter, in rank order, into `rows`."""
+
+        def gather() -> None:
+            with self._watch([index]):
+                self.rows[index] = gather_listed_rows(self._group, listed)
+
+        self._submit(gather)
+
+    def agree(self, marks: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """Return what any rank has marked, after all other work."""
+        agreed: list[npt.NDArray[np.bool_]] = []
+
+        def agree() -> None:
+            with self._watch(()):
+                agreed.append(np.bitwise_or.reduce(self._group.allgather(marks)))
+
+        self._submit(agree)
+        self.wait()
+        return agreed[0]
 
     def wait(self) -> None:
         """Wait for all work. Raises the error of the first work that failed."""
@@ -310,13 +341,17 @@ def coalesce_rows(name: str, gradient: torch.Tensor) -> torch.Tensor:
 
 def allreduce_rows(group: Group, own: torch.Tensor, factor: float) -> torch.Tensor:
     """Return the sum of all ranks' sparse gradients, times `factor`, in rank order: the same bits on every rank."""
-    rows = np.concatenate(group.allgatherv(own.indices()[0].cpu().numpy()))
-    values = np.concatenate(group.allgatherv(_array(own.values())))
-    flat = torch.from_numpy(values)
+    return gather_listed_rows(group, own, factor).coalesce().to(own.device)
+
+
+def gather_listed_rows(group: Group, own: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+    """Return the rows that all ranks' sparse gradients list, times `factor`, in rank order, on the host; a row may come
+    several times."""
+    rows = np.concatenate(group.allgatherv(own._indices()[0].cpu().numpy()))
+    flat = torch.from_numpy(np.concatenate(group.allgatherv(_array(own._values()))))
     flat = flat.view(torch.bfloat16) if own.dtype == torch.bfloat16 else flat
-    scaled = flat if factor == 1.0 else flat * factor
-    listed = torch.sparse_coo_tensor(torch.from_numpy(rows)[None], scaled, own.shape, check_invariants=False)
-    return listed.coalesce().to(own.device)
+    values = flat if factor == 1.0 else flat * factor
+    return torch.sparse_coo_tensor(torch.from_numpy(rows)[None], values, own.shape, check_invariants=False)
 
 
 def _array(values: torch.Tensor) -> npt.NDArray[Any]:

@@ -5,13 +5,16 @@ are sent strictly in the order of the layout (R7, layout). The training thread o
 during backward the hooks do, one at a time, since autograd has a thread for each device. A failed exchange changes no
 parameter: only the contents of the buckets are void. A step that is given up half-way is drained before the next one
 begins. Layout and memory belong to one group, and change only when a step is opened.
+
+With virtual shares (`ExchangeOptions.shares`) the gradients of each share are added to those of the shares before it in
+the order of `share_tree`, and taken from the parameters until `finish`.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 from weakref import finalize, ref
@@ -31,6 +34,7 @@ from spark_elastic.torch.gradients.exchange_options import (
     build_specs,
     find_trainable,
 )
+from spark_elastic.torch.gradients.share_memory import ShareMemory
 from spark_elastic.worker.context import EngineThread
 
 Marks = npt.NDArray[np.bool_]
@@ -74,12 +78,18 @@ class _Step:
 
     passes: int  # backward passes until `finish`
     arrivals: list[int]  # by parameter: passes that have added a gradient
+    found: Marks  # by parameter: whether it got a gradient
     found_sparse: Marks  # by parameter: whether its gradient came sparse
+    found_dense: Marks  # by parameter: the same for its other form, in a virtual share
     missing: list[int]  # by bucket: gradients that it still lacks
     versions: list[int | None]  # by bucket: its version after the newest gradient
     dispatch: Dispatch | None  # None: this process trains alone
     sent: int = 0  # buckets that were handed to `dispatch`
     is_open: bool = True
+    shares_left: int = 0  # virtual shares of this rank that were not completed
+    in_share: bool = False  # whether one was begun and not completed
+    # By parameter: the sparse gradients of the virtual shares.
+    listed: dict[int, list[torch.Tensor]] = field(default_factory=dict)
 
 
 class GradientExchange:
@@ -116,7 +126,8 @@ class GradientExchange:
         self._sparse: frozenset[int] = frozenset()  # parameters that lie in no bucket; the same on all ranks
         self._memory: BucketMemory | None = None  # None: alone, and gradients stay where autograd puts them
         self._laid_out_for: object = None  # what the layout was made from: group and sparse parameters
-        self._lay_out_buckets(None)
+        if not options.shares:  # whose memory is that of a first step
+            self._lay_out_buckets(None)
         self._step = self._make_step(0, None)
         self._step.is_open = False
         self._hook_lock = threading.RLock()
@@ -137,7 +148,7 @@ class GradientExchange:
     @property
     def present(self) -> Marks:
         """Which parameters got a gradient in this step, in the order of `parameters`."""
-        return np.array(self._step.arrivals) > 0
+        return self._step.found.copy()
 
     @property
     def found_sparse(self) -> Marks:
@@ -147,15 +158,21 @@ class GradientExchange:
     @property
     def has_gradients(self) -> bool:
         """Whether any gradient of the newest step is still there."""
+        if self._options.shares and self._step.is_open:
+            return True
         return any(
-            count and p.grad is not None
-            for count, p in zip(self._step.arrivals, self._parameters, strict=True)
+            there and p.grad is not None for there, p in zip(self._step.found, self._parameters, strict=True)
         )
 
     @property
     def is_open(self) -> bool:
         """Whether a step was opened, and neither finished nor abandoned."""
         return self._step.is_open
+
+    @property
+    def in_share(self) -> bool:
+        """Whether a virtual share was begun and not completed."""
+        return self._step.is_open and self._step.in_share
 
     @property
     def is_partly_sent(self) -> bool:
@@ -191,21 +208,112 @@ class GradientExchange:
         self._lay_out_buckets(group)
         self._group = group
         self._step = self._make_step(passes, engine)
+        if isinstance(self._memory, ShareMemory):
+            self._memory.begin()
 
     def _make_step(self, passes: int, engine: EngineThread | None) -> _Step:
         buckets: Sequence[Bucket] = ()
         dispatch = None
         if self._memory is not None and engine is not None:
             buckets = self._memory.buckets
-            dispatch = Dispatch(self._memory, self._names, self._options, engine, self._get_timeline())
+            if self._memory.group is not None:
+                dispatch = Dispatch(self._memory, self._names, self._options, engine, self._get_timeline())
+        shares = self._memory.share_count if isinstance(self._memory, ShareMemory) else 0
         return _Step(
             passes,
             arrivals=[0] * len(self._parameters),
+            found=np.zeros(len(self._parameters), np.bool_),
             found_sparse=np.zeros(len(self._parameters), np.bool_),
-            missing=[len(bucket.slices) * passes for bucket in buckets],
+            found_dense=np.zeros(len(self._parameters), np.bool_),
+            missing=[len(bucket.slices) * (shares or passes) for bucket in buckets],
             versions=[None] * len(buckets),
             dispatch=dispatch,
+            shares_left=shares,
         )
+
+    # ---- virtual shares
+
+    def begin_share(self, passes: int | None = None) -> None:
+        """Begin this rank's next virtual share. passes: backward passes until `end_share`; None: as given to `open`."""
+        step = self._step
+        assert isinstance(self._memory, ShareMemory)
+        step.shares_left -= 1
+        step.in_share = True
+        step.arrivals = [0] * len(self._parameters)
+        step.passes = step.passes if passes is None else passes
+        self._memory.begin_share()
+
+    def end_share(self) -> None:
+        """The share has all its gradients."""
+        for index, arrivals in enumerate(self._step.arrivals):
+            if arrivals < self._step.passes or not arrivals:  # not all passes used it
+                self._add_to_tree(index)
+        self._step.in_share = False
+        self._send_complete_buckets()
+
+    def _add_to_tree(self, index: int) -> None:
+        """Add the parameter's gradient of the share to those of the shares before."""
+        step, memory, parameter = self._step, self._memory, self._parameters[index]
+        assert isinstance(memory, ShareMemory)
+        gradient = parameter.grad
+        if gradient is not None and gradient.is_sparse and self._options.sparse != "dense":
+            self._list_sparse(index, gradient)
+            gradient = None
+        elif gradient is not None:
+            gradient = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+            step.found_dense[index] = True
+        parameter.grad = None if step.shares_left else memory.views[index]
+        if index in self._sparse:
+            return
+        memory.add(index, gradient)
+        number = memory.bucket_of[index]
+        step.missing[number] -= 1
+        step.versions[number] = memory.version(number)
+
+    def _list_sparse(self, index: int, gradient: torch.Tensor) -> None:
+        """Keep a share's sparse gradient: the rows of all shares are listed in their order, and then added."""
+        if self._options.sparse == "refused":
+            raise InvalidInput(f"parameter {self._names[index]!r} has a sparse gradient: use sparse=False.")
+        self._step.found_sparse[index] = True
+        self._step.listed.setdefault(index, []).append(coalesce_rows(self._names[index], gradient))
+
+    def _finish_shares(self, dispatch: Dispatch | None) -> None:
+        """Put the sums over all virtual shares, which are complete, to the parameters."""
+        step = self._step
+        assert isinstance(self._memory, ShareMemory)
+        for index, total in enumerate(self._memory.sums):
+            self._parameters[index].grad = total
+        if self._options.sparse != "sparse":
+            return
+        listed = step.found_sparse if dispatch is None else dispatch.agree(step.found_sparse)
+        numbers = np.flatnonzero(listed).tolist()
+        for index in np.flatnonzero(step.found_dense).tolist():
+            if index in self._sparse or listed[index]:
+                raise InvalidInput(
+                    f"parameter {self._names[index]!r} has a sparse gradient in one virtual share and a dense one in "
+                    "another: use sparse=False."
+                )
+        for index in numbers:
+            own = self._concatenate(index)
+            if dispatch is not None:
+                dispatch.gather_listed(index, own)
+            else:
+                self._parameters[index].grad = own.coalesce()
+        if dispatch is not None:
+            dispatch.wait()
+            for index in numbers:
+                rows = dispatch.rows[index].coalesce()
+                self._parameters[index].grad = rows.to(self._parameters[index].device)
+
+    def _concatenate(self, index: int) -> torch.Tensor:
+        """The rows that the sparse gradients of this rank's shares list."""
+        parameter, parts = self._parameters[index], self._step.listed.get(index, [])
+        parts = parts or [coalesce_rows(self._names[index], torch.zeros_like(parameter))]
+        rows = torch.cat([part.indices() for part in parts], dim=1)
+        values = torch.cat([part.values() for part in parts])
+        return torch.sparse_coo_tensor(rows, values, parameter.shape, check_invariants=False)
+
+    # ---- a step
 
     def clear(self) -> None:
         """Give up the open step, if any, and drop all gradients."""
@@ -235,19 +343,26 @@ class GradientExchange:
             InvalidInput: gradients were changed since they arrived; the group cannot be used any more.
         """
         step = self._step
+        if step.shares_left or step.in_share:
+            raise InvalidInput(
+                "step() was called before the last virtual share: take all shares that the loader yields for a step."
+            )
         self._check_unchanged()
-        for index, arrivals in enumerate(step.arrivals):
-            if not arrivals:
+        for index, there in enumerate(step.found):
+            if not there and not self._options.shares:
                 self._move_to_bucket(index)
-        while step.sent < len(step.missing):
+        while step.dispatch is not None and step.sent < len(step.missing):
             self._send_next_bucket()
         if step.dispatch is not None and self._memory is not None:
             step.dispatch.reduce_last()
-            self._send_sparse(step.dispatch)
+            if not self._options.shares:
+                self._send_sparse(step.dispatch)
             step.dispatch.wait()
             self._memory.receive()
             for index, gradient in step.dispatch.rows.items():
                 self._parameters[index].grad = gradient
+        if self._options.shares:
+            self._finish_shares(step.dispatch)
         step.is_open = False
 
     def drain(self) -> None:
@@ -304,9 +419,14 @@ class GradientExchange:
         buckets = layout(self._specs, self._options.bucket_bytes, self._options.groups, self._sparse)
         self.layout_hash = layout_hash(self._specs, buckets, self._options.description)
         former, self._laid_out_for = self._memory, wanted
-        self._memory = None if home is None else BucketMemory(self._parameters, buckets, home)
+        self._memory = self._allocate(buckets, home)
         if former is not None:
             former.hand_over(self._parameters, self._memory)
+
+    def _allocate(self, buckets: Sequence[Bucket], home: Group | None) -> BucketMemory | None:
+        if self._options.shares:
+            return ShareMemory(self._parameters, buckets, home, self._options.shares)
+        return None if home is None else BucketMemory(self._parameters, buckets, home)
 
     def _on_gradient(self, index: int) -> None:
         """Hook: autograd has added this parameter's gradient. Runs in the backward thread of its device."""
@@ -320,9 +440,17 @@ class GradientExchange:
         step = self._step
         if step.arrivals[index] == step.passes:
             raise InvalidInput(
-                f"the gradient of parameter {self._names[index]!r} came more than {step.passes} times in one step: "
+                f"the gradient of parameter {self._names[index]!r} came more than {step.passes} times in one "
+                f"{'virtual share' if self._options.shares else 'step'}: "
                 "call step() after that many backward passes, and use checkpointing with use_reentrant=False."
             )
+        step.found[index] = True
+        if self._options.shares:
+            step.arrivals[index] += 1
+            if step.arrivals[index] == step.passes:
+                self._add_to_tree(index)
+                self._send_complete_buckets()
+            return
         self._move_to_bucket(index)
         step.arrivals[index] += 1
         if self._memory is not None and index not in self._sparse:
@@ -334,6 +462,8 @@ class GradientExchange:
 
     def _send_complete_buckets(self) -> None:
         step = self._step
+        if step.dispatch is None:
+            return
         while step.sent < len(step.missing) and step.missing[step.sent] == 0 and self._overlaps():
             self._send_next_bucket()
 
@@ -345,7 +475,7 @@ class GradientExchange:
             if version is not None and version != self._memory.version(number):
                 raise self.reject_changed_gradients(self._names[self._memory.buckets[number].slices[0].index])
         for index, (parameter, view) in enumerate(zip(self._parameters, self._memory.views, strict=True)):
-            if parameter.grad is not view and view is not None and self._step.arrivals[index]:
+            if parameter.grad is not view and view is not None and self._step.found[index]:
                 raise self.reject_changed_gradients(self._names[index])
 
     def _move_to_bucket(self, index: int) -> None:

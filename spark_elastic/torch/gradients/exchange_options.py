@@ -30,6 +30,10 @@ class ExchangeOptions:
     compressor: type[Compressor] | None = None
     # Sparse gradients are "refused", exchanged as "dense" ones, or as "sparse" ones from the second step of a world on.
     sparse: str = "refused"
+    # Virtual shares of a step, whose gradients are added in the order of `share_tree`; 0: gradients are summed by rank.
+    shares: int = 0
+    # What their bits depend on besides, in words; the same on all ranks.
+    arithmetic: str = ""
     warn_after: float = math.inf  # seconds; see `ops.stall.watch_collective`
     wait_at_most: float | None = None  # seconds; likewise
 
@@ -47,6 +51,8 @@ class ExchangeOptions:
             parts.append(f"sent as {self.wire}")
         if self.compressor is not None:
             parts.append(f"compressed by {self.compressor.__qualname__}")
+        if self.shares:
+            parts.append(f"of {self.shares} virtual shares, computed with {self.arithmetic}")
         return ", ".join([*parts, f"sparse gradients: {self.sparse}"])
 
 

@@ -63,8 +63,14 @@ class GradientSync:
         self._passes = passes
         self._process_set = process_set
         self.exchange = GradientExchange(
-            named, options, weak_method(self._open), get_engine, get_timeline, _is_only_optimizer
+            named,
+            options,
+            weak_method(self._check_in_share if options.shares else self._open),
+            get_engine,
+            get_timeline,
+            _is_only_optimizer,
         )
+        self._has_shares = options.shares > 0
         self.done = False  # the present gradients are those of all ranks
         self._world: Group | None = (
             None  # the world of the newest step, even if the process set has this rank only
@@ -83,6 +89,26 @@ class GradientSync:
         self._world = get_group()
         self.exchange.open(get_training_group(self._process_set), self._passes)
         self.done = False
+
+    def begin_share(self) -> None:
+        """The backward passes that follow belong to this rank's next virtual share."""
+        if not self.exchange.is_open and any(p.grad is not None for p in self.exchange.parameters):
+            raise InvalidInput(
+                "there are gradients before the first virtual share of a step: call optimizer.zero_grad() first."
+            )
+        self._open()
+        self.exchange.begin_share()
+
+    def end_share(self) -> None:
+        """The share has all its gradients."""
+        self.exchange.end_share()
+
+    def _check_in_share(self) -> None:
+        if not self.exchange.in_share or self.is_stale():
+            raise InvalidInput(
+                "backward() was called outside of a virtual share: with determinism='bitwise' call it for each batch "
+                "of `for batch in shares`, where `shares` is what the ElasticDataLoader yields."
+            )
 
     def set_backward_passes(self, passes: int) -> None:
         if passes < 1 or self.exchange.is_open:
@@ -123,6 +149,7 @@ class GradientSync:
             self._open()
             self._check_order()
             there = np.array([parameter.grad is not None for parameter in exchange.parameters])
+            there = exchange.present if self._has_shares else there
             with world_ranks_in_errors(exchange.group):
                 exchange.finish()
                 if exchange.group is not None:

@@ -1,43 +1,32 @@
 """What a forward pass changes besides gradients: module buffers and random generators.
 
 An aborted step puts buffers back (R3, aborted forward). A step that is applied averages the buffers that it wrote over
-the ranks. Forward passes draw from random streams of their own, so that the process's generators stay equal on all
-ranks. Main thread only.
+the ranks. Main thread only.
 """
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.random import mtrand
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from elastic_collectives import Group
 from spark_elastic.ops.flat_allreduce import FlatBuffer
+from spark_elastic.torch.generators import torch_rng_state
 from spark_elastic.torch.layers import SyncBatchNorm
 from spark_elastic.training.trainer import describe_dependent_layers
-from spark_elastic.worker.stack_sampler import gc_paused
 
 
 def rng_state() -> dict[str, Any]:
     """The state of this process's CPU generators, as a tensor and plain values."""
     state: Any = np.random.get_state()
     kind, words, *rest = state
-    return {"torch": _torch_rng_state(), "numpy": (kind, words.tolist(), *rest), "python": random.getstate()}
-
-
-def _torch_rng_state() -> torch.Tensor:
-    """`torch.get_rng_state`, which wraps a tensor with the generator's lock held."""
-    with gc_paused:
-        return torch.get_rng_state()
+    return {"torch": torch_rng_state(), "numpy": (kind, words.tolist(), *rest), "python": random.getstate()}
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
@@ -45,49 +34,6 @@ def set_rng_state(state: dict[str, Any]) -> None:
     kind, words, *rest = state["numpy"]
     np.random.set_state((kind, np.array(words, np.uint32), *rest))
     random.setstate(state["python"])
-
-
-@contextmanager
-def seeded_rng(*key: int) -> Iterator[None]:
-    """Inside, random numbers depend on `key` alone; afterwards the generators are as they were before."""
-    saved = _torch_rng_state(), random.getstate()
-    numbers = b"%d," * len(key) % key  # formatting a member of an enum takes ten times as long
-    seed = int.from_bytes(hashlib.sha256(numbers).digest()[:8], "little")
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    try:
-        with _seeded_numpy(seed % 2**32):
-            yield
-    finally:
-        torch.set_rng_state(saved[0])
-        random.setstate(saved[1])
-
-
-@contextmanager
-def _seeded_numpy(seed: int) -> Iterator[None]:
-    """`seeded_rng` for numpy's generator."""
-    if not hasattr(mtrand, "set_bit_generator"):  # before numpy 1.24
-        state: Any = np.random.get_state()
-        np.random.seed(seed)
-        try:
-            yield
-        finally:
-            np.random.set_state(state)
-        return
-    # The generator is exchanged for another one, since getting and setting its state takes ten times as long.
-    saved = mtrand.get_bit_generator()
-    mtrand.set_bit_generator(_spare_generator())
-    np.random.seed(seed)
-    try:
-        yield
-    finally:
-        mtrand.set_bit_generator(saved)
-
-
-@cache
-def _spare_generator() -> np.random.MT19937:
-    """One for the process: a new one costs as much as setting a state."""
-    return np.random.MT19937(0)
 
 
 def has_buffers(modules: Iterable[torch.nn.Module]) -> bool:

@@ -357,11 +357,10 @@ class MultiOutputLoss:
         self._scales: list[float] = []
 
     def begin(self, group: Group, batch: LocalBatch[torch.Tensor], position: Position) -> None:
-        own = [
-            loss.compute_denominator((label,), batch.weights) if len(batch) else 0.0
-            for loss, label in zip(self._losses, batch.labels, strict=True)
-        ]
-        everywhere = group.allgather(np.array(own)).sum(axis=0).tolist()
+        own = np.array([self._compute_denominators(part) for part in batch.shares or (batch,)])
+        # One after the other, so that the sums over virtual shares do not depend on how ranks divide them.
+        whole = np.concatenate(group.allgatherv(own)) if batch.shares else group.allgather(own[0])
+        everywhere = whole.sum(axis=0).tolist()
         # A divisor of 0: the user wants this loss summed.
         self._scales = [batch.planned / (divisor or 1.0) for divisor in everywhere]
 
@@ -381,6 +380,12 @@ class MultiOutputLoss:
         total = torch.stack([w * own for w, own in zip(self._loss_weights, each, strict=True)]).sum()
         logged = {name: float(own.detach()) / len(part) for name, own in zip(self._names, each, strict=True)}
         return LossResult(total, float(len(part)), _detach(outputs), logged)
+
+    def _compute_denominators(self, part: LocalBatch[torch.Tensor]) -> list[float]:
+        return [
+            loss.compute_denominator((label,), part.weights) if len(part) else 0.0
+            for loss, label in zip(self._losses, part.labels, strict=True)
+        ]
 
 
 class FunctionLoss:

@@ -66,8 +66,8 @@ class Metrics:
 
     def commit(self) -> None:
         """Count the gathered rows: the step is applied."""
-        logged_by_rank, columns = self._part.pop_gathered()
-        for logged, rows in logged_by_rank:
+        logged_by_part, columns = self._part.pop_gathered()
+        for logged, rows in logged_by_part:
             for name, total in logged.items():
                 self._count(name, total, rows)
         if columns:

@@ -14,13 +14,13 @@ import torch
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import MembershipVersion, Position
+from spark_elastic.torch.generators import seeded_rng
 from spark_elastic.torch.gradients.exchange import GradientExchange
 from spark_elastic.torch.layers import RowDropout, draw_rows
 from spark_elastic.torch.train.forward import (
     BufferExchange,
     BufferSnapshot,
     has_buffers,
-    seeded_rng,
     shares_statistics,
 )
 from spark_elastic.torch.train.loss import LossFn
@@ -134,10 +134,8 @@ class TrainStep:
         state, position = self._state, self._state.position
         before = BufferSnapshot(state.model, self._modules)
         try:
-            loss, denominator = self._compute_gradients(group, batch)
-            sends_buffers = group.size > 1 and has_buffers(self._modules)
-            if sends_buffers:
-                self._buffers.send(group, before, len(batch), batch.planned)
+            loss, denominator = self._compute_gradients(group, batch, before)
+            sends_buffers = self._send_buffers(group, batch, before)
             self._metrics.gather(group)
             summary = self._summarize(batch, version, loss, denominator, wants_stop=wants_stop)
             decision = exchange_summaries(group, summary)
@@ -149,15 +147,23 @@ class TrainStep:
             raise
         with defer_interrupts():
             before_apply()
-            self._apply(decision, batch.planned, sends_buffers)
+            if sends_buffers:
+                self._apply_buffers()
+            self._apply(decision, batch.planned)
             self._metrics.commit()
             self._exchange.apply_agreement(decision.found_sparse)
             state.position = account(decision)
             self._ledger.record_applied(group.fence, position, group.size)
         return decision
 
-    def _compute_gradients(self, group: Group, batch: LocalBatch[torch.Tensor]) -> tuple[float, float]:
-        """Compute and exchange gradients. Returns this rank's loss and its denominator."""
+    def _compute_gradients(
+        self, group: Group, batch: LocalBatch[torch.Tensor], before: BufferSnapshot
+    ) -> tuple[float, float]:
+        """Compute and exchange gradients. Returns this rank's part of the loss and of its denominator.
+
+        Args:
+            before: the buffers before the step.
+        """
         position = self._state.position
         # Statistics of the whole step's rows need one pass over all of them, on ranks without rows as well.
         one_pass = shares_statistics(self._modules)
@@ -170,6 +176,16 @@ class TrainStep:
             loss, denominator = self._backward(parts)
         self._exchange.finish()
         return loss, denominator
+
+    def _send_buffers(self, group: Group, batch: LocalBatch[torch.Tensor], before: BufferSnapshot) -> bool:
+        """Exchange the buffers that the step wrote. Returns whether there is something to apply."""
+        if group.size == 1 or not has_buffers(self._modules):
+            return False
+        self._buffers.send(group, before, len(batch), batch.planned)
+        return True
+
+    def _apply_buffers(self) -> None:
+        self._buffers.apply()
 
     def _summarize(
         self,
@@ -214,13 +230,11 @@ class TrainStep:
             denominator += result.denominator
         return loss, denominator
 
-    def _apply(self, decision: StepDecision, planned: int, has_buffers: bool) -> None:
+    def _apply(self, decision: StepDecision, planned: int) -> None:
         divisor = decision.denominator or 1.0  # 0: a loss that the user wants summed
         if divisor != planned:
             self._exchange.scale(planned / divisor)
         self._exchange.drop_absent(decision.present)
-        if has_buffers:
-            self._buffers.apply()
         self._scaling.unscale(self._state.optimizer)
         _clip(self._exchange.parameters, self._config)
         self._scaling.step(self._state.optimizer)

@@ -15,17 +15,22 @@ import torch
 
 from elastic_collectives import Group
 from spark_elastic.data.loader import StepRows
+from spark_elastic.data.plan import share_range
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import MembershipVersion, Position
+from spark_elastic.torch.determinism import align_tensors, describe_arithmetic, use_deterministic_arithmetic
+from spark_elastic.torch.generators import seeded_rng
 from spark_elastic.torch.gradients.exchange import GradientExchange
 from spark_elastic.torch.gradients.exchange_options import options_from_env
 from spark_elastic.torch.optimizers import build_optimizer
 from spark_elastic.torch.train.callbacks import TorchCallbackList
-from spark_elastic.torch.train.forward import describe_world_dependence, seeded_rng
+from spark_elastic.torch.train.forward import describe_world_dependence
 from spark_elastic.torch.train.metrics import Metrics, is_accumulator
+from spark_elastic.torch.train.share_step import ShareStep, build_shares, sum_over_shares
 from spark_elastic.torch.train.spec import BatchBuilder, TorchUserObjects, trainer_plan
 from spark_elastic.torch.train.state import TorchTrainingState, dump_values
 from spark_elastic.torch.train.step import GradientScaling, TrainStep
+from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.loop import TrainingLoop
 from spark_elastic.training.model_io import input_dtype
@@ -51,12 +56,16 @@ class TorchTrainer:
 
     def prepare(self, progress: TrainingProgress, ledger: Ledger) -> None:
         spec, config, objects = self._spec, self._spec.config, self._objects
+        if config.shares:
+            use_deterministic_arithmetic()
         torch.manual_seed(config.seed)
         model = objects.model
         if (
             not model.training
         ):  # a fitted model is in evaluation mode; single parts in it are the user's choice
             model.train()
+        if config.shares:
+            align_tensors((*model.parameters(), *model.buffers()))
         optimizer, schedules = build_optimizer(
             model, objects.optimizer, config.learning_rate, spec.lr_scale, trainer_plan(spec)
         )
@@ -69,10 +78,13 @@ class TorchTrainer:
         self.state = TorchTrainingState(
             model, optimizer, [self._scaling, *metrics, *self.callbacks.callbacks], progress
         )
-        self._exchange = GradientExchange(
-            model.named_parameters(), options_from_env(wire=config.gradient_compression), engine=get_engine
+        options = options_from_env(
+            wire=config.gradient_compression,
+            shares=config.shares,
+            arithmetic=describe_arithmetic() if config.shares else "",
         )
-        self._train_step = TrainStep(
+        self._exchange = GradientExchange(model.named_parameters(), options, engine=get_engine)
+        self._train_step = (ShareStep if config.shares else TrainStep)(
             self.state, self._loss_fn, self._exchange, config, ledger, metrics[0], self._scaling
         )
         dtype = input_dtype(model.parameters(), torch.get_default_dtype())
@@ -93,7 +105,7 @@ class TorchTrainer:
         account: Callable[[StepDecision], Position],
         before_apply: Callable[[], None],
     ) -> StepDecision:
-        batch, stop = self._batches.build(rows), self.callbacks.wants_stop()
+        batch, stop = self._build(rows, group), self.callbacks.wants_stop()
         return self._train_step.run(group, batch, version, account, before_apply, stop)
 
     @contextmanager
@@ -110,18 +122,17 @@ class TorchTrainer:
 
     def validation_step(self, group: Group, rows: StepRows, version: MembershipVersion) -> StepDecision:
         config, position, metrics = self._spec.config, self.state.position, self._metrics[1]
-        batch, loss, denominator = self._batches.build(rows), 0.0, 0.0
+        batch = self._build(rows, group)
+        first = share_range(config.shares, group.rank, group.size)[0] if config.shares else group.rank
         try:
             self._loss_fn.begin(group, batch, position)
-            with (
-                torch.no_grad(),
-                seeded_rng(config.seed, position.epoch, position.phase, position.step, group.rank),
-            ):
-                for part in batch.micro_batches(config.validation_batch):
-                    result = self._loss_fn(self.state.model, part)
-                    metrics.add(result, part.labels)
-                    loss += float(result.total)
-                    denominator += result.denominator
+            sums = [
+                self._validate(part, number) for number, part in enumerate(batch.shares or [batch], first)
+            ]
+            loss, denominator = sums[0]
+            if config.shares:  # all ranks have the same sums, so the step summary has them once
+                loss, denominator = sum_over_shares(group, sums)
+                loss, denominator = (loss, denominator) if group.rank == 0 else (0.0, 0.0)
             metrics.gather(group)
             nothing = np.zeros(0, np.bool_)
             decision = exchange_summaries(
@@ -132,6 +143,22 @@ class TorchTrainer:
             raise
         metrics.commit()
         return decision
+
+    def _build(self, rows: StepRows, group: Group) -> LocalBatch[torch.Tensor]:
+        shares = self._spec.config.shares
+        return build_shares(self._batches, rows, shares, group) if shares else self._batches.build(rows)
+
+    def _validate(self, batch: LocalBatch[torch.Tensor], part_number: int) -> tuple[float, float]:
+        """Returns the loss of these rows and its denominator. part_number: their rank or virtual share."""
+        config, position, loss, denominator = self._spec.config, self.state.position, 0.0, 0.0
+        key = (config.seed, position.epoch, position.phase, position.step, part_number)
+        with torch.no_grad(), seeded_rng(*key):
+            for part in batch.micro_batches(config.validation_batch):
+                result = self._loss_fn(self.state.model, part)
+                self._metrics[1].add(result, part.labels)
+                loss += float(result.total)
+                denominator += result.denominator
+        return loss, denominator
 
     def epoch_metrics(self) -> dict[str, Any]:
         found: dict[str, Any] = {"learning_rate": float(self.state.optimizer.param_groups[0]["lr"])}
@@ -146,7 +173,7 @@ class TorchTrainer:
             metrics.reset()
 
     def describe_world_dependence(self) -> str | None:
-        return describe_world_dependence(self.state.model)
+        return None if self._spec.config.shares else describe_world_dependence(self.state.model)
 
     def export_weights(self) -> bytes:
         return dump_values(self.state.model.state_dict())

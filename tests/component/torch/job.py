@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
@@ -133,11 +133,13 @@ class Job:
     workers: int = 3
     checkpoint_steps: int | None = None
     reader: str = "arrow"
+    shares: int = 0  # virtual shares, in bitwise mode
 
     def plan(self, manifest: Manifest) -> DataPlan:
-        return DataPlan.for_run(
+        plan = DataPlan.for_run(
             manifest.group_rows, self.batch_size * self.workers, 5, self.workers, 10_000, 1 << 20
         )
+        return replace(plan, shares=self.shares)
 
     def features(self, manifest: Manifest) -> tuple[Column, ...]:
         return (Column("x", "float64", self.shape),)
@@ -157,6 +159,8 @@ class Job:
                 seed=SEED,
                 gradient_clip_norm=self.gradient_clip_norm,
                 reader=self.reader,
+                determinism="bitwise" if self.shares else None,
+                virtual_shares=self.shares or 8,
             ),
             rows=Rows(store, manifest, self.plan(manifest)),
             store=store,
