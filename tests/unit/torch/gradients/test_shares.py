@@ -1,0 +1,122 @@
+"""Gradients of virtual shares: the same bits in any world, and what a loop must do with its shares."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from elastic_collectives import Group, MismatchError
+from spark_elastic.data.plan import share_range
+from spark_elastic.errors import InvalidInput
+from spark_elastic.torch.gradients.exchange import GradientExchange
+from spark_elastic.torch.gradients.exchange_options import ExchangeOptions
+from tests.unit.torch.worlds import in_a_world
+
+SHARES, STEPS = 7, 2  # no power of two: subtrees of several sizes
+OPTIONS = ExchangeOptions(shares=SHARES, sparse="sparse", bucket_bytes=256)
+
+
+class Net(nn.Module):
+    """A layer that some shares leave out, one that all leave out, and sparse rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.words = nn.Embedding(9, 4, sparse=True)
+        self.always, self.sometimes, self.never = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, share: int) -> torch.Tensor:
+        drawn = torch.Generator().manual_seed(share)
+        x = self.always(self.words(torch.randint(0, 9, (5,), generator=drawn)))
+        return (self.sometimes(x) if share % 3 == 1 else x).tanh().square().sum()  # type: ignore[no-any-return]
+
+
+NET = Net()  # copied by ranks that are threads, which share torch's generator
+
+
+def take_steps(group: Group, passes: int = 1) -> list[torch.Tensor | None]:
+    """The gradients of the last step; in a world's first step sparse rows have a place in a bucket, too."""
+    net, (first, past) = copy.deepcopy(NET), share_range(SHARES, group.rank, group.size)
+    with GradientExchange(net.named_parameters(), OPTIONS) as exchange:
+        for _ in range(STEPS):
+            exchange.begin(group, passes)
+            for share in range(first, past):
+                exchange.begin_share()
+                for _ in range(passes):
+                    (net(share) / 3).backward()
+                exchange.end_share()
+            exchange.finish()
+            exchange.apply_agreement(exchange.found_sparse)
+            exchange.drop_absent(exchange.present)
+        return [p.grad if p.grad is None else p.grad.clone() for p in net.parameters()]
+
+
+def bits(gradient: torch.Tensor | None) -> bytes | None:
+    if gradient is None:
+        return None
+    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    return dense.numpy().tobytes()
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("passes", [1, 2])
+def test_gradients_have_the_same_bits_in_any_world(passes: int) -> None:
+    (alone,) = in_a_world(1, lambda group: take_steps(group, passes))
+    assert alone[0] is not None
+    assert alone[0].is_sparse
+    for size in range(2, SHARES + 1):
+        for gradients in in_a_world(size, lambda group: take_steps(group, passes)):
+            found = [bits(each) for each in gradients]
+            # What this rank's shares leave out it learns with the step summary, which is not part of this test.
+            assert [f or e for f, e in zip(found, map(bits, alone), strict=True)] == [*map(bits, alone)]
+
+
+@pytest.mark.native
+def test_ranks_that_compute_otherwise_are_refused() -> None:
+    def work(group: Group) -> None:
+        net = nn.Linear(5, 3)
+        options = ExchangeOptions(shares=2, arithmetic=["AVX2", "AVX512"][group.rank])
+        with GradientExchange(net.named_parameters(), options) as exchange:
+            exchange.begin(group, 1)
+            exchange.begin_share()
+            net(torch.ones(2, 5)).sum().backward()
+            exchange.end_share()
+            with pytest.raises(MismatchError, match=r"computed with AVX2, .* on rank 1, .* with AVX512"):
+                exchange.finish()
+
+    in_a_world(2, work)
+
+
+def change_gradient(net: nn.Linear, exchange: GradientExchange) -> None:
+    exchange.begin_share()
+    net(torch.ones(2, 5)).sum().backward()
+    exchange.end_share()
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+
+
+def pass_twice(net: nn.Linear, exchange: GradientExchange) -> None:
+    for _ in range(2):
+        net(torch.ones(2, 5)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("work", "sentence"),
+    [
+        (lambda net, exchange: None, "called before the last virtual share"),
+        (change_gradient, r"call\s+optimizer.synchronize\(\) before they are clipped"),
+        (pass_twice, "came more than 1 times in one virtual share"),
+    ],
+)
+def test_what_a_loop_must_not_do(work: Callable[[nn.Linear, GradientExchange], None], sentence: str) -> None:
+    net = nn.Linear(5, 3)
+    with GradientExchange(net.named_parameters(), ExchangeOptions(shares=1)) as exchange:
+        exchange.begin(None, 1)
+        if work is pass_twice:
+            exchange.begin_share()
+        with pytest.raises(InvalidInput, match=sentence):
+            work(net, exchange)
+            exchange.finish()
