@@ -172,7 +172,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"missing": {"nan": "drop"}}, "missing must be 'refuse', 'drop', or a dict of nulls and nans"),
     ({"precision": "int8"}, "precision must be one of 'bf16', 'fp16', or None"),
     ({"determinism": "exact"}, "determinism must be one of 'bitwise', or None"),
-    ({"determinism": "bitwise", "max_workers": 9}, "over 8 workers at most, and max_workers is 9: raise virtual_sh"),
+    (
+        {"determinism": "bitwise", "max_workers": 9},
+        "over 8 workers at most, and max_workers is 9: raise virtual_sh",
+    ),
     ({"determinism": "bitwise", "batch_size": 2}, "cannot be cut into virtual_shares=8: raise batch_size"),
     ({"determinism": "bitwise", "gradient_compression": "fp16"}, "leave gradient_compression out"),
     (

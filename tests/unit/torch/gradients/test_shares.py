@@ -91,14 +91,20 @@ def test_ranks_that_compute_otherwise_are_refused() -> None:
     in_a_world(2, work)
 
 
+def leave_out_a_share(net: nn.Linear, exchange: GradientExchange) -> None:
+    exchange.finish()
+
+
 def change_gradient(net: nn.Linear, exchange: GradientExchange) -> None:
     exchange.begin_share()
     net(torch.ones(2, 5)).sum().backward()
     exchange.end_share()
     torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+    exchange.finish()
 
 
 def pass_twice(net: nn.Linear, exchange: GradientExchange) -> None:
+    exchange.begin_share()
     for _ in range(2):
         net(torch.ones(2, 5)).sum().backward()
 
@@ -106,8 +112,8 @@ def pass_twice(net: nn.Linear, exchange: GradientExchange) -> None:
 @pytest.mark.parametrize(
     ("work", "sentence"),
     [
-        (lambda net, exchange: None, "called before the last virtual share"),
-        (change_gradient, r"call\s+optimizer.synchronize\(\) before they are clipped"),
+        (leave_out_a_share, "called before the last virtual share"),
+        (change_gradient, r"call optimizer.synchronize\(\) before they are clipped"),
         (pass_twice, "came more than 1 times in one virtual share"),
     ],
 )
@@ -115,8 +121,5 @@ def test_what_a_loop_must_not_do(work: Callable[[nn.Linear, GradientExchange], N
     net = nn.Linear(5, 3)
     with GradientExchange(net.named_parameters(), ExchangeOptions(shares=1)) as exchange:
         exchange.begin(None, 1)
-        if work is pass_twice:
-            exchange.begin_share()
         with pytest.raises(InvalidInput, match=sentence):
             work(net, exchange)
-            exchange.finish()
