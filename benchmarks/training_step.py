@@ -2,13 +2,15 @@
 
     python benchmarks/training_step.py --json benchmarks/results/training_step.json
     python benchmarks/training_step.py --framework tensorflow --json benchmarks/results/training_step_tensorflow.json
+    python benchmarks/training_step.py --virtual-shares 8 --rows 32 128 --json benchmarks/results/bitwise_step.json
 
 With TensorFlow the peer is MultiWorkerMirroredStrategy in a custom loop.
 
 Processes of one machine, each with one thread for arithmetic; float32, SGD. The local step (no exchange), ours and the
 peer's run in the same processes on nets of the same weights, in turns, step by step, in rotating order; a figure is the
 median over all rounds of the slowest rank's time. "added" is a step's time less the local step's. Beside it: what one
-allreduce of all gradients takes in shared memory while nothing else is done.
+allreduce of all gradients takes in shared memory while nothing else is done. With virtual shares also a step of the
+same rows in bitwise mode, whose peer is our own step without it.
 """
 
 from __future__ import annotations
@@ -32,6 +34,9 @@ from benchmarks.parts.report import Row, finish, parser
 from benchmarks.parts.tensorflow_step import Contenders, addresses
 from elastic_collectives import Endpoint, Group, connect
 from spark_elastic.torch import DistributedOptimizer
+from spark_elastic.torch.elastic import ElasticDataLoader
+from spark_elastic.torch.generators import seeded_rng
+from spark_elastic.torch.gradients.gradient_sync import GradientSync, get_optimizers_in_use
 from spark_elastic.worker.context import WorkerContext, set_context
 
 KEY = b"a benchmark's key"
@@ -45,6 +50,7 @@ class Net:
     layers: int
     width: int
     rows: int
+    virtual_shares: int = 0  # of a step in bitwise mode; a multiple of the ranks; 0: no such step
 
     @property
     def parameters(self) -> int:
@@ -85,7 +91,7 @@ def _run_rank(pipe: Connection, rank: int, size: int, folder: str, net: Net, rou
 def _make_contenders(
     net: Net, data: torch.Tensor, group: Group
 ) -> tuple[list[Callable[[], object]], Callable[[], None]]:
-    """(local, ours, DDP's, the exchange alone), and what ends them."""
+    """(local, ours, DDP's, the exchange alone, ours in bitwise mode if there is one), and what ends them."""
     first = net.build()
     models: list[torch.nn.Module] = [
         first,
@@ -102,7 +108,57 @@ def _make_contenders(
 
     placed = group.buffer(4 * net.parameters).view(np.float32)
     alone: Callable[[], object] = lambda: group.allreduce(placed)  # noqa: E731
-    return [lambda: step(0), lambda: step(1), lambda: step(2), alone], optimizers[1].close
+    contenders = [lambda: step(0), lambda: step(1), lambda: step(2), alone]
+    if not net.virtual_shares:
+        return contenders, optimizers[1].close
+    bitwise, close = _bitwise_step(net, copy.deepcopy(first), data, group)
+    in_use = get_optimizers_in_use()
+
+    def alone_in_use(step: Callable[[], object], sync: GradientSync) -> Callable[[], object]:
+        """A second optimizer in use would keep buckets until the end of backward."""
+
+        def take() -> None:
+            in_use.clear()
+            in_use.add(sync)
+            step()
+
+        return take
+
+    def close_both() -> None:
+        optimizers[1].close()
+        close()
+
+    contenders[1] = alone_in_use(contenders[1], optimizers[1]._sync)
+    return [*contenders, alone_in_use(*bitwise)], close_both
+
+
+def _bitwise_step(
+    net: Net, model: torch.nn.Module, data: torch.Tensor, group: Group
+) -> tuple[tuple[Callable[[], object], GradientSync], Callable[[], None]]:
+    """A step in bitwise mode with its exchange, and what ends it."""
+    rows = torch.utils.data.TensorDataset(torch.zeros(net.rows * group.size))
+    loader = ElasticDataLoader(
+        rows, net.rows * group.size, determinism="bitwise", virtual_shares=net.virtual_shares
+    )
+    torch.use_deterministic_algorithms(False)  # for the others
+    optimizer: Any = DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1e-3), model.named_parameters(), loader=loader
+    )
+    sync = optimizer._sync
+    shares = [part.clone() for part in data.chunk(net.virtual_shares // group.size)]
+
+    def step() -> None:
+        torch.use_deterministic_algorithms(True)
+        optimizer.zero_grad()
+        for number, share in enumerate(shares):
+            sync.begin_share()
+            with seeded_rng(1, number):
+                (model(share).square().mean() * (len(share) / len(rows))).backward()
+            sync.end_share()
+        optimizer.step()
+        torch.use_deterministic_algorithms(False)
+
+    return (step, sync), optimizer.close
 
 
 def _times(turn: int, steps: list[Callable[[], object]], barrier: Callable[[], None]) -> list[float]:
@@ -159,13 +215,19 @@ def measure(size: int, net: Net, rounds: int, framework: str = "torch") -> list[
         for process in processes:
             process.join()
     slowest = [[max(one) for one in zip(*turns, strict=True)] for turns in zip(*times, strict=True)]
-    local, ours, theirs, alone = (1000 * statistics.median(column) for column in zip(*slowest, strict=True))
+    medians = [1000 * statistics.median(column) for column in zip(*slowest, strict=True)]
+    local, ours, theirs, alone, *bitwise = medians
     case = f"{net.parameters / 1e6:.0f} M parameters in {2 * net.layers} tensors, {size} ranks"
+    case += f", {net.rows} rows each" if net.virtual_shares else ""
     return [
         Row(f"{case}: local step", local, None, "ms"),
         Row(f"{case}: step", ours, theirs, "ms"),
         Row(f"{case}: added", ours - local, theirs - local, "ms"),
         Row(f"{case}: one allreduce of all", alone, None, "ms"),
+        *[
+            Row(f"{case}: in {net.virtual_shares} virtual shares, beside the step", b, ours, "ms")
+            for b in bitwise
+        ],
     ]
 
 
@@ -175,12 +237,16 @@ def main() -> int:
     arguments.add_argument("--ranks", type=int, default=2)
     arguments.add_argument("--layers", type=int, default=80)
     arguments.add_argument("--width", type=int, default=559)
-    arguments.add_argument("--rows", type=int, default=32)
+    arguments.add_argument("--rows", type=int, nargs="+", default=[32])
+    arguments.add_argument("--virtual-shares", type=int, default=0)
     arguments.add_argument("--rounds", type=int, default=21)
     chosen = arguments.parse_args()
-    net = Net(chosen.layers, chosen.width, chosen.rows)
     name = "training_step" if chosen.framework == "torch" else f"training_step_{chosen.framework}"
-    finish(name, measure(chosen.ranks, net, chosen.rounds, chosen.framework), chosen.json)
+    found = []
+    for rows in chosen.rows:
+        net = Net(chosen.layers, chosen.width, rows, chosen.virtual_shares)
+        found += measure(chosen.ranks, net, chosen.rounds, chosen.framework)
+    finish("bitwise_step" if chosen.virtual_shares else name, found, chosen.json)
     return 0
 
 

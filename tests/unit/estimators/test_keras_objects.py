@@ -104,6 +104,8 @@ def test_inputs_and_columns_are_counted() -> None:
 def test_keras_names_without_a_meaning_are_refused_and_custom_objects_taken() -> None:
     with pytest.raises(InvalidInput, match="initial_epoch has no meaning here"):
         ElasticKerasEstimator(initial_epoch=3)
+    with pytest.raises(InvalidInput, match="only ElasticTorchEstimator can train with the same bits"):
+        ElasticKerasEstimator(determinism="bitwise")
     assert ElasticKerasEstimator().setCustomObjects({"a": 1}).getCustomObjects() == {"a": 1}
 
 
