@@ -35,7 +35,7 @@ from pyspark.sql import functions as F
 from benchmarks.parts.report import Row, finish, parser
 from spark_elastic import ElasticTorchEstimator
 from spark_elastic.data.store import Store
-from spark_elastic.spark.dataframes.materialize import materialize
+from spark_elastic.spark.dataframes.materialize import WriteOptions, materialize
 
 WORKERS, WIDTH = 2, 50
 NETS = {"small": (64,), "large": (1000, 1000)}
@@ -43,7 +43,7 @@ NETS = {"small": (64,), "large": (1000, 1000)}
 
 @dataclass(frozen=True)
 class Case:
-    """One net on one table. files: the table as `materialize` writes it."""
+    """One net on one table. files: the table as `materialize` writes it in its own order, one for each partition."""
 
     hidden: tuple[int, ...]
     rows: int
@@ -215,7 +215,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         df = table(spark, arguments.rows)
         written = Store.open(str(Path(folder) / "plain"))
-        manifest, _ = materialize(df, ["x", "y"], written)
+        manifest, _ = materialize(df, ["x", "y"], written, WriteOptions(row_order="table"))
         files = tuple(written.path(name) for name in manifest.files)
         store = str(Path(folder) / "fits")
         first = measure_fit(Case(NETS["small"], arguments.rows, arguments.batch, 1, files), df, store)

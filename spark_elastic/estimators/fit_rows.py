@@ -204,6 +204,11 @@ class FileRows:
                 f"missing leaves out rows while a table is written; {self.call} reads files as they are: use fit, or "
                 "write the files without those rows."
             )
+        if request.config.row_order == "hash":
+            raise InvalidInput(
+                f"row_order='hash' sorts a table while it is written; {self.call} reads files as they are: leave it "
+                "out, or use fit."
+            )
         self._described = self._describe(request)
         _check_equal_columns(*self._described, self.validation_argument)
 
@@ -368,13 +373,18 @@ def _open_folder(store: Store, folder: str) -> Store:
 
 def _write_options(request: Request) -> tuple[WriteOptions, ValidationSplit | None]:
     """How the rows of a table are written."""
-    options = WriteOptions(transformed=request.objects.transformation is not None, missing=request.missing)
-    validation = request.config.validation
+    config = request.config
+    options = WriteOptions(
+        transformed=request.objects.transformation is not None,
+        missing=request.missing,
+        row_order=config.row_order or ("hash" if config.shuffle else "table"),
+    )
+    validation = config.validation
     if validation is None:
         return options, None
     if isinstance(validation, str):
-        return options, ValidationSplit(column=validation, seed=request.config.seed)
-    return options, ValidationSplit(fraction=validation, seed=request.config.seed)
+        return options, ValidationSplit(column=validation, seed=config.seed)
+    return options, ValidationSplit(fraction=validation, seed=config.seed)
 
 
 def _check_equal_columns(rows: Manifest, validation: Manifest | None, argument: str) -> None:

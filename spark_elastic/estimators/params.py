@@ -268,6 +268,10 @@ class EstimatorParams(ColumnParams):
     )
     seed: Param[int] = declare("seed for the order of rows and the workers' random numbers")
     shuffle: Param[bool] = declare("whether each epoch has its own order")
+    row_order: Param[str] = declare(
+        "order in which fit writes the table's rows: hash, the same on every cluster (rows are written twice and "
+        "shuffled); or table, as Spark has them, which its partitions decide; None: hash, or table with shuffle=False"
+    )
     run_id: Param[str] = declare("name of the run in the store; by default a new one for each fit")
     verbose: Param[int] = declare(
         "0: silent; 1: progress, worlds and what workers print; 2: also the log of spark_elastic"
@@ -378,6 +382,7 @@ class TorchParams(EstimatorParams):
         missing: str | Mapping[str, str] = "refuse",
         seed: int = 0,
         shuffle: bool = True,
+        row_order: str | None = None,
         gradient_clip_norm: float | None = None,
         gradient_clip_value: float | None = None,
         determinism: str | None = None,
@@ -454,6 +459,7 @@ class KerasParams(EstimatorParams):
         missing: str | Mapping[str, str] = "refuse",
         seed: int = 0,
         shuffle: bool = True,
+        row_order: str | None = None,
         gradient_compression: str | None = None,
         reader: str = "arrow",
         terminate_on_nan: bool = True,

@@ -65,6 +65,10 @@ def _check_determinism(name: str, value: Any) -> str | None:
     return check_choice(name, value, ("bitwise",))
 
 
+def _check_row_order(name: str, value: Any) -> str | None:
+    return check_choice(name, value, ("hash", "table"))
+
+
 def _check_positive(name: str, value: Any) -> float | None:
     if value is None:
         return None
@@ -176,6 +180,8 @@ class FitConfig:
     seed: int = _param(check_whole_number, 0)
     # Whether each epoch has its own order of rows.
     shuffle: bool = _param(check_flag, True)
+    # Order in which a table's rows are written: "hash" or "table"; None: "hash" if they are shuffled.
+    row_order: str | None = _param(_check_row_order, None)
     # Learning rate of all parameter groups; None: the optimizer's own.
     learning_rate: float | None = _param(_check_rate, None)
     # "bitwise": the weights have the same bits for any number of workers; None: the same up to rounding.

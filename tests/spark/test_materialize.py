@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyspark
 import pytest
+from pyspark.sql import functions as F
 
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.reading.group_reader import ArrowReader
@@ -28,11 +29,13 @@ def store(tmp_path: Path) -> Store:
     return Store.open(f"file://{tmp_path}/store")
 
 
-def materialize(df: DataFrame, columns: list[str], store: Store, rows: int | None = None) -> Manifest:
+def materialize(
+    df: DataFrame, columns: list[str], store: Store, rows: int | None = None, row_order: str = "hash"
+) -> Manifest:
     from spark_elastic.spark.dataframes.materialize import WriteOptions
     from spark_elastic.spark.dataframes.materialize import materialize as write
 
-    return write(df, columns, store, WriteOptions(rows_per_group=rows))[0]
+    return write(df, columns, store, WriteOptions(rows_per_group=rows, row_order=row_order))[0]
 
 
 def read(store: Store, manifest: Manifest) -> dict[str, np.ndarray]:
@@ -79,13 +82,22 @@ def test_every_kind_of_column_comes_back_as_arrays(spark: SparkSession, store: S
     assert np.array_equal(found["k"][order], np.stack([ids, -ids], axis=1))
 
 
-def test_a_table_is_written_by_one_job(spark: SparkSession, store: Store) -> None:
+@pytest.mark.parametrize(("row_order", "jobs"), [("table", 1), ("hash", 2)])
+def test_a_table_is_read_by_one_job(spark: SparkSession, store: Store, row_order: str, jobs: int) -> None:
     context, group = spark.sparkContext, uuid.uuid4().hex
     context.setJobGroup(group, "writes rows")
+    read = context.accumulator(0)
+
+    def count(value: int) -> int:
+        read.add(1)
+        return value
+
+    df = spark.range(10).select(F.udf(count, "long", useArrow=False)("id").alias("x"))
     try:
         for _ in range(2):  # the second time they are found
-            materialize(spark.range(10), ["id"], store)
-            assert len(context.statusTracker().getJobIdsForGroup(group)) == 1
+            materialize(df, ["x"], store, row_order=row_order)
+            assert len(context.statusTracker().getJobIdsForGroup(group)) == jobs
+            assert read.value == 10
     finally:
         context.setLocalProperty("spark.jobGroup.id", None)
 
@@ -93,7 +105,10 @@ def test_a_table_is_written_by_one_job(spark: SparkSession, store: Store) -> Non
 def test_row_groups_are_cut_exactly_and_reused(spark: SparkSession, store: Store) -> None:
     df = spark.range(0, 1050, 1, 2).selectExpr("id", "cast(id as float) x", "'text' as unused")
     manifest = materialize(df, ["x", "id"], store, rows=100)
-    assert manifest.group_rows == (100, 100, 100, 100, 100, 25) * 2
+    assert manifest.group_rows == (100,) * 10 + (50,)
+    in_partitions = materialize(df, ["x", "id"], store, rows=100, row_order="table")
+    assert in_partitions.group_rows == (100, 100, 100, 100, 100, 25) * 2
+    assert np.array_equal(read(store, in_partitions)["id"], np.arange(1050))
     assert [column.name for column in manifest.columns] == ["x", "id"]
     assert materialize(df, ["x", "id"], store, rows=100) == manifest
     assert materialize(df, ["x", "id"], store, rows=200).fingerprint != manifest.fingerprint
@@ -120,8 +135,9 @@ def test_row_groups_are_cut_exactly_and_reused(spark: SparkSession, store: Store
 )
 def test_row_groups_are_bounded(spark: SparkSession, store: Store, query: str, most: int) -> None:
     df = spark.sql(query)
-    rows = materialize(df, df.columns, store).group_rows
-    assert most * 0.5 < max(rows) <= most
+    for row_order in ("hash", "table"):
+        rows = materialize(df, df.columns, store, row_order=row_order).group_rows
+        assert most * 0.5 < max(rows) <= most
 
 
 @pytest.mark.skipif(pyspark.__version__ < "4", reason="Spark 3.5 ends row groups by their bytes alone")

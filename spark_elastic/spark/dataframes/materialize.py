@@ -1,7 +1,9 @@
 """Writes columns of a DataFrame to the store as Parquet with a manifest, or finds them there.
 
 Spark writes to a folder of a random name; the driver reads the footers once and publishes the data set by writing its
-manifest. The job that writes also counts nulls and array lengths; a second job runs only to name the row of an error.
+manifest. The job that writes also counts nulls and array lengths; a job of its own runs only to name the row of an
+error. Rows in the order of their hash are written twice: the first time as they come, so that the DataFrame is computed
+once, and counted; then sorted, into files and row groups whose sizes follow from these counts.
 
 `fingerprint` identifies what was written from what: the logical plan, the columns, how they are written, and the state
 of the files that the plan reads. Where that state cannot be seen (other databases, Spark Connect, clusters that deny
@@ -15,25 +17,28 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import posixpath
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pyspark.sql import Column as SparkColumn
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
+from pyspark.sql.types import StructType
 
-from spark_elastic.data.manifest import Column, Manifest, RowGroup
+from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.reading.decoding import read_footers
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
+from spark_elastic.spark.dataframes.row_order import HashOrder
 from spark_elastic.spark.dataframes.scan import (
     MissingValues,
     RowFilter,
     TableScan,
     extract_row_digest,
     get_column,
+    hash_row,
     select_prepared,
 )
 from spark_elastic.spark.dataframes.schema import (
@@ -45,7 +50,7 @@ from spark_elastic.spark.dataframes.schema import (
 from spark_elastic.spark.dataframes.store_access import check_store_access, to_spark_url
 from spark_elastic.spark.session import describe_jobs
 
-_FORM = 1  # of what is written; raise it when that changes
+_FORM = 2  # of what is written; raise it when that changes
 # Leaves of a logical plan whose rows cannot change, and the relation whose files can be listed.
 _RDDS = {"LogicalRDD", "ExternalRDD"}
 _FIXED_LEAVES = {"LocalRelation", "Range", "OneRowRelation"} | _RDDS
@@ -68,7 +73,7 @@ class WriteOptions:
     """How columns are written."""
 
     # Rows of each row group but the last of a file. None: about `row_group_bytes`, and 10,000 rows at most (on Spark
-    # 3.5 only if every column holds single numbers).
+    # 3.5, in the table's order, only if every column holds single numbers).
     rows_per_group: int | None = None
     # Bytes of a row group before compression.
     row_group_bytes: int = ROW_GROUP_BYTES
@@ -76,12 +81,18 @@ class WriteOptions:
     transformed: bool = False
     # What happens to rows with nulls and NaN.
     missing: MissingValues = field(default_factory=MissingValues)
+    # hash: by a hash of each row, on any cluster the same. table: as Spark has them, partition by partition.
+    row_order: str = "hash"
 
     def __post_init__(self) -> None:
         for setting in ("rows_per_group", "row_group_bytes"):
             value = getattr(self, setting)
             if value is not None and value < 1:
                 raise InvalidInput(f"{setting} is {value}: it must be at least 1.")
+
+    def count_group_rows(self, row_bytes: int) -> int:
+        """Rows of a row group, of rows of so many bytes on average."""
+        return self.rows_per_group or min(ROWS_PER_GROUP, max(1, self.row_group_bytes // row_bytes))
 
     def to_spark_options(self, row_bytes: int | None = None, counts_rows: bool = True) -> dict[str, str]:
         """Options of Spark's Parquet writer.
@@ -90,9 +101,7 @@ class WriteOptions:
             row_bytes: of each row; None if rows differ.
             counts_rows: whether the writer can end a row group after a number of rows, as that of Spark 4 does.
         """
-        rows = self.rows_per_group
-        if rows is None and row_bytes is not None:
-            rows = min(ROWS_PER_GROUP, max(1, self.row_group_bytes // row_bytes))
+        rows = self.rows_per_group if row_bytes is None else self.count_group_rows(row_bytes)
         return {
             "parquet.block.row.count.limit": str(rows or ROWS_PER_GROUP),
             "parquet.block.size": str(self._choose_block_size(rows, row_bytes, counts_rows)),
@@ -122,8 +131,8 @@ class WriteOptions:
 class ValidationSplit:
     """Which rows validate: marked ones, or a fraction of all.
 
-    A row of the fraction is chosen by a hash of its values and the seed, so that neither other partitions nor a second
-    run move it to the other data set.
+    A row of the fraction is chosen by a hash of its values as they are written (float64 as float32) and the seed, so
+    that neither other partitions nor a second run move it to the other data set.
     """
 
     # Fraction of the rows, where no column is given.
@@ -132,15 +141,16 @@ class ValidationSplit:
     column: str | None = None
     seed: int = 0
 
-    def build_condition(self, df: DataFrame, names: Sequence[str]) -> SparkColumn:
-        """Whether a row validates. names: the columns that are hashed."""
+    def select(self, df: DataFrame, types: Mapping[str, ColumnType]) -> DataFrame:
+        """The columns as they are written, and whether a row validates."""
         if self.column is not None:
             check_validation_column(df.schema, self.column)
-            return F.coalesce(get_column(self.column).cast("double") > 0, F.lit(False))
+            marked = F.coalesce(get_column(self.column).cast("double") > 0, F.lit(False))
+            return select_prepared(df, types, {_SPLIT: marked})
         if not 0 < self.fraction < 1:
             raise InvalidInput(f"The validation fraction is {self.fraction}: it must be between 0 and 1.")
-        row_hash = F.xxhash64(F.lit(self.seed), *(get_column(name) for name in names))
-        return F.pmod(row_hash, F.lit(_HASH_RANGE)) < round(self.fraction * _HASH_RANGE)
+        drawn = F.pmod(hash_row(types, F.lit(self.seed)), F.lit(_HASH_RANGE))
+        return select_prepared(df, types).withColumn(_SPLIT, drawn < round(self.fraction * _HASH_RANGE))
 
 
 def materialize(
@@ -190,6 +200,28 @@ class _Target:
     fingerprint: str
     options: WriteOptions
 
+    def write(self, rows: DataFrame, row_bytes: int | None, folders: str | None = None) -> None:
+        """Write the rows into the folder, or into one for each value of the column `folders`."""
+        counts_rows = int(rows.sparkSession.version.partition(".")[0]) >= 4
+        writer = rows.write.options(**self.options.to_spark_options(row_bytes, counts_rows)).mode("error")
+        (writer if folders is None else writer.partitionBy(folders)).parquet(self._url)
+
+    def read(self, spark: SparkSession, schema: StructType) -> DataFrame:
+        """What `write` wrote."""
+        return spark.read.schema(schema).parquet(self._url)
+
+    def open(self, folder: str) -> _Target:
+        """A folder in this one."""
+        return replace(self, folder=f"{self.folder}/{folder}")
+
+    def list_files(self, folder: str = "") -> list[str]:
+        """The files with rows directly in the folder, or in one in it."""
+        return [name for name in self.store.list(self.folder + folder) if name.endswith(".parquet")]
+
+    @property
+    def _url(self) -> str:
+        return to_spark_url(self.store, self.folder)
+
 
 def _write_and_publish(
     df: DataFrame,
@@ -214,32 +246,71 @@ def _write(
     df: DataFrame, types: Mapping[str, ColumnType], target: _Target, split: ValidationSplit | None
 ) -> tuple[Manifest, ...]:
     """Write the columns into the target's folder and describe what is there; nothing is published yet."""
-    missing, url = target.options.missing, to_spark_url(target.store, target.folder)
-    scan, row_filter = TableScan(types, nans=missing.nans == "refuse"), RowFilter(types, missing)
+    sorts, nans = target.options.row_order == "hash", target.options.missing.nans == "refuse"
+    scan = TableScan(types, nans, None if split is None else _SPLIT, placed=not sorts)
+    row_filter = RowFilter(types, target.options.missing)
     rows = scan.observe(row_filter.apply(select_columns(df, types, split)))
-    counts_rows = int(df.sparkSession.version.partition(".")[0]) >= 4
-    options = target.options.to_spark_options(compute_row_bytes(types.values()), counts_rows)
-    writer = rows.write.options(**options).mode("error")
-    (writer if split is None else writer.partitionBy(_SPLIT)).parquet(url)
-    row_filter.log_dropped_rows()
     folders = [""] if split is None else [f"/{_SPLIT}=false", f"/{_SPLIT}=true"]
-    found = [_read_row_groups(target.store, target.folder + folder) for folder in folders]
-    total = sum(group.rows for _, groups in found for group in groups)
+    first = target.open("unordered") if sorts else target
+    first.write(rows, compute_row_bytes(types.values()), None if sorts or split is None else _SPLIT)
+    row_filter.log_dropped_rows()
+    counts = _check_counts(scan, split)
+    shapes = scan.check_shapes(lambda: first.read(df.sparkSession, rows.schema))
+    columns = tuple(Column(name, kind.dtype, shapes[name]) for name, kind in types.items())
+    files: Sequence[Sequence[str]] = [first.list_files(folder) for folder in ([""] if sorts else folders)]
+    # Each partition makes a file in each folder for which it has rows.
+    warn_about_small_partitions(sum(counts.values()), max(map(len, files)))
+    if sorts:
+        files = _sort(first.read(df.sparkSession, rows.schema), types, columns, target, scan)
+    manifests = tuple(
+        Manifest(columns, *read_footers(target.store, names), target.fingerprint, scan.digest() + folder)
+        for folder, names in zip(folders, files, strict=True)
+    )
+    if [manifest.rows for manifest in manifests] != list(counts.values()):
+        raise StoreError(
+            f"The files that Spark wrote to {target.folder} in the store {target.store.url} have "
+            f"{[manifest.rows for manifest in manifests]} rows, and Spark counted {list(counts.values())}: check "
+            "what commits its files (spark.sql.sources.commitProtocolClass)."
+        )
+    return manifests
+
+
+def _check_counts(scan: TableScan, split: ValidationSplit | None) -> dict[bool, int]:
+    """The rows to train on (False) and, with a split, to validate with (True). Raises InvalidInput for none."""
+    counts = scan.count_rows()
+    total = sum(counts.values())
     if not total:
         raise InvalidInput("The DataFrame has no rows: there is nothing to train on.")
-    shapes = scan.check_shapes(lambda: df.sparkSession.read.parquet(url))
-    if not all(groups for _, groups in found):
-        purpose = "validate with" if found[0][1] else "train on"
+    if split is not None and not all(counts.values()):
+        purpose = "validate with" if counts[False] else "train on"
         raise InvalidInput(
             f"No row of {total} is left to {purpose}: change the validation fraction or column."
         )
-    # Each partition makes a file in each folder for which it has rows.
-    warn_about_small_partitions(total, max(len(files) for files, _ in found))
-    columns = tuple(Column(name, kind.dtype, shapes[name]) for name, kind in types.items())
-    return tuple(
-        Manifest(columns, files, groups, target.fingerprint, scan.digest() + folder)
-        for folder, (files, groups) in zip(folders, found, strict=True)
-    )
+    return counts
+
+
+def _sort(
+    rows: DataFrame,
+    types: Mapping[str, ColumnType],
+    columns: Sequence[Column],
+    target: _Target,
+    scan: TableScan,
+) -> Sequence[Sequence[str]]:
+    """Write the rows again, in the order of their hash; the files of each data set.
+
+    rows: as they came. scan: what was counted of them.
+    """
+    counts = scan.count_rows()
+    row_bytes = sum(column.row_bytes for column in columns) + scan.count_bytes() // sum(counts.values())
+    number = target.options.count_group_rows(row_bytes)
+    order = HashOrder(types, counts, scan.count_distinct(), number)
+    last = replace(target.open("ordered"), options=replace(target.options, rows_per_group=number))
+    last.write(order.apply(rows, _SPLIT if True in counts else None), row_bytes)
+    try:
+        target.store.remove_tree(target.open("unordered").folder)
+    except StoreError as error:
+        log.warning("%s Remove it by hand.", error)
+    return order.group_files(last.list_files())
 
 
 def find_column_types(df: DataFrame, names: Sequence[str], options: WriteOptions) -> dict[str, ColumnType]:
@@ -251,13 +322,7 @@ def select_columns(
     df: DataFrame, types: Mapping[str, ColumnType], split: ValidationSplit | None
 ) -> DataFrame:
     """The columns as they are written and, with a split, whether a row validates."""
-    return select_prepared(
-        df, types, {} if split is None else {_SPLIT: split.build_condition(df, list(types))}
-    )
-
-
-def _read_row_groups(store: Store, folder: str) -> tuple[tuple[str, ...], tuple[RowGroup, ...]]:
-    return read_footers(store, [name for name in store.list(folder) if name.endswith(".parquet")])
+    return select_prepared(df, types) if split is None else split.select(df, types)
 
 
 def _load_reusable(store: Store, published: str) -> Manifest | None:
@@ -268,8 +333,8 @@ def _load_reusable(store: Store, published: str) -> Manifest | None:
         manifest = Manifest.load(store, published)
     except StoreError:
         return None  # of another version, or damaged: it is written again under the same name
-    folders = {name.rpartition("/")[0] for name in manifest.files}
-    existing = {name for folder in folders for name in store.list(folder)}
+    folder = posixpath.commonpath([posixpath.dirname(name) for name in manifest.files])
+    existing = {each.name for each in store.find(folder)}
     return manifest if existing.issuperset(manifest.files) else None
 
 
@@ -374,7 +439,7 @@ def find_difference(
     if fingerprint_table(df, names, options, split) == written[0].fingerprint:
         return None
     rows = sum(manifest.rows for manifest in written)
-    scan = TableScan(types)
+    scan = TableScan(types, split=None if split is None else _SPLIT)
     remaining = RowFilter(types, options.missing).apply(select_columns(df, types, split))
     scan.observe(remaining).write.format("noop").mode("overwrite").save()
     return compare_digests(rows, written[0].content, scan.digest_rows())

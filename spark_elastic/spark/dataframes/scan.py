@@ -106,7 +106,31 @@ def has_nan(column: Column, kind: ColumnType) -> Column:
     return F.coalesce(F.exists(column, F.isnan), F.lit(False))
 
 
+def hash_row(types: Mapping[str, ColumnType], *salts: Column) -> Column:
+    """A hash of the columns and salts, with float64 rounded to float32."""
+    return F.xxhash64(*salts, *(round_to_float32(name, kind) for name, kind in types.items()))
+
+
+def round_to_float32(name: str, kind: ColumnType) -> Column:
+    """The column, with float64 as float32."""
+    if kind.dtype != "float64":
+        return get_column(name)
+    deep = kind.dimensions
+    return get_column(name).cast("array<" * deep + "float" + ">" * deep)
+
+
+def count_bytes(column: Column, kind: ColumnType) -> Column:
+    """The bytes of the strings of a row."""
+    if not kind.dimensions:
+        return F.octet_length(column)
+    for _ in range(kind.dimensions - 1):
+        column = F.flatten(column)
+    lengths = F.transform(column, lambda each: F.octet_length(each).cast("long"))
+    return F.aggregate(lengths, F.lit(0).cast("long"), lambda total, each: total + each)
+
+
 _SHOWN_SCALARS = 4  # scalar columns that identify a row in an error
+_DISTINCT_ERROR = 0.02  # the standard deviation of that counter
 _POSITION_COLUMN, _ROW_COLUMN = "__spark_elastic_place", "__spark_elastic_row"
 
 
@@ -130,9 +154,18 @@ def _prepare(column: Column, kind: ColumnType) -> Column:
 class TableScan:
     """The counters of one write of the columns; shapes and digests are computed from them."""
 
-    def __init__(self, types: Mapping[str, ColumnType], nans: bool = False) -> None:
-        """nans: also count NaN, and refuse it."""
+    def __init__(
+        self,
+        types: Mapping[str, ColumnType],
+        nans: bool = False,
+        split: str | None = None,
+        placed: bool = True,
+    ) -> None:
+        """nans: also count NaN, and refuse it. split: the column that says which rows validate. placed: whether
+        `digest` depends on the order of rows."""
         self._types = types
+        self._split = split
+        self._placed = placed
         self._nans = {name for name, kind in types.items() if nans and kind.dtype.startswith("float")}
         self._observation = Observation()
 
@@ -140,23 +173,26 @@ class TableScan:
         """`df`, a result of `select_prepared`, with the counters; write it once."""
         # The id is the row's partition and position, hence its file: the digest depends on the order of rows. It is a
         # column of its own, since Spark 3.5 cannot compute it in a counter.
-        values = [get_column(name) for name in df.columns]
-        placed, row = (
-            F.xxhash64(_POSITION_COLUMN, *values),
-            F.xxhash64(*map(self._round_to_float32, df.columns)),
-        )
-        df = df.withColumn(_POSITION_COLUMN, F.monotonically_increasing_id()).withColumn(_ROW_COLUMN, row)
+        position = F.monotonically_increasing_id() if self._placed else F.lit(0)
+        validates = [] if self._split is None else [get_column(self._split)]
+        placed = F.xxhash64(_POSITION_COLUMN, *(get_column(name) for name in self._types), *validates)
+        df = df.withColumn(_POSITION_COLUMN, position)
+        df = df.withColumn(_ROW_COLUMN, hash_row(self._types, *validates))
         counters = [
             F.count(F.lit(1)).alias("rows"),
             F.bit_xor(placed).alias("content"),
             F.bit_xor(_ROW_COLUMN).alias("mixed"),
             F.sum(F.shiftrightunsigned(_ROW_COLUMN, 32)).alias("added"),  # equal rows cancel out in `mixed`
+            F.approx_count_distinct(_ROW_COLUMN, _DISTINCT_ERROR).alias("distinct"),
+            *(count_where(column).alias("validating") for column in validates),
         ]
         for number, (name, kind) in enumerate(self._types.items()):
             column = get_column(name)
             counters.append(count_where(has_null(column, kind)).alias(f"nulls{number}"))
             if name in self._nans:
                 counters.append(count_where(has_nan(column, kind)).alias(f"nans{number}"))
+            if kind.dtype == "object":
+                counters.append(F.sum(count_bytes(column, kind)).alias(f"bytes{number}"))
             for level, sizes in enumerate(_iter_sizes(column, kind.dimensions)):
                 counters.append(F.min(F.array_min(sizes)).alias(f"min{number}_{level}"))
                 counters.append(F.max(F.array_max(sizes)).alias(f"max{number}_{level}"))
@@ -173,12 +209,20 @@ class TableScan:
         found = self._observation.get
         return f"{found['rows']}-{_hex(found['mixed'])}{_hex(found['added'])}"
 
-    def _round_to_float32(self, name: str) -> Column:
-        kind = self._types.get(name)
-        if kind is None or kind.dtype != "float64":
-            return get_column(name)
-        deep = kind.dimensions
-        return get_column(name).cast("array<" * deep + "float" + ">" * deep)
+    def count_rows(self) -> dict[bool, int]:
+        """The rows to train on (False) and, with a split, those to validate with (True), after the write."""
+        found = self._observation.get
+        if self._split is None:
+            return {False: found["rows"]}
+        return {False: found["rows"] - found["validating"], True: found["validating"]}
+
+    def count_distinct(self) -> int:
+        """About how many different rows there are, after the write: the same number for the same rows."""
+        return int(self._observation.get["distinct"])
+
+    def count_bytes(self) -> int:
+        """The bytes of all strings, after the write."""
+        return sum(number or 0 for name, number in self._observation.get.items() if name.startswith("bytes"))
 
     def check_shapes(self, written: Callable[[], DataFrame]) -> dict[str, tuple[int, ...]]:
         """The shape of a row of each column, after the write; InvalidInput for nulls and for ragged arrays.

@@ -92,6 +92,7 @@ def test_r18_a_driver_that_lost_the_run_writes_and_removes_nothing_of_it(tmp_pat
         ({"validation": 0.2}, "give validation_paths instead"),
         ({"missing": MissingValues("drop")}, "missing leaves out rows while a table is written"),
         ({"missing": MissingValues(nans="drop")}, "missing leaves out rows while a table is written"),
+        ({"row_order": "hash"}, "row_order='hash' sorts a table while it is written"),
         ({"label_cols": ("z",)}, "There is no column 'z'"),
     ],
 )

@@ -170,6 +170,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"validation": 1.0}, "validation must be a fraction"),
     ({"reader": "csv"}, "There is no reader 'csv'"),
     ({"missing": {"nan": "drop"}}, "missing must be 'refuse', 'drop', or a dict of nulls and nans"),
+    ({"row_order": "seed"}, "row_order must be one of 'hash', 'table', or None; got 'seed'"),
     ({"precision": "int8"}, "precision must be one of 'bf16', 'fp16', or None"),
     ({"determinism": "exact"}, "determinism must be one of 'bitwise', or None"),
     (

@@ -1,0 +1,163 @@
+"""The order of rows on real Spark: the rows decide it, not how many partitions they come in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from pyspark.ml.functions import array_to_vector
+from pyspark.sql import functions as F
+
+from spark_elastic.data.manifest import Manifest
+from spark_elastic.data.reading.group_reader import ArrowReader
+from spark_elastic.data.store import Store
+from spark_elastic.errors import InvalidInput
+from spark_elastic.spark.dataframes import row_order
+from spark_elastic.spark.dataframes.materialize import ValidationSplit, WriteOptions, materialize
+from spark_elastic.spark.dataframes.row_order import find_partition_keys
+from spark_elastic.spark.dataframes.scan import MissingValues
+from tests.spark.estimators import estimator, table
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = pytest.mark.spark
+
+Change = Callable[["DataFrame"], "DataFrame"]
+Groups = list[dict[str, np.ndarray]]
+
+# The same rows on another cluster, or as another plan.
+AS_OTHERS_HAVE_THEM: list[Change] = [
+    lambda df: df.repartition(1),
+    lambda df: df.orderBy(F.desc("id")),
+    lambda df: df.repartition(7).cache(),
+]
+COLUMNS = ["x", "v", "m", "text", "tags", "day", "price", "odd"]
+
+
+@pytest.fixture
+def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_order, "GROUPS_PER_FILE", 4)
+
+
+def rows_of_every_kind(spark: SparkSession) -> DataFrame:
+    """900 rows, 100 of them twice and 100 with NaN."""
+    numbers = "id, id % 800 as n"
+    df = spark.range(0, 900, 1, 3).selectExpr(*numbers.split(", "))
+    return df.select(
+        "id",
+        F.when(F.col("n") % 9 == 0, float("nan")).otherwise(F.col("n") / 7).alias("x"),
+        array_to_vector(F.array(F.col("n").cast("double"), F.lit(-0.0))).alias("v"),
+        F.expr("array(array(n, -n), array(1L, n))").alias("m"),
+        F.expr("concat('row ', n)").alias("text"),
+        F.expr("array(string(n), 'b')").alias("tags"),
+        F.expr("date_add(date'1960-01-01', int(n))").alias("day"),
+        F.expr("cast(n / 4 as decimal(10, 2))").alias("price"),
+        F.expr("n % 2 = 1").alias("odd"),
+    )
+
+
+def write(
+    df: DataFrame, columns: list[str], store: Path, split: ValidationSplit | None = None, **options: Any
+) -> tuple[list[Manifest], list[Groups]]:
+    """The data sets, and the rows of their row groups."""
+    opened = Store.open(str(store))
+    written = WriteOptions(transformed=True, missing=MissingValues(nans="keep"), **options)
+    manifests = [each for each in materialize(df, columns, opened, written, split) if each is not None]
+    rows = []
+    for manifest in manifests:
+        with ArrowReader(opened, manifest) as reader:
+            rows.append([dict(reader.fetch(group)) for group in range(len(manifest.row_groups))])
+    return manifests, rows
+
+
+def equal(one: Groups, other: Groups) -> bool:
+    return len(one) == len(other) and all(
+        repr(a[name].tolist()) == repr(b[name].tolist())
+        for a, b in zip(one, other, strict=True)
+        for name in a
+    )
+
+
+@pytest.mark.usefixtures("small_files")
+@pytest.mark.parametrize("split", [None, ValidationSplit(0.2, seed=3), ValidationSplit(column="odd")])
+def test_p2_the_same_rows_are_in_the_same_order_whatever_partitions_they_come_in(
+    spark: SparkSession, tmp_path: Path, split: ValidationSplit | None
+) -> None:
+    df = rows_of_every_kind(spark)
+    manifests, rows = write(df, COLUMNS, tmp_path / "first", split, rows_per_group=50)
+    assert sum(manifest.rows for manifest in manifests) == 900
+    assert len(manifests[0].files) > 1
+    for number, change in enumerate(AS_OTHERS_HAVE_THEM):
+        again, found = write(change(df), COLUMNS, tmp_path / str(number), split, rows_per_group=50)
+        assert [each.hash for each in again] == [each.hash for each in manifests], number
+        assert all(map(equal, found, rows)), number
+    spark.catalog.clearCache()
+    other = df.withColumn("price", F.col("price") + 1)
+    assert write(other, COLUMNS, tmp_path / "other", split, rows_per_group=50)[0][0].hash != manifests[0].hash
+
+
+def test_p2_sums_that_differ_in_their_last_bit_leave_the_order(spark: SparkSession, tmp_path: Path) -> None:
+    df = spark.range(500).selectExpr("id", "id / 7 as x")
+    _, rows = write(df, ["id", "x"], tmp_path / "a", ValidationSplit(0.3))
+    _, found = write(
+        df.withColumn("x", F.col("x") * (1 + 1e-15)), ["id", "x"], tmp_path / "b", ValidationSplit(0.3)
+    )
+    for one, other in zip(rows, found, strict=True):
+        assert np.array_equal(one[0]["id"], other[0]["id"])
+    assert not np.array_equal(rows[0][0]["x"], found[0][0]["x"])
+
+
+def test_a_table_sorted_by_its_label_is_mixed_unless_its_own_order_is_kept(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    df = spark.range(0, 4000, 1, 4).selectExpr("id", "int(id >= 2000) as label")
+    _, (mixed,) = write(df, ["id", "label"], tmp_path, rows_per_group=500)
+    assert all(0.4 < group["label"].mean() < 0.6 for group in mixed)
+    _, (kept,) = write(df, ["id", "label"], tmp_path, rows_per_group=500, row_order="table")
+    assert np.array_equal(np.concatenate([group["id"] for group in kept]), np.arange(4000))
+
+
+@pytest.mark.usefixtures("small_files")
+def test_copies_of_a_row_are_spread_over_all_row_groups(spark: SparkSession, tmp_path: Path) -> None:
+    df = spark.range(0, 90_000, 1, 3).selectExpr("int(if(id < 80000, 0, id % 10)) as x", "double(1) as y")
+    (manifest,), (rows,) = write(df, ["x", "y"], tmp_path / "a", rows_per_group=2000)
+    assert len(manifest.files) == 12
+    assert sum(np.bincount(group["x"], minlength=10) for group in rows).tolist() == [81_000] + [1000] * 9
+    assert all(len(set(group["x"])) == 10 for group in rows if len(group["x"]) > 500)
+    again, (found,) = write(df.repartition(5), ["x", "y"], tmp_path / "b", rows_per_group=2000)
+    assert again[0].hash == manifest.hash
+    assert equal(found, rows)
+
+
+def test_a_key_goes_to_the_partition_for_which_it_was_found(spark: SparkSession) -> None:
+    for count in (2, 37):
+        keys = spark.createDataFrame([(key,) for key in find_partition_keys(count)], "key int")
+        found = keys.select("key", F.expr(f"pmod(hash(key), {count})").alias("number")).collect()
+        assert sorted(row.number for row in found) == list(range(count))
+        assert [row.number for row in found] == list(range(count))
+
+
+def test_a_spark_that_partitions_otherwise_is_told(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = find_partition_keys(2)
+    monkeypatch.setattr(row_order, "find_partition_keys", lambda count: keys[::-1])
+    with pytest.raises(InvalidInput, match=r"put 100 rows into other partitions than .* row_order='table'"):
+        write(spark.range(100), ["id"], tmp_path, ValidationSplit(0.2))
+    assert not list(tmp_path.rglob("*.parquet"))
+
+
+def test_p2_weights_do_not_depend_on_the_partitions_of_the_table(spark: SparkSession, tmp_path: Path) -> None:
+    fits = [
+        estimator(tmp_path, batch_size=8 // workers, num_workers=workers, epochs=2, validation=0.25).fit(df)
+        for df, workers in ((table(spark).repartition(1), 2), (table(spark).orderBy("y"), 1))
+    ]
+    first, second = ([p.detach().numpy() for p in fit.model.parameters()] for fit in fits)
+    assert all(np.abs(a - b).max() < 1e-9 for a, b in zip(first, second, strict=True))
+    histories = [fit.getHistory() for fit in fits]
+    for name in ("loss", "val_loss"):
+        assert histories[0][name] == pytest.approx(histories[1][name], rel=1e-9)
