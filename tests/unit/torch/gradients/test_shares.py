@@ -14,7 +14,7 @@ from spark_elastic.data.plan import share_range
 from spark_elastic.errors import InvalidInput
 from spark_elastic.torch.gradients.exchange import GradientExchange
 from spark_elastic.torch.gradients.exchange_options import ExchangeOptions
-from tests.unit.torch.worlds import in_a_world
+from tests.unit.torch.worlds import run_in_world
 
 SHARES, STEPS = 7, 2  # no power of two: subtrees of several sizes
 OPTIONS = ExchangeOptions(shares=SHARES, sparse="sparse", bucket_bytes=256)
@@ -65,11 +65,11 @@ def bits(gradient: torch.Tensor | None) -> bytes | None:
 @pytest.mark.native
 @pytest.mark.parametrize("passes", [1, 2])
 def test_gradients_have_the_same_bits_in_any_world(passes: int) -> None:
-    (alone,) = in_a_world(1, lambda group: take_steps(group, passes))
+    (alone,) = run_in_world(1, lambda group: take_steps(group, passes))
     assert alone[0] is not None
     assert alone[0].is_sparse
     for size in range(2, SHARES + 1):
-        for gradients in in_a_world(size, lambda group: take_steps(group, passes)):
+        for gradients in run_in_world(size, lambda group: take_steps(group, passes)):
             found = [bits(each) for each in gradients]
             # What this rank's shares leave out it learns with the step summary, which is not part of this test.
             assert [f or e for f, e in zip(found, map(bits, alone), strict=True)] == [*map(bits, alone)]
@@ -88,7 +88,7 @@ def test_ranks_that_compute_otherwise_are_refused() -> None:
             with pytest.raises(MismatchError, match=r"computed with AVX2, .* on rank 1, .* with AVX512"):
                 exchange.finish()
 
-    in_a_world(2, work)
+    run_in_world(2, work)
 
 
 def leave_out_a_share(net: nn.Linear, exchange: GradientExchange) -> None:

@@ -25,7 +25,7 @@ from spark_elastic.torch.train.state import TorchTrainingState
 from spark_elastic.torch.train.step import GradientScaling
 from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.ledger import NullLedger
-from tests.unit.torch.worlds import in_a_world
+from tests.unit.torch.worlds import run_in_world
 
 ROWS, SHARES, STEPS = 23, 5, 3
 RNG = np.random.default_rng(1)
@@ -90,11 +90,11 @@ def take_steps(group: Group) -> dict[str, Any]:
 
 @pytest.mark.native
 def test_steps_have_the_same_bits_in_any_world() -> None:
-    (alone,) = in_a_world(1, take_steps)
+    (alone,) = run_in_world(1, take_steps)
     tracked = torch.from_numpy(np.frombuffer(alone["weights"]["body.1.num_batches_tracked"], np.int64).copy())
     assert int(tracked) == 2 * STEPS, "a share has two passes, and a step counts the shares once"
     assert set(alone["metrics"]) == {"loss_a", "loss_b", "mean_a", "mean_b"}
     assert {rows for *_, rows in alone["losses"]} == {ROWS}
     for size in range(2, SHARES + 1):
-        for found in in_a_world(size, take_steps):
+        for found in run_in_world(size, take_steps):
             assert found == alone
