@@ -54,8 +54,8 @@ Made from `benchmarks/results/` by `python docs/generate.py`; that folder's READ
 to read it. `./build.sh bench NAME` repeats one. The peers: torch's Gloo (allreduce, two_hosts), its DDP over Gloo
 (training_step), TensorFlow's MultiWorkerMirroredStrategy (training_step_tensorflow), a plain loop in one process, with
 the better of one and two threads, or DDP (estimator), torchrun (recovery), a deepcopy of the state (commit), torch's
-TCPStore (control_plane), pyarrow's reads of row groups (reader), float32 where a row says so; ours and the peer ran in
-turns. Beside memory stands its bound.
+TCPStore (control_plane), pyarrow's reads of row groups (reader), the table's own order (row_order), float32 where a
+row says so; ours and the peer ran in turns. Beside memory stands its bound.
 
 | benchmark | case | ours | peer | ratio |
 |---|---|---|---|---|
@@ -94,6 +94,9 @@ CASES = (
     ("estimator", "MLP of 3,329 parameters: 2 plain loops that exchange nothing"),
     ("estimator", "MLP of 1,053,001 parameters: 2 plain loops that exchange nothing"),
     ("estimator", "MLP of 3,329 parameters: workers start"),
+    ("row_order", "1,000,000 rows of 11 numbers: written in the order of their hash"),
+    ("row_order", "333,333 rows of a vector of 50: written in the order of their hash"),
+    ("row_order", "1,000,000 rows, nearly all copies: written in the order of their hash"),
     ("transform", "transform, against predict_batch_udf"),
     ("transform", "transform, against a row at a time"),
     ("memory", "4,096 MB in row groups of 64 MB: peak of a worker"),

@@ -100,6 +100,12 @@ def test_p2_the_same_rows_are_in_the_same_order_whatever_partitions_they_come_in
     assert write(other, COLUMNS, tmp_path / "other", split, rows_per_group=50)[0][0].hash != manifests[0].hash
 
 
+def test_p2_the_order_is_the_same_on_every_spark(spark: SparkSession, tmp_path: Path) -> None:
+    _, (rows, validation) = write(spark.range(1000), ["id"], tmp_path, ValidationSplit(0.1, seed=3))
+    assert rows[0]["id"][:8].tolist() == [922, 745, 459, 565, 411, 964, 468, 199]
+    assert validation[0]["id"][:8].tolist() == [566, 682, 75, 233, 359, 898, 792, 14]
+
+
 def test_p2_sums_that_differ_in_their_last_bit_leave_the_order(spark: SparkSession, tmp_path: Path) -> None:
     df = spark.range(500).selectExpr("id", "id / 7 as x")
     _, rows = write(df, ["id", "x"], tmp_path / "a", ValidationSplit(0.3))
@@ -123,12 +129,14 @@ def test_a_table_sorted_by_its_label_is_mixed_unless_its_own_order_is_kept(
 
 @pytest.mark.usefixtures("small_files")
 def test_copies_of_a_row_are_spread_over_all_row_groups(spark: SparkSession, tmp_path: Path) -> None:
-    df = spark.range(0, 90_000, 1, 3).selectExpr("int(if(id < 80000, 0, id % 10)) as x", "double(1) as y")
-    (manifest,), (rows,) = write(df, ["x", "y"], tmp_path / "a", rows_per_group=2000)
+    df = spark.range(0, 90_000, 1, 3).selectExpr(
+        "int(if(id < 80000, 0, id % 10)) as x", "double(1) as `y z.`"
+    )
+    (manifest,), (rows,) = write(df, df.columns, tmp_path / "a", rows_per_group=2000)
     assert len(manifest.files) == 12
     assert sum(np.bincount(group["x"], minlength=10) for group in rows).tolist() == [81_000] + [1000] * 9
     assert all(len(set(group["x"])) == 10 for group in rows if len(group["x"]) > 500)
-    again, (found,) = write(df.repartition(5), ["x", "y"], tmp_path / "b", rows_per_group=2000)
+    again, (found,) = write(df.repartition(5), df.columns, tmp_path / "b", rows_per_group=2000)
     assert again[0].hash == manifest.hash
     assert equal(found, rows)
 

@@ -199,8 +199,8 @@ class TableScan:
         return df.observe(self._observation, *counters).drop(_POSITION_COLUMN, _ROW_COLUMN)
 
     def digest(self) -> str:
-        """A digest of every value and its position, after the write: 16 hex digits, "-" and `digest_rows`. It detects
-        changes, not attacks."""
+        """A digest of every value and, where rows are placed, its position, after the write: 16 hex digits, "-" and
+        `digest_rows`. It detects changes, not attacks."""
         return f"{_hex(self._observation.get['content'])}-{self.digest_rows()}"
 
     def digest_rows(self) -> str:
