@@ -1,4 +1,4 @@
-"""A manifest for Parquet files that somebody else wrote: any row groups, further columns, folders by partition.
+"""A manifest for Parquet files that another program wrote: any row groups, further columns, folders by partition.
 
 Owns what is checked before such files are trained on: one type and one shape a column, and no nulls, by the footers
 wherever these say so. Columns that petastorm encoded are described as what they decode to. Large row groups become

@@ -273,7 +273,7 @@ class TorchPredictor:
         return [each.reshape(len(inputs[0]), -1).to(torch.float64).cpu().numpy() for each in outputs]
 
 
-# What a fitted model needs of a trained one, whatever the framework. Only shapes of things; no thread.
+# The interface between a fitted model and the trained model of any framework.
 
 
 class Predictor(Protocol):

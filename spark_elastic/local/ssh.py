@@ -116,7 +116,7 @@ def export_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def make_header(folder: str, arguments: list[str], environment: Mapping[str, str]) -> bytes:
-    """What `BOOTSTRAP` reads: the Python that ran it goes on with these arguments and variables, in the folder if it is
+    """The input of `BOOTSTRAP`, whose Python continues with these arguments and variables, in the folder if it is
     there."""
     text = json.dumps({"folder": folder, "arguments": arguments, "environment": dict(environment)})
     return text.encode() + b"\n"
@@ -179,8 +179,8 @@ class SshProcess:
         )
 
     def run(self, data: bytes, ready_within: float = READY_WITHIN) -> RemoteEnd:
-        """Write `data` to the process and read it to its end. Its standard input stays open so long, and tells it by
-        its end that this process has died."""
+        """Write `data` to the process and read it to its end. Its standard input stays open so long:
+        if this process dies, it ends."""
         process, unsent = self.process, memoryview(data)
         assert process.stdin is not None
         assert process.stdout is not None
@@ -230,7 +230,7 @@ class SshProcess:
 
 
 def _write(descriptor: int, data: memoryview) -> memoryview:
-    """Returns what is left to write: nothing if nobody reads."""
+    """Returns what is left to write: nothing if the process does not read any more."""
     try:
         return data[os.write(descriptor, data) :]
     except BlockingIOError:

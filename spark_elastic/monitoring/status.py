@@ -1,6 +1,6 @@
 """How a job stands, for people and machines: a status as a plain value of bounded size, its page and its metrics.
 
-The server's thread builds each page when somebody asks for it, from the job's history and the newest state of the
+The server's thread builds each page when a browser asks for it, from the job's history and the newest state of the
 driver machine, which is immutable.
 """
 

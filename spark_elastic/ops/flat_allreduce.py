@@ -118,5 +118,5 @@ class FlatAllreduce:
         return self._buffer.views
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         self._group = self._buffer = None

@@ -264,7 +264,7 @@ class Negotiation:
         missing = self._missing_ranks(entry)
         if missing:
             reason = (
-                f"{label!r} waited too long for rank(s) {_format_ranks(missing)}, which did not ask for it."
+                f"{label!r} waited too long for rank(s) {_format_ranks(missing)}, which did not request it."
             )
             return Response(label, request, CollectiveTimeout(missing, reason))
         off = find_mismatch(label, entry.requests)

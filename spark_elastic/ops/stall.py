@@ -49,7 +49,7 @@ class OperationStallCheck:
             if now - self._warned_at.get(label, since) >= self._warn_after:
                 self._warned_at[label] = now
                 log.warning(
-                    "operation %r%s has been waiting for %.0f s for rank(s) %s, which did not ask for it.",
+                    "operation %r%s has been waiting for %.0f s for rank(s) %s, which did not request it.",
                     label, self._where, now - since, ", ".join(str(self._members[rank]) for rank in missing),
                 )  # fmt: skip
 
@@ -75,7 +75,7 @@ def watch_collective(
         if seconds - warned_after >= warn_after:
             warned_after = seconds
             log.warning(
-                "gradients of %s have been waiting for %.0f s for rank(s) %s, which have not brought theirs.",
+                "gradients of %s have been waiting for %.0f s for rank(s) %s, which have not sent theirs.",
                 _format_names(parameters()), seconds, ", ".join(str(group.members[rank]) for rank in ranks),
             )  # fmt: skip
 

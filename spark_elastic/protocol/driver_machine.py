@@ -69,14 +69,14 @@ def _on_checkpoint_written(tx: Transition, event: messages.CheckpointWritten) ->
 
 
 def _on_checkpoint_refused(tx: Transition, event: messages.CheckpointRefused) -> None:
-    """The oldest checkpoint gives way, and from now on one less is kept, but always the newest."""
+    """Removes the oldest checkpoint and keeps one less from now on, but always the newest."""
     state = tx.state
     if len(state.checkpoints) > 1:
         *kept, oldest = state.checkpoints
         state.checkpoints, state.checkpoints_kept = tuple(kept), len(kept)
         tx.emit(
             PublishCheckpoint(
-                f"the store is full: checkpoint {oldest.name} gives way to the next", state.checkpoints
+                f"the store is full: checkpoint {oldest.name} is removed for the next one", state.checkpoints
             )
         )
 

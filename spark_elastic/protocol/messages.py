@@ -193,7 +193,7 @@ class CheckpointWritten(WorkerRequest[Acknowledged]):
 
 @dataclass(frozen=True)
 class CheckpointRefused(WorkerRequest[Acknowledged]):
-    """The store has no room for the worker's checkpoint: the oldest one gives way to the next."""
+    """The store has no room for the worker's checkpoint: the driver removes the oldest one."""
 
 
 DriverMessage: TypeAlias = (

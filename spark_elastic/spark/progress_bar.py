@@ -1,4 +1,4 @@
-"""Spark's own progress bar of a terminal gives way while a job of ours shows its progress there.
+"""Pauses Spark's own progress bar on a terminal while a job of ours shows its progress there.
 
 A job's slots are Spark jobs that run as long as the training does, so that the bar has nothing to say about them, and
 both would rewrite the same line.

@@ -90,7 +90,7 @@ class CheckpointStore:
                 return checkpoint, self.read(checkpoint)
             except StoreError as error:
                 log.warning(
-                    "checkpoint %s is damaged, the one before it is taken: %s", checkpoint.name, error
+                    "checkpoint %s is damaged, so the one before it is used: %s", checkpoint.name, error
                 )
         names = ", ".join(checkpoint.name for checkpoint in candidates)
         raise StoreError(f"No checkpoint of {self._store.join(self._folder)} is whole: {names}.")
@@ -109,7 +109,7 @@ class CheckpointStore:
             try:
                 return tuple(_from_json(item) for item in json.loads(self._store.read_bytes(name)))
             except (StoreError, ValueError, TypeError, KeyError) as error:
-                log.warning("%s cannot be read, the list before it is taken: %s", name, error)
+                log.warning("%s cannot be read, so the list before it is used: %s", name, error)
         return ()
 
     def sweep(self, attempt: int, published: Sequence[Checkpoint]) -> None:

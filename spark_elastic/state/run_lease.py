@@ -83,7 +83,7 @@ class RunLease:
                 return
 
     def remove_partial(self) -> None:
-        """Delete files of the run whose writers were killed. Nobody may write to the run meanwhile."""
+        """Delete files of the run whose writers were killed. No process may write to the run meanwhile."""
         self.release(*(each.name for each in self.store.find_partial(f"runs/{self.run_id}")))
 
     def delete(self, *names: str) -> None:

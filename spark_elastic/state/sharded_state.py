@@ -79,7 +79,7 @@ class ShardedState(ObjectState):
     # ---- commits
 
     def save_again(self) -> None:
-        """Commit, in a worker; elsewhere there is nobody to hand anything to."""
+        """Commit, in a worker; elsewhere there are no other ranks."""
         session = self._session
         if session is not None and self._built:
             fence = session.world.fence

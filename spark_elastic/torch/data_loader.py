@@ -327,7 +327,7 @@ class _Iteration(Iterator[Any]):
         self._loader.epoch, self._loader.step = self._loader.epoch + 1, 0
 
     def close(self) -> None:
-        """Let go of torch's iterator, which ends its worker processes unless they are persistent."""
+        """Drop torch's iterator, which ends its worker processes unless they are persistent."""
         self._batches = None
 
 

@@ -84,7 +84,7 @@ def evict_externally_lost(
 
 
 def remove(tx: Transition, worker: WorkerRecord, evicted: EvictedWorker) -> None:
-    """Move a worker's record from the living workers to the evicted ones."""
+    """Move a worker's record from the present workers to the evicted ones."""
     state = tx.state
     state.workers.evict(worker.worker, evicted)
     state.connections.forget(worker.worker)

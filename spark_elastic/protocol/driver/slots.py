@@ -483,7 +483,7 @@ def carry_out_waiting_drains(tx: Transition) -> None:
 def _drain_without_target(tx: Transition, event: on.DrainRequested) -> None:
     state = tx.state
     if event.host is not None:
-        text = f"no slot is on host {event.host}; one that comes up there is not let in"
+        text = f"no slot is on host {event.host}; a slot that registers there will not be admitted"
     elif state.generation == 0:
         state.hosts.waiting_drains = (*state.hosts.waiting_drains, event)
         return

@@ -159,7 +159,7 @@ def test_the_log_and_then_the_error_name_the_rank_that_does_not_request_an_opera
         assert isinstance(error, CollectiveTimeout)
         assert error.ranks == (1,)
     assert "operation 'late' has been waiting" in caplog.text
-    assert "for rank(s) 1, which did not ask for it" in caplog.text
+    assert "for rank(s) 1, which did not request it" in caplog.text
 
 
 def test_a_process_sets_ranks_are_named_as_the_worlds(caplog: pytest.LogCaptureFixture) -> None:
@@ -172,7 +172,7 @@ def test_a_process_sets_ranks_are_named_as_the_worlds(caplog: pytest.LogCaptureF
     groups = [fabric.group(rank).subgroup(1, [1, 3]) for rank in (1, 3)]
     with caplog.at_level(logging.WARNING):
         on_groups(groups, work, OperationConfig(warn_after=0.05, wait_at_most=0.8))
-    assert "for rank(s) 3, which did not ask for it" in caplog.text
+    assert "for rank(s) 3, which did not request it" in caplog.text
 
 
 def test_a_name_can_be_in_progress_only_once() -> None:

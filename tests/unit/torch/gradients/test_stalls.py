@@ -34,7 +34,7 @@ def test_the_stall_check_names_parameters_and_missing_ranks(caplog: pytest.LogCa
         run_in_world(2, lambda group: step(group, ExchangeOptions(warn_after=2.5), (0.0, 3.5)))
     (line,) = caplog.messages
     assert line.startswith("gradients of '1.bias', '1.weight', '0.bias' and 1 more have been waiting for 3 s")
-    assert line.endswith("for rank(s) 1, which have not brought theirs.")
+    assert line.endswith("for rank(s) 1, which have not sent theirs.")
 
 
 def test_a_process_sets_ranks_are_named_as_the_worlds(caplog: pytest.LogCaptureFixture) -> None:
@@ -46,7 +46,7 @@ def test_a_process_sets_ranks_are_named_as_the_worlds(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.WARNING, "spark_elastic.ops.stall"):
         run_in_world(4, work)
     (line,) = caplog.messages
-    assert line.endswith("for rank(s) 3, which have not brought theirs.")
+    assert line.endswith("for rank(s) 3, which have not sent theirs.")
 
 
 def test_gradients_fail_after_wait_at_most_and_later_collectives_have_the_usual_timeout(
