@@ -25,7 +25,6 @@ from urllib.parse import urlsplit
 
 import fsspec
 from fsspec.core import url_to_fs
-from fsspec.implementations.memory import MemoryFileSystem
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.errors import InvalidInput, StoreError
@@ -481,17 +480,3 @@ def _rows_of(store: Store, run: str) -> Iterator[str]:
         parts = name.split("/")
         if parts[0] == "data" and len(parts) > 2:
             yield "/".join(parts[:2])
-
-
-class _Memory(MemoryFileSystem):  # type: ignore[misc] # fsspec has no types
-    cachable = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.store: dict[str, object] = {}
-        self.pseudo_dirs = [""]
-
-
-def memory_store() -> Store:
-    """A new, empty store in memory; fsspec's own is shared by the whole process."""
-    return Store("memory://private", _Memory(), "")

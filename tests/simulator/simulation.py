@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from spark_elastic.data.store import memory_store
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import driver_machine, worker_machine
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position, SlotId, WorkerId, World
 from spark_elastic.state.checkpoint import CheckpointStore, name_of
 from spark_elastic.state.run_lease import RunLease
+from tests.memory_store import make_memory_store
 from tests.simulator.fault_injection import FaultInjection
 from tests.simulator.fault_plan import DRIVER_TIMEOUT, Fault, FaultKind, FaultPlan, Moment
 from tests.simulator.group import SimGroup
@@ -49,7 +49,7 @@ class SimRun:
         self.checkpoint_invariants = CheckpointInvariants(sim.event_log)
         self.servers: list[SimServer] = []
         self._make = make
-        self._store = memory_store()
+        self._store = make_memory_store()
         self._checkpoints = CheckpointStore(self._store, RUN)
 
     def open(self) -> None:

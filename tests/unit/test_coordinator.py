@@ -22,7 +22,6 @@ from spark_elastic.coordinator import (
     _unpack_end,
     check_config,
 )
-from spark_elastic.data.store import memory_store
 from spark_elastic.driver.gang_scheduler import GangScheduler, JobQueue
 from spark_elastic.driver.remote_launcher import DriverStarted
 from spark_elastic.errors import CoordinatorLost, InvalidInput, JobFailed, NotEnoughWorkers, WorkerFailed
@@ -34,6 +33,7 @@ from spark_elastic.protocol.types import Limits
 from spark_elastic.rendezvous import codec
 from spark_elastic.state.store_channel import ChannelEnd, StoreChannel
 from spark_elastic.testing.fakes import FakeClock
+from tests.memory_store import make_memory_store
 
 SPEC = SlotSpec(address="", key=b"key", attempt=1, job_name="job")
 
@@ -72,7 +72,7 @@ def test_an_error_of_the_coordinator_is_raised_at_the_client() -> None:
 
 def test_a_coordinator_that_no_executor_takes_has_a_deadline() -> None:
     clock, taken = FakeClock(), threading.Event()
-    store = memory_store()
+    store = make_memory_store()
 
     class Launcher:
         def close(self, timeout: float) -> list[str]:
@@ -101,7 +101,7 @@ def test_a_coordinator_that_no_executor_takes_has_a_deadline() -> None:
 def test_a_coordinator_that_stops_answering_is_lost() -> None:
     """Its executor is gone, and Spark has nowhere to run its task again."""
     clock, taken = FakeClock(), threading.Event()
-    store = memory_store()
+    store = make_memory_store()
     began = threading.Event()
 
     class Launcher:
@@ -140,7 +140,7 @@ def test_a_failure_of_the_coordinators_own_reaches_its_client(monkeypatch: pytes
         raise RuntimeError("no port was free")
 
     monkeypatch.setattr("spark_elastic.coordinator.supervise", fail)
-    store = memory_store()
+    store = make_memory_store()
     end = ChannelEnd(store, "m", b"key", COORDINATOR, CLIENT)
     task = Coordinator(
         end, Limits(1, 1, 1), ElasticConfig(), "job", encrypted=False, check_host=lambda facts: None, run=None
@@ -187,7 +187,7 @@ def test_a_run_that_does_not_advance_ends_with_the_loss() -> None:
 def test_r17_the_clients_scheduler_gets_whether_the_coordinator_lacks_slots() -> None:
     clock, launcher = FakeClock(), cast("Any", None)
     turn = make_scheduler(clock)
-    end = ChannelEnd(memory_store(), "m", b"key", CLIENT, COORDINATOR)
+    end = ChannelEnd(make_memory_store(), "m", b"key", CLIENT, COORDINATOR)
     client = CoordinatorClient(end, SPEC, launcher, turn, JobListener(), clock)
     with turn.alive_lock, turn:
         client._on_message(SlotsGathered())

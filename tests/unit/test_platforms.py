@@ -10,7 +10,6 @@ import pytest
 pytest.importorskip("pyspark")
 
 from spark_elastic.config import ElasticConfig
-from spark_elastic.data.store import memory_store
 from spark_elastic.driver.discovery import JobHandle
 from spark_elastic.errors import InvalidInput, PreflightError
 from spark_elastic.launch.job import LaunchResult
@@ -20,6 +19,7 @@ from spark_elastic.platforms.connect import ConnectPlatform
 from spark_elastic.protocol.types import Limits
 from spark_elastic.spark import connect
 from spark_elastic.spark.probe import ProbeSpec
+from tests.memory_store import make_memory_store
 
 UNREACHED = "host h cannot reach the driver at c:1 (refused): open it."
 
@@ -50,7 +50,7 @@ def test_the_driver_runs_in_a_task_if_executors_cannot_reach_the_client(
         lambda self, *arguments: ways.append("in a task"),
     )
     platform = ConnectPlatform(session(), ElasticConfig())
-    platform.preflight(b"", memory_store(), (), 2, "it")
+    platform.preflight(b"", make_memory_store(), (), 2, "it")
     found: LaunchResult | None = platform.launch(JobSpec("program", Limits(1, 1, 1), "job"))
     assert found is None
     assert ways == ["beside" if unreached is None else "in a task"]
@@ -65,7 +65,7 @@ def test_settings_that_a_coordinator_cannot_have_are_refused_in_the_preflight(
     monkeypatch.setattr(connect, "preflight", lambda *arguments: UNREACHED)
     platform = ConnectPlatform(session(), ElasticConfig(handle=JobHandle()))
     with pytest.raises(InvalidInput, match="handle does not work where executors cannot reach the client"):
-        platform.preflight(b"", memory_store(), (), 2, "it")
+        platform.preflight(b"", make_memory_store(), (), 2, "it")
 
 
 def test_an_unreachable_client_without_a_store_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

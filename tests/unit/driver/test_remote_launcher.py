@@ -5,16 +5,16 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from spark_elastic.data.store import memory_store
 from spark_elastic.driver.remote_launcher import DriverStarted, RemoteLauncher, SlotRequested
 from spark_elastic.protocol.events import CancelRequested, LaunchEnded, SlotsWanted
 from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.state.store_channel import ChannelEnd, StoreChannel
 from spark_elastic.testing.fakes import FakeClock
+from tests.memory_store import make_memory_store
 
 
 def test_requests_reach_the_client_and_its_events_the_driver() -> None:
-    store, clock = memory_store(), FakeClock()
+    store, clock = make_memory_store(), FakeClock()
     requests: list[Any] = []
     events: list[Any] = []
     client = StoreChannel(
@@ -53,7 +53,7 @@ def test_a_silent_client_ends_the_job() -> None:
         events.append(event)
         cancelled.set()
 
-    launcher = RemoteLauncher(ChannelEnd(memory_store(), "m", b"key", "task", "client"), clock, 60.0)
+    launcher = RemoteLauncher(ChannelEnd(make_memory_store(), "m", b"key", "task", "client"), clock, 60.0)
     launcher.start(SlotSpec(address="10.0.0.1:7", key=b"key", attempt=1), post)
     clock.advance(61)
     assert cancelled.wait(20)

@@ -20,7 +20,7 @@ pytest.importorskip("pyspark")
 
 from spark_elastic.config import ElasticConfig
 from spark_elastic.data.manifest import Column, Manifest
-from spark_elastic.data.store import Store, memory_store
+from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators import fitting, torch_estimator
 from spark_elastic.estimators.fit_rows import delete_rows_after_run
@@ -39,6 +39,7 @@ from spark_elastic.monitoring import listener
 from spark_elastic.protocol.types import Limits
 from spark_elastic.state.run_lease import RunLease
 from spark_elastic.torch.train.spec import TorchUserObjects
+from tests.memory_store import make_memory_store
 from tests.unit.estimators.requests import request
 
 
@@ -197,7 +198,7 @@ def train(rows: Rows, store: Store, transformation: Any = None) -> Any:
 
 
 def test_p7_checkpoints_stay_until_the_result_is_read(order: list[str]) -> None:
-    store = memory_store()
+    store = make_memory_store()
     train(Rows(order), store)
     assert order == ["result", "remove rows", "remove checkpoints"]
     assert RunResult.load(store, "r") is not None
@@ -207,15 +208,15 @@ def test_p7_checkpoints_stay_until_the_result_is_read(order: list[str]) -> None:
 def test_the_sample_row_for_a_transformation_is_stored(
     order: list[str], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    assert train(Rows(order), memory_store()).sample is None
+    assert train(Rows(order), make_memory_store()).sample is None
     monkeypatch.setattr(fitting, "read_sample_row", lambda data, manifest, columns: [f"a row's {columns[0]}"])
-    assert train(Rows(order), memory_store(), dict).sample == ["a row's x"]
+    assert train(Rows(order), make_memory_store(), dict).sample == ["a row's x"]
 
     def fail(*given: Any) -> Any:
         raise error
 
     monkeypatch.setattr(fitting, "read_sample_row", fail)
-    assert train(Rows(order), memory_store(), dict).sample is None
+    assert train(Rows(order), make_memory_store(), dict).sample is None
 
 
 def test_p7_a_store_that_refuses_deletes_costs_neither_result_nor_error(
@@ -224,7 +225,7 @@ def test_p7_a_store_that_refuses_deletes_costs_neither_result_nor_error(
     def deny(path: str, recursive: bool) -> None:
         raise PermissionError("AccessDenied")
 
-    store = memory_store()
+    store = make_memory_store()
     store.filesystem.rm = deny
     train(Rows(order), store)
     assert RunResult.load(store, "r") is not None
@@ -234,7 +235,7 @@ def test_p7_a_store_that_refuses_deletes_costs_neither_result_nor_error(
     def fail(*given: Any) -> None:
         raise ZeroDivisionError("of the training")
 
-    store = memory_store()
+    store = make_memory_store()
     store.filesystem.rm = deny
     monkeypatch.setattr(Training, "launch", fail)
     with pytest.raises(ZeroDivisionError, match="of the training"):
@@ -244,7 +245,7 @@ def test_p7_a_store_that_refuses_deletes_costs_neither_result_nor_error(
 def test_p7_a_run_that_ends_while_another_fit_waits_in_its_preflight_is_not_trained_again(
     order: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    store = memory_store()
+    store = make_memory_store()
     ended = RunResult("runs/r/model", hashlib.sha256(b"w").hexdigest(), "d", 1, [], 9)
     record = SimpleNamespace(check=lambda *given: None, load_manifest=lambda: None)
 

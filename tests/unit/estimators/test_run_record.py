@@ -11,7 +11,6 @@ import pytest
 pytest.importorskip("pyspark")
 
 from spark_elastic.data.manifest import Column, Manifest, RowGroup
-from spark_elastic.data.store import memory_store
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators import fit_rows
 from spark_elastic.estimators.elastic_estimator import check_run_ids
@@ -22,6 +21,7 @@ from spark_elastic.estimators.validation import FitRequest
 from spark_elastic.spark.dataframes.materialize import compare_digests
 from spark_elastic.spark.dataframes.scan import MissingValues
 from spark_elastic.training.identity import WEIGHTS
+from tests.memory_store import make_memory_store
 from tests.unit.estimators.requests import request as file_request
 
 ROWS = Manifest((Column("x", "float32"),), ("a",), (RowGroup(0, 0, 48, 9),), "f", "c0-48-ab")
@@ -34,7 +34,7 @@ def request(identity: dict[str, str] | None = None, **values: Any) -> FitRequest
 
 
 def test_a_record_comes_back_as_it_was_and_agrees_with_its_request() -> None:
-    store, made = memory_store(), build_record(request(input_shapes=((2, 2),)), "rows", ROWS, None)
+    store, made = make_memory_store(), build_record(request(input_shapes=((2, 2),)), "rows", ROWS, None)
     made.save(store, "r")
     loaded = RunRecord.load(store, "r")
     assert loaded is not None
@@ -72,7 +72,7 @@ def test_another_model_and_other_initial_weights_are_refused_with_different_reas
 
 @pytest.mark.parametrize("fields", [{"format": 99, "new": 1}, {"format": 2}, {"data": ""}])
 def test_a_run_record_of_another_format_is_refused(fields: dict[str, Any]) -> None:
-    store = memory_store()
+    store = make_memory_store()
     store.write_bytes("runs/r/run.json", json.dumps(fields).encode())
     with pytest.raises(StoreError, match=f"has format {fields.get('format', 1)}, and this release reads 3"):
         RunRecord.load(store, "r")
@@ -95,7 +95,7 @@ def test_tables_are_distinguished_by_rows_and_schema(content: str, now: str, say
 def test_r19_another_table_is_refused_whether_the_run_has_ended_or_not(
     monkeypatch: pytest.MonkeyPatch, ended: bool
 ) -> None:
-    store, asked = memory_store(), []
+    store, asked = make_memory_store(), []
 
     def difference(df: Any, *others: Any) -> str | None:
         asked.append(df)
@@ -117,7 +117,7 @@ def test_r19_another_table_is_refused_whether_the_run_has_ended_or_not(
 
 
 def test_r19_a_run_of_files_refuses_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = memory_store()
+    store = make_memory_store()
     build_record(request(), "s3://bucket/files", ROWS, None).save(store, "r")
     with pytest.raises(InvalidInput, match="began on the files in s3://bucket/files"):
         _load_finished_run(TableRows(None), request(), store, "r")  # type: ignore[arg-type]

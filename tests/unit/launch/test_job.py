@@ -10,7 +10,6 @@ import pytest
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
-from spark_elastic.data.store import memory_store
 from spark_elastic.driver.discovery import FixedHosts
 from spark_elastic.driver.ports import Post
 from spark_elastic.errors import JobCancelled, NotEnoughWorkers
@@ -20,6 +19,7 @@ from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.protocol.types import Limits
 from spark_elastic.rendezvous.server import RendezvousServer
 from spark_elastic.state.run_lease import RunLease
+from tests.memory_store import make_memory_store
 
 
 def test_an_interrupt_right_behind_the_servers_start_frees_its_port(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +71,7 @@ def test_the_error_of_a_job_has_its_report() -> None:
 
 
 def test_r10_a_job_that_fails_after_its_run_was_taken_over_says_so_and_names_the_driver() -> None:
-    store = memory_store()
+    store = make_memory_store()
     run = RunLease.acquire(store, "mine")
     with pytest.raises(NotEnoughWorkers):
         run_failing_job(run)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from spark_elastic.data.store import Store, memory_store
+from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
 from spark_elastic.monitoring import log_files
 from spark_elastic.monitoring.log_files import StoreLog
 from spark_elastic.testing.fakes import FakeClock
+from tests.memory_store import make_memory_store
 
 
 def _read_logs(store: Store) -> list[tuple[str, str]]:
@@ -16,7 +17,7 @@ def _read_logs(store: Store) -> list[tuple[str, str]]:
 
 
 def test_each_kept_line_has_time_worker_and_rank() -> None:
-    store = memory_store()
+    store = make_memory_store()
     files = StoreLog(store, "r", 3, 1 << 20, FakeClock(wall=0.25))
     files.on_output("", None, "importing")
     files.on_output("0-0.1", 1, "one")
@@ -34,7 +35,7 @@ def test_each_kept_line_has_time_worker_and_rank() -> None:
 
 
 def test_the_oldest_parts_are_deleted_and_the_newest_are_kept() -> None:
-    store = memory_store()
+    store = make_memory_store()
     files = StoreLog(store, "r", 1, 4000, FakeClock())
     for number in range(200):
         files.on_output("0-0.1", 0, f"line {number}.")
@@ -50,7 +51,7 @@ def test_the_oldest_parts_are_deleted_and_the_newest_are_kept() -> None:
 
 
 def test_a_growing_part_is_one_object() -> None:
-    store = memory_store()
+    store = make_memory_store()
     files = StoreLog(store, "r", 1, 1 << 20, FakeClock())
     for text in ("one", "two"):
         files.on_output("0-0.1", 0, text)
@@ -63,7 +64,7 @@ def test_a_store_that_fails_costs_one_warning_and_then_lines(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What finds no room in memory is counted, and told once the store is back."""
-    store, working = memory_store(), False
+    store, working = make_memory_store(), False
     write = Store.write_bytes
 
     def write_or_fail(self: Store, name: str, data: bytes) -> None:

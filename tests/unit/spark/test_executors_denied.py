@@ -11,12 +11,12 @@ pytest.importorskip("pyspark")
 
 from py4j.protocol import Py4JError
 
-from spark_elastic.data.store import memory_store
 from spark_elastic.spark.dataframes.materialize import _describe_source
 from spark_elastic.spark.dataframes.store_access import check_store_access
 from spark_elastic.spark.executors import ExecutorWatch
 from spark_elastic.spark.preflight import _live_executors
 from spark_elastic.testing.fakes import FakeClock
+from tests.memory_store import make_memory_store
 
 
 class Denied:
@@ -56,6 +56,6 @@ def test_the_store_check_passes_if_the_jvm_denies_access() -> None:
     user = SimpleNamespace(UserGroupInformation=Denied())
     hadoop = SimpleNamespace(hadoop=SimpleNamespace(security=user))
     session: Any = SimpleNamespace(_jvm=SimpleNamespace(org=SimpleNamespace(apache=hadoop)))
-    store = memory_store()
+    store = make_memory_store()
     check_store_access(session, store)
     assert store.list("probes") == []

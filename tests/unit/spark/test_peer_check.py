@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.data.store import Store, memory_store
+from spark_elastic.data.store import Store
 from spark_elastic.spark import probe as meeting
 from spark_elastic.spark.probe import PeerCheck
 from spark_elastic.testing.fakes import FakeClock
+from tests.memory_store import make_memory_store
 
 
 def run_check(store: Store, number: int) -> list[str | None]:
@@ -30,7 +31,7 @@ def run_check(store: Store, number: int) -> list[str | None]:
 
 
 def test_peers_that_reach_one_another_find_no_fault() -> None:
-    store = memory_store()
+    store = make_memory_store()
     assert run_check(store, 3) == [None] * 3
     assert all(name.endswith(".done") for name in store.list("meeting"))
 
@@ -40,13 +41,13 @@ def test_a_peer_that_cannot_be_dialled_is_named(monkeypatch: pytest.MonkeyPatch)
         raise OSError("no route")
 
     monkeypatch.setattr(socket, "create_connection", refuse)
-    said = run_check(memory_store(), 2)
+    said = run_check(make_memory_store(), 2)
     assert any(address is not None and address.startswith("127.0.0.1:") for address in said)
 
 
 def test_a_probe_that_runs_alone_finds_no_fault() -> None:
     """Its time is over, and one that has gone by then is no fault."""
     clock = FakeClock()
-    alone = PeerCheck(memory_store(), "meeting", "127.0.0.1")
+    alone = PeerCheck(make_memory_store(), "meeting", "127.0.0.1")
     assert alone.run(2, clock) is None
     assert clock.now() >= meeting.PEERS_SECONDS

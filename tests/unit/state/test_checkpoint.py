@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from spark_elastic.data.store import Store, memory_store
+from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
 from spark_elastic.protocol.commands import PublishCheckpoint
 from spark_elastic.protocol.messages import CheckpointRefused, CheckpointWritten
@@ -21,6 +21,7 @@ from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
 from spark_elastic.state import run_lease
 from spark_elastic.state.checkpoint import CheckpointStore, CheckpointWriter, name_of
 from spark_elastic.state.run_lease import RunLease
+from tests.memory_store import make_memory_store
 from tests.unit.protocol.driver_bench import FOUR, Bench, name
 
 
@@ -110,7 +111,7 @@ def test_r18_only_the_holder_removes_a_run_without_checkpoints(store: Store) -> 
 
 
 def test_a_run_whose_files_cannot_be_deleted_keeps_its_record(caplog: pytest.LogCaptureFixture) -> None:
-    store = memory_store()
+    store = make_memory_store()
     run = acquire_run(store)
 
     def deny(path: str, recursive: bool) -> None:
@@ -170,7 +171,7 @@ def test_an_unpublished_checkpoint_is_deleted_once_a_newer_one_counts(store: Sto
 
 def test_r15_a_result_that_cannot_be_read_back_is_not_reported() -> None:
     """An object store answered that it had written."""
-    store = memory_store()
+    store = make_memory_store()
     pipe = store.filesystem.pipe_file
     store.filesystem.pipe_file = lambda path, data, **more: pipe(path, data[:-1], **more)
     with pytest.raises(StoreError):
@@ -239,7 +240,7 @@ def test_a_failing_store_costs_one_warning(tmp_path: Path, caplog: pytest.LogCap
 
 def test_a_full_store_keeps_checkpointing_the_oldest_gives_way(caplog: pytest.LogCaptureFixture) -> None:
     """The store has room for three checkpoints. Three are kept, so a fourth needs the room of one of them."""
-    store, bench = memory_store(), Bench(replace(FOUR, checkpoints_kept=3))
+    store, bench = make_memory_store(), Bench(replace(FOUR, checkpoints_kept=3))
     bench.start(1, 2, 3, 4)
     limit_room(store, 4400)
     lease = RunLease.acquire(store, "r")
@@ -271,7 +272,7 @@ def test_a_full_store_keeps_checkpointing_the_oldest_gives_way(caplog: pytest.Lo
 def test_a_store_that_stays_full_is_one_warning_and_leaves_no_half_checkpoint(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    store = memory_store()
+    store = make_memory_store()
     limit_room(store, 700)
     told: list[Checkpoint | None] = []
     writer = CheckpointWriter(CheckpointStore(store, "r"), told.append)
@@ -286,7 +287,7 @@ def test_a_store_that_stays_full_is_one_warning_and_leaves_no_half_checkpoint(
 
 
 def test_on_a_full_store_the_list_is_written_once_the_oldest_checkpoint_is_deleted() -> None:
-    store = memory_store()
+    store = make_memory_store()
     lease = RunLease.acquire(store, "r")
     old, newer = written(store, 1), written(store, 2)
     lease.publish_now((newer, old))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.data.store import Store, memory_store
+from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import Checkpoint
 from spark_elastic.state.checkpoint import Checkpointer, CheckpointPolicy, SnapshotReader
@@ -16,6 +16,7 @@ from spark_elastic.state.elastic_loop import elastic
 from spark_elastic.state.handlers import StateHandler
 from spark_elastic.state.snapshot import PickleCodec
 from spark_elastic.state.state import ObjectState, State
+from tests.memory_store import make_memory_store
 from tests.unit.state.stage import Stage, StageSession
 
 
@@ -56,7 +57,7 @@ class Played:
 
 
 def test_p7_due_commits_and_the_last_one_are_written_and_resumed_from() -> None:
-    store = memory_store()
+    store = make_memory_store()
     first = Played(store, size=2, until=7)
     steps = [checkpoint.position.step for checkpoint in first.told]
     assert steps[-1] == 7, "the end is not durable"
@@ -70,7 +71,7 @@ def test_p7_due_commits_and_the_last_one_are_written_and_resumed_from() -> None:
 def test_p7_a_checkpoint_read_for_a_broken_world_is_used_in_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    store = memory_store()
+    store = make_memory_store()
     written = tuple(reversed(Played(store, size=1, until=7).told))
     reader = SnapshotReader(store, "run", PickleCodec())
     first = reader.read(written)
@@ -108,20 +109,20 @@ def _fail_if_called(state: State) -> None:
 def test_values_that_cannot_be_checkpointed_are_refused_by_name() -> None:
     stage = Stage(1)
     stage.checkpointer = Checkpointer(
-        memory_store(), CheckpointPolicy("run"), SystemClock(), PickleCodec(), print
+        make_memory_store(), CheckpointPolicy("run"), SystemClock(), PickleCodec(), print
     )
     with pytest.raises(InvalidInput, match="the handler of 'mine' takes no part"):
         stage.play(lambda session: elastic(_fail_if_called, lambda: session)(WithOwn(mine={})))
     stage = Stage(1)
     stage.checkpointer = Checkpointer(
-        memory_store(), CheckpointPolicy("run"), SystemClock(), PickleCodec(), print
+        make_memory_store(), CheckpointPolicy("run"), SystemClock(), PickleCodec(), print
     )
     with pytest.raises(InvalidInput, match="this one is a Own"):
         stage.play(lambda session: elastic(_fail_if_called, lambda: session)(Own()))
 
 
 def test_checkpoints_of_another_state_are_refused() -> None:
-    store = memory_store()
+    store = make_memory_store()
     first = Played(store, size=1, until=3, extra=Sampler())
     with pytest.raises(InvalidInput, match="of a state of other names"):
         Played(store, size=1, until=5, resume=tuple(first.told[-1:]))

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from spark_elastic.data.store import Store, memory_store
+from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
 from spark_elastic.state.store_channel import SEND_EVERY, ChannelEnd, StoreChannel
 from spark_elastic.testing.fakes import FakeClock
+from tests.memory_store import make_memory_store
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Pair:
     """Both sides, which are polled by hand."""
 
     def __init__(self) -> None:
-        self.store, self.clock = memory_store(), FakeClock()
+        self.store, self.clock = make_memory_store(), FakeClock()
         self.heard: dict[str, list[Any]] = {"a": [], "b": []}
         self.a, self.b = self.open_side("a", "b", b"key"), self.open_side("b", "a", b"key")
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from spark_elastic.data.store import memory_store
 from spark_elastic.errors import StoreError
 from spark_elastic.state.store_channel import LOOK_EVERY, STALE_AFTER, StoreHeartbeat, wait_until_stale
 from spark_elastic.testing.fakes import FakeClock
+from tests.memory_store import make_memory_store
 
 NAME = "channels/1/heartbeat"
 
@@ -27,7 +27,7 @@ class ActingClock(FakeClock):
 
 
 def test_a_heartbeat_exists_while_its_block_runs() -> None:
-    store = memory_store()
+    store = make_memory_store()
     written: list[str] = []
     write = type(store).write_bytes
     with pytest.MonkeyPatch.context() as patched:
@@ -41,7 +41,7 @@ def test_a_heartbeat_exists_while_its_block_runs() -> None:
 
 
 def test_the_wait_lasts_until_the_heartbeat_is_stale() -> None:
-    store = memory_store()
+    store = make_memory_store()
 
     def beat(now: float) -> None:
         if now < 100:
@@ -54,12 +54,12 @@ def test_the_wait_lasts_until_the_heartbeat_is_stale() -> None:
 
 def test_an_absent_heartbeat_is_stale() -> None:
     clock = FakeClock()
-    wait_until_stale(memory_store(), NAME, clock)
+    wait_until_stale(make_memory_store(), NAME, clock)
     assert clock.now() == pytest.approx(STALE_AFTER, abs=LOOK_EVERY)
 
 
 def test_a_failing_store_does_not_make_a_heartbeat_stale(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = memory_store()
+    store = make_memory_store()
     exists = type(store).exists
 
     def look(self: object, name: str) -> bool:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from elastic_collectives import CollectiveError
-from spark_elastic.data.store import memory_store
 from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
 from spark_elastic.state.checkpoint import CheckpointStore, SnapshotReader
 from spark_elastic.state.snapshot import PickleCodec
 from spark_elastic.training import loop as module
 from spark_elastic.training.loop import TrainingLoop
+from tests.memory_store import make_memory_store
 
 KEPT = Position(2, Phase.TRAIN, 7)
 GROUP: Any = SimpleNamespace(rank=0, fence=(1, 1))
@@ -53,7 +53,7 @@ def training(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Exception | Posi
 
         monkeypatch.setattr(module, "sync_state", sync)
         loop: Any = TrainingLoop(SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
-        loop._snapshot_reader = SnapshotReader(memory_store(), "r", PickleCodec())
+        loop._snapshot_reader = SnapshotReader(make_memory_store(), "r", PickleCodec())
         loop._state = SimpleNamespace(load=lambda snapshot: None, position=KEPT)
         loop._callbacks = SimpleNamespace(on_fit_begin=lambda group: None)
         loop._mark = lambda *given: None
