@@ -59,14 +59,6 @@ class Network:
         """It reaches nodes that are not isolated, and no others: serverless compute is like that."""
         _ip("-n", self._bridge, "link", "set", self._port(node), "type", "bridge_slave", "isolated", "on")
 
-    def slow_down(self, node: int, milliseconds: int) -> bool:
-        """Delay all that the node sends; False where the kernel has no such queue."""
-        command = ["tc", "qdisc", "replace", "dev", f"v{node}", "root", "netem", "delay", f"{milliseconds}ms"]
-        return (
-            subprocess.run(self.build_command(node, *command), check=False, capture_output=True).returncode
-            == 0
-        )
-
     def pids(self, node: int) -> list[int]:
         text = _ip("netns", "pids", self._space(node))
         return [int(word) for word in text.split()]

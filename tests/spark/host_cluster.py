@@ -28,7 +28,6 @@ from tests.sources import ROOT
 from tests.spark.cluster import await_true, cluster_environment
 
 S3 = ROOT / "build" / "s3"  # what S3 needs beside .venv
-BUCKET = "jobs"
 SPARK = Path(pyspark.__file__).parent
 MASTER = "spark://h0:7077"
 PRIVATE = Path("/tmp")  # a folder that each host has for itself

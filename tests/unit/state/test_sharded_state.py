@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from elastic_collectives import CollectiveError
 from spark_elastic.errors import InvalidInput
 from spark_elastic.state.elastic_loop import elastic
-from spark_elastic.state.handlers import StateDictHandler
 from spark_elastic.state.sharded_state import DividedHandler, ShardedState
 from spark_elastic.state.shards import DividedTensor, shard_rows
 from spark_elastic.state.snapshot import Bytes, SnapshotBuilder
@@ -109,10 +108,6 @@ def test_after_any_deaths_the_state_is_complete_or_the_error_names_the_missing_s
 
 def build(state: Any) -> dict[str, Any]:
     return {}
-
-
-class Kept(StateDictHandler):
-    """Not divided."""
 
 
 @pytest.mark.parametrize(
