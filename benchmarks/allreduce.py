@@ -56,7 +56,7 @@ def _run_rank(pipe: Connection, rank: int, size: int, folder: str, rounds: int) 
         connect(closed, rank, size, (1, 1), exchange) as secret,
         connect(other, rank, size, (1, 1), exchange, local_ranks=range(size)) as shared,
     ):
-        _become(shared)
+        _set_context(shared)
         for count in SIZES.values():
             pipe.send(
                 _times(_make_contenders([sockets, secret], shared, count), shared.barrier, count, rounds)
@@ -64,7 +64,7 @@ def _run_rank(pipe: Connection, rank: int, size: int, folder: str, rounds: int) 
     dist.destroy_process_group()
 
 
-def _become(group: Group) -> None:
+def _set_context(group: Group) -> None:
     """What a worker's loop says of the process before it runs a user's function."""
     size = group.size
     members = tuple(Member(f"w{r}", f"s{r}", "h", r, r, size, 0, 1, None) for r in range(size))

@@ -110,7 +110,7 @@ def main() -> None:
     bare_copy = BareCopy(trainee)
     trainee.optimizer.register_step_pre_hook(bare_copy.wait)
 
-    def deepcopies() -> None:
+    def deepcopy_all() -> None:
         kept[:] = [copy.deepcopy(trainee.model.state_dict()), copy.deepcopy(trainee.optimizer.state_dict())]
 
     bare: list[float] = []
@@ -121,7 +121,7 @@ def main() -> None:
     for _ in range(chosen.rounds):
         bare.append(block(trainee, chosen.steps, lambda: None, waits)[0])
         ours.append(block(trainee, chosen.steps, state.commit, waits))
-        theirs.append(block(trainee, chosen.steps, deepcopies, waits))
+        theirs.append(block(trainee, chosen.steps, deepcopy_all, waits))
         floors.append(block(trainee, chosen.steps, bare_copy.start, waits)[0])
         bare_copy.wait()
         begin = time.perf_counter()

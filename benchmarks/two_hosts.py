@@ -36,7 +36,7 @@ KEY = b"a benchmark's key"
 
 
 @contextmanager
-def two_hosts() -> Iterator[None]:
+def create_two_hosts() -> Iterator[None]:
     """The namespaces and the wire between them."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as closing:
         program = f"{folder}/link"
@@ -89,7 +89,7 @@ def goodput(seconds: int = 3) -> float:
 # ---- a rank
 
 
-def one_rank(descriptor: int, store: str, rank: int, per_host: int, rounds: int) -> None:
+def run_rank(descriptor: int, store: str, rank: int, per_host: int, rounds: int) -> None:
     """Measures in turns and answers with the seconds by contender."""
     import torch
     import torch.distributed as dist
@@ -183,10 +183,10 @@ def main() -> int:
     arguments.add_argument("--store")
     chosen = arguments.parse_args()
     if chosen.rank is not None:
-        one_rank(chosen.pipe, chosen.store, chosen.rank, chosen.per_host, chosen.rounds)
+        run_rank(chosen.pipe, chosen.store, chosen.rank, chosen.per_host, chosen.rounds)
         return 0
     found: list[Row] = []
-    with two_hosts():
+    with create_two_hosts():
         for per_host in [chosen.per_host] if chosen.per_host else [1, 2]:
             found += rows(per_host, chosen.rounds)
     finish("two_hosts", found, chosen.json)

@@ -46,13 +46,13 @@ def main() -> None:
         (chosen, *_) = [cell for cell in notebook.cells if cell.source.startswith("STORE = ")]
         chosen.source = f"STORE = {options.store!r}"
     if options.twice:
-        notebook.cells = [each for cell in notebook.cells for each in (cell, again(cell))]
+        notebook.cells = [each for cell in notebook.cells for each in (cell, repeat_cell(cell))]
     folder = READ_ONLY if options.read_only else options.folder
     place = {"metadata": {"path": folder}}
     NotebookClient(notebook, timeout=600, startup_timeout=300, resources=place).execute()
 
 
-def again(cell: nbformat.NotebookNode) -> nbformat.NotebookNode:
+def repeat_cell(cell: nbformat.NotebookNode) -> nbformat.NotebookNode:
     return nbformat.NotebookNode(cell, id=f"{cell.id}-again")
 
 

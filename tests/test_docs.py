@@ -92,7 +92,7 @@ def test_quoted_benchmarks_have_their_results() -> None:
 
 
 @cache
-def text_of_tests() -> tuple[ast.Module, ...]:
+def parse_tests() -> tuple[ast.Module, ...]:
     paths = sorted((ROOT / "tests").rglob("test_*.py"))
     return tuple(ast.parse(path.read_text(encoding="utf-8")) for path in paths)
 
@@ -108,7 +108,7 @@ def test_each_message_of_the_page_of_errors_is_in_the_code_and_in_a_test() -> No
     page = (DOCS / "errors.md").read_text()
     messages = re.findall(r"^\| `(.*?)` \|", page.split("## By message")[1], re.MULTILINE)
     assert len(messages) >= 25
-    said, provoked = texts(module.tree for module in modules()), texts(text_of_tests())
+    said, provoked = texts(module.tree for module in modules()), texts(parse_tests())
     assert [message for message in messages if message not in said] == [], "no error says this"
     assert [message for message in messages if message not in provoked] == [], "no test provokes this"
 
@@ -116,7 +116,7 @@ def test_each_message_of_the_page_of_errors_is_in_the_code_and_in_a_test() -> No
 def test_each_error_of_the_page_is_expected_by_a_test() -> None:
     page = (DOCS / "errors.md").read_text()
     errors = set(re.findall(r"^\| `(\w+)` \|", page.split("## By message")[0], re.MULTILINE))
-    nodes = (node for tree in text_of_tests() for node in ast.walk(tree))
+    nodes = (node for tree in parse_tests() for node in ast.walk(tree))
     calls = (node for node in nodes if isinstance(node, ast.Call) and node.args)
     raises = (ast.unparse(call.args[0]) for call in calls if ast.unparse(call.func) == "pytest.raises")
     expected = set(re.findall(r"\w+", " ".join(raises)))

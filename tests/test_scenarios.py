@@ -20,7 +20,7 @@ def _find_marked() -> Iterator[tuple[str, str, frozenset[str], bool]]:
     """(scenario, test, other marks, whether it takes `fault`) of every marked test, off the syntax trees."""
     for path in sorted(TESTS.rglob("test_*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        module_marks = _marks(
+        module_marks = _find_marks(
             [n.value for n in tree.body if isinstance(n, ast.Assign) and _names(n.targets) == {"pytestmark"}]
         )
         for node in ast.walk(tree):
@@ -31,7 +31,7 @@ def _find_marked() -> Iterator[tuple[str, str, frozenset[str], bool]]:
                     yield (
                         number,
                         f"{path.name}::{node.name}",
-                        module_marks | _marks(node.decorator_list),
+                        module_marks | _find_marks(node.decorator_list),
                         takes,
                     )
 
@@ -46,7 +46,7 @@ def _ids(mark: ast.expr) -> list[str]:
     return []
 
 
-def _marks(expressions: list[ast.expr]) -> frozenset[str]:
+def _find_marks(expressions: list[ast.expr]) -> frozenset[str]:
     text = " ".join(ast.unparse(expression) for expression in expressions)
     return frozenset(re.findall(r"mark\.(\w+)", text))
 

@@ -72,7 +72,7 @@ class Session:
         self._name = ""
         self._count = 0
 
-    async def hello(self) -> None:
+    async def send_hello(self) -> None:
         credentials = auth.sign_request(KEY, auth.HELLO, auth.create_id(), 0, b"")
         self._name = (await self._lines[0].post(auth.HELLO, b"", credentials))["session"]
 
@@ -96,11 +96,11 @@ class Worker:
         self._fence: Fence | None = None
         self._watches: list[asyncio.Task[None]] = []
 
-    async def come(self) -> None:
+    async def join(self) -> None:
         """Register and announce the worker; then the two long polls that are always open."""
         worker, slot = self._names
-        await self._slot.hello()
-        await self._worker.hello()
+        await self._slot.send_hello()
+        await self._worker.send_hello()
         await self._slot.ask(RegisterSlot(slot, f"host-{self.job // 8}", self.job))
         await self._slot.ask(WorkerStarted(slot, worker))
         self._watches = [asyncio.create_task(watch()) for watch in (self._watch_slot, self._watch_worker)]
@@ -133,8 +133,8 @@ class Worker:
                     pass
         return time.monotonic()
 
-    async def beats(self, first: float, end: float, paced: bool) -> int:
-        """How many beats it sent, as often as it is told to, or as fast as it can."""
+    async def send_heartbeats(self, first: float, end: float, paced: bool) -> int:
+        """How many heartbeats it sent, as often as it is told to, or as fast as it can."""
         worker, slot = self._names
         sent, due = 0, first
         while due < end:
@@ -176,7 +176,7 @@ async def _obey(pipe: Connection, workers: list[Worker], size: int) -> None:
     while (order := await loop.run_in_executor(None, pipe.recv)) is not None:
         what, argument = order
         if what == "come":
-            await _call_few_at_a_time([worker.come for worker in workers])
+            await _call_few_at_a_time([worker.join for worker in workers])
             pipe.send(0.0)
         elif what == "rendezvous":
             pipe.send(max(await asyncio.gather(*(worker.rendezvous() for worker in workers))))
@@ -187,7 +187,10 @@ async def _obey(pipe: Connection, workers: list[Worker], size: int) -> None:
             now = time.monotonic()
             # Spread over a second, as slots that came one after the other are.
             begins = [now + paced * number / len(workers) for number in range(len(workers))]
-            beats = (w.beats(begin, now + seconds, paced) for w, begin in zip(workers, begins, strict=True))
+            beats = (
+                w.send_heartbeats(begin, now + seconds, paced)
+                for w, begin in zip(workers, begins, strict=True)
+            )
             pipe.send(sum(await asyncio.gather(*beats)))
     for worker in workers:
         await worker.leave()

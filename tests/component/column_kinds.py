@@ -71,7 +71,7 @@ def numbers(columns: dict[str, Any]) -> dict[str, Any]:
     return columns | {"image": pixels.reshape(-1, 5) / 255, "day": weekdays}
 
 
-def data_in(folder: Path) -> tuple[Store, Manifest]:
+def open_data(folder: Path) -> tuple[Store, Manifest]:
     store = Store.open(str(folder))
     manifest = describe_parquet(store, [*FEATURES, "y"], transformed=True, piece_bytes=2000)
     assert max(manifest.group_rows) < ROWS / 2, "the large row group comes in pieces"

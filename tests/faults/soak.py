@@ -309,7 +309,7 @@ def judge_run(folder: str, run: str, records: str = "records") -> bool:
     return subprocess.run([*command, f"{folder}/store/runs/{run}/ledger"], check=False).returncode == 0
 
 
-def notices_a_missing_record(folder: str, run: str) -> bool:
+def is_missing_record_noticed(folder: str, run: str) -> bool:
     """Whether the judge condemns the same run with one record of its last world taken away."""
     shutil.copytree(f"{folder}/{run}/records", f"{folder}/{run}/forged")
     newest = max(Path(folder, run, "forged").glob("*.jsonl"), key=lambda path: path.stat().st_mtime)
@@ -347,7 +347,7 @@ def soak(spark: Any, case: nets.Case, folder: str, options: argparse.Namespace) 
         "to undisturbed": difference(stormy.state_dict(), calm.state_dict()),
         "to plain loop": difference(stormy.state_dict(), train_plain(case, folder, options.epochs)),
         "rows exact": judge_run(folder, "stormy"),
-        "judge is sharp": notices_a_missing_record(folder, "stormy"),
+        "judge is sharp": is_missing_record_noticed(folder, "stormy"),
     }
     held = (
         verdict["rows exact"]

@@ -30,7 +30,7 @@ from tests.component.torch.job import (
 from tests.component.torch.resumed_job import (
     DRIVER,
     check_every_row_once,
-    every_row_once_by_attempt,
+    check_every_row_once_by_attempt,
     make_job,
 )
 
@@ -70,7 +70,7 @@ def test_p7_a_fit_resumes_after_all_processes_are_killed_at_random_moments(tmp_p
     )
     assert "continues from checkpoint 000001-" in result.worlds[0].reason
     assert difference(ours, train_plain(job, store, manifest)) < 1e-9
-    every_row_once_by_attempt(tmp_path / "ledger", job.epochs)
+    check_every_row_once_by_attempt(tmp_path / "ledger", job.epochs)
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -66,7 +66,7 @@ def _forget_old_members(state: DriverState, event: on.DriverEvent) -> tuple[Driv
     return driver_machine.step(replace(state, evicted_members=EvictedMembers()), event)
 
 
-def _believes_spark(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, Commands]:
+def _trust_spark(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, Commands]:
     """R18 broken: an executor that Spark calls lost is dead."""
     after, commands = driver_machine.step(state, event)
     after = after.copy()
@@ -113,7 +113,7 @@ def test_r18_a_driver_that_trusts_sparks_report_of_a_lost_executor_is_caught() -
         report = simulate(plan)
         assert report.end.outcome is do.Outcome.SUCCESS
         assert report.worlds[-1].resume
-    assert any(_is_caught(plan, driver_step=_believes_spark, match="train on (R18)") for plan in plans)
+    assert any(_is_caught(plan, driver_step=_trust_spark, match="train on (R18)") for plan in plans)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_p1_a_resume_one_step_too_far_is_caught() -> None:
     def report_later_position(state: WorkerState, event: on.WorkerEvent) -> StepResult:
         if isinstance(event, on.Synced) and state.world is not None and state.world.resume:
             assert event.position is not None
-            event = replace(event, position=plan.successor(event.position))
+            event = replace(event, position=plan.find_next_position(event.position))
         return worker_machine.step(state, event)
 
     assert _is_caught(plan, worker_step=report_later_position, match="seed 1")

@@ -43,7 +43,7 @@ def _choose_newcomer_as_source(command: do.DriverCommand) -> do.DriverCommand:
     return command
 
 
-def _newcomers_first(command: do.DriverCommand) -> do.DriverCommand:
+def _put_newcomers_first(command: do.DriverCommand) -> do.DriverCommand:
     if isinstance(command, do.PublishWorld):
         turned = tuple(replace(m, rank=r) for r, m in enumerate(reversed(command.world.members)))
         return replace(command, world=replace(command.world, members=turned))
@@ -72,7 +72,7 @@ def _end_too_early(state: DriverState, event: on.DriverEvent) -> tuple[DriverSta
 
 DRIVERS: dict[str, tuple[Step, Fault]] = {
     "a newcomer is the source": (_rewrite_commands(_choose_newcomer_as_source), JOINED),
-    "newcomers come first": (_rewrite_commands(_newcomers_first), JOINED),
+    "newcomers come first": (_rewrite_commands(_put_newcomers_first), JOINED),
     "a broken world is not aborted": (_rewrite_commands(_drop_aborts), KILLED),
     "two worlds are open": (_form_too_early, JOINED),
     "the end comes early": (_end_too_early, JOINED),

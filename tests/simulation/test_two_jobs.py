@@ -28,7 +28,7 @@ class Cores:
         while self.free and self.queue:
             job, number = self.queue.popleft()
             self.free -= 1
-            job.begins(number)
+            job.start_slot(number)
 
 
 class Job(Bench):
@@ -60,7 +60,7 @@ class Job(Bench):
                 case LaunchSlot(_, number):
                     self.cores.queue.append((self, number))
                 case ReleaseSlot(_, slot):
-                    self._ends(int(slot.partition("-")[0]))
+                    self._end_slot(int(slot.partition("-")[0]))
                 case PublishWorld():
                     self.scheduler.finish_gathering()
                     self.form()
@@ -71,14 +71,14 @@ class Job(Bench):
                 case End():
                     self.scheduler.alive_lock.release()
 
-    def begins(self, number: int) -> None:
+    def start_slot(self, number: int) -> None:
         self.running.add(number)
         worker = WorkerId(f"{number}-0.1")
         self.post(RegisterSlot(worker.slot, f"h{number}", number))
         self.post(WorkerStarted(worker.slot, worker))
         self.post(JoinWorld(worker, None, None))
 
-    def _ends(self, number: int) -> None:
+    def _end_slot(self, number: int) -> None:
         if number in self.running:
             self.running.discard(number)
             self.cores.free += 1

@@ -30,7 +30,7 @@ class FaultInjection:
         self._armed = list(sim.plan.faults)
         self._failing_row: tuple[int, int] | None = None  # (epoch, step) and, by rank, the row that raises
 
-    def arm(self) -> None:
+    def schedule_faults(self) -> None:
         for fault in self.sim.plan.faults:
             if fault.moment is Moment.TIME:
                 self._armed.remove(fault)
@@ -44,7 +44,7 @@ class FaultInjection:
             self._armed.remove(fault)
             self.sim.schedule(fault.after, partial(self._inject, fault))
 
-    def exception_at(self, worker: SimWorker) -> str:
+    def find_exception(self, worker: SimWorker) -> str:
         """R13 (deterministic failures): one row of one step raises on the rank that gets it."""
         if self._failing_row is None or worker.group is None:
             return ""
@@ -71,9 +71,9 @@ class FaultInjection:
                     self._cut(host, fault.duration)
             case FaultKind.SECOND_ATTEMPT:
                 for worker in _choose(self._list_in_order(), fault):
-                    self.sim.second_attempt(worker.slot)
+                    self.sim.start_second_attempt(worker.slot)
             case FaultKind.UNDISCOVER:
-                self._undiscover(_choose(self._list_living(), fault), fault.duration)
+                self._hide_from_discovery(_choose(self._list_living(), fault), fault.duration)
             case FaultKind.KILL_DRIVER:
                 self.sim.run.kill_driver(fault.silent)
             case FaultKind.TAKE_OVER:
@@ -135,7 +135,7 @@ class FaultInjection:
                 self.sim.schedule(3.0 + fault.duration, lambda: self._kill_host(host, fault))
                 self._replace_host()
 
-    def _undiscover(self, hosts: list[SimHost], seconds: float) -> None:
+    def _hide_from_discovery(self, hosts: list[SimHost], seconds: float) -> None:
         """Discovery answers without these hosts, and after a while that all hosts may take part."""
         listed = tuple(
             (host.name, max(1, host.capacity)) for host in self._list_living() if host not in hosts

@@ -90,7 +90,7 @@ class FaultPlan:
     checkpoint_every: int | None = None  # steps from one checkpoint to the next; None: no checkpoints
     duplicates: float = 0.02  # probability that a message comes twice
 
-    def successor(self, position: Position) -> Position:
+    def find_next_position(self, position: Position) -> Position:
         """The position one step on; the end is CLOSE of the last epoch."""
         if position.phase is Phase.CLOSE:
             return position
@@ -240,7 +240,7 @@ def plan_storm(seed: int, hosts: int = 1000, slots_per_host: int = 10) -> FaultP
     rng = random.Random(seed)
     workers = hosts * slots_per_host
 
-    def wave(
+    def draw_wave(
         kind: FaultKind, share: float, at: float, duration: float = 1.0, silent: bool = False
     ) -> list[Fault]:
         return [
@@ -255,10 +255,10 @@ def plan_storm(seed: int, hosts: int = 1000, slots_per_host: int = 10) -> FaultP
         ]
 
     faults = (
-        *wave(FaultKind.KILL_HOST, 0.125, STORM_START),
-        *wave(FaultKind.KILL_HOST, 0.125, STORM_START, silent=True),
-        *wave(FaultKind.DRAIN_HOST, 0.05, STORM_START + 1.0),
-        *wave(FaultKind.CUT_OFF_HOST, 0.05, STORM_START + 1.0, duration=0.8),
+        *draw_wave(FaultKind.KILL_HOST, 0.125, STORM_START),
+        *draw_wave(FaultKind.KILL_HOST, 0.125, STORM_START, silent=True),
+        *draw_wave(FaultKind.DRAIN_HOST, 0.05, STORM_START + 1.0),
+        *draw_wave(FaultKind.CUT_OFF_HOST, 0.05, STORM_START + 1.0, duration=0.8),
         Fault(
             FaultKind.KILL_HOST, after=STORM_START + 3.5, target=rng.randrange(hosts), share=Share.ALL_BUT_ONE
         ),

@@ -89,7 +89,7 @@ class SimGroup:
         )
 
     def abort(self, worker: SimWorker, reason: str) -> None:
-        """The worker's end of the group is exception_at; who waits in it is freed."""
+        """Break the worker's end of the group, which ends a wait in it."""
         self.broken.setdefault(worker.name, reason)
         if self.activity.get(worker.name) in WAITING:
             self._break(worker, (), reason)

@@ -133,7 +133,7 @@ class SimSlot:
             return
         self.started += 1
         self.worker = SimWorker(self.sim, WorkerId.build(self.name, self.started), self)
-        self.server.started(self, self.worker.name)
+        self.server.receive_started(self, self.worker.name)
 
     def send_heartbeat(self) -> None:
         if self.alive:
@@ -163,7 +163,7 @@ class SimSlot:
             self.leave()
             if self.worker is not None:
                 self.worker.die(-9, quiet=True)
-            self.sim.attempt_over(self, reason, failed)
+            self.sim.end_attempt(self, reason, failed)
 
 
 class SimWorker:
@@ -293,7 +293,7 @@ class SimWorker:
     def train(self) -> None:
         if self.group is None or not self.alive:
             return
-        fingerprint = self.raises or self.sim.exception_at(self)
+        fingerprint = self.raises or self.sim.find_exception(self)
         if fingerprint:
             self.raises = ""
             self.act_later(
@@ -309,7 +309,7 @@ class SimWorker:
         self.checkpointer.write_copied(world.fence)
         self.sim.record_applied(self, world, position)
         self.weights = (self.weights[0] + 1, hash((self.weights[1], position.epoch, position.step)))
-        self.handle(on.Applied(self.sim.now, world.fence, self.sim.plan.successor(position)))
+        self.handle(on.Applied(self.sim.now, world.fence, self.sim.plan.find_next_position(position)))
         self.checkpointer.copy_if_due()
 
     def finish(self, world: World) -> None:

@@ -289,7 +289,7 @@ class CheckpointInvariants:
     def is_damaged(self, name: str) -> bool:
         return name in self._damaged
 
-    def begins(self, world: World, still_training: Sequence[WorkerId]) -> None:
+    def check_begin(self, world: World, still_training: Sequence[WorkerId]) -> None:
         """A world to which no member brings state begins.
 
         Args:

@@ -51,7 +51,7 @@ class SimServer:
         self.sim = sim
         self.step = driver_step
         self.run = held
-        self.invariants = DriverInvariants(sim.plan.successor, event_log)
+        self.invariants = DriverInvariants(sim.plan.find_next_position, event_log)
         self.event_log = event_log
         self.dead = False  # its process ended: messages to it are lost
         self.end: do.End | None = None
@@ -122,7 +122,7 @@ class SimServer:
     def register(self, slot: SimSlot) -> None:
         self._send(slot.host, lambda: self.post(RegisterSlot(slot.name, slot.host.name, slot.launch)), 0.001)
 
-    def started(self, slot: SimSlot, worker: str) -> None:
+    def receive_started(self, slot: SimSlot, worker: str) -> None:
         self._send(slot.host, lambda: self.post(WorkerStarted(slot.name, worker)))
 
     def send_heartbeat(self, slot: SimSlot, worker: str, state: str) -> None:
@@ -243,7 +243,7 @@ class SimServer:
         self.worlds.append(world)
         if world.resume or world.source is None:
             training = [w.name for w in self._workers() if self._is_training_in_parallel(w, world)]
-            self.sim.run.checkpoint_invariants.begins(world, training)
+            self.sim.run.checkpoint_invariants.check_begin(world, training)
         for member in world.members:
             if member.worker in self.held:
                 self._answer(member.worker)

@@ -184,7 +184,7 @@ class Simulation:
         for _ in range(self.plan.hosts):
             self.add_host()
         self.run.open()
-        self._faults.arm()
+        self._faults.schedule_faults()
         self._run_until(lambda: self.server.end is not None, DEADLINE, "the job did not end")
         seconds = self.now
         self._check_result()
@@ -270,18 +270,18 @@ class Simulation:
             self.offer_host(host)
         return None
 
-    def second_attempt(self, slot: SimSlot) -> None:
+    def start_second_attempt(self, slot: SimSlot) -> None:
         """Speculation, or a retry: the cluster runs a launch's task once more. See R14 (duplicates)."""
         self._queue_launch(slot.server, slot.launch)
 
-    def attempt_over(self, slot: SimSlot, reason: str, failed: bool) -> None:
+    def end_attempt(self, slot: SimSlot, reason: str, failed: bool) -> None:
         """An attempt of a launch's task is gone. As in Spark, one that returned ends the launch and its other attempts;
         one that failed leaves them alone or, with retries, is followed by another."""
         rivals = [s for s in self._slots_of_launch[slot.server, slot.launch] if s.alive]
         if failed and rivals:
             return
         if failed and self.plan.retries:
-            self.schedule(0.1, lambda: self.second_attempt(slot))
+            self.schedule(0.1, lambda: self.start_second_attempt(slot))
             return
         for rival in rivals:
             rival.leave()
@@ -307,9 +307,9 @@ class Simulation:
 
     # ---- the program
 
-    def exception_at(self, worker: SimWorker) -> str:
+    def find_exception(self, worker: SimWorker) -> str:
         """What user code raises on this worker's share of its step, "" for nothing."""
-        return self._faults.exception_at(worker)
+        return self._faults.find_exception(worker)
 
     def record_applied(self, worker: SimWorker, world: World, position: Position) -> None:
         if position.phase is Phase.TRAIN:

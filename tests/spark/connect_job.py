@@ -80,7 +80,7 @@ def fit(spark: Any, folder: str) -> dict[str, Any]:
     }
 
 
-def sentence(call: Any) -> str:
+def read_sentence(call: Any) -> str:
     from spark_elastic.errors import ElasticError
 
     try:
@@ -113,8 +113,8 @@ def main(master: str, folder: str) -> None:
     Path(folder, "events").mkdir()
     spark = builder.getOrCreate()
     seen: dict[str, Any] = {
-        "number": sentence(lambda: spark_elastic.run(train)),
-        "ship": sentence(lambda: spark_elastic.run(train, num_workers=2, ship=True)),
+        "number": read_sentence(lambda: spark_elastic.run(train)),
+        "ship": read_sentence(lambda: spark_elastic.run(train, num_workers=2, ship=True)),
     }
     lines = io.StringIO()
     whom = "worker" if master.startswith("local[") else "executor"

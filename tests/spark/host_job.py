@@ -99,7 +99,7 @@ def weights(model: ElasticTorchModel) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.model.parameters()])
 
 
-def rows_exact(run_id: str) -> bool:
+def are_rows_exact(run_id: str) -> bool:
     """Each row entered one applied step of each epoch."""
     with tempfile.TemporaryDirectory() as folder:
         fsspec.filesystem("s3").get(f"{STORE}/runs/{run_id}/ledger/", folder, recursive=True)
@@ -133,7 +133,7 @@ def main() -> None:
 def train(workers: int, compared: bool) -> None:
     model = fit(workers, "disturbed", Slow(), ledger=True, on_progress=follow)
     verdict = {
-        "rows exact": rows_exact("disturbed"),
+        "rows exact": are_rows_exact("disturbed"),
         "worlds": [[world.size, world.reason] for world in model.summary.worlds],
         "steps lost": model.summary.report.steps_lost,
     }

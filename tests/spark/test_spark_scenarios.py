@@ -77,7 +77,7 @@ def test_hosts_are_added_and_removed(spark: SparkSession, tmp_path: Path, fault:
     a, b, c = all_executors(spark)
     listed: dict[str, int] = {a: 1}
 
-    def only(*hosts: str) -> Callable[[], None]:
+    def list_only(*hosts: str) -> Callable[[], None]:
         def act() -> None:
             listed.update(dict.fromkeys(hosts, 1))
             for gone in set(listed) - set(hosts):
@@ -87,8 +87,8 @@ def test_hosts_are_added_and_removed(spark: SparkSession, tmp_path: Path, fault:
 
     program = Held(tmp_path, fault.on)
     story = Story(
-        (5, 1, only(a, b)), (10, 2, only(a, b, c)), (15, 3, only(a, b)),
-        (20, 2, only(b, c)), (25, 2, only(c, a)), (30, 2, only(a)), over=(program.over, 1),
+        (5, 1, list_only(a, b)), (10, 2, list_only(a, b, c)), (15, 3, list_only(a, b)),
+        (20, 2, list_only(b, c)), (25, 2, list_only(c, a)), (30, 2, list_only(a)), over=(program.over, 1),
     )  # fmt: skip
     # Hosts that come back find a spare, as in a job that lasts.
     config = ElasticConfig(host_discovery=lambda: dict(listed), gather_timeout=1.0, spare_after=0.0)

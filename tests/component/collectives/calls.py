@@ -77,7 +77,7 @@ def _equals(found: Any, expected: Any, dtype: str, op: str) -> bool:
     return np.allclose(widen(found, dtype), widen(expected, dtype), rtol=rtol, atol=0)
 
 
-def packed_sum(parts: Sequence[Any], wire: str, hosts: Sequence[int] = (), after: float = 1.0) -> Any:
+def compute_packed_sum(parts: Sequence[Any], wire: str, hosts: Sequence[int] = (), after: float = 1.0) -> Any:
     """What a compressed sum is: packed is what travels, so within each of several hosts float32 is summed as it is.
 
     hosts: how many ranks each has; empty: all exchange through sockets. after: a factor, on each host's sum.
@@ -101,7 +101,7 @@ def reduce_in_chunks(member: Member, hosts: Sequence[int] = ()) -> list[str]:
     for compression, wire in (("fp16", "float16"), ("bf16", "bfloat16")):
         array = whole[group.rank].copy()
         group.allreduce(array, compression=compression)
-        expected = packed_sum([part[own] for part in whole], wire, hosts)
+        expected = compute_packed_sum([part[own] for part in whole], wire, hosts)
         # The other ranks look at the rest of it, which is the same everywhere.
         same = group.allgather_bytes(hashlib.sha256(array.tobytes()).digest())
         if len(set(same)) > 1 or not np.array_equal(array[own], expected):

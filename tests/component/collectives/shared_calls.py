@@ -114,7 +114,7 @@ def _calls(group: Group) -> dict[str, Callable[[], Any]]:
     }
 
 
-def end_of_barrier(member: Member, aborts: bool) -> float:
+def time_end_of_barrier(member: Member, aborts: bool) -> float:
     """When this rank's barrier failed, or when it aborted instead of meeting; by the machine's monotonic clock."""
     if aborts:
         time.sleep(0.02)  # for the others to be blocked; sooner is just as right

@@ -24,7 +24,7 @@ from elastic_collectives import (
 from elastic_collectives.arithmetic import narrow, reduce_parts, widen
 from elastic_collectives.fakes import FakeFabric
 from elastic_collectives.operands import DTYPES, FLOATS, OPS
-from tests.component.collectives.calls import packed_sum
+from tests.component.collectives.calls import compute_packed_sum
 from tests.component.collectives.ranks import local_ranks
 
 SIZE = 3
@@ -50,10 +50,10 @@ def make(request: pytest.FixtureRequest) -> Iterator[Make]:
             ]
             return [stack.enter_context(group) for group in groups]
 
-        def fake(timeout: float) -> Groups:
+        def make_fakes(timeout: float) -> Groups:
             return list(FakeFabric(SIZE, timeout=timeout).groups)
 
-        yield fake if request.param == "fake" else engine
+        yield make_fakes if request.param == "fake" else engine
 
 
 def call_all(groups: Groups, call: Callable[[Group], Any]) -> list[Any]:
@@ -122,7 +122,7 @@ def test_compression(request: pytest.FixtureRequest, make: Make, compression: st
 
     packed = [narrow(share, wire) for share in shares]
     if len(hosts) > 1:
-        averaged = packed_sum([2 * share for share in shares], wire, hosts, 0.5 / SIZE)
+        averaged = compute_packed_sum([2 * share for share in shares], wire, hosts, 0.5 / SIZE)
     else:
         halved = reduce_parts([narrow(2 * share, wire) for share in shares], wire, "average", 0.5)
         averaged = widen(halved, wire)

@@ -16,7 +16,7 @@ pytest.importorskip("pygloo", reason="pygloo has wheels for CPython up to 3.10: 
 pytestmark = [pytest.mark.pygloo, pytest.mark.timeout(300)]
 
 
-def move(member: Member) -> None:
+def move_to_pygloo(member: Member) -> None:
     """From the engine's group to one of pygloo's, whose addresses travel over it."""
     from elastic_collectives.backends.pygloo import connect
 
@@ -41,7 +41,7 @@ def test_every_operation_agrees_with_numpy_and_with_the_engine(pool: Pool, size:
     ranks = pool.take(size)
     pool.world(ranks, timeout=120)
     ours = call_all(ranks, results)
-    assert call_all(ranks, move) == [None] * size
+    assert call_all(ranks, move_to_pygloo) == [None] * size
     for mine, theirs in zip(ours, call_all(ranks, results), strict=True):
         for a, b in zip(mine, theirs, strict=True):
             np.testing.assert_array_equal(a, b)
@@ -55,12 +55,12 @@ def test_every_operation_agrees_with_numpy_and_with_the_engine(pool: Pool, size:
 def test_a_mismatch_and_a_death_are_errors(pool: Pool) -> None:
     ranks = pool.take(3)
     pool.world(ranks)
-    call_all(ranks, move)
+    call_all(ranks, move_to_pygloo)
     for end in call_all(ranks, calls.reduce_own_size, [3, 3, 4], "ring"):
         assert isinstance(end, Failed)
         assert end.kind == "MismatchError"
     pool.world(ranks)
-    call_all(ranks, move)
+    call_all(ranks, move_to_pygloo)
     for rank in ranks:
         rank.call(calls.work_until_it_fails, "ring", 1, signal.SIGKILL)
     for end in answers([ranks[0], ranks[2]]):

@@ -27,7 +27,7 @@ def test_an_abort_wakes_every_waiter(
         pool.world(ranks, hosts=hosts)
         call_all(ranks, calls.barrier)
         for number, rank in enumerate(ranks):
-            rank.call(shared.end_of_barrier, number == 1)
+            rank.call(shared.time_end_of_barrier, number == 1)
         first, aborted, last = answers(ranks)
         waits.append(max(first, last) - aborted)
     record_property("milliseconds from abort to the last waiter", 1000 * statistics.median(waits))
@@ -44,7 +44,7 @@ def test_a_death_wakes_every_waiter(
         pool.world(ranks, hosts=hosts)
         call_all(ranks, calls.barrier)
         for rank in ranks[:2]:
-            rank.call(shared.end_of_barrier, False)
+            rank.call(shared.time_end_of_barrier, False)
         time.sleep(0.02)  # for both to be blocked; sooner is just as right
         killed = time.perf_counter()
         ranks[2].close()

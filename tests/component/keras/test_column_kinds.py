@@ -22,7 +22,7 @@ from spark_elastic.state.run_lease import RunLease
 from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.spec import Rows, TrainSpec
-from tests.component.column_kinds import CLASSES, FEATURES, ROWS, data_in, numbers, read_table, write
+from tests.component.column_kinds import CLASSES, FEATURES, ROWS, numbers, open_data, read_table, write
 from tests.component.injected_faults import await_fault, inject_faults, kill
 from tests.component.keras.job import Job, difference, weights_of
 from tests.component.torch.job import RUN, SEED, Follower, NoDiscovery, ledger_of
@@ -110,7 +110,7 @@ def train_plain(job: Job, store: Store, manifest: Manifest) -> list[Any]:
 def check_training(job: Job, folder: Path, inject_fault: Any) -> LaunchResult:
     """The launch's result, once it is seen to be what undisturbed training gives. inject_fault: in epoch 1."""
     write(folder, "arrow")
-    store, manifest = data_in(folder)
+    store, manifest = open_data(folder)
     launcher = ProcessLauncher(
         job.task(store, manifest, str(folder / "ledger")),
         SystemClock(),
@@ -130,7 +130,7 @@ def check_training(job: Job, folder: Path, inject_fault: Any) -> LaunchResult:
 
 def test_a_transformation_of_images_is_tried_on_a_row_of_the_table(tmp_path: Path) -> None:
     write(tmp_path, "arrow")
-    task = JOB.task(*data_in(tmp_path))
+    task = JOB.task(*open_data(tmp_path))
     try:
         task.prepare()
         task.close()

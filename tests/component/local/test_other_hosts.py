@@ -106,7 +106,7 @@ class Job:
 
 
 @contextmanager
-def running(hosts: Hosts, *options: str, **variables: str) -> Iterator[Job]:
+def run_job(hosts: Hosts, *options: str, **variables: str) -> Iterator[Job]:
     job = Job(hosts, *options, **variables)
     try:
         yield job
@@ -138,7 +138,7 @@ def pythons(hosts: Hosts, *nodes: int) -> list[str]:
 
 
 def test_a_job_over_three_hosts_shows_no_secret_and_ends_with_its_driver(hosts: Hosts) -> None:
-    with running(hosts, "-H", "h0:1,h1:1,h2:1", "-np", "3") as job:
+    with run_job(hosts, "-H", "h0:1,h1:1,h2:1", "-np", "3") as job:
         job.await_lines(*(f"sum 6 of 3 on h{node} mark {MARK}" for node in (0, 1, 2)))
         commands = [process.cmdline() for node in (0, 1, 2) for process in processes(hosts, node)]
         entered = [words for words in commands if words[0].endswith("ssh")]
@@ -156,7 +156,7 @@ def test_a_job_continues_while_hosts_refuse_join_disconnect_and_die(hosts: Hosts
     script.write_text(f"#!/bin/sh\ncat {TMP}/hosts\n")
     script.chmod(0o755)
     options = ("--host-discovery-script", f"{TMP}/find.sh", "-np", "2", "--min-np", "1", "--max-np", "3")
-    with running(hosts, *options) as job:
+    with run_job(hosts, *options) as job:
         job.await_lines("sum 3 of 2 on h0", "sum 3 of 2 on h1")
         refusal = "host h3 cannot run workers: connect to host h3 port 2222: Connection refused"
         assert job.errors().count(refusal) == 1
@@ -193,7 +193,7 @@ CANNOT = [
 def test_a_host_that_cannot_run_workers_is_named_with_the_reason(
     hosts: Hosts, options: str, variables: dict[str, str], sentence: str
 ) -> None:
-    with running(hosts, *options.split(), "-np", "1", **variables) as job:
+    with run_job(hosts, *options.split(), "-np", "1", **variables) as job:
         assert job.process.wait(SECONDS) == 1
         (line,) = job.errors().strip().splitlines()
         host = options.split()[1].partition(":")[0]

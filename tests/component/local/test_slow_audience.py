@@ -41,7 +41,7 @@ CONFIG = ElasticConfig(driver_timeout=TIMEOUT, lease=TIMEOUT, status_page=False)
 L = TypeVar("L", bound=LocalLauncher)
 
 
-def local(program: Held, kind: type[L]) -> L:
+def make_cluster(program: Held, kind: type[L]) -> L:
     return kind(program, NumberedHosts(2, 1), SystemClock())
 
 
@@ -97,7 +97,7 @@ def test_a_listener_that_blocks_costs_no_world() -> None:
     program, began, read = Held(steps=20), threading.Event(), threading.Event()
     listener = Blocking(began, read)
     later = release_later(program, began, read)
-    result = train(local(program, LocalLauncher), listener)
+    result = train(make_cluster(program, LocalLauncher), listener)
     later.join()
     assert [world.size for world in result.worlds] == [2]
     assert listener.newest["step"] >= 19, "the newest is heard in the end"
@@ -120,7 +120,7 @@ def test_a_terminal_that_blocks_costs_no_world() -> None:
     with os.fdopen(ends[1], "w") as stream:
         output = Unread(stream, SystemClock(), timestamps=False, show_messages=True, show_output=True)
         output.began = began
-        result = train(local(program, LocalLauncher), output)
+        result = train(make_cluster(program, LocalLauncher), output)
         output.close()
     for thread in (later, reader):
         thread.join()
@@ -153,7 +153,7 @@ class Collector(logging.Handler):
 def test_a_log_handler_that_blocks_costs_no_world() -> None:
     """Unauthenticated requests make the server log meanwhile."""
     program, began, read = Held(steps=20), threading.Event(), threading.Event()
-    cluster = local(program, Reached)
+    cluster = make_cluster(program, Reached)
     collector, root = Collector(began, read), logging.getLogger()
 
     def send_unauthenticated() -> None:

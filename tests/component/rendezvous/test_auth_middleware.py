@@ -189,10 +189,10 @@ class _Quick(Connection):
 def serve_with_short_timeouts(connection: type[Connection]) -> Iterator[int]:
     """The port of a server that gives bodies a tenth of a second, and heads what `connection` gives them."""
 
-    async def beat(call: Call) -> object:
+    async def answer_beat(call: Call) -> object:
         return Acknowledged()
 
-    gate = AuthMiddleware(KEY, ATTEMPT, {Heartbeat: beat}, RequestLimits(body_seconds=0.1))
+    gate = AuthMiddleware(KEY, ATTEMPT, {Heartbeat: answer_beat}, RequestLimits(body_seconds=0.1))
     listener = listen(Bind())
     serving = HttpServer(gate, listener, connection)
     serving.start()
@@ -244,14 +244,14 @@ def test_unauthenticated_clients_cannot_take_all_connections(encrypted: bool) ->
     """With one more than there may be, the first is hung up on; whoever proved the key keeps its connection. Strangers
     that never begin to speak of TLS count as well."""
 
-    async def beat(call: Call) -> object:
+    async def answer_beat(call: Call) -> object:
         return Acknowledged()
 
     listener = listen(Bind())
     port = listener.getsockname()[1]
     certificate = auth.create_certificate() if encrypted else None
     serving = HttpServer(
-        AuthMiddleware(KEY, ATTEMPT, {Heartbeat: beat}),
+        AuthMiddleware(KEY, ATTEMPT, {Heartbeat: answer_beat}),
         listener,
         _Narrow,
         certificate and certificate.context,

@@ -80,7 +80,7 @@ class Screen:
         for text in texts:
             self.page.get_by_text(text).first.wait_for(timeout=SHOWN)
 
-    def shoot(self, name: str) -> None:
+    def save_screenshot(self, name: str) -> None:
         self.page.screenshot(path=self._folder / f"{name}.png")
 
     def fits(self) -> bool:
@@ -97,7 +97,7 @@ class Screen:
         inside = self.page.evaluate(INSIDE) and all(box["right"] <= WIDTH for box in boxes)
         return len(boxes) > 10 and apart and inside
 
-    def curve(self, chart: str) -> list[tuple[float, float]]:
+    def read_curve(self, chart: str) -> list[tuple[float, float]]:
         points = self.page.locator(f"#{chart} polyline").get_attribute("points")
         return [(float(x), float(y)) for x, y in (point.split(",") for point in points.split())]
 
@@ -134,9 +134,9 @@ def test_the_page_at_four_moments_of_a_job(job: Played, url: str, screen: Screen
     screen.page.reload()  # by the cookie alone
     screen.expect_texts("39 / 100")
     assert screen.fits()
-    loss = screen.curve("loss")
+    loss = screen.read_curve("loss")
     assert loss[0][1] < loss[-1][1], "the loss falls, and y grows downwards"
-    screen.shoot("status-steady")
+    screen.save_screenshot("status-steady")
 
     job.lose_host(2, step=40, regroup=0.4)
     job.form()
@@ -144,21 +144,21 @@ def test_the_page_at_four_moments_of_a_job(job: Played, url: str, screen: Screen
     screen.expect_texts("2 of 3", "1 of 3 lost, recovered in 0.40 s")
     assert screen.page.locator("#world .mark").count() == 1
     assert screen.fits()
-    screen.shoot("status-after-loss")
+    screen.save_screenshot("status-after-loss")
 
     job.on(on.LaunchEnded(0, 2, "its host is lost"))
     job.joins(4, step=46)
     job.train(46, 80)
     screen.expect_texts("3 of 3", "1 joined in")
-    assert len({y for _, y in screen.curve("world")}) == 2, "two and three workers"
-    screen.shoot("status-recovered")
+    assert len({y for _, y in screen.read_curve("world")}) == 2, "two and three workers"
+    screen.save_screenshot("status-recovered")
 
     assert job.world is not None
     text = f"rank 1 keeps rank 0 and 2 waiting for 3 s; its process is in state D\n{STACK}"
     job.on(on.WorkerStalled(0, job.world.members[1].worker, job.world.fence, text))
     screen.expect_texts("Stalled workers, which keep the others waiting", "reader.py")
     assert screen.fits()
-    screen.shoot("status-stuck")
+    screen.save_screenshot("status-stuck")
     assert not screen.complaints
 
 

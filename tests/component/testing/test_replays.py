@@ -16,7 +16,7 @@ from tests.component.worker.moments import Held
 def test_the_journal_of_a_real_job_with_a_loss_replays_to_the_same_decisions(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     job = Job(Held(steps=15, seconds=0.02), size=2, config=ElasticConfig(journal=str(path)))
-    job.at_step(5, lambda: os.kill(job.workers()[1].pid, signal.SIGKILL))
+    job.act_at_step(5, lambda: os.kill(job.workers()[1].pid, signal.SIGKILL))
     result = job.run()
     again = replay(path)
     said = [command for entry in again.entries for command in entry.commands]

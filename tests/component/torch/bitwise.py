@@ -12,7 +12,7 @@ from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.plan import DataPlan
 from tests.component.torch.hand_written import hold
 from tests.component.torch.job import CLASSES, WIDTH, Job
-from tests.component.torch.nets import paced
+from tests.component.torch.nets import add_pace
 
 SHARES, BATCH = 8, 40
 NETS = ("mlp", "conv", "lstm", "embedding")
@@ -34,7 +34,7 @@ class BitwiseJob(Job):
 def everything() -> torch.nn.Module:
     """Layers that draw, that keep statistics and that are used twice, in float32."""
     torch.manual_seed(6)
-    return paced(
+    return add_pace(
         torch.nn.Conv2d(1, 4, 3, padding=1),
         torch.nn.BatchNorm2d(4),
         torch.nn.Flatten(),

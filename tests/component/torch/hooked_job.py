@@ -89,7 +89,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def at_half_the_rate(parameters: Any) -> torch.optim.Optimizer:
+def make_optimizer_at_half_rate(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
@@ -104,7 +104,7 @@ class HookedJob(Job):
         seen = Rows(store, manifest, replace(self.plan(manifest), shuffle=False))
         objects = TorchUserObjects(
             copy.deepcopy(self.model),
-            at_half_the_rate,  # and `lr_scale` makes it the job's own, once, whatever worlds come
+            make_optimizer_at_half_rate,  # and `lr_scale` makes it the job's own, once, whatever worlds come
             losses(),
             (1.0, 0.25),
             {"hits": score_hits},

@@ -9,13 +9,13 @@ import torch
 from tests.component.torch.job import CLASSES, WIDTH, Paced
 
 
-def paced(*layers: torch.nn.Module, pace: float = 0.01) -> torch.nn.Module:
+def add_pace(*layers: torch.nn.Module, pace: float = 0.01) -> torch.nn.Module:
     return Paced(torch.nn.Sequential(*layers), pace).double()
 
 
 def mlp(pace: float = 0.01) -> torch.nn.Module:
     torch.manual_seed(1)
-    return paced(torch.nn.Linear(WIDTH, 40), torch.nn.Tanh(), torch.nn.Linear(40, CLASSES), pace=pace)
+    return add_pace(torch.nn.Linear(WIDTH, 40), torch.nn.Tanh(), torch.nn.Linear(40, CLASSES), pace=pace)
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:

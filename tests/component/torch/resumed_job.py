@@ -45,12 +45,12 @@ def read_data(folder: Path) -> tuple[Store, Manifest]:
     return store, Manifest.load(store, "manifest.json")
 
 
-def every_row_once_by_attempt(folder: Path, epochs: int) -> None:
+def check_every_row_once_by_attempt(folder: Path, epochs: int) -> None:
     """What the later driver did stands."""
-    check_every_row_once(by_attempt(folder), epochs)
+    check_every_row_once(renumber_generations(folder), epochs)
 
 
-def by_attempt(folder: Path) -> Path:
+def renumber_generations(folder: Path) -> Path:
     """A folder with the same ledger, in which generations grow from driver to driver: they begin anew with each."""
     lines = [
         json.loads(line) for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines()

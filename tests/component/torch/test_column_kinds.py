@@ -21,7 +21,7 @@ from spark_elastic.state.run_lease import RunLease
 from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.torch.train.spec import TorchUserObjects
 from spark_elastic.torch.train.trainer import TorchTrainProgram
-from tests.component.column_kinds import CLASSES, FEATURES, ROWS, data_in, numbers, read_table, write
+from tests.component.column_kinds import CLASSES, FEATURES, ROWS, numbers, open_data, read_table, write
 from tests.component.injected_faults import inject_faults, kill
 from tests.component.readers import READERS
 from tests.component.torch.job import (
@@ -34,7 +34,7 @@ from tests.component.torch.job import (
     ledger_of,
     train_elastic,
 )
-from tests.component.torch.resumed_job import by_attempt
+from tests.component.torch.resumed_job import renumber_generations
 from tests.scenarios import Fault
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(180)]
@@ -94,7 +94,7 @@ def make_job(reader: str, epochs: int = 1, checkpoint_steps: int | None = None) 
 @pytest.mark.parametrize("reader", READERS)
 def test_p1_p2_every_kind_of_column_under_a_kill(reader: str, tmp_path: Path, fault: Fault) -> None:
     write(tmp_path, reader)
-    (store, manifest), job = data_in(tmp_path), make_job(reader)
+    (store, manifest), job = open_data(tmp_path), make_job(reader)
     made: list[ProcessLauncher] = []
 
     def make(task: TorchTrainProgram) -> ProcessLauncher:
@@ -120,7 +120,7 @@ from spark_elastic.state.run_lease import RunLease
 from tests.component.torch import test_column_kinds as here
 
 folder, reader = Path(sys.argv[1]), sys.argv[2]
-store, manifest = here.data_in(folder)
+store, manifest = here.open_data(folder)
 
 def die(epoch, step):
     if CheckpointStore(store, here.RUN).read_published():
@@ -138,7 +138,7 @@ here.train_elastic(
 @pytest.mark.parametrize("reader", READERS)
 def test_p7_every_kind_of_column_when_the_driver_is_killed(reader: str, tmp_path: Path) -> None:
     write(tmp_path, reader)
-    (store, manifest), job = data_in(tmp_path), make_job(reader, 2, 3)
+    (store, manifest), job = open_data(tmp_path), make_job(reader, 2, 3)
     first = subprocess.run([sys.executable, "-c", DRIVER, str(tmp_path), reader], timeout=120, check=False)
     assert first.returncode == -signal.SIGKILL
     ledger, run = tmp_path / "ledger", RunLease.acquire(store, RUN)
@@ -146,7 +146,9 @@ def test_p7_every_kind_of_column_when_the_driver_is_killed(reader: str, tmp_path
         job, store, manifest, str(ledger), Follower(), lambda task: launcher(task, room=2), run=run
     )
     assert "continues from checkpoint" in result.worlds[0].reason
-    assert ledger_of(by_attempt(ledger)) == {(epoch, row): 1 for epoch in range(2) for row in range(ROWS)}
+    assert ledger_of(renumber_generations(ledger)) == {
+        (epoch, row): 1 for epoch in range(2) for row in range(ROWS)
+    }
     assert (
         difference(ours, train_plain(make_job(reader).model, store, manifest, job.plan(manifest), 2)) < 1e-9
     )
@@ -155,7 +157,7 @@ def test_p7_every_kind_of_column_when_the_driver_is_killed(reader: str, tmp_path
 @pytest.mark.parametrize("reader", READERS[1:])
 def test_petastorm_says_that_it_reads_no_vectors(reader: str, tmp_path: Path) -> None:
     write(tmp_path, "arrow")
-    store, manifest = data_in(tmp_path)
+    store, manifest = open_data(tmp_path)
     with (
         open_reader(reader, store, manifest, ["v", "y"]) as opened,
         pytest.raises(InvalidInput, match="petastorm leaves out column 'v', as it does structs"),

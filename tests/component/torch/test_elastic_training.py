@@ -28,7 +28,7 @@ from tests.component.torch.job import (
     train_elastic,
     train_plain,
 )
-from tests.component.torch.nets import mlp, paced, sgd
+from tests.component.torch.nets import add_pace, mlp, sgd
 from tests.scenarios import Fault
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(180)]
@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.native, pytest.mark.timeout(180)]
 
 def build_conv() -> torch.nn.Module:
     torch.manual_seed(2)
-    return paced(
+    return add_pace(
         torch.nn.Conv2d(1, 4, 3, padding=1),
         torch.nn.Tanh(),
         torch.nn.Flatten(),
@@ -47,12 +47,14 @@ def build_conv() -> torch.nn.Module:
 def build_sync_batch_norm() -> torch.nn.Module:
     """Statistics of the whole step's rows: replaced by plain BatchNorm where one process has them all."""
     torch.manual_seed(4)
-    return paced(torch.nn.Linear(WIDTH, 20), SyncBatchNorm(20), torch.nn.Tanh(), torch.nn.Linear(20, CLASSES))
+    return add_pace(
+        torch.nn.Linear(WIDTH, 20), SyncBatchNorm(20), torch.nn.Tanh(), torch.nn.Linear(20, CLASSES)
+    )
 
 
 def build_row_dropout() -> torch.nn.Module:
     torch.manual_seed(5)
-    return paced(
+    return add_pace(
         torch.nn.Linear(WIDTH, 20),
         RowDropout(0.3),
         torch.nn.Tanh(),
@@ -68,7 +70,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 def build_mixed() -> torch.nn.Module:
     """A layer of each kind that the others have one of."""
     torch.manual_seed(6)
-    return paced(
+    return add_pace(
         torch.nn.Conv2d(1, 4, 3, padding=1),
         torch.nn.Flatten(),
         torch.nn.Linear(4 * WIDTH, 20),

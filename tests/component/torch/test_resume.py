@@ -30,7 +30,7 @@ from tests.component.torch.job import (
 from tests.component.torch.resumed_job import (
     DRIVER,
     check_every_row_once,
-    every_row_once_by_attempt,
+    check_every_row_once_by_attempt,
     make_job,
 )
 from tests.patience import until
@@ -57,7 +57,7 @@ def test_p7_all_workers_are_lost_and_training_continues_from_the_last_checkpoint
         return made[0]
 
     def inject_fault() -> None:
-        until(lambda: epoch_is_durable(store, 1))
+        until(lambda: is_epoch_durable(store, 1))
         for slot in made[0].slots():
             killed.append(slot)
             fault(kill, made[0], slot)
@@ -73,15 +73,15 @@ def test_p7_all_workers_are_lost_and_training_continues_from_the_last_checkpoint
     check_every_row_once(ledger, job.epochs)
     kept = CheckpointStore(store, RUN).read_published()
     assert len(kept) == 3
-    assert kept[0].fence.generation == again_generation(result.event_log)
+    assert kept[0].fence.generation == find_last_generation(result.event_log)
 
 
-def epoch_is_durable(store: Store, epoch: int) -> bool:
+def is_epoch_durable(store: Store, epoch: int) -> bool:
     """Whether a checkpoint of that epoch counts."""
     return any(each.position.epoch == epoch for each in CheckpointStore(store, RUN).read_published())
 
 
-def again_generation(story: tuple[str, ...]) -> int:
+def find_last_generation(story: tuple[str, ...]) -> int:
     """Of the last world that was published."""
     last = [line for line in story if " PublishWorld " in line][-1]
     return int(last.split("(world ")[-1].split()[0].rstrip(","))
@@ -95,7 +95,7 @@ def test_p7_another_driver_resumes_with_fewer_workers_after_a_kill(
     ledger = tmp_path / "ledger"
 
     def inject_fault() -> None:
-        until(lambda: epoch_is_durable(store, 1))
+        until(lambda: is_epoch_durable(store, 1))
         fault(first.kill)
 
     with inject_faults(tmp_path / "faults", {"epoch 1": inject_fault}):
@@ -115,4 +115,4 @@ def test_p7_another_driver_resumes_with_fewer_workers_after_a_kill(
     assert "continues from checkpoint 000001-" in result.worlds[0].reason
     assert first.returncode == -signal.SIGKILL
     assert difference(ours, train_plain(job, store, manifest)) < 1e-9
-    every_row_once_by_attempt(ledger, job.epochs)
+    check_every_row_once_by_attempt(ledger, job.epochs)

@@ -52,13 +52,13 @@ def test_p2_holds_with_schedules_weights_callbacks_and_validation(tmp_path: Path
     assert difference(ours, theirs) < 1e-9
     check_history(SimpleNamespace(results=[outcome.result]), history)
     entries = json.loads(outcome.result)["history"]
-    shows_what_the_history_has(told, entries)
+    check_reports(told, entries)
     numbers = {name for name, value in entries[0].items() if isinstance(value, int | float)}
     known = list_epoch_numbers(job.task(store, manifest)._trainer._objects, ["y", "w"])
     assert {name.removeprefix("val_") for name in numbers} <= {*known, *NOT_METRICS}
 
 
-def shows_what_the_history_has(told: list[Any], history: list[Any]) -> None:
+def check_reports(told: list[Any], history: list[Any]) -> None:
     """Each report has the numbers of the last closed epoch, for the progress line, the status page and /metrics."""
     names = {name for name, value in history[0].items() if isinstance(value, float)} - {"seconds", "loss"}
     steps = history[0]["steps"]

@@ -105,7 +105,7 @@ class Frozen(Lit):
         return super().forward(self.norm(x))
 
 
-def own_step(model: Any, features: Any, labels: Any) -> torch.Tensor:
+def compute_own_loss(model: Any, features: Any, labels: Any) -> torch.Tensor:
     return loss_of(model(*features), labels[0])
 
 
@@ -128,7 +128,10 @@ class Case:
         if self.kind == "loss":
             return TorchUserObjects(Net(self.dtype), sgd, (loss_of,))
         return TorchUserObjects(
-            Net(self.dtype), sgd, (), train_minibatch_fn={"mean": own_step, "rows": own_rows}[self.kind]
+            Net(self.dtype),
+            sgd,
+            (),
+            train_minibatch_fn={"mean": compute_own_loss, "rows": own_rows}[self.kind],
         )
 
 

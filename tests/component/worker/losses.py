@@ -83,15 +83,15 @@ class Job(JobListener):
         self._threads: list[threading.Thread] = []
         self._failed: list[BaseException] = []
 
-    def at_step(self, step: int, act: Callable[[], object], world: int = 1) -> None:
+    def act_at_step(self, step: int, act: Callable[[], object], world: int = 1) -> None:
         """Run `act` when rank 0 has reported that step and the world of that number (1: the first) is published."""
         self._acts.append((lambda now: now.step >= step and len(now.sizes) >= world, act))
 
-    def at_world(self, number: int, act: Callable[[], object]) -> None:
+    def act_at_world(self, number: int, act: Callable[[], object]) -> None:
         """Run `act` when the world of that number is published."""
         self._acts.append((lambda now: len(now.sizes) >= number, act))
 
-    def at_line(self, text: str, act: Callable[[], object]) -> None:
+    def act_at_line(self, text: str, act: Callable[[], object]) -> None:
         """Run `act` when a worker has written a line with that text."""
         self._acts.append((lambda now: any(text in line for line in now.lines), act))
 

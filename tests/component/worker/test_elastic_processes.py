@@ -99,7 +99,7 @@ def test_a_function_forks_processes() -> None:
 
 def test_a_killed_slot_costs_no_step_and_another_takes_its_place() -> None:
     job = make_held_job()
-    job.at_step(10, lambda: job.cluster.kill(max(job.cluster.slots())))
+    job.act_at_step(10, lambda: job.cluster.kill(max(job.cluster.slots())))
     assert sizes(job.run())[:2] == [3, 2]
 
 
@@ -113,7 +113,7 @@ def test_a_killed_worker_is_replaced_by_its_warm_spare() -> None:
         worker.kill()
         until(lambda: spare in job.workers())
 
-    job.at_step(10, inject_fault)
+    job.act_at_step(10, inject_fault)
     seen = sizes(job.run())
     assert seen[0] == 2
     assert seen[-1] == 2
@@ -128,7 +128,7 @@ def test_a_stopped_worker_is_evicted_after_its_lease() -> None:
         stopped.append(job.workers()[0])
         stopped[0].send_signal(signal.SIGSTOP)
 
-    job.at_step(10, inject_fault)
+    job.act_at_step(10, inject_fault)
     result = job.run(lease=6.0)
     assert any("its process has not run for" in line for line in result.event_log)
     assert not stopped[0].is_running()
@@ -141,7 +141,7 @@ def test_training_survives_two_simultaneous_losses() -> None:
         for number in sorted(job.cluster.slots())[:2]:
             job.cluster.kill(number)
 
-    job.at_step(10, inject_fault)
+    job.act_at_step(10, inject_fault)
     result = job.run()
     assert 1 in sizes(result) or 2 in sizes(result)
 
@@ -153,7 +153,7 @@ def test_the_job_starts_again_when_all_workers_die_at_once() -> None:
         for worker in job.workers():
             worker.kill()
 
-    job.at_step(10, inject_fault)
+    job.act_at_step(10, inject_fault)
     assert len(job.run().worlds) >= 2
 
 
@@ -164,7 +164,7 @@ def test_a_drained_host_leaves_at_a_step_boundary() -> None:
         host = f"host-{max(job.cluster.slots())}"
         job.post(DrainRequested(SystemClock().now(), "the host is wanted elsewhere", host=host))
 
-    job.at_step(10, drain)
+    job.act_at_step(10, drain)
     result = job.run()
     assert sizes(result)[:2] == [3, 2]
     assert not any("GroupBroken" in line or "broke" in line for line in result.event_log)
@@ -172,7 +172,7 @@ def test_a_drained_host_leaves_at_a_step_boundary() -> None:
 
 def test_newcomers_join_while_the_others_train() -> None:
     job = make_held_job(size=2, room=1)
-    job.at_step(10, lambda: job.cluster.add_room(1))
+    job.act_at_step(10, lambda: job.cluster.add_room(1))
     assert sizes(job.run(gather_timeout=0.5)) == [1, 2]
 
 

@@ -31,8 +31,8 @@ def count_killed(result: LaunchResult) -> int:
 @pytest.mark.parametrize("world", [1, 2])
 def test_training_survives_a_loss_while_a_world_forms(world: int, fault: Fault) -> None:
     job = Job(Held(30, 0.02), until=lambda now: len(now.sizes) > world)
-    job.at_step(10, lambda: kill_worker(job, 2))
-    job.at_world(world, lambda: fault(kill_worker, job, 0))
+    job.act_at_step(10, lambda: kill_worker(job, 2))
+    job.act_at_world(world, lambda: fault(kill_worker, job, 0))
     result = job.run()
     assert len(sizes(result)) >= world + 1
     assert any(f"world {world} is over" in line for line in result.event_log)
@@ -42,8 +42,10 @@ def test_training_survives_a_loss_while_a_world_forms(world: int, fault: Fault) 
 def test_training_survives_a_loss_during_sync(role: str, fault: Fault) -> None:
     """The source dies while it hands over its state, or the newcomer while it takes it."""
     job = Job(SlowSync(20, 0.02), size=3, room=2)
-    job.at_step(1, lambda: job.cluster.add_room(1))
-    job.at_line("syncs as rank 2 of world 2", lambda: fault(kill_worker, job, 0 if role == "source" else 2))
+    job.act_at_step(1, lambda: job.cluster.add_room(1))
+    job.act_at_line(
+        "syncs as rank 2 of world 2", lambda: fault(kill_worker, job, 0 if role == "source" else 2)
+    )
     result = job.run(num_workers=2)
     assert sizes(result)[:2] == [2, 3]
     assert any("world 2 is over" in line for line in result.event_log)
@@ -52,8 +54,8 @@ def test_training_survives_a_loss_during_sync(role: str, fault: Fault) -> None:
 
 def test_training_survives_a_second_loss_while_the_survivors_regroup(fault: Fault) -> None:
     job = Job(SlowReturn(20, 0.02), size=4)
-    job.at_step(3, lambda: kill_worker(job, 0))
-    job.at_line("comes back slowly", lambda: fault(kill_worker, job, 1))
+    job.act_at_step(3, lambda: kill_worker(job, 0))
+    job.act_at_line("comes back slowly", lambda: fault(kill_worker, job, 1))
     result = job.run()
     assert count_killed(result) == 2
     assert sizes(result)[0] == 4
@@ -62,8 +64,8 @@ def test_training_survives_a_second_loss_while_the_survivors_regroup(fault: Faul
 @pytest.mark.scenario("G7")
 def test_a_newcomer_can_join_during_a_reset(fault: Fault) -> None:
     job = Job(SlowReturn(20, 0.02), size=4, room=3, until=lambda now: now.sizes[-1] == 4, faults=fault.on)
-    job.at_step(3, lambda: kill_worker(job, 0))
-    job.at_line("comes back slowly", lambda: fault(job.cluster.add_room, 1))
+    job.act_at_step(3, lambda: kill_worker(job, 0))
+    job.act_at_line("comes back slowly", lambda: fault(job.cluster.add_room, 1))
     result = job.run(num_workers=3)
     assert sizes(result)[0] == 3
     assert sizes(result)[-1] == 4
@@ -80,7 +82,7 @@ def test_training_survives_two_membership_changes_within_a_second(fault: Fault) 
         fault(job.post, DrainRequested(SystemClock().now(), reason, host=f"host-{first}"))
         fault(job.cluster.kill, second)
 
-    job.at_step(3, inject_fault)
+    job.act_at_step(3, inject_fault)
     result = job.run()
     assert min(sizes(result)) < 3
     assert sizes(result)[-1] == 3
@@ -92,14 +94,14 @@ def test_a_newcomer_that_leaves_again_stops_no_worker(fault: Fault) -> None:
     job = Job(Held(20, 0.02), size=3, room=2, faults=fault.on)
     came: set[int] = set()
 
-    def come_and_go() -> None:
+    def add_room_and_kill() -> None:
         there = job.cluster.slots().keys()
         job.cluster.add_room(1)
         came.update(until(lambda: job.cluster.slots().keys() - there))
         job.post(DrainRequested(SystemClock().now(), "it is not wanted after all", host=f"host-{min(came)}"))
         until(lambda: min(came) not in job.cluster.slots())
 
-    job.at_step(5, lambda: fault(come_and_go))
+    job.act_at_step(5, lambda: fault(add_room_and_kill))
     result = job.run(num_workers=2)
     assert any("drains: it is not wanted after all" in line for line in result.event_log)
     assert not any(f"{min(came)}-0" in world.reason for world in result.worlds[1:])
@@ -113,7 +115,7 @@ def test_training_survives_the_loss_of_all_slots_but_one(fault: Fault) -> None:
         for number in sorted(job.cluster.slots())[1:]:
             fault(job.cluster.kill, number)
 
-    job.at_step(10, inject_fault)
+    job.act_at_step(10, inject_fault)
     result = job.run()
     assert len(sizes(result)) >= 2
     assert not any("starts from the beginning" in line for line in result.event_log)
@@ -127,7 +129,7 @@ def test_fewer_than_min_workers_wait_for_another_worker_and_continue(fault: Faul
         for number in sorted(job.cluster.slots())[1:]:
             fault(job.cluster.kill, number)
 
-    job.at_step(10, inject_fault)
+    job.act_at_step(10, inject_fault)
     result = job.run(min_workers=3)
     assert sizes(result) == [3, 3]
     assert "continues from epoch 1, train, step" in result.worlds[1].reason
@@ -137,7 +139,7 @@ def test_fewer_than_min_workers_wait_for_another_worker_and_continue(fault: Faul
 def test_training_survives_many_resets_within_one_epoch(fault: Fault) -> None:
     job = Job(Held(50, 0.03), until=lambda now: len(now.sizes) >= 5, faults=fault.on)
     for number, step in enumerate((10, 20, 30, 40)):
-        job.at_step(step, partial(fault, kill_worker, job, number % 2), world=number + 1)
+        job.act_at_step(step, partial(fault, kill_worker, job, number % 2), world=number + 1)
     result = job.run()
     assert count_killed(result) == 4
     assert len(sizes(result)) >= 5
@@ -159,8 +161,8 @@ def test_a_silent_host_is_evicted_and_fenced_when_it_wakes(fault: Fault) -> None
         for process in reversed(frozen):  # the slot comes last, since it kills its worker
             process.send_signal(signal.SIGCONT)
 
-    job.at_step(3, freeze)
-    job.at_world(2, thaw)
+    job.act_at_step(3, freeze)
+    job.act_at_world(2, thaw)
     result = job.run(lease=6.0)
     assert sizes(result)[:2] == [3, 2]
     assert 3 in sizes(result)[2:], "its slot brings another worker"

@@ -57,7 +57,7 @@ def test_r12_training_survives_the_death_of_the_server_together_with_a_worker(
         fault(break_server, job)
         job.workers()[1].kill()
 
-    job.at_step(10, inject_fault)
+    job.act_at_step(10, inject_fault)
     result = job.run()
     assert "starts again on the same port" in caplog.text
     assert sizes(result)[0] == 3
@@ -85,7 +85,7 @@ class HeldUp(Job):
 def test_r12_a_server_stopped_for_longer_than_a_lease_evicts_no_worker(fault: Fault) -> None:
     last = 150
     job = HeldUp(Held(last + 1, 0.03), until=lambda now: not job.seconds and now.step == last)
-    job.at_step(10, lambda: fault(job.delay_answers, 5.0))
+    job.act_at_step(10, lambda: fault(job.delay_answers, 5.0))
     result = job.run(lease=3.0)
     assert sizes(result) == [3]
     leap = max(after - before for before, after in itertools.pairwise(job.steps))
@@ -121,7 +121,7 @@ def test_p6_a_client_without_the_key_gets_nothing_and_the_job_continues(fault: F
             )[0],
         )
 
-    job.at_step(10, lambda: fault(attack))
+    job.act_at_step(10, lambda: fault(attack))
     result = job.run()
     assert answers == {
         "unsigned": 401,

@@ -37,7 +37,7 @@ def test_p5_a_stopped_worker_is_named_with_its_last_stack_before_its_eviction(
 ) -> None:
     job = Job(Held(60, 0.03), until=lambda now: len(now.sizes) >= 2, faults=fault.on)
     # Stopped long enough after its begin for a sample of its stack to be there.
-    job.at_step(45, lambda: fault(job.workers()[1].send_signal, signal.SIGSTOP))
+    job.act_at_step(45, lambda: fault(job.workers()[1].send_signal, signal.SIGSTOP))
     result = job.run(lease=10.0)
     sentence = next(said for said in find_stall_messages(caplog) if "is stopped (T), last seen in " in said)
     assert re.search(r"run \((testing/counting|worker/moments)\.py:", sentence)

@@ -35,7 +35,7 @@ class OwnStep(keras.Sequential):
         return {}
 
 
-def own_step() -> Any:
+def build_own_step() -> Any:
     model = OwnStep([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     return model
@@ -69,7 +69,7 @@ def values(**changes: Any) -> dict[str, Any]:
         ({"model": net}, "the model is not compiled: call model.compile"),
         ({"model": net, "optimizer": "sgd"}, "give the estimator an optimizer and a loss"),
         ({"model": net, "optimizer": "nonsense", "loss": "mse"}, "optimizer must be a Keras optimizer"),
-        ({"model": own_step}, "OwnStep has a train_step"),
+        ({"model": build_own_step}, "OwnStep has a train_step"),
         ({"model": lambda: net(optimizer="sgd", loss="mse", steps_per_execution=4)}, "steps_per_execution"),
         ({"model": lambda: net(optimizer="sgd", loss="mse"), "callbacks": [3]}, "callbacks must be"),
         (

@@ -26,7 +26,7 @@ class Stage:
         self.posted: list[DriverEvent] = []
         self.detector = StallDetector(self.posted.append, 3.0, lambda slots: 1.0)
 
-    def beat(self, rank: int, waits: bool, seconds: float) -> None:
+    def send_heartbeat(self, rank: int, waits: bool, seconds: float) -> None:
         now = self.clock.now()
         heartbeat = Heartbeat(SlotId(f"{rank}-0"), WorkerId(f"{rank}-0.1"), "S", waits, seconds, "f (a.py:1)")
         self.detector.on_transition(Received(now, heartbeat), (), None)
@@ -38,9 +38,9 @@ class Stage:
         """Rank 0 waits for rank 1 all the while."""
         for second in range(1, seconds + 1):
             self.clock.advance(1.0)
-            self.beat(1, False, float(second))
+            self.send_heartbeat(1, False, float(second))
             self.clock.advance(0.3)
-            self.beat(0, True, float(second))
+            self.send_heartbeat(0, True, float(second))
 
     def list_stalls(self) -> list[WorkerStalled]:
         return [event for event in self.posted if isinstance(event, WorkerStalled)]
@@ -68,11 +68,11 @@ def test_a_member_that_works_on_after_the_end_of_its_world_is_named() -> None:
     stage.decide(AbortWorld("broke", Fence(1, 1)))
     for second in range(1, 6):
         stage.clock.advance(1.0)
-        stage.beat(1, False, 10.0 + second)
+        stage.send_heartbeat(1, False, 10.0 + second)
     assert [event.worker for event in stage.list_stalls()] == ["1-0.1"]
     stage.decide(PublishWorld("start", world(2)))
     stage.clock.advance(5.0)
-    stage.beat(1, False, 20.0)
+    stage.send_heartbeat(1, False, 20.0)
     assert len(stage.list_stalls()) == 1
 
 
@@ -80,6 +80,6 @@ def test_the_detector_forgets_heartbeats_of_slots_that_are_gone() -> None:
     stage = Stage()
     stage.decide(PublishWorld("start", world(1)))
     for number in range(10 * SPARE_HEARTBEATS):
-        stage.beat(number, False, 0.0)
+        stage.send_heartbeat(number, False, 0.0)
         stage.clock.advance(0.3)
     assert len(stage.detector._heartbeats) < 2 * SPARE_HEARTBEATS

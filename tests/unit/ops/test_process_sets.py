@@ -21,12 +21,12 @@ from spark_elastic.ops.process_sets import (
     remove_process_set,
     reset_process_sets,
 )
-from tests.unit.ops.workers import enter_group, per_thread, run_in_fake_world
+from tests.unit.ops.workers import enter_group, run_in_fake_world, use_context_per_thread
 
 
 @pytest.fixture(autouse=True)
 def threads_are_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    per_thread(monkeypatch)
+    use_context_per_thread(monkeypatch)
 
 
 def compute_total(process_set: ProcessSet, value: float) -> float:

@@ -14,11 +14,11 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.negotiation import ALLREDUCE, BARRIER, Request
 from spark_elastic.ops.operations import get_queue
 from spark_elastic.ops.timeline import start_timeline, stop_timeline
-from tests.unit.ops.workers import enter_group, per_thread, run_in_fake_world
+from tests.unit.ops.workers import enter_group, run_in_fake_world, use_context_per_thread
 
 
 def test_rank_0_writes_the_phases_of_each_operation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    per_thread(monkeypatch)
+    use_context_per_thread(monkeypatch)
 
     def work(group: Group) -> None:
         start_timeline(str(tmp_path / f"{group.rank}.json"), mark_cycles=True)
@@ -43,7 +43,7 @@ def test_rank_0_writes_the_phases_of_each_operation(monkeypatch: pytest.MonkeyPa
 def test_only_one_timeline_is_written_and_only_to_a_writable_path(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    per_thread(monkeypatch)
+    use_context_per_thread(monkeypatch)
     enter_group(FakeFabric(1).group(0))
     with pytest.raises(InvalidInput, match="cannot be written"):
         start_timeline(str(tmp_path / "nowhere" / "trace.json"))
@@ -55,7 +55,7 @@ def test_only_one_timeline_is_written_and_only_to_a_writable_path(
 
 
 def test_a_new_rank_0_continues_the_timeline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    per_thread(monkeypatch)
+    use_context_per_thread(monkeypatch)
     (tmp_path / "trace.json").write_text('[{"name": "of the former rank 0", "ph": "i"},\n')
     enter_group(FakeFabric(2).group(1))
     start_timeline(str(tmp_path / "trace.json"))
@@ -72,7 +72,7 @@ def test_a_new_rank_0_that_cannot_write_the_timeline_continues_without_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The path's folder may be on the former rank 0's host alone."""
-    per_thread(monkeypatch)
+    use_context_per_thread(monkeypatch)
     monkeypatch.setenv("HOROVOD_TIMELINE", str(tmp_path / "nowhere" / "trace.json"))
     enter_group(FakeFabric(2).group(1))
     get_queue()
@@ -81,7 +81,7 @@ def test_a_new_rank_0_that_cannot_write_the_timeline_continues_without_it(
         get_queue()
     assert caplog.text.count("cannot be written") == 1
     enter_group(FakeFabric(1).group(0))
-    per_thread(monkeypatch)  # another job, whose first rank it is from the start
+    use_context_per_thread(monkeypatch)  # another job, whose first rank it is from the start
     enter_group(FakeFabric(1).group(0))
     with pytest.raises(InvalidInput, match="cannot be written"):
         get_queue()
@@ -90,7 +90,7 @@ def test_a_new_rank_0_that_cannot_write_the_timeline_continues_without_it(
 def test_a_function_that_begins_again_continues_its_timeline(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    per_thread(monkeypatch)
+    use_context_per_thread(monkeypatch)
     path = tmp_path / "trace.json"
     for generation in (1, 2):
         enter_group(FakeFabric(1, fence=(1, generation)).group(0))
@@ -105,7 +105,7 @@ def test_a_function_that_begins_again_continues_its_timeline(
 def test_a_full_disk_ends_the_timeline_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    per_thread(monkeypatch)
+    use_context_per_thread(monkeypatch)
 
     def work(group: Group) -> float:
         start_timeline("/dev/full", mark_cycles=True)

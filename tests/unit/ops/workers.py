@@ -25,7 +25,7 @@ class _ContextPerThread(threading.local, ProcessContext):
         ProcessContext.__init__(self)
 
 
-def per_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def use_context_per_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(context, "_process", _ContextPerThread())
 
 

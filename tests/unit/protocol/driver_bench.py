@@ -30,7 +30,7 @@ def at(step: int) -> Position:
     return Position(0, Phase.TRAIN, step)
 
 
-def _next(position: Position) -> Position:
+def _take_step(position: Position) -> Position:
     return replace(position, step=position.step + 1)
 
 
@@ -44,7 +44,7 @@ class Bench:
     def __init__(self, limits: Limits = FOUR) -> None:
         self.now = 0.0
         self.limits = limits
-        self.invariants = DriverInvariants(_next)
+        self.invariants = DriverInvariants(_take_step)
         self.state: DriverState
         self.state, self.commands = driver_machine.initial(limits, 1)
         self.invariants.check(self.state, None, self.state, self.commands)

@@ -23,7 +23,7 @@ def make_object(kind: str, module: str = "pyspark.sql.session") -> Any:
     return type(kind, (), {"__module__": module})()
 
 
-def in_closure(thing: Any) -> Callable[[], Any]:
+def capture_in_closure(thing: Any) -> Callable[[], Any]:
     session = thing
     return lambda: session
 
@@ -59,11 +59,11 @@ def capture_in_object(thing: Any) -> Callable[[], Any]:
     return Holder(thing).method
 
 
-def in_partial(thing: Any) -> Callable[[], Any]:
+def capture_in_partial(thing: Any) -> Callable[[], Any]:
     return partial(lambda session: session, session=thing)
 
 
-PLACES = [in_closure, capture_deep, capture_in_object, in_partial]
+PLACES = [capture_in_closure, capture_deep, capture_in_object, capture_in_partial]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -34,23 +34,29 @@ def at(step: int) -> Position:
     return Position(1, Phase.TRAIN, step)
 
 
-def written(store: Store, step: int, attempt: int = 1) -> Checkpoint:
+def write_checkpoint(store: Store, step: int, attempt: int = 1) -> Checkpoint:
     return CheckpointStore(store, "r").write(Fence(attempt, 2), at(step), {"a": b"%d" % step, "b": b"same"})
 
 
 def test_a_written_checkpoint_is_read_back(store: Store) -> None:
-    checkpoint = written(store, 7)
+    checkpoint = write_checkpoint(store, 7)
     assert (checkpoint.fence, checkpoint.position) == (Fence(1, 2), at(7))
     assert CheckpointStore(store, "r").read(checkpoint) == {"a": b"7", "b": b"same"}
     assert CheckpointStore(store, "r").read_published() == ()
 
 
 def test_r18_the_list_of_the_highest_attempt_counts(store: Store) -> None:
-    run, old, new = CheckpointStore(store, "r"), written(store, 9), written(store, 3, attempt=2)
+    run, old, new = (
+        CheckpointStore(store, "r"),
+        write_checkpoint(store, 9),
+        write_checkpoint(store, 3, attempt=2),
+    )
     run.publish(1, [old])
     assert run.read_published() == (old,)
     run.publish(2, [new, old])
-    run.publish(1, [written(store, 10), old])  # by a driver that does not know yet that it lost the run
+    run.publish(
+        1, [write_checkpoint(store, 10), old]
+    )  # by a driver that does not know yet that it lost the run
     assert run.read_published() == (new, old)
 
 
@@ -58,7 +64,7 @@ def test_r18_the_list_of_the_highest_attempt_counts(store: Store) -> None:
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     store: Store, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run, older, newer = CheckpointStore(store, "r"), written(store, 1), written(store, 2)
+    run, older, newer = CheckpointStore(store, "r"), write_checkpoint(store, 1), write_checkpoint(store, 2)
     folder = f"runs/r/checkpoints/{newer.name}"
     match damage:
         case "altered":
@@ -145,7 +151,7 @@ def test_the_holder_publishes_and_deletes(store: Store) -> None:
     run = RunLease.acquire(store, "r")
     lost: list[str] = []
     run.start(lost.append)
-    first, second = written(store, 1), written(store, 2)
+    first, second = write_checkpoint(store, 1), write_checkpoint(store, 2)
     run.publish((first,))
     run.publish((second,))
     run.close()
@@ -157,11 +163,11 @@ def test_the_holder_publishes_and_deletes(store: Store) -> None:
 
 def test_an_unpublished_checkpoint_is_deleted_once_a_newer_one_counts(store: Store) -> None:
     """What a dead attempt left, what was superseded before it was told; not what may be about to be told."""
-    left, old = written(store, 9), written(store, 3)
+    left, old = write_checkpoint(store, 9), write_checkpoint(store, 3)
     CheckpointStore(store, "r").publish(1, [old])
     run_lease.acquire_attempt(store, "r")
     run = RunLease.acquire(store, "r")
-    late, new, next_one = (written(store, step, run.attempt) for step in (4, 5, 6))
+    late, new, next_one = (write_checkpoint(store, step, run.attempt) for step in (4, 5, 6))
     store.write_bytes(f"runs/r/checkpoints/{late.name}x/a", b"half")
     run.publish_now((new, old))
     there = {name.rpartition("/")[2] for name in store.list("runs/r/checkpoints")}
@@ -175,7 +181,7 @@ def test_r15_a_result_that_cannot_be_read_back_is_not_reported() -> None:
     pipe = store.filesystem.pipe_file
     store.filesystem.pipe_file = lambda path, data, **more: pipe(path, data[:-1], **more)
     with pytest.raises(StoreError):
-        written(store, 1)
+        write_checkpoint(store, 1)
 
 
 def test_r10_a_driver_that_lost_the_run_publishes_nothing_and_names_the_holder(store: Store) -> None:
@@ -183,7 +189,7 @@ def test_r10_a_driver_that_lost_the_run_publishes_nothing_and_names_the_holder(s
     lost: list[str] = []
     old.start(lost.append)
     assert RunLease.acquire(store, "r").attempt == 2
-    old.publish((written(store, 1),))
+    old.publish((write_checkpoint(store, 1),))
     old.close()
     by = f"attempt 2, process {os.getpid()} on {socket.gethostname()}"
     assert lost == [f"run 'r' was taken over by another driver ({by}; this one is attempt 1)"]
@@ -289,7 +295,7 @@ def test_a_store_that_stays_full_is_one_warning_and_leaves_no_half_checkpoint(
 def test_on_a_full_store_the_list_is_written_once_the_oldest_checkpoint_is_deleted() -> None:
     store = make_memory_store()
     lease = RunLease.acquire(store, "r")
-    old, newer = written(store, 1), written(store, 2)
+    old, newer = write_checkpoint(store, 1), write_checkpoint(store, 2)
     lease.publish_now((newer, old))
     limit_room(store, sum(each.bytes for each in store.find()))
     newest = replace(newer, position=at(3), name=name_of(newer.fence, at(3)) + "-a-longer-name")

@@ -129,13 +129,13 @@ def test_a_write_that_succeeded_although_it_raised_loses_no_later_message(
     pair = Pair()
     write = Store.write_bytes
 
-    def writes_and_fails(store: Store, name: str, content: bytes) -> None:
+    def write_and_fail(store: Store, name: str, content: bytes) -> None:
         write(store, name, content)
         raise StoreError("the answer was lost")
 
     pair.a.send(Note(0))
     with monkeypatch.context() as failing:
-        failing.setattr(Store, "write_bytes", writes_and_fails)
+        failing.setattr(Store, "write_bytes", write_and_fail)
         with pytest.raises(StoreError):
             pair.a.poll()
     pair.b.poll()

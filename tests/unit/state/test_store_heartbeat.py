@@ -43,11 +43,11 @@ def test_a_heartbeat_exists_while_its_block_runs() -> None:
 def test_the_wait_lasts_until_the_heartbeat_is_stale() -> None:
     store = make_memory_store()
 
-    def beat(now: float) -> None:
+    def write_heartbeat(now: float) -> None:
         if now < 100:
             store.write_bytes(NAME, str(int(now / (STALE_AFTER - 1))).encode())
 
-    clock = ActingClock(beat)
+    clock = ActingClock(write_heartbeat)
     wait_until_stale(store, NAME, clock)
     assert clock.now() == pytest.approx(100 + STALE_AFTER, abs=STALE_AFTER)
 

@@ -14,7 +14,7 @@ from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.state.elastic_loop import elastic
 from spark_elastic.state.handlers import to_array
-from tests.unit.ops.workers import per_thread, run_in_fake_world
+from tests.unit.ops.workers import run_in_fake_world, use_context_per_thread
 from tests.unit.state.stage import Event, Stage, StageSession
 
 STEPS = 8
@@ -36,7 +36,7 @@ def keras_state(number: int) -> tuple[Any, Callable[[], None], Callable[[], list
     return hvd.elastic.TensorFlowKerasState(model, optimizer, step=0), step, read_all_values
 
 
-def plain_state(number: int) -> tuple[Any, Callable[[], None], Callable[[], list[Any]]]:
+def make_plain_state(number: int) -> tuple[Any, Callable[[], None], Callable[[], list[Any]]]:
     variables = [
         tf.Variable(float(number)),
         tf.Variable([1, 2], dtype=tf.int64),
@@ -54,7 +54,7 @@ def plain_state(number: int) -> tuple[Any, Callable[[], None], Callable[[], list
     )
 
 
-@pytest.mark.parametrize("make", [keras_state, plain_state])
+@pytest.mark.parametrize("make", [keras_state, make_plain_state])
 def test_newcomers_and_survivors_hold_equal_values_after_a_sync(make: Callable[[int], Any]) -> None:
     stage = Stage(2, (Event(2), Event(5, rank=0)))
     numbers = iter(range(100))
@@ -80,11 +80,11 @@ def test_newcomers_and_survivors_hold_equal_values_after_a_sync(make: Callable[[
     assert results[0][1] == STEPS
 
 
-@pytest.mark.parametrize("make", [keras_state, plain_state])
+@pytest.mark.parametrize("make", [keras_state, make_plain_state])
 def test_a_state_is_synced_outside_of_the_run_loop(
     make: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    per_thread(monkeypatch)
+    use_context_per_thread(monkeypatch)
 
     def work(group: Group) -> tuple[list[Any], int]:
         state, _, all_there_is = make(group.rank)

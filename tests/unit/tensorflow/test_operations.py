@@ -13,7 +13,7 @@ import spark_elastic.tensorflow as hvd
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.tensorflow.arrays import call, copy_arrays
-from tests.unit.ops.workers import per_thread, run_in_fake_world
+from tests.unit.ops.workers import run_in_fake_world, use_context_per_thread
 
 World = Callable[[int, Callable[[Group], Any]], list[Any]]
 DTYPES = [tf.bool, tf.uint8, tf.int32, tf.int64, tf.float16, tf.bfloat16, tf.float32, tf.float64]
@@ -21,7 +21,7 @@ DTYPES = [tf.bool, tf.uint8, tf.int32, tf.int64, tf.float16, tf.bfloat16, tf.flo
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
-    per_thread(monkeypatch)
+    use_context_per_thread(monkeypatch)
     return run_in_fake_world
 
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import spark_elastic.tensorflow as hvd
 from elastic_collectives import Group
-from tests.unit.ops.workers import per_thread, run_in_fake_world
+from tests.unit.ops.workers import run_in_fake_world, use_context_per_thread
 
 ROWS = np.random.default_rng(3).normal(size=(7, 2, 3)) * [1.0, 5.0, 0.1] + [0.0, 100.0, 1.0]
 MASK = np.arange(14).reshape(7, 2) % 3 > 0
@@ -23,7 +23,7 @@ WEIGHTS = np.random.default_rng(4).normal(size=(7, 2, 3))
 def test_outputs_gradients_and_running_statistics_are_those_of_all_rows(
     monkeypatch: pytest.MonkeyPatch, masked: bool
 ) -> None:
-    per_thread(monkeypatch)
+    use_context_per_thread(monkeypatch)
 
     def layer(kind: Callable[..., Any]) -> Any:
         made = kind(dtype="float64", gamma_initializer="uniform", momentum=0.5)

@@ -13,7 +13,7 @@ from spark_elastic.ops import process_sets
 from spark_elastic.torch.gradients import gradient_sync as rounds
 from spark_elastic.worker import session
 from spark_elastic.worker.context import GroupContext, WorkerContext
-from tests.unit.ops.workers import enter_group, per_thread, run_in_fake_world
+from tests.unit.ops.workers import enter_group, run_in_fake_world, use_context_per_thread
 from tests.unit.torch.loops import Here
 from tests.unit.torch.worlds import World, run_in_world
 
@@ -29,14 +29,14 @@ def repeatable() -> Iterator[None]:
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     """Runs a function on every rank of a world of fakes, each thread being a worker."""
-    per_thread(monkeypatch)
+    use_context_per_thread(monkeypatch)
     return run_in_fake_world
 
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> World:
     """The same over the real engine."""
-    per_thread(monkeypatch)
+    use_context_per_thread(monkeypatch)
 
     def run(size: int, work: Callable[[Group], Any]) -> list[Any]:
         def work_as(group: Group) -> Any:

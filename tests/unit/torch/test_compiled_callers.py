@@ -11,7 +11,7 @@ import torch
 
 import spark_elastic.torch as hvd
 from elastic_collectives import Group
-from tests.unit.ops.workers import per_thread, run_in_fake_world
+from tests.unit.ops.workers import run_in_fake_world, use_context_per_thread
 
 
 def train(compiled: Callable[[Any], Any], group: Group) -> list[float]:
@@ -34,7 +34,7 @@ def train(compiled: Callable[[Any], Any], group: Group) -> list[float]:
 @pytest.mark.faults  # for its time
 @pytest.mark.filterwarnings("ignore")  # those of torch's compiler
 def test_torch_compile_works_with_models_steps_and_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    per_thread(monkeypatch)
+    use_context_per_thread(monkeypatch)
     expected = run_in_fake_world(2, partial(train, lambda function: function))
     compiled = run_in_fake_world(2, partial(train, partial(torch.compile, backend="eager")))
     assert compiled[0] == compiled[1] == pytest.approx(expected[0])

@@ -19,7 +19,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.state.elastic_loop import ENTERED, STATE
 from spark_elastic.torch import data_loader
 from spark_elastic.torch.elastic import ElasticDataLoader
-from tests.unit.ops.workers import per_thread, run_in_fake_world
+from tests.unit.ops.workers import run_in_fake_world, use_context_per_thread
 
 
 class World:
@@ -189,7 +189,7 @@ def test_a_state_puts_the_position_back_and_rejects_other_settings() -> None:
 
 
 def test_a_newcomers_loop_ends_once_it_takes_over_the_position(monkeypatch: pytest.MonkeyPatch) -> None:
-    per_thread(monkeypatch)
+    use_context_per_thread(monkeypatch)
 
     def work(group: Group) -> int:
         loader = ElasticDataLoader(range(12), 3)

@@ -18,7 +18,7 @@ from spark_elastic.protocol.types import HostUpdateResult
 from spark_elastic.state.elastic_loop import elastic
 from spark_elastic.torch.elastic import ModelStateHandler
 from spark_elastic.worker.context import get_context, get_process_context
-from tests.unit.ops.workers import enter_group, per_thread, run_in_fake_world
+from tests.unit.ops.workers import enter_group, run_in_fake_world, use_context_per_thread
 
 
 @pytest.fixture(autouse=True)
@@ -226,7 +226,7 @@ def test_a_state_outside_of_a_job_has_a_world_of_one() -> None:
 
 
 def test_a_state_is_synced_outside_of_the_run_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    per_thread(monkeypatch)
+    use_context_per_thread(monkeypatch)
 
     def work(group: Group) -> tuple[int, list[float], list[int]]:
         model = torch.nn.Linear(1, 1, bias=False)
@@ -243,7 +243,7 @@ def test_a_state_is_synced_outside_of_the_run_loop(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("begins", [False, True])
 def test_recorded_rows_of_all_ranks_are_merged(begins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a sync, and where a world begins in which no rank takes over another's state."""
-    per_thread(monkeypatch)
+    use_context_per_thread(monkeypatch)
 
     def work(group: Group) -> tuple[list[int], list[int]]:
         sampler = hvd.elastic.ElasticSampler(range(8), shuffle=False)
@@ -342,7 +342,7 @@ def test_p1_a_commit_between_two_backward_passes_of_a_step_loses_no_rows(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, loss: bool, synchronized: bool
 ) -> None:
     """A sampler has counted rows by then whose gradients no snapshot holds."""
-    per_thread(monkeypatch)
+    use_context_per_thread(monkeypatch)
     hvd.elastic._warn_unapplied_gradients.cache_clear()
     session = LoneSession()
     model = torch.nn.ParameterList([torch.zeros(8)])

@@ -97,7 +97,7 @@ def unscale(opt: Any, scaler: Any) -> None:
     scaler.step(opt)
 
 
-def scaled_step(opt: Any, scaler: Any) -> None:
+def take_scaled_step(opt: Any, scaler: Any) -> None:
     scaler.step(opt)
 
 
@@ -107,7 +107,7 @@ def replace(opt: Any, scaler: Any) -> None:
 
 
 @pytest.mark.parametrize("by", [1, 2], ids=["one rank", "both"])
-@pytest.mark.parametrize("change", [clip, unscale, scaled_step, replace])
+@pytest.mark.parametrize("change", [clip, unscale, take_scaled_step, replace])
 def test_gradients_changed_between_backward_and_step_are_an_error(
     here: Here, change: Callable[[Any, Any], None], by: int
 ) -> None:
@@ -119,7 +119,7 @@ def test_gradients_changed_between_backward_and_step_are_an_error(
         opt: Any = DistributedOptimizer(adam(model.parameters()), model.named_parameters())
         opt.step()  # the ranks have met
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        x = X * (float("inf") if group.rank == 0 and change is scaled_step else 1.0)
+        x = X * (float("inf") if group.rank == 0 and change is take_scaled_step else 1.0)
         scaler.scale(model(x).pow(2).mean()).backward()  # type: ignore[no-untyped-call]
         try:
             change(opt, scaler) if group.rank < by else opt.step()

@@ -11,12 +11,12 @@ import torch
 import spark_elastic.torch as hvd
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
-from tests.unit.ops.workers import per_thread, run_in_fake_world
+from tests.unit.ops.workers import run_in_fake_world, use_context_per_thread
 
 
 @pytest.fixture(autouse=True)
 def threads_are_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    per_thread(monkeypatch)
+    use_context_per_thread(monkeypatch)
 
 
 def inputs(steps: int, rows: int, shape: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ from spark_elastic.ops.process_sets import ProcessSet, add_process_set, get_proc
 from spark_elastic.worker.context import get_context
 from spark_elastic.worker.function_program import FunctionProgram
 from spark_elastic.worker.program import WorkerHandle
-from tests.unit.ops.workers import enter_group, per_thread
+from tests.unit.ops.workers import enter_group, use_context_per_thread
 
 OF_A_MODULE = ProcessSet([1])
 
@@ -29,7 +29,7 @@ def train() -> dict[int, list[int]]:
 def test_a_function_that_is_called_again_can_add_its_process_sets_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    per_thread(monkeypatch)
+    use_context_per_thread(monkeypatch)
     program, handle = (
         FunctionProgram(train),
         WorkerHandle(lambda: 0, lambda at: None, lambda told: None, _fail_if_called),

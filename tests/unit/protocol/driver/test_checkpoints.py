@@ -19,20 +19,20 @@ def checkpoint(step: int, generation: int = 1, attempt: int = 1) -> Checkpoint:
     return Checkpoint(Fence(attempt, generation), at(step), f"{attempt}-{generation}-{step}", "digest")
 
 
-def written(bench: Bench, step: int, generation: int = 1, attempt: int = 1) -> None:
+def report_written(bench: Bench, step: int, generation: int = 1, attempt: int = 1) -> None:
     bench.on(CheckpointWritten(name(1), checkpoint(step, generation, attempt)))
 
 
-def running() -> Bench:
+def start_running() -> Bench:
     bench = Bench(replace(FOUR, checkpoints_kept=2, gather_timeout=1.0))
     bench.start(1, 2, 3, 4)
     return bench
 
 
 def test_r18_the_newest_checkpoints_count_and_late_ones_change_nothing() -> None:
-    bench = running()
+    bench = start_running()
     for step in (3, 6, 5, 9):
-        written(bench, step)
+        report_written(bench, step)
     published = bench.find_commands(PublishCheckpoint)
     assert [[each.position.step for each in command.checkpoints] for command in published] == [
         [3],
@@ -42,16 +42,16 @@ def test_r18_the_newest_checkpoints_count_and_late_ones_change_nothing() -> None
 
 
 def test_r18_a_checkpoint_of_another_attempt_or_a_future_world_never_counts() -> None:
-    bench = running()
-    written(bench, 3, attempt=2)
-    written(bench, 3, generation=7)
+    bench = start_running()
+    report_written(bench, 3, attempt=2)
+    report_written(bench, 3, generation=7)
     assert not bench.find_commands(PublishCheckpoint)
 
 
 def test_r18_a_world_without_survivors_begins_from_the_newest_checkpoint() -> None:
-    bench = running()
-    written(bench, 3)
-    written(bench, 6)
+    bench = start_running()
+    report_written(bench, 3)
+    report_written(bench, 6)
     for job in (1, 2, 3, 4):
         bench.on(WorkerExited(name(job).slot, name(job), -9))
         bench.on(WorkerStarted(SlotId(f"{job}-0"), name(job, 2)))
@@ -68,14 +68,14 @@ def test_r18_a_driver_that_opens_a_run_begins_from_its_newest_checkpoint() -> No
     bench.state, _ = driver_machine.initial(FOUR, 2, found)
     bench.start_warm(1, 2, 3, 4)
     assert bench.world.resume == found
-    written(bench, 2, generation=1, attempt=2)
+    report_written(bench, 2, generation=1, attempt=2)
     assert bench.find_commands(PublishCheckpoint)[-1].checkpoints == (checkpoint(2, attempt=2), *found)
 
 
 def test_r18_the_driver_waits_for_old_members_that_may_live() -> None:
     """Whoever was stopped may train on when it wakes up, until the driver's silence ends it."""
-    bench = running()
-    written(bench, 3)
+    bench = start_running()
+    report_written(bench, 3)
     for _ in range(12):
         bench.wait(0.5)
         for job in (1, 2, 3, 4):
@@ -96,7 +96,7 @@ def lose_executors(
     hung_up: Callable[[Bench], None] | None, after: Callable[[Bench], None] | None = None
 ) -> Bench:
     """All four trained on at second 10; Spark lost their executors, while or before their connections ended."""
-    bench = running()
+    bench = start_running()
     bench.wait(10.0, heartbeats_of=[1, 2, 3, 4])
     if hung_up is not None:
         hung_up(bench)

@@ -34,14 +34,14 @@ def _replace(bench: Bench, job: int, started: int) -> str:
     return worker
 
 
-def _three() -> Bench:
+def _start_three() -> Bench:
     bench = Bench(WHOLE)
     bench.start(1, 2, 3)
     return bench
 
 
 def test_r15_the_job_waits_for_a_working_member_however_long_it_takes() -> None:
-    bench = _three()
+    bench = _start_three()
     _finish(bench, name(1), name(3))
     bench.start_warm(4)
     bench.wait(70.0, heartbeats_of=[1, 2, 3, 4])
@@ -54,7 +54,7 @@ def test_r15_the_job_waits_for_a_working_member_however_long_it_takes() -> None:
 
 @pytest.mark.parametrize("first", [name(1), name(3)])
 def test_r15_the_loss_of_a_member_without_result_makes_finished_members_regroup(first: str) -> None:
-    bench = _three()
+    bench = _start_three()
     _finish(bench, first)
     bench.on(WorkerExited(name(2).slot, name(2), -9))
     (abort,) = bench.find_commands(AbortWorld)
@@ -71,7 +71,7 @@ def test_r15_the_loss_of_a_member_without_result_makes_finished_members_regroup(
 
 
 def test_r15_a_member_lost_after_its_result_counts_as_done() -> None:
-    bench = _three()
+    bench = _start_three()
     _finish(bench, name(2))
     bench.on(WorkerExited(name(2).slot, name(2), -9))
     assert not bench.find_commands(AbortWorld)

@@ -23,14 +23,14 @@ from spark_elastic.torch.gradients.gradient_sync import get_optimizers_in_use, g
 from spark_elastic.worker.context import get_context, set_context
 from spark_elastic.worker.stack_sampler import StackReader, StackSampler
 from tests.patience import until
-from tests.unit.ops.workers import enter_group, per_thread, run_in_fake_world
+from tests.unit.ops.workers import enter_group, run_in_fake_world, use_context_per_thread
 from tests.unit.torch.worlds import run_in_world
 
 CLOCK = SystemClock()
 
 
 def test_a_wait_for_gradients_of_a_process_set_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    per_thread(monkeypatch)
+    use_context_per_thread(monkeypatch)
     fabric, window = FakeFabric(3), StackReader()
     sampler = StackSampler(window.activity, window.stacks, CLOCK)
     sampler.start()
@@ -72,7 +72,7 @@ def take_step(model: torch.nn.Module) -> None:
 
 
 def test_an_unreferenced_optimizer_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    per_thread(monkeypatch)
+    use_context_per_thread(monkeypatch)
     model = torch.nn.Linear(3, 1, bias=False)
     for _ in range(2):
         take_step(model)
@@ -87,7 +87,7 @@ def test_an_unreferenced_optimizer_is_freed(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_an_optimizers_parameters_are_taken_on_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each function of a job makes its own; join goes by the one that is in use."""
-    per_thread(monkeypatch)
+    use_context_per_thread(monkeypatch)
 
     def work(group: Group) -> tuple[float, int]:
         model = torch.nn.Linear(3, 1, bias=False)
@@ -109,7 +109,7 @@ def test_an_optimizer_made_behind_anothers_backward_does_not_step_before_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rank 0 lacks a gradient: what the first one has sent by then differs."""
-    per_thread(monkeypatch)
+    use_context_per_thread(monkeypatch)
 
     def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
         groups = [[parameter] for parameter in model.parameters()]
@@ -142,7 +142,7 @@ def layers() -> torch.nn.ModuleList:
 @pytest.mark.parametrize("adasum", [False, True], ids=["sums", "one by Adasum"])
 def test_r07_two_optimizers_of_one_backward_keep_apart(monkeypatch: pytest.MonkeyPatch, adasum: bool) -> None:
     """One rank has no gradient for the first bucket of one of them, so that the other's are complete before it."""
-    per_thread(monkeypatch)
+    use_context_per_thread(monkeypatch)
 
     def work(group: Group) -> list[float]:
         enter_group(group)
@@ -172,7 +172,7 @@ def test_r07_two_optimizers_of_one_backward_keep_apart(monkeypatch: pytest.Monke
 
 
 def test_the_buckets_of_one_optimizer_travel_during_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    per_thread(monkeypatch)
+    use_context_per_thread(monkeypatch)
 
     def work(group: Group) -> list[bool]:
         enter_group(group)
@@ -203,7 +203,7 @@ def test_gradients_of_a_rank_outside_of_the_set_are_void_in_the_next_world(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It trains alone in both of them."""
-    per_thread(monkeypatch)
+    use_context_per_thread(monkeypatch)
     enter_group(FakeFabric(3).group(2))
     model = torch.nn.Linear(3, 1)
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters()), process_set=add_process_set([0, 1]))

@@ -11,7 +11,7 @@ import torch
 import spark_elastic.torch as hvd
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.worker import context
-from tests.unit.ops.workers import enter_group, per_thread
+from tests.unit.ops.workers import enter_group, use_context_per_thread
 from tests.unit.torch.worlds import run_in_world
 
 pytestmark = pytest.mark.native
@@ -59,7 +59,7 @@ def _find_error_of_rank_1(group: Group, make: Callable[[hvd.ProcessSet], Exchang
 def test_an_error_of_a_process_set_names_ranks_of_the_world(
     monkeypatch: pytest.MonkeyPatch, make: Callable[[hvd.ProcessSet], Exchange]
 ) -> None:
-    per_thread(monkeypatch)
+    use_context_per_thread(monkeypatch)
 
     def work_as(group: Group) -> CollectiveError | None:
         enter_group(group)

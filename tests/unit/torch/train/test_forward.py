@@ -77,11 +77,11 @@ def test_nothing_is_collected_while_torch_holds_its_generators_lock() -> None:
     """A garbage collection there may release a thread that wants that lock: the process would deadlock."""
     collecting: set[str] = set()
 
-    def collects(phase: str, info: dict[str, Any]) -> None:
+    def record_collection(phase: str, info: dict[str, Any]) -> None:
         collecting.add(sys._getframe(1).f_code.co_name)
 
     thresholds = gc.get_threshold()
-    gc.callbacks.append(collects)
+    gc.callbacks.append(record_collection)
     gc.set_threshold(1)
     try:
         for _ in range(10):
@@ -90,7 +90,7 @@ def test_nothing_is_collected_while_torch_holds_its_generators_lock() -> None:
                 torch.ones(1)
     finally:
         gc.set_threshold(*thresholds)
-        gc.callbacks.remove(collects)
+        gc.callbacks.remove(record_collection)
     assert collecting  # elsewhere
     assert torch.get_rng_state.__name__ not in collecting
     assert gc.isenabled()

@@ -30,12 +30,12 @@ WEIGHTS = torch.rand(ROWS, dtype=torch.float64, generator=DRAW) + 0.1
 MODEL = nn.Linear(6, CLASSES, dtype=torch.float64)
 
 
-def per_row(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+def compute_row_loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     return (output - label).abs().sum(1)
 
 
 def mean_of_rows(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    return per_row(output, label).mean()
+    return compute_row_loss(output, label).mean()
 
 
 # name -> (the user's loss, what one process takes for the whole batch, label)
@@ -64,7 +64,7 @@ CASES: dict[str, Case] = {
         ("a mean of one's own", mean_of_rows, REAL),
     )
 }
-CASES["one loss per row"] = (per_row, mean_of_rows, REAL)
+CASES["one loss per row"] = (compute_row_loss, mean_of_rows, REAL)
 CASES["unreduced"] = (nn.MSELoss(reduction="none"), nn.MSELoss(), REAL)
 
 
@@ -115,7 +115,9 @@ def test_r08_sample_weights_enter_sum_and_denominator(name: str, cuts: list[int]
         divisors = torch.where(label >= 0, by_class[label.clamp(min=0)], 0.0)
     else:
         output = model(X)
-        rows = per_row(output, label) if loss is per_row else (output - label).pow(2).mean(1)
+        rows = (
+            compute_row_loss(output, label) if loss is compute_row_loss else (output - label).pow(2).mean(1)
+        )
         divisors = torch.ones(ROWS, dtype=torch.float64)
     ((rows * WEIGHTS).sum() / (divisors * WEIGHTS).sum()).backward()  # type: ignore[no-untyped-call]
     whole = gradient(model)

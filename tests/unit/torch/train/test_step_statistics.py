@@ -7,13 +7,13 @@ from torch import nn
 
 from elastic_collectives import Group
 from spark_elastic.torch import SyncBatchNorm
-from tests.unit.ops.workers import per_thread, run_in_fake_world
+from tests.unit.ops.workers import run_in_fake_world, use_context_per_thread
 from tests.unit.torch.train.trainees import ROWS, Trainee, have_equal_values, train_plain
 
 
 @pytest.fixture(autouse=True)
 def workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    per_thread(monkeypatch)
+    use_context_per_thread(monkeypatch)
 
 
 @pytest.mark.parametrize("size", [1, 3])
