@@ -10,7 +10,8 @@ Processes of one machine, each with one thread for arithmetic; float32, SGD. The
 peer's run in the same processes on nets of the same weights, in turns, step by step, in rotating order; a figure is the
 median over all rounds of the slowest rank's time. "added" is a step's time less the local step's. Beside it: what one
 allreduce of all gradients takes in shared memory while nothing else is done. With virtual shares also a step of the
-same rows in bitwise mode, whose peer is our own step without it.
+same rows in bitwise mode, beside our own step without it, and beside its passes in a plain loop that accumulates
+gradients and exchanges nothing.
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ def _run_rank(pipe: Connection, rank: int, size: int, folder: str, net: Net, rou
 def _make_contenders(
     net: Net, data: torch.Tensor, group: Group
 ) -> tuple[list[Callable[[], object]], Callable[[], None]]:
-    """(local, ours, DDP's, the exchange alone, ours in bitwise mode if there is one), and what ends them."""
+    """(local, ours, DDP's, the exchange alone), and what ends them; with virtual shares also (ours in bitwise mode,
+    the same passes alone)."""
     first = net.build()
     models: list[torch.nn.Module] = [
         first,
@@ -111,7 +113,15 @@ def _make_contenders(
     contenders = [lambda: step(0), lambda: step(1), lambda: step(2), alone]
     if not net.virtual_shares:
         return contenders, optimizers[1].close
-    bitwise, close = _bitwise_step(net, copy.deepcopy(first), data, group)
+    shares = [part.clone() for part in data.chunk(net.virtual_shares // group.size)]
+    bitwise, close = _bitwise_step(net, copy.deepcopy(first), shares, group)
+
+    def take_passes() -> None:
+        optimizers[0].zero_grad()
+        for share in shares:
+            models[0](share).square().mean().backward()
+        optimizers[0].step()
+
     in_use = get_optimizers_in_use()
 
     def alone_in_use(step: Callable[[], object], sync: GradientSync) -> Callable[[], object]:
@@ -129,11 +139,11 @@ def _make_contenders(
         close()
 
     contenders[1] = alone_in_use(contenders[1], optimizers[1]._sync)
-    return [*contenders, alone_in_use(*bitwise)], close_both
+    return [*contenders, alone_in_use(*bitwise), take_passes], close_both
 
 
 def _bitwise_step(
-    net: Net, model: torch.nn.Module, data: torch.Tensor, group: Group
+    net: Net, model: torch.nn.Module, shares: list[torch.Tensor], group: Group
 ) -> tuple[tuple[Callable[[], object], GradientSync], Callable[[], None]]:
     """A step in bitwise mode with its exchange, and what ends it."""
     rows = torch.utils.data.TensorDataset(torch.zeros(net.rows * group.size))
@@ -145,7 +155,6 @@ def _bitwise_step(
         torch.optim.SGD(model.parameters(), lr=1e-3), model.named_parameters(), loader=loader
     )
     sync = optimizer._sync
-    shares = [part.clone() for part in data.chunk(net.virtual_shares // group.size)]
 
     def step() -> None:
         torch.use_deterministic_algorithms(True)
@@ -216,19 +225,23 @@ def measure(size: int, net: Net, rounds: int, framework: str = "torch") -> list[
             process.join()
     slowest = [[max(one) for one in zip(*turns, strict=True)] for turns in zip(*times, strict=True)]
     medians = [1000 * statistics.median(column) for column in zip(*slowest, strict=True)]
-    local, ours, theirs, alone, *bitwise = medians
+    local, ours, theirs, alone, *with_shares = medians
     case = f"{net.parameters / 1e6:.0f} M parameters in {2 * net.layers} tensors, {size} ranks"
     case += f", {net.rows} rows each" if net.virtual_shares else ""
-    return [
+    rows = [
         Row(f"{case}: local step", local, None, "ms"),
         Row(f"{case}: step", ours, theirs, "ms"),
         Row(f"{case}: added", ours - local, theirs - local, "ms"),
         Row(f"{case}: one allreduce of all", alone, None, "ms"),
-        *[
-            Row(f"{case}: in {net.virtual_shares} virtual shares, beside the step", b, ours, "ms")
-            for b in bitwise
-        ],
     ]
+    if with_shares:
+        bitwise, passes = with_shares
+        name = f"{case}: in {net.virtual_shares} virtual shares"
+        rows += [
+            Row(f"{name}, beside the step", bitwise, ours, "ms"),
+            Row(f"{name}, beside its passes alone", bitwise, passes, "ms"),
+        ]
+    return rows
 
 
 def main() -> int:
