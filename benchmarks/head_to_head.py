@@ -1,0 +1,232 @@
+"""torchrun, Ray Train, torchft and spark_elastic train the same net on the same rows under the same faults.
+
+    python benchmarks/head_to_head.py --repeat 3 --json benchmarks/results/head_to_head.json
+
+Two workers of one thread each; the scripts are in benchmarks/peers, what they are started with in
+benchmarks/parts/launchers.py, and the definitions of what is reported in benchmarks/parts/history.py. A peer's own
+environment is made in build/peers at the first run; ledgers, weights and the peers' logs stay in build/head_to_head.
+With a record that is there already, only what runs is renewed in it. `--page` writes docs/head-to-head.md and its
+plots from the record and runs nothing.
+
+Faults are real signals, their times count from the job's first step: SIGKILL to a worker every 20 s; SIGKILL to a host
+with all of its processes, which is there again 10 s later; SIGSTOP to a worker for 20 s; a host that leaves with
+notice and comes back after 20 s.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "python")]
+
+import psutil  # noqa: E402
+import torch  # noqa: E402
+
+from benchmarks.parts.head_page import write_page  # noqa: E402
+from benchmarks.parts.history import Task, judge, read_lines  # noqa: E402
+from benchmarks.parts.launchers import HOSTS, LAUNCHERS, REQUIREMENTS, Launcher, install  # noqa: E402
+from benchmarks.parts.report import machine, parser  # noqa: E402
+from benchmarks.peers import job  # noqa: E402
+
+FOLDER = ROOT / "build" / "head_to_head"
+LIMIT = 300.0  # seconds that a run may take after its first step
+START_LIMIT = 180.0  # seconds until its first step
+SETTLE = 3.0  # seconds of rest between two runs
+
+
+@dataclass(frozen=True)
+class Event:
+    """What happens to a host, and when."""
+
+    at: float  # seconds after the first step
+    what: str  # kill, kill_host, add_host, remove_host, stop, continue
+    host: int = 1
+
+
+PLANS: dict[str, list[Event]] = {
+    "none": [],
+    "kill": [Event(10.0 + 20.0 * turn, "kill", (turn + 1) % HOSTS) for turn in range(15)],
+    "return": [Event(10.0, "kill_host"), Event(20.0, "add_host")],
+    "stop": [Event(10.0, "stop"), Event(30.0, "continue")],
+    "scale": [Event(10.0, "remove_host"), Event(30.0, "add_host")],
+}
+NO_FAULTS = {
+    "continue"
+}  # what repairs what came before it; an added host is a change that each job must take
+
+
+class Run:
+    """One job of one peer under one plan."""
+
+    def __init__(self, launcher: Launcher, plan: str, steps: int) -> None:
+        self._launcher = launcher
+        self._plan = plan
+        self._steps = steps
+        self._ledger = launcher.folder / "ledger"
+        self._ledger.mkdir(parents=True)
+        self._stopped = 0  # process id of the worker that has got SIGSTOP
+        self.faults: list[float] = []  # wall times
+
+    def measure(self) -> dict[str, Any]:
+        started = time.time()
+        try:
+            self._launcher.start()
+            self._await(lambda: bool(self._newest()), START_LIMIT)
+            begun = min(line["at"] for line in read_lines(self._ledger) if line["kind"] == "applied")
+            for event in PLANS[self._plan]:
+                if self._await(
+                    lambda due=begun + event.at: time.time() >= due or self._has_finished(), LIMIT
+                ):
+                    if self._has_finished():
+                        break
+                    self._cause(event)
+            self._await(self._has_finished, begun + LIMIT - time.time())
+            ended = time.time()
+            self._await(self._launcher.has_ended, 5.0)
+        finally:
+            self._launcher.close()
+        task = Task(self._steps * job.BATCH // job.EPOCHS, job.EPOCHS, HOSTS)
+        measured = asdict(judge(read_lines(self._ledger), started, self.faults, task))
+        finished = (self._launcher.folder / "weights.pt").exists()
+        if not finished:
+            measured["seconds"] = ended - begun
+        return {**measured, "finished": finished, "faults": [fault - begun for fault in self.faults]}
+
+    def _cause(self, event: Event) -> None:
+        launcher = self._launcher
+        if event.what == "add_host":
+            launcher.add_host(event.host)
+        elif event.what == "remove_host":
+            launcher.remove_host(event.host)
+        elif event.what == "continue":
+            os.kill(self._stopped, signal.SIGCONT)
+        else:
+            if not self._await(lambda: len(self._members()) == HOSTS or self._has_finished(), 60.0):
+                return  # the job has not come back to its full size: there is no world to hit
+            if self._has_finished():
+                return
+            worker = launcher.find_worker(event.host, self._members())
+            if event.what == "kill_host":
+                launcher.kill_host(event.host, worker)
+            else:
+                os.kill(worker, signal.SIGKILL if event.what == "kill" else signal.SIGSTOP)
+                self._stopped = worker
+        if event.what not in NO_FAULTS:
+            self.faults.append(time.time())
+
+    def _await(self, condition: Callable[[], bool], seconds: float) -> bool:
+        deadline = time.time() + seconds
+        while not condition():
+            if time.time() > deadline:
+                return False
+            time.sleep(0.05)
+        return True
+
+    def _newest(self) -> dict[int, dict[str, Any]]:
+        """Process id -> the last step that it applied, without the rows."""
+        found = {}
+        for path in self._ledger.glob("*.jsonl"):
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - 20_000))
+                lines = [text for text in file.read().split(b"\n") if text.startswith(b'{"kind": "applied"')]
+            complete = [text for text in lines if text.endswith(b"}")]
+            if complete:
+                found[int(path.stem)] = json.loads(complete[-1])
+        return found
+
+    def _members(self) -> list[int]:
+        """Processes that took a step a moment ago."""
+        now = time.time()
+        return sorted(
+            pid for pid, line in self._newest().items() if now - line["at"] < 2.0 and psutil.pid_exists(pid)
+        )
+
+    def _has_finished(self) -> bool:
+        if (self._launcher.folder / "weights.pt").exists():
+            return True
+        return self._launcher.has_ended()
+
+
+def measure_distance(folder: Path, reference: Path) -> float | None:
+    """max|difference| / max|weight| to the peer's own undisturbed run."""
+    if not (folder / "weights.pt").exists() or not (reference / "weights.pt").exists():
+        return None
+    ours, theirs = torch.load(folder / "weights.pt"), torch.load(reference / "weights.pt")
+    largest = max(float(value.abs().max()) for value in theirs.values())
+    return max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) / largest
+
+
+def run(peer: str, plan: str, repeat: int, steps: int) -> dict[str, Any]:
+    folder = FOLDER / f"{peer}-{plan}-{repeat}"
+    if folder.exists():
+        folder.rename(FOLDER / f"{folder.name}.{int(time.time())}")
+    table = FOLDER / "table.pt"
+    folder.mkdir(parents=True)
+    job.write_table(table, steps)
+    measured = Run(LAUNCHERS[peer](folder), plan, steps).measure()
+    measured["distance"] = measure_distance(folder, FOLDER / f"{peer}-none-0")
+    return {"peer": peer, "plan": plan, "repeat": repeat, **measured}
+
+
+def record(path: Path, runs: list[dict[str, Any]], steps: int) -> dict[str, Any]:
+    """Write the runs, and keep those of the record that were not run again."""
+    kept = []
+    if path.exists():
+        before = json.loads(path.read_text())
+        new = {(r["peer"], r["plan"], r["repeat"]) for r in runs}
+        if before["steps"] == steps:
+            kept = [r for r in before["runs"] if (r["peer"], r["plan"], r["repeat"]) not in new]
+    made = {
+        "name": "head_to_head",
+        "machine": machine(),
+        "versions": {
+            "spark_elastic": [f"torch=={version('torch')}"],
+            "torchrun": [f"torch=={version('torch')}"],
+            **{name: list(pinned) for name, pinned in REQUIREMENTS.items()},
+        },
+        "steps": steps,
+        "batch": job.BATCH,
+        "checkpoint_steps": job.CHECKPOINT_STEPS,
+        "runs": sorted([*kept, *runs], key=lambda r: (r["peer"], r["plan"], r["repeat"])),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(made, indent=1) + "\n")
+    return made
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--repeat", type=int, default=1, help="runs of each peer under each plan")
+    options.add_argument("--steps", type=int, default=800)
+    options.add_argument("--peers", nargs="*", choices=tuple(LAUNCHERS), default=tuple(LAUNCHERS))
+    options.add_argument("--plans", nargs="*", choices=tuple(PLANS), default=tuple(PLANS))
+    options.add_argument("--page", action="store_true", help="write the page and its plots, and run nothing")
+    arguments = options.parse_args()
+    path = arguments.json or FOLDER / "head_to_head.json"
+    if arguments.page:
+        write_page(json.loads(path.read_text()), ROOT / "docs")
+        return
+    for peer in arguments.peers:
+        install(peer)
+    runs = []
+    for repeat in range(arguments.repeat):
+        for plan in arguments.plans:
+            for peer in arguments.peers:
+                time.sleep(SETTLE)
+                runs.append(run(peer, plan, repeat, arguments.steps))
+                print({name: value for name, value in runs[-1].items() if name != "curve"}, flush=True)
+                record(path, runs, arguments.steps)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""The page docs/head-to-head.md and its two plots, made from the record of benchmarks/head_to_head.py alone."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+PEERS = {
+    "spark_elastic": ("spark_elastic", "#1b7f4d"),
+    "torchrun": ("torchrun", "#d1641b"),
+    "ray": ("Ray Train", "#2a6fb0"),
+    "torchft": ("torchft", "#8c4f9f"),
+}
+PLANS = {
+    "none": "no fault",
+    "kill": "a worker is killed every 20 s",
+    "return": "a host is killed and returns after 10 s",
+    "stop": "a worker is stopped for 20 s",
+    "scale": "a host leaves with notice and returns after 20 s",
+}
+
+INTRODUCTION = """# Head to head
+
+torchrun, Ray Train, torchft and spark_elastic train the same net on the same rows, with the same optimizer and the same
+global batch, for the same number of steps. Then the same faults happen to each of them: real signals to real
+processes. One command makes this page's numbers:
+`python benchmarks/head_to_head.py --repeat 3 --json benchmarks/results/head_to_head.json`, and
+`python benchmarks/head_to_head.py --page --json benchmarks/results/head_to_head.json` makes the page.
+
+"""
+
+COLUMNS = """
+## What the columns mean
+
+A ledger of every worker says which rows it has put into which step, and when. `benchmarks/parts/history.py` computes
+all columns but the last from the ledgers.
+
+- **time**: seconds from the first step to the last one. Start-up is not part of it; the first table shows it.
+- **goodput**: rows that are due and in the final weights, per second of that time, divided by the same of the peer's
+  own undisturbed runs.
+- **missing**, **twice**: a row is due once per epoch. How often rows were due and are not in the final weights, and how
+  often they are in them beyond that. Steps that were rolled back do not count here.
+- **rolled back**: steps that were applied and taken again, because the job went back to a checkpoint.
+- **stall**: seconds without progress per fault, the mean: the longest time in which no new step was applied, between
+  the fault and the next one. New is a step higher than all before it, so the time in which a job repeats steps counts. A
+  planned change of the hosts counts as a fault, once when a host leaves and once when it comes.
+- **distance**: max|difference| / max|weight| between the final weights and those of the peer's own first undisturbed
+  run.
+
+Cells are medians over the runs, with the smallest and the largest beside them where they differ.
+
+## How each is set up
+
+The scripts are in `benchmarks/peers`, one per peer and as short as we could make them; `benchmarks/parts/launchers.py`
+starts them. Their authors are welcome to correct them.
+
+- All: two workers of one thread each on this machine, Gloo over the loopback interface or our engine, a table in
+  memory, SGD with momentum, {batch} rows per step over all workers. A worker that is alone takes the whole step
+  (torchft: half of it).
+- **spark_elastic**: `ElasticDataLoader`, `DistributedOptimizer` and a commit per step under `spark-elastic-run` with a
+  discovery script, default settings. No Spark is involved.
+- **torchrun**: an agent per host, `--nnodes=1:2`, c10d rendezvous, default timeouts; a checkpoint every
+  {checkpoint_steps} steps, and a restart continues at the checkpoint's row. `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`,
+  since without it restarted workers dial addresses of the world before.
+- **Ray Train**: a node per host, `num_workers=(1, 2)`, `max_failures=-1`, a reported checkpoint every
+  {checkpoint_steps} steps. `elastic_resize_monitor_interval_s` is 5: its default, 60, is longer than a run.
+- **torchft**: a replica group per worker, the lighthouse's options from its README, timeouts from its example
+  `train_ddp.py`; each replica group keeps the position of its data loader every step, as that example advises. A
+  replica that is away leaves its share of a step out, so a step may have half of the rows. That is its documented
+  behaviour, and the column *missing* shows it.
+
+Versions: {versions}. Machine: {machine}. Steps of a run: {steps}.
+"""
+
+
+def write_page(record: dict[str, Any], docs: Path) -> None:
+    """Write docs/head-to-head.md, and its plots into docs/images."""
+    text = INTRODUCTION + "\n".join(make_tables(record)) + "\n"
+    versions = "; ".join(f"{PEERS[name][0]}: {', '.join(pins)}" for name, pins in record["versions"].items())
+    text += COLUMNS.format(**{**record, "versions": versions})
+    (docs / "head-to-head.md").write_text(text)
+    plot_goodput(record, docs / "images" / "head-to-head-goodput.svg")
+    plot_progress(record, docs / "images" / "head-to-head-progress.svg")
+
+
+def select(record: dict[str, Any], peer: str, plan: str) -> list[dict[str, Any]]:
+    return [run for run in record["runs"] if (run["peer"], run["plan"]) == (peer, plan)]
+
+
+def rate(run: dict[str, Any]) -> float:
+    """Due rows that are in the final weights, per second."""
+    return float((run["due"] - run["missing"]) / run["seconds"])
+
+
+def goodputs(record: dict[str, Any], peer: str, plan: str) -> list[float]:
+    undisturbed = select(record, peer, "none")
+    if not undisturbed:
+        return []
+    base = statistics.median(rate(run) for run in undisturbed)
+    return [rate(run) / base for run in select(record, peer, plan)]
+
+
+def make_tables(record: dict[str, Any]) -> list[str]:
+    lines = [
+        "![goodput by fault plan](images/head-to-head-goodput.svg)",
+        "",
+        "![progress while a worker is killed every 20 s](images/head-to-head-progress.svg)",
+        "",
+    ]
+    for plan, title in PLANS.items():
+        lines += [f"## {title[0].upper()}{title[1:]}", ""]
+        first = "start-up, s" if plan == "none" else "faults"
+        lines.append(
+            f"| peer | {first} | time, s | goodput | missing | twice | rolled back | stall, s | distance |"
+        )
+        lines.append("|---|---|---|---|---|---|---|---|---|")
+        lines += [make_row(record, peer, plan) for peer in PEERS if select(record, peer, plan)]
+        unfinished = [run for run in record["runs"] if run["plan"] == plan and not run["finished"]]
+        for run in unfinished:
+            steps = f"{run['steps']} of {record['steps']} steps"
+            lines += [
+                "",
+                f"{PEERS[run['peer']][0]}, run {run['repeat'] + 1}: did not finish; it reached {steps}.",
+            ]
+        lines.append("")
+    return lines
+
+
+def make_row(record: dict[str, Any], peer: str, plan: str) -> str:
+    runs = select(record, peer, plan)
+    stalls = [statistics.mean(run["stalls"]) for run in runs if run["stalls"]]
+    first = [run["startup"] for run in runs] if plan == "none" else [len(run["faults"]) for run in runs]
+    cells = [
+        spread(first, ".1f" if plan == "none" else "d"),
+        spread([run["seconds"] for run in runs], ".1f"),
+        spread(goodputs(record, peer, plan), ".3f"),
+        *(spread([run[name] for run in runs], ",d") for name in ("missing", "doubled", "rolled_back")),
+        spread(stalls, ".2f"),
+        spread([run["distance"] for run in runs if run["distance"] is not None], ".1e"),
+    ]
+    return f"| {PEERS[peer][0]} | {' | '.join(cells)} |"
+
+
+def spread(values: list[Any], form: str) -> str:
+    """The median, and the smallest and largest value if they read differently."""
+    if not values:
+        return "–"
+    middle = statistics.median_low(values)
+    low, high = (format(value, form) for value in (min(values), max(values)))
+    return format(middle, form) + ("" if low == high else f" ({low}–{high})")
+
+
+def plot_goodput(record: dict[str, Any], path: Path) -> None:
+    figure, axes = _new_figure()
+    plans = [plan for plan in PLANS if plan != "none" and any(r["plan"] == plan for r in record["runs"])]
+    width = 0.8 / len(PEERS)
+    for index, (peer, (label, color)) in enumerate(PEERS.items()):
+        points = [goodputs(record, peer, plan) for plan in plans]
+        heights = [statistics.median(values) if values else 0.0 for values in points]
+        at = [position + (index - 1.5) * width for position in range(len(plans))]
+        axes.bar(at, heights, width * 0.9, label=label, color=color)
+        for x, values in zip(at, points, strict=True):
+            axes.plot([x] * len(values), values, "k.", markersize=3)
+    axes.axhline(1.0, color="#888888", linewidth=0.8)
+    axes.set_xticks(range(len(plans)), [PLANS[plan].replace(" and ", "\nand ") for plan in plans], fontsize=7)
+    axes.set_ylabel("rows/s over own undisturbed")
+    axes.legend(fontsize=7, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
+    _save(figure, path)
+
+
+def plot_progress(record: dict[str, Any], path: Path) -> None:
+    figure, axes = _new_figure()
+    for peer, (label, color) in PEERS.items():
+        for run in select(record, peer, "kill")[:1]:
+            axes.plot(range(len(run["curve"])), run["curve"], label=label, color=color, linewidth=1.4)
+            axes.plot(
+                run["faults"],
+                [_read_at(run["curve"], at) for at in run["faults"]],
+                "x",
+                color=color,
+                markersize=5,
+            )
+    axes.set_xlabel("seconds after the first step; x: a worker is killed")
+    axes.set_ylabel("rows in the final weights")
+    axes.legend(fontsize=7)
+    _save(figure, path)
+
+
+def _read_at(curve: list[float], at: float) -> float:
+    return curve[min(len(curve) - 1, int(at))]
+
+
+def _new_figure() -> tuple[Any, Any]:
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    mpl.rcParams["svg.hashsalt"] = "head to head"  # the same plot is the same file
+    figure = Figure(figsize=(7, 3.2), layout="constrained")
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _save(figure: Any, path: Path) -> None:
+    figure.savefig(path, metadata={"Date": None})
