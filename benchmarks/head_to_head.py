@@ -109,7 +109,8 @@ class Run:
         elif event.what == "remove_host":
             launcher.remove_host(event.host)
         elif event.what == "continue":
-            os.kill(self._stopped, signal.SIGCONT)
+            if psutil.pid_exists(self._stopped):  # a peer may have replaced it
+                os.kill(self._stopped, signal.SIGCONT)
         else:
             if not self._await(lambda: len(self._members()) == HOSTS or self._has_finished(), 60.0):
                 return  # the job has not come back to its full size: there is no world to hit
@@ -170,9 +171,10 @@ def run(peer: str, plan: str, repeat: int, steps: int) -> dict[str, Any]:
     folder = FOLDER / f"{peer}-{plan}-{repeat}"
     if folder.exists():
         folder.rename(FOLDER / f"{folder.name}.{int(time.time())}")
-    table = FOLDER / "table.pt"
     folder.mkdir(parents=True)
+    table = FOLDER / f"table-{steps}.pt"
     job.write_table(table, steps)
+    (folder / "table.pt").symlink_to(table)
     measured = Run(LAUNCHERS[peer](folder), plan, steps).measure()
     measured["distance"] = measure_distance(folder, FOLDER / f"{peer}-none-0")
     return {"peer": peer, "plan": plan, "repeat": repeat, **measured}
@@ -216,6 +218,7 @@ def main() -> None:
     if arguments.page:
         write_page(json.loads(path.read_text()), ROOT / "docs")
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # closes the job
     for peer in arguments.peers:
         install(peer)
     runs = []

@@ -43,8 +43,8 @@ all columns but the last from the ledgers.
   often they are in them beyond that. Steps that were rolled back do not count here.
 - **rolled back**: steps that were applied and taken again, because the job went back to a checkpoint.
 - **stall**: seconds without progress per fault, the mean: the longest time in which no new step was applied, between
-  the fault and the next one. New is a step higher than all before it, so the time in which a job repeats steps counts. A
-  planned change of the hosts counts as a fault, once when a host leaves and once when it comes.
+  the fault and the next one. New is a step higher than all before it, so the time in which a job repeats steps counts.
+  A planned change of the hosts counts as a fault, once when a host leaves and once when it comes.
 - **distance**: max|difference| / max|weight| between the final weights and those of the peer's own first undisturbed
   run.
 

@@ -21,7 +21,8 @@ HOSTS = 2
 # Installed in this order into build/peers/NAME; a peer without them runs in this program's own environment.
 REQUIREMENTS = {
     "ray": ("torch==2.13.0", "numpy==2.4.6", "ray[train]==2.60.0"),
-    "torchft": ("torch==2.13.0", "numpy==2.4.6", "torchft==0.2.0", "torchdata==0.11.0"),
+    # The release 0.2.0 fails together with its peer: `assert fut._fut` in its DDP hook. This one goes on.
+    "torchft": ("torch==2.13.0", "numpy==2.4.6", "torchft-nightly==2026.10.26", "torchdata==0.11.0"),
 }
 
 
@@ -30,12 +31,12 @@ def install(name: str) -> Path:
     if name not in REQUIREMENTS:
         return Path(sys.executable)
     python = ROOT / "build" / "peers" / name / "bin" / "python"
-    finished = python.parents[1] / "finished"
-    if not finished.exists():
+    finished, wanted = python.parents[1] / "finished", "\n".join(REQUIREMENTS[name]) + "\n"
+    if not finished.exists() or finished.read_text() != wanted:
         subprocess.run([sys.executable, "-m", "venv", str(python.parents[1])], check=True)
         for requirement in REQUIREMENTS[name]:
             subprocess.run([python, "-m", "pip", "install", "-q", requirement], check=True)
-        finished.write_text("\n".join(REQUIREMENTS[name]) + "\n")
+        finished.write_text(wanted)
     return python
 
 

@@ -36,7 +36,7 @@ def write_table(path: Path, steps: int) -> None:
 
 def open_table() -> torch.utils.data.TensorDataset:
     """Samples (row, x, y)."""
-    table = torch.load(folder().parent / "table.pt")
+    table = torch.load(folder() / "table.pt")
     return torch.utils.data.TensorDataset(torch.arange(len(table["x"])), table["x"], table["y"])
 
 
