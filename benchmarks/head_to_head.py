@@ -22,7 +22,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "python")]
 import psutil  # noqa: E402
 import torch  # noqa: E402
 
+import spark_elastic  # noqa: E402
 from benchmarks.parts.head_page import write_page  # noqa: E402
 from benchmarks.parts.history import Task, judge, read_lines  # noqa: E402
 from benchmarks.parts.launchers import HOSTS, LAUNCHERS, REQUIREMENTS, Launcher, install  # noqa: E402
@@ -175,12 +175,14 @@ def run(peer: str, plan: str, repeat: int, steps: int) -> dict[str, Any]:
     table = FOLDER / f"table-{steps}.pt"
     job.write_table(table, steps)
     (folder / "table.pt").symlink_to(table)
-    measured = Run(LAUNCHERS[peer](folder), plan, steps).measure()
-    measured["distance"] = measure_distance(folder, FOLDER / f"{peer}-none-0")
+    load = os.getloadavg()[0]  # of other programs, about: this one has rested
+    measured = {**Run(LAUNCHERS[peer](folder), plan, steps).measure(), "load": load}
+    reference = FOLDER / f"{peer}-none-0"
+    measured["distance"] = None if folder == reference else measure_distance(folder, reference)
     return {"peer": peer, "plan": plan, "repeat": repeat, **measured}
 
 
-def record(path: Path, runs: list[dict[str, Any]], steps: int) -> dict[str, Any]:
+def record(path: Path, runs: list[dict[str, Any]], steps: int, note: str) -> None:
     """Write the runs, and keep those of the record that were not run again."""
     kept = []
     if path.exists():
@@ -188,14 +190,16 @@ def record(path: Path, runs: list[dict[str, Any]], steps: int) -> dict[str, Any]
         new = {(r["peer"], r["plan"], r["repeat"]) for r in runs}
         if before["steps"] == steps:
             kept = [r for r in before["runs"] if (r["peer"], r["plan"], r["repeat"]) not in new]
+    pinned_torch = f"torch=={torch.__version__.partition('+')[0]}"
     made = {
         "name": "head_to_head",
         "machine": machine(),
         "versions": {
-            "spark_elastic": [f"torch=={version('torch')}"],
-            "torchrun": [f"torch=={version('torch')}"],
+            "spark_elastic": [f"spark_elastic=={spark_elastic.__version__}", pinned_torch],
+            "torchrun": [pinned_torch],
             **{name: list(pinned) for name, pinned in REQUIREMENTS.items()},
         },
+        "note": note,
         "steps": steps,
         "batch": job.BATCH,
         "checkpoint_steps": job.CHECKPOINT_STEPS,
@@ -203,15 +207,17 @@ def record(path: Path, runs: list[dict[str, Any]], steps: int) -> dict[str, Any]
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(made, indent=1) + "\n")
-    return made
 
 
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--repeat", type=int, default=1, help="runs of each peer under each plan")
-    options.add_argument("--steps", type=int, default=800)
+    options.add_argument("--steps", type=int, default=640)
     options.add_argument("--peers", nargs="*", choices=tuple(LAUNCHERS), default=tuple(LAUNCHERS))
     options.add_argument("--plans", nargs="*", choices=tuple(PLANS), default=tuple(PLANS))
+    options.add_argument(
+        "--note", default="", help="a sentence for the page, such as what else the machine did"
+    )
     options.add_argument("--page", action="store_true", help="write the page and its plots, and run nothing")
     arguments = options.parse_args()
     path = arguments.json or FOLDER / "head_to_head.json"
@@ -228,7 +234,7 @@ def main() -> None:
                 time.sleep(SETTLE)
                 runs.append(run(peer, plan, repeat, arguments.steps))
                 print({name: value for name, value in runs[-1].items() if name != "curve"}, flush=True)
-                record(path, runs, arguments.steps)
+                record(path, runs, arguments.steps, arguments.note)
 
 
 if __name__ == "__main__":

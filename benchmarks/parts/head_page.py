@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ Cells are medians over the runs, with the smallest and the largest beside them w
 
 ## How each is set up
 
-The scripts are in `benchmarks/peers`, one per peer and as short as we could make them; `benchmarks/parts/launchers.py`
+The scripts are in `benchmarks/peers`, one per peer, and short; `benchmarks/parts/launchers.py`
 starts them. Their authors are welcome to correct them.
 
 - All: two workers of one thread each on this machine, Gloo over the loopback interface or our engine, a table in
@@ -70,15 +71,19 @@ starts them. Their authors are welcome to correct them.
   replica that is away leaves its share of a step out, so a step may have half of the rows. That is its documented
   behaviour, and the column *missing* shows it.
 
-Versions: {versions}. Machine: {machine}. Steps of a run: {steps}.
+{versions}
+
+Machine: {machine}. Steps of a run: {steps}. Runs of each peer under each plan: {runs_of_each}.
 """
 
 
 def write_page(record: dict[str, Any], docs: Path) -> None:
     """Write docs/head-to-head.md, and its plots into docs/images."""
-    text = INTRODUCTION + "\n".join(make_tables(record)) + "\n"
-    versions = "; ".join(f"{PEERS[name][0]}: {', '.join(pins)}" for name, pins in record["versions"].items())
-    text += COLUMNS.format(**{**record, "versions": versions})
+    note = textwrap.fill(f"**{record['note']}**", 120) + "\n\n" if record["note"] else ""
+    text = INTRODUCTION + note + "\n".join(make_tables(record)) + "\n"
+    versions = [f"- {PEERS[name][0]}: {', '.join(pins)}" for name, pins in record["versions"].items()]
+    fewest = min(len(select(record, run["peer"], run["plan"])) for run in record["runs"])
+    text += COLUMNS.format(**{**record, "versions": "\n".join(versions), "runs_of_each": fewest})
     (docs / "head-to-head.md").write_text(text)
     plot_goodput(record, docs / "images" / "head-to-head-goodput.svg")
     plot_progress(record, docs / "images" / "head-to-head-progress.svg")
@@ -109,6 +114,8 @@ def make_tables(record: dict[str, Any]) -> list[str]:
         "",
     ]
     for plan, title in PLANS.items():
+        if not any(run["plan"] == plan for run in record["runs"]):
+            continue
         lines += [f"## {title[0].upper()}{title[1:]}", ""]
         first = "start-up, s" if plan == "none" else "faults"
         lines.append(
@@ -183,7 +190,9 @@ def plot_progress(record: dict[str, Any], path: Path) -> None:
             )
     axes.set_xlabel("seconds after the first step; x: a worker is killed")
     axes.set_ylabel("rows in the final weights")
-    axes.legend(fontsize=7)
+    axes.yaxis.set_major_formatter("{x:.0%}")
+    if axes.lines:
+        axes.legend(fontsize=7)
     _save(figure, path)
 
 

@@ -31,7 +31,7 @@ def write_table(path: Path, steps: int) -> None:
     """Rows for `steps` steps in EPOCHS epochs, the same on every call."""
     drawn = torch.Generator().manual_seed(SEED)
     x = torch.randn(BATCH * steps // EPOCHS, FEATURES, generator=drawn)
-    torch.save({"x": x, "y": torch.sin(x[:, :8].sum(dim=1, keepdim=True))}, path)
+    torch.save({"x": x, "y": x[:, :8].mean(dim=1, keepdim=True)}, path)
 
 
 def open_table() -> torch.utils.data.TensorDataset:
