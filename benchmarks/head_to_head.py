@@ -159,7 +159,9 @@ class Run:
 
 
 def measure_distance(folder: Path, reference: Path) -> float | None:
-    """max|difference| / max|weight| to the peer's own undisturbed run."""
+    """max|difference| / max|weight| to the peer's own undisturbed run of as many steps; None without such a run."""
+    if (folder / "table.pt").resolve() != (reference / "table.pt").resolve():
+        return None
     if not (folder / "weights.pt").exists() or not (reference / "weights.pt").exists():
         return None
     ours, theirs = torch.load(folder / "weights.pt"), torch.load(reference / "weights.pt")
