@@ -52,10 +52,11 @@ MEASURED = """# Benchmarks
 
 Made from `benchmarks/results/` by `python docs/generate.py`; that folder's README says how each file was made, and how
 to read it. `./build.sh bench NAME` repeats one. The peers: torch's Gloo (allreduce, two_hosts), its DDP over Gloo
-(training_step), TensorFlow's MultiWorkerMirroredStrategy (training_step_tensorflow), a plain loop in one process, with
-the better of one and two threads, or DDP (estimator), torchrun (recovery), a deepcopy of the state (commit), torch's
-TCPStore (control_plane), pyarrow's reads of row groups (reader), the table's own order (row_order), float32 where a
-row says so; ours and the peer ran in turns. Beside memory stands its bound.
+(training_step), our own step without bitwise mode (bitwise_step), TensorFlow's MultiWorkerMirroredStrategy
+(training_step_tensorflow), a plain loop in one process, with the better of one and two threads, or DDP (estimator),
+torchrun (recovery), a deepcopy of the state (commit), torch's TCPStore (control_plane), pyarrow's reads of row groups
+(reader), the table's own order (row_order), float32 where a row says so; ours and the peer ran in turns. Beside memory
+stands its bound.
 
 | benchmark | case | ours | peer | ratio |
 |---|---|---|---|---|
@@ -86,6 +87,14 @@ CASES = (
     ("allreduce", "4 MB, 2 ranks, in shared memory"),
     ("training_step", "25 M parameters in 160 tensors, 2 ranks: step"),
     ("training_step", "25 M parameters in 160 tensors, 2 ranks: added"),
+    (
+        "bitwise_step",
+        "25 M parameters in 160 tensors, 2 ranks, 32 rows each: in 8 virtual shares, beside the step",
+    ),
+    (
+        "bitwise_step",
+        "25 M parameters in 160 tensors, 2 ranks, 128 rows each: in 8 virtual shares, beside the step",
+    ),
     ("training_step_tensorflow", "25 M parameters in 160 tensors, 2 ranks: added"),
     ("estimator", "MLP of 3,329 parameters: training, against DistributedDataParallel"),
     ("estimator", "MLP of 1,053,001 parameters: training, against DistributedDataParallel"),
