@@ -125,7 +125,7 @@ def test_an_error_in_user_code_comes_back_with_its_traceback(spark: SparkSession
     est = estimator(tmp_path, loss=raise_in_loss)
     with pytest.raises(WorkerFailed, match="the loss is out of order") as caught:
         est.fit(table(spark))
-    assert "in broken_loss" in str(caught.value)
+    assert "in raise_in_loss" in str(caught.value)
     assert copy.deepcopy(est.getModel()) is not None
 
 

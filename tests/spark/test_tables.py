@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +31,16 @@ pytestmark = [pytest.mark.spark, pytest.mark.native]
 
 EPOCHS = 120  # of one step each
 
-for module in (Dawdling.__module__, Net.__module__):
-    cloudpickle.register_pickle_by_value(sys.modules[module])
+
+@pytest.fixture(autouse=True)
+def pickled_by_value() -> Iterator[None]:
+    """Executors have no tests folder. Only here: a class that is pickled by value never has the same bytes twice."""
+    modules = [sys.modules[kind.__module__] for kind in (Dawdling, Net)]
+    for module in modules:
+        cloudpickle.register_pickle_by_value(module)
+    yield
+    for module in modules:
+        cloudpickle.unregister_pickle_by_value(module)
 
 
 def test_p1_p2_a_fit_on_a_version_loses_an_executor_while_others_delete_append_and_compact(
