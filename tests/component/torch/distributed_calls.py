@@ -112,14 +112,17 @@ def send_and_receive(tensor: torch.Tensor, rank: int, size: int, group: Group) -
 
 
 def receive_from_any_source(tensor: torch.Tensor, rank: int, size: int, group: Group) -> Tensors:
+    found = {}
     if rank > 0:
         dist.send(tensor, 0, group=group)
-        return []
-    found = {}
-    for _ in range(size - 1):
-        part = torch.zeros_like(tensor)
-        found[dist.recv(part, None, group=group)] = part
-    return [found[1], found[2]]
+    else:
+        for _ in range(size - 1):
+            part = torch.zeros_like(tensor)
+            found[dist.recv(part, None, group=group)] = part
+    # A sender need not wait for its receiver: without this, the next call's message of one rank may come before this
+    # call's of the other.
+    dist.barrier(group=group)
+    return [found[source] for source in sorted(found)]
 
 
 MOVES = (
