@@ -68,7 +68,7 @@ class RowGroup:
     deleted: str = ""
 
     @cached_property
-    def kept(self) -> npt.NDArray[np.bool_] | None:
+    def keep_mask(self) -> npt.NDArray[np.bool_] | None:
         """Of each row in the file, whether the table has it; None: all of them."""
         if not self.deleted:
             return None
@@ -79,7 +79,7 @@ class RowGroup:
     @property
     def stored_rows(self) -> int:
         """Rows in the file, deleted ones among them."""
-        return self.rows if self.kept is None else len(self.kept)
+        return self.rows if self.keep_mask is None else len(self.keep_mask)
 
 
 def pack_deleted(deleted: npt.NDArray[np.bool_]) -> str:

@@ -73,7 +73,7 @@ def test_the_weights_are_those_of_one_undisturbed_worker(name: str, seed: int, t
     )
     continuing: list[threading.Timer] = []
     for (step, kind), file in zip(plan, struck, strict=True):
-        run.at(step, lambda kind=kind, file=file: strike(run, kind, rng, file.touch, continuing))
+        run.at(step, lambda kind=kind, file=file: inject_fault(run, kind, rng, file.touch, continuing))
     try:
         check(run, name)
     finally:
@@ -82,19 +82,19 @@ def test_the_weights_are_those_of_one_undisturbed_worker(name: str, seed: int, t
     assert all(file.exists() for file in struck)
 
 
-def strike(
+def inject_fault(
     run: Run, kind: str, rng: random.Random, over: Callable[[], object], continuing: list[threading.Timer]
 ) -> None:
     try:
         while True:
             with suppress(psutil.NoSuchProcess):  # a slot or worker that was just ending: another one
-                _strike(run, kind, rng, continuing)
+                _inject_at_once(run, kind, rng, continuing)
                 return
     finally:
         over()
 
 
-def _strike(run: Run, kind: str, rng: random.Random, continuing: list[threading.Timer]) -> None:
+def _inject_at_once(run: Run, kind: str, rng: random.Random, continuing: list[threading.Timer]) -> None:
     slots = sorted(run.cluster.slots())
     if kind == "another slot" or not slots:
         run.cluster.add_room(1)

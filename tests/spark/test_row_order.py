@@ -149,7 +149,7 @@ def test_a_key_goes_to_the_partition_for_which_it_was_found(spark: SparkSession)
         assert [row.number for row in found] == list(range(count))
 
 
-def test_a_spark_that_partitions_otherwise_is_told(
+def test_fit_refuses_a_spark_that_partitions_otherwise(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = find_partition_keys(2)

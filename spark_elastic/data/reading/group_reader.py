@@ -119,8 +119,8 @@ class ArrowReader(GroupReader):
                 raise ValueError(
                     f"it has {rows.num_rows} rows, not the {entry.stored_rows} rows of the manifest"
                 )
-            if entry.kept is not None:
-                rows = rows.filter(pa.array(entry.kept))
+            if entry.keep_mask is not None:
+                rows = rows.filter(pa.array(entry.keep_mask))
             names = self._names[entry.file]
             columns = {
                 names[name]: column for name, column in zip(rows.schema.names, rows.columns, strict=True)
@@ -139,13 +139,12 @@ class ArrowReader(GroupReader):
 
     def _read_part(self, entry: RowGroup) -> pa.RecordBatch:
         """One part of a split row group. All parts but the last are equally long."""
-        key = (entry.file, entry.index)
-        _, source = self._open(entry.file)
-        names = list(self._names[entry.file])
-        group = self._split_groups.get(
-            key, lambda: SplitRowGroup(source, entry.index, names, entry.part_rows)
-        )
+        group = self._split_groups.get((entry.file, entry.index), lambda: self._split(entry))
         return group.read(entry.first_row // entry.part_rows)
+
+    def _split(self, entry: RowGroup) -> SplitRowGroup:
+        _, source = self._open(entry.file)
+        return SplitRowGroup(source, entry.index, list(self._names[entry.file]), entry.part_rows)
 
     def _open(self, number: int) -> tuple[pq.ParquetFile, Any]:
         if number not in self._files:

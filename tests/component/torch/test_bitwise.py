@@ -50,10 +50,10 @@ def test_the_estimators_weights_and_losses_have_the_same_bits_after_a_kill(
             made.append(launcher(task, room=room))
             return made[0]
 
-        def strike(made: list[ProcessLauncher] = made) -> None:
+        def kill_one(made: list[ProcessLauncher] = made) -> None:
             fault(kill, made[0], max(made[0].slots()))
 
-        blows = {"epoch 0": strike} if workers > 1 else {}
+        blows = {"epoch 0": kill_one} if workers > 1 else {}
         with inject_faults(tmp_path / f"faults-{workers}", blows):
             weights, result = train_elastic(job, *data, None, Follower(), make)
         assert result.worlds[0].size == workers

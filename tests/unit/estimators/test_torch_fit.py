@@ -36,7 +36,7 @@ class Centred(torch.nn.Module):
         self.mean = state["mean"]
 
 
-def test_attributes_of_a_module_beside_its_weights_come_back() -> None:
+def test_attributes_of_a_module_are_returned_with_its_weights() -> None:
     left = Centred(np.array([1.0, 2.0], np.float32))
     learner: Any = object.__new__(TorchTrainer)
     learner.state = SimpleNamespace(model=left)

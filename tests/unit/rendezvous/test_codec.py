@@ -67,7 +67,7 @@ def test_facts_may_hold_any_json() -> None:
     assert codec.read(RegisterSlot, codec.loads(codec.dumps(request))) == request
 
 
-def test_nested_messages_come_back_as_they_were() -> None:
+def test_nested_messages_survive_encoding_and_decoding() -> None:
     orders = SlotCommands(2, (WorkerStop("1-0.1", "x", True),), None)
     assert codec.read(SlotCommands, codec.loads(codec.dumps(orders))) == orders
 

@@ -34,7 +34,7 @@ def test_rows_of_a_worker_that_died_before_it_could_write_are_in_the_step_that_t
     assert judge([begun, line(1, 1.0, 1, 1, 0), line(1, 2.0, 1, 2, 2, 3)], 0.0, [], TASK).missing == 0
 
 
-def test_rows_of_a_step_that_nobody_applied_are_missing() -> None:
+def test_rows_of_a_step_that_was_never_applied_are_missing() -> None:
     lines = [line(1, 1.0, 1, 1, 0, 1), line(1, 2.0, 1, 2, 2, 3, kind="begun"), line(1, 3.0, 2, 3, 1)]
     result = judge(lines, 0.0, [], TASK)
     assert (result.missing, result.doubled) == (2, 1)
