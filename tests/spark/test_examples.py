@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyspark
 import pytest
+import torch
 
 from tests.pages import blocks
 from tests.sources import ROOT
@@ -32,7 +33,7 @@ def test_the_example_of_the_readme_runs(
     exec(compile(without_session, "index.md", "exec"), names)
     assert names["model"].summary.report.epochs[-1].seen == 1000
     assert "no worker was lost" in capsys.readouterr().out
-    (program,) = blocks("README.md", "python")
+    program, loop = blocks("README.md", "python")
     monkeypatch.setenv("SPARK_ELASTIC_GATHER_TIMEOUT", "1")  # there is no room for the fourth worker
     df = spark.range(520).selectExpr("array_repeat(id / 520, 20) as x", "id / 260 as y")
     names = {"df": df}
@@ -42,6 +43,8 @@ def test_the_example_of_the_readme_runs(
     assert len(losses) == 3
     assert losses[-1] < losses[0]
     assert names["model"].transform(df).filter("prediction is null").count() == 0
+    names["dataset"] = torch.utils.data.TensorDataset(torch.randn(600, 20), torch.randn(600))
+    exec(compile(loop, "README.md", "exec"), names)
 
 
 @pytest.mark.faults
