@@ -61,6 +61,8 @@ class SlotIdentity:
     slot: SlotId
     # The host that carries the slot: a Spark executor.
     host: HostId = ""
+    # The process whose end is the host's end: a Spark executor's JVM. 0: none is known.
+    host_pid: int = 0
     # The address of this machine at which peers reach the worker.
     address: str = "127.0.0.1"
     # What Spark gave to the slot: addresses by the name of the resource, such as {"gpu": ("0",)}.

@@ -49,9 +49,11 @@ class SlotTask:
         context = TaskContext.get()
         assert context is not None
         address = find_address_towards(*split_address(self.spec.address))
+        host, host_pid = find_host(address)
         identity = SlotIdentity(
             slot=SlotId.build(launch, context.attemptNumber()),
-            host=find_host_id(address),
+            host=host,
+            host_pid=host_pid,
             address=address,
             resources={name: tuple(each.addresses) for name, each in context.resources().items()},
         )
@@ -63,12 +65,12 @@ class SlotTask:
             return SlotAgent(spec, identity, payload, client, clock, facts, shortage).run()
 
 
-def find_host_id(address: str, proc: Path = Path("/proc")) -> str:
-    """Spark's id of the executor that this task runs in; "driver" in local mode.
+def find_host(address: str, proc: Path = Path("/proc")) -> tuple[str, int]:
+    """Spark's id of the executor that this task runs in, "driver" in local mode, and the process id of its JVM.
 
     Spark does not tell Python workers. The id stands in the command line of the executor, an ancestor of this process.
     Where platforms hide it, the address and the boot of this machine make the id: containers of one machine share the
-    boot, those of several machines may share the address.
+    boot, those of several machines may share the address. The process id is then 0.
 
     Args:
         address: this machine's own, on the way to the driver.
@@ -78,13 +80,13 @@ def find_host_id(address: str, proc: Path = Path("/proc")) -> str:
         while pid > 1:
             words = (proc / str(pid) / "cmdline").read_bytes().split(b"\0")
             if b"--executor-id" in words:
-                return words[words.index(b"--executor-id") + 1].decode()
+                return words[words.index(b"--executor-id") + 1].decode(), pid
             if words[0].rpartition(b"/")[2] == b"java":  # Spark's own, which is no executor of a cluster
-                return "driver"
+                return "driver", pid
             pid = int((proc / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()[1])
     except OSError:
         pass  # processes of other users are hidden here
-    return f"{address}-{_read_boot(proc)}"
+    return f"{address}-{_read_boot(proc)}", 0
 
 
 def _read_boot(proc: Path) -> str:

@@ -14,7 +14,9 @@ import importlib
 import json
 import logging
 import os
+import select
 import signal
+import socket
 import sys
 import threading
 from dataclasses import dataclass
@@ -94,6 +96,10 @@ def main(fds: ChildFds | None = None) -> int:
     threading.Thread(
         target=_exit_with_slot, args=(_detach_stdin(),), name="spark-elastic-parent", daemon=True
     ).start()
+    if me.host_pid:
+        threading.Thread(
+            target=exit_with_process, args=(me.host_pid,), name="spark-elastic-host", daemon=True
+        ).start()
     with RendezvousClient(
         spec.address, spec.key, spec.attempt, clock, spec.driver_timeout, spec.certificate
     ) as client:
@@ -193,6 +199,33 @@ def _exit_with_slot(pipe: int) -> None:
     while os.read(pipe, 1024):
         pass
     os._exit(1)
+
+
+def exit_with_process(pid: int) -> None:
+    """Wait for the end of that process, the executor's JVM; then end this one, its connections first.
+
+    Without this, peers would hear of the executor's end only after Spark's Python daemon, the slot task and then this
+    process had ended one after the other, each after the kernel has freed its memory.
+    """
+    try:
+        process = os.pidfd_open(pid)
+    except (OSError, AttributeError):
+        return  # Linux before 5.3: the kernel ends this process with its slot
+    waiter = select.poll()
+    waiter.register(process, select.POLLIN)
+    waiter.poll()
+    shut_down_connections()
+    os._exit(1)
+
+
+def shut_down_connections() -> None:
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(name))) as connection:
+                    connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # it listens, has no peer, or was closed meanwhile
 
 
 def _run(fds: ChildFds | None) -> int:

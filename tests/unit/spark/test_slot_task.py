@@ -10,7 +10,7 @@ pytest.importorskip("pyspark")
 
 from spark_elastic.errors import DriverUnreachable
 from spark_elastic.rendezvous.addresses import find_address_towards
-from spark_elastic.spark.slot_task import find_host_id
+from spark_elastic.spark.slot_task import find_host
 
 ADDRESS = "10.0.0.7"
 
@@ -21,17 +21,17 @@ def process(proc: Path, pid: int, parent: int, *words: str) -> None:
     (proc / str(pid) / "stat").write_text(f"{pid} (a name) with) S {parent} 1 1 0")
 
 
-def test_the_executor_id_comes_from_the_ancestors_command_line(tmp_path: Path) -> None:
+def test_the_executor_is_found_in_the_ancestors_command_line(tmp_path: Path) -> None:
     process(tmp_path, os.getpid(), 70, "python", "-m", "pyspark.daemon")
     process(tmp_path, 70, 60, "python", "-m", "pyspark.daemon")
     process(tmp_path, 60, 1, "java", "CoarseGrainedExecutorBackend", "--executor-id", "12", "--cores", "1")
-    assert find_host_id(ADDRESS, tmp_path) == "12"
+    assert find_host(ADDRESS, tmp_path) == ("12", 60)
 
 
 def test_in_local_mode_the_executor_id_is_driver(tmp_path: Path) -> None:
     process(tmp_path, os.getpid(), 70, "python", "-m", "pyspark.daemon")
     process(tmp_path, 70, 1, "java", "SparkSubmit", "pyspark-shell")
-    assert find_host_id(ADDRESS, tmp_path) == "driver"
+    assert find_host(ADDRESS, tmp_path) == ("driver", 70)
 
 
 def test_hosts_that_hide_their_processes_differ_by_address_and_boot(tmp_path: Path) -> None:
@@ -43,19 +43,19 @@ def test_hosts_that_hide_their_processes_differ_by_address_and_boot(tmp_path: Pa
         process(proc, os.getpid(), 70, "python", "-m", "pyspark.daemon")
         (proc / "sys" / "kernel" / "random").mkdir(parents=True)
         (proc / "sys" / "kernel" / "random" / "boot_id").write_text(boot)
-        ids.add(find_host_id(address, proc))
+        ids.add(find_host(address, proc)[0])
     assert ids == {"10.0.0.1-aaaaaaaa", "10.0.0.2-aaaaaaaa", "10.0.0.1-bbbbbbbb"}
 
 
 def test_a_host_that_hides_all_of_proc_is_known_by_address_and_name(tmp_path: Path) -> None:
-    assert find_host_id(ADDRESS, tmp_path) == f"{ADDRESS}-{socket.gethostname()}"
+    assert find_host(ADDRESS, tmp_path) == (f"{ADDRESS}-{socket.gethostname()}", 0)
 
 
 def test_ancestors_without_a_java_belong_to_no_local_mode(tmp_path: Path) -> None:
     process(
         tmp_path, os.getpid(), 1, "python", "-m", "pyspark.daemon"
     )  # an isolated one, as platforms start it
-    assert find_host_id(ADDRESS, tmp_path).startswith(f"{ADDRESS}-")
+    assert find_host(ADDRESS, tmp_path)[0].startswith(f"{ADDRESS}-")
 
 
 def test_the_address_towards_a_driver_on_this_machine_is_loopback() -> None:

@@ -47,6 +47,23 @@ finally:
     assert (done.stdout, done.stderr) == (f"{-signal.SIGINT}\n", "")
 
 
+def test_a_worker_ends_with_its_executor_and_breaks_its_connections_before() -> None:
+    program = """
+import os, signal, socket, sys
+from spark_elastic.worker import entry
+entry.os._exit = lambda code: (print(code, peer.recv(1), flush=True), os.kill(os.getpid(), signal.SIGKILL))
+connection, peer = socket.socketpair()
+entry.exit_with_process(int(sys.argv[1]))
+"""
+    with subprocess.Popen(["sleep", "60"]) as host:
+        command = [sys.executable, "-c", program, str(host.pid)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as worker:
+            with pytest.raises(subprocess.TimeoutExpired):
+                worker.wait(1)
+            host.kill()
+            assert worker.communicate(timeout=30)[0] == "1 b''\n"
+
+
 SCRIPT = """
 from spark_elastic.worker.script import Script
 Script.read(sys.argv[1])()
