@@ -27,7 +27,7 @@ from spark_elastic.torch.elastic import TorchState
 WIDTH, LAYERS, BATCH = 1024, 24, 16
 
 
-class Trainee:
+class LargeModel:
     """A net of 25 million parameters and its optimizer."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Trainee:
 class BareCopy:
     """The same bytes, copied by a thread into the same memory each time; the next step's end waits for it."""
 
-    def __init__(self, trainee: Trainee) -> None:
+    def __init__(self, trainee: LargeModel) -> None:
         momenta = [state["momentum_buffer"] for state in trainee.optimizer.state.values()]
         self._live = [tensor.detach().numpy() for tensor in (*trainee.model.parameters(), *momenta)]
         self._kept = [np.empty_like(array) for array in self._live]
@@ -65,7 +65,7 @@ class BareCopy:
             np.copyto(kept, live)
 
 
-class Waited:
+class TimedCall:
     """Adds up the seconds spent in a function."""
 
     def __init__(self, call: Callable[..., object]) -> None:
@@ -80,7 +80,9 @@ class Waited:
             self.seconds += time.perf_counter() - begin
 
 
-def block(trainee: Trainee, steps: int, commit: Callable[[], object], waits: Waited) -> tuple[float, float]:
+def block(
+    trainee: LargeModel, steps: int, commit: Callable[[], object], waits: TimedCall
+) -> tuple[float, float]:
     """(median seconds of a step, median seconds of pause)"""
     times, pauses = [], []
     for _ in range(steps):
@@ -101,10 +103,10 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, default=8, help="of a block")
     chosen = arguments.parse_args()
     torch.set_num_threads(1)
-    trainee = Trainee()
+    trainee = LargeModel()
     trainee.step()
     state = TorchState(trainee.model, trainee.optimizer, step=0)
-    waits = Waited(state._snapshots.wait)
+    waits = TimedCall(state._snapshots.wait)
     state._snapshots.wait = waits  # type: ignore[method-assign]
     kept: list[object] = []
     bare_copy = BareCopy(trainee)

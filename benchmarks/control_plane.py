@@ -104,7 +104,7 @@ def drive(pipe: Connection, size: int) -> None:
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     """Seconds; processor time is the driver's. steady: beats per second that arrived and their processor share."""
 
     first: float
@@ -161,7 +161,7 @@ class Cluster:
         return cpu, events
 
 
-def measure(size: int, mesh_until: int, store_until: int) -> Measured:
+def measure(size: int, mesh_until: int, store_until: int) -> Measurement:
     cluster = Cluster(size)
     try:
         cluster.order("come")
@@ -182,7 +182,7 @@ def measure(size: int, mesh_until: int, store_until: int) -> Measured:
         cluster.close()
     store = tcp_store(size) if size <= store_until else None
     again, cpu = statistics.median(walls), statistics.median(cpus)
-    return Measured(first, again, cpu, flat / STEADY, steady / STEADY, steady_cpu / STEADY, mesh, store)
+    return Measurement(first, again, cpu, flat / STEADY, steady / STEADY, steady_cpu / STEADY, mesh, store)
 
 
 # ---- the peer
@@ -237,7 +237,7 @@ def exponent(points: Sequence[tuple[int, float]]) -> float:
     return sum((a - x) * (b - y) for a, b in logs) / sum((a - x) ** 2 for a, _ in logs)
 
 
-def rows(found: dict[int, Measured]) -> list[Row]:
+def rows(found: dict[int, Measurement]) -> list[Row]:
     made = []
     for size, m in found.items():
         made.append(Row(f"{size} workers: rendezvous (peer: TCPStore, a GET a pair)", m.again, m.store))

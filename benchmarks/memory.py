@@ -44,7 +44,7 @@ def write(path: Path, size: int, group: int) -> None:
             writer.write_table(table, row_group_size=rows)
 
 
-class Watch:
+class MemorySampler:
     """Samples each second; `peaks`: bytes of each worker, by the process of its slot task."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Watch:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> MemorySampler:
         self._thread.start()
         return self
 
@@ -98,7 +98,7 @@ def measure(case: str, data: Path, folder: Path) -> list[Row]:
         store=str(folder / "store"),
         verbose=0,
     )
-    with Watch() as watch:
+    with MemorySampler() as watch:
         fitted = estimator.fit_on_parquet(str(data))
     seconds = fitted.summary.report.phases["training"]
     return [

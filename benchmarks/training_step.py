@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.parts.report import Row, finish, parser
-from benchmarks.parts.tensorflow_step import Contenders, addresses
+from benchmarks.parts.tensorflow_step import ComparedSteps, addresses
 from elastic_collectives import Endpoint, Group, connect
 from spark_elastic.torch import DistributedOptimizer
 from spark_elastic.torch.elastic import ElasticDataLoader
@@ -187,7 +187,7 @@ def _one_rank_of_tensorflow(pipe: Connection, rank: int, workers: list[str], net
         blobs: list[bytes] = pipe.recv()
         return blobs
 
-    contenders, size = Contenders(rank, workers), len(workers)
+    contenders, size = ComparedSteps(rank, workers), len(workers)
     with (
         Endpoint(KEY) as end,
         connect(end, rank, size, (1, 1), exchange, local_ranks=range(size)) as group,

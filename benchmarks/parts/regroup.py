@@ -34,7 +34,7 @@ PATIENCE = 60.0  # seconds that the processes get to come up
 Line = dict[str, Any]
 
 
-class Stepper:
+class StepUntilStopped:
     """Steps until the file `stop` appears."""
 
     def __init__(self, folder: str) -> None:
@@ -82,10 +82,10 @@ class Stepper:
             file.write(json.dumps(line) + "\n")
 
 
-class Trial(threading.Thread):
+class RegroupTrial(threading.Thread):
     """Plays its acts one after the other, each in a world of all workers, then ends the job."""
 
-    def __init__(self, folder: Path, size: int, acts: list[Callable[[Trial], float]]) -> None:
+    def __init__(self, folder: Path, size: int, acts: list[Callable[[RegroupTrial], float]]) -> None:
         super().__init__(daemon=True)
         self.folder, self.size, self._acts = folder, size, acts
         self.post: Post = lambda event: None
@@ -139,10 +139,10 @@ class Trial(threading.Thread):
             time.sleep(0.2)
 
 
-class Watch:
+class TrialDiscovery:
     """What stands in for discovery: the trial's way to the driver."""
 
-    def __init__(self, trial: Trial) -> None:
+    def __init__(self, trial: RegroupTrial) -> None:
         self._trial = trial
 
     def start(self, post: Post) -> None:
@@ -153,14 +153,14 @@ class Watch:
         """Nothing."""
 
 
-def kill_one(trial: Trial) -> float:
+def kill_one(trial: RegroupTrial) -> float:
     victim = trial.members()[len(trial.done) % trial.size]
     moment = time.monotonic()
     os.kill(victim, signal.SIGKILL)
     return moment
 
 
-def drain_one(trial: Trial) -> float:
+def drain_one(trial: RegroupTrial) -> float:
     newest = [line for line in journal(trial.folder) if line["event"]["type"] == "WorldFormed"][-trial.size :]
     slot = newest[len(trial.done) % trial.size]["event"]["worker"].split("-")[0]
     moment = time.monotonic()
@@ -173,22 +173,24 @@ def journal(folder: Path) -> list[Line]:
     return [json.loads(text) for text in texts if text.endswith("}")]
 
 
-def play(folder: Path, size: int, acts: list[Callable[[Trial], float]]) -> Trial:
+def play(folder: Path, size: int, acts: list[Callable[[RegroupTrial], float]]) -> RegroupTrial:
     folder.mkdir()
-    trial = Trial(folder, size, acts)
+    trial = RegroupTrial(folder, size, acts)
     limits = Limits(
         size, 1, size, gather_timeout=PATIENCE, failure_budget=len(acts) + 10, cooldown_range=(0.01, 0.01)
     )
     config = ElasticConfig(journal=str(folder / "journal"))
-    launcher = ProcessLauncher(Stepper(str(folder)), SystemClock(), room=size)
-    supervise(launcher, Watch(trial), DriverOptions(), limits, config, "regroup")
+    launcher = ProcessLauncher(StepUntilStopped(str(folder)), SystemClock(), room=size)
+    supervise(launcher, TrialDiscovery(trial), DriverOptions(), limits, config, "regroup")
     trial.join()
     if trial.failed is not None:
         raise trial.failed
     return trial
 
 
-def find_event_after(trial: Trial, moment: float, generation: int, event: str) -> tuple[float, list[Line]]:
+def find_event_after(
+    trial: RegroupTrial, moment: float, generation: int, event: str
+) -> tuple[float, list[Line]]:
     """When the last member of the next world first did `event` in it, seconds from `moment`; and all its lines."""
     later = [line for line in trial.lines() if line["generation"] > generation and line["at"] > moment]
     following = min(line["generation"] for line in later)
@@ -200,7 +202,7 @@ def find_event_after(trial: Trial, moment: float, generation: int, event: str) -
     return max(firsts.values()) - moment, mine
 
 
-def scale_ups(trial: Trial) -> list[float]:
+def scale_ups(trial: RegroupTrial) -> list[float]:
     """From the newcomer's first question to the slowest member's first step in the world that it came into."""
     joins = [
         line["event"]
@@ -218,7 +220,7 @@ def scale_ups(trial: Trial) -> list[float]:
     return found
 
 
-def count_broken(trial: Trial, generations: set[int]) -> int:
+def count_broken(trial: RegroupTrial, generations: set[int]) -> int:
     """How many ranks lost a step in these generations."""
     return sum(line["event"] == "broke" and line["generation"] in generations for line in trial.lines())
 

@@ -40,7 +40,7 @@ BLOB = 120  # bytes that a rank hands in
 SHORT = 20  # requests of a process under way at once while everybody comes
 
 
-class Line:
+class KeepAliveConnection:
     """A connection, made on first use; one request at a time."""
 
     def __init__(self, address: str) -> None:
@@ -68,7 +68,7 @@ class Session:
     """Two lines of one session: one for the long poll that is always open, one for everything else."""
 
     def __init__(self, address: str) -> None:
-        self._lines = Line(address), Line(address)
+        self._lines = KeepAliveConnection(address), KeepAliveConnection(address)
         self._name = ""
         self._count = 0
 

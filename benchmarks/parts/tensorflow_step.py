@@ -28,7 +28,7 @@ def addresses(size: int) -> list[str]:
     return found
 
 
-class Contenders:
+class ComparedSteps:
     """Of one rank. The strategy's servers must be there before anything else is done with TensorFlow."""
 
     def __init__(self, rank: int, workers: list[str]) -> None:

@@ -27,7 +27,7 @@ from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.protocol.types import Limits
 from spark_elastic.state.store_channel import ChannelEnd
 from spark_elastic.testing import CountingProgram, ProcessLauncher
-from tests.component.worker.moments import Held
+from tests.component.worker.moments import HeldProgram
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(120)]
 
@@ -43,7 +43,7 @@ coordinator.run_driver("127.0.0.1") if sys.argv[2] == "0" else coordinator.wait_
 """
 
 
-class Watcher(JobListener):
+class FaultListener(JobListener):
     """at: a step, at which `inject_fault` is called once, in a thread. lost: called in each world but the first."""
 
     def __init__(self, at: int, inject_fault: Any, lost: Callable[[], None] = lambda: None) -> None:
@@ -103,9 +103,9 @@ def test_a_job_with_a_coordinator_survives_the_loss_of_a_slot(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "spark_elastic")
-    program = Held(steps=30, seconds=0.03)
+    program = HeldProgram(steps=30, seconds=0.03)
     cluster = ProcessLauncher(program, SystemClock(), room=3)
-    watcher = Watcher(10, lambda: cluster.kill(max(cluster.slots())), program.release)
+    watcher = FaultListener(10, lambda: cluster.kill(max(cluster.slots())), program.release)
     result = Task(tmp_path).follow(cluster, watcher)
     assert {json.loads(text)["sum"] for text in result.results if text != "null"} == {program.expected_sum()}
     assert [world.size for world in result.worlds] == watcher.sizes
@@ -121,7 +121,7 @@ def test_a_job_with_a_coordinator_survives_the_loss_of_a_slot(
 @pytest.mark.faults
 def test_a_copy_of_the_coordinators_task_waits_for_the_first_to_end(tmp_path: Path) -> None:
     """Spark takes the result of whichever attempt returns first, and kills the other."""
-    program = Held(steps=5)
+    program = HeldProgram(steps=5)
     cluster = ProcessLauncher(program, SystemClock(), room=2)
     task = Task(tmp_path)
     copies: list[subprocess.Popen[bytes]] = []
@@ -134,7 +134,7 @@ def test_a_copy_of_the_coordinators_task_waits_for_the_first_to_end(tmp_path: Pa
         waited.append(copies[0].poll() is None)
         program.release()
 
-    result = task.follow(cluster, Watcher(2, speculate))
+    result = task.follow(cluster, FaultListener(2, speculate))
     assert {json.loads(text)["sum"] for text in result.results if text != "null"} == {program.expected_sum()}
     assert waited == [True]
     assert copies[0].wait(30) == 0
@@ -145,4 +145,4 @@ def test_a_killed_coordinator_is_named_in_the_error(tmp_path: Path) -> None:
     cluster = ProcessLauncher(CountingProgram(steps=2000, seconds=0.02), SystemClock(), room=2)
     task = Task(tmp_path)
     with pytest.raises(CoordinatorLost, match="which ran in a task, was lost: exit -9"):
-        task.follow(cluster, Watcher(5, task.kill))
+        task.follow(cluster, FaultListener(5, task.kill))

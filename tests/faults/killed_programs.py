@@ -127,7 +127,7 @@ def train_by_trainer(folder: str) -> dict[str, list[float]]:
 
     from spark_elastic.torch.huggingface import ElasticTrainer
 
-    class OfTrainer(Net):
+    class TrainerNet(Net):
         def forward(self, row: Any, x: Any, y: Any) -> Any:  # type: ignore[override]
             return {"loss": super().forward(row, x, y, trainer.get_train_dataloader().global_rows)}
 
@@ -147,7 +147,7 @@ def train_by_trainer(folder: str) -> dict[str, list[float]]:
         remove_unused_columns=False,
         seed=SEED,
     )
-    net = OfTrainer()
+    net = TrainerNet()
     optimizer = make_optimizer(net)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     rows = [{"row": row, "x": x, "y": y} for row, x, y in make_rows()]
@@ -164,7 +164,7 @@ def train_by_lightning(folder: str) -> dict[str, list[float]]:
 
     loader = ElasticDataLoader(make_rows(), BATCH, SEED)
 
-    class OfLightning(pl.LightningModule):  # type: ignore[misc]
+    class LightningNet(pl.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.net = Net()
@@ -181,7 +181,7 @@ def train_by_lightning(folder: str) -> dict[str, list[float]]:
             if self._trainer.global_step:
                 after_step(folder, self._trainer.global_step, self._state)
 
-    module = OfLightning()
+    module = LightningNet()
     trainer = pl.Trainer(
         accelerator="cpu",
         strategy=Held(),

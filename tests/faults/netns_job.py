@@ -41,7 +41,7 @@ def say(**told: Any) -> None:
     sys.stdout.flush()
 
 
-class Teller(logging.Handler):
+class WorldLogHandler(logging.Handler):
     """Tells of the driver's worlds as they are published and end."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -100,7 +100,7 @@ def main() -> None:
     logger = logging.getLogger("spark_elastic.driver")
     logger.setLevel(logging.DEBUG)
     logger.propagate = False
-    logger.addHandler(Teller())
+    logger.addHandler(WorldLogHandler())
     for module in (nets, phases):
         cloudpickle.register_pickle_by_value(module)
     torch.set_num_threads(1)  # the plain loop shares the machine with everybody else

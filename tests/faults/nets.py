@@ -18,7 +18,7 @@ from spark_elastic.torch import RowDropout, SyncBatchNorm, progress
 WIDTH, CLASSES = 36, 3
 
 
-class Recorded(torch.nn.Module):
+class RecordingNet(torch.nn.Module):
     """Calls a net; writes which row ids it saw in which step, and which phase the process is in.
 
     While `folder`/slow exists every step takes its time, so that kills can meet every phase.
@@ -127,7 +127,7 @@ class Case:
 class Registry:
     """The recorded model of this process; a factory of optimizers is given parameters only."""
 
-    recorded: Recorded | None = None
+    recorded: RecordingNet | None = None
 
 
 CASES = {

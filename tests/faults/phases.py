@@ -17,7 +17,7 @@ FORMAT = "<cxxxiiiid"  # phase, rank, generation, epoch, step, wall seconds; a s
 
 
 @dataclass(frozen=True)
-class Standing:
+class ProcessPhase:
     pid: int
     phase: str
     rank: int
@@ -40,13 +40,13 @@ class Marker:
         self._memory[:] = struct.pack(FORMAT, phase.encode(), rank, generation, epoch, step, time.time())
 
 
-def read_standings(folder: str) -> list[Standing]:
+def read_phases(folder: str) -> list[ProcessPhase]:
     """Of all processes that ever wrote one."""
-    found = (read_standing(folder, int(path.stem)) for path in Path(folder).glob("*.phase"))
+    found = (read_phase(folder, int(path.stem)) for path in Path(folder).glob("*.phase"))
     return [one for one in found if one is not None]
 
 
-def read_standing(folder: str, pid: int) -> Standing | None:
+def read_phase(folder: str, pid: int) -> ProcessPhase | None:
     """Of one process; None before its first phase."""
     try:
         data = Path(folder, f"{pid}.phase").read_bytes()
@@ -55,4 +55,4 @@ def read_standing(folder: str, pid: int) -> Standing | None:
     if len(data) != struct.calcsize(FORMAT) or not data[0]:
         return None
     phase, rank, generation, epoch, step, wall = struct.unpack(FORMAT, data)
-    return Standing(pid, phase.decode(), rank, generation, epoch, step, wall)
+    return ProcessPhase(pid, phase.decode(), rank, generation, epoch, step, wall)

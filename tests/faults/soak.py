@@ -46,7 +46,7 @@ from spark_elastic.torch import draw_rows  # noqa: E402
 from tests.spark.cluster import StandaloneCluster, cluster_environment, start_session  # noqa: E402
 
 ROWS, BATCH, WORKERS, SEED = 720, 8, 3, 11
-Blow = tuple[phases.Standing, psutil.Process, dict[str, Any]]
+Fault = tuple[phases.ProcessPhase, psutil.Process, dict[str, Any]]
 KINDS = ("executor", "slot task", "child")
 WANTED = ("F", "X", "A", "rendezvous")
 TOLERANCE = 1e-9
@@ -94,7 +94,7 @@ class Killer(threading.Thread):
             os.remove(f"{self._folder}/slow")
 
     def _choose_phase(self, number: int) -> str | None:
-        """The phase of the next blow; None: enough."""
+        """The phase of the next fault; None: enough."""
         if number < self._count:
             return WANTED[number % len(WANTED)]
         met = Counter(kill["phase"] for kill in self.kills)
@@ -116,7 +116,7 @@ class Killer(threading.Thread):
             time.sleep(self._random.uniform(0.1, 1.0))
             self._note(self._kill(number, wanted))
 
-    def _kill(self, number: int, phase: str | None, spare: Blow | None = None) -> Blow | None:
+    def _kill(self, number: int, phase: str | None, spare: Fault | None = None) -> Fault | None:
         """Rank 0 every second time, else any; at the moment it enters `phase`. spare: who is dying already."""
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline and not self.over.is_set():
@@ -141,11 +141,11 @@ class Killer(threading.Thread):
                 )
         return None
 
-    def _await_phase(self, victim: phases.Standing, phase: str) -> bool:
+    def _await_phase(self, victim: phases.ProcessPhase, phase: str) -> bool:
         """Wait until it is in `phase`; False when its world ends before."""
         deadline = time.monotonic() + 2
         while time.monotonic() < deadline:
-            now = phases.read_standing(f"{self._folder}/phases", victim.pid)
+            now = phases.read_phase(f"{self._folder}/phases", victim.pid)
             if now is None or now.generation != victim.generation:
                 return False
             if now.phase == phase:
@@ -153,13 +153,13 @@ class Killer(threading.Thread):
             time.sleep(0.0002)
         return False
 
-    def _note(self, blow: Blow | None) -> None:
+    def _note(self, fault: Fault | None) -> None:
         """Once the victim is gone: which phase did it die in?"""
-        if blow is None:
+        if fault is None:
             return
-        victim, process, kill = blow
+        victim, process, kill = fault
         psutil.wait_procs([process], timeout=10)
-        left = phases.read_standing(f"{self._folder}/phases", victim.pid) or victim
+        left = phases.read_phase(f"{self._folder}/phases", victim.pid) or victim
         phase = "rendezvous" if self._is_in_rendezvous(kill["wall"]) else left.phase
         kill |= {
             "number": len(self.kills),
@@ -171,9 +171,9 @@ class Killer(threading.Thread):
         self.kills.append(kill)
         say(kill)
 
-    def _members(self) -> list[phases.Standing]:
+    def _members(self) -> list[phases.ProcessPhase]:
         """Living processes of the newest generation."""
-        alive = [s for s in phases.read_standings(f"{self._folder}/phases") if is_alive(s.pid)]
+        alive = [s for s in phases.read_phases(f"{self._folder}/phases") if is_alive(s.pid)]
         newest = max((s.generation for s in alive), default=0)
         return [s for s in alive if s.generation == newest]
 

@@ -42,7 +42,7 @@ TOLERANCE = 1e-9
 GROWTH = 1.3  # of what was most, between the first and the last third of the time
 
 
-class Obeying(Callback):
+class OrderedFaultCallback(Callback):
     """Injects the fault that an order in the folder names: NUMBER-RANK.json holds the kind of a fault."""
 
     def __init__(self, folder: str) -> None:
@@ -176,7 +176,7 @@ def soak(spark: Any, cluster: StandaloneCluster, folder: str, options: argparse.
     end = time.monotonic() + options.minutes * 60
     try:
         while time.monotonic() < end:
-            model = fit(df, f"{folder}/store", [Obeying(str(orders))])
+            model = fit(df, f"{folder}/store", [OrderedFaultCallback(str(orders))])
             report = model.summary.report
             fits.append(
                 {

@@ -37,7 +37,7 @@ pytestmark = [
 ]
 
 
-class Field:
+class NetworkedCluster:
     """A Spark master on node 0, a Spark worker on each other node, and a training job's driver on node 0."""
 
     def __init__(self, network: Network, folder: Path) -> None:
@@ -153,9 +153,9 @@ class Field:
 
 
 @pytest.fixture
-def field(tmp_path: Path) -> Iterator[Field]:
+def field(tmp_path: Path) -> Iterator[NetworkedCluster]:
     with Network(HOSTS + 1) as network:
-        made = Field(network, tmp_path)
+        made = NetworkedCluster(network, tmp_path)
         try:
             made.start()
             yield made
@@ -176,7 +176,7 @@ def check_verdict(verdict: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("lease", [1.0, 5.0])
 def test_training_survives_a_host_without_network_for_30_seconds(
-    lease: float, field: Field, fault: Fault
+    lease: float, field: NetworkedCluster, fault: Fault
 ) -> None:
     """The others continue within the lease; when the network heals the host rejoins, and its zombie ends itself."""
     field.train(lease)
@@ -199,7 +199,7 @@ def test_training_survives_a_host_without_network_for_30_seconds(
     )
 
 
-def test_training_survives_a_host_with_an_intermittent_network(field: Field, fault: Fault) -> None:
+def test_training_survives_a_host_with_an_intermittent_network(field: NetworkedCluster, fault: Fault) -> None:
     """A slow host: each second its network is gone for a third of it. It is slow, not lost."""
     field.train(lease=5.0)
     field.await_message("world", HOSTS)
@@ -214,7 +214,7 @@ def test_training_survives_a_host_with_an_intermittent_network(field: Field, fau
 
 
 def test_r12_a_driver_without_network_for_longer_than_the_lease_evicts_no_worker(
-    field: Field, fault: Fault
+    field: NetworkedCluster, fault: Fault
 ) -> None:
     """Training continues without it: no world is lost, and steps are taken meanwhile."""
     field.train(lease=3.0)

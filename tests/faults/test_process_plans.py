@@ -54,7 +54,7 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True)
-class Blow:
+class PlannedFault:
     """What happens once step `step` of `epoch` is applied. victim: counted over the living slots."""
 
     epoch: int
@@ -63,32 +63,32 @@ class Blow:
     victim: int
 
 
-def plan_of(seed: int, job: Job) -> list[Blow]:
+def plan_of(seed: int, job: Job) -> list[PlannedFault]:
     rng = random.Random(seed)
     steps = -(-ROWS // (job.batch_size * job.workers))
     moments = sorted(
         (rng.randrange(job.epochs), rng.randrange(2, steps - 3)) for _ in range(rng.randint(1, 3))
     )
-    return [Blow(*moment, rng.choice(list(Kind)), rng.randrange(job.workers)) for moment in moments]
+    return [PlannedFault(*moment, rng.choice(list(Kind)), rng.randrange(job.workers)) for moment in moments]
 
 
 @dataclass
-class Misfortune:
+class FaultPlayer:
     """Plays a plan on a job; also its discovery, through which hosts are asked to drain.
 
-    A blow that would leave nobody who holds the state is put off until a replacement does: with it, the job would
+    A fault that would leave nobody who holds the state is put off until a replacement does: with it, the job would
     rightly begin anew.
     """
 
-    plan: list[Blow]
+    plan: list[PlannedFault]
     worlds: list[int] = field(default_factory=list)
     cluster: ProcessLauncher | None = None
-    struck: list[Blow] = field(default_factory=list)
+    struck: list[PlannedFault] = field(default_factory=list)
     put_off: bool = False
     _post: Post | None = None
     _timers: list[threading.Timer] = field(default_factory=list)
     _members: set[int] = field(default_factory=set)  # jobs whose training process holds the state
-    _before: int = 0  # how many worlds there had been at the last blow
+    _before: int = 0  # how many worlds there had been at the last fault
     _seen: int = 0  # and when the last step was told
 
     def start(self, post: Post) -> None:
@@ -109,7 +109,7 @@ class Misfortune:
             self._inject(self.struck[-1].kind, victims)
 
     def _note_members(self) -> None:
-        """All slots are, once a world of all of them, formed since the last blow, has taken a step."""
+        """All slots are, once a world of all of them, formed since the last fault, has taken a step."""
         assert self.cluster is not None
         jobs, formed = set(self.cluster.slots()), len(self.worlds)
         if self._before < formed == self._seen and self.worlds[-1] == len(jobs):
@@ -117,17 +117,17 @@ class Misfortune:
         self._members &= jobs
         self._seen = formed
 
-    def _victims(self, blow: Blow) -> list[int]:
+    def _victims(self, fault: PlannedFault) -> list[int]:
         assert self.cluster is not None
         jobs = sorted(self.cluster.slots())
-        match blow.kind:
+        match fault.kind:
             case Kind.TWO:
                 return jobs[:2]
             case Kind.ALL_BUT_ONE:
-                spared = sorted(self._members)[blow.victim % len(self._members)] if self._members else None
+                spared = sorted(self._members)[fault.victim % len(self._members)] if self._members else None
                 return [job for job in jobs if job != spared]
             case _:
-                return [jobs[blow.victim % len(jobs)]]
+                return [jobs[fault.victim % len(jobs)]]
 
     def _inject(self, kind: Kind, victims: list[int]) -> None:
         assert self.cluster is not None
@@ -193,7 +193,7 @@ def test_p1_to_p4_hold_under_random_fault_plans(
     seed: int, wanted: tuple[Job, Store, Manifest, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     job, store, manifest, plain = wanted
-    misfortune = Misfortune(plan_of(seed, job))
+    misfortune = FaultPlayer(plan_of(seed, job))
     follower = Follower(misfortune.follow, misfortune.worlds)
 
     def make(task: Any) -> ProcessLauncher:

@@ -25,7 +25,7 @@ from tests.component.torch.hand_written import assert_exact
 from tests.scenarios import Fault
 from tests.spark import estimators
 from tests.spark.cluster import LOOPBACK, REPOSITORY, cluster_environment
-from tests.spark.fits import Dawdling
+from tests.spark.fits import GatedNet
 
 pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.native, pytest.mark.timeout(800)]
 
@@ -49,10 +49,10 @@ def session() -> Iterator[SparkSession]:
 
 def run_fit(store: str) -> None:
     """A driver's whole life; says how the first world began and whether the weights are the plain loop's."""
-    for module in (estimators, sys.modules[Dawdling.__module__]):
+    for module in (estimators, sys.modules[GatedNet.__module__]):
         cloudpickle.register_pickle_by_value(module)
     with session() as spark:
-        df, net = estimators.table(spark), Dawdling(Path(store, "gate"))
+        df, net = estimators.table(spark), GatedNet(Path(store, "gate"))
         fit = estimators.estimator(
             Path(store),
             model=net,

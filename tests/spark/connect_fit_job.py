@@ -56,7 +56,7 @@ class Coordinators(logging.Handler):
         gate.touch()
 
 
-class Gated(estimators.Net):
+class GatedNet(estimators.Net):
     """In a worker, its fourth step waits for the gate."""
 
     def __init__(self, gate: Path) -> None:
@@ -136,7 +136,7 @@ def fit_afar(spark: Any, folder: Path) -> dict[str, Any]:
         folder / "store",
         **NET,
         run_id="afar",
-        model=Gated(folder / "gate"),
+        model=GatedNet(folder / "gate"),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
         advertise_address=NOBODY,
         bind_address="127.0.0.1",

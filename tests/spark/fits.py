@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 EPOCHS = 400  # of one step each; with the gate shut they take minutes, open seconds
 
 
-class Dawdling(Net):
+class GatedNet(Net):
     """Its steps in a worker take their time as long as the file `gate` is not there."""
 
     def __init__(self, gate: Path) -> None:
@@ -38,7 +38,7 @@ class Dawdling(Net):
         return super().forward(x)
 
 
-class LosesOne:
+class KillOneExecutor:
     """Listens to a fit: kills an executor once the world is whole; opens the gate thereupon, or when it is so again."""
 
     def __init__(
@@ -83,7 +83,7 @@ def fit_through_a_loss(
         cloudpickle.register_pickle_by_value(sys.modules[module])
     folder.mkdir(exist_ok=True)
     gate, store, epochs = folder / "gate", folder / "store", EPOCHS if again else EPOCHS // 3
-    df, net = table(spark), Dawdling(gate)
+    df, net = table(spark), GatedNet(gate)
     model = estimator(
         store,
         model=net,
@@ -94,7 +94,7 @@ def fit_through_a_loss(
         min_workers=1,
         run_id="mine",
         ledger=True,
-        on_progress=LosesOne(cluster, fault, workers, gate, again),
+        on_progress=KillOneExecutor(cluster, fault, workers, gate, again),
         **settings,
     ).fit(df)
     sizes = [world.size for world in model.summary.worlds]

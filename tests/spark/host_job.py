@@ -39,14 +39,14 @@ STORE = "s3://jobs/store"
 ROWS, BATCH, EPOCHS = 240, 48, 60  # five steps an epoch, whatever the world's size
 
 
-class Slow(estimators.Net):
+class SlowNet(estimators.Net):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if progress() is not None and not Path(tempfile.gettempdir(), "over").exists():
             time.sleep(0.2)
         return super().forward(x)
 
 
-class Pages(logging.Handler):
+class StatusPageHandler(logging.Handler):
     """Tells where the status page is."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -114,7 +114,7 @@ def main() -> None:
         cloudpickle.register_pickle_by_value(module)  # executors have no tests
     logger = logging.getLogger("spark_elastic")
     logger.setLevel(logging.INFO)
-    logger.addHandler(Pages())
+    logger.addHandler(StatusPageHandler())
     spark = SparkSession.builder.appName("hosts").getOrCreate()
     try:
         refused = [json.loads(word) for word in sys.argv[2:] if word.startswith("{")]
@@ -131,7 +131,7 @@ def main() -> None:
 
 
 def train(workers: int, compared: bool) -> None:
-    model = fit(workers, "disturbed", Slow(), ledger=True, on_progress=follow)
+    model = fit(workers, "disturbed", SlowNet(), ledger=True, on_progress=follow)
     verdict = {
         "rows exact": are_rows_exact("disturbed"),
         "worlds": [[world.size, world.reason] for world in model.summary.worlds],

@@ -21,7 +21,7 @@ from spark_elastic.testing.fakes import CountingProgram
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # executors have no tests folder
 
 
-class Held(CountingProgram):
+class HeldProgram(CountingProgram):
     """Its steps take their time, two minutes in all, as long as the file `over` is not there."""
 
     def __init__(self, folder: Path, patient: bool = True) -> None:
@@ -37,7 +37,7 @@ class Held(CountingProgram):
         return super()._share(step, rank, size)
 
 
-class Story(JobListener):
+class ScenarioListener(JobListener):
     """A listener that does what a scenario says: each act once its turn has come, by steps and by the world."""
 
     def __init__(
@@ -77,7 +77,7 @@ def is_sum_exact(result: LaunchResult, program: CountingProgram) -> bool:
     return {json.loads(text)["sum"] for text in result.results} == {program.expected_sum()}
 
 
-class Strike(io.StringIO):
+class ActAtStep(io.StringIO):
     """A stream that does something once a worker says that it took a step."""
 
     def __init__(self, act: Any, at: str = "] step 10") -> None:

@@ -26,7 +26,7 @@ from spark_elastic.estimators.keras_model import ElasticKerasModel, KerasPredict
 from spark_elastic.estimators.transformer import FitSummary
 from spark_elastic.keras.train.archive import Archive
 from tests.scenarios import Fault
-from tests.spark.fits import LosesOne
+from tests.spark.fits import KillOneExecutor
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -66,7 +66,7 @@ def make_model() -> Any:
     return model
 
 
-class Paces(keras.callbacks.Callback):
+class SlowSteps(keras.callbacks.Callback):
     """Its steps take their time as long as the file `gate` is not there, so that the training is met in mid-run."""
 
     def __init__(self, gate: Path) -> None:
@@ -102,7 +102,7 @@ def test_a_fit_survives_a_lost_executor_and_its_model_is_saved_and_loaded(
         sample_weight_col="w",
         probability_col="probability",
         callbacks=[
-            Paces(gate),
+            SlowSteps(gate),
             keras.callbacks.ModelCheckpoint(str(tmp_path / "best.keras"), monitor="loss"),
         ],
         batch_size=ROWS // WORKERS,
@@ -110,7 +110,7 @@ def test_a_fit_survives_a_lost_executor_and_its_model_is_saved_and_loaded(
         num_workers=WORKERS,
         store=str(tmp_path / "store"),
         verbose=0,
-        on_progress=LosesOne(standalone, fault, WORKERS, gate, again=False),
+        on_progress=KillOneExecutor(standalone, fault, WORKERS, gate, again=False),
         gather_timeout=60.0,
     )
     assembler = VectorAssembler(inputCols=["a", "b"], outputCol="x")

@@ -39,7 +39,7 @@ def test_r17_jobs_that_need_all_slots_each_do_not_wait_for_each_other(spark: Spa
         assert list(pool.map(run_one, range(3))) == [["3"] * 3] * 3
 
 
-class Told(io.StringIO):
+class StepStream(io.StringIO):
     """A stream that says when a worker has come so far."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Told(io.StringIO):
 
 
 def test_w26_a_worker_is_drained_by_hand_and_no_step_is_lost(spark: SparkSession) -> None:
-    handle, stream = spark_elastic.JobHandle(), Told()
+    handle, stream = spark_elastic.JobHandle(), StepStream()
 
     def drain() -> None:
         if stream.under_way.wait(120):

@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.faults]
 ROWS, WORKERS, EPOCHS = 48, 3, 40
 
 
-class Paces(Callback):
+class SlowSteps(Callback):
     """Takes its time, so that the training is met in mid-run."""
 
     def on_step_begin(self, training: Any, epoch: int, step: int) -> None:
@@ -71,7 +71,7 @@ def test_p1_p2_hold_with_every_reader_after_a_lost_executor(
         feature_cols="x",
         label_cols="y",
         label_shapes=[(1,)],
-        callbacks=[Paces()],
+        callbacks=[SlowSteps()],
         batch_size=ROWS // WORKERS,
         epochs=EPOCHS,
         num_workers=WORKERS,

@@ -18,7 +18,7 @@ from spark_elastic.state.checkpoint import CheckpointStore
 from tests.scenarios import Fault
 from tests.spark.estimators import Net, compute_mse, estimator, is_close, table, train_plain
 from tests.spark.fits import EPOCHS as STEPS
-from tests.spark.fits import Dawdling
+from tests.spark.fits import GatedNet
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -32,10 +32,10 @@ EPOCHS = 120  # of one step each
 def test_p7_r19_a_cancelled_fit_resumes_at_its_step(
     spark: SparkSession, tmp_path: Path, fault: Fault
 ) -> None:
-    for module in (Dawdling.__module__, Net.__module__):
+    for module in (GatedNet.__module__, Net.__module__):
         cloudpickle.register_pickle_by_value(sys.modules[module])
     gate, df, cancelled = tmp_path / "gate", table(spark), threading.Event()
-    net, checkpoints = Dawdling(gate), CheckpointStore(Store.open(str(tmp_path)), "mine")
+    net, checkpoints = GatedNet(gate), CheckpointStore(Store.open(str(tmp_path)), "mine")
 
     def follow(numbers: Mapping[str, Any]) -> None:
         if not cancelled.is_set() and numbers["epoch"] >= 6 and checkpoints.read_published():
@@ -78,10 +78,10 @@ def test_p7_r19_a_cancelled_fit_resumes_at_its_step(
 @pytest.mark.timeout(600)
 def test_p7_a_fit_that_reached_max_runtime_resumes_at_its_step(spark: SparkSession, tmp_path: Path) -> None:
     """The time is the job's own: it begins when the slots are asked for. An epoch is one step."""
-    for module in (Dawdling.__module__, Net.__module__):
+    for module in (GatedNet.__module__, Net.__module__):
         cloudpickle.register_pickle_by_value(sys.modules[module])
     gate, df = tmp_path / "gate", table(spark)
-    net = Dawdling(gate)
+    net = GatedNet(gate)
     given = {
         "model": net,
         "optimizer": torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9),

@@ -18,7 +18,7 @@ from tests.spark.cluster import StandaloneCluster
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-from tests.spark.stories import Strike
+from tests.spark.stories import ActAtStep
 
 pytestmark = [pytest.mark.spark, pytest.mark.native]
 
@@ -43,7 +43,7 @@ def test_run_uses_all_room_of_spark_and_returns_results_in_rank_order(spark: Spa
 def test_a_hand_written_loop_survives_a_killed_executor(
     spark: SparkSession, standalone: StandaloneCluster, fault: Fault
 ) -> None:
-    stream = Strike(lambda: fault(standalone.kill_executor, standalone.executor_pids()[0]))
+    stream = ActAtStep(lambda: fault(standalone.kill_executor, standalone.executor_pids()[0]))
     given = (STEPS, 1, False, {10: 2})
     results = spark_elastic.run(
         count, given, spark=spark, num_proc=3, min_np=1, stdout=stream, gather_timeout=60.0
@@ -61,7 +61,7 @@ def test_w3_uncommitted_steps_are_counted_once_although_an_executor_dies_and_ano
     spark: SparkSession, standalone: StandaloneCluster, fault: Fault
 ) -> None:
     """The loss goes back to the commit of step 8; who joins finds the values of step 14, which nobody committed."""
-    stream = Strike(lambda: fault(standalone.kill_executor, standalone.executor_pids()[0]))
+    stream = ActAtStep(lambda: fault(standalone.kill_executor, standalone.executor_pids()[0]))
     given = (STEPS, 4, True, {10: 2, 14: 3})
     results = spark_elastic.run(
         count, given, spark=spark, num_proc=3, min_np=1, stdout=stream, gather_timeout=60.0

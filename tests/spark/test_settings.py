@@ -21,7 +21,7 @@ from spark_elastic.testing.fakes import CountingProgram
 from tests.scenarios import Fault
 from tests.spark.cluster import StandaloneCluster, await_true
 from tests.spark.fits import fit_through_a_loss
-from tests.spark.stories import Held, Story, are_ranks_in_order, is_sum_exact
+from tests.spark.stories import HeldProgram, ScenarioListener, are_ranks_in_order, is_sum_exact
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -30,7 +30,7 @@ from tests.spark.session_settings import DYNAMIC, NARROW, SPECULATIVE
 pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-class Heavy(CountingProgram):
+class LargeProgram(CountingProgram):
     """As large as a small model, and of bytes that do not compress."""
 
     def __init__(self, steps: int, seconds: float) -> None:
@@ -47,8 +47,8 @@ def run_and_lose_an_executor(
         busy = [pid for pid in cluster.executor_pids() if cluster.training_children(pid)]
         fault(cluster.kill_executor, busy[-1])
 
-    program = Held(folder, fault.on)
-    story = Story((5, workers, kill), over=(program.over, workers))
+    program = HeldProgram(folder, fault.on)
+    story = ScenarioListener((5, workers, kill), over=(program.over, workers))
     result = ClassicPlatform(spark, ElasticConfig()).launch(
         JobSpec(program, Limits(workers, 1, workers), "settings"), story
     )
@@ -67,7 +67,7 @@ def test_p8_training_works_under_zero_failures_small_messages_and_no_worker_reus
 ) -> None:
     spark = spark_with(NARROW)
     run_and_lose_an_executor(spark, standalone, fault, tmp_path, workers=3)
-    program = Heavy(5, 0.0)
+    program = LargeProgram(5, 0.0)
     result = ClassicPlatform(spark, ElasticConfig()).launch(JobSpec(program, Limits(2, 2, 2), "heavy"))
     assert is_sum_exact(result, program)
     fit_through_a_loss(spark, standalone, fault, tmp_path, workers=3)
@@ -95,7 +95,7 @@ def test_a_decommissioned_executor_s_worker_leaves_in_time_and_no_step_is_lost(
     fault: Fault,
     tmp_path: Path,
 ) -> None:
-    spark, program = spark_with(SPECULATIVE), Held(tmp_path, fault.on)
+    spark, program = spark_with(SPECULATIVE), HeldProgram(tmp_path, fault.on)
     left: list[bool] = []
 
     def decommission() -> None:
@@ -105,7 +105,7 @@ def test_a_decommissioned_executor_s_worker_leaves_in_time_and_no_step_is_lost(
         left.append(True)
         program.over.touch()
 
-    story = Story((5, 2, decommission))
+    story = ScenarioListener((5, 2, decommission))
     result = ClassicPlatform(spark, ElasticConfig()).launch(
         JobSpec(program, Limits(2, 1, 2), "decommission"), story
     )

@@ -63,7 +63,7 @@ def test_p8_a_fit_works_with_two_cores_per_task(
     fit_through_a_loss(spark, standalone, fault, tmp_path, 2, again=True)
 
 
-class Ballast(Net):
+class LargeNet(Net):
     """So many more numbers to train."""
 
     def __init__(self, numbers: int) -> None:
@@ -74,7 +74,7 @@ class Ballast(Net):
         return super().forward(x) + self.ballast.mean().double()
 
 
-def make_heavy_estimator(store: Path, net: Ballast) -> ElasticTorchEstimator:
+def make_heavy_estimator(store: Path, net: LargeNet) -> ElasticTorchEstimator:
     for module in (__name__, Net.__module__):
         cloudpickle.register_pickle_by_value(sys.modules[module])
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
@@ -87,7 +87,7 @@ def test_p8_a_fit_works_with_a_model_above_every_message_limit(
     tmp_path: Path,
 ) -> None:
     """It goes to the workers, comes back trained, and goes to the executors that predict."""
-    net, df = Ballast(10_000_000), table(spark_with(NARROW))
+    net, df = LargeNet(10_000_000), table(spark_with(NARROW))
     fitted = make_heavy_estimator(tmp_path, net).fit(df)
     module = fitted.model
     moved = module.ballast.detach() - net.ballast.detach()
@@ -106,4 +106,4 @@ def test_a_model_above_the_drivers_heap_is_refused_before_any_spark_job(
 ) -> None:
     df = table(spark_with(NARROW))
     with pytest.raises(InvalidInput, match=r"\(0.9 GiB\).* spark.driver.memory to 4g or more"):
-        make_heavy_estimator(tmp_path, Ballast(250_000_000)).fit(df)
+        make_heavy_estimator(tmp_path, LargeNet(250_000_000)).fit(df)

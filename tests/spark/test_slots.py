@@ -25,7 +25,7 @@ from spark_elastic.protocol.types import Limits, World
 from spark_elastic.testing.fakes import CountingProgram
 from spark_elastic.worker.program import Outcome, WorkerHandle
 from tests.spark.cluster import StandaloneCluster, await_true
-from tests.spark.stories import Held
+from tests.spark.stories import HeldProgram
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow]
 
 
-class Striker(JobListener):
+class FaultListener(JobListener):
     """A listener that strikes at given steps, once each."""
 
     def __init__(self, strikes: dict[int, Callable[[], None]] | None = None) -> None:
@@ -70,7 +70,7 @@ def test_r14_p8_a_job_survives_a_killed_slot_task_and_a_killed_executor(
         busy = [pid for pid in standalone.executor_pids() if standalone.training_children(pid)]
         standalone.kill_executor(busy[-1])
 
-    striker = Striker({30: kill_slot_task, 200: kill_executor})
+    striker = FaultListener({30: kill_slot_task, 200: kill_executor})
     limits = Limits(3, 1, 3, gather_timeout=60.0)
     result = ClassicPlatform(spark, ElasticConfig()).launch(JobSpec(program, limits, "strikes"), striker)
     sums = {json.loads(text)["sum"] for text in result.results if text != "null"}
@@ -91,7 +91,7 @@ def test_r18_killed_executors_are_proven_dead(spark: SparkSession, standalone: S
             standalone.kill_executor(pid)
 
     result = ClassicPlatform(spark, ElasticConfig()).launch(
-        JobSpec(program, Limits(3, 1, 3), "all"), Striker({30: kill_all})
+        JobSpec(program, Limits(3, 1, 3), "all"), FaultListener({30: kill_all})
     )
     anew = next(
         after for after, world in enumerate(result.worlds) if "starts from the beginning" in world.reason
@@ -100,7 +100,7 @@ def test_r18_killed_executors_are_proven_dead(spark: SparkSession, standalone: S
     assert waited < Limits(3, 1, 3).driver_timeout / 2
 
 
-class Talkative(Held):
+class RankPrintingProgram(HeldProgram):
     """Prints its rank."""
 
     def run(self, world: World, group: Group, session: WorkerHandle) -> Outcome:
@@ -108,7 +108,7 @@ class Talkative(Held):
         return super().run(world, group, session)
 
 
-class Listener(Striker):
+class Listener(FaultListener):
     """Makes a file once two ranks have said who they are."""
 
     def __init__(self, heard: Path) -> None:
@@ -126,12 +126,12 @@ class Listener(Striker):
 def test_lines_come_with_their_rank_and_workers_listen_in_the_port_range(
     spark: SparkSession, tmp_path: Path
 ) -> None:
-    cloudpickle.register_pickle_by_value(sys.modules[Talkative.__module__])
+    cloudpickle.register_pickle_by_value(sys.modules[RankPrintingProgram.__module__])
     port, first = free_port(), free_port()
     config = ElasticConfig(
         driver_port=port, worker_port_range=(first, first + 20), advertise_address="localhost"
     )
-    program = Talkative(tmp_path)
+    program = RankPrintingProgram(tmp_path)
     listener = Listener(program.over)
     result = ClassicPlatform(spark, config).launch(
         JobSpec(program, Limits(2, 1, 2, gather_timeout=60.0), "ports"), listener
@@ -143,7 +143,7 @@ def test_lines_come_with_their_rank_and_workers_listen_in_the_port_range(
 def test_slot_jobs_carry_what_their_caller_set_and_children_die_with_their_executor(
     spark: SparkSession, standalone: StandaloneCluster, tmp_path: Path
 ) -> None:
-    sc, program = spark.sparkContext, Held(tmp_path)
+    sc, program = spark.sparkContext, HeldProgram(tmp_path)
     children: list[psutil.Process] = []
     said: dict[str, set[str]] = {}
 
@@ -165,7 +165,7 @@ def test_slot_jobs_carry_what_their_caller_set_and_children_die_with_their_execu
     sc.addJobTag("theirs")
     sc.setLocalProperty("spark.scheduler.pool", "lane")
     try:
-        striker = Striker({5: look_and_kill})
+        striker = FaultListener({5: look_and_kill})
         ClassicPlatform(spark, ElasticConfig()).launch(JobSpec(program, Limits(2, 1, 2), "carried"), striker)
     finally:
         for name in ("spark.jobGroup.id", "spark.job.description", "spark.scheduler.pool"):

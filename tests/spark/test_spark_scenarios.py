@@ -27,7 +27,7 @@ from tests.spark.cluster import StandaloneCluster, Worker, await_true
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-from tests.spark.stories import Held, Story, are_ranks_in_order, is_sum_exact
+from tests.spark.stories import HeldProgram, ScenarioListener, are_ranks_in_order, is_sum_exact
 
 pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # executors have no tests folder
@@ -36,7 +36,7 @@ NEVER_AGAIN = (float("inf"), float("inf"))
 WHOLE = 60.0  # seconds that the first world may take to become whole
 
 
-class Ordered(Held):
+class RaisingProgram(HeldProgram):
     """Raises, where a file `order.RANK` or `order.all` says so; each exception is another one."""
 
     def _share(self, step: int, rank: int, size: int) -> np.ndarray:
@@ -63,7 +63,7 @@ def all_executors(spark: SparkSession, count: int = 3) -> list[str]:
 @pytest.mark.scenario("S1")
 def test_an_undisturbed_run_succeeds(spark: SparkSession) -> None:
     all_executors(spark)
-    program, story = CountingProgram(40, 0.05), Story()
+    program, story = CountingProgram(40, 0.05), ScenarioListener()
     limits = Limits(3, 1, 3, gather_timeout=WHOLE)
     result = ClassicPlatform(spark, ElasticConfig()).launch(JobSpec(program, limits, "happy"), story)
     assert story.sizes == [3]
@@ -85,8 +85,8 @@ def test_hosts_are_added_and_removed(spark: SparkSession, tmp_path: Path, fault:
 
         return lambda: fault(act)
 
-    program = Held(tmp_path, fault.on)
-    story = Story(
+    program = HeldProgram(tmp_path, fault.on)
+    story = ScenarioListener(
         (5, 1, list_only(a, b)), (10, 2, list_only(a, b, c)), (15, 3, list_only(a, b)),
         (20, 2, list_only(b, c)), (25, 2, list_only(c, a)), (30, 2, list_only(a)), over=(program.over, 1),
     )  # fmt: skip
@@ -110,7 +110,7 @@ def test_hosts_beyond_max_workers_come_and_go_without_a_reset(
     spark: SparkSession, standalone: StandaloneCluster, tmp_path: Path, fault: Fault
 ) -> None:
     all_executors(spark)
-    program, ended = Held(tmp_path, fault.on), Event()
+    program, ended = HeldProgram(tmp_path, fault.on), Event()
     lost: list[Worker] = []
     brought: list[Worker] = []
 
@@ -128,7 +128,7 @@ def test_hosts_beyond_max_workers_come_and_go_without_a_reset(
         program.over.touch()
         ended.wait(120.0)  # a worker dies with the thread that started it
 
-    story = Story((5, 2, lambda: fault(lose_one_and_bring_one)))
+    story = ScenarioListener((5, 2, lambda: fault(lose_one_and_bring_one)))
     limits = Limits(2, 1, 2, gather_timeout=WHOLE)
     try:
         result = ClassicPlatform(spark, ElasticConfig()).launch(JobSpec(program, limits, "unused"), story)
@@ -159,8 +159,8 @@ def test_failing_workers_come_back_after_their_cooldown(
     def order(rank: int) -> Callable[[], object]:
         return lambda: fault((tmp_path / f"order.{rank}").touch)
 
-    program = Ordered(tmp_path, fault.on)
-    story = Story((5, 3, order(1)), (10, 3, order(0)), (15, 3, order(1)), over=(program.over, 3))
+    program = RaisingProgram(tmp_path, fault.on)
+    story = ScenarioListener((5, 3, order(1)), (10, 3, order(0)), (15, 3, order(1)), over=(program.over, 3))
     limits = Limits(3, 1, 3, gather_timeout=WHOLE, cooldown_range=(1.0, 1.0))
     config = ElasticConfig(spare_after=0.0)  # these crash in their first seconds
     result = ClassicPlatform(spark, config).launch(JobSpec(program, limits, "failing"), story)
@@ -177,8 +177,8 @@ def test_failing_slots_that_never_return_leave_a_smaller_world(
 ) -> None:
     """Excluded by this project's cooldown, as in S5."""
     all_executors(spark)
-    program = Ordered(tmp_path, fault.on)
-    story = Story(
+    program = RaisingProgram(tmp_path, fault.on)
+    story = ScenarioListener(
         (5, 3, lambda: fault((tmp_path / "order.0").touch)),
         (10, 2, lambda: fault((tmp_path / "order.1").touch)),
         over=(program.over, 1),
@@ -195,11 +195,11 @@ def test_no_capacity_is_left_and_the_job_ends_with_the_reason(
 ) -> None:
     """The exclusion is this project's own: no slot task fails at Spark, so `spark.excludeOnFailure` excludes none."""
     all_executors(spark)
-    story = Story((5, 3, lambda: fault((tmp_path / "order.0").touch)))
+    story = ScenarioListener((5, 3, lambda: fault((tmp_path / "order.0").touch)))
     limits = Limits(3, 3, 3, start_timeout=20.0, cooldown_range=NEVER_AGAIN)
     with pytest.raises(NotEnoughWorkers, match="2 workers came within 20 s and 3 are needed"):
         ClassicPlatform(spark, ElasticConfig()).launch(
-            JobSpec(Ordered(tmp_path, fault.on), limits, "excluded"), story
+            JobSpec(RaisingProgram(tmp_path, fault.on), limits, "excluded"), story
         )
 
 
@@ -208,11 +208,11 @@ def test_an_exception_of_all_ranks_ends_the_job_at_once(
     spark: SparkSession, tmp_path: Path, fault: Fault
 ) -> None:
     all_executors(spark)
-    story = Story((5, 3, lambda: fault((tmp_path / "order.all").touch)))
+    story = ScenarioListener((5, 3, lambda: fault((tmp_path / "order.all").touch)))
     limits = Limits(3, 1, 3, gather_timeout=WHOLE)
     with pytest.raises((WorkerFailed, FailureBudgetExceeded), match="ordered of all"):
         ClassicPlatform(spark, ElasticConfig()).launch(
-            JobSpec(Ordered(tmp_path, fault.on), limits, "all raise"), story
+            JobSpec(RaisingProgram(tmp_path, fault.on), limits, "all raise"), story
         )
 
 
@@ -221,12 +221,12 @@ def test_more_failures_than_the_budget_allows_end_the_job_at_once(
     spark: SparkSession, tmp_path: Path, fault: Fault
 ) -> None:
     all_executors(spark)
-    story = Story(
+    story = ScenarioListener(
         (5, 3, lambda: fault((tmp_path / "order.2").touch)),
         (10, None, lambda: fault((tmp_path / "order.1").touch)),
     )
     limits = Limits(3, 1, 3, gather_timeout=WHOLE, failure_budget=1, cooldown_range=(0.2, 0.4))
     with pytest.raises(FailureBudgetExceeded, match=r"workers failed 2 times .*\(failure_budget\)"):
         ClassicPlatform(spark, ElasticConfig()).launch(
-            JobSpec(Ordered(tmp_path, fault.on), limits, "over budget"), story
+            JobSpec(RaisingProgram(tmp_path, fault.on), limits, "over budget"), story
         )

@@ -22,7 +22,7 @@ from tests.leaks import SessionOwned
 from tests.scenarios import Fault
 from tests.spark.cluster import StandaloneCluster
 from tests.spark.estimators import ROWS, Net, compute_mse, estimator, is_close, table, train_plain
-from tests.spark.fits import Dawdling, LosesOne
+from tests.spark.fits import GatedNet, KillOneExecutor
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -35,7 +35,7 @@ EPOCHS = 120  # of one step each
 @pytest.fixture(autouse=True)
 def pickled_by_value() -> Iterator[None]:
     """Executors have no tests folder. Only here: a class that is pickled by value never has the same bytes twice."""
-    modules = [sys.modules[kind.__module__] for kind in (Dawdling, Net)]
+    modules = [sys.modules[kind.__module__] for kind in (GatedNet, Net)]
     for module in modules:
         cloudpickle.register_pickle_by_value(module)
     yield
@@ -59,7 +59,7 @@ def test_p1_p2_a_fit_on_a_version_loses_an_executor_while_others_delete_append_a
     with session_owned.adopt():  # deltalake keeps an event loop
         for part in parts:
             write_deltalake(folder, part, mode="append")
-    loses_one = LosesOne(standalone, fault, 3, gate, again=False)
+    loses_one = KillOneExecutor(standalone, fault, 3, gate, again=False)
     writer = threading.Thread(target=change_table, args=(folder, parts[0]), name="writer")
 
     def on_progress(numbers: Mapping[str, Any]) -> None:
@@ -67,7 +67,7 @@ def test_p1_p2_a_fit_on_a_version_loses_an_executor_while_others_delete_append_a
             writer.start()
         loses_one(numbers)
 
-    net = Dawdling(gate)
+    net = GatedNet(gate)
     est = estimator(
         tmp_path / "store",
         model=net,

@@ -19,7 +19,7 @@ import spark_elastic
 from spark_elastic import ElasticKerasEstimator
 from tests.scenarios import Fault
 from tests.sources import ROOT
-from tests.spark.stories import Strike
+from tests.spark.stories import ActAtStep
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -47,13 +47,13 @@ def script(path: str, gate: str) -> dict[str, Any]:
 
     import spark_elastic.tensorflow as hvd
 
-    class Gated(hvd.elastic.TensorFlowKerasState):
+    class GatedState(hvd.elastic.TensorFlowKerasState):
         def commit(self) -> None:
             while self.batch == 10 and not os.path.exists(gate):
                 time.sleep(0.05)
             super().commit()
 
-    hvd.elastic.TensorFlowKerasState = Gated
+    hvd.elastic.TensorFlowKerasState = GatedState
     sys.argv = [path, "60"]
     names = runpy.run_path(path)
     return {
@@ -75,7 +75,7 @@ def test_the_documented_script_loses_an_executor(
         gate.touch()
 
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    stream = Strike(kill_executor, "batch 10: loss")
+    stream = ActAtStep(kill_executor, "batch 10: loss")
     results = spark_elastic.run(
         script,
         (str(ROOT / "examples" / "tf_elastic.py"), str(gate)),

@@ -126,7 +126,7 @@ def test_a_split_is_saved_and_loaded_with_its_models(spark: SparkSession, tmp_pa
         assert ours.transform(rows).collect() == theirs.transform(rows).collect()
 
 
-class Heard(Callback):
+class CountingCallback(Callback):
     """Counts, as part of the state."""
 
     def __init__(self) -> None:
@@ -176,7 +176,7 @@ def test_a_fit_with_several_losses_validation_metrics_schedule_and_callbacks(
         validation="v",
         metrics=[accuracy],
         callbacks=[
-            Heard(),
+            CountingCallback(),
             LearningRateSchedule(halve_rate),
             BestWeights(),
             EarlyStopping(patience=1, min_delta=9.0),

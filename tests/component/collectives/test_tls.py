@@ -17,7 +17,7 @@ PATTERN = b"a gradient that nobody else should see; "
 KEY = b"key"
 
 
-class Between:
+class TamperingProxy:
     """Passes one connection on to `address`, remembers what went by, and changes it once told to."""
 
     def __init__(self, address: str) -> None:
@@ -34,7 +34,7 @@ class Between:
         self.heard = bytearray()
         self.changes = threading.Event()
 
-    def __enter__(self) -> Between:
+    def __enter__(self) -> TamperingProxy:
         for thread in self._threads:
             thread.start()
         return self
@@ -77,9 +77,9 @@ class Between:
 
 
 @contextmanager
-def _ranks(encrypted: bool) -> Iterator[tuple[Between, Group, Group]]:
+def _ranks(encrypted: bool) -> Iterator[tuple[TamperingProxy, Group, Group]]:
     with Endpoint(KEY, encrypted=encrypted) as first, Endpoint(KEY, encrypted=encrypted) as second:
-        with Between(second.address) as between:
+        with TamperingProxy(second.address) as between:
             blobs = [first.address.encode(), between.address.encode()]
             with connect(first, 0, 2, (1, 1), lambda own: blobs, 20.0) as low:
                 with connect(second, 1, 2, (1, 1), lambda own: blobs, 20.0) as high:

@@ -205,7 +205,7 @@ def test_p5_a_reader_that_stalls_is_an_error_with_the_step() -> None:
         stream._thread.join(20)
 
 
-class Slow(Rows):
+class SlowRows(Rows):
     """Whose every row group takes a while."""
 
     def __init__(self, plan: DataPlan) -> None:
@@ -222,14 +222,14 @@ ONE_STEP = DataPlan((10,) * 40, global_batch=400, seed=5, lanes=40)
 
 
 def test_a_step_that_reads_much_does_not_time_out_while_the_store_answers() -> None:
-    reader = Slow(ONE_STEP)
+    reader = SlowRows(ONE_STEP)
     with StepLoader(ONE_STEP, reader, COLUMNS, Prefetch(deadline=1.0)).steps(0, 0, 0, 1) as stream:
         assert len(next(stream)) == 400
     assert reader.fetched == 40
 
 
 def test_close_waits_for_one_row_group_not_for_the_step() -> None:
-    reader = Slow(ONE_STEP)
+    reader = SlowRows(ONE_STEP)
     with StepLoader(ONE_STEP, reader, COLUMNS).steps(0, 0, 0, 1) as stream:
         assert reader.reads.wait(10)
     assert reader.fetched <= 2
@@ -258,7 +258,7 @@ def test_close_frees_a_waiting_consumer_and_ends_the_thread() -> None:
     assert not stream._thread.is_alive()
 
 
-class Separate(Rows):
+class GatedPrefetchRows(Rows):
     """What is decoded ahead waits for a gate of its own."""
 
     def __init__(self) -> None:
@@ -272,7 +272,7 @@ class Separate(Rows):
 
 def test_p5_an_error_is_raised_while_another_row_group_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "MIN_GROUP_BYTES_FOR_THREAD", 0)
-    reader = Separate()
+    reader = GatedPrefetchRows()
     reader.broken = StoreError("the disk is gone")
     reader.gate.clear()
     with StepLoader(PLAN, reader, COLUMNS).steps(0, 0, 0, 1) as stream:
@@ -285,7 +285,7 @@ def test_p5_an_error_is_raised_while_another_row_group_is_decoded(monkeypatch: p
 
 def test_close_ends_the_decoding_thread_before_the_gathering_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "MIN_GROUP_BYTES_FOR_THREAD", 0)
-    reader = Separate()
+    reader = GatedPrefetchRows()
     reader.gate.clear()
     stream = StepLoader(PLAN, reader, COLUMNS).steps(0, 0, 0, 1)
     with stream:
@@ -301,7 +301,7 @@ def test_close_ends_the_decoding_thread_before_the_gathering_thread(monkeypatch:
     assert not stream._thread.is_alive()
 
 
-class Keeping(Rows):
+class CachingRows(Rows):
     """Keeps as many row groups as the plan's lanes need, and counts how often each is decoded."""
 
     def __init__(self, plan: DataPlan) -> None:
@@ -330,7 +330,7 @@ def test_a_row_group_is_decoded_once_for_each_lane_however_many_steps_it_has(
 ) -> None:
     monkeypatch.setattr(loader, "MIN_GROUP_BYTES_FOR_THREAD", 0 if threads == 2 else 1 << 40)
     plan = DataPlan((100,) * 50, batch, seed=5, lanes=8)
-    reader = Keeping(plan)
+    reader = CachingRows(plan)
     made = StepLoader(plan, reader, COLUMNS, Prefetch(steps=2))
     for epoch in range(3):
         reader.decoded.clear()

@@ -50,7 +50,7 @@ def five_inputs() -> Any:
     return model
 
 
-class Paces(keras.callbacks.Callback):
+class SlowSteps(keras.callbacks.Callback):
     """Lets a quick machine, too, be met in mid-epoch."""
 
     def __init__(self) -> None:
@@ -86,7 +86,9 @@ class Kinds(Job):
             ledger=ledger,
             checkpoints=CheckpointPolicy(RUN, self.checkpoint_steps, None),
         )
-        return KerasTrainProgram(spec, KerasUserObjects(self.archive(), (Paces(),), transformation=numbers))
+        return KerasTrainProgram(
+            spec, KerasUserObjects(self.archive(), (SlowSteps(),), transformation=numbers)
+        )
 
 
 JOB = Kinds(five_inputs, epochs=2, workers=2)

@@ -33,7 +33,7 @@ pytestmark = [
 ]
 
 
-class Watches(keras.callbacks.Callback):
+class CallbackCheck(keras.callbacks.Callback):
     """Slows training down, so that a quick machine, too, is met in mid-epoch, and asserts that it is told all once."""
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ def test_p1_p2_p3_p4_hold_under_two_kills(tmp_path: Path, fault: Fault) -> None:
         killed.append(sorted(launcher.slots())[which])
         fault(kill, launcher, killed[-1])
 
-    job = replace(JOBS["row weights"], validates=True, callbacks=(Watches(),))
+    job = replace(JOBS["row weights"], validates=True, callbacks=(CallbackCheck(),))
     data, result = train(
         job, tmp_path, {"epoch 0": partial(inject_fault, 1), "epoch 1": partial(inject_fault, 0)}
     )
@@ -122,7 +122,7 @@ def test_p7_all_workers_are_lost_and_training_continues_from_the_last_checkpoint
             killed.append(slot)
             fault(kill, launcher, slot)
 
-    job = replace(JOBS["two outputs"], checkpoint_steps=3, callbacks=(Watches(),))
+    job = replace(JOBS["two outputs"], checkpoint_steps=3, callbacks=(CallbackCheck(),))
     data, result = train(job, tmp_path, {"epoch 1": inject_fault})
     assert len(killed) == 3
     assert [w for w in result.worlds if "continues from checkpoint" in w.reason], (

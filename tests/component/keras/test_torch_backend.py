@@ -82,7 +82,7 @@ def train(folder: str) -> dict[str, Any]:
     state: Any = hvd.elastic.KerasState(model, batch=0, epoch=0, initial=model.get_weights())
     told: dict[str, list[Any]] = {"trained": [], "rates": [], "own": [], "average": []}
 
-    class Watch(keras.callbacks.Callback):  # type: ignore[misc] # untyped
+    class SlowSteps(keras.callbacks.Callback):  # type: ignore[misc] # untyped
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
             step = state.epoch * STEPS + state.batch
             hold(state, 2 if step == FAULT_STEP else None)
@@ -107,7 +107,7 @@ def train(folder: str) -> dict[str, Any]:
             verbose=0,
             callbacks=[
                 hvd.callbacks.LearningRateWarmupCallback(RATE, warmup_epochs=1),
-                Watch(),
+                SlowSteps(),
                 hvd.callbacks.MetricAverageCallback(),
                 hvd.elastic.UpdateBatchStateCallback(state),
                 hvd.elastic.UpdateEpochStateCallback(state),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.component.local.watched import Watched, start_watched
+from tests.component.local.watched import ObservedJob, start_watched
 from tests.scenarios import Fault
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(180)]
@@ -34,7 +34,7 @@ def _list(folder: Path, hosts: str) -> None:
     draft.rename(folder / "hosts")
 
 
-def _check_no_step_is_lost(job: Watched) -> None:
+def _check_no_step_is_lost(job: ObservedJob) -> None:
     """Rank 0's steps follow each other over all worlds."""
     steps = [line["step"] for line in job.lines() if line["rank"] == 0]
     assert steps == list(range(1, len(steps) + 1))

@@ -59,7 +59,7 @@ def train(looked: str) -> None:
     elastic(loop, get_session)(ObjectState(step=0))
 
 
-class Traces(io.StringIO):
+class SecretSearch(io.StringIO):
     """The stream of a job; it looks at what others can see of the job while its workers wait for `looked`."""
 
     def __init__(self, looked: Path) -> None:
@@ -89,9 +89,9 @@ class Traces(io.StringIO):
                 self.seen[f"status page {name}"] = answer.read()
 
 
-class Watched(ProcessLauncher):
+class SearchedLauncher(ProcessLauncher):
     key = b""
-    traces: Traces
+    traces: SecretSearch
 
     def start(self, spec: SlotSpec, post: Post) -> None:
         self.key, self.traces.certificate = spec.key, spec.certificate or ""
@@ -110,7 +110,7 @@ def test_no_process_file_or_log_of_a_run_shows_its_secrets(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    traces = Traces(tmp_path / "looked")
+    traces = SecretSearch(tmp_path / "looked")
     config = ElasticConfig(checkpoint_steps=1, journal=str(tmp_path / "journal"), ledger=True, tls=True)
     call = prepare(
         train,
@@ -126,7 +126,7 @@ def test_no_process_file_or_log_of_a_run_shows_its_secrets(
         config,
     )
     assert SECRET not in repr(call)
-    launcher = Watched(call.program, SystemClock(), call.preload)
+    launcher = SearchedLauncher(call.program, SystemClock(), call.preload)
     launcher.traces = traces
     with pytest.raises(WorkerFailed) as failed:
         call.run_on(launcher, NoDiscovery(), 2)

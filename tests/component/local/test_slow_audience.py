@@ -22,14 +22,14 @@ from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.protocol.types import Limits
 from spark_elastic.testing.fakes import NumberedHosts
-from tests.component.worker.moments import Held
+from tests.component.worker.moments import HeldProgram
 
 pytestmark = [pytest.mark.faults, pytest.mark.native, pytest.mark.timeout(120)]
 
 TIMEOUT = 3.0  # seconds after which workers whose driver is silent end themselves
 
 
-class Chatty(Held):
+class PrintingProgram(HeldProgram):
     """Says a lot."""
 
     def run(self, *arguments: Any) -> Any:
@@ -41,7 +41,7 @@ CONFIG = ElasticConfig(driver_timeout=TIMEOUT, lease=TIMEOUT, status_page=False)
 L = TypeVar("L", bound=LocalLauncher)
 
 
-def make_cluster(program: Held, kind: type[L]) -> L:
+def make_cluster(program: HeldProgram, kind: type[L]) -> L:
     return kind(program, NumberedHosts(2, 1), SystemClock())
 
 
@@ -69,7 +69,7 @@ class Blocking(JobListener):
         self.told.append(text)
 
 
-class Unread(OutputListener):
+class StalledListener(OutputListener):
     """Says when it has numbers to show."""
 
     began: threading.Event
@@ -79,7 +79,7 @@ class Unread(OutputListener):
         super().on_progress({**metrics, "loss": 1.0})
 
 
-def release_later(program: Held, began: threading.Event, read: threading.Event) -> threading.Thread:
+def release_later(program: HeldProgram, began: threading.Event, read: threading.Event) -> threading.Thread:
     """Twice the timeout after training began people read again, and the program ends."""
 
     def read_later() -> None:
@@ -94,7 +94,7 @@ def release_later(program: Held, began: threading.Event, read: threading.Event) 
 
 
 def test_a_listener_that_blocks_costs_no_world() -> None:
-    program, began, read = Held(steps=20), threading.Event(), threading.Event()
+    program, began, read = HeldProgram(steps=20), threading.Event(), threading.Event()
     listener = Blocking(began, read)
     later = release_later(program, began, read)
     result = train(make_cluster(program, LocalLauncher), listener)
@@ -106,7 +106,7 @@ def test_a_listener_that_blocks_costs_no_world() -> None:
 
 def test_a_terminal_that_blocks_costs_no_world() -> None:
     ends = os.pipe()
-    program, began, read = Chatty(steps=20), threading.Event(), threading.Event()
+    program, began, read = PrintingProgram(steps=20), threading.Event(), threading.Event()
     later = release_later(program, began, read)
     lines: list[str] = []
 
@@ -118,7 +118,9 @@ def test_a_terminal_that_blocks_costs_no_world() -> None:
     reader = threading.Thread(target=read_lines)
     reader.start()
     with os.fdopen(ends[1], "w") as stream:
-        output = Unread(stream, SystemClock(), timestamps=False, show_messages=True, show_output=True)
+        output = StalledListener(
+            stream, SystemClock(), timestamps=False, show_messages=True, show_output=True
+        )
         output.began = began
         result = train(make_cluster(program, LocalLauncher), output)
         output.close()
@@ -128,7 +130,7 @@ def test_a_terminal_that_blocks_costs_no_world() -> None:
     assert any(line.startswith("world of 2: started") for line in lines)
 
 
-class Reached(LocalLauncher):
+class AddressLauncher(LocalLauncher):
     """Says where the driver listens."""
 
     def start(self, spec: SlotSpec, post: Post) -> None:
@@ -152,8 +154,8 @@ class Collector(logging.Handler):
 
 def test_a_log_handler_that_blocks_costs_no_world() -> None:
     """Unauthenticated requests make the server log meanwhile."""
-    program, began, read = Held(steps=20), threading.Event(), threading.Event()
-    cluster = make_cluster(program, Reached)
+    program, began, read = HeldProgram(steps=20), threading.Event(), threading.Event()
+    cluster = make_cluster(program, AddressLauncher)
     collector, root = Collector(began, read), logging.getLogger()
 
     def send_unauthenticated() -> None:

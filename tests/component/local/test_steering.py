@@ -23,7 +23,7 @@ from spark_elastic.protocol.types import Limits
 from spark_elastic.state.checkpoint import CheckpointStore
 from spark_elastic.testing.fakes import CountingProgram
 from tests.component.local.watched import start_watched
-from tests.component.worker.moments import Held
+from tests.component.worker.moments import HeldProgram
 from tests.patience import until
 from tests.scenarios import Fault
 
@@ -64,7 +64,7 @@ def _run(
 
 
 def test_w26_a_drained_worker_costs_no_step_and_its_core_is_free() -> None:
-    program, handle = Held(30, 0.03), JobHandle()
+    program, handle = HeldProgram(30, 0.03), JobHandle()
     launcher = LocalLauncher(program, HostSlots({"a": 1, "b": 1}), CLOCK)
     left: list[int] = []
 
@@ -82,7 +82,7 @@ def test_w26_a_drained_worker_costs_no_step_and_its_core_is_free() -> None:
 
 
 def test_hosts_that_a_discovery_function_no_longer_lists_are_drained() -> None:
-    program = Held(30, 0.03)
+    program = HeldProgram(30, 0.03)
     launcher = LocalLauncher(program, HostSlots({"a": 1, "b": 1}), CLOCK)
     listed = {"a": 1, "b": 1}
     listener = AtStep(10, lambda: listed.pop("a"), then=program.release)

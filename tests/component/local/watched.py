@@ -20,7 +20,7 @@ WAIT = 60.0  # seconds for what must happen, on a busy machine
 WAIT_IN_VAIN = 4.0  # where faults are off
 
 
-class Watched:
+class ObservedJob:
     """folder: of this run. fault: on or off decides how long is waited."""
 
     def __init__(self, folder: Path, fault: Fault, *options: str) -> None:
@@ -99,8 +99,8 @@ class Watched:
 
 
 @contextmanager
-def start_watched(folder: Path, fault: Fault, *options: str) -> Iterator[Watched]:
-    job = Watched(folder, fault, *options)
+def start_watched(folder: Path, fault: Fault, *options: str) -> Iterator[ObservedJob]:
+    job = ObservedJob(folder, fault, *options)
     try:
         yield job
     finally:

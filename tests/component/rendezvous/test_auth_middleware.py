@@ -182,7 +182,7 @@ def test_a_connection_that_sends_no_http_is_closed(raw_client: RawClient, noise:
     assert parse(raw_client.send(noise + b"\r\n\r\n"))[0] in (0, 400)
 
 
-class _Quick(Connection):
+class _ShortHeadConnection(Connection):
     head_seconds = 0.1
 
 
@@ -202,7 +202,7 @@ def serve_with_short_timeouts(connection: type[Connection]) -> Iterator[int]:
 
 @pytest.fixture
 def impatient() -> Iterator[int]:
-    yield from serve_with_short_timeouts(_Quick)
+    yield from serve_with_short_timeouts(_ShortHeadConnection)
 
 
 @pytest.fixture
@@ -234,7 +234,7 @@ def test_a_request_without_its_body_is_closed_after_its_deadline(impatient_with_
     assert raw_client.request("/", b"", None)[0] == 401
 
 
-class _Narrow(Connection):
+class _ThreeClientConnection(Connection):
     head_seconds = 600.0
     max_unauthenticated = staticmethod(lambda: 3)
 
@@ -253,7 +253,7 @@ def test_unauthenticated_clients_cannot_take_all_connections(encrypted: bool) ->
     serving = HttpServer(
         AuthMiddleware(KEY, ATTEMPT, {Heartbeat: answer_beat}),
         listener,
-        _Narrow,
+        _ThreeClientConnection,
         certificate and certificate.context,
     )
     serving.start()
@@ -306,7 +306,7 @@ def test_connections_whose_tls_handshake_fails_are_forgotten() -> None:
     serving = HttpServer(
         AuthMiddleware(KEY, ATTEMPT, {Heartbeat: acknowledge}),
         listener,
-        _Narrow,
+        _ThreeClientConnection,
         auth.create_certificate().context,
     )
     serving.start()

@@ -23,7 +23,7 @@ from spark_elastic.protocol.messages import Heartbeat
 from spark_elastic.rendezvous.routes import ServerCallbacks
 from spark_elastic.rendezvous.server import RendezvousServer
 from spark_elastic.rendezvous.status_app import StatusApp
-from tests.unit.monitoring.played_job import PlayedJob
+from tests.unit.monitoring.played_job import SimulatedJob
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: ./build.sh browser")
 BROWSERS = ("chromium", "chromium-headless-shell", "chromium-browser", "google-chrome")
@@ -44,7 +44,7 @@ STACK = """  File "train.py", line 41, in step
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium: ./build.sh browser")
 
 
-class Played(PlayedJob):
+class SimulatedTraining(SimulatedJob):
     """Trains in played time, which the page's clock shows."""
 
     def train(self, first: int, last: int) -> None:
@@ -66,7 +66,7 @@ class Played(PlayedJob):
         self.form()
 
 
-class Screen:
+class BrowserPage:
     """One page of a browser, and everything that it complained of."""
 
     def __init__(self, page: Any, folder: Path) -> None:
@@ -103,12 +103,12 @@ class Screen:
 
 
 @pytest.fixture
-def job() -> Played:
-    return Played(3)
+def job() -> SimulatedTraining:
+    return SimulatedTraining(3)
 
 
 @pytest.fixture
-def url(job: Played) -> Iterator[str]:
+def url(job: SimulatedTraining) -> Iterator[str]:
     clock = SystemClock()
     status_app = StatusApp(build_status_pages(job.history, "digits"), clock)
     recipients = ServerCallbacks(lambda event: None, lambda lines: None)
@@ -117,15 +117,15 @@ def url(job: Played) -> Iterator[str]:
 
 
 @pytest.fixture
-def screen(tmp_path: Path) -> Iterator[Screen]:
+def screen(tmp_path: Path) -> Iterator[BrowserPage]:
     folder = Path(os.environ.get("SPARK_ELASTIC_PICTURES", tmp_path))
     with playwright.sync_playwright() as player:
         browser = player.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
-        yield Screen(browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}), folder)
+        yield BrowserPage(browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}), folder)
         browser.close()
 
 
-def test_the_page_at_four_moments_of_a_job(job: Played, url: str, screen: Screen) -> None:
+def test_the_page_at_four_moments_of_a_job(job: SimulatedTraining, url: str, screen: BrowserPage) -> None:
     job.start([1, 2, 3])
     job.train(1, 40)
     screen.page.goto(url)
@@ -163,14 +163,14 @@ def test_the_page_at_four_moments_of_a_job(job: Played, url: str, screen: Screen
 
 
 def test_in_a_frame_of_another_origin_where_the_browser_takes_no_cookie(
-    job: Played, url: str, screen: Screen
+    job: SimulatedTraining, url: str, screen: BrowserPage
 ) -> None:
     job.start([1, 2, 3])
     screen.page.set_content(f'<iframe src="{url}" width="900" height="700"></iframe>')
     screen.page.frame_locator("iframe").get_by_text("3 of 3").first.wait_for(timeout=SHOWN)
 
 
-def test_the_page_shows_that_the_server_is_gone(job: Played, screen: Screen) -> None:
+def test_the_page_shows_that_the_server_is_gone(job: SimulatedTraining, screen: BrowserPage) -> None:
     clock = SystemClock()
     status_app = StatusApp(build_status_pages(job.history, "digits"), clock)
     recipients = ServerCallbacks(lambda event: None, lambda lines: None)

@@ -19,7 +19,7 @@ from tests.component.torch.job import (
     WIDTH,
     Follower,
     Job,
-    Paced,
+    SlowNet,
     difference,
     launcher,
     make_data,
@@ -36,7 +36,7 @@ def test_p7_all_workers_are_lost_and_training_continues_from_the_bucket(store: S
     for name in ("rows/part.parquet", "manifest.json"):
         store.write_bytes(name, here.read_bytes(name))
     torch.manual_seed(1)
-    net = Paced(
+    net = SlowNet(
         torch.nn.Sequential(torch.nn.Linear(WIDTH, 40), torch.nn.Tanh(), torch.nn.Linear(40, CLASSES))
     )
     job = Job(

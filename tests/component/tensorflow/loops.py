@@ -165,7 +165,7 @@ def fit(epochs: int, steps: int, lost: int, joined: int) -> dict[str, Any]:
     state: Any = hvd.elastic.KerasState(model, batch=0, epoch=0, initial=model.get_weights())
     trained: list[int] = []
 
-    class Watch(keras.callbacks.Callback):  # type: ignore[misc] # untyped
+    class SlowSteps(keras.callbacks.Callback):  # type: ignore[misc] # untyped
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
             step = state.epoch * steps + state.batch
             hold(state, 2 if step == lost else None)
@@ -178,7 +178,7 @@ def fit(epochs: int, steps: int, lost: int, joined: int) -> dict[str, Any]:
 
     callbacks = [
         hvd.elastic.CommitStateCallback(state),
-        Watch(),
+        SlowSteps(),
         hvd.elastic.UpdateBatchStateCallback(state),
         hvd.elastic.UpdateEpochStateCallback(state),
     ]

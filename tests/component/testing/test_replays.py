@@ -10,12 +10,12 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.protocol.commands import AbortWorld, End, PublishWorld
 from spark_elastic.testing import replay
 from tests.component.worker.losses import Job
-from tests.component.worker.moments import Held
+from tests.component.worker.moments import HeldProgram
 
 
 def test_the_journal_of_a_real_job_with_a_loss_replays_to_the_same_decisions(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    job = Job(Held(steps=15, seconds=0.02), size=2, config=ElasticConfig(journal=str(path)))
+    job = Job(HeldProgram(steps=15, seconds=0.02), size=2, config=ElasticConfig(journal=str(path)))
     job.act_at_step(5, lambda: os.kill(job.workers()[1].pid, signal.SIGKILL))
     result = job.run()
     again = replay(path)

@@ -70,7 +70,7 @@ def build(name: str) -> torch.nn.Module:
             torch.nn.Flatten(),
             torch.nn.Linear(128, 3),
         )
-    return Lstm() if name == "lstm" else Bag()
+    return Lstm() if name == "lstm" else SparseEmbedding()
 
 
 class Lstm(torch.nn.Module):
@@ -85,7 +85,7 @@ class Lstm(torch.nn.Module):
         return last
 
 
-class Bag(torch.nn.Module):
+class SparseEmbedding(torch.nn.Module):
     """Sparse gradients, and words that come several times in a share."""
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class Bag(torch.nn.Module):
         return found
 
 
-class Noisy(torch.utils.data.Dataset[Any]):
+class NoisyRows(torch.utils.data.Dataset[Any]):
     """Rows with noise from the process's generator, as random transforms draw it."""
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ def train(name: str, holds: dict[int, int | str], readers: int = 0) -> dict[str,
     model = build(name)
     kind = torch.optim.SGD if name == "embedding" else torch.optim.Adam
     loader = hvd.elastic.ElasticDataLoader(
-        Noisy(), BATCH // 2, seed=5, determinism="bitwise", virtual_shares=SHARES, num_workers=readers
+        NoisyRows(), BATCH // 2, seed=5, determinism="bitwise", virtual_shares=SHARES, num_workers=readers
     )
     optimizer = hvd.DistributedOptimizer(
         kind(model.parameters(), lr=0.05), named_parameters=model.named_parameters(), loader=loader

@@ -23,7 +23,7 @@ from spark_elastic.torch.callbacks import Callback, LearningRateSchedule
 from spark_elastic.torch.train.spec import TorchUserObjects
 from spark_elastic.torch.train.trainer import TorchTrainProgram
 from spark_elastic.training.spec import Rows
-from tests.component.torch.job import CLASSES, ROWS, WIDTH, Job, Paced
+from tests.component.torch.job import CLASSES, ROWS, WIDTH, Job, SlowNet
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 CLASS_WEIGHTS = torch.tensor([1.0, 3.0, 0.5], dtype=torch.float64)
@@ -64,7 +64,7 @@ class ForkingLoss:
         return torch.nn.functional.cross_entropy(output, label)
 
 
-class Counts(Callback):
+class CountingCallback(Callback):
     """Rows and losses of the steps that it is told of."""
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class HookedJob(Job):
             losses(),
             (1.0, 0.25),
             {"hits": score_hits},
-            (Counts(), LearningRateSchedule(per_step, every="step")),
+            (CountingCallback(), LearningRateSchedule(per_step, every="step")),
         )
         config = replace(spec.config, label_cols=("y", "w"))
         return TorchTrainProgram(replace(spec, config=config, validation=seen, lr_scale=2), objects)
@@ -121,7 +121,7 @@ def losses() -> tuple[torch.nn.Module, ...]:
 
 def make_job() -> HookedJob:
     torch.manual_seed(4)
-    return HookedJob(Paced(TwoHeads()).double(), sgd, None, checkpoint_steps=3)
+    return HookedJob(SlowNet(TwoHeads()).double(), sgd, None, checkpoint_steps=3)
 
 
 def train_hooked_plain(

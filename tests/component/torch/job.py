@@ -45,7 +45,7 @@ RUN = "run"
 SEED = 3
 
 
-class Paced(torch.nn.Module):
+class SlowNet(torch.nn.Module):
     """A net whose forward takes its time in a worker, so that a quick machine, too, is met in mid-epoch, and awaits the
     faults that a test has planned. pace: seconds."""
 

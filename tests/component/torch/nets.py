@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from tests.component.torch.job import CLASSES, WIDTH, Paced
+from tests.component.torch.job import CLASSES, WIDTH, SlowNet
 
 
 def add_pace(*layers: torch.nn.Module, pace: float = 0.01) -> torch.nn.Module:
-    return Paced(torch.nn.Sequential(*layers), pace).double()
+    return SlowNet(torch.nn.Sequential(*layers), pace).double()
 
 
 def mlp(pace: float = 0.01) -> torch.nn.Module:

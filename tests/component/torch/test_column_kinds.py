@@ -28,7 +28,7 @@ from tests.component.torch.job import (
     RUN,
     Follower,
     Job,
-    Paced,
+    SlowNet,
     difference,
     launcher,
     ledger_of,
@@ -87,7 +87,7 @@ def train_plain(model: torch.nn.Module, store: Store, manifest: Manifest, plan: 
 
 def make_job(reader: str, epochs: int = 1, checkpoint_steps: int | None = None) -> Kinds:
     torch.manual_seed(1)
-    net, loss = Paced(Net()).double(), torch.nn.CrossEntropyLoss()
+    net, loss = SlowNet(Net()).double(), torch.nn.CrossEntropyLoss()
     return Kinds(net, sgd, loss, reader=reader, epochs=epochs, workers=2, checkpoint_steps=checkpoint_steps)
 
 

@@ -38,7 +38,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 LAST = 6  # the step of the second epoch that is the training's last
 
 
-class Ends(Callback):
+class StopOnRankZero(Callback):
     """Rank 0 alone asks for the end; rank 1 dies in that step, and the rank 0 that asked where it closes the epoch."""
 
     def __init__(self, marks: str) -> None:
@@ -70,7 +70,9 @@ class EndedJob(Job):
     def task(self, store: Store, manifest: Manifest, ledger: str | None = None) -> TorchTrainProgram:
         task = super().task(store, manifest, ledger)
         seen = Rows(store, manifest, replace(self.plan(manifest), shuffle=False))
-        objects = TorchUserObjects(self.model, self.optimizer, (self.loss,), callbacks=(Ends(self.marks),))
+        objects = TorchUserObjects(
+            self.model, self.optimizer, (self.loss,), callbacks=(StopOnRankZero(self.marks),)
+        )
         return TorchTrainProgram(replace(task._spec, validation=seen), objects)
 
 

@@ -86,7 +86,7 @@ def _train(
     hvd.init()
     trained: list[int] = []
 
-    class Watch(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    class SlowSteps(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
         def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
             time.sleep(0.03)
             trained.append(state.global_step)
@@ -109,7 +109,7 @@ def _train(
         seed=5,
     )
     trainer = ElasticTrainer(
-        model, args, train_dataset=rows, callbacks=[Watch()], global_batch_size=BATCH, **options
+        model, args, train_dataset=rows, callbacks=[SlowSteps()], global_batch_size=BATCH, **options
     )
     trainers.append(trainer)
     output = trainer.train()

@@ -71,7 +71,7 @@ def train_net(
             )
             return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
-    class Watch(pl.Callback):  # type: ignore[misc, name-defined]
+    class SlowSteps(pl.Callback):  # type: ignore[misc, name-defined]
         def on_train_batch_end(self, trainer: Any, *given: Any) -> None:
             time.sleep(0.03)
             if trainer.fit_loop._should_accumulate():
@@ -79,7 +79,7 @@ def train_net(
             trained.append(trainer.global_step)
             print(f"step {trainer.global_step}", flush=True)  # noqa: T201 - what the test waits for
 
-    class Held(ElasticStrategy):
+    class HoldingStrategy(ElasticStrategy):
         def commit(self) -> None:
             super().commit()
             if trained and trained[-1] in holds and self._state is not None:
@@ -87,9 +87,9 @@ def train_net(
 
     trainer = pl.Trainer(
         accelerator="cpu",
-        strategy=Held(),
+        strategy=HoldingStrategy(),
         max_epochs=EPOCHS,
-        callbacks=[Watch()],
+        callbacks=[SlowSteps()],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

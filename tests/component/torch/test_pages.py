@@ -45,7 +45,7 @@ def delay_commit(train: Callable[[int], Any], epochs: int, last: str) -> Any:
     """`train`, which awaits its second world in the last commit of an epoch, or in that of its last batch."""
     import spark_elastic.torch as hvd
 
-    class Late(hvd.elastic.TorchState):
+    class SlowCommitState(hvd.elastic.TorchState):
         def commit(self) -> None:
             batches_done = self.sampler.processed_num >= len(self.sampler.dataset)
             done = self.epoch == epochs if last == "epoch" else batches_done
@@ -54,7 +54,7 @@ def delay_commit(train: Callable[[int], Any], epochs: int, last: str) -> Any:
                 hold(self, 2)
             super().commit()
 
-    hvd.elastic.TorchState = Late  # type: ignore[misc]
+    hvd.elastic.TorchState = SlowCommitState  # type: ignore[misc]
     return train(epochs)
 
 

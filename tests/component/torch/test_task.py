@@ -74,7 +74,7 @@ def check_reports(told: list[Any], history: list[Any]) -> None:
     assert told[-1] == closing
 
 
-class Warms(Callback):
+class SetLearningRate(Callback):
     def on_fit_begin(self, training: Training) -> None:
         training.learning_rate = 0.01
 
@@ -86,7 +86,7 @@ def test_p4_the_synced_state_replaces_values_that_a_newcomer_sets_at_its_start(t
     def work(group: Group) -> float:
         task = job.task(store, manifest)
         trainer: Any = task._trainer
-        trainer._objects = replace(trainer._objects, callbacks=(Warms(),))
+        trainer._objects = replace(trainer._objects, callbacks=(SetLearningRate(),))
         task.prepare()
         if group.rank == 0:  # three epochs later
             task._callbacks.on_fit_begin(group)
@@ -109,11 +109,11 @@ class EndingJob(HookedJob):
         task = super().task(store, manifest, ledger)
         trainer: Any = task._trainer
         objects = trainer._objects
-        trainer._objects = replace(objects, callbacks=(*objects.callbacks, Ends(self.who)))
+        trainer._objects = replace(objects, callbacks=(*objects.callbacks, StopTraining(self.who)))
         return task
 
 
-class Ends(Callback):
+class StopTraining(Callback):
     def __init__(self, who: int) -> None:
         self._who = who
 

@@ -63,7 +63,7 @@ class Net(torch.nn.Module):
         return output
 
 
-class Lit(Net):
+class ModuleWithTrainingStep(Net):
     """What a LightningModule has."""
 
     def training_step(self, batch: Any, number: int) -> Any:
@@ -86,7 +86,7 @@ class Lit(Net):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": halved, "interval": "epoch"}}
 
 
-class SaysItsLoss(Lit):
+class ModuleLoggingLoss(ModuleWithTrainingStep):
     """As most modules do."""
 
     def validation_step(self, batch: Any, number: int) -> None:
@@ -94,7 +94,7 @@ class SaysItsLoss(Lit):
         self.log("val_loss", loss_of(self(x), y))  # type: ignore[operator]
 
 
-class Frozen(Lit):
+class ModuleWithFrozenLayer(ModuleWithTrainingStep):
     """Whose first layer stays as it is."""
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
@@ -120,7 +120,7 @@ class Case:
     kind: str = "loss"
     dtype: torch.dtype = torch.float64
     options: dict[str, Any] = field(default_factory=dict)
-    module: type[Lit] = Lit
+    module: type[ModuleWithTrainingStep] = ModuleWithTrainingStep
 
     def objects(self) -> TorchUserObjects:
         if self.kind == "lightning":
@@ -243,7 +243,7 @@ def test_validation_values_keep_the_names_that_the_module_logs(tmp_path: Path) -
     store, manifest = make_table(tmp_path, poisoned=False)
     _, history, _ = train(Case("lightning"), store, manifest)
     assert {name for name in history[0] if name.startswith("val_")} == {"val_far", "val_rows"}
-    ranks, history, _ = train(Case("lightning", module=SaysItsLoss), store, manifest)
+    ranks, history, _ = train(Case("lightning", module=ModuleLoggingLoss), store, manifest)
     assert {name for name in history[0] if name.startswith("val_")} == {"val_loss", "val_rows"}
     table, net = pq.read_table(store.path("rows/part.parquet")), Net(torch.float64)
     net.load_state_dict(ranks[0])
@@ -281,7 +281,7 @@ def test_the_lightning_module_of_the_documentation_trains(
 def test_modules_in_evaluation_mode_stay_in_it(tmp_path: Path) -> None:
     """Behind each validation, too."""
     store, manifest = make_table(tmp_path, poisoned=False)
-    ranks, _, _ = train(Case("lightning", module=Frozen), store, manifest)
+    ranks, _, _ = train(Case("lightning", module=ModuleWithFrozenLayer), store, manifest)
     assert ranks[0]["norm.num_batches_tracked"] == 0
     assert not ranks[0]["norm.running_mean"].any()
 

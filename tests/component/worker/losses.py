@@ -22,11 +22,11 @@ from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.protocol.types import Limits
 from spark_elastic.testing.fakes import CountingProgram, ProcessLauncher
-from tests.component.worker.moments import Held
+from tests.component.worker.moments import HeldProgram
 
 
 @dataclass
-class Moment:
+class JobProgress:
     """How far the job has come."""
 
     # The newest step that rank 0 reported.
@@ -37,7 +37,7 @@ class Moment:
     lines: tuple[str, ...] = ()
 
 
-Act = tuple[Callable[[Moment], bool], Callable[[], object]]
+Act = tuple[Callable[[JobProgress], bool], Callable[[], object]]
 
 
 class Cluster(ProcessLauncher):
@@ -64,7 +64,7 @@ class Job(JobListener):
     slots_per_host: int = 1
     config: ElasticConfig = field(default_factory=ElasticConfig)
     collective_timeout: float = 20.0
-    until: Callable[[Moment], bool] = lambda now: True
+    until: Callable[[JobProgress], bool] = lambda now: True
     faults: bool = True
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class Job(JobListener):
             room=self.room or self.size,
             collective_timeout=self.collective_timeout,
         )
-        self.moment = Moment()
+        self.moment = JobProgress()
         self.post: Post = lambda event: None
         self._acts: list[Act] = []
         self._playing = 0
@@ -144,7 +144,7 @@ class Job(JobListener):
     def on_world(self, size: int, reason: str) -> None:
         self._meet(lambda now: replace(now, sizes=(*now.sizes, size)))
 
-    def _meet(self, change: Callable[[Moment], Moment]) -> None:
+    def _meet(self, change: Callable[[JobProgress], JobProgress]) -> None:
         with self._lock:
             self.moment = moment = change(self.moment)
             due = [act for when, act in self._acts if when(moment)]
@@ -170,7 +170,7 @@ class Job(JobListener):
         return bool(self._failed) or (played and self.until(self.moment))
 
     def _release(self, free: bool) -> None:
-        if free and isinstance(self.program, Held):
+        if free and isinstance(self.program, HeldProgram):
             self.program.release()
 
 

@@ -27,7 +27,7 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-class Held(CountingProgram):
+class HeldProgram(CountingProgram):
     """Its last step waits until the test calls `release`, so that no blow comes after the end."""
 
     def __init__(self, steps: int, seconds: float = 0.0) -> None:
@@ -62,7 +62,7 @@ class Held(CountingProgram):
                 return None
 
 
-class SlowSync(Held):
+class SlowSync(HeldProgram):
     """Before it takes or hands over the state of a survivor, every rank tells and dwells."""
 
     def sync(self, world: World, group: Group) -> Position:
@@ -72,7 +72,7 @@ class SlowSync(Held):
         return super().sync(world, group)
 
 
-class SlowReturn(Held):
+class SlowReturn(HeldProgram):
     """The survivors of the first world take their time to come back from it."""
 
     def run(self, world: World, group: Group, handle: WorkerHandle) -> Outcome:

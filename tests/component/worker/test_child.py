@@ -39,23 +39,23 @@ def test_an_unhandled_exception_of_a_child_gives_an_exit_code_and_a_traceback() 
     assert lines[-1].startswith("spark_elastic.errors.DriverUnreachable: The driver's rendezvous server")
 
 
-class SaysGoodbye:
+class PrintsAtExit:
     def prepare(self) -> None:
         atexit.register(threading.Event().wait)  # runs last and never ends
         atexit.register(print, "goodbye")
 
 
 def test_atexit_functions_run_for_a_limited_time() -> None:
-    lines, code = run_child(cloudpickle.dumps(SaysGoodbye()))
+    lines, code = run_child(cloudpickle.dumps(PrintsAtExit()))
     assert code == 1
     assert "goodbye" in lines
 
 
-class Loads:
+class CountsFrozenObjects:
     def prepare(self) -> None:
         atexit.register(lambda: sys.stdout.write(f"left alone: {gc.get_freeze_count()}\n"))
 
 
 def test_the_garbage_collector_ignores_objects_of_imports() -> None:
-    lines, _ = run_child(cloudpickle.dumps(Loads()))
+    lines, _ = run_child(cloudpickle.dumps(CountsFrozenObjects()))
     assert any(int(line.removeprefix("left alone:")) > 10_000 for line in lines if "left alone" in line)

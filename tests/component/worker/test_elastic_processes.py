@@ -31,7 +31,7 @@ from spark_elastic.testing.fakes import CountingProgram, ProcessLauncher
 from spark_elastic.worker.function_program import FunctionProgram
 from spark_elastic.worker.program import Outcome, WorkerHandle, decode_result
 from tests.component.worker.losses import Job, sizes
-from tests.component.worker.moments import Held
+from tests.component.worker.moments import HeldProgram
 from tests.patience import until
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(120)]
@@ -45,7 +45,7 @@ class NoDiscovery:
         """Nothing."""
 
 
-class Watcher(JobListener):
+class RecordingListener(JobListener):
     """A listener that keeps the lines."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Watcher(JobListener):
         self.lines.append((rank, line))
 
 
-def run(launcher: ProcessLauncher, workers: int, watcher: Watcher) -> LaunchResult:
+def run(launcher: ProcessLauncher, workers: int, watcher: RecordingListener) -> LaunchResult:
     bounds = Limits(workers, 1, workers, gather_timeout=60.0)
     return supervise(launcher, NoDiscovery(), DriverOptions(), bounds, ElasticConfig(), "test", watcher)
 
@@ -71,12 +71,12 @@ def assert_exact(result: LaunchResult, program: CountingProgram) -> None:
 
 def make_held_job(**named: Any) -> Job:
     """It ends in its second world or a later one."""
-    return Job(Held(20, 0.02), until=lambda now: len(now.sizes) >= 2, **named)
+    return Job(HeldProgram(20, 0.02), until=lambda now: len(now.sizes) >= 2, **named)
 
 
 def test_results_come_in_rank_order() -> None:
     program = CountingProgram(steps=5)
-    result = run(launcher(program), 3, Watcher())
+    result = run(launcher(program), 3, RecordingListener())
     assert [json.loads(text)["rank"] for text in result.results] == [0, 1, 2]
     assert_exact(result, program)
 
@@ -93,7 +93,7 @@ def fork() -> int | None:
 
 
 def test_a_function_forks_processes() -> None:
-    result = run(ProcessLauncher(FunctionProgram(fork), SystemClock(), room=1), 1, Watcher())
+    result = run(ProcessLauncher(FunctionProgram(fork), SystemClock(), room=1), 1, RecordingListener())
     assert [decode_result(text, 0) for text in result.results] == [0]
 
 
@@ -104,7 +104,7 @@ def test_a_killed_slot_costs_no_step_and_another_takes_its_place() -> None:
 
 
 def test_a_killed_worker_is_replaced_by_its_warm_spare() -> None:
-    job = Job(Held(20, 0.02), size=2, until=lambda now: len(now.sizes) >= 2 == now.sizes[-1])
+    job = Job(HeldProgram(20, 0.02), size=2, until=lambda now: len(now.sizes) >= 2 == now.sizes[-1])
 
     def inject_fault() -> None:
         slot = psutil.Process(job.cluster.slots()[min(job.cluster.slots())])
@@ -176,7 +176,7 @@ def test_newcomers_join_while_the_others_train() -> None:
     assert sizes(job.run(gather_timeout=0.5)) == [1, 2]
 
 
-class Broken(CountingProgram):
+class RaisingProgram(CountingProgram):
     """Raises at step 3, on every rank."""
 
     def run(self, world: World, group: Group, session: WorkerHandle) -> Outcome:
@@ -185,15 +185,15 @@ class Broken(CountingProgram):
 
 
 def test_r13_an_exception_of_user_code_on_every_worker_ends_the_job_with_its_traceback() -> None:
-    cloudpickle.register_pickle_by_value(sys.modules[Broken.__module__])
-    watcher = Watcher()
+    cloudpickle.register_pickle_by_value(sys.modules[RaisingProgram.__module__])
+    watcher = RecordingListener()
     with pytest.raises(WorkerFailed, match="the user's own mistake") as failed:
-        run(launcher(Broken(5), room=2), 2, watcher)
+        run(launcher(RaisingProgram(5), room=2), 2, watcher)
     assert "Traceback" in str(failed.value)
     assert "about to raise" in {line for _, line in watcher.lines}
 
 
-class BrokenOnce(CountingProgram):
+class RaisingOnceProgram(CountingProgram):
     """Rank 1 of the first world raises; whoever comes after it does not."""
 
     def run(self, world: World, group: Group, session: WorkerHandle) -> Outcome:
@@ -203,15 +203,15 @@ class BrokenOnce(CountingProgram):
 
 
 def test_an_exception_on_one_worker_does_not_end_the_job() -> None:
-    cloudpickle.register_pickle_by_value(sys.modules[BrokenOnce.__module__])
-    program = BrokenOnce(40, 0.03)
-    result = run(launcher(program, room=2), 2, Watcher())
+    cloudpickle.register_pickle_by_value(sys.modules[RaisingOnceProgram.__module__])
+    program = RaisingOnceProgram(40, 0.03)
+    result = run(launcher(program, room=2), 2, RecordingListener())
     assert_exact(result, program)
     assert any("one worker's bad moment" in line for line in result.event_log)
     assert len(result.worlds) >= 2
 
 
-class Mumbler(Watcher):
+class RaisingListener(RecordingListener):
     """A listener that fails at everything."""
 
     def on_progress(self, metrics: Mapping[str, Any]) -> None:
@@ -223,7 +223,7 @@ class Mumbler(Watcher):
 
 def test_a_job_survives_a_failing_listener(caplog: pytest.LogCaptureFixture) -> None:
     program = CountingProgram(20, 0.03)
-    assert_exact(run(launcher(program, room=2), 2, Mumbler()), program)
+    assert_exact(run(launcher(program, room=2), 2, RaisingListener()), program)
     assert "the job listener failed" in caplog.text
 
 
@@ -233,7 +233,9 @@ def test_a_driver_port_in_use_gives_one_sentence() -> None:
         config = ElasticConfig(driver_port=port)
         cluster = launcher(CountingProgram(1))
         with pytest.raises(InvalidInput, match=rf"port {port} .*driver_port"):
-            supervise(cluster, NoDiscovery(), DriverOptions(), Limits(1, 1, 1), config, "test", Watcher())
+            supervise(
+                cluster, NoDiscovery(), DriverOptions(), Limits(1, 1, 1), config, "test", RecordingListener()
+            )
 
 
 def test_too_few_workers_end_the_job_with_a_sentence() -> None:
@@ -247,7 +249,7 @@ def test_too_few_workers_end_the_job_with_a_sentence() -> None:
             limits,
             ElasticConfig(),
             "test",
-            Watcher(),
+            RecordingListener(),
         )
 
 
@@ -255,5 +257,5 @@ def test_a_dead_proxy_in_the_environment_changes_nothing(monkeypatch: pytest.Mon
     for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     program = CountingProgram(5)
-    assert_exact(run(launcher(program, room=2), 2, Watcher()), program)
+    assert_exact(run(launcher(program, room=2), 2, RecordingListener()), program)
     assert os.environ["HTTP_PROXY"]

@@ -47,7 +47,7 @@ class PrintingProgram:
         print(json.dumps(self._tell(), default=str))  # noqa: T201
 
 
-class Life:
+class ForkedChild:
     """A child without a driver, which becomes warm and then waits for its activation."""
 
     def __init__(
@@ -83,7 +83,7 @@ class Life:
             lambda child, code: self._ends.put(code),
         )
 
-    def __enter__(self) -> Life:
+    def __enter__(self) -> ForkedChild:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -105,7 +105,7 @@ class Life:
 
 
 def run_and_read(imports: tuple[str, ...], tell: Callable[[], object]) -> Any:
-    with Life(imports, tell) as life:
+    with ForkedChild(imports, tell) as life:
         return life.read_message()
 
 
@@ -157,28 +157,28 @@ def test_a_forked_process_looks_like_a_spawned_one() -> None:
 
 
 def test_the_slot_gets_the_exit_code_of_a_forked_process() -> None:
-    with Life(FORKED, lambda: sys.exit(3)) as life:
+    with ForkedChild(FORKED, lambda: sys.exit(3)) as life:
         assert life.end() == 3
-    with Life(FORKED, lambda: os.kill(os.getpid(), signal.SIGKILL)) as life:
+    with ForkedChild(FORKED, lambda: os.kill(os.getpid(), signal.SIGKILL)) as life:
         assert life.end() == -signal.SIGKILL
-    with Life(FORKED, lambda: None) as life:
+    with ForkedChild(FORKED, lambda: None) as life:
         life.await_warm()
         life.child.kill()
         assert life.end() == -signal.SIGKILL
 
 
 def test_a_forked_process_ends_with_its_standard_input() -> None:
-    with Life(FORKED, lambda: None) as life:
+    with ForkedChild(FORKED, lambda: None) as life:
         life.await_warm()
         life.child._input.put(None)
         assert life.end() == 0
 
 
 def test_one_fork_server_serves_several_processes() -> None:
-    with Life(FORKED, lambda: None) as first:
+    with ForkedChild(FORKED, lambda: None) as first:
         first.await_warm()
         server = fork_server_cache.pid
-    with Life(FORKED, lambda: None) as second, Life(FORKED, lambda: None) as third:
+    with ForkedChild(FORKED, lambda: None) as second, ForkedChild(FORKED, lambda: None) as third:
         assert second.await_warm().ppid() == third.await_warm().ppid() == os.getpid()
         assert server is not None
         assert fork_server_cache.pid == server
@@ -192,7 +192,7 @@ def test_another_environment_needs_another_fork_server(monkeypatch: pytest.Monke
 
     for number, variable in ((1, "a"), (2, "a"), (2, "b")):
         monkeypatch.setenv("A_VARIABLE", variable)
-        with Life(FORKED, threads, number) as life:
+        with ForkedChild(FORKED, threads, number) as life:
             assert life.read_message() == [str(number), variable]
             servers.append(fork_server_cache.pid)
     assert None not in servers
@@ -229,12 +229,12 @@ def test_a_forked_process_and_its_server_end_with_the_slot(tmp_path: Path) -> No
 
 
 def test_a_forked_process_outlives_its_server_and_the_next_process_gets_a_new_server() -> None:
-    with Life(FORKED, lambda: None) as first:
+    with ForkedChild(FORKED, lambda: None) as first:
         process, server = first.await_warm(), fork_server_cache.pid
         assert server is not None
         os.kill(server, signal.SIGKILL)
         psutil.wait_procs([psutil.Process(server)] if fork_server_cache.pid else [], timeout=10.0)
-        with Life(FORKED, lambda: None) as second:
+        with ForkedChild(FORKED, lambda: None) as second:
             second.await_warm()
             assert fork_server_cache.pid not in (None, server)
         assert process.is_running()
@@ -246,7 +246,7 @@ def test_a_process_is_spawned_if_the_fork_server_dies_before_the_fork(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     create_module(tmp_path, monkeypatch, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
-    with Life(("written",), lambda: None, forked=False) as life:
+    with ForkedChild(("written",), lambda: None, forked=False) as life:
         assert life.await_warm().ppid() == os.getpid()
 
 
@@ -265,11 +265,11 @@ def test_a_process_is_spawned_where_a_fork_is_not_safe(
 ) -> None:
     create_module(tmp_path, monkeypatch, text)
     with caplog.at_level(logging.DEBUG, "spark_elastic.worker"):
-        with Life(("written",), lambda: None, forked=False) as life:
+        with ForkedChild(("written",), lambda: None, forked=False) as life:
             assert life.await_warm().ppid() == os.getpid()
         assert why in caplog.text
         caplog.clear()
-        with Life(("written",), lambda: None, forked=False) as life:
+        with ForkedChild(("written",), lambda: None, forked=False) as life:
             assert life.await_warm().ppid() == os.getpid()
         assert not caplog.text, "the failed server got another request"
 
@@ -279,7 +279,7 @@ def test_a_process_is_spawned_if_the_slot_cannot_adopt_the_forked_one(
 ) -> None:
     """The process that was not adopted has not read the input that the spawned one needs."""
     monkeypatch.setattr(forking, "PR_SET_CHILD_SUBREAPER", forking.PR_GET_CHILD_SUBREAPER)
-    with Life(FORKED, lambda: "spawned", forked=False) as life:
+    with ForkedChild(FORKED, lambda: "spawned", forked=False) as life:
         assert life.read_message() == "spawned"
 
 
@@ -287,13 +287,13 @@ def test_a_process_killed_before_its_fork_is_never_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     create_module(tmp_path, monkeypatch, "import time; time.sleep(2.0)")
-    with Life(("written",), lambda: "started") as life:
+    with ForkedChild(("written",), lambda: "started") as life:
         assert life.child.state() == ""
         begin = time.monotonic()
         life.child.kill()
         assert life.end() == -signal.SIGKILL
         assert time.monotonic() - begin < 1.5
-        with Life(("written",), lambda: "next") as following:
+        with ForkedChild(("written",), lambda: "next") as following:
             assert following.read_message() == "next"
         assert life.lines.empty()
 
@@ -303,14 +303,14 @@ def test_each_forked_process_prints_what_the_imports_printed(
 ) -> None:
     create_module(tmp_path, monkeypatch, "print('written was imported')")
     for _ in range(2):
-        with Life(("written",), lambda: "then") as life:
+        with ForkedChild(("written",), lambda: "then") as life:
             assert life.lines.get(timeout=60.0) == "written was imported"
             assert life.read_message() == "then"
 
 
 def test_an_idle_fork_server_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     create_module(tmp_path, monkeypatch, "import __main__; __main__.IDLE_SECONDS = 0.5")
-    with Life(("written",), lambda: None) as life:
+    with ForkedChild(("written",), lambda: None) as life:
         life.await_warm()
         time.sleep(1.0)
         assert fork_server_cache.pid is not None, "a server with a process ended"
@@ -352,7 +352,7 @@ def train() -> object:
 @pytest.mark.native
 @pytest.mark.timeout(180)
 def test_forked_processes_train_with_torch_and_have_different_seeds() -> None:
-    with Life(TORCH, train, 2) as first, Life(TORCH, train, 2) as second:
+    with ForkedChild(TORCH, train, 2) as first, ForkedChild(TORCH, train, 2) as second:
         (result, one), (_, other) = first.read_message(), second.read_message()
     assert result == [True, 28.0, 2]
     assert not set(one) & set(other)

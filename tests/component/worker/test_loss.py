@@ -12,7 +12,7 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.launch.job import LaunchResult
 from spark_elastic.protocol.events import DrainRequested
 from tests.component.worker.losses import Job, sizes
-from tests.component.worker.moments import Held, SlowReturn, SlowSync
+from tests.component.worker.moments import HeldProgram, SlowReturn, SlowSync
 from tests.patience import until
 from tests.scenarios import Fault
 
@@ -30,7 +30,7 @@ def count_killed(result: LaunchResult) -> int:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_training_survives_a_loss_while_a_world_forms(world: int, fault: Fault) -> None:
-    job = Job(Held(30, 0.02), until=lambda now: len(now.sizes) > world)
+    job = Job(HeldProgram(30, 0.02), until=lambda now: len(now.sizes) > world)
     job.act_at_step(10, lambda: kill_worker(job, 2))
     job.act_at_world(world, lambda: fault(kill_worker, job, 0))
     result = job.run()
@@ -74,7 +74,7 @@ def test_a_newcomer_can_join_during_a_reset(fault: Fault) -> None:
 @pytest.mark.scenario("G7")
 def test_training_survives_two_membership_changes_within_a_second(fault: Fault) -> None:
     """One host leaves as planned and another dies; two slots are free again afterwards."""
-    job = Job(Held(20, 0.02), until=lambda now: now.sizes[-1] == 3 > min(now.sizes), faults=fault.on)
+    job = Job(HeldProgram(20, 0.02), until=lambda now: now.sizes[-1] == 3 > min(now.sizes), faults=fault.on)
 
     def inject_fault() -> None:
         first, second, _ = sorted(job.cluster.slots())
@@ -91,7 +91,7 @@ def test_training_survives_two_membership_changes_within_a_second(fault: Fault) 
 @pytest.mark.scenario("G7")
 def test_a_newcomer_that_leaves_again_stops_no_worker(fault: Fault) -> None:
     """The host that comes is drained before its worker is warm; what stops for a newcomer is for the next host's."""
-    job = Job(Held(20, 0.02), size=3, room=2, faults=fault.on)
+    job = Job(HeldProgram(20, 0.02), size=3, room=2, faults=fault.on)
     came: set[int] = set()
 
     def add_room_and_kill() -> None:
@@ -109,7 +109,7 @@ def test_a_newcomer_that_leaves_again_stops_no_worker(fault: Fault) -> None:
 
 
 def test_training_survives_the_loss_of_all_slots_but_one(fault: Fault) -> None:
-    job = Job(Held(20, 0.02), until=lambda now: len(now.sizes) >= 2)
+    job = Job(HeldProgram(20, 0.02), until=lambda now: len(now.sizes) >= 2)
 
     def inject_fault() -> None:
         for number in sorted(job.cluster.slots())[1:]:
@@ -123,7 +123,7 @@ def test_training_survives_the_loss_of_all_slots_but_one(fault: Fault) -> None:
 
 @pytest.mark.scenario("G8")
 def test_fewer_than_min_workers_wait_for_another_worker_and_continue(fault: Fault) -> None:
-    job = Job(Held(20, 0.02), until=lambda now: len(now.sizes) >= 2, faults=fault.on)
+    job = Job(HeldProgram(20, 0.02), until=lambda now: len(now.sizes) >= 2, faults=fault.on)
 
     def inject_fault() -> None:
         for number in sorted(job.cluster.slots())[1:]:
@@ -137,7 +137,7 @@ def test_fewer_than_min_workers_wait_for_another_worker_and_continue(fault: Faul
 
 @pytest.mark.scenario("G9")
 def test_training_survives_many_resets_within_one_epoch(fault: Fault) -> None:
-    job = Job(Held(50, 0.03), until=lambda now: len(now.sizes) >= 5, faults=fault.on)
+    job = Job(HeldProgram(50, 0.03), until=lambda now: len(now.sizes) >= 5, faults=fault.on)
     for number, step in enumerate((10, 20, 30, 40)):
         job.act_at_step(step, partial(fault, kill_worker, job, number % 2), world=number + 1)
     result = job.run()
@@ -148,7 +148,7 @@ def test_training_survives_many_resets_within_one_epoch(fault: Fault) -> None:
 @pytest.mark.scenario("G4")
 def test_a_silent_host_is_evicted_and_fenced_when_it_wakes(fault: Fault) -> None:
     """Slot and worker are paused, no connection breaks; when they resume, the old worker is in no world."""
-    job = Job(Held(20, 0.02), until=lambda now: 3 in now.sizes[2:], faults=fault.on)
+    job = Job(HeldProgram(20, 0.02), until=lambda now: 3 in now.sizes[2:], faults=fault.on)
     frozen: list[psutil.Process] = []
 
     def freeze() -> None:

@@ -55,7 +55,7 @@ def box() -> Iterator[Box]:
     made.path.rmdir()
 
 
-class Greedy(CountingProgram):
+class MemoryHog(CountingProgram):
     """The last rank enters its slot, and with it what the slot starts later, into the box; then it takes memory."""
 
     def __init__(self, box: Box, on: bool) -> None:
@@ -74,6 +74,6 @@ class Greedy(CountingProgram):
 
 def test_running_out_of_memory_is_named_and_ends_the_job_after_two_repeats(box: Box, fault: Fault) -> None:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    job = Job(Greedy(box, bool(fault(lambda: True))), size=2)
+    job = Job(MemoryHog(box, bool(fault(lambda: True))), size=2)
     with pytest.raises(OutOfMemory, match=r"out of memory 3 times .*spark\.executor\.memoryOverhead"):
         job.run()

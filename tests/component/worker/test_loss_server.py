@@ -21,7 +21,7 @@ from spark_elastic.rendezvous.auth_middleware import RequestLimits
 from spark_elastic.rendezvous.messages import VERSION, WatchSlot, path_of
 from tests.component.rendezvous.driver_side import RawClient
 from tests.component.worker.losses import Job, sizes
-from tests.component.worker.moments import Held
+from tests.component.worker.moments import HeldProgram
 from tests.scenarios import Fault
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(120)]
@@ -51,7 +51,7 @@ def break_server(job: Job) -> None:
 def test_r12_training_survives_the_death_of_the_server_together_with_a_worker(
     fault: Fault, caplog: pytest.LogCaptureFixture
 ) -> None:
-    job = Job(Held(30, 0.03))
+    job = Job(HeldProgram(30, 0.03))
 
     def inject_fault() -> None:
         fault(break_server, job)
@@ -64,7 +64,7 @@ def test_r12_training_survives_the_death_of_the_server_together_with_a_worker(
     assert any("WorkerExited" in line for line in result.event_log), "the loss was heard all the same"
 
 
-class HeldUp(Job):
+class BlockedServerJob(Job):
     """Progress is told in the server's thread: who holds that up holds up the server."""
 
     def __post_init__(self) -> None:
@@ -84,7 +84,9 @@ class HeldUp(Job):
 
 def test_r12_a_server_stopped_for_longer_than_a_lease_evicts_no_worker(fault: Fault) -> None:
     last = 150
-    job = HeldUp(Held(last + 1, 0.03), until=lambda now: not job.seconds and now.step == last)
+    job = BlockedServerJob(
+        HeldProgram(last + 1, 0.03), until=lambda now: not job.seconds and now.step == last
+    )
     job.act_at_step(10, lambda: fault(job.delay_answers, 5.0))
     result = job.run(lease=3.0)
     assert sizes(result) == [3]
@@ -94,7 +96,7 @@ def test_r12_a_server_stopped_for_longer_than_a_lease_evicts_no_worker(fault: Fa
 
 @pytest.mark.scenario("G12")
 def test_p6_a_client_without_the_key_gets_nothing_and_the_job_continues(fault: Fault) -> None:
-    job = Job(Held(30, 0.03), size=2, faults=fault.on)
+    job = Job(HeldProgram(30, 0.03), size=2, faults=fault.on)
     answers: dict[str, int] = {}
 
     def attack() -> None:

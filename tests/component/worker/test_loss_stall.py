@@ -12,7 +12,7 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.launch.job import LaunchResult
 from tests.component.worker import stuck
 from tests.component.worker.losses import Job, sizes
-from tests.component.worker.moments import Held
+from tests.component.worker.moments import HeldProgram
 from tests.scenarios import Fault
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(120)]
@@ -35,7 +35,7 @@ def entry(result: LaunchResult, text: str) -> str:
 def test_p5_a_stopped_worker_is_named_with_its_last_stack_before_its_eviction(
     caplog: pytest.LogCaptureFixture, fault: Fault
 ) -> None:
-    job = Job(Held(60, 0.03), until=lambda now: len(now.sizes) >= 2, faults=fault.on)
+    job = Job(HeldProgram(60, 0.03), until=lambda now: len(now.sizes) >= 2, faults=fault.on)
     # Stopped long enough after its begin for a sample of its stack to be there.
     job.act_at_step(45, lambda: fault(job.workers()[1].send_signal, signal.SIGSTOP))
     result = job.run(lease=10.0)

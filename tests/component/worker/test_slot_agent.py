@@ -98,7 +98,7 @@ def _is_training_process(child: psutil.Process) -> bool:
         return False
 
 
-class Announced(CountingProgram):
+class AnnouncingProgram(CountingProgram):
     """Says that it is prepared."""
 
     def prepare(self) -> None:
@@ -125,7 +125,7 @@ def test_a_warm_spare_follows_each_crash(driver: Driver, imports: tuple[str, ...
             assert (exited.worker, exited.reason) == (f"{SLOT}.{number}", "killed by signal 9")
         driver.server.release_slot(SLOT, "enough")
 
-    assert serve(driver, Announced(1), play, imports=imports) == "enough"
+    assert serve(driver, AnnouncingProgram(1), play, imports=imports) == "enough"
     assert len(set(spares)) == 3
     assert (fork_server_cache.pid is not None) is bool(imports)
 
@@ -150,7 +150,7 @@ def test_a_crash_in_native_code_is_reported_with_its_python_frames(driver: Drive
     assert serve(driver, Crashing(1), play, spare_after=1000.0) == "enough"
 
 
-class Littering(CountingProgram):
+class TemporaryFolderProgram(CountingProgram):
     """Has a temporary folder, which it names."""
 
     def prepare(self) -> None:
@@ -172,7 +172,7 @@ def test_no_worker_leaves_a_temporary_folder_behind(driver: Driver) -> None:
                 driver.await_event(WorkerExited)
         driver.server.release_slot(SLOT, "enough")
 
-    assert serve(driver, Littering(1), play, spare_after=1000.0) == "enough"
+    assert serve(driver, TemporaryFolderProgram(1), play, spare_after=1000.0) == "enough"
     assert len(set(folders)) == 2
     assert not any(folder.exists() for folder in folders)
 
@@ -190,7 +190,7 @@ def test_a_worker_that_dies_before_its_spare_is_due_is_replaced_by_a_cold_one(
         assert await_children(2)[0].pid != worker.pid
         driver.server.release_slot(SLOT, "enough")
 
-    assert serve(driver, Announced(1), play, spare_after=1000.0) == "enough"
+    assert serve(driver, AnnouncingProgram(1), play, spare_after=1000.0) == "enough"
 
 
 def test_a_growing_memory_shortage_is_reported_once(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,11 +210,11 @@ def test_a_growing_memory_shortage_is_reported_once(driver: Driver, monkeypatch:
         assert looks[-1] == (worker.pid, spare.pid)
         driver.server.release_slot(SLOT, "enough")
 
-    assert serve(driver, Announced(1), play, shortage=shortage) == "enough"
+    assert serve(driver, AnnouncingProgram(1), play, shortage=shortage) == "enough"
     assert len([spare for _, spare in looks if spare is not None]) == 1
 
 
-class LeavesOneBehind(CountingProgram):
+class OrphanLeavingProgram(CountingProgram):
     """Starts a process that keeps the worker's output open after the worker's death."""
 
     def prepare(self) -> None:
@@ -236,7 +236,7 @@ def test_processes_that_a_worker_leaves_behind_do_not_block_its_slot(driver: Dri
         driver.server.release_slot(SLOT, "enough")
 
     try:
-        assert serve(driver, LeavesOneBehind(1), play) == "enough"
+        assert serve(driver, OrphanLeavingProgram(1), play) == "enough"
         assert CLOCK.now() - released[0] < 2 * CLOSE_WAIT + 5.0
         assert all(process.is_running() for process in left)
     finally:
@@ -244,7 +244,7 @@ def test_processes_that_a_worker_leaves_behind_do_not_block_its_slot(driver: Dri
             process.kill()
 
 
-class Farewell(CountingProgram):
+class PrintAndExitProgram(CountingProgram):
     """Says something and is gone."""
 
     def prepare(self) -> None:
@@ -258,13 +258,13 @@ def test_the_last_lines_of_a_dying_worker_arrive(driver: Driver) -> None:
         assert (exited.worker, exited.exit_code) == (f"{SLOT}.1", 3)
         driver.server.release_slot(SLOT, "enough")
 
-    assert serve(driver, Farewell(1), play) == "enough"
+    assert serve(driver, PrintAndExitProgram(1), play) == "enough"
     first = driver.logs.get(timeout=20.0)  # handed on by a thread of the server's
     assert first.lines[0] == "farewell"
     assert first.worker == f"{SLOT}.1"
 
 
-class PrintsMuch(CountingProgram):
+class LongOutputProgram(CountingProgram):
     """A line that is longer than a message may be, and so many lines that 500 are as well."""
 
     def prepare(self) -> None:
@@ -284,11 +284,11 @@ def test_all_output_of_a_worker_arrives_whatever_its_amount(driver: Driver) -> N
         finally:
             driver.server.release_slot(SLOT, "enough")
 
-    assert serve(driver, PrintsMuch(1), play) == "enough"
+    assert serve(driver, LongOutputProgram(1), play) == "enough"
     assert told == "x" * MUCH + "y" * 10_000_000 + "the end"
 
 
-class SaysGoodbye(Announced):
+class SlowExitProgram(AnnouncingProgram):
     """Has last words, for which it takes its time."""
 
     def prepare(self) -> None:
@@ -304,7 +304,7 @@ def test_the_last_lines_of_a_stopped_worker_arrive(driver: Driver) -> None:
         driver.server.stop_worker(worker, "the job is over", False)
         driver.server.release_slot(SLOT, "the job is over")
 
-    assert serve(driver, SaysGoodbye(1), play, spare_after=60.0) == "the job is over"
+    assert serve(driver, SlowExitProgram(1), play, spare_after=60.0) == "the job is over"
     assert driver.logs.get(timeout=20.0).lines == ("goodbye",)
 
 

@@ -34,7 +34,7 @@ class Numbers(BaseDataLoader):
         return -batch
 
 
-class Ahead(AsyncDataLoaderMixin, Numbers):
+class AsyncNumbers(AsyncDataLoaderMixin, Numbers):
     pass
 
 
@@ -49,7 +49,7 @@ def test_a_loader_without_batches_cannot_be_made() -> None:
 
 @pytest.mark.parametrize("room", [0, 1, 64])
 def test_batches_are_those_of_the_plain_loader_in_each_epoch(room: int) -> None:
-    plain, ahead = Numbers(5), Ahead(room, False, 5)
+    plain, ahead = Numbers(5), AsyncNumbers(room, False, 5)
     for epoch in range(2):
         plain.epoch = ahead.epoch = epoch  # between epochs: nothing of the next one is made before
         assert list(ahead) == list(plain) == [-(100 * epoch) - number for number in range(5)]
@@ -59,7 +59,7 @@ def test_batches_are_those_of_the_plain_loader_in_each_epoch(room: int) -> None:
 
 
 def test_no_more_is_made_than_there_is_room_for() -> None:
-    ahead = Ahead(async_loader_queue_size=2, end=50)
+    ahead = AsyncNumbers(async_loader_queue_size=2, end=50)
     batches = iter(ahead)
     assert next(batches) == 0
     assert ahead.full.wait(30)  # one is taken, two lie ready
@@ -70,7 +70,7 @@ def test_no_more_is_made_than_there_is_room_for() -> None:
 
 
 def test_an_error_is_raised_behind_the_batches_before_it() -> None:
-    batches = iter(Ahead(64, False, 9, fails_at=3))
+    batches = iter(AsyncNumbers(64, False, 9, fails_at=3))
     assert [next(batches) for _ in range(3)] == [0, -1, -2]
     with pytest.raises(ValueError, match="number 3 is bad"):
         next(batches)
@@ -78,7 +78,7 @@ def test_an_error_is_raised_behind_the_batches_before_it() -> None:
 
 
 def test_a_loop_that_is_left_leaves_no_thread() -> None:
-    for batch in Ahead(1, False, 1000):
+    for batch in AsyncNumbers(1, False, 1000):
         if batch == -3:
             break
     assert _threads() == 0

@@ -26,7 +26,7 @@ from tests.patience import until
 CLOCK = SystemClock()
 
 
-class Quiet:
+class SilentDiscovery:
     def start(self, post: Post) -> None:
         """Nothing to see."""
 
@@ -157,7 +157,7 @@ def test_a_malformed_list_of_hosts_is_refused(text: str) -> None:
 def test_a_job_handle_passes_requests_on_even_those_before_the_start() -> None:
     handle, posted = JobHandle(), list[DriverEvent]()
     handle.drain(rank=2, reason="maintenance")
-    watch = build_discovery(Quiet(), lambda: {"a": 1}, handle, CLOCK)
+    watch = build_discovery(SilentDiscovery(), lambda: {"a": 1}, handle, CLOCK)
     watch.start(posted.append)
     handle.drain(host="a")
     handle.cancel("enough")
@@ -172,7 +172,7 @@ def test_a_job_handle_passes_requests_on_even_those_before_the_start() -> None:
 def test_a_job_handle_of_two_jobs_passes_requests_to_both_while_they_run() -> None:
     handle, first, second = JobHandle(), list[DriverEvent](), list[DriverEvent]()
     handle.drain(host="a")
-    one, other = (build_discovery(Quiet(), None, handle, CLOCK) for _ in range(2))
+    one, other = (build_discovery(SilentDiscovery(), None, handle, CLOCK) for _ in range(2))
     one.start(first.append)
     other.start(second.append)
     handle.drain(host="b")
@@ -191,7 +191,7 @@ def test_a_drain_names_one_target(choices: dict[str, object]) -> None:
 
 def test_a_value_that_is_no_job_handle_is_refused() -> None:
     with pytest.raises(InvalidInput, match=r"spark_elastic\.JobHandle; got a str"):
-        build_discovery(Quiet(), None, "handle", CLOCK)
+        build_discovery(SilentDiscovery(), None, "handle", CLOCK)
 
 
 def test_fixed_hosts_are_listed_once() -> None:

@@ -16,7 +16,7 @@ BEAT = Received(1.0, Heartbeat(SlotId("1-0"), "", ""))
 CANCEL = CancelRequested(2.0, "enough")
 
 
-class Bell(threading.Event):
+class WaitedEvent(threading.Event):
     """Says whether somebody has come to wait."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ def test_events_keep_their_order() -> None:
 def test_a_heartbeat_does_not_wake_the_driver_loop(
     event: Heartbeat | CancelRequested | None, woken: bool
 ) -> None:
-    inbox, bell, taken = EventQueue(), Bell(), threading.Event()
+    inbox, bell, taken = EventQueue(), WaitedEvent(), threading.Event()
     inbox._wakeup = bell
 
     def take() -> None:

@@ -213,7 +213,7 @@ def test_a_transformation_makes_the_inputs() -> None:
 FACTOR = 2.0
 
 
-class Unsaid(keras.layers.Dense):
+class LayerWithoutConfig(keras.layers.Dense):
     """Its configuration does not say what it was made with."""
 
     def __init__(self, units: int) -> None:
@@ -270,7 +270,7 @@ def test_an_estimator_is_saved_with_a_lambda_as_its_loss_or_metric() -> None:
         estimator._pack_objects({"loss": lambda y, p: (y - p) * FACTOR})
 
 
-class Weighing(keras.layers.Layer):
+class LayerWithBuild(keras.layers.Layer):
     """Its build() is its own."""
 
     def build(self, shape: Any) -> None:
@@ -280,7 +280,7 @@ class Weighing(keras.layers.Layer):
         return x @ self.weight
 
 
-class Acting(keras.layers.Layer):
+class LayerWithFunctions(keras.layers.Layer):
     """Makes the functions that it calls, and gives one to a layer of its own."""
 
     def __init__(self, **given: Any) -> None:
@@ -296,7 +296,7 @@ class Acting(keras.layers.Layer):
         return self.second(self.first(x))
 
 
-@pytest.mark.parametrize("layer", [Weighing, Acting])
+@pytest.mark.parametrize("layer", [LayerWithBuild, LayerWithFunctions])
 def test_a_layer_of_the_users_travels_as_its_class(layer: type) -> None:
     model = keras.Sequential([keras.Input((2,)), layer(), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
@@ -323,7 +323,7 @@ class Model:
             lambda: keras.layers.Lambda(lambda x: x * FACTOR),
             "a lambda of the model, .* uses FACTOR, which Keras",
         ),
-        (lambda: Unsaid(2), "cannot be read from its .keras file, .*unexpected keyword argument"),
+        (lambda: LayerWithoutConfig(2), "cannot be read from its .keras file, .*unexpected keyword argument"),
     ],
 )
 def test_a_model_that_cannot_be_serialized_is_refused(layer: Any, sentence: str) -> None:

@@ -24,14 +24,14 @@ from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
 FRAMEWORKS_OWN = {"model", "optimizer", "loss", "metrics", "callbacks"}  # objects of the framework
 
 
-class Holder(TorchParams):
+class ParamsHolder(TorchParams):
     def __init__(self) -> None:
         super().__init__()
         self._setDefault(batch_size=32)
 
 
 def test_setters_and_getters_exist_for_every_param() -> None:
-    holder = Holder()
+    holder = ParamsHolder()
     for param in holder.params:
         camel = "".join(part.capitalize() for part in param.name.split("_"))
         assert callable(getattr(holder, f"set{camel}"))
@@ -39,16 +39,16 @@ def test_setters_and_getters_exist_for_every_param() -> None:
 
 
 def test_set_returns_the_estimator_and_overrides_the_default() -> None:
-    holder = Holder()
+    holder = ParamsHolder()
     assert holder.getBatchSize() == 32
     assert holder.setBatchSize(8) is holder
     assert holder.getBatchSize() == 8
 
 
 def test_one_column_may_be_given_by_its_name() -> None:
-    assert Holder().setFeatureCols("x").getFeatureCols() == ["x"]
-    assert Holder().setOutputCols("p").getOutputCols() == ["p"]
-    assert Holder().setOutputCols(None).getOutputCols() is None, "as a saved model's are loaded"
+    assert ParamsHolder().setFeatureCols("x").getFeatureCols() == ["x"]
+    assert ParamsHolder().setOutputCols("p").getOutputCols() == ["p"]
+    assert ParamsHolder().setOutputCols(None).getOutputCols() is None, "as a saved model's are loaded"
 
 
 def test_paths_of_files_may_be_paths() -> None:
@@ -63,32 +63,32 @@ def test_numbers_of_numpy_are_pythons_own_in_grids_too() -> None:
 
 
 def test_a_copy_with_other_values_leaves_the_original() -> None:
-    holder = Holder().setBatchSize(8)
+    holder = ParamsHolder().setBatchSize(8)
     assert holder.copy({holder.batch_size: 16}).getBatchSize() == 16
     assert holder.getBatchSize() == 8
 
 
 def test_two_estimators_share_no_params() -> None:
-    one, two = Holder(), Holder()
+    one, two = ParamsHolder(), ParamsHolder()
     assert one.batch_size.parent == one.uid != two.uid
     assert "rows per worker" in one.explainParam("batch_size")
 
 
 def test_a_subclass_may_change_some_defaults() -> None:
-    class Ours(ElasticTorchEstimator):
+    class OwnEstimator(ElasticTorchEstimator):
         def __init__(self, *, epochs: int = 7, team: str = "", **rest: Any) -> None:
             super().__init__(epochs=epochs, **rest)
 
-    ours = Ours(batch_size=8)
+    ours = OwnEstimator(batch_size=8)
     assert (ours.getEpochs(), ours.getBatchSize(), ours.getMinWorkers(), ours.getStore()) == (7, 8, 1, None)
 
 
 def test_a_keyword_that_a_subclass_demands_keeps_its_default() -> None:
-    class Demands(ElasticTorchEstimator):
+    class EstimatorWithRequiredParam(ElasticTorchEstimator):
         def __init__(self, *, epochs: int, **rest: Any) -> None:
             super().__init__(epochs=epochs, **rest)
 
-    demands = Demands(epochs=3)
+    demands = EstimatorWithRequiredParam(epochs=3)
     metadata = DefaultParamsWriter._get_metadata_to_save(demands, SimpleNamespace(version="3.5"))
     assert json.loads(metadata)["paramMap"]["epochs"] == 3
     demands.clear(demands.getParam("epochs"))

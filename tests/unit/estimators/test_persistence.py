@@ -9,7 +9,7 @@ import torch
 from spark_elastic.estimators.saving import pack
 
 
-class Odd(torch.nn.Module):
+class HardToSaveNet(torch.nn.Module):
     """What makes saving hard: tied weights, a hidden buffer, a view as attribute, a lambda, a class of a test."""
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Odd(torch.nn.Module):
 
 
 def test_a_module_comes_back_whole() -> None:
-    model = Odd().eval()
+    model = HardToSaveNet().eval()
     back = pack(model).unpack()
     x = torch.randn(5, 3)
     assert torch.equal(back(x), model(x))
@@ -37,12 +37,12 @@ def test_a_module_comes_back_whole() -> None:
 
 
 def test_shared_weights_stay_shared() -> None:
-    back = pack(Odd()).unpack()
+    back = pack(HardToSaveNet()).unpack()
     assert back.second.weight is back.first.weight
 
 
 def test_the_weights_are_readable_by_name_without_running_code() -> None:
-    model = Odd()
+    model = HardToSaveNet()
     weights = torch.load(io.BytesIO(pack(model).weights), weights_only=True)
     assert torch.equal(weights["first.weight"], model.first.weight)
     assert torch.equal(weights["hidden"], model.hidden)
@@ -52,11 +52,11 @@ def test_the_architecture_holds_no_weights_and_views_take_no_storage_along() -> 
     big = torch.nn.Linear(1000, 1000)
     packed = pack(big)
     assert len(packed.architecture) < 10_000
-    assert len(pack(Odd()).weights) < 1000 * 4 + 8_000
+    assert len(pack(HardToSaveNet()).weights) < 1000 * 4 + 8_000
 
 
 def test_packing_leaves_the_module_as_it_is() -> None:
-    model = Odd()
+    model = HardToSaveNet()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     unpacked = pack(model).unpack()
     with torch.no_grad():

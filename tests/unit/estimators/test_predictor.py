@@ -55,7 +55,7 @@ def test_dropout_is_off() -> None:
 
 
 def test_shapes_and_numbers_reach_forward_as_in_training() -> None:
-    class Seen(torch.nn.Module):
+    class ShapeCheckingNet(torch.nn.Module):
         def forward(self, image: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
             assert image.shape[1:] == (1, 2, 2)
             assert image.dtype == torch.float32
@@ -64,7 +64,7 @@ def test_shapes_and_numbers_reach_forward_as_in_training() -> None:
             return image.sum((1, 2, 3)) + number
 
     columns = (Column("image", "float32", (1, 2, 2)), Column("number", "int64", ()))
-    predictor = TorchPredictor(pack(Seen()), columns)
+    predictor = TorchPredictor(pack(ShapeCheckingNet()), columns)
     nested = np.array([np.array([1.0, 2.0]), np.array([3.0, 4.0])], dtype=object)
     assert predictor.predict([[[1, 2, 3, 4], nested], [5, 6]])[0].tolist() == [[15.0], [16.0]]
 
@@ -72,7 +72,7 @@ def test_shapes_and_numbers_reach_forward_as_in_training() -> None:
 def test_columns_come_in_the_precision_of_what_is_trained() -> None:
     """A 16-bit backbone stands still before it."""
 
-    class Tuned(torch.nn.Module):
+    class FineTunedNet(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.backbone = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16), requires_grad=False)
@@ -81,7 +81,7 @@ def test_columns_come_in_the_precision_of_what_is_trained() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.head(x * self.backbone)
 
-    model, x = Tuned(), np.array([[1000.3, 2.0, 3.0]], np.float32)
+    model, x = FineTunedNet(), np.array([[1000.3, 2.0, 3.0]], np.float32)
     (found,) = TorchPredictor(pack(model), (Column("x", "float32", (3,)),)).predict([list(x)])
     assert found.tolist() == model(torch.from_numpy(x)).tolist()
 
@@ -125,12 +125,12 @@ def test_values_of_a_dict_that_are_no_tensors_are_no_outputs() -> None:
 
 
 def test_a_model_that_returns_no_tensor_is_refused() -> None:
-    class Words(torch.nn.Module):
+    class NetReturningText(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> str:
             return "x"
 
     with pytest.raises(InvalidInput, match="returns str"):
-        TorchPredictor(pack(Words()), (Column("x", "float32", (3,)),)).widths()
+        TorchPredictor(pack(NetReturningText()), (Column("x", "float32", (3,)),)).widths()
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])

@@ -18,7 +18,7 @@ from spark_elastic.torch.train.trainer import TorchTrainer
 from tests.unit.estimators.requests import values
 
 
-class Centred(torch.nn.Module):
+class NetWithMean(torch.nn.Module):
     """Keeps beside its weights what is no tensor."""
 
     def __init__(self, mean: Any) -> None:
@@ -37,10 +37,10 @@ class Centred(torch.nn.Module):
 
 
 def test_attributes_of_a_module_are_returned_with_its_weights() -> None:
-    left = Centred(np.array([1.0, 2.0], np.float32))
+    left = NetWithMean(np.array([1.0, 2.0], np.float32))
     learner: Any = object.__new__(TorchTrainer)
     learner.state = SimpleNamespace(model=left)
-    objects = check_torch_objects(values(model=Centred(np.zeros(2, np.float32))))
+    objects = check_torch_objects(values(model=NetWithMean(np.zeros(2, np.float32))))
     found, x = load_trained_module(objects.model, learner.export_weights()), torch.rand(3, 2)
     assert torch.equal(found(x), left(x))
 
@@ -49,4 +49,4 @@ def test_a_state_dict_that_no_weights_file_can_hold_is_refused_before_any_spark_
     with pytest.raises(
         InvalidInput, match="cannot hold the Linear of the model, at '_extra_state', at 'mean'"
     ):
-        check_torch_objects(values(model=Centred(torch.nn.Linear(1, 1))))
+        check_torch_objects(values(model=NetWithMean(torch.nn.Linear(1, 1))))

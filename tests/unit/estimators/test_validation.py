@@ -80,7 +80,7 @@ def test_a_model_that_takes_single_numbers_as_a_matrix_is_refused_with_the_shape
     check_scalar_inputs(ask().objects, [number])  # fails either way, so nothing is known
 
 
-class Sharpness(torch.optim.SGD):
+class SharpnessAwareSGD(torch.optim.SGD):
     """Asks for its closure only once it is called, as SAM does."""
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
@@ -189,8 +189,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "LBFGS, whose step evaluates the loss several times",
     ),
     (
-        {"optimizer": lambda p: Sharpness(p, lr=0.1)},
-        "Sharpness, whose step evaluates the loss several times",
+        {"optimizer": lambda p: SharpnessAwareSGD(p, lr=0.1)},
+        "SharpnessAwareSGD, whose step evaluates the loss several times",
     ),
     ({"model": net}, "since model is a function"),
     ({"run_id": "a/b"}, "run_id must be a name without slashes"),
@@ -286,7 +286,7 @@ class Computed(torch.nn.Linear):
         self.scaled = self.weight * 2
 
 
-class Masked(torch.nn.Linear):
+class LinearWithFrozenBias(torch.nn.Linear):
     """Whose bias stays as it is."""
 
     def __init__(self) -> None:
@@ -294,13 +294,13 @@ class Masked(torch.nn.Linear):
         self.bias.register_hook(torch.zeros_like)
 
 
-class Locks(torch.nn.Linear):
+class LinearWithLock(torch.nn.Linear):
     def __init__(self) -> None:
         super().__init__(3, 1)
         self.lock = threading.Lock()
 
 
-class Lit(torch.nn.Linear):
+class LinearWithManualOptimization(torch.nn.Linear):
     """What a LightningModule has."""
 
     automatic_optimization = True
@@ -313,7 +313,7 @@ class Lit(torch.nn.Linear):
 
 
 def test_a_lightning_module_that_steps_its_optimizer_itself_is_refused() -> None:
-    module = Lit(3, 1)
+    module = LinearWithManualOptimization(3, 1)
     ask(model=module, optimizer=None, loss=None)
     module.automatic_optimization = False
     with pytest.raises(InvalidInput, match="has automatic_optimization = False: gradients are summed"):
@@ -334,8 +334,11 @@ def test_a_lightning_module_that_steps_its_optimizer_itself_is_refused() -> None
         ),
         (lambda: torch.jit.script(torch.nn.Linear(3, 1)), "layer '0' of the model is a ScriptModule"),
         (Computed, "layer '0' of the model holds scaled, a tensor computed"),
-        (Masked, "layer '0' of the model has a hook on the gradient of bias"),
-        (Locks, "layer '0' of the model holds 'lock', which cannot be copied or pickled for the workers"),
+        (LinearWithFrozenBias, "layer '0' of the model has a hook on the gradient of bias"),
+        (
+            LinearWithLock,
+            "layer '0' of the model holds 'lock', which cannot be copied or pickled for the workers",
+        ),
     ],
 )
 @pytest.mark.parametrize("made", [False, True])
@@ -349,7 +352,7 @@ def test_a_layer_that_cannot_be_pickled_is_named(layer: Callable[[], Any], says:
         )
 
 
-class Holds(torch.nn.Linear):
+class LinearWithParts(torch.nn.Linear):
     """A layer that holds something beside its weights."""
 
     def __init__(self, **parts: torch.Tensor) -> None:
@@ -365,10 +368,13 @@ class Holds(torch.nn.Linear):
     ("layer", "says"),
     [
         (
-            Holds(turn=torch.zeros(2, dtype=torch.complex64, requires_grad=True)),
+            LinearWithParts(turn=torch.zeros(2, dtype=torch.complex64, requires_grad=True)),
             "'0.turn' is torch.complex64",
         ),
-        (Holds(edges=torch.eye(3).to_sparse()), "buffer '0.edges' of the model is sparse .torch.sparse_coo."),
+        (
+            LinearWithParts(edges=torch.eye(3).to_sparse()),
+            "buffer '0.edges' of the model is sparse .torch.sparse_coo.",
+        ),
         (
             torch.nn.Embedding(3, 2, sparse=True),
             "layer '0' of the model has sparse gradients: use sparse=False",

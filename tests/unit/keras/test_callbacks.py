@@ -42,7 +42,7 @@ class Position(dict[str, int]):
         self.epoch, self.batch = self.kept
 
 
-class Seen(keras.callbacks.Callback):  # type: ignore[misc] # untyped
+class PositionRecorder(keras.callbacks.Callback):  # type: ignore[misc] # untyped
     """The positions that were trained."""
 
     def __init__(self, state: Position) -> None:
@@ -86,7 +86,7 @@ def test_the_position_is_exact_over_many_interruptions_of_an_epoch(commit_first:
     state = Position(interrupt_at=(2, 4, 5, 9, 14))
     commit = hvd.elastic.CommitStateCallback(state)
     update = [hvd.elastic.UpdateBatchStateCallback(state), hvd.elastic.UpdateEpochStateCallback(state)]
-    seen, model = Seen(state), build_compiled()
+    seen, model = PositionRecorder(state), build_compiled()
     callbacks = [commit, *update, seen] if commit_first else [*update, commit, seen]
     fit = {"epochs": 3, "steps_per_epoch": 6, "verbose": 0, "callbacks": callbacks}
     rounds = 0
@@ -107,7 +107,7 @@ def test_commits_can_be_rarer_and_a_fit_of_the_rest_is_left_alone() -> None:
     build_compiled().fit(X, Y, batch_size=4, epochs=2, verbose=0, callbacks=callbacks)
     assert state.commits == 4  # after four batches, and at the end of each epoch
     state.batch = 2
-    seen = Seen(state)
+    seen = PositionRecorder(state)
     rest = [hvd.elastic.UpdateBatchStateCallback(state, steps_per_epoch=6), seen]
     build_compiled().fit(X, Y, batch_size=4, steps_per_epoch=4, verbose=0, callbacks=rest)
     assert [batch for _, batch in seen.steps] == [2, 3, 4, 5]

@@ -16,7 +16,7 @@ from spark_elastic.ops.reduction import Adasum, Sum
 from spark_elastic.state.handlers import to_array
 
 
-class Plain:
+class RecordingOptimizer:
     """Keeps what it is told to apply."""
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Plain:
 def test_passes_of_a_world_that_is_over_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     here = SimpleNamespace(fence=(1, 1))
     monkeypatch.setattr(distributed_optimizer, "world", lambda: here)
-    optimizer = DistributedOptimizer(Plain(), backward_passes_per_step=2)
+    optimizer = DistributedOptimizer(RecordingOptimizer(), backward_passes_per_step=2)
     for fence, value in [((1, 1), 1.0), ((1, 2), 10.0), ((1, 2), 20.0)]:
         here.fence = fence
         optimizer.apply([torch.tensor(value)], [object()])
@@ -42,7 +42,9 @@ def test_a_local_gradient_is_divided_as_an_average(
 ) -> None:
     monkeypatch.setattr(torch_optimizer, "start", lambda tensors, *how, **when: lambda: tensors)
     four: Any = SimpleNamespace(size=lambda: 4)
-    optimizer: Any = DistributedOptimizer(Plain(), process_set=four, scale_local_gradients=scaled)
+    optimizer: Any = DistributedOptimizer(
+        RecordingOptimizer(), process_set=four, scale_local_gradients=scaled
+    )
     mine, shared = object(), object()
     optimizer.register_local_var(mine)
     optimizer.apply([torch.tensor(8.0), torch.tensor(8.0)], [mine, shared])
@@ -59,12 +61,12 @@ def test_a_local_gradient_is_divided_as_an_average(
 )
 def test_wrong_arguments_are_refused(arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidInput, match=says):
-        DistributedOptimizer(Plain(), **arguments)
+        DistributedOptimizer(RecordingOptimizer(), **arguments)
 
 
 def test_distributed_optimizer_of_keras_wraps_once() -> None:
-    with pytest.raises(InvalidInput, match="of Keras 3 once; got a Plain"):
-        DistributedOptimizer(DistributedOptimizer(Plain()))
+    with pytest.raises(InvalidInput, match="of Keras 3 once; got a RecordingOptimizer"):
+        DistributedOptimizer(DistributedOptimizer(RecordingOptimizer()))
 
 
 def test_a_variable_of_bfloat16_has_an_array() -> None:

@@ -85,11 +85,11 @@ def test_an_observer_that_fails_is_logged_once_and_harms_no_other_observer(
 
 
 def test_the_listener_gets_a_loss_before_the_next_world() -> None:
-    class Hears(Listener):
+    class BrokenWorldListener(Listener):
         def on_world_broken(self, reason: str) -> None:
             self.heard.append(reason)
 
-    listener, bench = Hears(), Bench(replace(FOUR, num_workers=2, min_workers=2, max_workers=2))
+    listener, bench = BrokenWorldListener(), Bench(replace(FOUR, num_workers=2, min_workers=2, max_workers=2))
     monitor = JobMonitor(listener, FakeClock())
     with monitor.notifier:
         for message in (

@@ -20,7 +20,7 @@ def world(generation: int) -> World:
     return World(Fence(1, generation), members, None, "start")
 
 
-class Stage:
+class DetectorUnderTest:
     def __init__(self) -> None:
         self.clock = FakeClock()
         self.posted: list[DriverEvent] = []
@@ -47,7 +47,7 @@ class Stage:
 
 
 def test_a_stall_is_reported_once_per_world(caplog: pytest.LogCaptureFixture) -> None:
-    stage = Stage()
+    stage = DetectorUnderTest()
     stage.pass_seconds(5)
     assert not stage.list_stalls(), "without a world no member can be late"
     stage.decide(PublishWorld("start", world(1)))
@@ -63,7 +63,7 @@ def test_a_stall_is_reported_once_per_world(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_a_member_that_works_on_after_the_end_of_its_world_is_named() -> None:
-    stage = Stage()
+    stage = DetectorUnderTest()
     stage.decide(PublishWorld("start", world(1)))
     stage.decide(AbortWorld("broke", Fence(1, 1)))
     for second in range(1, 6):
@@ -77,7 +77,7 @@ def test_a_member_that_works_on_after_the_end_of_its_world_is_named() -> None:
 
 
 def test_the_detector_forgets_heartbeats_of_slots_that_are_gone() -> None:
-    stage = Stage()
+    stage = DetectorUnderTest()
     stage.decide(PublishWorld("start", world(1)))
     for number in range(10 * SPARE_HEARTBEATS):
         stage.send_heartbeat(number, False, 0.0)

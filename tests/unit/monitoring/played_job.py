@@ -24,10 +24,10 @@ from tests.simulator.stamping import stamp_event
 STARTED = 100.0
 
 
-class PlayedClock(FakeClock):
+class SimulatedJobClock(FakeClock):
     """The time of a played job."""
 
-    def __init__(self, job: PlayedJob) -> None:
+    def __init__(self, job: SimulatedJob) -> None:
         super().__init__()
         self._job = job
 
@@ -35,13 +35,13 @@ class PlayedClock(FakeClock):
         return STARTED + self._job.now
 
 
-class PlayedJob:
+class SimulatedJob:
     """A driver machine whose transitions a job history observes; `now` is seconds since the launch."""
 
     def __init__(self, workers: int, all_results: bool = False) -> None:
         self.now = 0.0
         self.world_changes: list[WorldChange] = []
-        self.history = JobHistory(PlayedClock(self), self.world_changes.append)
+        self.history = JobHistory(SimulatedJobClock(self), self.world_changes.append)
         self.state, _ = driver_machine.initial(Limits(workers, 1, workers, all_results=all_results), 1)
         self.world: World | None = None
 

@@ -10,12 +10,12 @@ from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import LaunchSlot
 from spark_elastic.protocol.messages import WorkerDone
 from spark_elastic.protocol.types import Fence, Phase, Position
-from tests.unit.monitoring.played_job import STARTED, PlayedJob
+from tests.unit.monitoring.played_job import STARTED, SimulatedJob
 
 
-def play_loss() -> PlayedJob:
+def play_loss() -> SimulatedJob:
     """3 workers for 4 s, half a second of recovery, 2 workers for 2 s."""
-    job = PlayedJob(3)
+    job = SimulatedJob(3)
     job.start([1, 2, 3])
     job.now = 5.0
     job.report(41)
@@ -54,7 +54,7 @@ def test_each_second_of_a_job_belongs_to_one_phase() -> None:
 
 
 def test_the_report_of_a_running_job_reaches_up_to_now() -> None:
-    job = PlayedJob(2)
+    job = SimulatedJob(2)
     job.start([1, 2])
     job.now = 11.0
     assert job.result.phases["training"] == pytest.approx(10.0)
@@ -62,7 +62,7 @@ def test_the_report_of_a_running_job_reaches_up_to_now() -> None:
 
 
 def test_a_joining_worker_is_a_planned_change_and_costs_no_step() -> None:
-    job = PlayedJob(3)
+    job = SimulatedJob(3)
     job.start_worker(1)
     job.start_worker(2)
     job.now = 12.0
@@ -83,7 +83,7 @@ def test_a_joining_worker_is_a_planned_change_and_costs_no_step() -> None:
 
 
 def test_a_second_loss_before_the_world_is_complete_prolongs_the_recovery() -> None:
-    job = PlayedJob(3)
+    job = SimulatedJob(3)
     job.start([1, 2, 3])
     job.lose_host(2, step=1, regroup=0.5)
     job.lose_host(3, step=1, regroup=0.25)
@@ -93,7 +93,7 @@ def test_a_second_loss_before_the_world_is_complete_prolongs_the_recovery() -> N
 
 
 def test_a_loss_before_the_first_world_is_complete_counts_as_a_loss() -> None:
-    job = PlayedJob(3)
+    job = SimulatedJob(3)
     for number in (1, 2, 3):
         job.start_worker(number)
     job.now = 1.0
@@ -105,7 +105,7 @@ def test_a_loss_before_the_first_world_is_complete_counts_as_a_loss() -> None:
 
 
 def test_a_loss_after_some_workers_have_finished_counts_as_a_loss() -> None:
-    job = PlayedJob(3, all_results=True)
+    job = SimulatedJob(3, all_results=True)
     job.start([1, 2, 3])
     job.now = 5.0
     assert job.world is not None
@@ -122,7 +122,7 @@ def test_a_loss_after_some_workers_have_finished_counts_as_a_loss() -> None:
 
 
 def test_the_loss_of_all_workers_is_a_restart() -> None:
-    job = PlayedJob(1)
+    job = SimulatedJob(1)
     job.start([1])
     job.report(7)
     job.lose_host(1, step=0, regroup=0.0)
@@ -134,7 +134,7 @@ def test_the_loss_of_all_workers_is_a_restart() -> None:
 
 
 def test_a_program_that_reports_no_steps_has_no_lost_steps() -> None:
-    job = PlayedJob(1)
+    job = SimulatedJob(1)
     job.start([1])
     job.lose_host(1, step=0, regroup=0.0)
     job.on(on.LaunchEnded(0, 1, "its host is lost"))
@@ -149,7 +149,7 @@ def test_a_program_that_reports_no_steps_has_no_lost_steps() -> None:
 
 
 def test_checkpoint_seconds_of_successive_rank_0_processes_add_up() -> None:
-    job = PlayedJob(1)
+    job = SimulatedJob(1)
     job.report(1, checkpoint_seconds=0.5)
     job.report(2, checkpoint_seconds=0.75)
     job.report(3, checkpoint_seconds=0.25)
@@ -157,7 +157,7 @@ def test_checkpoint_seconds_of_successive_rank_0_processes_add_up() -> None:
 
 
 def test_history_entries_are_bounded_and_repeated_ones_are_merged() -> None:
-    job = PlayedJob(1)
+    job = SimulatedJob(1)
     for number in range(1000):
         job.history.on_transition(on.Tick(STARTED), (LaunchSlot("wanted", number),), None)
     (entry,) = job.history.view().entries

@@ -133,10 +133,10 @@ def test_a_terminal_that_blocks_does_not_hold_up_the_end_of_a_job(
 
 
 def test_a_listener_whose_close_fails_does_not_fail_the_job(caplog: pytest.LogCaptureFixture) -> None:
-    class Closed:
+    class ClosedStream:
         def close(self) -> None:
             raise ValueError("I/O operation on closed file")
 
-    with close_within_deadline(Closed()):
+    with close_within_deadline(ClosedStream()):
         pass
     assert "closed file" in caplog.text

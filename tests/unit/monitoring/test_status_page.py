@@ -24,7 +24,7 @@ from spark_elastic.protocol.messages import DriverMessage, JoinWorld, RegisterSl
 from spark_elastic.protocol.types import Limits, SlotId, WorkerId
 from spark_elastic.testing.fakes import FakeClock
 from tests.simulator.stamping import stamp_event
-from tests.unit.monitoring.played_job import PlayedJob
+from tests.unit.monitoring.played_job import SimulatedJob
 
 # As much of a browser as the page's script uses.
 DOCUMENT = """
@@ -114,7 +114,7 @@ def test_the_status_describes_stage_slots_and_metrics() -> None:
 
 
 def test_a_loss_is_one_event_of_the_page_with_its_cost() -> None:
-    job = PlayedJob(3)
+    job = SimulatedJob(3)
     job.start([1, 2, 3])
     job.lose_host(2, step=4, regroup=0.4)
     broken = [event["text"] for event in build_status(job.history, "job")["events"]]
@@ -127,7 +127,7 @@ def test_a_loss_is_one_event_of_the_page_with_its_cost() -> None:
 
 
 def test_the_page_of_a_report_holds_its_data_and_needs_no_server() -> None:
-    job = PlayedJob(2)
+    job = SimulatedJob(2)
     job.start([1, 2])
     job.now += 1.0
     job.report(3, loss=0.125)
@@ -145,7 +145,7 @@ def test_the_page_of_a_report_holds_its_data_and_needs_no_server() -> None:
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 def test_the_script_of_the_page_shows_a_saved_report(tmp_path: Path) -> None:
-    job = PlayedJob(2)
+    job = SimulatedJob(2)
     job.now = 30.0
     job.start([1, 2])
     for step in range(20):

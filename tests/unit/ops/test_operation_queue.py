@@ -289,7 +289,7 @@ def test_closing_a_queue_fails_operations_in_progress() -> None:
     second.close()
 
 
-class _Busy:
+class _BusyRank:
     """Keeps one rank's queue from its next rounds, as a call that holds the interpreter's lock does."""
 
     def __init__(self, group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,10 +311,10 @@ class _Busy:
 
 
 @pytest.fixture
-def pair_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[OperationQueue, OperationQueue, _Busy]]:
+def pair_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[OperationQueue, OperationQueue, _BusyRank]]:
     """Two queues that have met, of a group with a timeout of 0.5 s, and what keeps the second one busy."""
     fabric = FakeFabric(2, timeout=0.5)
-    busy = _Busy(fabric.group(1), monkeypatch)
+    busy = _BusyRank(fabric.group(1), monkeypatch)
     first, second = (
         OperationQueue(group, CompletionSignal(CLOCK), OperationConfig()) for group in fabric.groups
     )
@@ -326,7 +326,7 @@ def pair_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[OperationQueue, O
 
 
 def test_an_idle_round_has_no_timeout(
-    pair_of: tuple[OperationQueue, OperationQueue, _Busy],
+    pair_of: tuple[OperationQueue, OperationQueue, _BusyRank],
 ) -> None:
     first, second, busy = pair_of
     with busy:
@@ -336,7 +336,7 @@ def test_an_idle_round_has_no_timeout(
 
 
 def test_an_operation_requested_in_an_idle_round_has_the_usual_timeout(
-    pair_of: tuple[OperationQueue, OperationQueue, _Busy],
+    pair_of: tuple[OperationQueue, OperationQueue, _BusyRank],
 ) -> None:
     first, _, busy = pair_of
     with busy:

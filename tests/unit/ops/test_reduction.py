@@ -22,7 +22,7 @@ from spark_elastic.ops.reduction import (
 )
 
 
-class Halves(Compressor):
+class HalfPrecision(Compressor):
     wire = "fp16"
 
 
@@ -31,8 +31,8 @@ def test_horovods_arguments_become_reduce_options() -> None:
     assert how == ReduceOptions(Sum, (2.0, 1.0), NoneCompressor, global_process_set)
     assert [type(factor) for factor in how.scale] == [float, float], "they travel as JSON and are compared"
     assert (
-        ReduceOptions.from_reducescatter_args(1, Max, (1, 1), global_process_set, Halves).compression
-        is Halves
+        ReduceOptions.from_reducescatter_args(1, Max, (1, 1), global_process_set, HalfPrecision).compression
+        is HalfPrecision
     )
 
 
@@ -60,9 +60,9 @@ def test_exchanges_of_gradients_refuse_wrong_arguments(op: ReduceOp, predivide: 
 @pytest.mark.parametrize(
     ("op", "compression", "all_float32", "wire"),
     [
-        (Sum, Halves, True, "fp16"),
-        (Sum, Halves, False, None),
-        (Adasum, Halves, True, None),
+        (Sum, HalfPrecision, True, "fp16"),
+        (Sum, HalfPrecision, False, None),
+        (Adasum, HalfPrecision, True, None),
         (Sum, Compressor, True, None),
     ],
 )

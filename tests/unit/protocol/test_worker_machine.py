@@ -32,7 +32,7 @@ def _world(generation: int, **positions: Position | None) -> World:
     return World(Fence(1, generation), assign_ranks(places), find_source(places), "because")
 
 
-class Me:
+class MachineUnderTest:
     def __init__(self) -> None:
         self.state, _ = worker_machine.initial(ME)
 
@@ -40,7 +40,7 @@ class Me:
         self.state, self.commands = worker_machine.step(self.state, event)
         return [type(command) for command in self.commands]
 
-    def start_running(self, step: int = 5) -> Me:
+    def start_running(self, step: int = 5) -> MachineUnderTest:
         """In world 1 with b, at that step."""
         self.on(on.Warm(0))
         self.on(on.WorldReceived(0, _world(1, a=None, b=None)))
@@ -50,7 +50,7 @@ class Me:
 
 
 def test_a_worker_joins_builds_its_group_syncs_and_runs() -> None:
-    me = Me()
+    me = MachineUnderTest()
     assert me.on(on.Warm(0)) == [Join]
     assert me.commands[0] == Join(me.commands[0].reason, None, None)
     assert me.on(on.WorldReceived(0, _world(1, a=None, b=None))) == [Form]
@@ -59,7 +59,7 @@ def test_a_worker_joins_builds_its_group_syncs_and_runs() -> None:
 
 
 def test_r05_a_joiner_holds_no_state_before_it_is_synced() -> None:
-    me = Me()
+    me = MachineUnderTest()
     me.on(on.Warm(0))
     me.on(on.WorldReceived(0, _world(3, b=at(7), a=None)))
     assert me.on(on.GroupFormed(0, Fence(1, 3))) == [Sync]
@@ -69,7 +69,7 @@ def test_r05_a_joiner_holds_no_state_before_it_is_synced() -> None:
 
 
 def test_r05_a_laggard_whose_sync_broke_reports_its_old_position() -> None:
-    me = Me().start_running(step=5)
+    me = MachineUnderTest().start_running(step=5)
     me.on(on.GroupBroken(0, Fence(1, 1), (1,), "reset"))
     me.on(on.WorldReceived(0, _world(2, a=at(5), c=at(6))))
     assert me.on(on.GroupFormed(0, Fence(1, 2))) == [Sync]
@@ -78,7 +78,7 @@ def test_r05_a_laggard_whose_sync_broke_reports_its_old_position() -> None:
 
 
 def test_a_member_at_the_sources_position_sends_state_and_keeps_its_position() -> None:
-    me = Me().start_running(step=5)
+    me = MachineUnderTest().start_running(step=5)
     me.on(on.GroupBroken(0, Fence(1, 1), (), "reset"))
     me.on(on.WorldReceived(0, _world(2, a=at(5), c=None)))
     assert me.on(on.GroupFormed(0, Fence(1, 2))) == [Sync]
@@ -87,7 +87,7 @@ def test_a_member_at_the_sources_position_sends_state_and_keeps_its_position() -
 
 def test_r06_at_a_boundary_the_group_stays_open_until_the_next_world() -> None:
     """A slower peer may still read the step's last bytes from it."""
-    me = Me().start_running(step=5)
+    me = MachineUnderTest().start_running(step=5)
     assert me.on(on.Boundary(0, Fence(1, 1), "the membership changes")) == [Join]
     assert me.commands[0] == Join("the membership changes", Fence(1, 1), at(5), planned=True)
     assert me.on(on.WorldReceived(0, _world(2, a=at(5), c=None))) == [CloseGroup, Form]
@@ -100,11 +100,11 @@ def test_r06_at_a_boundary_the_group_stays_open_until_the_next_world() -> None:
     [(Fence(1, 0), []), (Fence(1, 1), [AbortGroup]), (Fence(1, 2), []), (Fence(0, 9), [])],
 )
 def test_r10_an_abort_is_for_its_own_world(fence: Fence, commands: list[type]) -> None:
-    assert Me().start_running().on(on.AbortReceived(0, fence, "over")) == commands
+    assert MachineUnderTest().start_running().on(on.AbortReceived(0, fence, "over")) == commands
 
 
 def test_r10_a_newer_abort_is_kept_for_its_world() -> None:
-    me = Me().start_running(step=5)
+    me = MachineUnderTest().start_running(step=5)
     me.on(on.GroupBroken(0, Fence(1, 1), (), "reset"))
     assert me.on(on.AbortReceived(0, Fence(1, 2), "over")) == []
     assert me.on(on.WorldReceived(0, _world(2, a=at(5), b=at(5)))) == [Join]
@@ -113,7 +113,7 @@ def test_r10_a_newer_abort_is_kept_for_its_world() -> None:
 
 
 def test_a_worker_leaves_a_world_that_ends_before_it_is_formed() -> None:
-    me = Me().start_running(step=5)
+    me = MachineUnderTest().start_running(step=5)
     me.on(on.GroupBroken(0, Fence(1, 1), (), "reset"))
     me.on(on.WorldReceived(0, _world(2, a=at(5), b=at(5))))
     assert me.on(on.AbortReceived(0, Fence(1, 2), "over")) == [AbortGroup]
@@ -122,26 +122,26 @@ def test_a_worker_leaves_a_world_that_ends_before_it_is_formed() -> None:
 
 @pytest.mark.parametrize("generation", [0, 1])
 def test_a_worker_joins_again_if_it_gets_an_older_world(generation: int) -> None:
-    me = Me().start_running(step=5)
+    me = MachineUnderTest().start_running(step=5)
     me.on(on.GroupBroken(0, Fence(1, 1), (), "reset"))
     assert me.on(on.WorldReceived(0, _world(generation, a=None, b=None))) == [Join]
 
 
 def test_a_worker_ends_if_the_world_does_not_contain_it() -> None:
-    me = Me()
+    me = MachineUnderTest()
     me.on(on.Warm(0))
     assert me.on(on.WorldReceived(0, _world(4, b=at(1)))) == [Exit]
 
 
 def test_a_worker_joins_again_if_the_world_has_a_position_that_it_does_not_hold() -> None:
-    me = Me().start_running(step=5)
+    me = MachineUnderTest().start_running(step=5)
     me.on(on.GroupBroken(0, Fence(1, 1), (), "reset"))
     assert me.on(on.WorldReceived(0, _world(2, a=at(4), b=at(4)))) == [Join]
     assert me.commands[0] == Join(me.commands[0].reason, Fence(1, 2), at(5))
 
 
 def test_r13_an_exception_is_reported_before_the_group_closes() -> None:
-    me = Me().start_running(step=5)
+    me = MachineUnderTest().start_running(step=5)
     assert me.on(on.UserRaised(0, "f", "Traceback")) == [ReportFailure, CloseGroup, Exit]
     assert me.commands[0] == ReportFailure(me.commands[0].reason, Fence(1, 1), at(5), "f", "Traceback")
     assert me.commands[2] == Exit(me.commands[2].reason, 1)
@@ -149,7 +149,7 @@ def test_r13_an_exception_is_reported_before_the_group_closes() -> None:
 
 
 def test_r15_a_finished_worker_waits_and_can_take_part_again() -> None:
-    me = Me().start_running(step=5)
+    me = MachineUnderTest().start_running(step=5)
     assert me.on(on.Finished(0, Fence(1, 1), "42")) == [ReportDone]
     assert me.on(on.WorldReceived(0, _world(1, a=None, b=None))) == [ReportDone]  # a late copy: it asks again
     assert me.on(on.WorldReceived(0, _world(2, a=at(5), c=at(5)))) == [CloseGroup, Form]
@@ -160,14 +160,14 @@ def test_r15_a_finished_worker_waits_and_can_take_part_again() -> None:
     [(on.StopReceived(0, "done"), 0), (on.DriverSilent(0, 61.0), DRIVER_SILENT_EXIT_CODE)],
 )
 def test_r12_a_worker_ends_on_a_stop_or_a_silent_driver(event: on.WorkerEvent, code: int) -> None:
-    me = Me().start_running()
+    me = MachineUnderTest().start_running()
     assert me.on(event) == [AbortGroup, Exit]
     assert me.commands[1] == Exit(me.commands[1].reason, code)
     assert me.on(on.Applied(0, Fence(1, 1), at(6))) == [Exit]
 
 
 def test_events_of_another_world_are_ignored() -> None:
-    me = Me().start_running(step=5)
+    me = MachineUnderTest().start_running(step=5)
     before = me.state
     for event in (
         on.GroupFormed(0, Fence(1, 0)),

@@ -20,7 +20,7 @@ class Answer:
     body: bytes = b""
 
 
-class Visitor:
+class StatusClient:
     """A status application with three pages, and a client of it."""
 
     def __init__(self) -> None:
@@ -70,11 +70,11 @@ class Visitor:
 
 
 @pytest.fixture
-def visitor() -> Visitor:
-    return Visitor()
+def visitor() -> StatusClient:
+    return StatusClient()
 
 
-def test_the_address_with_its_token_sets_a_cookie_that_admits(visitor: Visitor) -> None:
+def test_the_address_with_its_token_sets_a_cookie_that_admits(visitor: StatusClient) -> None:
     first = visitor.enter()
     cookie = first.headers["set-cookie"]
     assert (first.status, first.body) == (200, b"made")
@@ -88,7 +88,7 @@ def test_the_address_with_its_token_sets_a_cookie_that_admits(visitor: Visitor) 
 
 
 @pytest.mark.parametrize("name", ["x-status-token", "authorization"])
-def test_the_token_admits_as_a_header(visitor: Visitor, name: str) -> None:
+def test_the_token_admits_as_a_header(visitor: StatusClient, name: str) -> None:
     value = visitor.status_app.token if name.startswith("x") else f"Bearer {visitor.status_app.token}"
     assert visitor.ask("/metrics", headers=[(name, value)]).status == 200
 
@@ -108,7 +108,7 @@ def test_the_token_admits_as_a_header(visitor: Visitor, name: str) -> None:
 )
 @pytest.mark.parametrize("path", ["/status/", "/status/data", "/metrics", "/status/../rendezvous/hello"])
 def test_requests_without_the_token_get_no_information(
-    visitor: Visitor, path: str, query: str, headers: Sequence[tuple[str, str]]
+    visitor: StatusClient, path: str, query: str, headers: Sequence[tuple[str, str]]
 ) -> None:
     answer = visitor.ask(path, query, headers)
     assert answer.status == 401
@@ -116,13 +116,13 @@ def test_requests_without_the_token_get_no_information(
     assert "set-cookie" not in answer.headers
 
 
-def test_an_empty_or_foreign_cookie_of_the_right_name_is_refused(visitor: Visitor) -> None:
+def test_an_empty_or_foreign_cookie_of_the_right_name_is_refused(visitor: StatusClient) -> None:
     name = visitor.enter().headers["set-cookie"].split("=")[0]
     for value in ("", visitor.status_app.token, "ä"):
         assert visitor.ask("/status/data", headers=[("cookie", f"{name}={value}")]).status == 401
 
 
-def test_response_headers_forbid_unneeded_browser_features(visitor: Visitor) -> None:
+def test_response_headers_forbid_unneeded_browser_features(visitor: StatusClient) -> None:
     headers = visitor.enter().headers
     assert headers["content-security-policy"].startswith("default-src 'none'")
     assert headers["cache-control"] == "no-store"
@@ -130,19 +130,19 @@ def test_response_headers_forbid_unneeded_browser_features(visitor: Visitor) -> 
     assert headers["referrer-policy"] == "no-referrer"
 
 
-def test_requests_for_other_paths_go_to_the_authenticating_application(visitor: Visitor) -> None:
+def test_requests_for_other_paths_go_to_the_authenticating_application(visitor: StatusClient) -> None:
     query = f"token={visitor.status_app.token}"
     assert visitor.ask("/rendezvous/hello", query).status == 499
     assert visitor.ask("/status/", query, method="POST").status == 499
     assert visitor.ask("/statusquo", query).status == 499
 
 
-def test_the_short_address_redirects_relatively(visitor: Visitor) -> None:
+def test_the_short_address_redirects_relatively(visitor: StatusClient) -> None:
     answer = visitor.ask("/status", "token=x")
     assert (answer.status, answer.headers["location"]) == (307, "status/?token=x")
 
 
-def test_a_page_is_made_at_most_every_half_second(visitor: Visitor) -> None:
+def test_a_page_is_made_at_most_every_half_second(visitor: StatusClient) -> None:
     for _ in range(5):
         visitor.enter()
     assert visitor.made == 1
@@ -151,7 +151,7 @@ def test_a_page_is_made_at_most_every_half_second(visitor: Visitor) -> None:
     assert visitor.made == 2
 
 
-def test_the_request_rate_is_limited_for_requests_with_the_token_only(visitor: Visitor) -> None:
+def test_the_request_rate_is_limited_for_requests_with_the_token_only(visitor: StatusClient) -> None:
     for _ in range(2 * int(BURST)):
         visitor.ask("/status/")
     answers = [visitor.enter().status for _ in range(int(BURST) + 1)]
@@ -161,13 +161,13 @@ def test_the_request_rate_is_limited_for_requests_with_the_token_only(visitor: V
 
 
 def test_a_page_that_raises_is_answered_with_an_error(
-    visitor: Visitor, caplog: pytest.LogCaptureFixture
+    visitor: StatusClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert visitor.enter("/status/broken").status == 500
     assert "the status page /status/broken failed" in caplog.text
     assert visitor.enter("/status/nothing").status == 404
 
 
-def test_head_sends_no_body(visitor: Visitor) -> None:
+def test_head_sends_no_body(visitor: StatusClient) -> None:
     answer = visitor.ask("/status/", f"token={visitor.status_app.token}", method="HEAD")
     assert (answer.body, answer.headers["content-length"]) == (b"", "4")

@@ -47,7 +47,7 @@ def capture_deep(thing: Any) -> Callable[[], Any]:
     return outer
 
 
-class Holder:
+class SessionHolder:
     def __init__(self, thing: Any) -> None:
         self.session = thing
 
@@ -56,7 +56,7 @@ class Holder:
 
 
 def capture_in_object(thing: Any) -> Callable[[], Any]:
-    return Holder(thing).method
+    return SessionHolder(thing).method
 
 
 def capture_in_partial(thing: Any) -> Callable[[], Any]:

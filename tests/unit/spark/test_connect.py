@@ -76,7 +76,7 @@ def test_the_driver_listens_on_the_interface_towards_the_connect_server() -> Non
     assert connect.choose_bind(session, told) == Bind("0.0.0.0", 7, "driver.example")
 
 
-class WithoutHost(Session):
+class SessionWithoutHost(Session):
     """Over a channel of a platform's own: pyspark's base class of channel builders names no host."""
 
     @property
@@ -95,7 +95,7 @@ def test_an_advertised_address_needs_no_channel() -> None:
 
 
 def test_without_a_channel_host_the_driver_listens_on_the_interface_towards_sparks_driver() -> None:
-    session: Any = WithoutHost()
+    session: Any = SessionWithoutHost()
     session.conf = {"spark.driver.host": "127.0.0.1"}
     assert connect.choose_bind(session, ElasticConfig()) == Bind("127.0.0.1", 0, "127.0.0.1")
     session._builder = SimpleNamespace(secure=False)
@@ -103,19 +103,19 @@ def test_without_a_channel_host_the_driver_listens_on_the_interface_towards_spar
 
 
 def test_without_any_host_name_the_driver_listens_at_its_machines_own_address() -> None:
-    session: Any = WithoutHost()
+    session: Any = SessionWithoutHost()
     own = socket.gethostbyname(socket.gethostname())
     assert connect.choose_bind(session, ElasticConfig()) == Bind(own, 0, own)
 
 
 def test_a_session_that_denies_its_context_counts_as_without_one() -> None:
-    class Denied:
+    class DeniedSession:
         @property
         def sparkContext(self) -> Any:
             raise RuntimeError("Py4JSecurityException")
 
     session: Any = Session()
-    denied: Any = Denied()
+    denied: Any = DeniedSession()
     assert not has_context(session)
     assert not has_context(denied)
     session.sparkContext = object()
@@ -123,14 +123,14 @@ def test_a_session_that_denies_its_context_counts_as_without_one() -> None:
 
 
 def test_a_setting_that_the_server_refuses_is_left_out() -> None:
-    class Conf:
+    class DeniedConf:
         def get(self, name: str, default: str | None) -> str | None:
             if name == "spark.master":
                 raise RuntimeError("CONFIG_NOT_AVAILABLE")
             return "h" if name == "spark.driver.host" else default
 
     session: Any = Session()
-    session.conf = Conf()
+    session.conf = DeniedConf()
     assert connect.read_settings(session) == {"spark.driver.host": "h"}
 
 

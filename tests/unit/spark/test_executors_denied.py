@@ -19,7 +19,7 @@ from spark_elastic.testing.fakes import FakeClock
 from tests.memory_store import make_memory_store
 
 
-class Denied:
+class DeniedGateway:
     """Any method of it is refused at its call."""
 
     def __getattr__(self, name: str) -> Any:
@@ -33,7 +33,7 @@ def test_denied_discovery_falls_back_to_registrations_and_logs_it_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO", "spark_elastic.spark")
-    context: Any = SimpleNamespace(_jsc=SimpleNamespace(sc=Denied))
+    context: Any = SimpleNamespace(_jsc=SimpleNamespace(sc=DeniedGateway))
     watch = ExecutorWatch(context, FakeClock())
     watch.start(lambda event: None)
     watch.close()
@@ -43,17 +43,17 @@ def test_denied_discovery_falls_back_to_registrations_and_logs_it_once(
 
 
 def test_as_many_probes_as_cores_run_if_executors_cannot_be_counted() -> None:
-    context: Any = SimpleNamespace(_jsc=SimpleNamespace(sc=Denied), defaultParallelism=3)
+    context: Any = SimpleNamespace(_jsc=SimpleNamespace(sc=DeniedGateway), defaultParallelism=3)
     assert _live_executors(context) == 3
 
 
 def test_a_plan_that_cannot_be_looked_at_is_never_the_same() -> None:
-    frame: Any = SimpleNamespace(_jdf=Denied())
+    frame: Any = SimpleNamespace(_jdf=DeniedGateway())
     assert _describe_source(frame) != _describe_source(frame)
 
 
 def test_the_store_check_passes_if_the_jvm_denies_access() -> None:
-    user = SimpleNamespace(UserGroupInformation=Denied())
+    user = SimpleNamespace(UserGroupInformation=DeniedGateway())
     hadoop = SimpleNamespace(hadoop=SimpleNamespace(security=user))
     session: Any = SimpleNamespace(_jvm=SimpleNamespace(org=SimpleNamespace(apache=hadoop)))
     store = make_memory_store()

@@ -76,17 +76,17 @@ def test_a_small_program_is_an_inline_payload() -> None:
     [("java.lang.OutOfMemoryError: Java heap space", InvalidInput), ("java.io.IOException", Py4JJavaError)],
 )
 def test_a_broadcast_beyond_the_drivers_heap_is_an_error(java: str, raised: type[Exception]) -> None:
-    class Full:
+    class FullContext:
         def broadcast(self, content: bytes) -> None:
-            raise Told("calling", None)
+            raise BroadcastError("calling", None)
 
-    class Told(Py4JJavaError):  # type: ignore[misc,unused-ignore]
+    class BroadcastError(Py4JJavaError):  # type: ignore[misc,unused-ignore]
         def __init__(self, message: str, exception: Any) -> None:
             Exception.__init__(self, message)
 
         def __str__(self) -> str:
             return java
 
-    context: Any = Full()
+    context: Any = FullContext()
     with pytest.raises(raised, match=r"spark\.driver\.memory to 1g|IOException"):
         broadcast(context, b"many", "the program")

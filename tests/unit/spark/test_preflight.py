@@ -39,7 +39,7 @@ def test_other_errors_of_spark_stay_as_they_are() -> None:
     assert _translate_error(error) is error
 
 
-class Others:
+class OtherJobs:
     """Jobs of an application, one of which may train: it ends with the first question. holder: its name."""
 
     def __init__(self, holder: str | None) -> None:
@@ -55,7 +55,7 @@ class Others:
 class FullCluster:
     """A SparkContext whose cores are in use until the others let go of them."""
 
-    def __init__(self, others: Others) -> None:
+    def __init__(self, others: OtherJobs) -> None:
         self._spark_elastic_job_queue = others
 
     def collect(self) -> list[str]:
@@ -76,11 +76,11 @@ class FullCluster:
 
 
 def test_the_preflight_waits_while_another_job_trains() -> None:
-    sc: Any = FullCluster(Others("a long fit"))
+    sc: Any = FullCluster(OtherJobs("a long fit"))
     assert _run_probes(sc, lambda answers: answers, 2, "tag", timeout=0.0) == ["answer"]
 
 
 def test_a_preflight_without_answers_ends_at_its_timeout() -> None:
-    sc: Any = FullCluster(Others(None))
+    sc: Any = FullCluster(OtherJobs(None))
     with pytest.raises(PreflightError, match="no executor took a probe within 0 s"):
         _run_probes(sc, lambda answers: answers, 2, "tag", timeout=0.0)

@@ -31,7 +31,7 @@ from spark_elastic.state.checkpoint import Checkpointer
 DEADLINE = 20.0  # seconds
 
 
-class Dead(BaseException):
+class WorkerKilled(BaseException):
     """This worker is no more."""
 
 
@@ -48,7 +48,7 @@ class Event:
     slips: bool = False
 
 
-class Stage:
+class FakeDriver:
     """The driver. events: of the script, in order."""
 
     def __init__(self, size: int, events: tuple[Event, ...] = ()) -> None:
@@ -56,10 +56,10 @@ class Stage:
         self._generation = 0
         self._events = list(events)
         self._version = INITIAL_VERSION
-        self._alive: set[StageSession] = set()
-        self._here: list[StageSession] = []
-        self._done: set[StageSession] = set()
-        self._members: list[StageSession] = []
+        self._alive: set[FakeSession] = set()
+        self._here: list[FakeSession] = []
+        self._done: set[FakeSession] = set()
+        self._members: list[FakeSession] = []
         self._threads: list[threading.Thread] = []
         self._first = size
         self.checkpointer: Checkpointer | None = None
@@ -68,7 +68,7 @@ class Stage:
         self.errors: list[BaseException] = []
         self.results: list[Any] = []
 
-    def play(self, work: Callable[[StageSession], Any]) -> list[Any]:
+    def play(self, work: Callable[[FakeSession], Any]) -> list[Any]:
         """`work(session)` on every worker, newcomers included; what those returned that lived."""
         self._work = work
         for _ in range(self._first):
@@ -92,7 +92,7 @@ class Stage:
                     self._members[event.rank % len(self._members)].light(event.after, event.slips)
             self._news.notify_all()
 
-    def leave_others(self, session: StageSession) -> bool:
+    def leave_others(self, session: FakeSession) -> bool:
         """Whether somebody lives on when this one dies; it counts as dead from here on."""
         with self._news:
             others = self._alive - {session}
@@ -109,19 +109,19 @@ class Stage:
         return self._version
 
     def _start(self) -> None:
-        session = StageSession(self)
+        session = FakeSession(self)
         self._alive.add(session)
         thread = threading.Thread(target=self._be, args=(session,), daemon=True)
         self._threads.append(thread)
         thread.start()
 
-    def _be(self, session: StageSession) -> None:
+    def _be(self, session: FakeSession) -> None:
         try:
             session.next_world(None)
             result = self._work(session)
             with self._news:
                 self.results.append(result)
-        except Dead:
+        except WorkerKilled:
             pass
         except BaseException as error:
             self.errors.append(error)
@@ -132,13 +132,13 @@ class Stage:
                 self._form()
                 self._news.notify_all()
 
-    def arrive(self, session: StageSession) -> tuple[World, Group]:
+    def arrive(self, session: FakeSession) -> tuple[World, Group]:
         with self._news:
             if session.doomed:
                 self._alive.discard(session)
                 self._form()
                 self._news.notify_all()
-                raise Dead
+                raise WorkerKilled
             before = self._generation
             self._here.append(session)
             self._form()
@@ -170,10 +170,10 @@ class Stage:
         self.sizes.append(len(order))
 
 
-class StageSession:
+class FakeSession:
     """`state.WorkerSession` of one thread."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: FakeDriver) -> None:
         self._stage = stage
         self.persistent: dict[str, Any] = {}
         self.position: Position | None = None
@@ -242,7 +242,7 @@ class StageSession:
     def die(self) -> NoReturn:
         self.doomed = True
         self.close_group()
-        raise Dead
+        raise WorkerKilled
 
     def close_group(self) -> None:
         self._group.close()

@@ -17,10 +17,10 @@ from spark_elastic.state.handlers import StateHandler
 from spark_elastic.state.snapshot import PickleCodec
 from spark_elastic.state.state import ObjectState, State
 from tests.memory_store import make_memory_store
-from tests.unit.state.stage import Stage, StageSession
+from tests.unit.state.stage import FakeDriver, FakeSession
 
 
-class Played:
+class SimulatedJob:
     """A job of so many workers over one store, up to a step."""
 
     def __init__(
@@ -28,12 +28,12 @@ class Played:
     ) -> None:
         self.told: list[Checkpoint] = []
         self.trained: list[list[int]] = []
-        stage = Stage(size)
+        stage = FakeDriver(size)
         policy = CheckpointPolicy("run", steps=2, seconds=None)
         stage.checkpointer = Checkpointer(store, policy, SystemClock(), PickleCodec(), self.told.append)
         stage.resume = resume
 
-        def work(session: StageSession) -> float:
+        def work(session: FakeSession) -> float:
             trained: list[int] = []
             self.trained.append(trained)
             state: Any = ObjectState(step=0, numbers=np.zeros(3), **more)
@@ -58,11 +58,11 @@ class Played:
 
 def test_p7_due_commits_and_the_last_one_are_written_and_resumed_from() -> None:
     store = make_memory_store()
-    first = Played(store, size=2, until=7)
+    first = SimulatedJob(store, size=2, until=7)
     steps = [checkpoint.position.step for checkpoint in first.told]
     assert steps[-1] == 7, "the end is not durable"
     assert set(steps) <= {1, 3, 5, 7}
-    second = Played(store, size=3, until=10, resume=tuple(reversed(first.told)))
+    second = SimulatedJob(store, size=3, until=10, resume=tuple(reversed(first.told)))
     assert second.trained == [[7, 8, 9]] * 3
     assert second.results == [10.0] * 3
     assert second.told[-1].position.step == 10
@@ -72,7 +72,7 @@ def test_p7_a_checkpoint_read_for_a_broken_world_is_used_in_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = make_memory_store()
-    written = tuple(reversed(Played(store, size=1, until=7).told))
+    written = tuple(reversed(SimulatedJob(store, size=1, until=7).told))
     reader = SnapshotReader(store, "run", PickleCodec())
     first = reader.read(written)
     with monkeypatch.context() as patched:
@@ -84,7 +84,7 @@ def test_p7_a_checkpoint_read_for_a_broken_world_is_used_in_the_next(
     assert reader.read(written) is not again, "it is kept for as long as the training takes"
 
 
-class Alone(StateHandler):
+class UnsavedHandler(StateHandler):
     """Not part of any snapshot."""
 
     def save(self) -> None: ...
@@ -92,11 +92,11 @@ class Alone(StateHandler):
     def sync(self) -> None: ...
 
 
-class WithOwn(ObjectState):
-    registry = ((dict, Alone),)
+class StateWithOwnHandler(ObjectState):
+    registry = ((dict, UnsavedHandler),)
 
 
-class Own(State):
+class UserState(State):
     def save(self) -> None: ...
     def restore(self) -> None: ...
     def sync(self) -> None: ...
@@ -107,25 +107,25 @@ def _fail_if_called(state: State) -> None:
 
 
 def test_values_that_cannot_be_checkpointed_are_refused_by_name() -> None:
-    stage = Stage(1)
+    stage = FakeDriver(1)
     stage.checkpointer = Checkpointer(
         make_memory_store(), CheckpointPolicy("run"), SystemClock(), PickleCodec(), print
     )
     with pytest.raises(InvalidInput, match="the handler of 'mine' takes no part"):
-        stage.play(lambda session: elastic(_fail_if_called, lambda: session)(WithOwn(mine={})))
-    stage = Stage(1)
+        stage.play(lambda session: elastic(_fail_if_called, lambda: session)(StateWithOwnHandler(mine={})))
+    stage = FakeDriver(1)
     stage.checkpointer = Checkpointer(
         make_memory_store(), CheckpointPolicy("run"), SystemClock(), PickleCodec(), print
     )
-    with pytest.raises(InvalidInput, match="this one is a Own"):
-        stage.play(lambda session: elastic(_fail_if_called, lambda: session)(Own()))
+    with pytest.raises(InvalidInput, match="this one is a UserState"):
+        stage.play(lambda session: elastic(_fail_if_called, lambda: session)(UserState()))
 
 
 def test_checkpoints_of_another_state_are_refused() -> None:
     store = make_memory_store()
-    first = Played(store, size=1, until=3, extra=Sampler())
+    first = SimulatedJob(store, size=1, until=3, extra=Sampler())
     with pytest.raises(InvalidInput, match="of a state of other names"):
-        Played(store, size=1, until=5, resume=tuple(first.told[-1:]))
+        SimulatedJob(store, size=1, until=5, resume=tuple(first.told[-1:]))
 
 
 class Sampler:

@@ -15,18 +15,18 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import START, Fence, HostUpdateResult, Phase, Position, World
 from spark_elastic.state.elastic_loop import choose_source, elastic
 from spark_elastic.state.state import HostsUpdatedInterrupt, ObjectState, State
-from tests.unit.state.stage import Event, Stage, StageSession
+from tests.unit.state.stage import Event, FakeDriver, FakeSession
 from tests.unit.state.weights import Weights, WeightsState
 
 STEPS = 12
 
 
-def training(stage: Stage, commit_every: int, check: bool) -> Any:
+def training(stage: FakeDriver, commit_every: int, check: bool) -> Any:
     """Each step adds 1 to all weights, whatever the world's size."""
 
     numbers = itertools.count(0, 1000)
 
-    def work(session: StageSession) -> tuple[float, int]:
+    def work(session: FakeSession) -> tuple[float, int]:
         def loop(state: Any) -> tuple[float, int]:
             while state.step < STEPS:
                 stage.reach_step(state.step)
@@ -64,7 +64,7 @@ events = st.builds(
 def test_w3_the_counter_equals_the_steps_under_any_schedule(
     size: int, script: list[Event], commit_every: int, check: bool
 ) -> None:
-    stage = Stage(size, tuple(sorted(script, key=lambda event: event.step)))
+    stage = FakeDriver(size, tuple(sorted(script, key=lambda event: event.step)))
     results = stage.play(training(stage, commit_every, check))
     assert results
     assert set(results) == {(float(STEPS), STEPS)}
@@ -73,7 +73,7 @@ def test_w3_the_counter_equals_the_steps_under_any_schedule(
 def test_r04_a_loss_goes_back_to_the_newest_commit_and_no_further() -> None:
     taken: list[int] = []
 
-    def work(session: StageSession) -> int:
+    def work(session: FakeSession) -> int:
         def loop(state: Any) -> int:
             while state.step < STEPS:
                 stage.reach_step(state.step)
@@ -87,24 +87,24 @@ def test_r04_a_loss_goes_back_to_the_newest_commit_and_no_further() -> None:
 
         return elastic(loop, lambda: session)(ObjectState(step=0))
 
-    stage = Stage(2, (Event(6, rank=1, after=1),))
+    stage = FakeDriver(2, (Event(6, rank=1, after=1),))
     assert stage.play(work) == [STEPS]
     assert stage.sizes == [2, 1]
     assert taken == [*range(6), *range(4, STEPS)]
 
 
 def test_initial_values_are_those_of_rank_0() -> None:
-    def work(session: StageSession) -> tuple[int, str]:
+    def work(session: FakeSession) -> tuple[int, str]:
         state = ObjectState(name=f"of rank {session.group.rank}", step=0)
         return elastic(lambda state: (session.group.rank, state.name), lambda: session)(state)
 
-    assert sorted(Stage(3).play(work)) == [(0, "of rank 0"), (1, "of rank 0"), (2, "of rank 0")]
+    assert sorted(FakeDriver(3).play(work)) == [(0, "of rank 0"), (1, "of rank 0"), (2, "of rank 0")]
 
 
 def test_a_planned_change_loses_nothing_though_nothing_was_committed() -> None:
     steps: list[int] = []
 
-    def work(session: StageSession) -> int:
+    def work(session: FakeSession) -> int:
         def loop(state: Any) -> int:
             while state.step < STEPS:
                 if session.group.rank == 0:
@@ -117,7 +117,7 @@ def test_a_planned_change_loses_nothing_though_nothing_was_committed() -> None:
 
         return elastic(loop, lambda: session)(ObjectState(step=0))
 
-    stage = Stage(2, (Event(5),))
+    stage = FakeDriver(2, (Event(5),))
     assert stage.play(work) == [STEPS] * 3
     assert stage.sizes == [2, 3]
     assert steps == list(range(STEPS))
@@ -140,11 +140,11 @@ def test_on_hosts_updated_says_whether_workers_join_or_leave(
 
     monkeypatch.setattr(HostsUpdatedInterrupt, "__init__", watch)
 
-    class Listening(ObjectState):
+    class ListeningState(ObjectState):
         def on_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
             heard.append((timestamp, update_res))
 
-    def work(session: StageSession) -> int:
+    def work(session: FakeSession) -> int:
         def loop(state: Any) -> int:
             while state.step < STEPS:
                 if state.step == 5 and session.world.fence.generation == 1 and session.group.rank == 0:
@@ -156,9 +156,9 @@ def test_on_hosts_updated_says_whether_workers_join_or_leave(
                 state.check_host_updates()
             return int(state.step)
 
-        return elastic(loop, lambda: session)(Listening(step=0))
+        return elastic(loop, lambda: session)(ListeningState(step=0))
 
-    stage = Stage(size, (Event(5),) if update == HostUpdateResult.added else ())
+    stage = FakeDriver(size, (Event(5),) if update == HostUpdateResult.added else ())
     stage.play(work)
     assert set(heard) == {(1.0, update)}
     assert set(interrupts) == {skips}
@@ -167,7 +167,7 @@ def test_on_hosts_updated_says_whether_workers_join_or_leave(
 def test_a_step_boundary_that_breaks_on_one_rank_leaves_equal_states() -> None:
     """One rank stops there as planned, with its live values; the other goes back to its last commit."""
 
-    def work(session: StageSession) -> int:
+    def work(session: FakeSession) -> int:
         def loop(state: Any) -> int:
             while state.step < STEPS:
                 if state.step == 5 and session.world.fence.generation == 1 and session.group.rank == 0:
@@ -185,7 +185,7 @@ def test_a_step_boundary_that_breaks_on_one_rank_leaves_equal_states() -> None:
 
         return elastic(loop, lambda: session)(ObjectState(step=0))
 
-    stage = Stage(2, (Event(5, rank=1, after=2, slips=True),))
+    stage = FakeDriver(2, (Event(5, rank=1, after=2, slips=True),))
     assert stage.play(work) == [STEPS] * 2
     assert stage.sizes == [2, 2]
 
@@ -194,14 +194,14 @@ def test_a_step_boundary_that_breaks_on_one_rank_leaves_equal_states() -> None:
 def test_r05_a_rank_whose_sync_failed_does_not_report_the_new_position(joins: bool) -> None:
     """The source dies while it hands over; of those who are left one has that state and one has not."""
 
-    class Handed(WeightsState):
+    class ChangedState(WeightsState):
         def sync(self) -> None:
             assert self._session is not None
             if self._session.world.fence.generation == 2 and self._session.group.rank == 0:
                 self._session.die()  # type: ignore[attr-defined]
             super().sync()
 
-    def work(session: StageSession) -> tuple[float, int]:
+    def work(session: FakeSession) -> tuple[float, int]:
         def loop(state: Any) -> tuple[float, int]:
             while state.step < STEPS:
                 stage.reach_step(state.step)
@@ -212,10 +212,10 @@ def test_r05_a_rank_whose_sync_failed_does_not_report_the_new_position(joins: bo
                 state.commit()
             return float(state.weights.numbers[0]), state.step
 
-        return elastic(loop, lambda: session)(Handed(weights=Weights(), step=0))
+        return elastic(loop, lambda: session)(ChangedState(weights=Weights(), step=0))
 
     event = Event(5) if joins else Event(5, rank=2, after=1, slips=True)
-    stage = Stage(2 if joins else 3, (event,))
+    stage = FakeDriver(2 if joins else 3, (event,))
     assert stage.play(work) == [(STEPS, STEPS)] * 2
     assert len(stage.sizes) == 3
 
@@ -223,7 +223,7 @@ def test_r05_a_rank_whose_sync_failed_does_not_report_the_new_position(joins: bo
 def test_reset_callbacks_run_on_survivors_only() -> None:
     called: list[int] = []
 
-    def work(session: StageSession) -> float:
+    def work(session: FakeSession) -> float:
         state = ObjectState(step=0, rate=1.0)
 
         def rescale() -> None:
@@ -241,15 +241,15 @@ def test_reset_callbacks_run_on_survivors_only() -> None:
         state.register_reset_callbacks([rescale])
         return elastic(loop, lambda: session)(state)
 
-    stage = Stage(2, (Event(5),))
+    stage = FakeDriver(2, (Event(5),))
     assert stage.play(work) == [3.0] * 3
     assert called == [3, 3]
 
 
-class Plain(State):
+class UserState(State):
     """A user's own state: saved, restored and synced by methods of its own, which know rank 0 alone."""
 
-    def __init__(self, session: StageSession) -> None:
+    def __init__(self, session: FakeSession) -> None:
         super().__init__()
         self._own, self.step, self._kept = session, 0, 0
 
@@ -267,8 +267,8 @@ class Plain(State):
 
 
 def test_a_users_own_state_works_through_losses_and_joins() -> None:
-    def work(session: StageSession) -> int:
-        def loop(state: Plain) -> int:
+    def work(session: FakeSession) -> int:
+        def loop(state: UserState) -> int:
             while state.step < STEPS:
                 stage.reach_step(state.step)
                 session.allreduce(np.ones(1))
@@ -276,9 +276,9 @@ def test_a_users_own_state_works_through_losses_and_joins() -> None:
                 state.commit()
             return state.step
 
-        return elastic(loop, lambda: session)(Plain(session))
+        return elastic(loop, lambda: session)(UserState(session))
 
-    stage = Stage(3, (Event(3), Event(6, rank=0), Event(9)))
+    stage = FakeDriver(3, (Event(3), Event(6, rank=0), Event(9)))
     assert set(stage.play(work)) == {STEPS}
 
 
@@ -296,20 +296,20 @@ def test_without_a_worker_the_function_is_merely_called() -> None:
 
 
 def test_errors_that_no_other_world_can_repair_are_raised() -> None:
-    def work(session: StageSession) -> None:
+    def work(session: FakeSession) -> None:
         def loop(state: Any) -> None:
             raise MismatchError((0,), "the user's own doing")
 
         elastic(loop, lambda: session)(ObjectState(step=0))
 
     with pytest.raises(MismatchError, match="own doing"):
-        Stage(1).play(work)
+        FakeDriver(1).play(work)
 
 
 def test_a_second_call_of_the_users_function_continues_from_the_state_of_the_first() -> None:
     seen: list[int] = []
 
-    def work(session: StageSession) -> int:
+    def work(session: FakeSession) -> int:
         for _ in range(2):
             session.persistent.pop("entered", None)  # as the program does before each call
 
@@ -323,21 +323,21 @@ def test_a_second_call_of_the_users_function_continues_from_the_state_of_the_fir
             result = elastic(loop, lambda: session)(ObjectState(step=0))
         return result
 
-    assert Stage(1).play(work) == [110]
+    assert FakeDriver(1).play(work) == [110]
     assert seen == [0, 5]
 
 
 def test_two_states_in_one_function_are_refused() -> None:
-    def work(session: StageSession) -> None:
+    def work(session: FakeSession) -> None:
         for _ in range(2):
             elastic(lambda state: None, lambda: session)(ObjectState(step=0))
 
     with pytest.raises(InvalidInput, match="one state"):
-        Stage(1).play(work)
+        FakeDriver(1).play(work)
 
 
 def test_one_state_may_be_trained_in_two_parts() -> None:
-    def work(session: StageSession) -> int:
+    def work(session: FakeSession) -> int:
         state = ObjectState(step=0)
 
         def more(state: Any) -> None:
@@ -347,7 +347,7 @@ def test_one_state_may_be_trained_in_two_parts() -> None:
         elastic(more, lambda: session)(state)
         return int(state.step)
 
-    assert Stage(2).play(work) == [6, 6]
+    assert FakeDriver(2).play(work) == [6, 6]
 
 
 def _world(*positions: Position | None) -> World:

@@ -19,7 +19,7 @@ from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.state import snapshot as snapshot_module
 from spark_elastic.state.handlers import StateHandler, find_handler
 from spark_elastic.state.state import ObjectState
-from tests.unit.state.stage import Stage, StageSession
+from tests.unit.state.stage import FakeDriver, FakeSession
 from tests.unit.state.weights import Weights, WeightsState
 
 
@@ -69,7 +69,7 @@ def test_a_sampler_is_divided_anew_in_each_world() -> None:
     assert list(state.sampler) == [4, 5, 6, 7]
 
 
-class Loud(StateHandler):
+class UserHandler(StateHandler):
     """A user's handler, as Horovod has them."""
 
     def save(self) -> None:
@@ -85,7 +85,7 @@ class Loud(StateHandler):
 
 def test_a_users_handler_takes_part() -> None:
     class LoudState(ObjectState):
-        registry = ((list, Loud),)
+        registry = ((list, UserHandler),)
 
     state: Any = LoudState(words=["a"], count=1)
     state.words.append("b")
@@ -93,26 +93,26 @@ def test_a_users_handler_takes_part() -> None:
     state.restore()
     assert (state.words, state.count) == (["a"], 1)
 
-    def work(session: StageSession) -> list[str]:
+    def work(session: FakeSession) -> list[str]:
         state: Any = LoudState(words=[], count=0)
         state.attach(session)
         state.begin_world(1, 7)
         return list(state.words)
 
-    assert Stage(2).play(work) == [["synced from 1"]] * 2
+    assert FakeDriver(2).play(work) == [["synced from 1"]] * 2
 
 
 def test_w3_a_rank_with_half_a_state_does_not_report_its_position() -> None:
     """A user's handler breaks; the rest of the state is not taken over without it."""
 
-    class Breaks(Loud):
+    class BreakingHandler(UserHandler):
         def sync(self) -> None:
             raise CollectiveError((), "it broke here")
 
     class BrokenState(ObjectState):
-        registry = ((list, Breaks),)
+        registry = ((list, BreakingHandler),)
 
-    def work(session: StageSession) -> Any:
+    def work(session: FakeSession) -> Any:
         state: Any = BrokenState(words=[], count=session.group.rank)
         state.attach(session)
         if session.group.rank == 0:
@@ -123,7 +123,7 @@ def test_w3_a_rank_with_half_a_state_does_not_report_its_position() -> None:
         state.restore()
         return session.group.rank, state.count, state._number
 
-    assert (1, 1, 0) in Stage(2).play(work)
+    assert (1, 1, 0) in FakeDriver(2).play(work)
 
 
 def test_r05_a_state_that_arrives_damaged_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def test_r05_a_state_that_arrives_damaged_changes_nothing(monkeypatch: pytest.Mo
     monkeypatch.setattr(snapshot_module, "_crc", lambda data: crc(data) + (1 if data.nbytes > 400 else 0))
     damaged: list[int] = []
 
-    def work(session: StageSession) -> Any:
+    def work(session: FakeSession) -> Any:
         state: Any = WeightsState(
             weights=Weights(64, fill=float(session.group.rank)), step=session.group.rank
         )
@@ -155,12 +155,12 @@ def test_r05_a_state_that_arrives_damaged_changes_nothing(monkeypatch: pytest.Mo
         state.restore()
         return state.step, state.weights.numbers[0]
 
-    assert (1, 1.0) in Stage(2).play(work)
+    assert (1, 1.0) in FakeDriver(2).play(work)
     assert damaged == [1]
 
 
 def test_a_sync_that_breaks_leaves_the_state_as_it_was() -> None:
-    def work(session: StageSession) -> Any:
+    def work(session: FakeSession) -> Any:
         state: Any = WeightsState(weights=Weights(fill=float(session.group.rank)), step=session.group.rank)
         state.attach(session)
         if session.group.rank == 0:
@@ -170,7 +170,7 @@ def test_a_sync_that_breaks_leaves_the_state_as_it_was() -> None:
             state.sync()
         return state.step, state.weights.numbers[0]
 
-    assert (1, 1.0) in Stage(2).play(work)
+    assert (1, 1.0) in FakeDriver(2).play(work)
 
 
 def test_r20_a_resume_waits_for_the_copy_under_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from spark_elastic.state.elastic_loop import elastic
 from spark_elastic.state.sharded_state import DividedHandler, ShardedState
 from spark_elastic.state.shards import DividedTensor, shard_rows
 from spark_elastic.state.snapshot import Bytes, SnapshotBuilder
-from tests.unit.state.stage import Event, Stage, StageSession
+from tests.unit.state.stage import Event, FakeDriver, FakeSession
 
 STEPS, ROWS = 8, (7, 2)  # rows of the two tensors
 
@@ -24,7 +24,7 @@ STEPS, ROWS = 8, (7, 2)  # rows of the two tensors
 class Rows:
     """This rank's rows of two tensors. Row i begins as i, and each step adds 1."""
 
-    def __init__(self, session: StageSession) -> None:
+    def __init__(self, session: FakeSession) -> None:
         self.parts = [np.arange(*shard_rows(n, session.world.size, session.group.rank)) * 1.0 for n in ROWS]
 
 
@@ -44,8 +44,8 @@ class RowsState(ShardedState):
     registry = ((Rows, RowsHandler),)
 
 
-def train(stage: Stage, commit_every: int = 1) -> Callable[[StageSession], list[float]]:
-    def work(session: StageSession) -> list[float]:
+def train(stage: FakeDriver, commit_every: int = 1) -> Callable[[FakeSession], list[float]]:
+    def work(session: FakeSession) -> list[float]:
         def loop(state: Any) -> list[float]:
             while state.step < STEPS:
                 stage.reach_step(state.step)
@@ -85,7 +85,7 @@ joins = st.builds(Event, step=st.integers(0, STEPS - 1))
 def test_one_death_at_any_exchange_costs_nothing_but_the_steps_since_the_commit(
     size: int, loss: Event, joins: list[Event], commit_every: int
 ) -> None:
-    stage = Stage(size, tuple(sorted([loss, *joins], key=lambda event: event.step)))
+    stage = FakeDriver(size, tuple(sorted([loss, *joins], key=lambda event: event.step)))
     results = stage.play(train(stage, commit_every))
     assert results
     assert all(set(result) <= {float(STEPS)} for result in results)
@@ -96,7 +96,7 @@ def test_one_death_at_any_exchange_costs_nothing_but_the_steps_since_the_commit(
 def test_after_any_deaths_the_state_is_complete_or_the_error_names_the_missing_shards(
     size: int, events: list[Event]
 ) -> None:
-    stage = Stage(size, tuple(sorted(events, key=lambda event: event.step)))
+    stage = FakeDriver(size, tuple(sorted(events, key=lambda event: event.step)))
     try:
         results = stage.play(train(stage))
     except InvalidInput as error:
@@ -148,9 +148,9 @@ def test_outside_of_a_job_build_is_called_once() -> None:
 
 
 def test_a_commit_that_breaks_is_an_error_of_the_world() -> None:
-    stage = Stage(1)
+    stage = FakeDriver(1)
 
-    def work(session: StageSession) -> None:
+    def work(session: FakeSession) -> None:
         def loop(state: Any) -> None:
             session.group.abort("for the test")
             with pytest.raises(CollectiveError):

@@ -14,7 +14,7 @@ from tests.memory_store import make_memory_store
 NAME = "channels/1/heartbeat"
 
 
-class ActingClock(FakeClock):
+class ClockWithAction(FakeClock):
     """Does something at each sleep."""
 
     def __init__(self, act: Callable[[float], None]) -> None:
@@ -47,7 +47,7 @@ def test_the_wait_lasts_until_the_heartbeat_is_stale() -> None:
         if now < 100:
             store.write_bytes(NAME, str(int(now / (STALE_AFTER - 1))).encode())
 
-    clock = ActingClock(write_heartbeat)
+    clock = ClockWithAction(write_heartbeat)
     wait_until_stale(store, NAME, clock)
     assert clock.now() == pytest.approx(100 + STALE_AFTER, abs=STALE_AFTER)
 

@@ -15,7 +15,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.state.elastic_loop import elastic
 from spark_elastic.state.handlers import to_array
 from tests.unit.ops.workers import run_in_fake_world, use_context_per_thread
-from tests.unit.state.stage import Event, Stage, StageSession
+from tests.unit.state.stage import Event, FakeDriver, FakeSession
 
 STEPS = 8
 keras = tf.keras
@@ -56,10 +56,10 @@ def make_plain_state(number: int) -> tuple[Any, Callable[[], None], Callable[[],
 
 @pytest.mark.parametrize("make", [keras_state, make_plain_state])
 def test_newcomers_and_survivors_hold_equal_values_after_a_sync(make: Callable[[int], Any]) -> None:
-    stage = Stage(2, (Event(2), Event(5, rank=0)))
+    stage = FakeDriver(2, (Event(2), Event(5, rank=0)))
     numbers = iter(range(100))
 
-    def work(session: StageSession) -> tuple[list[Any], int]:
+    def work(session: FakeSession) -> tuple[list[Any], int]:
         state, step, all_there_is = make(next(numbers))
 
         def loop(state: Any) -> tuple[list[Any], int]:

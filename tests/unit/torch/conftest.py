@@ -14,7 +14,7 @@ from spark_elastic.torch.gradients import gradient_sync as rounds
 from spark_elastic.worker import session
 from spark_elastic.worker.context import GroupContext, WorkerContext
 from tests.unit.ops.workers import enter_group, run_in_fake_world, use_context_per_thread
-from tests.unit.torch.loops import Here
+from tests.unit.torch.loops import CurrentWorker
 from tests.unit.torch.worlds import World, run_in_world
 
 
@@ -49,8 +49,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Here]:
-    made, contexts = Here(), list[GroupContext]()
+def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[CurrentWorker]:
+    made, contexts = CurrentWorker(), list[GroupContext]()
 
     def get_context() -> WorkerContext | None:
         if not made.is_worker:

@@ -41,7 +41,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=0.01, weight_decay=0.1)
 
 
-class Here(threading.local):
+class CurrentWorker(threading.local):
     """The current worker of each thread, as each process has one of its own."""
 
     group: Group | None = None
@@ -53,5 +53,5 @@ class Here(threading.local):
         self.process = ProcessContext()
 
 
-def enter(here: Here, group: Group | None) -> None:
+def enter(here: CurrentWorker, group: Group | None) -> None:
     here.group, here.group_context, here.is_worker = group, GroupContext(), True

@@ -192,7 +192,7 @@ def test_loading_the_state_of_another_model_is_an_error_of_one_sentence() -> Non
         other.load(kept.values["model"], kept.memory)
 
 
-class Counting(ModelStateHandler):
+class CountingHandler(ModelStateHandler):
     saves = 0
 
     def capture(self, builder: Any) -> Any:
@@ -203,9 +203,9 @@ class Counting(ModelStateHandler):
 def test_handlers_of_users_are_registered_by_type() -> None:
     registry = hvd.elastic.get_handler_registry()
     assert [kind for kind, _ in registry][:2] == [torch.nn.Module, torch.optim.Optimizer]
-    hvd.elastic.set_handler_registry([(torch.nn.Module, Counting), *registry])
+    hvd.elastic.set_handler_registry([(torch.nn.Module, CountingHandler), *registry])
     hvd.elastic.TorchState(net()).commit()
-    assert Counting.saves == 2
+    assert CountingHandler.saves == 2
 
 
 def test_a_state_outside_of_a_job_has_a_world_of_one() -> None:

@@ -120,7 +120,7 @@ def test_operations_take_compression(world: World, compression: type[Compressor]
         assert total.tolist() == [7] * 4
 
 
-class Halves(Compressor):
+class HalvingCompressor(Compressor):
     """A user's own."""
 
     @staticmethod
@@ -133,7 +133,9 @@ class Halves(Compressor):
 
 
 def test_operations_take_a_custom_compressor(world: World) -> None:
-    assert world(2, lambda group: hvd.allreduce(torch.ones(1), compression=Halves, op=hvd.Sum).item()) == [
+    assert world(
+        2, lambda group: hvd.allreduce(torch.ones(1), compression=HalvingCompressor, op=hvd.Sum).item()
+    ) == [
         2,
         2,
     ]

@@ -15,7 +15,7 @@ import torch
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.torch import Adasum, Average, Compression, DistributedOptimizer, Sum
-from tests.unit.torch.loops import Here, X, adam, enter, net, train_plain, weights
+from tests.unit.torch.loops import CurrentWorker, X, adam, enter, net, train_plain, weights
 from tests.unit.torch.worlds import run_in_world
 
 
@@ -39,7 +39,9 @@ def test_a_single_process_steps_like_the_plain_optimizer(alone: tuple[torch.nn.S
 
 @pytest.mark.parametrize("predivide", [1.0, 4.0])
 @pytest.mark.parametrize("passes", [1, 2])
-def test_average_of_three_ranks_equals_one_process(here: Here, passes: int, predivide: float) -> None:
+def test_average_of_three_ranks_equals_one_process(
+    here: CurrentWorker, passes: int, predivide: float
+) -> None:
     parts = X.reshape(3, passes, -1, 5)
 
     def work(group: Group) -> torch.Tensor:
@@ -64,7 +66,7 @@ def test_average_of_three_ranks_equals_one_process(here: Here, passes: int, pred
     assert torch.allclose(replicas[0], train_plain([X] * 3, adam), rtol=0, atol=1e-12)
 
 
-def test_sum_is_not_divided_and_clipping_comes_between(here: Here) -> None:
+def test_sum_is_not_divided_and_clipping_comes_between(here: CurrentWorker) -> None:
     def work(group: Group) -> tuple[float, torch.Tensor]:
         enter(here, group)
         model = net()
@@ -109,7 +111,7 @@ def replace(opt: Any, scaler: Any) -> None:
 @pytest.mark.parametrize("by", [1, 2], ids=["one rank", "both"])
 @pytest.mark.parametrize("change", [clip, unscale, take_scaled_step, replace])
 def test_gradients_changed_between_backward_and_step_are_an_error(
-    here: Here, change: Callable[[Any, Any], None], by: int
+    here: CurrentWorker, change: Callable[[Any, Any], None], by: int
 ) -> None:
     """Some of them have been summed already, without the change. The others do not wait for who did it."""
 
@@ -136,7 +138,7 @@ def test_gradients_changed_between_backward_and_step_are_an_error(
 
 @pytest.mark.parametrize("by_model", [False, True])
 def test_a_gradient_that_no_rank_has_is_none_and_one_that_a_rank_has_is_averaged(
-    here: Here, by_model: bool
+    here: CurrentWorker, by_model: bool
 ) -> None:
     """Weight decay would move a parameter with a gradient of zero."""
 
@@ -165,7 +167,7 @@ def test_a_gradient_that_no_rank_has_is_none_and_one_that_a_rank_has_is_averaged
         assert torch.allclose(second, total / 2)
 
 
-def test_r03_a_broken_exchange_leaves_weights_and_optimizer_untouched(here: Here) -> None:
+def test_r03_a_broken_exchange_leaves_weights_and_optimizer_untouched(here: CurrentWorker) -> None:
     broken = threading.Barrier(2)
 
     def work(group: Group) -> None:
@@ -196,7 +198,7 @@ def test_r03_a_broken_exchange_leaves_weights_and_optimizer_untouched(here: Here
     run_in_world(2, work)
 
 
-def test_an_interrupted_step_leaves_nothing_in_the_next_world(here: Here) -> None:
+def test_an_interrupted_step_leaves_nothing_in_the_next_world(here: CurrentWorker) -> None:
     """Buckets of the first step are on their way when user code leaves it; then a new group is there."""
     models = [net(), net()]
     opts: list[Any] = [DistributedOptimizer(adam(m.parameters()), m.named_parameters()) for m in models]
@@ -221,7 +223,7 @@ def test_an_interrupted_step_leaves_nothing_in_the_next_world(here: Here) -> Non
 
 
 def test_the_optimizer_cannot_step_between_two_worlds(
-    here: Here, alone: tuple[torch.nn.Sequential, Any]
+    here: CurrentWorker, alone: tuple[torch.nn.Sequential, Any]
 ) -> None:
     _, opt = alone
     enter(here, None)
@@ -261,7 +263,7 @@ def test_hooks_of_the_step_run_once(alone: tuple[torch.nn.Sequential, Any]) -> N
     assert calls == ["before", "after"]
 
 
-def test_a_closure_is_exchanged_before_the_update(here: Here) -> None:
+def test_a_closure_is_exchanged_before_the_update(here: CurrentWorker) -> None:
     def work(group: Group) -> torch.Tensor:
         enter(here, group)
         model = net()

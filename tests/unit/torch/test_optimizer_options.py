@@ -15,11 +15,11 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from spark_elastic.ops.reduction import Compressor
 from spark_elastic.torch import Adasum, Compression, DistributedOptimizer, Sum
-from tests.unit.torch.loops import Here, X, adam, enter, net, train_plain, weights
+from tests.unit.torch.loops import CurrentWorker, X, adam, enter, net, train_plain, weights
 from tests.unit.torch.worlds import run_in_world
 
 
-def train(here: Here, group: Group, rows: torch.Tensor, **how: Any) -> torch.Tensor:
+def train(here: CurrentWorker, group: Group, rows: torch.Tensor, **how: Any) -> torch.Tensor:
     """Three steps of `net` over this rank's rows."""
     enter(here, group)
     model = net()
@@ -37,7 +37,7 @@ def train(here: Here, group: Group, rows: torch.Tensor, **how: Any) -> torch.Ten
 
 @pytest.mark.parametrize("how", [{"num_groups": 2}, {"groups": 3}, {"groups": [[0, 3]]}])
 def test_groups_of_gradients_are_exchanged_together_and_change_nothing(
-    here: Here, how: dict[str, Any]
+    here: CurrentWorker, how: dict[str, Any]
 ) -> None:
     replicas = run_in_world(2, lambda group: train(here, group, X[group.rank * 6 :][:6], **how))
     assert torch.equal(*replicas)
@@ -55,7 +55,7 @@ def test_groups_of_gradients_are_exchanged_together_and_change_nothing(
     ],
 )
 def test_16_bit_gradients_are_summed_as_float32(
-    here: Here, dtype: torch.dtype, compression: Any, error: float
+    here: CurrentWorker, dtype: torch.dtype, compression: Any, error: float
 ) -> None:
     """Gradients 1/3, 2/3 and 1 of three ranks."""
 
@@ -79,7 +79,7 @@ def test_16_bit_gradients_are_summed_as_float32(
 
 
 @pytest.mark.parametrize("as_dense", [False, True])
-def test_gradients_with_rows_missing_equal_dense_ones(here: Here, as_dense: bool) -> None:
+def test_gradients_with_rows_missing_equal_dense_ones(here: CurrentWorker, as_dense: bool) -> None:
     """Rank r looks at rows r and r + 1; rank 1 at none in the second step. The dense weight travels beside."""
     first = torch.nn.ModuleList(
         [torch.nn.Embedding(6, 4, dtype=torch.float64), torch.nn.Linear(4, 2, dtype=torch.float64)]
@@ -123,7 +123,7 @@ def test_gradients_with_rows_missing_equal_dense_ones(here: Here, as_dense: bool
     assert [kinds for _, kinds in results] == [[not as_dense] * 3] * 2
 
 
-def test_a_process_set_trains_together_and_others_alone(here: Here) -> None:
+def test_a_process_set_trains_together_and_others_alone(here: CurrentWorker) -> None:
     pair = ProcessSet([0, 2])
     batches = [X[:4], X[4:8], X[8:]]
     add = run_in_world(3, lambda group: enter(here, group) or (group.rank == 0 and add_process_set(pair)))
@@ -140,7 +140,7 @@ def test_a_process_set_trains_together_and_others_alone(here: Here) -> None:
     assert torch.allclose(replicas[1], train_plain([batches[1]] * 3, adam), rtol=0, atol=1e-12)
 
 
-def test_adasum_combines_the_steps_of_all_ranks(here: Here) -> None:
+def test_adasum_combines_the_steps_of_all_ranks(here: CurrentWorker) -> None:
     def work(group: Group) -> torch.Tensor:
         enter(here, group)
         model = net()
@@ -161,7 +161,7 @@ def test_adasum_combines_the_steps_of_all_ranks(here: Here) -> None:
     assert torch.allclose(first, wanted, rtol=0, atol=1e-12)
 
 
-def test_adasum_leaves_parameters_as_they_were_when_the_exchange_breaks(here: Here) -> None:
+def test_adasum_leaves_parameters_as_they_were_when_the_exchange_breaks(here: CurrentWorker) -> None:
     def work(group: Group) -> None:
         enter(here, group)
         model = net()
@@ -177,7 +177,7 @@ def test_adasum_leaves_parameters_as_they_were_when_the_exchange_breaks(here: He
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no accelerator")
-def test_gradients_of_a_gpu_go_through_pinned_memory(here: Here) -> None:
+def test_gradients_of_a_gpu_go_through_pinned_memory(here: CurrentWorker) -> None:
     def work(group: Group) -> torch.Tensor:
         enter(here, group)
         model = net().cuda()
@@ -196,7 +196,7 @@ def test_gradients_of_a_gpu_go_through_pinned_memory(here: Here) -> None:
 
 @pytest.mark.parametrize(("chosen", "expected"), [(None, [0.3] * 3), ([0, 2], [0.2, 0.1, 0.2])])
 def test_learning_rates_are_scaled_by_the_ranks_of_the_process_set(
-    here: Here, chosen: list[int] | None, expected: list[float]
+    here: CurrentWorker, chosen: list[int] | None, expected: list[float]
 ) -> None:
     some = global_process_set if chosen is None else ProcessSet(chosen)
 
@@ -210,7 +210,7 @@ def test_learning_rates_are_scaled_by_the_ranks_of_the_process_set(
     assert run_in_world(3, work) == pytest.approx(expected)
 
 
-class Narrow(Compressor):
+class NarrowingCompressor(Compressor):
     """A user's own: other dtypes and shapes on the way."""
 
     seen: ClassVar[list[tuple[int, ...]]] = []
@@ -225,7 +225,7 @@ class Narrow(Compressor):
         return (tensor.t() if tensor.dim() == 2 else tensor).to(ctx)
 
 
-class Half(Compressor):
+class HalvingCompressor(Compressor):
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         return tensor / 2, 2
@@ -235,31 +235,38 @@ class Half(Compressor):
         return tensor * ctx
 
 
-class Flat(Compressor):
+class FlatteningCompressor(Compressor):
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         return tensor.flatten(), None
 
 
 @pytest.mark.parametrize("how", [{}, {"gradient_predivide_factor": 4.0}, {"groups": 3}])
-@pytest.mark.parametrize(("compression", "error"), [(Half, 1e-12), (Half(), 1e-12), (Narrow, 2e-2)])
+@pytest.mark.parametrize(
+    ("compression", "error"),
+    [(HalvingCompressor, 1e-12), (HalvingCompressor(), 1e-12), (NarrowingCompressor, 2e-2)],
+)
 def test_a_custom_compressor_compresses_each_exchange(
-    here: Here, compression: Any, error: float, how: dict[str, Any]
+    here: CurrentWorker, compression: Any, error: float, how: dict[str, Any]
 ) -> None:
-    Narrow.seen.clear()
+    NarrowingCompressor.seen.clear()
     replicas = run_in_world(
         2, lambda group: train(here, group, X[group.rank * 6 :][:6], compression=compression, **how)
     )
     assert torch.equal(*replicas)
     assert torch.allclose(replicas[0], train_plain([X] * 3, adam), rtol=0, atol=error)
     shapes = sorted(tuple(parameter.shape) for parameter in net().parameters())
-    assert sorted(Narrow.seen) == (sorted(shapes * 6) if compression is Narrow else [])
+    assert sorted(NarrowingCompressor.seen) == (
+        sorted(shapes * 6) if compression is NarrowingCompressor else []
+    )
 
 
-def test_a_compressor_that_changes_the_shape_is_named(here: Here) -> None:
+def test_a_compressor_that_changes_the_shape_is_named(here: CurrentWorker) -> None:
     def work(group: Group) -> str:
-        with pytest.raises(InvalidInput, match=r"Flat\.decompress must give back the shape .*; got \("):
-            train(here, group, X, compression=Flat)
+        with pytest.raises(
+            InvalidInput, match=r"FlatteningCompressor\.decompress must give back the shape .*; got \("
+        ):
+            train(here, group, X, compression=FlatteningCompressor)
         return "told"
 
     assert run_in_world(2, work) == ["told", "told"]
@@ -267,4 +274,4 @@ def test_a_compressor_that_changes_the_shape_is_named(here: Here) -> None:
 
 def test_adasum_refuses_a_custom_compressor() -> None:
     with pytest.raises(InvalidInput, match="leave compression and groups out"):
-        DistributedOptimizer(adam(net().parameters()), op=Adasum, compression=Half)
+        DistributedOptimizer(adam(net().parameters()), op=Adasum, compression=HalvingCompressor)

@@ -96,7 +96,7 @@ def test_a_model_of_two_optimizers_is_refused() -> None:
 
 
 def test_a_schedule_may_ask_how_many_steps_there_will_be() -> None:
-    class Warms(torch.nn.Linear):
+    class LinearWithScheduler(torch.nn.Linear):
         """As a LightningModule: its trainer is whatever somebody set."""
 
         def configure_optimizers(self) -> Any:
@@ -109,7 +109,7 @@ def test_a_schedule_may_ask_how_many_steps_there_will_be() -> None:
             steps = trainer.estimated_stepping_batches
             return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.4, total_steps=steps)]
 
-    model = Warms(2, 1)
+    model = LinearWithScheduler(2, 1)
     optimizer, (callback,) = build_optimizer(
         model, None, None, trainer=TrainerPlan(max_epochs=3, num_training_batches=7)
     )

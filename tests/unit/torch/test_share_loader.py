@@ -25,7 +25,7 @@ class World:
     size = 1
 
 
-class Told:
+class RecordingExchange:
     """An optimizer's exchange."""
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Told:
         self.shares.append("end")
 
 
-class Noisy:
+class NoisyRows:
     """Rows with a number that is drawn when they are read."""
 
     def __len__(self) -> int:
@@ -56,9 +56,9 @@ def world(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_loader, "use_deterministic_arithmetic", lambda: None)
 
 
-def make(told: Told | None = None, dataset: Any = None, **options: Any) -> ElasticDataLoader:
+def make(told: RecordingExchange | None = None, dataset: Any = None, **options: Any) -> ElasticDataLoader:
     options = {"virtual_shares": SHARES, **options}
-    loader = ElasticDataLoader(dataset or Noisy(), BATCH, seed=3, determinism="bitwise", **options)
+    loader = ElasticDataLoader(dataset or NoisyRows(), BATCH, seed=3, determinism="bitwise", **options)
     if told is not None:
         loader.attach(told)
     return loader
@@ -69,7 +69,7 @@ def list_shares(size: int) -> list[list[list[Any]]]:
     steps: list[list[list[Any]]] = []
     World.size = size
     for World.rank in range(size):
-        told = Told()
+        told = RecordingExchange()
         loader = make(told)
         for number, shares in enumerate(loader):
             if World.rank == 0:
@@ -95,7 +95,7 @@ def test_shares_do_not_depend_on_the_world() -> None:
 
 
 def test_a_position_continues_at_its_step() -> None:
-    told = Told()
+    told = RecordingExchange()
     loader, other = make(told), make(told)
     for _ in next(iter(loader)):
         pass
@@ -132,7 +132,7 @@ def ask_outside(loader: ElasticDataLoader) -> None:
     ],
 )
 def test_what_a_loop_must_not_do(loop: Callable[[ElasticDataLoader], None], sentence: str) -> None:
-    told = Told()
+    told = RecordingExchange()
     with pytest.raises(InvalidInput, match=sentence):
         loop(make(told))
 
@@ -150,7 +150,7 @@ def test_what_cannot_be_cut_or_trained_is_refused(monkeypatch: pytest.MonkeyPatc
 
 
 def test_layers_with_statistics_of_a_worker_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    loader = make(Told())
+    loader = make(RecordingExchange())
     state = TorchState(torch.nn.Sequential(torch.nn.BatchNorm1d(3)), loader=loader)
     session = SimpleNamespace(persistent={ENTERED: True, STATE: state})
     monkeypatch.setattr(data_loader, "get_session", lambda: session)

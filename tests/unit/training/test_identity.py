@@ -39,7 +39,7 @@ def make_recursive() -> Any:
     return call
 
 
-class Held:
+class NamedValue:
     def __init__(self, alpha: Any, name: str) -> None:
         self.alpha, self.name = alpha, name
 
@@ -54,7 +54,7 @@ class Held:
         (lambda x: x + 1, lambda x: x + 2),
         (lambda x: x.sin(), lambda x: x.cos()),
         (functools.partial(compute_power, power=1), functools.partial(compute_power, power=3)),
-        (Held(1.0, "a"), Held(2.0, "a")),
+        (NamedValue(1.0, "a"), NamedValue(2.0, "a")),
         ({"a": 1}, {"a": 2}),
         (sum, max),
         (make_weighted_loss([1.0, 2.0]), make_weighted_loss([1.0, 3.0])),
@@ -65,9 +65,9 @@ class Held:
         (make_weighted_loss(torch.ones(2).bfloat16()), make_weighted_loss(torch.zeros(2).bfloat16())),
         (make_weighted_loss({"a": {1}}), make_weighted_loss({"a": {2}})),
         (compose(make_scaled_loss(1.0)), compose(make_scaled_loss(2.0))),
-        (Held([1.0], "a"), Held([2.0], "a")),
-        (Held(torch.ones(1), "a"), Held(torch.zeros(1), "a")),
-        (Held(make_scaled_loss(1.0), "a"), Held(make_scaled_loss(2.0), "a")),
+        (NamedValue([1.0], "a"), NamedValue([2.0], "a")),
+        (NamedValue(torch.ones(1), "a"), NamedValue(torch.zeros(1), "a")),
+        (NamedValue(make_scaled_loss(1.0), "a"), NamedValue(make_scaled_loss(2.0), "a")),
         (None, compute_power),
     ],
 )
@@ -103,18 +103,19 @@ def test_functions_that_do_the_same_have_equal_digests() -> None:
     assert digest(make_scaled_loss(1.0)) == digest(make_scaled_loss(1.0))
     assert digest(make_weighted_loss(torch.ones(2))) == digest(make_weighted_loss(torch.ones(2)))
     assert digest(make_weighted_loss({3, 1, 2})) == digest(make_weighted_loss({2, 3, 1}))
-    assert digest(Held(1.0, "of today")) == digest(Held(1.0, "of tomorrow"))
+    assert digest(NamedValue(1.0, "of today")) == digest(NamedValue(1.0, "of tomorrow"))
     assert digest({"a": 1, "b": (2,)}) == digest({"b": [2], "a": 1})
 
 
 def test_another_process_computes_the_same_digest() -> None:
     program = (
         "from spark_elastic.training.identity import digest\n"
-        "from tests.unit.training.test_identity import Held, make_recursive, make_scaled_loss, make_weighted_loss\n"
+        "from tests.unit.training import test_identity as here\n"
         "import torch\n"
-        "print(digest([make_scaled_loss(1.0), Held(1.0, 'a'), make_weighted_loss(torch.ones(2)), make_recursive()]))"
+        "values = [here.make_scaled_loss(1.0), here.NamedValue(1.0, 'a'), here.make_weighted_loss(torch.ones(2))]\n"
+        "print(digest([*values, here.make_recursive()]))"
     )
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert said.stdout.strip() == digest(
-        [make_scaled_loss(1.0), Held(1.0, "a"), make_weighted_loss(torch.ones(2)), make_recursive()]
+        [make_scaled_loss(1.0), NamedValue(1.0, "a"), make_weighted_loss(torch.ones(2)), make_recursive()]
     )

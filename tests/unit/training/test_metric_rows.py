@@ -44,7 +44,7 @@ def test_metric_rows_may_have_no_columns() -> None:
 
 
 def test_a_broken_exchange_leaves_no_rows() -> None:
-    class Broken:
+    class BrokenGroup:
         def allgather_bytes(self, data: bytes) -> list[bytes]:
             raise CollectiveError([1], "gone")
 
@@ -54,7 +54,7 @@ def test_a_broken_exchange_leaves_no_rows() -> None:
 
     part: Any = fill_rows(2)
     with pytest.raises(CollectiveError):
-        part.gather(Broken())
+        part.gather(BrokenGroup())
     part.gather(Echo())
     assert part.pop_gathered() == ([], [])
 

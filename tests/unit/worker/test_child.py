@@ -20,7 +20,7 @@ from spark_elastic.worker.child import (
 )
 
 
-class _Slowly(io.BytesIO):
+class _SlowPipe(io.BytesIO):
     """A pipe whose writer takes half as long, from one write to the next, as passes between two states shown."""
 
     def __init__(self, *writes: bytes, clock: FakeClock) -> None:
@@ -58,7 +58,7 @@ def test_a_line_too_long_for_a_message_is_passed_on_in_parts(more: int) -> None:
 def test_a_progress_bar_is_passed_on_about_once_a_second_and_in_its_last_state() -> None:
     clock = FakeClock()
     states = [f"\r{number}/6".encode() for number in range(7)]
-    assert list(read_lines(_Slowly(*states, b"\ndone\n", clock=clock), clock)) == [
+    assert list(read_lines(_SlowPipe(*states, b"\ndone\n", clock=clock), clock)) == [
         "0/6",
         "2/6",
         "4/6",

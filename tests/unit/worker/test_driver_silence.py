@@ -20,7 +20,7 @@ TIMEOUT = 8.0
 SHORT = 0.4  # seconds before its end, a refused request has no time for another try
 
 
-class Refused:
+class RefusingDriver:
     """A driver that answers once and then refuses connections."""
 
     def __init__(self, answer: WorkerUpdate | SlotCommands, clock: FakeClock) -> None:
@@ -48,7 +48,7 @@ def test_r12_a_worker_ends_one_timeout_after_the_drivers_last_answer() -> None:
         events.append(event)
         watch.close()
 
-    driver = Refused(WorkerUpdate(INITIAL_VERSION), clock)
+    driver = RefusingDriver(WorkerUpdate(INITIAL_VERSION), clock)
     watch = DriverWatch("1-0.1", cast("Any", driver), clock, TIMEOUT)
     watch._watch(handle_event)
     (silent,) = events
@@ -65,14 +65,14 @@ def test_r12_a_long_poll_that_is_held_is_no_silence() -> None:
         ends.append(clock.now())
         watch.close()
 
-    class Held(Refused):
+    class SlowRefusingDriver(RefusingDriver):
         def ask(self, request: object, hold: float, within: float) -> Any:
             clock.advance(within / 2)
             if not ends and clock.now() < 3 * TIMEOUT:
                 self.at = clock.now()
             raise DriverUnreachable("held up")
 
-    driver = Held(WorkerUpdate(INITIAL_VERSION), clock)
+    driver = SlowRefusingDriver(WorkerUpdate(INITIAL_VERSION), clock)
     watch = DriverWatch("1-0.1", cast("Any", driver), clock, TIMEOUT)
     watch._watch(handle_event)
     assert ends[0] >= driver.at + TIMEOUT > 3 * TIMEOUT
@@ -80,7 +80,7 @@ def test_r12_a_long_poll_that_is_held_is_no_silence() -> None:
 
 def test_r12_a_slot_ends_one_timeout_after_the_drivers_last_answer() -> None:
     clock = FakeClock()
-    driver = Refused(SlotCommands(0), clock)
+    driver = RefusingDriver(SlotCommands(0), clock)
     spec = SlotSpec(address="", key=b"", attempt=1, driver_timeout=TIMEOUT)
     identity = SlotIdentity(slot=SlotId("1-0"))
     agent = SlotAgent(spec, identity, b"", cast("RendezvousClient", driver), clock)

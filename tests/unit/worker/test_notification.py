@@ -86,12 +86,12 @@ def test_removed_listeners_and_those_of_an_earlier_call_are_not_called() -> None
 def test_an_exception_in_a_listener_does_not_stop_the_other_listeners(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    class Raises:
+    class RaisingListener:
         def on_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
             raise RuntimeError("no")
 
     listener = Listener()
-    notification_manager.register_listener(Raises())
+    notification_manager.register_listener(RaisingListener())
     notification_manager.register_listener(listener)
     with caplog.at_level(logging.ERROR):
         notification_manager.handle_hosts_updated(1.0, HostUpdateResult.added)

@@ -30,7 +30,7 @@ def catch(error: Exception) -> Exception:
         return caught
 
 
-class Mute(Exception):
+class ErrorWithoutText(Exception):
     def __str__(self) -> str:
         raise RuntimeError("no text")
 
@@ -44,7 +44,7 @@ def test_equal_exceptions_have_equal_fingerprints() -> None:
     ("error", "says"),
     [
         (ValueError("cannot read /data/caf\udce9.jpg"), "ValueError: cannot read /data/caf\\udce9.jpg"),
-        (Mute(), "Mute: <exception str() failed>"),
+        (ErrorWithoutText(), "ErrorWithoutText: <exception str() failed>"),
         (ValueError("bad batch " + "x" * 9_000_000 + " of 3"), "ValueError: bad batch xx"),
     ],
     ids=["a file name that is no text", "no message at all", "a tensor printed whole"],
@@ -124,7 +124,7 @@ def test_a_result_that_cannot_be_pickled_is_refused_with_a_sentence() -> None:
         encode_result((number for number in range(3)), 0)
 
 
-class _StaysAway(Exception):
+class _UnpicklableError(Exception):
     """As many a class of exceptions does, it pickles and does not come back."""
 
     def __init__(self, what: str, where: str) -> None:
@@ -133,7 +133,7 @@ class _StaysAway(Exception):
 
 def test_a_result_that_cannot_be_unpickled_is_refused_with_a_sentence() -> None:
     with pytest.raises(InvalidInput, match=r"on rank 3 .* cannot be read here \(TypeError: .*'where'"):
-        decode_result(encode_result(_StaysAway("back", "nowhere"), 3), 3)
+        decode_result(encode_result(_UnpicklableError("back", "nowhere"), 3), 3)
 
 
 def test_a_returned_value_that_is_too_large_is_refused_with_a_sentence() -> None:

@@ -103,7 +103,7 @@ def test_no_row_group_is_decoded_after_close(cache: Cache) -> None:
     assert cache.decoded == []
 
 
-class Gated(Cache):
+class GatedCache(Cache):
     """Each row group is decoded once its gate is open."""
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class Gated(Cache):
 
 @pytest.mark.parametrize("fetched", [0, 3], ids=["what is being decoded", "another"])
 def test_a_fetch_goes_before_a_prefetch(fetched: int) -> None:
-    cache = Gated()
+    cache = GatedCache()
     ahead = threading.Thread(target=lambda: [cache.prefetch(group) for group in (0, 1)])
     ahead.start()
     until(lambda: cache.decoded)

@@ -49,7 +49,7 @@ def test_the_least_recently_used_piece_is_deleted_before_the_disk_is_full(
 def test_a_full_disk_is_named_with_what_to_change(
     reader: ArrowReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Full(io.BytesIO):
+    class FullDiskFile(io.BytesIO):
         def write(self, data: Any) -> int:
             raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -59,7 +59,7 @@ def test_a_full_disk_is_named_with_what_to_change(
                 super().close()
                 self.write(b"")
 
-    monkeypatch.setattr(tempfile, "TemporaryFile", Full)
+    monkeypatch.setattr(tempfile, "TemporaryFile", FullDiskFile)
     says = rf"cut in {tempfile.gettempdir()} \(No space left on device\): set TMPDIR"
     with reader, pytest.raises(StoreError, match=says):
         reader.fetch(0)

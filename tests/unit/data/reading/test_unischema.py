@@ -56,7 +56,7 @@ def test_a_schema_is_read_whichever_release_pickled_it(
 def test_fields_that_an_old_pyspark_pickled_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def _restore(name: str, fields: Any, values: Any) -> Any: ...
 
-    class Hijacked:
+    class ForeignRow:
         def __init__(self, values: tuple[Any, ...]) -> None:
             self.values = values
 
@@ -64,7 +64,7 @@ def test_fields_that_an_old_pyspark_pickled_are_read(monkeypatch: pytest.MonkeyP
             return _restore, ("UnischemaField", NAMES, self.values)
 
     schema = build_schema("petastorm", monkeypatch)
-    schema._fields = {name: Hijacked(tuple(field)) for name, field in schema._fields.items()}
+    schema._fields = {name: ForeignRow(tuple(field)) for name, field in schema._fields.items()}
     serializers = ModuleType("pyspark.serializers")
     _restore.__module__, _restore.__qualname__ = serializers.__name__, "_restore"
     serializers._restore = _restore  # type: ignore[attr-defined]

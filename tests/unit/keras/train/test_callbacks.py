@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:Depreca
 PARAMS = {"epochs": 3, "steps": 2, "verbose": 0}
 
 
-class Counts(keras.callbacks.Callback):
+class CallCounter(keras.callbacks.Callback):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[str] = []
@@ -32,7 +32,7 @@ class Counts(keras.callbacks.Callback):
         self.calls.append(f"end {epoch} {sorted(logs)}")
 
 
-class Writes(keras.callbacks.ModelCheckpoint):
+class SilentModelCheckpoint(keras.callbacks.ModelCheckpoint):
     """Writes nothing, but is of the kind that does."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ def make_group(rank: int = 0, theirs: bytes | None = None) -> Any:
 
 
 def test_each_hook_is_called_once_whatever_resets_happen() -> None:
-    counts = Counts()
+    counts = CallCounter()
     callback_list, _ = make(counts)
     for _ in range(3):  # worlds that continue the same epoch
         callback_list.on_world_begin(make_group())
@@ -86,7 +86,7 @@ def test_a_newcomer_takes_over_the_state_of_callbacks() -> None:
 
 def test_writing_callbacks_run_on_rank_0_and_their_state_goes_to_all_ranks() -> None:
     said: list[bytes] = []
-    leader, follower = Writes(), Writes()
+    leader, follower = SilentModelCheckpoint(), SilentModelCheckpoint()
     first, _ = make(leader)
     first.on_world_begin(make_group())
     told = SimpleNamespace(rank=0, size=2, allgather_bytes=lambda mine: said.append(mine) or [mine, b""])
@@ -162,7 +162,7 @@ def test_a_writing_callback_of_keras_continues_in_the_middle_of_an_epoch(name: s
 
 
 def test_callbacks_begin_an_interrupted_step_once_and_are_called_for_validation() -> None:
-    class Told(keras.callbacks.Callback):
+    class BatchRecorder(keras.callbacks.Callback):
         calls = ""
 
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -177,7 +177,7 @@ def test_callbacks_begin_an_interrupted_step_once_and_are_called_for_validation(
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             self.calls += "end"
 
-    told, joined = Told(), Told()
+    told, joined = BatchRecorder(), BatchRecorder()
     callback_list, _ = make(told)
     callback_list.on_epoch_begin(0)
     callback_list.on_step_begin(0, 0)

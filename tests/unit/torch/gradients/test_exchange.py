@@ -69,7 +69,7 @@ def test_r07_ranks_agree_on_the_options_of_the_exchange(other: ExchangeOptions, 
 def test_r07_ranks_agree_once_in_each_world() -> None:
     gathered = []
 
-    class Counting:
+    class CountingGroup:
         def __init__(self, group: Group) -> None:
             self.group, self.rank, self.size, self.fence = group, group.rank, group.size, group.fence
 
@@ -87,7 +87,7 @@ def test_r07_ranks_agree_once_in_each_world() -> None:
     exchanges = [GradientExchange(model.named_parameters()) for model in models]
 
     def work(group: Group) -> None:
-        counting: Any = Counting(group)
+        counting: Any = CountingGroup(group)
         for _ in range(3):
             exchanges[group.rank].begin(counting, 1)
             backward(models[group.rank], 4)

@@ -13,7 +13,7 @@ from spark_elastic.torch.train.forward import BufferExchange, BufferSnapshot
 from tests.unit.torch.worlds import run_in_world
 
 
-class Holder(nn.Module):
+class NetWithMask(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mask", torch.full((2,), -torch.inf))
@@ -27,8 +27,8 @@ class Holder(nn.Module):
 def test_written_buffers_are_averaged_and_others_keep_their_bits() -> None:
     """Rank 2 has no rows; a mask of infinities must survive its zero share."""
 
-    def work(group: Group) -> Holder:
-        holder, rows = Holder(), (3, 1, 0)[group.rank]
+    def work(group: Group) -> NetWithMask:
+        holder, rows = NetWithMask(), (3, 1, 0)[group.rank]
         before = BufferSnapshot(holder, holder.modules())
         exchange = BufferExchange(holder)
         if rows:
@@ -44,11 +44,11 @@ def test_written_buffers_are_averaged_and_others_keep_their_bits() -> None:
         assert holder.get_buffer("count").item() == 3
         assert holder.get_buffer("seen").item() is True
         for name in ("mask", "table", "rotation"):
-            assert torch.equal(holder.get_buffer(name), Holder().get_buffer(name))
+            assert torch.equal(holder.get_buffer(name), NetWithMask().get_buffer(name))
 
 
 def test_buffers_that_no_rank_has_changed_are_not_sent() -> None:
-    class Masked(nn.Module):
+    class NetWithLargeMask(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("mask", torch.ones(1000, dtype=torch.bool))
@@ -62,7 +62,7 @@ def test_buffers_that_no_rank_has_changed_are_not_sent() -> None:
         sent.append((len(array), op))
 
     group: Any = SimpleNamespace(allreduce=allreduce)
-    model = Masked()
+    model = NetWithLargeMask()
     exchange, before = BufferExchange(model), BufferSnapshot(model, model.modules())
     exchange.send(group, before, 1, 1)
     assert sent == [(3, "max")]

@@ -16,7 +16,7 @@ from spark_elastic.torch.train.state import TorchTrainingState, check_storable
 from tests.checkpoints import reload_from_checkpoint
 
 
-class Keeps(Callback):
+class StatefulCallback(Callback):
     def __init__(self, kept: Any = None) -> None:
         self.kept = kept
 
@@ -38,8 +38,8 @@ def test_numpys_numbers_and_arrays_come_back_with_the_same_values() -> None:
         "scalar": np.array(2.0),
         "none": None,
     }
-    state = make_state(Keeps(kept), lr=np.float64(0.1), weight_decay=np.float64(0.25))
-    check_storable(kept, "callback Keeps")
+    state = make_state(StatefulCallback(kept), lr=np.float64(0.1), weight_decay=np.float64(0.25))
+    check_storable(kept, "callback StatefulCallback")
     reload_from_checkpoint(state)
     found = state.schedulers[0].kept
     assert found["array"].dtype == np.float64
@@ -65,32 +65,32 @@ def test_a_schedule_of_numpys_exp_comes_back() -> None:
 @pytest.mark.parametrize(
     ("kept", "says"),
     [
-        (deque([1]), "the deque of callback Keeps, at 'kept'"),
-        ([Keeps()], "the Keeps of"),
+        (deque([1]), "the deque of callback StatefulCallback, at 'kept'"),
+        ([StatefulCallback()], "the StatefulCallback of"),
         (np.array(["a"]), "the array of <U1 of"),
         (lambda: 1, "the function of"),
     ],
 )
 def test_values_that_no_checkpoint_can_hold_are_refused_by_name(kept: Any, says: str) -> None:
     with pytest.raises(InvalidInput, match=says):
-        check_storable(Keeps(kept).state_dict(), "callback Keeps")
+        check_storable(StatefulCallback(kept).state_dict(), "callback StatefulCallback")
 
 
-class Warms(Callback):
+class SetLearningRate(Callback):
     def on_fit_begin(self, training: Any) -> None:
         training.learning_rate = 0.01
 
 
 def test_p4_the_synced_state_replaces_values_that_a_newcomer_set() -> None:
-    class Alone:
+    class WorldOfOne:
         rank, size = 0, 1
 
-    old, new = make_state(Warms()), make_state(Warms())
+    old, new = make_state(SetLearningRate()), make_state(SetLearningRate())
     callback_lists = [TorchCallbackList([s.schedulers[0]], s.model, s.optimizer) for s in (old, new)]
     for each in callback_lists:
-        each.on_fit_begin(Alone)  # type: ignore[arg-type]
-        each.on_fit_begin(Alone)  # type: ignore[arg-type]
+        each.on_fit_begin(WorldOfOne)  # type: ignore[arg-type]
+        each.on_fit_begin(WorldOfOne)  # type: ignore[arg-type]
     old.optimizer.param_groups[0]["lr"] = 0.04
     reload_from_checkpoint(old, new)
-    callback_lists[1].on_world_begin(Alone)  # type: ignore[arg-type]
+    callback_lists[1].on_world_begin(WorldOfOne)  # type: ignore[arg-type]
     assert new.optimizer.param_groups[0]["lr"] == 0.04

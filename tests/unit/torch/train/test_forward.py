@@ -29,7 +29,7 @@ def test_r03_buffers_come_back() -> None:
     assert not snapshot.has_changed("0.running_mean", model.get_buffer("0.running_mean"))
 
 
-class Decaying(nn.Module):
+class NetReplacingItsBuffer(nn.Module):
     """Its forward pass puts a new tensor in the place of its buffer."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Decaying(nn.Module):
 
 
 def test_r03_a_replaced_buffer_comes_back() -> None:
-    model = nn.Sequential(Decaying())
+    model = nn.Sequential(NetReplacingItsBuffer())
     snapshot = BufferSnapshot(model, model.modules())
     model(torch.ones(2))
     assert snapshot.has_changed("0.mean", model.get_buffer("0.mean"))

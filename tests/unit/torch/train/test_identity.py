@@ -16,7 +16,7 @@ from spark_elastic.torch.train.spec import TorchUserObjects
 from spark_elastic.training.identity import WEIGHTS
 
 
-class Own(nn.Module):
+class UserNet(nn.Module):
     def __init__(self, slope: float = 0.1) -> None:
         super().__init__()
         self.slope, self.folder, self.layer = slope, str(id(self)), nn.Linear(3, 1)
@@ -27,7 +27,7 @@ class Own(nn.Module):
 
 def make_objects(seed: int = 1, **changes: Any) -> TorchUserObjects:
     torch.manual_seed(seed)
-    plain = TorchUserObjects(Own(), lambda params: torch.optim.SGD(params, lr=0.1), (nn.MSELoss(),))
+    plain = TorchUserObjects(UserNet(), lambda params: torch.optim.SGD(params, lr=0.1), (nn.MSELoss(),))
     return replace(plain, **changes)
 
 
@@ -47,7 +47,7 @@ def test_other_initial_weights_differ_in_the_weights_only() -> None:
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("model", {"model": Own(slope=0.2)}),
+        ("model", {"model": UserNet(slope=0.2)}),
         ("model", {"model": nn.Sequential(nn.Linear(3, 1))}),
         ("optimizer", {"optimizer": lambda params: torch.optim.SGD(params, lr=0.2)}),
         ("optimizer", {"optimizer": lambda params: torch.optim.Adam(params, lr=0.1)}),
@@ -80,7 +80,7 @@ def test_the_digest_of_an_optimizer_does_not_copy_it() -> None:
     assert find_differences(first, other) == ["optimizer"]
 
 
-class Scheduled(Own):
+class Scheduled(UserNet):
     """As a LightningModule has it."""
 
     def __init__(self, factor: float) -> None:

@@ -22,7 +22,7 @@ SHARE = LocalBatch(3, np.arange(3), (torch.ones(3, 2),), (torch.zeros(3),), None
 GROUP: Any = SimpleNamespace(rank=1, size=4)
 
 
-class Duck(torch.nn.Linear):
+class ModuleLikeLightning(torch.nn.Linear):
     """What a LightningModule has."""
 
     def training_step(self, batch: Any, number: int) -> Any:
@@ -45,12 +45,12 @@ def test_a_module_sees_the_current_epoch_and_step(
     monkeypatch.setattr(lightning, "local_rank", lambda: 3)
     told: list[Any] = []
 
-    class Asks(Duck):
+    class ModuleAskingTrainer(ModuleLikeLightning):
         def training_step(self, batch: Any, number: int) -> Any:
             told.append((number, self._trainer))
             return super().training_step(batch, number)
 
-    model = Asks(2, 1).train(phase is Phase.TRAIN)
+    model = ModuleAskingTrainer(2, 1).train(phase is Phase.TRAIN)
     vars(model)["_trainer"] = None
     take_step(model, Position(2, phase, 3))
     ((number, trainer),) = told
@@ -70,19 +70,19 @@ def test_a_module_sees_the_current_epoch_and_step(
 def test_a_batch_is_mapped_as_the_tuple_that_it_is() -> None:
     seen: list[Any] = []
 
-    class Maps(Duck):
+    class ModuleMappingBatch(ModuleLikeLightning):
         def training_step(self, batch: Any, number: int) -> Any:
             seen.append(tree_map(lambda tensor: tensor * 2, batch))
             return super().training_step(batch, number)
 
-    take_step(Maps(2, 1).train(), Position(0, Phase.TRAIN, 0))
+    take_step(ModuleMappingBatch(2, 1).train(), Position(0, Phase.TRAIN, 0))
     ((features, labels),) = seen
     assert torch.equal(features, 2 * SHARE.features[0])
     assert torch.equal(labels, 2 * SHARE.labels[0])
 
 
 def test_a_metric_object_is_not_logged_of_one_workers_rows() -> None:
-    class Logs(Duck):
+    class Logs(ModuleLikeLightning):
         def training_step(self, batch: Any, number: int) -> Any:
             self.log("far", SimpleNamespace(compute=lambda: 1.0))  # type: ignore[operator]
 
@@ -91,7 +91,7 @@ def test_a_metric_object_is_not_logged_of_one_workers_rows() -> None:
 
 
 def test_logged_values_are_means() -> None:
-    class Logs(Duck):
+    class Logs(ModuleLikeLightning):
         def training_step(self, batch: Any, number: int) -> Any:
             self.log_dict({"far": 1.0}, reduce_fx=torch.mean)  # type: ignore[operator]
             self.log("rows", 3, reduce_fx="sum")  # type: ignore[operator]
@@ -101,14 +101,14 @@ def test_logged_values_are_means() -> None:
 
 
 def test_a_step_may_return_a_dict_and_validation_one_without_a_loss() -> None:
-    class Returns(Duck):
+    class ModuleReturningDict(ModuleLikeLightning):
         def training_step(self, batch: Any, number: int) -> Any:
             return {"far": torch.ones(())} if number else {"loss": self(batch[0]).mean(), "far": 1.0}
 
         def validation_step(self, batch: Any, number: int) -> Any:
             return {"far": torch.ones(())}
 
-    model = Returns(2, 1)
+    model = ModuleReturningDict(2, 1)
     assert take_step(model, Position(0, Phase.TRAIN, 0)).denominator == len(SHARE)
     with pytest.raises(InvalidInput, match="training_step returned a dict of far: return the loss"):
         take_step(model, Position(0, Phase.TRAIN, 1))
@@ -120,8 +120,8 @@ def test_a_step_may_return_a_dict_and_validation_one_without_a_loss() -> None:
     [("optimizer_step", "on_train_epoch_start"), ("setup", "prepare_data"), ("validation_epoch_end",)],
 )
 def test_hooks_that_nothing_calls_are_named(hooks: tuple[str, ...]) -> None:
-    check_lightning(Duck(2, 1))
-    hooked = type("Hooked", (Duck,), {name: lambda self, *args: None for name in hooks})
+    check_lightning(ModuleLikeLightning(2, 1))
+    hooked = type("Hooked", (ModuleLikeLightning,), {name: lambda self, *args: None for name in hooks})
     with pytest.raises(InvalidInput, match=f"defines {', '.join(hooks)}, which nothing calls"):
         check_lightning(hooked(2, 1))
 
@@ -129,7 +129,7 @@ def test_hooks_that_nothing_calls_are_named(hooks: tuple[str, ...]) -> None:
 def test_a_module_of_the_installed_lightning_trains() -> None:
     package = pytest.importorskip("pytorch_lightning")
 
-    class Real(package.LightningModule):  # type: ignore[misc,name-defined]
+    class LightningNet(package.LightningModule):  # type: ignore[misc,name-defined]
         def __init__(self) -> None:
             super().__init__()
             self.layer = torch.nn.Linear(2, 1)
@@ -147,7 +147,7 @@ def test_a_module_of_the_installed_lightning_trains() -> None:
             schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.4, total_steps=steps)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    model = Real().train()
+    model = LightningNet().train()
     assert len(build_optimizer(model, None, None)[1]) == 1
     check_lightning(model)
     scored = take_step(model, Position(2, Phase.TRAIN, 3))
@@ -155,8 +155,8 @@ def test_a_module_of_the_installed_lightning_trains() -> None:
     assert scored.denominator == 3
     assert model.current_epoch == 0, "it has no trainer after the step"
 
-    class Clips(Real):
+    class ModuleClippingGradients(LightningNet):
         def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None: ...
 
     with pytest.raises(InvalidInput, match="defines configure_gradient_clipping, which"):
-        check_lightning(Clips())
+        check_lightning(ModuleClippingGradients())

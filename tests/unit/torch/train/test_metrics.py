@@ -20,7 +20,7 @@ from tests.checkpoints import reload_from_checkpoint
 from tests.unit.torch.worlds import run_in_world
 
 
-class Far(torch.nn.Module):
+class MeanDistance(torch.nn.Module):
     """In torchmetrics' form: accumulators that `state_dict` leaves out until they are persistent."""
 
     def __init__(self) -> None:
@@ -50,12 +50,12 @@ class Far(torch.nn.Module):
         self.total, self.rows = state["total"], state["rows"]
 
 
-class Wrapped(torch.nn.Module):
+class WrappingMetric(torch.nn.Module):
     """One that holds another, and computes several numbers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = Far()
+        self.inner = MeanDistance()
 
     def update(self, *arguments: torch.Tensor) -> None:
         self.inner.update(*arguments)
@@ -82,7 +82,7 @@ def count_step(metrics: Metrics, group: Group, step: tuple[list[float], list[flo
 def test_p4_a_newcomer_and_a_resumed_run_continue_metrics() -> None:
     def make_metrics() -> tuple[Metrics, TorchTrainingState]:
         net = torch.nn.Linear(1, 1)
-        metrics = Metrics(name_metrics([Far(), Wrapped()]), ["y"], logs=False)
+        metrics = Metrics(name_metrics([MeanDistance(), WrappingMetric()]), ["y"], logs=False)
         return metrics, TorchTrainingState(net, torch.optim.SGD(net.parameters(), lr=0.1), [metrics])
 
     def work(group: Group) -> tuple[Any, Any, Any]:
@@ -125,7 +125,7 @@ def test_metrics_take_outputs_of_16_bits(kind: torch.dtype) -> None:
 
 def test_a_label_per_row_fits_an_output_of_one_column() -> None:
     """As in the loss: a column and a row would make a matrix, of which the mean is another number."""
-    theirs = type("MeanError", (Far,), {"__module__": "torchmetrics.regression"})()
+    theirs = type("MeanError", (MeanDistance,), {"__module__": "torchmetrics.regression"})()
 
     def compute_own_metric(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         return (output[:, 0] - label).abs().mean()
@@ -151,7 +151,7 @@ def test_a_metric_that_computes_no_number_is_named() -> None:
 
 
 def test_metrics_of_a_model_that_returns_no_tensor_are_refused() -> None:
-    metrics = Metrics({"far": Far()}, ["y"], logs=False)
+    metrics = Metrics({"far": MeanDistance()}, ["y"], logs=False)
     with pytest.raises(
         InvalidInput, match="metrics need the model's outputs, and found no tensor among them"
     ):
@@ -159,7 +159,7 @@ def test_metrics_of_a_model_that_returns_no_tensor_are_refused() -> None:
 
 
 def test_a_metric_collection_counts_as_its_members() -> None:
-    far = Far()
+    far = MeanDistance()
     methods = dict.fromkeys(("update", "compute", "reset"), print)
     members: Any = SimpleNamespace(items=lambda: [("a", far), ("b", far)], **methods)
     assert list(name_metrics(members)) == ["a", "b"]

@@ -25,7 +25,7 @@ class Pair(NamedTuple):
     near: torch.Tensor
 
 
-class Returning(torch.nn.Module):
+class NetReturning(torch.nn.Module):
     def __init__(self, structure: Callable[[Any, Any], Any]) -> None:
         super().__init__()
         self.layer, self.structure = torch.nn.Linear(3, 1), structure
@@ -54,14 +54,14 @@ def test_a_loss_gets_the_structure_that_the_model_returns(
         seen.append(far(output))
         return (seen[-1] - label) ** 2
 
-    scored = ModelLoss(loss, weighted=False, precision=precision)(Returning(structure), PART)
+    scored = ModelLoss(loss, weighted=False, precision=precision)(NetReturning(structure), PART)
     assert seen[0].dtype is torch.float32
     assert torch.equal(scored.outputs[0], seen[0])
     assert torch.equal(scored.outputs[1], seen[0] / 2)
 
 
 def test_outputs_by_name_are_labels_in_order() -> None:
-    model = Returning(lambda far, near: {"far": far, "near": near})
+    model = NetReturning(lambda far, near: {"far": far, "near": near})
     share = LocalBatch(4, np.arange(4), (X,), (torch.zeros(4), torch.ones(4)), None)
 
     def score(*labels: str) -> Any:

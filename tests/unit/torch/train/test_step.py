@@ -18,7 +18,7 @@ from spark_elastic.protocol.types import START, Phase, Position
 from spark_elastic.torch.gradients.exchange import GradientExchange
 from spark_elastic.torch.train.step import GradientScaling
 from spark_elastic.training.trainer import defer_interrupts
-from tests.unit.torch.train.trainees import ROWS, Trainee, X, have_equal_values, train_plain
+from tests.unit.torch.train.trainees import ROWS, TrainedModel, X, have_equal_values, train_plain
 from tests.unit.torch.worlds import run_in_world
 
 NET = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
@@ -34,7 +34,7 @@ def test_r08_a_world_of_any_size_takes_the_step_of_one_process(size: int) -> Non
     """12 ranks for 10 rows: two have none."""
 
     def work(group: Group) -> tuple[nn.Module, str, Any]:
-        trainee = Trainee(NET)
+        trainee = TrainedModel(NET)
         trainee.take(group, divide_rows(group))
         decision = trainee.take(group, divide_rows(group))
         trainee.exchange.close()
@@ -50,7 +50,7 @@ def test_r08_a_world_of_any_size_takes_the_step_of_one_process(size: int) -> Non
 def test_r08_unused_and_frozen_parameters_are_left_alone() -> None:
     """Weight decay moves whatever has a gradient, be it zero."""
 
-    class Forked(nn.Module):
+    class NetWithUnusedLayer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.used, self.unused, self.frozen = (nn.Linear(5, 3).double() for _ in range(3))
@@ -60,10 +60,10 @@ def test_r08_unused_and_frozen_parameters_are_left_alone() -> None:
         def forward(self, x: torch.Tensor) -> Any:
             return self.used(x) + self.tied(x) + self.frozen(x)
 
-    model = Forked()
+    model = NetWithUnusedLayer()
 
     def work(group: Group) -> nn.Module:
-        trainee = Trainee(model)
+        trainee = TrainedModel(model)
         trainee.take(group, divide_rows(group))
         assert trainee.model.unused.weight.grad is None  # type: ignore[union-attr]
         trainee.exchange.close()
@@ -75,7 +75,7 @@ def test_r08_unused_and_frozen_parameters_are_left_alone() -> None:
 
 def test_r09_running_statistics_are_the_same_on_all_ranks() -> None:
     def work(group: Group) -> dict[str, Any]:
-        trainee = Trainee(NORMED, batch_size=ROWS)
+        trainee = TrainedModel(NORMED, batch_size=ROWS)
         trainee.take(group, range(4) if group.rank == 0 else range(4, ROWS))
         trainee.exchange.close()
         return dict(trainee.model.named_buffers())
@@ -92,17 +92,17 @@ def test_r09_dropout_differs_by_rank_and_generators_stay_equal() -> None:
     model = nn.Sequential(nn.Dropout(0.5), nn.Linear(5, 3).double())
 
     def masks(own_rank: int) -> list[torch.Tensor]:
-        class Alone:
+        class WorldOfOne:
             rank, size, fence = own_rank, 1, (1, 1)
 
             def allgather(self, array: Any) -> Any:
                 return array[None]
 
-        trainee = Trainee(model, batch_size=ROWS)
+        trainee = TrainedModel(model, batch_size=ROWS)
         seen: list[torch.Tensor] = []
         trainee.model[0].register_forward_hook(lambda module, given, out: seen.append(out == 0))  # type: ignore[index]
         for _ in range(2):
-            trainee.take(Alone(), range(ROWS))  # type: ignore[arg-type]
+            trainee.take(WorldOfOne(), range(ROWS))  # type: ignore[arg-type]
         trainee.exchange.close()
         return seen
 
@@ -115,7 +115,7 @@ def test_r09_dropout_differs_by_rank_and_generators_stay_equal() -> None:
 
 
 def test_r02_a_rank_writes_its_ledger_before_it_sends_a_bucket() -> None:
-    trainee = Trainee(NET)
+    trainee = TrainedModel(NET)
     seen: list[list[str]] = []
 
     def work(group: Group) -> None:
@@ -131,7 +131,7 @@ def test_r02_a_rank_writes_its_ledger_before_it_sends_a_bucket() -> None:
             trainee.take(Watching(), divide_rows(group))  # type: ignore[arg-type]
             trainee.exchange.close()
         else:
-            other = Trainee(NET)
+            other = TrainedModel(NET)
             other.take(group, divide_rows(group))
             other.exchange.close()
 
@@ -147,7 +147,7 @@ def test_r01_r03_a_step_that_breaks_changes_nothing_and_can_be_taken_again(at: i
     model = nn.Sequential(NORMED, nn.Dropout(0.5), nn.Linear(3, 3).double())
 
     def work(group: Group) -> None:
-        trainee = Trainee(model)
+        trainee = TrainedModel(model)
         trainee.exchange.close()
         trainee.exchange = GradientExchange(trainee.model.named_parameters())  # one bucket
         trainee.taker._exchange = trainee.exchange
@@ -184,7 +184,7 @@ def test_r01_r03_a_step_that_breaks_changes_nothing_and_can_be_taken_again(at: i
         assert "applied" not in trainee.ledger.lines
         trainee.take(group, range(ROWS))
         torch.manual_seed(3)
-        undisturbed = Trainee(model)
+        undisturbed = TrainedModel(model)
         undisturbed.take(group, range(ROWS))
         assert trainee.state.digest() == undisturbed.state.digest()
         trainee.exchange.close()
@@ -195,7 +195,7 @@ def test_r01_r03_a_step_that_breaks_changes_nothing_and_can_be_taken_again(at: i
 
 def test_r03_an_exception_of_the_users_with_buckets_under_way_is_drained() -> None:
     """A hook raises while the first bucket waits for a peer: the next step must not share its memory."""
-    trainees = [Trainee(NET, batch_size=ROWS) for _ in range(2)]
+    trainees = [TrainedModel(NET, batch_size=ROWS) for _ in range(2)]
 
     def break_step(group: Group) -> None:
         if group.rank == 0:
@@ -221,7 +221,7 @@ def _raise(parameter: torch.Tensor) -> None:
 
 def test_r06_ranks_at_different_positions_refuse_to_step() -> None:
     def work(group: Group) -> None:
-        trainee = Trainee(NET)
+        trainee = TrainedModel(NET)
         trainee.state.position = Position(0, Phase.TRAIN, group.rank)
         before = trainee.state.digest()
         with pytest.raises(CollectiveError):

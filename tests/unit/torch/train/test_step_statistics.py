@@ -8,7 +8,7 @@ from torch import nn
 from elastic_collectives import Group
 from spark_elastic.torch import SyncBatchNorm
 from tests.unit.ops.workers import run_in_fake_world, use_context_per_thread
-from tests.unit.torch.train.trainees import ROWS, Trainee, have_equal_values, train_plain
+from tests.unit.torch.train.trainees import ROWS, TrainedModel, have_equal_values, train_plain
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def test_r09_statistics_are_those_of_all_rows_of_the_step(size: int) -> None:
     shares = [range(ROWS)] if size == 1 else [range(4), range(4, 4), range(4, ROWS)]
 
     def work(group: Group) -> tuple[nn.Module, str]:
-        trainee = Trainee(net)
+        trainee = TrainedModel(net)
         for _ in range(2):
             trainee.take(group, shares[group.rank])
         trainee.exchange.close()

@@ -34,7 +34,7 @@ class Curve:
     def reset(self) -> None: ...
 
 
-class Adds(Callback):
+class AddMetric(Callback):
     def on_epoch_end(self, training: Any, logs: Any) -> None:
         logs["gap"] = 1.0
 
@@ -73,7 +73,7 @@ def test_a_misspelled_metric_is_named_with_the_known_ones() -> None:
 
 
 def test_metrics_that_callbacks_may_add_are_checked_at_the_end_of_the_epoch() -> None:
-    check_watched(make_objects("gap", callbacks=(Adds(),)), ["y"], validates=False)
+    check_watched(make_objects("gap", callbacks=(AddMetric(),)), ["y"], validates=False)
     with pytest.raises(
         InvalidInput, match="'gap', which the epoch has not: set its monitor to one of far, loss"
     ):

@@ -41,7 +41,7 @@ class Order(NullLedger):
         self.lines.append("applied")
 
 
-class Trainee:
+class TrainedModel:
     """A state and what takes its steps."""
 
     def __init__(self, model: nn.Module, batch_size: int = 3, loss: Any = None) -> None:
