@@ -191,6 +191,10 @@ class ShardedCommits:
         sent = mine.common if mine is not None and group.rank == source else None
         arrived = broadcast_snapshot(group, source, sent, PickleCodec())
         if arrived is not None:
+            if mine is None:
+                # This rank is about to load a commit of which it holds no shard: if all holders die meanwhile, the next
+                # world must not take that for a beginning.
+                self._held.insert(0, ShardedCommit(chosen.key, arrived, (), {}))
             return arrived
         assert sent is not None
         return sent

@@ -137,7 +137,7 @@ def choose_commit(holdings: Sequence[Holdings]) -> RestorableCommit | None:
 
 
 def find_lost_commit(holdings: Sequence[Holdings]) -> LostCommit | None:
-    """The newest commit that something is left of, where none can be restored; None: nothing was committed yet."""
+    """The newest commit that a rank knows of, where none can be restored; None: nothing was committed yet."""
     holders = _find_holders(holdings)
     newest = max(holders, default=None)
     if newest is None or newest.number == 0:
@@ -150,6 +150,7 @@ def _find_holders(holdings: Sequence[Holdings]) -> dict[CommitKey, dict[int, lis
     holders: dict[CommitKey, dict[int, list[int]]] = {}
     for rank, held in enumerate(holdings):
         for key, shards in held:
+            of_commit = holders.setdefault(key, {})
             for shard in shards:
-                holders.setdefault(key, {}).setdefault(shard, []).append(rank)
+                of_commit.setdefault(shard, []).append(rank)
     return holders

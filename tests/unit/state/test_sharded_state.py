@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from elastic_collectives import CollectiveError
@@ -91,6 +91,9 @@ def test_one_death_at_any_exchange_costs_nothing_but_the_steps_since_the_commit(
     assert all(set(result) <= {float(STEPS)} for result in results)
 
 
+@example(
+    1, [Event(step=1, rank=0, after=28), Event(step=4)]
+)  # all holders die while a newcomer loads their commit
 @given(st.integers(1, 4), st.lists(st.one_of(losses, joins), max_size=4))
 @settings(max_examples=80, deadline=None)
 def test_after_any_deaths_the_state_is_complete_or_the_error_names_the_missing_shards(

@@ -103,8 +103,12 @@ def test_p4_a_newcomer_and_a_resumed_run_continue_metrics() -> None:
     done = run_in_world(2, work)
     far, curve = (2 + 4 + 3) / 6, [[1.0, 1.0], [0.0, 0.0, 0.0]]
     for whole, resumed, after in done:
-        assert whole == resumed == {"far": far, "wrapped_mean": far, "wrapped_curve": curve}
-        assert (after["far"], after["wrapped_mean"]) == (4.0, 4.0)
+        assert (
+            whole
+            == resumed
+            == {"meandistance": far, "wrappingmetric_mean": far, "wrappingmetric_curve": curve}
+        )
+        assert (after["meandistance"], after["wrappingmetric_mean"]) == (4.0, 4.0)
     assert done[0] == done[1]
 
 
@@ -163,9 +167,9 @@ def test_a_metric_collection_counts_as_its_members() -> None:
     methods = dict.fromkeys(("update", "compute", "reset"), print)
     members: Any = SimpleNamespace(items=lambda: [("a", far), ("b", far)], **methods)
     assert list(name_metrics(members)) == ["a", "b"]
-    assert list(name_metrics([members, far])) == ["a", "b", "far"]
+    assert list(name_metrics([members, far])) == ["a", "b", "meandistance"]
     assert list(name_metrics({"m": members, "far": far})) == ["m_a", "m_b", "far"]
-    assert list(name_metrics(far)) == ["far"]
+    assert list(name_metrics(far)) == ["meandistance"]
     with pytest.raises(InvalidInput, match="two metrics have the same name"):
         name_metrics([members, members])
 
