@@ -55,6 +55,15 @@ class Network:
     def heal(self, node: int) -> None:
         _ip("-n", self._bridge, "link", "set", self._port(node), "up")
 
+    def lose_packets(self, node: int, to: int) -> None:
+        """From now on a node's packets to another one arrive nowhere; those of the other direction do."""
+        nobody = ("lladdr", "02:00:00:00:00:99", "nud", "permanent")
+        device = ("dev", f"v{node}")
+        _ip("-n", self._space(node), "neighbour", "replace", self.address(to), *nobody, *device)
+
+    def restore_packets(self, node: int, to: int) -> None:
+        _ip("-n", self._space(node), "neighbour", "del", self.address(to), "dev", f"v{node}")
+
     def isolate(self, node: int) -> None:
         """It reaches nodes that are not isolated, and no others: serverless compute is like that."""
         _ip("-n", self._bridge, "link", "set", self._port(node), "type", "bridge_slave", "isolated", "on")

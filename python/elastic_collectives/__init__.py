@@ -7,6 +7,7 @@ from elastic_collectives.errors import (
     GroupAborted,
     MismatchError,
     PeerLost,
+    RequestTimeout,
 )
 from elastic_collectives.group import Group
 
@@ -19,5 +20,6 @@ __all__ = [
     "GroupAborted",
     "MismatchError",
     "PeerLost",
+    "RequestTimeout",
     "connect",
 ]

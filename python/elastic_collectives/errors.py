@@ -52,6 +52,10 @@ class CollectiveTimeout(CollectiveError):
     """Peers did not come within the group's timeout; `ranks` are those that this rank waited for."""
 
 
+class RequestTimeout(CollectiveTimeout):
+    """Ranks that can be reached did not request a named operation in time."""
+
+
 class MismatchError(CollectiveError):
     """The ranks did not call the same collective with the same sizes."""
 

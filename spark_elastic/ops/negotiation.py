@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
-from elastic_collectives import CollectiveError, CollectiveTimeout, MismatchError
+from elastic_collectives import CollectiveError, MismatchError, RequestTimeout
 
 ALLREDUCE = "allreduce"
 ALLGATHER = "allgather"
@@ -266,7 +266,7 @@ class Negotiation:
             reason = (
                 f"{label!r} waited too long for rank(s) {_format_ranks(missing)}, which did not request it."
             )
-            return Response(label, request, CollectiveTimeout(missing, reason))
+            return Response(label, request, RequestTimeout(missing, reason))
         off = find_mismatch(label, entry.requests)
         if off is not None:
             return Response(label, request, MismatchError(*off))

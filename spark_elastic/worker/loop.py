@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from elastic_collectives import CollectiveError, Endpoint, Group, connect
+from elastic_collectives import CollectiveError, Endpoint, Group, MismatchError, RequestTimeout, connect
 from spark_elastic.clock import Clock
 from spark_elastic.errors import DriverUnreachable, ElasticError, PeersMissing, StaleGeneration
 from spark_elastic.protocol import commands as do
@@ -307,7 +307,9 @@ class WorkerLoop:
         return self._world.fence
 
     def _group_broke(self, fence: Fence, error: Exception) -> on.GroupBroken:
-        suspects = error.ranks if isinstance(error, CollectiveError) else ()
+        # Ranks that request something else, or nothing, have no broken connection.
+        by_program = isinstance(error, MismatchError | RequestTimeout)
+        suspects = error.ranks if isinstance(error, CollectiveError) and not by_program else ()
         return on.GroupBroken(self._clock.now(), fence, tuple(suspects), str(error))
 
     def _abort_group(self, command: do.AbortGroup) -> None:

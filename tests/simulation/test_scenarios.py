@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from spark_elastic.protocol.commands import Outcome
@@ -80,6 +82,51 @@ def test_r13_a_deterministic_failure_ends_the_job_with_its_traceback() -> None:
 def test_r13_one_exception_of_one_worker_does_not_end_the_job() -> None:
     report = simulate(scene(Fault(FaultKind.RAISE, Moment.EXCHANGE, nth=5, target=2)))
     assert report.end.outcome is Outcome.SUCCESS
+
+
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_r13_of_two_hosts_with_a_dead_link_one_is_left_out(hosts: int) -> None:
+    for seed in SEEDS:
+        dead = Fault(
+            FaultKind.DEAD_LINK,
+            Moment.EXCHANGE,
+            nth=9,
+            target=seed % hosts,
+            share=Share.TWO,
+            duration=math.inf,
+        )
+        report = simulate(
+            scene(dead, seed=seed, hosts=hosts, steps=60, num_workers=hosts, driver_timeout=10.0)
+        )
+        assert report.end.outcome is Outcome.SUCCESS, report.event_log
+        assert report.worlds[-1].size == hosts - 1, report.event_log
+        assert "could not reach each other" in report.event_log
+        assert report.seconds < 40.0, report.event_log
+
+
+def test_r13_a_host_that_reaches_none_of_the_others_is_the_one_left_out() -> None:
+    for seed in SEEDS:
+        dead = Fault(
+            FaultKind.DEAD_LINK, Moment.EXCHANGE, nth=9, target=seed % 4, share=Share.ALL, duration=math.inf
+        )
+        report = simulate(scene(dead, seed=seed, steps=60, driver_timeout=10.0))
+        assert report.end.outcome is Outcome.SUCCESS, report.event_log
+        assert report.worlds[-1].size == 3, report.event_log
+
+
+def test_r13_a_dead_link_that_comes_back_costs_no_worker() -> None:
+    for seed in SEEDS:
+        dead = Fault(FaultKind.DEAD_LINK, Moment.EXCHANGE, nth=9, target=1, share=Share.TWO, duration=6.0)
+        report = simulate(scene(dead, seed=seed, driver_timeout=10.0))
+        assert report.end.outcome is Outcome.SUCCESS, report.event_log
+        assert {world.size for world in report.worlds} == {4}, report.event_log
+
+
+def test_r13_a_dead_link_ends_a_job_that_needs_both_hosts() -> None:
+    dead = Fault(FaultKind.DEAD_LINK, Moment.EXCHANGE, nth=9, target=1, share=Share.TWO, duration=math.inf)
+    report = simulate(scene(dead, min_workers=4, driver_timeout=10.0))
+    assert report.end.outcome is Outcome.USER_ERROR
+    assert "could not continue, which saw" in report.end.reason
 
 
 def test_r14_a_second_attempt_is_an_extra_slot() -> None:

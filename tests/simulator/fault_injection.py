@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -74,6 +75,8 @@ class FaultInjection:
                     self.sim.start_second_attempt(worker.slot)
             case FaultKind.UNDISCOVER:
                 self._hide_from_discovery(_choose(self._list_living(), fault), fault.duration)
+            case FaultKind.DEAD_LINK:
+                self._break_link(_choose(self._list_living(), fault), fault.duration)
             case FaultKind.KILL_DRIVER:
                 self.sim.run.kill_driver(fault.silent)
             case FaultKind.TAKE_OVER:
@@ -180,6 +183,13 @@ class FaultInjection:
         if seconds > DRIVER_TIMEOUT:
             self.sim.schedule(DRIVER_TIMEOUT, lambda: self._time_out_driver(host))
         self.sim.schedule(seconds, lambda: self._heal(host))
+
+    def _break_link(self, hosts: list[SimHost], seconds: float) -> None:
+        """Between the first of these hosts and each of the others."""
+        links = {frozenset((hosts[0].name, host.name)) for host in hosts[1:]}
+        self.sim.dead_links |= links
+        if seconds < math.inf:
+            self.sim.schedule(seconds, lambda: self.sim.dead_links.difference_update(links))
 
     def _partition_and_replace(self, host: SimHost, seconds: float) -> None:
         """As `_cut`, but no connection breaks, and Spark gives up the executor, whose processes keep running."""

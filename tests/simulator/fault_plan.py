@@ -29,6 +29,7 @@ class FaultKind(Enum):
     KILL_DRIVER = "the driver dies, and another opens the run"
     TAKE_OVER = "another driver opens the run of one that lives"
     CORRUPT_CHECKPOINT = "the newest checkpoint is damaged in the store"
+    DEAD_LINK = "one host's packets to another one are lost; both reach all others and the driver"
 
 
 class Moment(Enum):
@@ -150,8 +151,22 @@ def random_plan(seed: int) -> FaultPlan:
         retries=rng.random() < 0.3,
         duplicates=rng.choice((0.0, 0.02, 0.2)),
     )
+    links = random.Random(f"links {seed}")
+    if links.random() < DEAD_LINK_SHARE:
+        plan = replace(plan, faults=(*plan.faults, _draw_dead_link(links)))
     durable = random.Random(f"durable {seed}")
     return _with_checkpoints(durable, plan) if durable.random() < DURABLE_SHARE else plan
+
+
+def _draw_dead_link(rng: random.Random) -> Fault:
+    return Fault(
+        FaultKind.DEAD_LINK,
+        moment=rng.choice(MOMENTS[1:]),
+        nth=rng.choice((1, 2, 3, 5)),
+        target=rng.randrange(64),
+        share=rng.choice((Share.TWO, Share.TWO, Share.ALL)),
+        duration=rng.choice((0.8, 4.0, 12.0, 90.0)),
+    )
 
 
 def _with_checkpoints(rng: random.Random, plan: FaultPlan) -> FaultPlan:
@@ -178,6 +193,7 @@ def _draw_durable_fault(rng: random.Random) -> Fault:
 
 DRIVER_TIMEOUT = 10.0  # R12 (driver silence): seconds after which a worker ends itself
 DURABLE_SHARE = 0.3  # of the random plans
+DEAD_LINK_SHARE = 0.1  # of the random plans
 DURABLE_MOMENTS = (Moment.WRITING, Moment.WRITTEN, Moment.PUBLISHED)
 MOMENTS = tuple(moment for moment in Moment if moment not in DURABLE_MOMENTS)
 DURABLE_KINDS = (

@@ -136,7 +136,16 @@ class SimGroup:
             self._count[what] += 1
 
     def _is_complete(self, what: Activity) -> bool:
+        if what is not Activity.FORMING and self._find_dead_links():  # connections open at first use
+            return False
         return len(self.inside) == self.world.size == self._count[what]
+
+    def _find_dead_links(self) -> set[frozenset[str]]:
+        """Those between hosts of members."""
+        if not self.sim.dead_links:
+            return set()
+        hosts = {member.host for member in self.world.members}
+        return {link for link in self.sim.dead_links if link <= hosts}
 
     def _complete(self, what: Activity, finish: Callable[[SimWorker], None], slowest: float = 0.005) -> None:
         """All members are there: each gets the result at its own time, unless its end breaks before."""
@@ -154,6 +163,13 @@ class SimGroup:
     def _time_out(self, worker: SimWorker, what: Activity, epoch: int) -> None:
         if self.activity.get(worker.name) is what and self.epoch == epoch:
             late = tuple(m.rank for m in self.world.members if self.activity.get(m.worker) is not what)
+            links = self._find_dead_links()
+            if links:
+                here = worker.slot.host.name
+                behind = {host for link in links if here in link for host in link if host != here}
+                late = tuple(m.rank for m in self.world.members if m.host in behind)
+                if not late:
+                    return  # it hears from all its peers: those at the link know the cause
             self.broken.setdefault(worker.name, "timeout")
             self._break(worker, late, f"ranks {late} did not come within {COLLECTIVE_TIMEOUT} s")
 
@@ -213,7 +229,7 @@ class SimGroup:
             raise Violation(f"{worker.name} contributes to {position}, others to {self.position}")
         self.arrived[worker.name] = worker.version
         self.sim.moment(Moment.EXCHANGE)
-        if len(self.arrived) == self.world.size:
+        if len(self.arrived) == self.world.size and not self._find_dead_links():
             newest = max(self.arrived.values())
             self.arrived = {}
             self._complete(Activity.EXCHANGE, partial(self._finish_exchange, newest=newest), slowest=0.02)

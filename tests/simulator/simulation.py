@@ -160,6 +160,7 @@ class Simulation:
         self._count = 0
         self.silent = False  # deaths that happen now break no connection
         self.hosts: list[SimHost] = []
+        self.dead_links: set[frozenset[str]] = set()  # pairs of hosts whose workers cannot exchange anything
         self.slots: dict[SlotId, SimSlot] = {}
         self.released: dict[str, str] = {}
         self._waiting_launches: deque[tuple[SimServer, int]] = deque()  # that wait for room

@@ -1,4 +1,5 @@
-"""Slots and hosts that are not used for a while after failures: cooldowns that grow with each failure.
+"""Slots and hosts that are not used for a while after failures, and machines that cannot reach each other, which are
+not in one world for a while: cooldowns that grow with each failure.
 
 Values and arithmetic only; the machine says what counts as a failure. A worker on a blacklisted host that is a member
 of a world stays in it: a host that works is not disturbed, it only gets no new workers.
@@ -7,6 +8,7 @@ of a world stays in it: a host that works is not disturbed, it only gets no new 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -15,6 +17,7 @@ from spark_elastic.protocol.types import HostId, Limits, SlotId
 
 JITTER = 0.25  # share of a delay, so that hosts that failed together do not come back together
 MAX_DOUBLINGS = 60
+LONGEST_LINK_COOLDOWN = 3600.0  # seconds; each new try costs the job a `collective_timeout`
 
 
 @dataclass(frozen=True)
@@ -42,11 +45,12 @@ def delay(name: str, failures: int, lower: float, upper: float) -> float:
 class Blacklist:
     slots: Cooldowns = field(default_factory=Table)
     hosts: Cooldowns = field(default_factory=Table)
+    links: Table[frozenset[str], Cooldown] = field(default_factory=Table)  # by the two machines at the ends
     # By host, which of its slots failed and when (the newest failure of each).
     failed: Table[HostId, tuple[tuple[SlotId, float], ...]] = field(default_factory=Table)
 
     def __bool__(self) -> bool:
-        return bool(self.slots) or bool(self.hosts)
+        return bool(self.slots) or bool(self.hosts) or bool(self.links)
 
     def record_failure(self, slot: SlotId, host: HostId, slots: int, now: float, limits: Limits) -> Blacklist:
         """A worker of `slot` failed. The slot cools down; its host as a whole once more than one of its slots failed
@@ -70,6 +74,18 @@ class Blacklist:
     def record_success(self, slot: SlotId, host: HostId) -> Blacklist:
         """A worker of the slot takes part in a world, which proves slot and host."""
         return replace(self, slots=_with_success(self.slots, slot), hosts=_with_success(self.hosts, host))
+
+    def record_dead_link(self, machines: frozenset[str], now: float, limits: Limits) -> Blacklist:
+        """Workers on these two machines could not reach each other."""
+        failures = self.links[machines].failures + 1 if machines in self.links else 1
+        name = "-".join(sorted(machines))
+        until = now + delay(name, failures, limits.driver_timeout, LONGEST_LINK_COOLDOWN)
+        return replace(self, links=self.links.put(machines, Cooldown(failures, now, until)))
+
+    def find_unreachable(self, machines: Collection[str], now: float) -> set[str]:
+        """The machines that cannot be in one world with all of these."""
+        dead = [link for link, cooldown in self.links.items() if now < cooldown.until]
+        return {end for link in dead for end in link if not link.isdisjoint(machines) and end not in machines}
 
     def forget_slot(self, slot: SlotId) -> Blacklist:
         """The slot is gone and its name is never used again; its host's failures stay."""

@@ -151,11 +151,13 @@ def mark_seen(tx: Transition, worker: WorkerRecord) -> WorkerRecord:
     return tx.state.workers.mark_seen(worker, tx.now)
 
 
-def suspect(tx: Transition, suspects: tuple[WorkerId, ...]) -> None:
-    """Note workers that peers saw break. That alone evicts no worker."""
+def suspect(tx: Transition, witness: WorkerId, suspects: tuple[WorkerId, ...]) -> None:
+    """Note workers that a peer saw break. That alone evicts no worker."""
     current = tx.state.current
     world = current.world
-    current.suspected |= {name for name in suspects if world is not None and world.member(name) is not None}
+    seen = [name for name in suspects if world is not None and world.member(name) is not None]
+    current.suspected |= set(seen)
+    current.broken_links += tuple(frozenset((witness, name)) for name in seen if name != witness)
     for name in suspects:
         _check_connection(tx, name)
 

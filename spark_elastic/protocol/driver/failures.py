@@ -7,11 +7,13 @@ against `failure_budget`, within a sliding window. Losses with an external cause
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from itertools import chain
 
 from spark_elastic.protocol.commands import Outcome
+from spark_elastic.protocol.driver.failure_detector import evict_externally_lost
 from spark_elastic.protocol.driver.slots import PARKING_LIMIT, give_back
-from spark_elastic.protocol.driver.state import DriverState, Failure, Stage, Transition
+from spark_elastic.protocol.driver.state import DriverState, Failure, Stage, Transition, WorkerRecord
 from spark_elastic.protocol.messages import WorkerExited
 from spark_elastic.protocol.types import (
     DRIVER_SILENT_EXIT_CODE,
@@ -253,15 +255,18 @@ def check_progress(tx: Transition, chosen: Collection[WorkerId], position: Posit
         or not same
         or (world.position or START) != (position or START)
     ):
-        history.no_progress = 0
+        history.no_progress, history.broken_links = 0, ()
         return ""
     history.no_progress += 1
+    history.broken_links += current.broken_links
     if history.no_progress == 1:
         history.no_progress_since = tx.now
-    if (
+    another_try = (
         history.no_progress <= MAX_NO_PROGRESS
         or tx.now - history.no_progress_since < state.limits.driver_timeout
-    ):
+    )
+    known = state.blacklist.links.keys() & set(_find_machines(tx, current.broken_links))
+    if another_try and not known:
         return ""
     how = "since one did not come back in time" if lost else "although no worker was lost"
     reason = current.break_reason
@@ -272,6 +277,47 @@ def check_progress(tx: Transition, chosen: Collection[WorkerId], position: Posit
         f"{history.no_progress} worlds in a row, up to world {state.generation}, broke at "
         f"{resume_point(state, position)} {how}, and another would too: {'; '.join(reasons)}"
     )
+
+
+def leave_out(tx: Transition, chosen: Sequence[WorkerRecord], position: Position | None) -> bool:
+    """Evict one of two members that could not reach each other in the worlds without progress.
+
+    False where that is no remedy: a member worked or did not come while others waited for it, none blames one on
+    another machine, too few would be left, or another one was left out at this position before.
+    """
+    state, history, current = tx.state, tx.state.failures, tx.state.current
+    links = Counter(_find_machines(tx, history.broken_links))
+    if not links or current.stalled or current.late or len(chosen) <= state.limits.min_workers:
+        return False
+    # Peers that only heard of it blame one of the two as well, so that one's other links count no more often.
+    known = state.blacklist.links
+    dead = max(links, key=lambda link: (link in known, links[link], *sorted(link)))
+    if history.left_out_at == (position or START) and dead not in known:
+        return False
+    blamed = Counter(chain(*history.broken_links))
+    # Of two that are blamed equally, the later rank; never the only one with the newest state.
+    newest = [worker for worker in chosen if worker.position == position]
+    ends = [w for w in chosen if state.slots[w.slot].machine in dead and newest != [w]]
+    left_out = max(ends, key=lambda worker: (blamed[worker.worker], worker.rank or 0))
+    worlds = "a world" if history.no_progress == 1 else f"{history.no_progress} worlds in a row"
+    reason = (
+        f"machines {' and '.join(sorted(dead))} could not reach each other, in {worlds} at "
+        f"{resume_point(state, position)}: {current.break_reason}"
+    )
+    title = tx.describe(left_out)
+    history.left_out_at = position or START
+    state.blacklist = state.blacklist.record_dead_link(dead, tx.now, state.limits)
+    evict_externally_lost(tx, left_out, reason, kill=True)
+    current.break_reason = f"{title} is left out: {reason}"
+    return True
+
+
+def _find_machines(tx: Transition, links: Iterable[frozenset[WorkerId]]) -> list[frozenset[str]]:
+    """The two machines of each link that has them, and whose ends are alive."""
+    workers, slots = tx.state.workers, tx.state.slots
+    alive = (link for link in links if all(name in workers for name in link))
+    machines = [frozenset(slots[workers[name].slot].machine for name in link) for link in alive]
+    return [pair for pair in machines if len(pair) > 1]
 
 
 # ---- sentences

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from spark_elastic.protocol.commands import AnnounceChange, NotifyUser, Outcome, PublishWorld, StopWorker
 from spark_elastic.protocol.driver.failure_detector import break_world, evict, remove
-from spark_elastic.protocol.driver.failures import check_progress, resume_point
+from spark_elastic.protocol.driver.failures import check_progress, leave_out, resume_point
 from spark_elastic.protocol.driver.slots import (
     admit_excluded,
     find_blacklisted_hosts,
@@ -55,6 +55,9 @@ LAST_STOP_TIMEOUT = (
 # Seconds to build a world, to come to a planned stop, or to report a result after rank 0's.
 SHORT_TIMEOUT = 30.0
 LAST_STATE_FACTOR = 10  # times regroup_timeout, while only a member that has not come back has a state
+# Seconds from one world to the next for each world in a row without progress, and at most: peers that refuse
+# connections break worlds within milliseconds.
+PAUSE, LONGEST_PAUSE = 0.5, 5.0
 
 # ---- what is due
 
@@ -237,6 +240,8 @@ def _regroup(tx: Transition) -> None:
     most = len(state.workers) - state.workers.starting
     if most < state.limits.min_workers and not _has_enough(tx, most):
         return
+    if tx.now - state.timers.published_at < min(LONGEST_PAUSE, PAUSE * state.failures.no_progress):
+        return
     chosen = choose_members(tx.survivors(), tx.newcomers(), state.limits)
     if _has_enough(tx, len(chosen)) and not _waits_for_failed_rank(tx, len(chosen)):
         _publish(tx, chosen)
@@ -416,7 +421,10 @@ def _publish(tx: Transition, chosen: list[WorkerRecord]) -> None:
     position = None if source is None else chosen[source].position
     no_progress = check_progress(tx, names, position)
     if no_progress:
-        tx.end(Outcome.USER_ERROR, no_progress)
+        if leave_out(tx, chosen, position):
+            _regroup(tx)
+        else:
+            tx.end(Outcome.USER_ERROR, no_progress)
         return
     current.generation += 1
     reason = _explain_world(tx, chosen, leaving, position)

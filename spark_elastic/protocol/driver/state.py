@@ -476,6 +476,8 @@ class FailureHistory(Part):
     externally_lost: Table[WorkerId, int] = field(default_factory=Table)
     no_progress: int = 0  # how many worlds in a row broke, lost no member and came no further
     no_progress_since: float = 0.0
+    broken_links: tuple[frozenset[WorkerId], ...] = ()  # in these worlds
+    left_out_at: Position | None = None  # where a member at a dead link was left out last
 
     @property
     def generations_with_losses(self) -> frozenset[int]:
@@ -523,6 +525,9 @@ class CurrentWorld(Part):
     break_reason: str = ""  # why the world broke, "" if it did not
     only_seen: bool = False  # that is what a survivor saw; who was lost, and how, is not known yet
     suspected: frozenset[WorkerId] = frozenset()  # members that peers saw break
+    broken_links: tuple[
+        frozenset[WorkerId], ...
+    ] = ()  # two members each, one of which saw the other one break
     late: frozenset[WorkerId] = frozenset()  # members evicted because they did not come to the regroup
     stalled: Table[WorkerId, str] = field(default_factory=Table)  # members that kept others waiting, and how
     results: Table[WorkerId, str] = field(default_factory=Table)
@@ -533,6 +538,7 @@ class CurrentWorld(Part):
         self.announced = self.end_announced = self.only_seen = False
         self.break_reason = ""
         self.suspected = self.late = frozenset()
+        self.broken_links = ()
         self.stalled, self.results = Table(), Table()
 
     def add_stall(self, worker: WorkerId, text: str) -> None:
@@ -660,7 +666,15 @@ class Transition:
         state = self.state
         excluded = state.slots.excluded
         found = [state.workers[worker] for worker in state.workers.waiting]
-        usable = (w for w in found if not w.draining and w.slot not in excluded and not self._cools_down(w))
+        cut_off = self._find_cut_off()
+        usable = (
+            w
+            for w in found
+            if not w.draining
+            and w.slot not in excluded
+            and not self._cools_down(w)
+            and not (cut_off and state.slots[w.slot].machine in cut_off)
+        )
         return sorted(usable, key=lambda worker: (worker.extra, worker.arrival))
 
     def count_newcomers(self) -> int:
@@ -678,6 +692,14 @@ class Transition:
     def _cools_down(self, worker: WorkerRecord) -> bool:
         blacklist = self.state.blacklist
         return bool(blacklist) and blacklist.slot_until(worker.slot, worker.host, self.now) is not None
+
+    def _find_cut_off(self) -> set[str]:
+        """The machines that cannot reach those of all members."""
+        slots, blacklist = self.state.slots, self.state.blacklist
+        if not blacklist.links:
+            return set()
+        members = {slots[worker.slot].machine for worker in self._members()}
+        return blacklist.find_unreachable(members, self.now)
 
     def _members(self) -> Iterator[WorkerRecord]:
         world = self.state.world

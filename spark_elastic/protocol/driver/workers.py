@@ -86,7 +86,7 @@ def _leave_world(tx: Transition, worker: WorkerRecord, event: JoinWorld) -> None
         saw = f", which saw {', '.join(event.suspects)} break" if event.suspects else ""
         reason = f"{tx.describe(worker)} could not continue{saw}: {event.reason or 'its group broke'}"
         break_world(tx, reason, only_seen=True)
-        suspect(tx, event.suspects)
+        suspect(tx, event.worker, event.suspects)
 
 
 def _mark_left(tx: Transition, worker: WorkerRecord, position: Position | None, status: WorkerStatus) -> None:

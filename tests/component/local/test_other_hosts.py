@@ -150,6 +150,29 @@ def test_a_job_over_three_hosts_shows_no_secret_and_ends_with_its_driver(hosts: 
         until(lambda: not pythons(hosts, 0, 1, 2))
 
 
+def test_r13_of_two_hosts_with_a_link_that_is_dead_in_one_direction_one_is_left_out(hosts: Hosts) -> None:
+    options = (
+        "-H",
+        "h0:1,h1:1,h2:1",
+        "-np",
+        "3",
+        "--min-np",
+        "1",
+        "--gloo-timeout-seconds",
+        "2",
+        "--verbose",
+    )
+    with run_job(hosts, *options, SPARK_ELASTIC_DRIVER_TIMEOUT="8") as job:
+        job.await_lines(*(f"sum 6 of 3 on h{node} mark {MARK}" for node in (0, 1, 2)))
+        hosts.lose_packets(1, 2)
+        try:
+            until(lambda: "sum 3 of 2 on h0" in job.output())
+            assert "machines h1 and h2 could not reach each other" in job.output() + job.errors()
+            assert job.stop() == 0, job.errors()
+        finally:
+            hosts.restore_packets(1, 2)
+
+
 def test_a_job_continues_while_hosts_refuse_join_disconnect_and_die(hosts: Hosts) -> None:
     listing, script = hosts.file(0, f"{TMP}/hosts"), hosts.file(0, f"{TMP}/find.sh")
     listing.write_text("h0:1\nh1:1\nh3:1\n")

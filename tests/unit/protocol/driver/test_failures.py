@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import End, Outcome
+from spark_elastic.protocol.commands import AnnounceChange, End, Outcome
 from spark_elastic.protocol.driver.failures import format_position
 from spark_elastic.protocol.messages import CheckpointWritten, WorkerExited, WorkerFailed, WorkerStarted
 from spark_elastic.protocol.types import Checkpoint, SlotId
@@ -385,4 +385,59 @@ def test_r13_newcomers_that_crash_do_not_stop_those_who_train() -> None:
         for job in (2, 3):
             _crash(bench, name(job, started))
             bench.on(WorkerStarted(SlotId(f"{job}-0"), name(job, started + 1)))
+    assert not bench.find_commands(End)
+
+
+def _lose_link(bench: Bench, step: int = 3) -> None:
+    """The second member hears nothing of the first one, and both come back."""
+    bench.wait(BORNE, heartbeats_of=[1, 2, 3])
+    fence, (first, second) = bench.fence, bench.members()[:2]
+    bench.join(second, fence, at(step), suspects=(first,), reason="receive timed out")
+    for worker in bench.members():
+        if worker != second:
+            bench.join(worker, fence, at(step))
+
+
+def test_r13_a_member_that_cannot_reach_another_one_is_left_out_and_returns_later() -> None:
+    bench = Bench()
+    bench.start(1, 2, 3)
+    _lose_link(bench)
+    bench.form()
+    for _ in range(2):
+        _lose_link(bench)
+        bench.form()
+    assert len(bench.members()) == 3
+    _lose_link(bench)
+    assert bench.members() == [name(1), name(3)]
+    assert "machines h1 and h2 could not reach each other, in 3 worlds in a row" in bench.world.reason
+    bench.form()
+    bench.on(WorkerStarted(SlotId("2-0"), name(2, 2)))
+    bench.join(name(2, 2))
+    bench.wait(BORNE / 2, heartbeats_of=[1, 2, 3])
+    assert not bench.find_commands(AnnounceChange)
+    bench.wait(BORNE, heartbeats_of=[1, 2, 3])
+    assert bench.find_commands(AnnounceChange)
+
+
+@pytest.mark.parametrize("cause", ["work", "min_workers", "again"])
+def test_r13_worlds_without_progress_end_the_job_where_leaving_one_out_is_no_remedy(cause: str) -> None:
+    bench = Bench(replace(FOUR, min_workers=3) if cause == "min_workers" else FOUR)
+    bench.start(1, 2, 3)
+    tries = 7 if cause == "again" else 4
+    for _ in range(tries):
+        if cause == "work":
+            bench.on(on.WorkerStalled(0, name(1), bench.fence, "rank 0 has kept others waiting"))
+        _lose_link(bench)
+        if not bench.find_commands(End):
+            bench.form()
+    assert bench.end.outcome is Outcome.USER_ERROR
+    assert len(bench.members()) == (2 if cause == "again" else 3)
+
+
+def test_worlds_that_break_at_once_follow_one_another_more_and_more_slowly() -> None:
+    bench = Bench()
+    bench.start(1, 2)
+    for _ in range(100):
+        _break_in_vain(bench, 0, seconds=0.1)
+    assert 4 < bench.fence.generation < 8
     assert not bench.find_commands(End)
