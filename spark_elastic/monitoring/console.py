@@ -18,6 +18,7 @@ from typing import IO, Any
 
 from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.monitoring.listener import JobListener, Metrics
+from spark_elastic.monitoring.log_forwarding import format_as_spark
 from spark_elastic.monitoring.report import Throughput
 
 log = logging.getLogger("spark_elastic")
@@ -68,7 +69,7 @@ class LineRateLimiter:
 
 
 class ProgressListener(JobListener):
-    """Shows the progress of an estimator's fit: one live line, or plain lines now and then.
+    """Shows the progress of an estimator's fit: one live line, or now and then a line in the form of Spark's log.
 
     Args:
         epochs: of the whole run.
@@ -92,7 +93,7 @@ class ProgressListener(JobListener):
     ) -> None:
         self._epochs = epochs
         self._stream = sys.stderr if stream is None else stream
-        self._live = _supports_live_line(self._stream) if live is None else live
+        self._live = supports_live_line(self._stream) if live is None else live
         self._callback = callback
         self._clock = clock or SystemClock()
         self._quiet = quiet
@@ -112,7 +113,7 @@ class ProgressListener(JobListener):
                 self._write(f"[{who}] {shown}")
 
     def on_message(self, text: str) -> None:
-        self._write(text)
+        self._write(text if self._live else format_as_spark(self._clock.wall(), logging.INFO, text))
 
     def on_progress(self, metrics: Metrics) -> None:
         if self._callback is not None:
@@ -179,8 +180,7 @@ class ProgressListener(JobListener):
             return
         self._last_line = (now, epoch)
         position = f"epoch {epoch + 1}/{self._epochs} step {metrics['step']}/{metrics['steps']}"
-        self._stream.write(f"{position} {format_metrics(metrics, self._throughput)}\n")
-        self._stream.flush()
+        self.on_message(f"{position} {format_metrics(metrics, self._throughput)}")
 
 
 class OutputListener(JobListener):
@@ -191,6 +191,7 @@ class OutputListener(JobListener):
         show_messages: show messages and reported metrics.
         show_output: show what workers print.
         limiter: of workers' lines; None for no limit.
+        as_spark: messages and metrics have the form of Spark's log.
     """
 
     def __init__(
@@ -201,8 +202,10 @@ class OutputListener(JobListener):
         show_messages: bool,
         show_output: bool,
         limiter: LineRateLimiter | None = None,
+        as_spark: bool = False,
     ) -> None:
         self._stream = stream
+        self._as_spark = as_spark and not timestamps
         self._clock = clock
         self._timestamps = timestamps
         self._show_messages = show_messages
@@ -225,7 +228,7 @@ class OutputListener(JobListener):
     def on_message(self, text: str) -> None:
         if self._show_messages:
             with self._lock:
-                self._write(text)
+                self._write_own(text)
 
     def on_progress(self, metrics: Metrics) -> None:
         """Shows what the program reports; mere commits are not shown."""
@@ -248,7 +251,11 @@ class OutputListener(JobListener):
         metrics, self._pending = self._pending, None
         if metrics is not None:
             step = f"step {metrics['step']} " if "step" in metrics else ""
-            self._write(f"{step}{format_metrics(metrics, Throughput())}")
+            self._write_own(f"{step}{format_metrics(metrics, Throughput())}")
+
+    def _write_own(self, text: str) -> None:
+        """What no worker printed."""
+        self._write(format_as_spark(self._clock.wall(), logging.INFO, text) if self._as_spark else text)
 
     def _write(self, text: str) -> None:
         if self._stream_closed:
@@ -288,7 +295,7 @@ def _format_rank(rank: int | None) -> str:
     return "-" if rank is None else str(rank)
 
 
-def _supports_live_line(stream: IO[str]) -> bool:
+def supports_live_line(stream: IO[str]) -> bool:
     """Whether the stream is a terminal, or this process a notebook's."""
     return "ipykernel" in sys.modules or stream.isatty()
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 import queue
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from logging.handlers import QueueHandler, QueueListener
 from types import TracebackType
 from typing import IO
@@ -27,6 +29,12 @@ JOB_LOGGERS = (
     "asyncio",
     "py4j",
 )  # a job's threads log to them and to loggers below them
+
+
+def format_as_spark(wall: float, level: int, text: str) -> str:
+    """A line in the form of Spark's own log."""
+    name = {logging.WARNING: "WARN"}.get(level, logging.getLevelName(level))
+    return f"{datetime.fromtimestamp(wall):%y/%m/%d %H:%M:%S} {name} spark_elastic: {text}"
 
 
 @dataclass(frozen=True)
@@ -105,9 +113,10 @@ def emit_forwarded(entry: LogEntry) -> None:
 def isolate_log_handlers() -> Iterator[None]:
     """Let a separate thread call the handlers of everything that a job's threads log.
 
-    So a handler that blocks or fails holds up neither the driver nor its server.
+    So a handler that blocks or fails holds up neither the driver nor its server. Where nobody has configured logging,
+    warnings go to standard error in the form of Spark's log, which then is around them.
     """
-    with _LogQueue(lambda record: logging.getLogger(record.name).callHandlers(record)) as records:
+    with _LogQueue(_call_handlers) as records:
         diversion = _Diversion(records)
         names = [name for name in list(logging.root.manager.loggerDict) if name.split(".")[0] in JOB_LOGGERS]
         loggers = [logging.getLogger(name) for name in names]
@@ -118,6 +127,15 @@ def isolate_log_handlers() -> Iterator[None]:
         finally:
             for logger in loggers:
                 logger.removeFilter(diversion)
+
+
+def _call_handlers(record: logging.LogRecord) -> None:
+    logger = logging.getLogger(record.name)
+    if logger.hasHandlers():
+        logger.callHandlers(record)
+    elif record.levelno >= logging.WARNING:
+        text = logging.Formatter().format(record)
+        sys.stderr.write(format_as_spark(record.created, record.levelno, text) + "\n")
 
 
 class _Enqueuer(QueueHandler):

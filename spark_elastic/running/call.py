@@ -24,7 +24,7 @@ from spark_elastic.data.store import Store
 from spark_elastic.driver.ports import Discovery, Launcher
 from spark_elastic.errors import InvalidInput
 from spark_elastic.launch.job import DriverOptions, LaunchResult, make_limits, supervise
-from spark_elastic.monitoring.console import LineRateLimiter, OutputListener
+from spark_elastic.monitoring.console import LineRateLimiter, OutputListener, supports_live_line
 from spark_elastic.monitoring.listener import close_within_deadline
 from spark_elastic.monitoring.log_forwarding import log_to_listener
 from spark_elastic.monitoring.report import JobReport
@@ -145,7 +145,7 @@ class Call:
         job = JobSpec(self.program, limits, name, self.preload)
         what = "the function or its arguments"
         run_id, store = self.options.run_id, self.open_store()
-        with self.open_output() as listener:
+        with self.open_output(as_spark=True) as listener:
             platform.preflight(self.program.pickled_call, store, job.needs, limits.num_workers, what)
             if run_id is None or store is None:
                 return decode_results(platform.launch(job, listener))
@@ -189,16 +189,22 @@ class Call:
         return dataclasses.replace(make_limits(self.options.config, number, least, most), all_results=True)
 
     @contextmanager
-    def open_output(self) -> Iterator[OutputListener]:
-        """The listener of the job that runs inside the block: it prints what happens."""
+    def open_output(self, as_spark: bool = False) -> Iterator[OutputListener]:
+        """The listener of the job that runs inside the block: it prints what happens.
+
+        Args:
+            as_spark: where nobody looks on, messages have the form of Spark's log.
+        """
         chosen = self.options
+        stream = sys.stdout if chosen.stdout is None else chosen.stdout
         listener = OutputListener(
-            sys.stdout if chosen.stdout is None else chosen.stdout,
+            stream,
             SystemClock(),
             timestamps=chosen.prefix_output_with_timestamp,
             show_messages=chosen.verbose > 0,
             show_output=chosen.config.show_logs,
             limiter=LineRateLimiter() if chosen.stdout is None else None,
+            as_spark=as_spark and chosen.stdout is None and not supports_live_line(stream),
         )
         with close_within_deadline(listener), log_to_listener(listener.on_message, chosen.verbose > 1):
             yield listener

@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import logging
 import os
+import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -197,3 +200,16 @@ def test_a_fork_of_the_driver_handles_its_own_log() -> None:
         os.close(writer)
     with os.fdopen(reader) as text:
         assert text.read() == "from the child"
+
+
+def test_warnings_of_a_process_without_configured_logging_have_the_form_of_sparks_log() -> None:
+    program = (
+        "import logging\n"
+        "from spark_elastic.monitoring.log_forwarding import isolate_log_handlers\n"
+        "log = logging.getLogger('spark_elastic.driver')\n"
+        "with isolate_log_handlers():\n"
+        "    log.warning('a %s', 'worry')\n"
+        "    log.info('no worry')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert re.fullmatch(r"../../.. ..:..:.. WARN spark_elastic: a worry\n", done.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 from typing import IO
 
@@ -38,6 +39,18 @@ def test_the_output_of_a_worker_is_limited_on_a_screen_and_whole_in_files(
     last = ["[1] 2 lines were dropped"] if limited else []
     assert shown == [*first, "[0] another", "[driver] world 2", *last]
     assert (tmp_path / "rank.1" / "stdout").read_text().splitlines() == lines
+
+
+def test_messages_among_sparks_log_have_its_form_and_workers_lines_stay() -> None:
+    stream, clock = io.StringIO(), FakeClock()
+    shown = OutputListener(
+        stream, clock, timestamps=False, show_messages=True, show_output=True, as_spark=True
+    )
+    shown.on_message("world of 2: started")
+    shown.on_output("", 1, "hello")
+    first, second = stream.getvalue().splitlines()
+    assert re.fullmatch(r"../../.. ..:..:.. INFO spark_elastic: world of 2: started", first)
+    assert second == "[1] hello"
 
 
 class _ClosedPipe(io.StringIO):

@@ -20,13 +20,18 @@ def metrics(step: int, epoch: int = 0) -> Mapping[str, Any]:
     return {"epoch": epoch, "step": step, "steps": 10, "loss": 0.25, "rows": 64 * step, "world": 3}
 
 
+def read_lines(stream: io.StringIO) -> list[str]:
+    """Without what Spark's log has before the text."""
+    return [line.partition("spark_elastic: ")[2] for line in stream.getvalue().splitlines()]
+
+
 def test_plain_progress_lines_come_now_and_then_and_at_each_epochs_end() -> None:
     stream, clock = io.StringIO(), FakeClock()
     progress = ProgressListener(2, stream=stream, clock=clock)
     for step in range(1, 11):
         clock.sleep(PROGRESS_INTERVAL / 4)
         progress.on_progress(metrics(step))
-    assert [line.split(" loss 0.2500 ")[0] for line in stream.getvalue().splitlines()] == [
+    assert [line.split(" loss 0.2500 ")[0] for line in read_lines(stream)] == [
         f"epoch 1/2 step {step}/10" for step in (1, 5, 9, 10)
     ]
 
@@ -36,7 +41,7 @@ def test_the_progress_of_a_new_epoch_is_shown_at_once() -> None:
     progress = ProgressListener(2, stream=stream, clock=FakeClock())
     progress.on_progress(metrics(4))
     progress.on_progress(metrics(1, epoch=1))
-    assert [line.split(" loss")[0] for line in stream.getvalue().splitlines()] == [
+    assert [line.split(" loss")[0] for line in read_lines(stream)] == [
         "epoch 1/2 step 4/10",
         "epoch 2/2 step 1/10",
     ]
@@ -48,7 +53,9 @@ def test_messages_and_output_are_shown_with_their_origin() -> None:
     progress.on_message("world of 2: slot 1-0 was lost")
     progress.on_output("", 1, "hello")
     progress.on_output("", None, "not yet ranked")
-    assert stream.getvalue() == "world of 2: slot 1-0 was lost\n[1] hello\n[-] not yet ranked\n"
+    lines = stream.getvalue().splitlines()
+    assert re.fullmatch(r"../../.. ..:..:.. INFO spark_elastic: world of 2: slot 1-0 was lost", lines[0])
+    assert lines[1:] == ["[1] hello", "[-] not yet ranked"]
 
 
 def test_the_live_line_needs_no_optional_package() -> None:
@@ -128,7 +135,7 @@ def test_progress_goes_to_standard_error_as_plain_lines_by_default(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     ProgressListener(1).on_message("world of 1: start")
-    assert capsys.readouterr().err == "world of 1: start\n"
+    assert capsys.readouterr().err.endswith(" INFO spark_elastic: world of 1: start\n")
     assert not sys.stderr.isatty()
 
 
@@ -138,7 +145,7 @@ def test_throughput_metrics_and_time_left_are_shown_once_known() -> None:
     progress.on_progress({**metrics(2), "rows": 64})
     clock.sleep(PROGRESS_INTERVAL)
     progress.on_progress({**metrics(6), "rows": 64, "auc": 0.75})
-    assert stream.getvalue().splitlines() == [
+    assert read_lines(stream) == [
         "epoch 1/2 step 2/10 loss 0.2500 world 3",
         "epoch 1/2 step 6/10 loss 0.2500 128 rows/s world 3 7 s left auc 0.75",
     ]
