@@ -296,8 +296,10 @@ def _format_rank(rank: int | None) -> str:
 
 
 def supports_live_line(stream: IO[str]) -> bool:
-    """Whether the stream is a terminal, or this process a notebook's."""
-    return "ipykernel" in sys.modules or stream.isatty()
+    """Whether the stream is a terminal, or this process a notebook's kernel; Spark alone imports ipykernel, too."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return hasattr(shell, "kernel") or stream.isatty()
 
 
 def _escape_unencodable(text: str, stream: IO[str]) -> str:

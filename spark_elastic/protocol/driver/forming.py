@@ -338,11 +338,14 @@ def _has_enough(tx: Transition, count: int) -> bool:
     else:
         if not timers.short_announced and tx.now - timers.short_since >= state.limits.gather_timeout:
             timers.short_announced = True
+            starting = state.workers.starting
+            advice = "give the application more cores, or lower min_workers"
+            if count + starting >= state.limits.min_workers:
+                advice = f"{starting} more have started and import what the program needs"
             tx.emit(
                 NotifyUser(
                     f"{count} workers are there and {state.limits.min_workers} are needed (min_workers): the job waits "
-                    f"for up to {state.limits.start_timeout:g} s (start_timeout); give the application more cores, or "
-                    "lower min_workers"
+                    f"for up to {state.limits.start_timeout:g} s (start_timeout); {advice}"
                 )
             )
         _end_if_all_blacklisted(tx, timers.short_since + state.limits.start_timeout)

@@ -100,7 +100,8 @@ def test_a_notebook_without_widgets_shows_no_warning_of_tqdm() -> None:
         "import sys, types, warnings; sys.modules['ipywidgets'] = None\n"
         "from tqdm import TqdmWarning\n"
         "from spark_elastic.monitoring.console import ProgressListener\n"
-        "sys.modules['ipykernel'] = types.ModuleType('ipykernel')\n"
+        "shell = types.SimpleNamespace(kernel=None)\n"
+        "sys.modules['IPython'] = types.SimpleNamespace(get_ipython=lambda: shell)\n"
         "import tqdm.autonotebook as auto; old = auto.tqdm\n"
         "class Loud(old):\n"
         "    def __init__(self, *a, **b):\n"
@@ -137,6 +138,17 @@ def test_progress_goes_to_standard_error_as_plain_lines_by_default(
     ProgressListener(1).on_message("world of 1: start")
     assert capsys.readouterr().err.endswith(" INFO spark_elastic: world of 1: start\n")
     assert not sys.stderr.isatty()
+
+
+def test_a_job_beside_an_imported_ipykernel_has_no_live_line() -> None:
+    """Spark 4 imports it where it is installed, in no notebook."""
+    program = (
+        "import ipykernel, IPython\n"
+        "from spark_elastic.monitoring.console import ProgressListener\n"
+        "ProgressListener(1).on_message('hello')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr.endswith(" INFO spark_elastic: hello\n")
 
 
 def test_throughput_metrics_and_time_left_are_shown_once_known() -> None:

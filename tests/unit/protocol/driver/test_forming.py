@@ -121,6 +121,15 @@ def test_a_start_with_fewer_workers_than_wanted_is_announced() -> None:
     )
 
 
+def test_a_wait_for_workers_that_still_import_asks_for_no_cores() -> None:
+    bench = Bench(replace(FOUR, min_workers=2, gather_timeout=5.0))
+    bench.slot(1)
+    bench.slot(2)
+    bench.wait(6.0, heartbeats_of=[1, 2])
+    (told,) = [each.reason for each in bench.find_commands(NotifyUser)]
+    assert told.endswith("2 more have started and import what the program needs")
+
+
 def test_a_wait_for_min_workers_is_announced_once_and_again_after_the_next_loss() -> None:
     bench = Bench(replace(FOUR, min_workers=2, gather_timeout=5.0))
     bench.wait(12.0)
