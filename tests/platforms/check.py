@@ -23,6 +23,7 @@ import torch
 ROWS, WORKERS, EPOCHS, STEPS = 48, 3, 24, 30
 STEP_SECONDS = 0.25
 TOLERANCE = 1e-9  # between weights in float64
+COMMAND_SECONDS = 600  # of two processes that import torch, on a busy machine
 CONNECT_SECONDS = 900
 
 
@@ -269,7 +270,11 @@ def check_command(folder: Path) -> str:
     )
     command = [Path(sysconfig.get_path("scripts"), "spark-elastic-run"), "-np", "2", "-H", "localhost:2"]
     done = subprocess.run(
-        [*command, sys.executable, script], capture_output=True, text=True, check=False, timeout=120
+        [*command, sys.executable, script],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=COMMAND_SECONDS,
     )
     require(done.stdout.count("sum 2.0") == 2, f"spark-elastic-run said {done.stdout} {done.stderr[-2000:]}")
     return "sum of two ranks"
