@@ -20,7 +20,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from spark_elastic.data.existing_parquet import NO_VALUE, DataFile
+from spark_elastic.data.existing_parquet import NO_VALUE
+from spark_elastic.data.footers import DataFile
 from spark_elastic.data.store import ObjectInfo, Store
 from spark_elastic.errors import InvalidInput
 

@@ -11,10 +11,10 @@ import hashlib
 import json
 import math
 import zlib
-from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,10 @@ import numpy.typing as npt
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError, format_columns
 
-VERSION = 3
+VERSION = 4
+
+
+Int64s = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,82 @@ def pack_deleted(deleted: npt.NDArray[np.bool_]) -> str:
     return f"{len(deleted)}:{base64.b64encode(zlib.compress(np.packbits(deleted).tobytes())).decode()}"
 
 
+@dataclass(frozen=True, eq=False)
+class RowGroups:
+    """Row groups as arrays of RowGroup's fields: there may be a million."""
+
+    NUMBERS: ClassVar = ("file", "index", "rows", "bytes", "first_row", "parent_rows", "part_rows")
+
+    # See RowGroup.
+    file: Int64s
+    index: Int64s
+    rows: Int64s
+    bytes: Int64s
+    first_row: Int64s
+    parent_rows: Int64s
+    part_rows: Int64s
+    # Row group -> `RowGroup.deleted`, where the table has not all rows.
+    deleted: Mapping[int, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, groups: Iterable[RowGroup]) -> RowGroups:
+        """From single row groups."""
+        found = list(groups)
+        numbers: dict[str, Any] = {
+            name: np.array([getattr(each, name) for each in found], np.int64) for name in cls.NUMBERS
+        }
+        return cls(
+            **numbers, deleted={number: each.deleted for number, each in enumerate(found) if each.deleted}
+        )
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> RowGroup:
+        fields: dict[str, Any] = {name: int(getattr(self, name)[number]) for name in self.NUMBERS}
+        return RowGroup(**fields, deleted=self.deleted.get(number, ""))
+
+    def __iter__(self) -> Iterator[RowGroup]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RowGroups):
+            return NotImplemented
+        same = all(np.array_equal(getattr(self, name), getattr(other, name)) for name in self.NUMBERS)
+        return same and self.deleted == other.deleted
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def to_fields(self) -> dict[str, Any]:
+        """For a document: a number where all row groups have it, else a list."""
+        columns = ((name, getattr(self, name)) for name in self.NUMBERS)
+        found = {name: _shorten(values) for name, values in columns}
+        return {
+            **found,
+            "count": len(self),
+            "deleted": {str(key): text for key, text in self.deleted.items()},
+        }
+
+    @classmethod
+    def from_fields(cls, content: Mapping[str, Any]) -> RowGroups:
+        """What `to_fields` made."""
+        count = content["count"]
+        numbers: dict[str, Any] = {name: _lengthen(content[name], count) for name in cls.NUMBERS}
+        return cls(**numbers, deleted={int(key): text for key, text in content["deleted"].items()})
+
+
+def _shorten(values: Int64s) -> Any:
+    found: list[int] = values.tolist()
+    return found[0] if found and found.count(found[0]) == len(found) else found
+
+
+def _lengthen(values: Any, count: int) -> Int64s:
+    found = np.full(count, values, np.int64) if isinstance(values, int) else np.array(values, np.int64)
+    if found.shape != (count,):
+        raise ValueError(f"{len(found)} numbers for {count} row groups")
+    return found
+
+
 @dataclass(frozen=True)
 class FileColumns:
     """What a file's own footer does not say of its columns."""
@@ -114,7 +193,7 @@ class Manifest:
     # Names of Parquet files in the store.
     files: tuple[str, ...]
     # In the order of the table's rows.
-    row_groups: tuple[RowGroup, ...]
+    row_groups: RowGroups
     # Identifies what it was made from.
     fingerprint: str
     # Digest of all values and their places.
@@ -130,7 +209,7 @@ class Manifest:
     @cached_property
     def group_rows(self) -> tuple[int, ...]:
         """Rows of each row group: `DataPlan.row_groups`."""
-        return tuple(group.rows for group in self.row_groups)
+        return tuple(self.row_groups.rows.tolist())
 
     @cached_property
     def hash(self) -> str:
@@ -155,16 +234,24 @@ class Manifest:
     def max_decoded_group_bytes(self, names: Iterable[str] | None = None) -> int:
         """Bytes of the largest row group in memory, of all columns or of those named."""
         columns: Sequence[Column] = self.columns if names is None else [self.column(name) for name in names]
-        row = sum(column.row_bytes for column in columns)
-        # The lengths of bytes and strings are known from the files alone.
-        objects = any(column.dtype == "object" for column in columns)
-        return max((group.rows * row + objects * group.bytes for group in self.row_groups), default=0)
+        return int(decoded_bytes(columns, self.row_groups.rows, self.row_groups.bytes).max(initial=0))
 
     def to_json(self) -> str:
         """The document."""
-        content: dict[str, Any] = {"version": VERSION, **asdict(self), "hash": self.hash}
-        content["columns"] = [_to_fields(column) for column in self.columns]
-        content["row_groups"] = [_to_short_fields(group) for group in self.row_groups]
+        shared = share_equal(self.file_columns)
+        kinds = {id(each): each for each in shared}
+        number = {kind: place for place, kind in enumerate(kinds)}
+        content: dict[str, Any] = {
+            "version": VERSION,
+            "hash": self.hash,
+            "columns": [_to_fields(column) for column in self.columns],
+            "files": self.files,
+            "row_groups": self.row_groups.to_fields(),
+            "fingerprint": self.fingerprint,
+            "content": self.content,
+            "kinds_of_files": [asdict(each) for each in kinds.values()],
+            "file_columns": [number[id(each)] for each in shared],
+        }
         return json.dumps(content, sort_keys=True)
 
     @classmethod
@@ -177,13 +264,14 @@ class Manifest:
                 raise StoreError(
                     f"The manifest has version {version}, this release reads {VERSION}: write it again."
                 )
+            kinds = [FileColumns(**each) for each in content["kinds_of_files"]]
             manifest = cls(
                 tuple(Column(**{**c, "shape": tuple(c["shape"])}) for c in content["columns"]),
                 tuple(content["files"]),
-                tuple(RowGroup(**group) for group in content["row_groups"]),
+                RowGroups.from_fields(content["row_groups"]),
                 content["fingerprint"],
                 content["content"],
-                tuple(FileColumns(**each) for each in content["file_columns"]),
+                tuple(kinds[number] for number in content["file_columns"]),
             )
             expected = content["hash"]
         except (ValueError, TypeError, KeyError) as error:
@@ -210,8 +298,17 @@ def _to_fields(column: Column) -> dict[str, Any]:
     return {name: value for name, value in asdict(column).items() if name != "codec" or value}
 
 
-def _to_short_fields(group: RowGroup) -> dict[str, Any]:
-    """A row group's fields for a document, of which there are many: without those that have their default."""
-    return {
-        each.name: value for each in fields(group) if (value := getattr(group, each.name)) != each.default
-    }
+def decoded_bytes(columns: Iterable[Column], rows: Int64s, encoded: Int64s) -> Int64s:
+    """Bytes of row groups in memory. The lengths of bytes and strings are known from the files alone."""
+    known = list(columns)
+    objects = any(column.dtype == "object" for column in known)
+    return rows * sum(column.row_bytes for column in known) + objects * encoded
+
+
+def share_equal(file_columns: Iterable[FileColumns]) -> tuple[FileColumns, ...]:
+    """The same, where equal ones are one object: there may be 100,000 files."""
+    seen: dict[object, FileColumns] = {}
+    return tuple(
+        seen.setdefault((tuple(each.constants.items()), tuple(each.stored_names.items())), each)
+        for each in file_columns
+    )

@@ -7,11 +7,10 @@ Progress is the step's number alone. `DataPlan` is a value; an `EpochPermutation
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -238,7 +237,12 @@ class DataPlan:
     @cached_property
     def group_offsets(self) -> Int64s:
         """The global number of each row group's first row."""
-        return np.array([*accumulate(self.row_groups, initial=0)][:-1], dtype=np.int64)
+        return np.cumsum(self.group_sizes) - self.group_sizes
+
+    @cached_property
+    def group_sizes(self) -> Int64s:
+        """`row_groups` as an array."""
+        return np.array(self.row_groups, dtype=np.int64)
 
     @cached_property
     def lane_bounds(self) -> list[tuple[int, int]]:
@@ -267,8 +271,8 @@ class EpochPermutation:
         self.epoch = epoch
         count = len(plan.row_groups)
         groups = permutation(count, plan.seed, epoch) if plan.shuffle else np.arange(count)
-        self._groups: list[int] = groups.tolist()
-        self._starts = list(accumulate((plan.row_groups[group] for group in self._groups), initial=0))
+        self._groups: Int64s = groups
+        self._starts = np.concatenate([[0], np.cumsum(plan.group_sizes[groups])])
         self._entered: dict[int, int] = {}  # the row group that each lane is in
         self._permuted: dict[int, Int64s] = {}  # the orders of those
 
@@ -309,10 +313,10 @@ class EpochPermutation:
         width, runs = high - low, []
         begin = at = self.plan.steps * low + first * width  # in the epoch's order
         end = begin + count * width
-        slot = bisect_right(self._starts, at) - 1
+        slot = int(np.searchsorted(self._starts, at, "right")) - 1
         while at < end:
-            past = min(end, self._starts[slot + 1])
-            group, origin = self._groups[slot], self._starts[slot]
+            past = min(end, int(self._starts[slot + 1]))
+            group, origin = int(self._groups[slot]), int(self._starts[slot])
             rows = self._rows_of(lane, group)[at - origin : past - origin]
             if taken != (0, width):  # other ranks take the rows between
                 places = np.arange(at - begin, past - begin) % width

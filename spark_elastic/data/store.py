@@ -140,7 +140,7 @@ def parse_store_url(given: object) -> str:
     return text
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ObjectInfo:
     """An object of a listing."""
 

@@ -10,6 +10,7 @@ import dataclasses
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -23,6 +24,7 @@ from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators.run_record import RunRecord
 from spark_elastic.estimators.validation import FitRequest
+from spark_elastic.spark.dataframes.footers import make_footer_collector
 from spark_elastic.spark.dataframes.materialize import (
     ValidationSplit,
     WriteOptions,
@@ -193,7 +195,7 @@ class FileRows:
         return cls(session, files, names[: len(paths)], names[len(paths) :])
 
     def check(self, request: Request) -> None:
-        """Also reads the files' footers."""
+        """Also reads the files' footers, by a Spark job if there are many."""
         if request.config.validation is not None:
             raise InvalidInput(
                 f"validation splits a table while it is written; {self.call} reads files as they are: give "
@@ -243,10 +245,11 @@ class FileRows:
     def _describe(self, request: Request) -> tuple[Manifest, Manifest | None]:
         """The rows to train on, and those to validate with."""
         columns, transformed = request.config.used_cols, request.objects.transformation is not None
-        rows = describe_parquet(self._files, columns, transformed, names=self._names)
-        if not self._validation_names:
-            return rows, None
-        return rows, describe_parquet(self._files, columns, transformed, names=self._validation_names)
+        describe = partial(
+            describe_parquet, self._files, columns, transformed, collect=make_footer_collector(self.session)
+        )
+        rows = describe(names=self._names)
+        return rows, describe(names=self._validation_names) if self._validation_names else None
 
 
 class SnapshotRows(FileRows):
@@ -296,9 +299,10 @@ class SnapshotRows(FileRows):
     def _describe(self, request: Request) -> tuple[Manifest, Manifest | None]:
         columns, transformed = request.config.used_cols, request.objects.transformation is not None
         described: list[Manifest] = []
+        collect = make_footer_collector(self.session)
         for snapshot, files in zip(self._snapshots, self._parts, strict=True):
             try:
-                described.append(describe_files(self._files, files, columns, transformed))
+                described.append(describe_files(self._files, files, columns, transformed, collect=collect))
             except StoreError as error:
                 raise StoreError(
                     f"A file of {snapshot.name} cannot be read; if the table was vacuumed, fit on a newer "

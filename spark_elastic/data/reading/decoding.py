@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pyarrow.types as types
 
-from spark_elastic.data.manifest import Column, RowGroup
+from spark_elastic.data.manifest import Column, RowGroup, RowGroups
 from spark_elastic.data.reading.codecs import decode_values
 from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
@@ -220,7 +220,7 @@ _FIRST_READ = 64 << 10  # one read gets nearly every footer
 _TRAILER = 8  # the footer's length and the magic word
 
 
-def read_footers(store: Store, names: Sequence[str]) -> tuple[tuple[str, ...], tuple[RowGroup, ...]]:
+def read_footers(store: Store, names: Sequence[str]) -> tuple[tuple[str, ...], RowGroups]:
     """The files that have rows, in the order of `names`, and their row groups; StoreError if one is not Parquet."""
     files: list[str] = []
     groups: list[RowGroup] = []
@@ -234,7 +234,7 @@ def read_footers(store: Store, names: Sequence[str]) -> tuple[tuple[str, ...], t
                 for index, group in with_rows
             ]
             files.append(name)
-    return tuple(files), tuple(groups)
+    return tuple(files), RowGroups.of(groups)
 
 
 def read_footer(store: Store, name: str) -> pq.FileMetaData:

@@ -15,7 +15,7 @@ import pytest
 
 from spark_elastic.data.existing_parquet import describe_parquet, locate_files
 from spark_elastic.data.loader import StepLoader
-from spark_elastic.data.manifest import Column, Manifest
+from spark_elastic.data.manifest import Column, Manifest, RowGroups
 from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.reading.readers import open_reader
 from spark_elastic.data.store import Store
@@ -191,7 +191,7 @@ def test_differing_schemas_and_empty_folders_are_refused(tmp_path: Path) -> None
 def test_an_unknown_reader_is_refused(name: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "petastorm", None)
     monkeypatch.delitem(sys.modules, "spark_elastic.data.reading.petastorm_reader", raising=False)
-    manifest = Manifest((), (), (), "", "")
+    manifest = Manifest((), (), RowGroups.of([]), "", "")
     with pytest.raises(InvalidInput, match=says):
         open_reader(name, Store.open("memory://x"), manifest)
 

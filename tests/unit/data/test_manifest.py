@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from spark_elastic.data.manifest import Column, Manifest, RowGroup
+from spark_elastic.data.manifest import Column, Manifest, RowGroup, RowGroups
 from spark_elastic.errors import InvalidInput, StoreError
 
 MANIFEST = Manifest(
     (Column("x", "float32", (28, 28)), Column("y", "int64")),
     ("data/a/part-0.parquet", "data/a/part-1.parquet"),
-    (RowGroup(0, 0, 100, 5000), RowGroup(0, 1, 40, 2000), RowGroup(1, 0, 60, 3000)),
+    RowGroups.of([RowGroup(0, 0, 100, 5000), RowGroup(0, 1, 40, 2000), RowGroup(1, 0, 60, 3000)]),
     fingerprint="f00",
     content="c0",
 )
@@ -35,7 +35,7 @@ def test_r19_the_hash_is_of_the_content_not_of_names() -> None:
     assert elsewhere.hash == MANIFEST.hash
     assert replace(MANIFEST, content="c1").hash != MANIFEST.hash
     assert replace(MANIFEST, columns=MANIFEST.columns[:1]).hash != MANIFEST.hash
-    assert replace(MANIFEST, row_groups=MANIFEST.row_groups[:2]).hash != MANIFEST.hash
+    assert replace(MANIFEST, row_groups=RowGroups.of(list(MANIFEST.row_groups)[:2])).hash != MANIFEST.hash
 
 
 @pytest.mark.parametrize(

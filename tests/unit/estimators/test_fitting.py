@@ -19,7 +19,7 @@ import torch
 pytest.importorskip("pyspark")
 
 from spark_elastic.config import ElasticConfig
-from spark_elastic.data.manifest import Column, Manifest
+from spark_elastic.data.manifest import Column, Manifest, RowGroups
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators import fitting, torch_estimator
@@ -138,7 +138,7 @@ def test_the_ledger_is_in_the_folder_of_the_run(tmp_path: Path) -> None:
 
 def test_inputs_have_the_shapes_that_were_asked_for() -> None:
     columns = (Column("x", "float32", (4,)), Column("n", "int64"))
-    manifest = Manifest(columns, (), (), fingerprint="f", content="c")
+    manifest = Manifest(columns, (), RowGroups.of([]), fingerprint="f", content="c")
     none: Any = SimpleNamespace(transformation=None)
     plain = request(feature_cols=("x", "n"), objects=none)
     assert [c.shape for c in shape_features(plain, manifest)] == [(4,), ()]

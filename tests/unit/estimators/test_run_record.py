@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("pyspark")
 
-from spark_elastic.data.manifest import Column, Manifest, RowGroup
+from spark_elastic.data.manifest import Column, Manifest, RowGroup, RowGroups
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators import fit_rows
 from spark_elastic.estimators.elastic_estimator import check_run_ids
@@ -24,7 +24,7 @@ from spark_elastic.training.identity import WEIGHTS
 from tests.memory_store import make_memory_store
 from tests.unit.estimators.requests import request as file_request
 
-ROWS = Manifest((Column("x", "float32"),), ("a",), (RowGroup(0, 0, 48, 9),), "f", "c0-48-ab")
+ROWS = Manifest((Column("x", "float32"),), ("a",), RowGroups.of([RowGroup(0, 0, 48, 9)]), "f", "c0-48-ab")
 IDENTITY = {"model": "m", "loss": "l", WEIGHTS: "w"}
 
 

@@ -1,0 +1,262 @@
+"""What the footers of Parquet files say of the columns that are wanted, as arrays over many files.
+
+Reads footers; counts nulls by reading a column where its footer does not say. Runs in threads of the driver, or in
+tasks on executors, which send `Footers` back. Knows nothing of Spark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from spark_elastic.data.manifest import FileColumns
+from spark_elastic.data.reading.decoding import is_list, is_vector, open_parquet, read_footer
+from spark_elastic.data.store import ObjectInfo, Store
+from spark_elastic.errors import StoreError
+
+Int64s = npt.NDArray[np.int64]
+
+THREADS = 16  # that wait for an object store at once
+FILES_PER_THREAD = 64  # fewer files are read by one thread
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """A Parquet file of a table, and what is known of it beside its footer."""
+
+    # The object in the store.
+    info: ObjectInfo
+    # Column -> the text of its one value, which is not in the file.
+    constants: Mapping[str, str] = field(default_factory=dict)
+    # Column -> its name in the file, for all columns of tables that map them; {}: columns have their own names.
+    stored_names: Mapping[str, str] = field(default_factory=dict)
+    # Column -> the id of its field in the file, for tables that know columns by ids.
+    field_ids: Mapping[str, int] = field(default_factory=dict)
+    # Of each row in the file, whether the table has it no more; None: it has all of them.
+    deleted: npt.NDArray[np.bool_] | None = None
+
+
+@dataclass(frozen=True)
+class FileSchema:
+    """What files have in common."""
+
+    # The names of all columns in the file.
+    names: tuple[str, ...]
+    # Wanted column -> its type; those that are not in the file are not in here.
+    types: tuple[tuple[str, pa.DataType], ...]
+    # Column -> its name in the file, for all columns of tables that map them; (): columns have their own names.
+    stored_names: tuple[tuple[str, str], ...]
+
+    def find_type(self, column: str) -> pa.DataType | None:
+        """None: the column is not in the file."""
+        return dict(self.types).get(column)
+
+
+@dataclass(frozen=True)
+class Footers:
+    """What the footers of some files say."""
+
+    schemas: tuple[FileSchema, ...]
+    # Of each file: its schema's number, and the rows that the table has of it.
+    schema: Int64s
+    rows: Int64s
+    # Of each row group with rows: the file's number, the row group's in the file, rows, and bytes before compression.
+    group_file: Int64s
+    group_index: Int64s
+    group_rows: Int64s
+    group_bytes: Int64s
+    # Wanted column -> its nulls in each file.
+    nulls: Mapping[str, Int64s]
+    # Wanted column of arrays -> its numbers in each row group; -1: not known.
+    values: Mapping[str, Int64s]
+
+
+CollectFooters = Callable[[Store, Sequence[DataFile], Sequence[str]], Footers]
+
+
+def collect_footers(store: Store, files: Sequence[DataFile], columns: Sequence[str]) -> Footers:
+    """Read the footers in the calling thread.
+
+    Raises:
+        StoreError: a file is not there, or is no Parquet file, or has other rows than its table says.
+    """
+    schemas: dict[FileSchema, int] = {}
+    schema, rows = np.zeros((2, len(files)), np.int64)
+    nulls = {name: np.zeros(len(files), np.int64) for name in columns}
+    groups: list[Int64s] = []
+    values: dict[str, list[Int64s]] = {name: [] for name in columns}
+    for place, data in enumerate(files):
+        file = FileFooter(store, data)
+        found = FileSchema(
+            tuple(file.schema.names),
+            tuple(file.find_types(columns)),
+            tuple(file.columns.stored_names.items()),
+        )
+        schema[place] = schemas.setdefault(found, len(schemas))
+        rows[place] = file.rows
+        if not file.rows:
+            continue
+        part = file.describe_groups()
+        groups.append(np.insert(part, 0, place, axis=0))
+        for name, _ in found.types:
+            nulls[name][place] = file.count_nulls(name)
+        for name in columns:
+            values[name].append(file.count_values(name, part[0]))
+    number, index, count, size = np.concatenate([np.zeros((4, 0), np.int64), *groups], axis=1)
+    counted = {
+        name: np.concatenate(parts) if parts else np.zeros(0, np.int64) for name, parts in values.items()
+    }
+    return Footers(tuple(schemas), schema, rows, number, index, count, size, nulls, counted)
+
+
+def collect_footers_in_threads(store: Store, files: Sequence[DataFile], columns: Sequence[str]) -> Footers:
+    """As `collect_footers`, with threads if there are many files."""
+    parts = [files[start : start + FILES_PER_THREAD] for start in range(0, len(files), FILES_PER_THREAD)]
+    if len(parts) < 2:
+        return collect_footers(store, files, columns)
+    with ThreadPoolExecutor(THREADS, "footers") as threads:
+        return join_footers(list(threads.map(lambda part: collect_footers(store, part, columns), parts)))
+
+
+def join_footers(parts: Sequence[Footers]) -> Footers:
+    """One over the files of all (one at least), in their order."""
+    numbers: dict[FileSchema, int] = {}
+    for part in parts:
+        for each in part.schemas:
+            numbers.setdefault(each, len(numbers))
+    first = np.cumsum([0, *(len(part.rows) for part in parts)])
+    return Footers(
+        tuple(numbers),
+        np.concatenate(
+            [np.array([numbers[s] for s in part.schemas], np.int64)[part.schema] for part in parts]
+        ),
+        np.concatenate([part.rows for part in parts]),
+        np.concatenate([part.group_file + begin for part, begin in zip(parts, first, strict=False)]),
+        np.concatenate([part.group_index for part in parts]),
+        np.concatenate([part.group_rows for part in parts]),
+        np.concatenate([part.group_bytes for part in parts]),
+        {name: np.concatenate([part.nulls[name] for part in parts]) for name in parts[0].nulls},
+        {name: np.concatenate([part.values[name] for part in parts]) for name in parts[0].values},
+    )
+
+
+class FileFooter:
+    """One file's footer, and what it says of columns."""
+
+    def __init__(self, store: Store, data: DataFile) -> None:
+        """
+        Raises:
+            StoreError: the file is not there, or is no Parquet file, or has other rows than its table says.
+        """
+        self.store, self.name, self.data = store, data.info.name, data
+        self.footer: pq.FileMetaData = read_footer(store, self.name)
+        self.schema: pa.Schema = self.footer.schema.to_arrow_schema()
+        self.columns = FileColumns(data.constants, {**data.stored_names, **self._find_by_id(data.field_ids)})
+        if data.deleted is not None and len(data.deleted) != self.footer.num_rows:
+            raise StoreError(
+                f"{self.name!r} in the store {store.url} has {self.footer.num_rows} rows, of which its table has "
+                f"deleted some among {len(data.deleted)}: the table is damaged."
+            )
+        self.rows = self.footer.num_rows - (0 if data.deleted is None else int(data.deleted.sum()))
+
+    def _find_by_id(self, ids: Mapping[str, int]) -> dict[str, str]:
+        """Column -> its name in the file, by the ids in the file's schema."""
+        names: dict[int, str] = {}
+        for each in self.schema if ids else ():
+            number = (each.metadata or {}).get(b"PARQUET:field_id")
+            if number is not None:
+                names[int(number)] = each.name
+        # A column that came after the file is not in it, even if an older one had its name.
+        return {name: names.get(number, f"(no field {number})") for name, number in ids.items() if names}
+
+    def stored_name(self, column: str) -> str:
+        """The column's name in the file."""
+        return self.columns.stored_names.get(column, column)
+
+    def find_types(self, columns: Sequence[str]) -> Iterator[tuple[str, pa.DataType]]:
+        """The columns that are in the file, with their types. A table that gives names knows all columns of its
+        files."""
+        names, known = self.schema.names, self.columns.stored_names
+        for column in dict.fromkeys(columns):
+            name = self.stored_name(column)
+            if name in names and (not known or column in known):
+                yield column, self.schema.field(name).type
+
+    def describe_groups(self) -> Int64s:
+        """(3, n): the number, rows and bytes of each row group that has rows."""
+        found = (self.footer.row_group(index) for index in range(self.footer.num_row_groups))
+        numbers = [(index, group.num_rows, group.total_byte_size) for index, group in enumerate(found)]
+        return np.array([each for each in numbers if each[1]], np.int64).reshape(-1, 3).T
+
+    def leaf(self, column: str) -> int:
+        """The number of the stored column that tells of a column's nulls and length: its last, a vector's first."""
+        leaves, name = 0, self.stored_name(column)
+        for each in self.schema:
+            width = _leaves(each.type)
+            if each.name == name:
+                return leaves if is_vector(each.type) else leaves + width - 1
+            leaves += width
+        raise KeyError(name)
+
+    def first_row(self, column: str) -> pa.Array:
+        """One row of a column, without reading a whole row group."""
+        return next(batch for batch in self._read(column, 1, 1 << 16) if len(batch))
+
+    def count_values(self, column: str, groups: Int64s) -> Int64s:
+        """The numbers of an array column in each of these row groups; -1 where they are not known or do not count."""
+        name = self.stored_name(column)
+        known = self.data.deleted is None and name in self.schema.names
+        if not known or not is_list(self.schema.field(name).type):
+            return np.full(len(groups), -1, np.int64)
+        leaf = self.leaf(column)
+        return np.array([self.footer.row_group(g).column(leaf).num_values for g in groups.tolist()], np.int64)
+
+    def count_nulls(self, name: str) -> int:
+        """How many nulls a column has, at any depth: by the footer, or by reading the column."""
+        leaf, total = self.leaf(name), 0
+        if not self.footer.schema.column(leaf).max_definition_level:
+            return 0
+        for index in range(self.footer.num_row_groups):
+            statistics = self.footer.row_group(index).column(leaf).statistics
+            if statistics is None or not statistics.has_null_count:
+                return self._read_nulls(name)
+            total += statistics.null_count
+        # The nulls may be in rows that the table has no more.
+        return self._read_nulls(name) if total and self.data.deleted is not None else total
+
+    def _read(self, column: str, rows: int, buffer_size: int) -> Iterator[pa.Array]:
+        """The rows of a column that the table has, by so many in the file."""
+        with self.store.open_read(self.name) as source:
+            file = open_parquet(source, buffer_size=buffer_size)
+            begin = 0
+            for batch in file.iter_batches(rows, columns=[self.stored_name(column)], use_threads=False):
+                values, end = batch.column(0), begin + batch.num_rows
+                if self.data.deleted is not None:
+                    values = values.filter(pa.array(~self.data.deleted[begin:end]))
+                yield values
+                begin = end
+
+    def _read_nulls(self, name: str) -> int:
+        total = 0
+        for batch in self._read(name, 1 << 16, 1 << 20):
+            values = batch
+            total += values.null_count
+            while is_list(values.type):
+                values = values.flatten()
+                total += values.null_count
+        return total
+
+
+def _leaves(arrow: pa.DataType) -> int:
+    """Columns of Parquet that a type takes."""
+    if pa.types.is_struct(arrow):
+        return sum(_leaves(field.type) for field in arrow)
+    if pa.types.is_map(arrow):
+        return _leaves(arrow.key_type) + _leaves(arrow.item_type)
+    return _leaves(arrow.value_type) if is_list(arrow) else 1

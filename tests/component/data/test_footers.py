@@ -1,0 +1,106 @@
+"""Footers of many files as arrays, and what a manifest of a million row groups takes."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from spark_elastic.data import footers
+from spark_elastic.data.existing_parquet import describe_parquet
+from spark_elastic.data.footers import DataFile, Footers, collect_footers, collect_footers_in_threads
+from spark_elastic.data.manifest import Column, FileColumns, Manifest, RowGroup, RowGroups
+from spark_elastic.data.plan import DataPlan
+from spark_elastic.data.store import Store
+from spark_elastic.errors import InvalidInput, StoreError
+
+MILLION = 1_000_000
+
+
+def write_files(folder: Path, count: int) -> list[DataFile]:
+    """In every third file the column y has another type; x has nulls."""
+    for number in range(count):
+        ids = np.arange(number * 10, number * 10 + 10)
+        x = pa.array([[i, 1] if i % 4 else [i, None] for i in ids], pa.list_(pa.float32()))
+        kind = pa.float64() if number % 3 == 0 else pa.float32()
+        table = pa.table({"id": ids, "x": x, "y": pa.array(ids / 2, kind)})
+        pq.write_table(table, folder / f"{number:03d}.parquet", row_group_size=4)
+    store = Store.open(str(folder))
+    return [DataFile(info) for info in store.find() if info.name.endswith(".parquet")]
+
+
+def assert_equal(first: Footers, second: Footers) -> None:
+    kinds = [[each.schemas[number] for number in each.schema] for each in (first, second)]
+    assert kinds[0] == kinds[1]
+    for name in ("rows", "group_file", "group_index", "group_rows", "group_bytes"):
+        assert np.array_equal(getattr(first, name), getattr(second, name)), name
+    for name in first.nulls:
+        assert np.array_equal(first.nulls[name], second.nulls[name])
+        assert np.array_equal(first.values[name], second.values[name])
+
+
+def test_threads_find_in_the_footers_what_one_thread_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = write_files(tmp_path, 10)
+    store, columns = Store.open(str(tmp_path)), ["id", "x", "y"]
+    alone = collect_footers(store, files, columns)
+    assert len(alone.schemas) == 2
+    assert alone.group_rows.tolist() == [4, 4, 2] * 10
+    assert alone.nulls["x"].sum() == 25
+    monkeypatch.setattr(footers, "FILES_PER_THREAD", 3)
+    assert_equal(collect_footers_in_threads(store, files, columns), alone)
+
+
+def test_an_error_of_a_thread_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = write_files(tmp_path, 10)
+    (tmp_path / "007.parquet").write_bytes(b"no Parquet")
+    monkeypatch.setattr(footers, "FILES_PER_THREAD", 3)
+    with pytest.raises(StoreError, match=r"'007.parquet' .* is no Parquet file"):
+        collect_footers_in_threads(Store.open(str(tmp_path)), files, ["id"])
+
+
+def test_the_first_file_of_another_type_is_named(tmp_path: Path) -> None:
+    write_files(tmp_path, 5)
+    with pytest.raises(InvalidInput, match=r"is double in '000.parquet' and float in '001.parquet'"):
+        describe_parquet(Store.open(str(tmp_path)), ["y"])
+
+
+def test_row_groups_are_equal_as_values_and_as_arrays() -> None:
+    single = [RowGroup(0, 0, 5, 50), RowGroup(0, 1, 3, 40, 0, 6, 3), RowGroup(1, 0, 2, 9, deleted="3:x")]
+    groups = RowGroups.of(single)
+    assert list(groups) == single
+    assert [groups[number] for number in range(3)] == single
+    assert RowGroups.from_fields(groups.to_fields()) == groups
+    assert RowGroups.of(single[:2]) != groups
+
+
+def test_a_million_row_groups_are_a_few_bytes_each() -> None:
+    files = 100_000
+    numbers = np.arange(MILLION)
+    zeros = np.zeros(MILLION, np.int64)
+    groups = RowGroups(numbers // 10, numbers % 10, 100 + numbers % 7, 4000 + zeros, zeros, zeros, zeros)
+    kinds = [FileColumns({"year": str(year)}) for year in range(5)]
+    manifest = Manifest(
+        (Column("x", "float32"),), tuple(f"{n:06d}.parquet" for n in range(files)), groups, "f", "c",
+        tuple(kinds[number % 5] for number in range(files)),
+    )  # fmt: skip
+    document = manifest.to_json()
+    assert len(document) < 30 * MILLION
+    gc.collect()
+    tracemalloc.start()
+    try:
+        read = Manifest.from_json(document)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert read == manifest
+    assert held < 150 * MILLION
+    plan = DataPlan.for_run(read.group_rows, 4096, 1, 4, read.max_decoded_group_bytes(), 64 << 20)
+    order = plan.permute_epoch(0)
+    assert sum(len(order.share(0, rank, 4)) for rank in range(4)) == plan.step_size(0)
