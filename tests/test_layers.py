@@ -81,6 +81,7 @@ FOREIGN = {
         "running",
         "estimators",
         "state",
+        "training",
         "testing",
     ),
     "numpy": (

@@ -196,6 +196,10 @@ class StepStream:
         self._next += 1
         return rows
 
+    def is_ready(self) -> bool:
+        """Whether the next step's rows are there, so that `next` does not wait."""
+        return bool(self._ready)
+
     def _await_rows(self) -> None:
         """Wait until the next step is there, or nothing will come. `deadline` counts from the last row group that was
         read, since a step of many row groups may take longer."""

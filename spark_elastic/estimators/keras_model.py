@@ -22,7 +22,7 @@ from spark_elastic.estimators.predictor import Floats, choose_gpu, predict_in_ba
 from spark_elastic.estimators.transformer import ElasticModel, ModelReader
 from spark_elastic.keras.train.archive import Archive
 from spark_elastic.keras.train.batching import Inputs, order_labels
-from spark_elastic.training.model_io import transform_inputs
+from spark_elastic.training.transformation import transform_inputs
 
 PART, CUSTOM, TRANSFORMATION = "model.keras", "custom", "transformation"
 
@@ -95,7 +95,7 @@ class KerasPredictor:
 
     def _forward(self, inputs: Sequence[npt.NDArray[Any]]) -> list[Floats]:
         columns, call, change = self._called
-        given = transform_inputs(inputs, self.columns, change)
+        given = transform_inputs(inputs, [column.name for column in self.columns], change)
         named = {c.name: values for c, values in zip(self.columns, given, strict=True)}
         outputs = call([tf.constant(array) for array in columns.arrays(named)])
         return [np.asarray(o).reshape(len(inputs[0]), -1).astype(np.float64) for o in outputs]

@@ -19,6 +19,7 @@ from spark_elastic.keras.train.compiled import CompiledLosses
 from spark_elastic.keras.train.trainer import KerasUserObjects
 from spark_elastic.tensorflow.sync_batch_norm import SyncBatchNormalization
 from spark_elastic.training.fit_config import describe_type
+from spark_elastic.training.transformation import check_transformation
 
 _BACKUP_CALLBACK = "BackupAndRestore"
 
@@ -37,9 +38,6 @@ def check_keras_objects(values: Mapping[str, Any]) -> KerasUserObjects:
     _check_steps(model)
     _check_columns(model, values)
     _check_rate(model, values["learning_rate"], values["scale_lr"])
-    transformation = values["transformation_fn"]
-    if transformation is not None and not callable(transformation):
-        raise InvalidInput(f"transformation_fn must be a function; got {describe_type(transformation)}.")
     check_lambdas(iter_model_parts(model))
     archive = Archive.of(model, values["custom_objects"])
     _check_losses(_read_back(archive))
@@ -47,7 +45,7 @@ def check_keras_objects(values: Mapping[str, Any]) -> KerasUserObjects:
         model=archive,
         callbacks=_callbacks(values["callbacks"]),
         class_weight=_class_weight(values["class_weight"], values["label_cols"] or ()),
-        transformation=transformation,
+        transformation=check_transformation(values["transformation_fn"]),
     )
 
 

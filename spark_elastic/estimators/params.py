@@ -114,7 +114,10 @@ def _getter(name: str) -> Callable[[Any], Any]:
 ALIASES = {"num_proc": "num_workers", "random_seed": "seed"}
 
 _PARTITIONS = "row groups are sized for the workers' memory, and rows are shared out one by one"
-_READERS = "one thread reads ahead in each worker, bounded in bytes"
+_READERS = (
+    "one thread reads ahead in each worker, bounded in bytes; transformation_workers says how many processes of it "
+    "apply transformation_fn"
+)
 _EPOCH = "an epoch takes every row exactly once"
 _FRAME = "it belongs to another framework's estimator"
 # Horovod's name -> why it has no meaning here, or what to use.
@@ -240,7 +243,14 @@ class EstimatorParams(ColumnParams):
         "weight of each of several losses; None: 1/n each", to_list
     )
     transformation_fn: Param[Any] = declare(
-        "function of the columns of a part (a dict of arrays) to those that model and loss take, on the workers"
+        "function of the columns of a part (a dict of arrays) to those that model and loss take, on the workers; of "
+        "(columns, rng) to augment rows: rng draws for each row in training, and is None elsewhere"
+    )
+    transformation_workers: Param[int] = declare(
+        "processes of each worker that apply transformation_fn, ahead of the training; 0: the training itself does"
+    )
+    transformation_pool: Param[str] = declare(
+        "process, or thread for a transformation_fn that releases the interpreter's lock"
     )
     label_shapes: Param[Any] = declare("shape of one row of each label column, or None", to_list)
     validation: Param[Any] = declare(
@@ -358,7 +368,9 @@ class TorchParams(EstimatorParams):
         metrics: Sequence[Any] | Mapping[str, Any] | None = None,
         callbacks: Sequence[Callback] | None = None,
         train_minibatch_fn: Callable[..., torch.Tensor] | None = None,
-        transformation_fn: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+        transformation_fn: Callable[..., Mapping[str, Any]] | None = None,
+        transformation_workers: int = 0,
+        transformation_pool: str = "process",
         feature_cols: str | Sequence[str] | None = None,
         label_cols: str | Sequence[str] | None = None,
         sample_weight_col: str | None = None,
@@ -435,7 +447,9 @@ class KerasParams(EstimatorParams):
         callbacks: Sequence[keras.callbacks.Callback] | None = None,
         class_weight: Mapping[int, float] | None = None,
         custom_objects: Mapping[str, Any] | None = None,
-        transformation_fn: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+        transformation_fn: Callable[..., Mapping[str, Any]] | None = None,
+        transformation_workers: int = 0,
+        transformation_pool: str = "process",
         feature_cols: str | Sequence[str] | None = None,
         label_cols: str | Sequence[str] | None = None,
         sample_weight_col: str | None = None,

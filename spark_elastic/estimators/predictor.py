@@ -18,7 +18,8 @@ import torch
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.saving import Packed
-from spark_elastic.training.model_io import Transformation, input_dtype, output_parts, transform_inputs
+from spark_elastic.training.model_io import input_dtype, output_parts
+from spark_elastic.training.transformation import Transformation, transform_inputs
 
 # Where a Python worker of Spark predicts: on the GPU that Spark assigned to its task, else on the CPU. Pure.
 
@@ -208,7 +209,7 @@ class TorchPredictor:
         found: torch.dtype = input_dtype(self._loaded[0].parameters(), torch.get_default_dtype())
         return found
 
-    def _tensor(self, values: npt.NDArray[Any]) -> torch.Tensor:
+    def make_tensor(self, values: npt.NDArray[Any]) -> torch.Tensor:
         """As in training: floating point numbers in the model's dtype, whole ones as int64."""
         tensor = torch.from_numpy(np.array(values))
         if tensor.is_floating_point():
@@ -248,17 +249,22 @@ class TorchPredictor:
         forward = partial(self._forward, device="cpu" if number is None else f"cuda:{number}")
         return predict_in_batches(self.columns, columns, forward, self.widths)
 
-    def _forward(
-        self, inputs: Sequence[npt.NDArray[Any]], device: str = "cpu"
-    ) -> list[npt.NDArray[np.float64]]:
-        module = self._loaded[0].to(device)  # where it is there already, nothing happens
-        given = transform_inputs(inputs, self.columns, self._loaded[1])
+    def call_module(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+        """The module's outputs for its inputs, which lie where the module does."""
         with torch.inference_mode():
-            output = module(*(self._tensor(values).to(device) for values in given))
+            output = self._loaded[0](*tensors)
         outputs = output_parts(output)
         # What transformers' models keep for themselves (a cache) is no prediction.
         if isinstance(output, Mapping):
             outputs = tuple(each for each in outputs if isinstance(each, torch.Tensor)) or outputs
+        return outputs
+
+    def _forward(
+        self, inputs: Sequence[npt.NDArray[Any]], device: str = "cpu"
+    ) -> list[npt.NDArray[np.float64]]:
+        self._loaded[0].to(device)  # where it is there already, nothing happens
+        given = transform_inputs(inputs, [column.name for column in self.columns], self._loaded[1])
+        outputs = self.call_module([self.make_tensor(values).to(device) for values in given])
         for each in outputs:
             if not isinstance(each, torch.Tensor):
                 raise InvalidInput(

@@ -32,6 +32,7 @@ from spark_elastic.torch.train.spec import TorchUserObjects
 from spark_elastic.torch.train.state import check_storable
 from spark_elastic.training.fit_config import describe_type
 from spark_elastic.training.model_io import input_dtype
+from spark_elastic.training.transformation import check_transformation
 
 
 def check_serializable(model: torch.nn.Module) -> None:
@@ -155,7 +156,7 @@ def check_torch_objects(values: Mapping[str, Any]) -> TorchUserObjects:
         metrics=name_metrics(values["metrics"] or ()),
         callbacks=callbacks,
         train_minibatch_fn=_check_minibatch_fn(values["train_minibatch_fn"]),
-        transformation=_check_function(values["transformation_fn"], "transformation_fn"),
+        transformation=check_transformation(values["transformation_fn"]),
         watched=() if is_lightning(model) else watched,  # its steps may log any number
     )
 

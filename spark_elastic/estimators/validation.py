@@ -24,8 +24,8 @@ from spark_elastic.training.fit_config import (
     check_whole_number,
     describe_type,
 )
-from spark_elastic.training.model_io import reshape_results
 from spark_elastic.training.spec import UserObjects
+from spark_elastic.training.transformation import reshape_results
 
 O = TypeVar("O", bound=UserObjects)  # noqa: E741
 
@@ -67,6 +67,10 @@ def build_request(
     config = FitConfig.from_params(values)
     _check_prediction_columns(values)
     objects = _reshape_inputs(check_objects(values), config)
+    if config.transformation_workers and objects.transformation is None:
+        raise InvalidInput(
+            "transformation_workers apply transformation_fn, which is missing: give it, or leave them out."
+        )
     store, run_id = values["store"], values["run_id"]
     if run_id is not None:
         run_lease.check_name(run_id)

@@ -133,6 +133,10 @@ def _check_workers(name: str, value: Any) -> int:
     return _check_count(name, value)
 
 
+def _check_pool(name: str, value: Any) -> str:
+    return check_choice(name, value, ("process", "thread")) or "process"
+
+
 def _check_reader(name: str, value: Any) -> str:
     check_reader(value)
     return str(value)
@@ -200,6 +204,10 @@ class FitConfig:
     gradient_compression: str | None = _param(_check_16_bit, None)
     # What reads the rows, a name of `data.reading.readers`.
     reader: str = _param(_check_reader, "arrow", may_change=True)
+    # Processes or threads of a worker that apply transformation_fn; 0: the training thread does.
+    transformation_workers: int = _param(check_whole_number, 0, may_change=True)
+    # Which of them: "process" or "thread".
+    transformation_pool: str = _param(_check_pool, "process", may_change=True)
     # Whether the first loss of NaN or infinity ends the training.
     terminate_on_nan: bool = _param(check_flag, True, may_change=True)
     # Whether a worker keeps all decoded rows, as far as memory allows.

@@ -29,6 +29,8 @@ from spark_elastic.training.progress import TrainingProgress, select_figures, to
 from spark_elastic.training.spec import Rows, TrainSpec
 from spark_elastic.training.step_summary import StepDecision
 from spark_elastic.training.trainer import ModelTrainer, sync_state
+from spark_elastic.training.transformation import Transformation
+from spark_elastic.training.transformation_pool import TransformationPool, make_pool
 from spark_elastic.worker.exits import exit_forks
 from spark_elastic.worker.program import CHANGE, Completed, Outcome, Stopped, WorkerHandle
 
@@ -36,9 +38,13 @@ from spark_elastic.worker.program import CHANGE, Completed, Outcome, Stopped, Wo
 class TrainingLoop:
     """What a worker of an estimator runs."""
 
-    def __init__(self, spec: TrainSpec, trainer: ModelTrainer) -> None:
+    def __init__(
+        self, spec: TrainSpec, trainer: ModelTrainer, transformation: Transformation | None = None
+    ) -> None:
+        """transformation: the user's, of the columns of a step."""
         self._spec = spec
         self._trainer = trainer
+        self._transformation = transformation
         # Whether this worker holds the state of a world; before, its position counts for nothing.
         self._has_state = False
         # On a worker that is or was rank 0 of a job with checkpoints.
@@ -47,6 +53,8 @@ class TrainingLoop:
     def prepare(self) -> None:
         spec = self._spec
         self._clock = SystemClock()
+        self._transformations = make_pool(spec.config, self._transformation)
+        self._transformations.start()  # its processes import while the model is prepared
         self._ledger = open_ledger(spec.store, spec.ledger, self._clock)
         self._trainer.prepare(TrainingProgress(), self._ledger)
         self._state, self._callbacks = self._trainer.state, self._trainer.callbacks
@@ -56,7 +64,9 @@ class TrainingLoop:
         self._reader, self._loader = spec.open_reader(spec.rows)
         self._validation: Validation | None = None
         if spec.validation is not None:
-            self._validation = Validation(spec, spec.validation, self._trainer, self._on_finalized)
+            self._validation = Validation(
+                spec, spec.validation, self._trainer, self._transformations, self._on_finalized
+            )
 
     def position(self) -> Position | None:
         return self._state.position if self._has_state else None
@@ -96,6 +106,7 @@ class TrainingLoop:
         if self._checkpointer is not None:
             self._checkpointer.close()
         self._trainer.close()
+        self._transformations.close()
         self._reader.close()
         if self._validation is not None:
             self._validation.close()
@@ -133,7 +144,8 @@ class TrainingLoop:
             self._loader.steps(position.epoch, position.step, group.rank, group.size) as steps,
             exit_forks(),  # before the reader is closed, whose threads a forked process has not
         ):
-            for rows in steps:
+            for pending in self._transformations.transform(steps, self._spec.plan, group, augments=True):
+                rows = pending.rows
                 if rows.step == position.step:
                     self._mark("read", group)
                 began = self._clock.now()
@@ -144,7 +156,9 @@ class TrainingLoop:
                 self._callbacks.on_step_begin(rows.epoch, rows.step)
                 with self._add_rows_to_errors(rows):
                     newest = handle.membership_version()
-                    decision = self._trainer.train_step(group, rows, newest, account, self._show_step)
+                    decision = self._trainer.train_step(
+                        group, pending.finish(), newest, account, self._show_step
+                    )
                 handle.report_position(self._state.position)
                 self._update_checkpoint(world, applied=True)
                 self._report(group, handle, decision.loss / (decision.denominator or 1.0), decision.rows)
@@ -318,6 +332,7 @@ class Validation:
         spec: TrainSpec,
         rows: Rows,
         trainer: ModelTrainer,
+        transformations: TransformationPool,
         on_finalized: Callable[[World, MembershipVersion], None],
     ) -> None:
         """
@@ -325,6 +340,7 @@ class Validation:
             on_finalized: called when an exchange is complete, which finalizes the step before it (R1).
         """
         self._rows, self._trainer, self._on_finalized = rows, trainer, on_finalized
+        self._transformations = transformations
         self._reader, self._loader = spec.open_reader(rows)
 
     def run(self, world: World, group: Group, handle: WorkerHandle) -> bool:
@@ -335,8 +351,8 @@ class Validation:
             self._loader.steps(0, position.step, group.rank, group.size) as steps,
             exit_forks(),
         ):
-            for rows in steps:
-                decision = trainer.validation_step(group, rows, handle.membership_version())
+            for pending in self._transformations.transform(steps, self._rows.plan, group, augments=False):
+                decision = trainer.validation_step(group, pending.finish(), handle.membership_version())
                 self._account(decision, group.size)
                 handle.report_position(trainer.state.position)
                 self._on_finalized(world, decision.version)

@@ -16,7 +16,6 @@ from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.fit_config import FitConfig
-from spark_elastic.training.model_io import Transformation, transform_columns
 
 # Which column belongs to which input or output of a Keras model: by keys, by names, or by place. Pure; any thread.
 
@@ -105,17 +104,15 @@ class BatchBuilder:
         config: FitConfig,
         inputs: Inputs,
         labels: Sequence[str],
-        transformation: Transformation | None,
         class_weight: Mapping[int, float] | None,
     ) -> None:
         self._inputs, self._labels, self._weight = inputs, tuple(labels), config.sample_weight_col
         shapes = config.label_shapes
         self._shapes = None if shapes is None else dict(zip(config.label_cols, shapes, strict=True))
-        self._transformation, self._class_weight = transformation, class_weight
+        self._class_weight = class_weight
 
     def build(self, rows: StepRows) -> LocalBatch[Array]:
-        wanted = [c.name for c in self._inputs.columns] + [*self._labels, *filter(None, [self._weight])]
-        columns = transform_columns(rows, wanted, self._transformation)
+        columns = rows.columns
         labels = tuple(self._label(name, np.asarray(columns[name])) for name in self._labels)
         weights = None if self._weight is None else np.asarray(columns[self._weight], keras.config.floatx())
         if self._class_weight is not None:

@@ -27,10 +27,10 @@ from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.identity import digest
 from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.loop import TrainingLoop
-from spark_elastic.training.model_io import Transformation
 from spark_elastic.training.progress import TrainingProgress
 from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.step_summary import StepDecision
+from spark_elastic.training.transformation import Transformation, transform_columns
 
 # What the user brings to a training with Keras. Shipped to the workers; no thread.
 
@@ -57,7 +57,7 @@ class KerasTrainProgram(TrainingLoop):
     """The program of a worker of `ElasticKerasEstimator`: the training loop over a Keras model."""
 
     def __init__(self, spec: TrainSpec, objects: KerasUserObjects) -> None:
-        super().__init__(spec, KerasTrainer(spec, objects))
+        super().__init__(spec, KerasTrainer(spec, objects), objects.transformation)
 
 
 class KerasTrainer:
@@ -79,14 +79,13 @@ class KerasTrainer:
         model.optimizer.build(model.trainable_variables)
         transformed = objects.transformation is not None
         inputs = Inputs.of(model, spec.features, free=transformed)
-        change = objects.transformation
         row = self._row()
         structure, outputs = self._run_sample_row(
-            BatchBuilder(config, inputs, config.label_cols, change, None).build(row)
+            BatchBuilder(config, inputs, config.label_cols, None).build(row)
         )
         labels = order_labels(model, outputs, config.label_cols)
-        self._batches = BatchBuilder(config, inputs, labels, change, objects.class_weight)
-        self._validation_batches = BatchBuilder(config, inputs, labels, change, None)  # as Keras validates
+        self._batches = BatchBuilder(config, inputs, labels, objects.class_weight)
+        self._validation_batches = BatchBuilder(config, inputs, labels, None)  # as Keras validates
         known = structure.outputs(list(self._validation_batches.build(row).labels))
         losses = CompiledLosses(model, known, outputs)
         self._metrics = CompiledMetrics(model, losses.names, structure.outputs, bool(model.run_eagerly))
@@ -152,7 +151,8 @@ class KerasTrainer:
     def _row(self) -> StepRows:
         """Of zeros, or one of the table's for a function of the user's, which may take nothing but pictures."""
         data, manifest = self._spec.rows.data, self._spec.rows.manifest
-        if self._objects.transformation is None:
+        transformation, used = self._objects.transformation, self._spec.config.used_cols
+        if transformation is None:
             values = [np.zeros(column.shape, column.dtype) for column in manifest.columns]
         else:
             values = read_sample_row(data, manifest, [column.name for column in manifest.columns])
@@ -160,6 +160,8 @@ class KerasTrainer:
             column.name: np.array([value], column.dtype)
             for column, value in zip(manifest.columns, values, strict=True)
         }
+        if transformation is not None:
+            stored = transform_columns({name: stored[name] for name in used}, 1, used, transformation)
         return StepRows(0, 0, 1, np.zeros(1, np.int64), stored)
 
     def _run_sample_row(self, row: LocalBatch[Any]) -> tuple[Structure, Any]:

@@ -32,8 +32,8 @@ from spark_elastic.torch.train.loss import (
 )
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.identity import NUMBERS, PLAIN, WEIGHTS, digest, is_comparable, to_text
-from spark_elastic.training.model_io import transform_columns
 from spark_elastic.training.spec import TrainSpec
+from spark_elastic.training.transformation import Transformation
 
 # ---- digests
 
@@ -130,8 +130,6 @@ def _to_plain(value: Any) -> Any:
 
 # ---- objects
 
-Transformation = Callable[[dict[str, Any]], dict[str, Any]]
-
 
 @dataclass(frozen=True)
 class TorchUserObjects:
@@ -203,26 +201,25 @@ class BatchBuilder:
         weight: str | None,
         dtype: torch.dtype,
         label_shapes: tuple[tuple[int, ...], ...] | None = None,
-        transformation: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
+        reshapes: bool = True,
     ) -> None:
         """
         Args:
             features: in the shapes that the model receives, which may differ from the stored ones.
             labels: names of the label columns; weight: name of the column with sample weights.
             dtype: of the model's floating point parameters; floating point columns are cast to it.
-            transformation: receives arrays (rows, *shape) by column; its results keep their shapes.
+            reshapes: whether feature columns get these shapes; what a transformation made of them keeps its own.
         """
         self._features = features
         self._labels = labels
         self._weight = weight
-        self._wanted = [c.name for c in features] + [*labels, *filter(None, [weight])]
         self._shared = {c.name for c in features} & set(labels)  # columns that are both
         self._dtype = dtype
         self._label_shapes = label_shapes
-        self._transformation = transformation
+        self._reshapes = reshapes
 
     def build(self, rows: StepRows) -> LocalBatch[torch.Tensor]:
-        columns = transform_columns(rows, self._wanted, self._transformation)
+        columns = rows.columns
         return LocalBatch(
             planned=rows.planned,
             row_ids=rows.row_ids,
@@ -233,7 +230,7 @@ class BatchBuilder:
 
     def _feature(self, array: npt.NDArray[Any], shape: tuple[int, ...]) -> torch.Tensor:
         tensor = self._tensor(array)
-        return tensor if self._transformation is not None else tensor.reshape(-1, *shape)
+        return tensor.reshape(-1, *shape) if self._reshapes else tensor
 
     def _label_tensors(self, columns: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
         tensors = tuple(self._label(name, columns[name]) for name in self._labels)

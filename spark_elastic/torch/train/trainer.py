@@ -44,7 +44,7 @@ class TorchTrainProgram(TrainingLoop):
     """The program of a worker of `ElasticTorchEstimator`: the training loop over a torch model."""
 
     def __init__(self, spec: TrainSpec, objects: TorchUserObjects) -> None:
-        super().__init__(spec, TorchTrainer(spec, objects))
+        super().__init__(spec, TorchTrainer(spec, objects), objects.transformation)
 
 
 class TorchTrainer:
@@ -94,7 +94,7 @@ class TorchTrainer:
             config.sample_weight_col,
             dtype,
             config.label_shapes,
-            objects.transformation,
+            reshapes=objects.transformation is None,
         )
 
     def train_step(

@@ -134,6 +134,9 @@ class Job:
     checkpoint_steps: int | None = None
     reader: str = "arrow"
     shares: int = 0  # virtual shares, in bitwise mode
+    transformation: Callable[..., Any] | None = None
+    transformation_workers: int = 0
+    transformation_pool: str = "process"
 
     def plan(self, manifest: Manifest) -> DataPlan:
         plan = DataPlan.for_run(
@@ -145,7 +148,8 @@ class Job:
         return (Column("x", "float64", self.shape),)
 
     def objects(self) -> TorchUserObjects:
-        return TorchUserObjects(copy.deepcopy(self.model), self.optimizer, (self.loss,))
+        model = copy.deepcopy(self.model)
+        return TorchUserObjects(model, self.optimizer, (self.loss,), transformation=self.transformation)
 
     def task(self, store: Store, manifest: Manifest, ledger: str | None = None) -> TorchTrainProgram:
         features = self.features(manifest)
@@ -161,6 +165,8 @@ class Job:
                 reader=self.reader,
                 determinism="bitwise" if self.shares else None,
                 virtual_shares=self.shares or 8,
+                transformation_workers=self.transformation_workers,
+                transformation_pool=self.transformation_pool,
             ),
             rows=Rows(store, manifest, self.plan(manifest)),
             store=store,

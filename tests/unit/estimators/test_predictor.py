@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import pickle
 import sys
+from dataclasses import replace
 from decimal import Decimal as D
 from typing import Any
 
@@ -25,6 +26,7 @@ from spark_elastic.estimators.saving import pack
 from spark_elastic.estimators.torch_objects import check_torch_objects
 from spark_elastic.estimators.validation import build_request
 from spark_elastic.torch.train.spec import BatchBuilder
+from spark_elastic.training.transformation import transform_columns
 from tests.unit.estimators.requests import values
 
 
@@ -191,7 +193,8 @@ def test_a_function_is_given_the_same_in_training_and_for_predictions_and_its_re
     change, stored = wanted.objects.transformation, (Column("x", "float32", (4,)),)
     x, y = np.arange(8, dtype=np.float32).reshape(2, 4) ** 2, np.zeros(2, np.float32)
     rows = StepRows(0, 0, 2, np.arange(2), {"x": x, "y": y})
-    seen = BatchBuilder(stored, ("y",), None, torch.float32, None, change).build(rows).features[0]
+    rows = replace(rows, columns=transform_columns(rows.columns, 2, ["x", "y"], change))
+    seen = BatchBuilder(stored, ("y",), None, torch.float32, reshapes=False).build(rows).features[0]
     assert seen.shape == (2, 1, 2, 2)
     module = torch.nn.Flatten()
     (predicted,) = TorchPredictor(pack(ModuleWithTransformation(module, change), module), stored).predict(
@@ -201,7 +204,7 @@ def test_a_function_is_given_the_same_in_training_and_for_predictions_and_its_re
     with pytest.raises(InvalidInput, match=r"input_shapes says \(3, 1\) for column 'x', of which"):
         build_request(
             values(transformation_fn=centre, input_shapes=[(3, 1)]), check_torch_objects
-        ).objects.transformation(rows.columns)
+        ).objects.transformation({"x": x, "y": y})
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def take_steps(group: Group) -> dict[str, Any]:
     metrics = Metrics({"mean": mean_output}, CONFIG.label_cols, logs=True)
     loss = MultiOutputLoss({"a": (nn.MSELoss(), 0.3), "b": (nn.CrossEntropyLoss(), 0.7)}, weighted=True)
     builder = BatchBuilder(
-        (Column("x", "float32", (4,)),), CONFIG.label_cols, "w", torch.float32, transformation=dict
+        (Column("x", "float32", (4,)),), CONFIG.label_cols, "w", torch.float32, reshapes=False
     )
     first, past = share_range(SHARES, group.rank, group.size)
     own = slice(share_bounds(ROWS, SHARES, first)[0], share_bounds(ROWS, SHARES, past - 1)[1])

@@ -1,0 +1,200 @@
+"""A process that applies the user's `transformation_fn`, and the training process's end of it.
+
+`python -m spark_elastic.training.transformation_process DESCRIPTOR PARENT`: requests and answers are pickles in shared
+memory without a name, whose descriptors cross a socket, so nothing is left behind after any death. The process ends
+when the socket does, and the kernel kills it together with the training process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import pickle
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import traceback
+from typing import Any
+
+import cloudpickle
+
+from spark_elastic.errors import add_note
+
+_PLACE = struct.Struct("!QQ")  # where the pickle of a message begins and ends in its memory
+_ALIGNMENT = 64  # of arrays in shared memory
+_PR_SET_PDEATHSIG = 1
+_END_WAIT = 5.0  # seconds between the end of the socket and that of the process
+
+Columns = dict[str, Any]
+# The transformed columns; or None, the pickled error if it can be pickled, and its traceback.
+Answer = tuple[Columns | None, bytes | None, str]
+
+
+class TransformationProcess:
+    """The training process's end. Several threads may call `apply`: the next request waits in the process, so that it
+    need not wait for the training process between two."""
+
+    def __init__(self, process: subprocess.Popen[bytes], channel: socket.socket) -> None:
+        """channel: a socket whose other end the process has."""
+        self._process, self._socket = process, channel
+        self._sending = threading.Lock()
+        self._sent = 0  # requests
+        self._turn = threading.Condition()  # guards the next one, and the receiving end
+        self._received = 0  # answers
+
+    @classmethod
+    def spawn(cls, transformation: bytes) -> TransformationProcess:
+        """Start a process from the main thread, with which it ends (PR_SET_PDEATHSIG).
+
+        transformation: a `BatchTransformation`, by cloudpickle.
+        """
+        channel, theirs = socket.socketpair()
+        path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path if folder)
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=dict(os.environ, PYTHONPATH=path),
+            )
+        _send(channel, transformation)
+        return cls(process, channel)
+
+    def apply(self, batch: Any) -> Columns:
+        """As `BatchTransformation.apply`. Raises RuntimeError if the process has died."""
+        try:
+            with self._sending:
+                number = self._sent
+                _send(self._socket, batch)
+                self._sent += 1
+            columns, error, text = self._receive_in_turn(number)
+        except (EOFError, OSError):
+            raise RuntimeError(
+                f"a process of transformation_fn has ended with exit code {self._process.wait(_END_WAIT)} (a negative "
+                "one is a signal): if the kernel killed it for its memory, use fewer transformation_workers."
+            ) from None
+        if columns is None:
+            raised = _restore_error(error, text)
+            add_note(raised, f"in a process of transformation_fn:\n{text}")
+            raise raised
+        return columns
+
+    def close(self) -> None:
+        """Kill the process; an `apply` under way raises."""
+        self._process.kill()
+        self._process.wait()
+        self._socket.close()
+
+    def _receive_in_turn(self, number: int) -> Answer:
+        """The answer to a request. Answers come in the order of the requests."""
+        with self._turn:
+            # Without a deadline: the threads before this one wait for the user's code, or raise.
+            self._turn.wait_for(lambda: self._received == number)
+            try:
+                answer: Answer = _receive(self._socket)
+            finally:
+                self._received += 1
+                self._turn.notify_all()
+        return answer
+
+
+def main() -> None:
+    """The process: requests in, answers out."""
+    descriptor, parent = map(int, sys.argv[1:])
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver
+    if os.getppid() != parent:
+        return
+    with socket.socket(fileno=descriptor) as channel:
+        try:
+            _answer_requests(channel)
+        except (EOFError, OSError):
+            pass  # the training process is gone, or wants no more
+
+
+def _answer_requests(channel: socket.socket) -> None:
+    pickled, transformation = _receive(channel), None
+    while True:
+        request = _receive(channel)
+        try:
+            if transformation is None:
+                transformation = cloudpickle.loads(pickled)
+            answer: Answer = transformation.apply(request), None, ""
+        except Exception as error:
+            answer = None, _pickle_error(error), traceback.format_exc()
+        del request  # its memory
+        _send(channel, answer)
+
+
+# ---- errors and messages between the two
+
+
+def _pickle_error(error: Exception) -> bytes | None:
+    try:
+        pickled: bytes = cloudpickle.dumps(error)
+    except Exception:  # it holds something that cannot be pickled
+        return None
+    return pickled
+
+
+def _restore_error(error: bytes | None, text: str) -> Exception:
+    """The error itself, if it came through pickle; else one that has its last line."""
+    if error is not None:
+        try:
+            restored: Exception = pickle.loads(error)
+        except Exception:  # its constructor takes other arguments than it passed on
+            pass
+        else:
+            return restored
+    return RuntimeError(text.strip().rpartition("\n")[2])
+
+
+def _send(channel: socket.socket, thing: Any) -> None:
+    """Send anything that pickles. Its arrays lie in the memory as they are, in front of the pickle."""
+    buffers: list[pickle.PickleBuffer] = []
+    pickled = pickle.dumps(thing, protocol=5, buffer_callback=buffers.append)
+    memory = os.memfd_create("transformation")
+    try:
+        spans, end = [], 0
+        for buffer in buffers:
+            start = -(-end // _ALIGNMENT) * _ALIGNMENT
+            end = start + _write(memory, buffer.raw(), start)
+            spans.append((start, end))
+        past = end + _write(memory, memoryview(pickle.dumps((pickled, spans))), end)
+        socket.send_fds(channel, [_PLACE.pack(end, past)], [memory])
+    finally:
+        os.close(memory)
+
+
+def _receive(channel: socket.socket) -> Any:
+    """What the other end sent. Its arrays are views of the memory, which is freed with the last of them.
+
+    Raises:
+        EOFError: the other end is gone.
+    """
+    head, descriptors, _, _ = socket.recv_fds(channel, _PLACE.size, 1)
+    if len(head) < _PLACE.size:
+        raise EOFError
+    try:
+        view = memoryview(mmap.mmap(descriptors[0], 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))
+    finally:
+        os.close(descriptors[0])
+    begin, past = _PLACE.unpack(head)
+    pickled, spans = pickle.loads(view[begin:past])
+    return pickle.loads(pickled, buffers=[view[start:end] for start, end in spans])
+
+
+def _write(memory: int, view: memoryview, offset: int) -> int:
+    """Returns the number of bytes."""
+    written = 0
+    while written < len(view):
+        written += os.pwrite(memory, view[written:], offset + written)
+    return written
+
+
+if __name__ == "__main__":
+    main()

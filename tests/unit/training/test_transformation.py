@@ -1,0 +1,81 @@
+"""The user's function of columns: how it is called, what it may return, and in which parts rows come."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spark_elastic.data.loader import StepRows
+from spark_elastic.data.plan import DataPlan
+from spark_elastic.errors import InvalidInput
+from spark_elastic.training.row_random import RowRandom
+from spark_elastic.training.transformation import (
+    BatchTransformation,
+    RowBatch,
+    check_transformation,
+    reshape_results,
+    transform_columns,
+)
+from spark_elastic.training.transformation_pool import cut_at_shares
+
+Columns = dict[str, Any]
+
+
+def _add_noise(columns: Columns, rng: RowRandom | None) -> Columns:
+    noise = 0.0 if rng is None else rng.uniform(size=4)
+    return {**columns, "x": columns["x"] + noise}
+
+
+def _make_batch(rows: slice, *cuts: int, augments: bool = True) -> RowBatch:
+    x = np.arange(40.0).reshape(10, 4)
+    return RowBatch({"x": x[rows], "y": np.arange(10)[rows]}, np.arange(10)[rows], 2, cuts, augments)
+
+
+def test_a_row_is_augmented_alike_in_any_part() -> None:
+    change = BatchTransformation(_add_noise, ("x", "y"), seed=5)
+    whole = change.apply(_make_batch(slice(0, 10), 0, 10))
+    assert not np.array_equal(whole["x"], np.arange(40.0).reshape(10, 4))
+    np.testing.assert_array_equal(change.apply(_make_batch(slice(0, 10), 0, 3, 7, 10))["x"], whole["x"])
+    np.testing.assert_array_equal(change.apply(_make_batch(slice(4, 8), 0, 4))["x"], whole["x"][4:8])
+
+
+def test_without_augmentation_there_are_no_random_numbers() -> None:
+    batch = _make_batch(slice(0, 10), 0, 10, augments=False)
+    found = BatchTransformation(_add_noise, ("x", "y"), seed=5).apply(batch)
+    np.testing.assert_array_equal(found["x"], batch.columns["x"])
+
+
+def test_reshaped_results_are_augmented_too() -> None:
+    rng = RowRandom(1, 1, np.arange(3))
+    columns = {"x": np.zeros((3, 4))}
+    found = transform_columns(columns, 3, ["x"], reshape_results(_add_noise, {"x": (2, 2)}), rng)
+    assert found["x"].shape == (3, 2, 2)
+    assert len(set(found["x"].ravel().tolist())) == 12
+
+
+def test_each_virtual_share_is_a_part() -> None:
+    plan = DataPlan((100,), 10, seed=0, lanes=1, shares=4)
+    rows = StepRows(0, 0, 10, np.arange(5), {})
+    group: Any = SimpleNamespace(rank=1, size=2)
+    assert cut_at_shares(plan, rows, group) == (0, 2, 5)
+    assert cut_at_shares(DataPlan((100,), 10, seed=0, lanes=1), rows, group) == (0, 5)
+
+
+@pytest.mark.parametrize(
+    "function", [_add_noise, partial(_add_noise, rng=None), lambda columns, mean=0.5: columns, dict, None]
+)
+def test_functions_of_columns_and_of_columns_and_rng_are_accepted(function: Any) -> None:
+    assert check_transformation(function) is function
+
+
+def test_a_function_of_other_arguments_is_refused() -> None:
+    with pytest.raises(
+        InvalidInput, match=r"transformation_fn takes \(image, label\): make it a function of"
+    ):
+        check_transformation(lambda image, label: image)
+    with pytest.raises(InvalidInput, match="transformation_fn must be a function; got str"):
+        check_transformation("decode")
