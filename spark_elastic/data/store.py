@@ -323,9 +323,9 @@ class Store:
             yield
         except (StoreError, InvalidInput):
             raise
-        except FileNotFoundError as error:
-            raise StoreError(f"The store {self.url} has no {name!r}.") from error
         except Exception as error:
+            if isinstance(error, FileNotFoundError) and verb not in ("write", "create"):
+                raise StoreError(f"The store {self.url} has no {name!r}.") from error
             reason = f"{type(error).__name__}: {error}"
             raise (StoreFull if _is_full(error) else StoreError)(
                 f"Cannot {verb} {name or 'the root'!r} in the store {self.url} ({reason})."

@@ -116,6 +116,11 @@ def test_wrong_urls_are_refused(url: str, error: type[Exception], says: str) -> 
         Store.open(url)
 
 
+def test_a_place_in_which_no_folder_can_be_made_is_not_said_to_lack_an_object() -> None:
+    with pytest.raises(StoreError, match="Cannot write 'a/b' in the store file:///proc/nothing"):
+        Store.open("/proc/nothing").write_bytes("a/b", b"")
+
+
 def test_an_unwritable_place_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="Cannot write 'x'"):
