@@ -371,9 +371,11 @@ class DecodePrefetcher:
 
     def ask(self, groups: Iterable[int]) -> None:
         """Announce row groups that will be fetched soon, in this order."""
+        coming = dict.fromkeys(groups)
+        self._reader.announce(coming)
         if self._most:
             with self._changed:
-                self._wanted.update(dict.fromkeys(groups))
+                self._wanted.update(coming)
                 self._wake()
 
     def fetch(self, group: int) -> ColumnArrays:

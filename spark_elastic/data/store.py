@@ -10,6 +10,7 @@ temporary folder of this machine.
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import shutil
@@ -24,9 +25,12 @@ from typing import Any, BinaryIO, cast
 from urllib.parse import urlsplit
 
 import fsspec
+from fsspec.asyn import AsyncFileSystem
 from fsspec.core import url_to_fs
 
 from spark_elastic.clock import SystemClock
+from spark_elastic.data.remote_file import RemoteFile
+from spark_elastic.data.retries import RETRY_SECONDS, RetryingClient
 from spark_elastic.errors import InvalidInput, StoreError
 
 TEMPORARY = ".part-"  # prefix of files that are still being written
@@ -125,6 +129,8 @@ def _is_full(error: Exception) -> bool:
     )
 
 
+MOST_RETRY_SECONDS = 240.0
+FILE_BUFFER = 1 << 20  # what `open_read` reads of an object store at least
 # File systems where one put appears whole or not at all, and a rename is a copy.
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "memory"}
 
@@ -157,14 +163,23 @@ class Store:
     url: str
     filesystem: Any = field(repr=False, compare=False)
     root: str = field(repr=False)
+    # How long a call of an object store is tried again.
+    retry_seconds: float = field(default=RETRY_SECONDS, repr=False, compare=False)
 
     @classmethod
-    def open(cls, url: str | os.PathLike[str], **storage_options: Any) -> Store:
+    def open(
+        cls, url: str | os.PathLike[str], *, retry_seconds: float = RETRY_SECONDS, **storage_options: Any
+    ) -> Store:
         """The store at an fsspec url or a local path; touches nothing yet. `storage_options` are fsspec's."""
         url = parse_store_url(url)
         if not url:
             raise InvalidInput(
                 "The store's url is empty: give a path or an fsspec url such as s3://bucket/jobs."
+            )
+        if not 0 < retry_seconds <= MOST_RETRY_SECONDS:
+            raise InvalidInput(
+                f"retry_seconds in storage_options is {retry_seconds!r}: give seconds, at most "
+                f"{MOST_RETRY_SECONDS:g}, after which a step waits for its rows no longer."
             )
         scheme, _, rest = url.partition(":/")
         if scheme == "dbfs":  # Databricks mounts it on every machine, and its volumes beside it
@@ -178,7 +193,7 @@ class Store:
             raise StoreError(f"The store {url} cannot be opened: {error}") from error
         # The url stays as given: clients drop the account or name node that Spark needs. A local path gets a scheme.
         shown = url.rstrip("/") if "://" in url else filesystem.unstrip_protocol(root)
-        return cls(shown, filesystem, root.rstrip("/"))
+        return cls(shown, filesystem, root.rstrip("/"), retry_seconds)
 
     def clean(self, older_than: float, unfinished: bool = False) -> Sequence[StoreEntry]:
         """Remove, and return, the entries of this package that were not written to for `older_than` seconds.
@@ -207,26 +222,34 @@ class Store:
     def read_bytes(self, name: str) -> bytes:
         """All of an object."""
         with self._translate_errors("read", name):
+            client = self.client
+            if client is not None:
+                return client.run(client.read_object(self.path(name)))
             return cast("bytes", self.filesystem.cat_file(self.path(name)))
 
     def read_tail(self, name: str, length: int) -> bytes:
         """The last `length` bytes of an object, or all of a shorter one."""
         with self._translate_errors("read", name):
-            path = self.path(name)
+            path, client = self.path(name), self.client
+            if client is not None:
+                return client.run(client.read_tail(path, length))[1]
             size = self.filesystem.size(path)
             return cast("bytes", self.filesystem.cat_file(path, start=max(0, size - length), end=size))
 
     def open_read(self, name: str) -> BinaryIO:
         """A seekable file over an object; the caller closes it."""
         with self._translate_errors("read", name):
-            return cast("BinaryIO", self.filesystem.open(self.path(name), "rb"))
+            path, client = self.path(name), self.client
+            if client is not None:
+                return cast("BinaryIO", io.BufferedReader(RemoteFile.open(client, path), FILE_BUFFER))
+            return cast("BinaryIO", self.filesystem.open(path, "rb"))
 
     def write_bytes(self, name: str, data: bytes) -> None:
         """Write an object, or replace it; readers never see a part of it."""
         with self._translate_errors("write", name):
             path = self.path(name)
             if _protocols(self.filesystem) & _OBJECT_STORES:
-                self.filesystem.pipe_file(path, data)
+                self._call("pipe_file", path, data, size=len(data))
                 return
             self.filesystem.makedirs(os.path.dirname(path), exist_ok=True)
             replace_file(self.filesystem, path, data, local=self.is_local)
@@ -251,12 +274,12 @@ class Store:
             if not _protocols(self.filesystem) & _OBJECT_STORES:
                 self.filesystem.makedirs(os.path.dirname(path), exist_ok=True)
             try:
-                self.filesystem.pipe_file(path, data, mode="create")
+                self._call("pipe_file", path, data, size=len(data), mode="create")
             except FileExistsError:
                 return False
             except (TypeError, NotImplementedError, ValueError):  # a client without this mode
                 self.filesystem.invalidate_cache()
-                if self.filesystem.exists(path):
+                if self._call("exists", path):
                     return False
                 self.write_bytes(name, data)
             return True
@@ -265,7 +288,7 @@ class Store:
         """Whether an object or a folder of that name exists."""
         with self._translate_errors("look for", name):
             self.filesystem.invalidate_cache()
-            return bool(self.filesystem.exists(self.path(name)))
+            return bool(self._call("exists", self.path(name)))
 
     def find(self, name: str = "") -> Sequence[ObjectInfo]:
         """All objects under a folder, at any depth, by name."""
@@ -279,7 +302,7 @@ class Store:
         with self._translate_errors("list", name):
             self.filesystem.invalidate_cache()
             folder = self.path(name)
-            found = self.filesystem.find(folder, detail=True)
+            found = self._call("find", folder, detail=True)
             start = len(self.root) + 1
             return [
                 ObjectInfo(path[start:], int(info.get("size") or 0), _modified_time(info))
@@ -291,7 +314,7 @@ class Store:
         with self._translate_errors("list", name):
             self.filesystem.invalidate_cache()
             try:
-                found = self.filesystem.ls(self.path(name), detail=False)
+                found = self._call("ls", self.path(name), detail=False)
             except FileNotFoundError:
                 return []
             names = (str(path).rstrip("/").rsplit("/", 1)[-1] for path in found)
@@ -302,7 +325,7 @@ class Store:
         """Delete an object if it exists."""
         with self._translate_errors("delete", name):
             try:
-                self.filesystem.rm_file(self.path(name))
+                self._call("rm_file", self.path(name))
             except FileNotFoundError:
                 return
 
@@ -312,9 +335,26 @@ class Store:
             raise InvalidInput("A store's root is never removed: name a folder in it.")
         with self._translate_errors("delete", name):
             try:
-                self.filesystem.rm(self.path(name), recursive=True)
+                self._call("rm", self.path(name), recursive=True)
             except FileNotFoundError:
                 return
+
+    @property
+    def client(self) -> RetryingClient | None:
+        """What retries the calls of an object store; None for file systems whose calls are not retried."""
+        filesystem = self.filesystem
+        return (
+            RetryingClient(filesystem, self.retry_seconds)
+            if isinstance(filesystem, AsyncFileSystem)
+            else None
+        )
+
+    def _call(self, method: str, *arguments: Any, size: int = 0, **options: Any) -> Any:
+        """A method of the file system. size: bytes that it writes."""
+        client = self.client
+        if client is not None:
+            return client.call(method, *arguments, size=size, **options)
+        return getattr(self.filesystem, method)(*arguments, **options)
 
     @contextmanager
     def _translate_errors(self, verb: str, name: str) -> Iterator[None]:

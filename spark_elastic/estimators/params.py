@@ -272,7 +272,11 @@ class EstimatorParams(ColumnParams):
     min_workers: Param[int] = declare("fewest workers to continue with")
     max_workers: Param[int] = declare("most workers ever; default num_workers")
     store: Param[str] = declare("path or url for data and models that driver and executors share")
-    storage_options: Param[Any] = declare("fsspec's options for the store, a dict; not saved", hide_values)
+    storage_options: Param[Any] = declare(
+        "fsspec's options for the store, a dict; not saved. `retry_seconds` (60, at most 240) among them: how long a "
+        "read or write of an object store is tried again",
+        hide_values,
+    )
     missing: Param[Any] = declare(
         "rows with nulls or NaN: refuse or drop; or a dict of nulls (refuse or drop) and nans (keep, too)"
     )

@@ -7,7 +7,7 @@ thread.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 from urllib.parse import unquote
 
@@ -37,6 +37,10 @@ class Reader(Protocol):
 
     def prefetch(self, group: int) -> bool:
         """Read a row group that will be fetched soon. False if there is no room for it. Raises as `fetch` does."""
+        ...
+
+    def announce(self, groups: Iterable[int]) -> None:
+        """Row groups that will be fetched soon, in this order: a reader may begin to read them. Does not wait."""
         ...
 
     def release(self, group: int | None = None) -> None:
@@ -208,11 +212,17 @@ def _vectors(values: Any, column: Column) -> Array:
     return array
 
 
-def open_parquet(source: Any, pre_buffer: bool = False, buffer_size: int = 0) -> pq.ParquetFile:
+def open_parquet(
+    source: Any, pre_buffer: bool = False, buffer_size: int = 0, footer: pq.FileMetaData | None = None
+) -> pq.ParquetFile:
     """Open a Parquet file over `source`, which the caller closes. Spark's timestamps (INT96) are read as microseconds:
     Arrow's nanoseconds overflow outside of the years 1677 to 2262."""
     return pq.ParquetFile(
-        source, pre_buffer=pre_buffer, buffer_size=buffer_size, coerce_int96_timestamp_unit="us"
+        source,
+        metadata=footer,
+        pre_buffer=pre_buffer,
+        buffer_size=buffer_size,
+        coerce_int96_timestamp_unit="us",
     )
 
 

@@ -12,8 +12,8 @@ import shutil
 import tempfile
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import IO, Any, TypeVar
 
@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 
 from spark_elastic.data.manifest import Column, FileColumns, Manifest, RowGroup
 from spark_elastic.data.reading.decoding import ColumnArrays, decode_columns, open_parquet, partition_values
+from spark_elastic.data.reading.remote_groups import RemoteGroups
 from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES, RowGroupCache
 from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
@@ -65,6 +66,9 @@ class GroupReader(ABC):
         """See `Reader.prefetch`."""
         return self._groups.prefetch(group, self._decode)
 
+    def announce(self, groups: Iterable[int]) -> None:  # noqa: B027 - most readers have nothing to begin
+        """See `Reader.announce`."""
+
     def release(self, group: int | None = None) -> None:
         """See `Reader.release`."""
         self._groups.release(group)
@@ -88,6 +92,7 @@ class GroupReader(ABC):
 
 
 OPEN_FILES = 128
+REMOTE_GROUP_BYTES = 128 << 20  # larger row groups of object stores are streamed while they are split
 
 
 class ArrowReader(GroupReader):
@@ -104,8 +109,28 @@ class ArrowReader(GroupReader):
         self._files: OrderedDict[int, tuple[pq.ParquetFile, Any]] = OrderedDict()
         self._split_groups = SplitGroupCache()
         self._names: dict[int, dict[str, str]] = {}  # of each file: its columns that are needed -> ours
+        client = store.client
+        self._remote = None if client is None else RemoteGroups(store, client, manifest)
+
+    def announce(self, groups: Iterable[int]) -> None:
+        """See `Reader.announce`. Parts of one row group are read together, when the first is needed."""
+        if self._remote is not None:
+            entries = ((group, self._manifest.row_groups[group]) for group in groups)
+            self._remote.announce(
+                (group, self._find_names(entry.file))
+                for group, entry in entries
+                if not entry.parent_rows and group not in self._groups
+            )
+
+    def release(self, group: int | None = None) -> None:
+        """See `Reader.release`."""
+        super().release(group)
+        if group is None and self._remote is not None:
+            self._remote.cancel()
 
     def _close_resources(self) -> None:
+        if self._remote is not None:
+            self._remote.cancel()
         while self._files:
             self._close_oldest()
         self._split_groups.close()
@@ -114,7 +139,7 @@ class ArrowReader(GroupReader):
         entry = self._manifest.row_groups[group]
         name = self._manifest.files[entry.file]
         try:
-            rows = self._read_part(entry) if entry.parent_rows else self._read_whole(entry)
+            rows = self._read_part(group, entry) if entry.parent_rows else self._read_whole(group, entry)
             if rows.num_rows != entry.stored_rows:
                 raise ValueError(
                     f"it has {rows.num_rows} rows, not the {entry.stored_rows} rows of the manifest"
@@ -133,40 +158,68 @@ class ArrowReader(GroupReader):
                 f"Cannot read row group {entry.index} of {name!r} in the store {self._store.url} ({reason})."
             ) from error
 
-    def _read_whole(self, entry: RowGroup) -> pa.Table:
-        file, _ = self._open(entry.file)
-        return file.read_row_group(entry.index, list(self._names[entry.file]), use_threads=False)
+    def _read_whole(self, group: int, entry: RowGroup) -> pa.Table:
+        with self._open(group, entry) as (file, _):
+            return file.read_row_group(entry.index, list(self._names[entry.file]), use_threads=False)
 
-    def _read_part(self, entry: RowGroup) -> pa.RecordBatch:
+    def _read_part(self, group: int, entry: RowGroup) -> pa.RecordBatch:
         """One part of a split row group. All parts but the last are equally long."""
-        group = self._split_groups.get((entry.file, entry.index), lambda: self._split(entry))
-        return group.read(entry.first_row // entry.part_rows)
+        split = self._split_groups.get((entry.file, entry.index), lambda: self._split(group, entry))
+        return split.read(entry.first_row // entry.part_rows)
 
-    def _split(self, entry: RowGroup) -> SplitRowGroup:
-        _, source = self._open(entry.file)
-        return SplitRowGroup(source, entry.index, list(self._names[entry.file]), entry.part_rows)
+    def _split(self, group: int, entry: RowGroup) -> SplitRowGroup:
+        with self._open(group, entry) as (_, source):
+            return SplitRowGroup(source, entry.index, list(self._names[entry.file]), entry.part_rows)
 
-    def _open(self, number: int) -> tuple[pq.ParquetFile, Any]:
+    @contextmanager
+    def _open(self, group: int, entry: RowGroup) -> Iterator[tuple[pq.ParquetFile, Any]]:
+        """The file of a row group, whose bytes are in memory if they come from an object store."""
+        number = entry.file
+        if self._remote is None:
+            self._keep_open(number, lambda: self._open_file(self._manifest.files[number]))
+            yield self._files[number]
+            return
+        whole = entry.bytes * max(1, entry.parent_rows) // (entry.rows if entry.parent_rows else 1)
+        names = self._find_names(number) if whole <= REMOTE_GROUP_BYTES else ()
+        remote, loaded = self._remote, self._remote.take(group, names)
+        self._keep_open(number, lambda: remote.open_file(number, loaded.size), loaded.footer)
+        file, source = self._files[number]
+        source.keep(loaded.ranges)
+        try:
+            yield file, source
+        finally:
+            source.keep({})
+
+    def _open_file(self, name: str) -> Any:
+        # No memory map: its pages would count as this process's memory while the file is open.
+        return pa.OSFile(self._store.path(name)) if self._store.is_local else self._store.open_read(name)
+
+    def _keep_open(
+        self, number: int, open_source: Callable[[], Any], footer: pq.FileMetaData | None = None
+    ) -> None:
+        """Open a file unless it is open. footer: if it is known."""
         if number not in self._files:
             if len(self._files) >= OPEN_FILES:
                 self._close_oldest()
-            name = self._manifest.files[number]
-            # No memory map: its pages would count as this process's memory while the file is open.
-            source = (
-                pa.OSFile(self._store.path(name)) if self._store.is_local else self._store.open_read(name)
-            )
-            file = open_parquet(source, pre_buffer=not self._store.is_local)
+            source = open_source()
+            pre_buffer = not (self._store.is_local or self._remote)
+            file = open_parquet(source, pre_buffer=pre_buffer, footer=footer)
             self._files[number] = (file, source)
-            there, stored = set(file.schema_arrow.names), self.columns_of(number).stored_names
-            names = {stored.get(column.name, column.name): column.name for column in self.columns}
-            self._names[number] = {name: own for name, own in names.items() if name in there}
+            there, wanted = set(file.schema_arrow.names), self._find_names(number)
+            self._names[number] = {name: own for name, own in wanted.items() if name in there}
         self._files.move_to_end(number)
-        return self._files[number]
+
+    def _find_names(self, number: int) -> dict[str, str]:
+        """The names that a file has for the columns that are needed, if they are in it -> ours."""
+        stored = self.columns_of(number).stored_names
+        return {stored.get(column.name, column.name): column.name for column in self.columns}
 
     def _close_oldest(self) -> None:
-        _, (file, source) = self._files.popitem(last=False)
+        number, (file, source) = self._files.popitem(last=False)
         file.close()
         source.close()
+        if self._remote is not None:
+            self._remote.forget(number)
 
 
 class SplitGroupCache:

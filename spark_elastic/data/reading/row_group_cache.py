@@ -114,6 +114,10 @@ class RowGroupCache:
         self._largest = 0
         self._closed = False
 
+    def __contains__(self, group: int) -> bool:
+        with self._changed:
+            return group in self._in_use or group in self._released
+
     def __len__(self) -> int:
         return len(self._in_use) + len(self._released)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import pytest
@@ -43,6 +43,9 @@ class Reader:
         self.room -= 1
         self.ahead.append(group)
         return True
+
+    def announce(self, groups: Iterable[int]) -> None:
+        pass
 
     def release(self, group: int | None = None) -> None:
         self.room += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +48,9 @@ class Rows:
 
     def prefetch(self, group: int) -> bool:
         return True
+
+    def announce(self, groups: Iterable[int]) -> None:
+        pass
 
     def release(self, group: int | None = None) -> None:
         pass

@@ -36,7 +36,9 @@ def test_a_secret_is_in_no_message(store: Store) -> None:
     assert SECRET not in repr(store)
     options = {"key": "k", "secret": SECRET, "endpoint_url": "http://127.0.0.1:1"}
     impatient = {"retries": {"max_attempts": 0}}
-    gone = Store.open(store.url.replace("jobs", "") + "x/../y", config_kwargs=impatient, **options)
+    gone = Store.open(
+        store.url.replace("jobs", "") + "x/../y", config_kwargs=impatient, retry_seconds=1, **options
+    )
     with pytest.raises(StoreError) as raised:
         gone.read_bytes("x")
     assert SECRET not in str(raised.value)

@@ -1,0 +1,182 @@
+"""Calls of an object store's client, tried again until they succeed or a time limit is over.
+
+The clients try a single request again by themselves, some for two seconds and some without an end. This module bounds
+them: each attempt has a limit of its own, so that an answer that trickles in or never comes is asked for anew, and all
+attempts together have one. Credentials that have expired are looked up again. Only clients whose calls are coroutines
+(S3, GCS, Azure) are retried: those of local disks, mounts and HDFS wait by themselves. Any thread may use it; the
+coroutines run in fsspec's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import random
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+from fsspec.asyn import AsyncFileSystem
+
+from spark_elastic.clock import SystemClock
+
+RETRY_SECONDS = 60.0
+ATTEMPTS = 6  # an attempt may take this part of the limit
+BYTES_PER_SECOND = 1 << 20  # limits are longer by the time that an object or range takes at this rate
+RANGE_BYTES = 8 << 20  # larger ranges are read in parts
+IN_FLIGHT = 8  # ranges of one call that are read at once
+LONGEST_PAUSE = 5.0
+
+_CLOCK = SystemClock()
+_BUSY = {
+    errno.EAGAIN, errno.EBUSY, errno.EIO, errno.EREMOTEIO, errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED,
+    errno.ECONNABORTED, errno.EPIPE, errno.ENETUNREACH, errno.EHOSTUNREACH,
+}  # fmt: skip
+_BUSY_STATUS = {408, 429, 500, 502, 503, 504}
+# Classes of aiohttp, botocore and azure-core for answers that broke off or never came.
+_BROKEN = {
+    "aiohttp.ClientConnectionError", "aiohttp.ClientPayloadError", "aiohttp.ServerDisconnectedError",
+    "botocore.HTTPClientError", "botocore.ResponseParserError", "azure.ServiceRequestError",
+    "azure.ServiceResponseError", "azure.IncompleteReadError",
+}  # fmt: skip
+
+T = TypeVar("T")
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class RetryingClient:
+    """An fsspec file system whose calls are coroutines, with the limit of its retries."""
+
+    filesystem: AsyncFileSystem
+    # How long a call is tried, beside the time that its bytes take at BYTES_PER_SECOND.
+    seconds: float
+
+    def call(self, method: str, *arguments: Any, size: int = 0, **options: Any) -> Any:
+        """A method of the file system. size: bytes that are written or read.
+
+        Raises:
+            TimeoutError: no attempt succeeded within the limit; it names the last error. Else what the client raises.
+        """
+        run = getattr(self.filesystem, f"_{method}")
+        return self.run(self.retry(lambda: run(*arguments, **options), size))
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of a coroutine, awaited in fsspec's thread while this one waits."""
+        future = self.begin(work)
+        try:
+            return future.result()
+        except BaseException:  # this thread may be interrupted
+            future.cancel()
+            raise
+
+    def begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start a coroutine in fsspec's thread, for a thread to wait for."""
+        return asyncio.run_coroutine_threadsafe(work, self.filesystem.loop)
+
+    async def read_ranges(self, path: str, ranges: Sequence[Range]) -> list[bytes]:
+        """The bytes `first ... behind the last` of each range, several read at once; each is retried by itself."""
+        parts = [
+            (place, (start, min(start + RANGE_BYTES, end)))
+            for place, (first, end) in enumerate(ranges)
+            for start in range(first, end, RANGE_BYTES)
+        ]
+        room = asyncio.Semaphore(IN_FLIGHT)
+
+        async def read(part: Range) -> bytes:
+            async with room:
+                return await self.retry(lambda: self._read_range(path, part), part[1] - part[0])
+
+        found = await gather([read(part) for _, part in parts])
+        if len(parts) == len(ranges):
+            return found
+        joined: list[list[bytes]] = [[] for _ in ranges]
+        for (place, _), content in zip(parts, found, strict=True):
+            joined[place].append(content)
+        return [b"".join(each) for each in joined]
+
+    async def read_object(self, path: str) -> bytes:
+        """All of an object. A small one is read by one request, so that it is never half of another version."""
+        size = await self.find_size(path)
+        if size > RANGE_BYTES:
+            return (await self.read_ranges(path, [(0, size)]))[0]
+        return cast("bytes", await self.retry(lambda: self.filesystem._cat_file(path), size))
+
+    async def read_tail(self, path: str, length: int) -> tuple[int, bytes]:
+        """The size of an object, and its last `length` bytes, or all of a shorter one."""
+        size = await self.find_size(path)
+        return size, (await self.read_ranges(path, [(max(0, size - length), size)]))[0]
+
+    async def find_size(self, path: str) -> int:
+        """Bytes of an object."""
+        return int((await self.retry(lambda: self.filesystem._info(path)))["size"])
+
+    async def _read_range(self, path: str, part: Range) -> bytes:
+        start, end = part
+        content = await self.filesystem._cat_file(path, start=start, end=end)
+        if len(content) != end - start:
+            raise ConnectionError(f"{len(content)} of {end - start} bytes came")
+        return cast("bytes", content)
+
+    async def retry(self, attempt: Callable[[], Awaitable[T]], size: int = 0) -> T:
+        """The result of the first attempt that succeeds; see `call`."""
+        transfer = size / BYTES_PER_SECOND
+        deadline = _CLOCK.now() + self.seconds + transfer
+        tried = 0
+        while True:
+            tried += 1
+            session = getattr(self.filesystem, "session", None)
+            try:
+                limit = min(self.seconds / ATTEMPTS + transfer, deadline - _CLOCK.now())
+                return await asyncio.wait_for(attempt(), max(0.0, limit))
+            except Exception as error:
+                if not (_is_transient(error) or await self._renew_credentials(error, session, tried)):
+                    raise
+                pause = min(0.1 * 2**tried, LONGEST_PAUSE) * random.uniform(0.5, 1)
+                if _CLOCK.now() + pause >= deadline:
+                    reason = str(error) or "no answer in time"
+                    raise TimeoutError(
+                        f"{tried} attempts in {self.seconds + transfer:.0f} s failed, the last with "
+                        f"{type(error).__name__}: {reason}"
+                    ) from error
+            await asyncio.sleep(pause)
+
+    async def _renew_credentials(self, error: Exception, session: object, tried: int) -> bool:
+        """After a refusal: let the client look its credentials up again, in files, variables or a process. False if
+        that does not help. session: the client's when the attempt began; another call may have replaced it."""
+        if not isinstance(error, PermissionError) or not hasattr(self.filesystem, "set_session"):
+            return False
+        if getattr(self.filesystem, "key", None) or getattr(self.filesystem, "anon", False):
+            return False  # given as they are
+        # The answer to HEAD has no text.
+        if "expired" not in str(error).lower() and tried > 1:
+            return False
+        if self.filesystem.session is session:
+            await self.filesystem.set_session(refresh=True)
+        return True
+
+
+async def gather(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all; the first error ends the others."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _is_transient(error: BaseException) -> bool:
+    """Whether the same request may succeed later."""
+    # FileNotFoundError and others that say what is wrong are OSErrors with another errno.
+    if isinstance(error, TimeoutError | asyncio.TimeoutError | ConnectionError):
+        return True
+    if isinstance(error, OSError) and error.errno in _BUSY:
+        return True
+    for attribute in ("status", "status_code", "code"):
+        status = getattr(error, attribute, None)
+        if str(status).isdigit() and int(str(status)) in _BUSY_STATUS:
+            return True
+    names = {f"{each.__module__.partition('.')[0]}.{each.__name__}" for each in type(error).__mro__}
+    return bool(names & _BROKEN)

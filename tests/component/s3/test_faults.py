@@ -1,0 +1,243 @@
+"""An S3 server that throttles, breaks off, trickles and refuses: rows, objects and a limit for every wait."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from spark_elastic.data.existing_parquet import describe_parquet
+from spark_elastic.data.loader import StepLoader
+from spark_elastic.data.manifest import Manifest
+from spark_elastic.data.plan import DataPlan
+from spark_elastic.data.reading.readers import open_reader
+from spark_elastic.data.store import Store
+from spark_elastic.errors import InvalidInput, StoreError
+from tests.component.s3.conftest import SECRET
+from tests.component.s3.faulty_server import (
+    CUT,
+    LOST,
+    RESET,
+    RESET_BODY,
+    SILENT,
+    SLOW,
+    THROTTLED,
+    FaultyServer,
+)
+from tests.leaks import SessionOwned
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+
+SEED = 7
+ROWS, FILES, GROUP, WIDTH = 24_000, 6, 500, 16
+LIMIT = 12.0  # seconds of retries: an attempt may take 2
+# Per request. An attempt that waits in vain costs two seconds, the others less than one.
+RATES = {THROTTLED: 0.06, RESET: 0.06, LOST: 0.06, CUT: 0.06, RESET_BODY: 0.06, SLOW: 0.02, SILENT: 0.02}
+
+
+@pytest.fixture(scope="module")
+def shared_server(endpoint: str, session_owned: SessionOwned) -> Iterator[FaultyServer]:
+    """Clients keep connections to it."""
+    server = FaultyServer(endpoint, SEED)
+    session_owned.ports.add(server.server_port)
+    with session_owned.adopt():
+        server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def server(shared_server: FaultyServer) -> FaultyServer:
+    shared_server.reset(SEED)
+    return shared_server
+
+
+@pytest.fixture
+def faulty(store: Store, server: FaultyServer) -> Store:
+    """The store, by way of the faulty server."""
+    return open_faulty(store, server, key="someone", secret=SECRET)
+
+
+def open_faulty(store: Store, server: FaultyServer, **options: Any) -> Store:
+    return Store.open(store.url, retry_seconds=LIMIT, endpoint_url=server.url, **options)
+
+
+def write_rows(store: Store) -> Manifest:
+    """Files with an id in each row, and numbers that follow from it."""
+    for number in range(FILES):
+        ids = np.arange(number, ROWS, FILES)
+        flat = pa.array(np.repeat(ids, WIDTH).astype(np.float32))
+        table = pa.table({"id": ids, "x": pa.FixedSizeListArray.from_arrays(flat, WIDTH), "unused": ids})
+        sink = pa.BufferOutputStream()
+        pq.write_table(table, sink, row_group_size=GROUP)
+        store.write_bytes(f"rows/{number}.parquet", sink.getvalue().to_pybytes())
+    return describe_parquet(replace(store, root=f"{store.root}/rows"), ["id", "x"])
+
+
+def read_epoch(
+    store: Store, manifest: Manifest, epoch: int, cache_bytes: int = 1
+) -> tuple[Counter[int], float]:
+    """How often each row came, and the longest wait for a step."""
+    plan = DataPlan.for_run(manifest.group_rows, 512, 3, 4, manifest.max_decoded_group_bytes(), 4 << 20)
+    seen: Counter[int] = Counter()
+    longest = 0.0
+    # Without a cache, lanes read row groups again and again.
+    with open_reader("arrow", store, manifest, cache_bytes=cache_bytes) as reader:
+        with StepLoader(plan, reader, manifest.columns).steps(epoch, 0, 0, 1) as steps:
+            begin = time.monotonic()
+            for rows in steps:
+                longest = max(longest, time.monotonic() - begin)
+                ids = rows.columns["id"]
+                assert (rows.columns["x"] == ids[:, None]).all()
+                seen.update(ids.tolist())
+                begin = time.monotonic()
+    return seen, longest
+
+
+def train_until(count: int, store: Store, manifest: Manifest, server: FaultyServer) -> tuple[int, float]:
+    """Epochs with a checkpoint after each, until so many faults were injected: their number, and the longest wait."""
+    rows, epochs, longest = replace(store, root=f"{store.root}/rows"), 0, 0.0
+    content = np.random.default_rng(5).bytes(300_000)
+    while server.injected.total() < count:
+        seen, wait = read_epoch(rows, manifest, epochs)
+        assert seen == Counter(range(ROWS)), "each row once"
+        epochs, longest = epochs + 1, max(longest, wait)
+        begin = time.monotonic()
+        store.write_verified(f"checkpoints/{epochs}", content)
+        longest = max(longest, time.monotonic() - begin)
+        assert (
+            hashlib.sha256(store.read_bytes(f"checkpoints/{epochs}")).digest()
+            == hashlib.sha256(content).digest()
+        )
+    assert len(store.list("checkpoints")) == epochs
+    return epochs, longest
+
+
+@pytest.mark.parametrize("fault", [THROTTLED, RESET, LOST, CUT, RESET_BODY, SLOW, SILENT])
+def test_each_fault_is_survived_by_reads_and_writes(
+    store: Store, server: FaultyServer, faulty: Store, fault: str
+) -> None:
+    content = np.random.default_rng(5).bytes(100_000)
+    server.rates = {fault: 0.3}
+    for number in range(3):
+        faulty.write_bytes(f"x/{number}", content)
+        assert faulty.read_bytes(f"x/{number}") == content
+        assert faulty.read_tail(f"x/{number}", 10) == content[-10:]
+        with faulty.open_read(f"x/{number}") as file:
+            file.seek(-20, 2)
+            assert file.read(10) == content[-20:-10]
+    assert len(faulty.list("x")) == 3
+    assert server.injected[fault] > 1
+
+
+def test_no_row_is_lost_or_doubled_by_sixty_faults(store: Store, server: FaultyServer, faulty: Store) -> None:
+    manifest = write_rows(store)
+    server.rates = RATES
+    _, longest = train_until(60, faulty, manifest, server)
+    assert set(server.injected) == set(RATES)
+    assert longest < 2 * LIMIT
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(1800)
+def test_no_row_is_lost_or_doubled_by_a_thousand_faults(
+    store: Store, server: FaultyServer, faulty: Store
+) -> None:
+    manifest = write_rows(store)
+    server.rates = RATES
+    _, longest = train_until(1000, faulty, manifest, server)
+    assert longest < 2 * LIMIT
+
+
+def test_a_store_that_stays_away_is_one_error_after_the_limit(
+    store: Store, server: FaultyServer, faulty: Store
+) -> None:
+    manifest = write_rows(store)
+    server.away = True
+    begin = time.monotonic()
+    with pytest.raises(StoreError, match=r"attempts in 12 s failed, the last with") as raised:
+        read_epoch(replace(faulty, root=f"{faulty.root}/rows"), manifest, 0)
+    assert LIMIT / 2 < time.monotonic() - begin < 2 * LIMIT
+    assert "\n" not in str(raised.value)
+    assert SECRET not in str(raised.value)
+    with pytest.raises(StoreError, match="Cannot write 'y' in the store s3://"):
+        replace(faulty, retry_seconds=2).write_bytes("y", b"1")
+
+
+def test_a_store_that_comes_back_within_the_limit_is_waited_for(
+    store: Store, server: FaultyServer, faulty: Store
+) -> None:
+    manifest = write_rows(store)
+    server.away = True
+    back = threading.Timer(LIMIT / 2, lambda: setattr(server, "away", False))
+    back.start()
+    seen, longest = read_epoch(replace(faulty, root=f"{faulty.root}/rows"), manifest, 0)
+    back.join()
+    assert seen == Counter(range(ROWS))
+    assert LIMIT / 3 < longest < LIMIT * 1.5
+
+
+def test_what_will_not_succeed_later_is_not_tried_again(
+    store: Store, server: FaultyServer, faulty: Store
+) -> None:
+    with pytest.raises(StoreError, match="has no 'nothing'"):
+        faulty.read_bytes("nothing")
+    assert server.requests < 4
+    server.token = "another"
+    with pytest.raises(StoreError, match="PermissionError"):
+        faulty.read_bytes("nothing")
+
+
+def test_renewed_credentials_are_used_in_the_middle_of_an_epoch(
+    store: Store, server: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "credentials"
+
+    def issue(token: str) -> None:
+        (tmp_path / "new").write_text(
+            f"[default]\naws_access_key_id=a\naws_secret_access_key={SECRET}\naws_session_token={token}\n"
+        )
+        (tmp_path / "new").replace(file)
+
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    manifest = write_rows(store)
+    issue("first")
+    server.token = "first"
+    rows = open_faulty(replace(store, url=store.url + "/rows"), server)
+    plan = DataPlan.for_run(manifest.group_rows, 512, 3, 4, manifest.max_decoded_group_bytes(), 4 << 20)
+    seen: Counter[int] = Counter()
+    with open_reader("arrow", rows, manifest, cache_bytes=1) as reader:
+        with StepLoader(plan, reader, manifest.columns).steps(0, 0, 0, 1) as steps:
+            for number, step in enumerate(steps):
+                seen.update(step.columns["id"].tolist())
+                if number == 5:
+                    server.token = "second"
+                    issue("second")
+    assert seen == Counter(range(ROWS))
+
+
+def test_row_groups_are_read_several_at_once_by_one_request_each(
+    store: Store, server: FaultyServer, faulty: Store
+) -> None:
+    manifest = write_rows(store)
+    seen, _ = read_epoch(replace(faulty, root=f"{faulty.root}/rows"), manifest, 0, cache_bytes=64 << 20)
+    assert seen == Counter(range(ROWS))
+    assert server.most_at_once > 2
+    # One for each row group, as its two columns are neighbours, and two for each file's footer.
+    assert server.requests == len(manifest.row_groups) + 2 * FILES
+
+
+@pytest.mark.parametrize("seconds", [0, -1, 1000])
+def test_a_limit_of_retries_is_checked(seconds: float) -> None:
+    with pytest.raises(InvalidInput, match="retry_seconds"):
+        Store.open("memory://x", retry_seconds=seconds)
