@@ -286,7 +286,7 @@ verb_unit() { run_tests tests/unit "$@"; } # pure parts, milliseconds each
 verb_sim() { run_tests tests/simulation "$@"; } # the elastic protocol under seeded fault plans
 verb_component() { run_tests tests/component "$@"; } # real sockets and processes, no Java
 verb_spark() { setup; setup_class_archive; run_tests tests/spark "$@"; } # real Spark on a standalone cluster
-verb_faults() { setup; setup_class_archive; run_tests -m faults "$@" && verb_unfaulted; } # the long fault plans
+verb_faults() { setup; setup_class_archive; run_tests -m faults "$@" && { (($#)) || verb_s3 -m faults; } && verb_unfaulted; } # the long fault plans
 verb_unfaulted() { run_tests -m "scenario and (not faults or ci)" --without-faults "$@"; } # scenarios whose faults do not happen: each must fail
 
 verb_notebooks() { run_tests -m "" tests/spark/test_notebooks.py "$@"; } # the notebooks of examples/, each on a Spark of its own
