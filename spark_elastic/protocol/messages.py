@@ -196,6 +196,14 @@ class CheckpointRefused(WorkerRequest[Acknowledged]):
     """The store has no room for the worker's checkpoint: the driver removes the oldest one."""
 
 
+@dataclass(frozen=True)
+class WorkerHinders(WorkerRequest[Acknowledged]):
+    """The worker keeps the others of its world waiting, and they would be quicker without it."""
+
+    fence: Fence
+    reason: str
+
+
 DriverMessage: TypeAlias = (
     RegisterSlot
     | Heartbeat
@@ -207,4 +215,5 @@ DriverMessage: TypeAlias = (
     | WorkerDone
     | CheckpointWritten
     | CheckpointRefused
+    | WorkerHinders
 )

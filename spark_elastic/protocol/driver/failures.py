@@ -49,7 +49,7 @@ def record_failure(tx: Transition, failure: Failure, slot_at_fault: bool = True)
     _count(tx, failure)
     slot = state.slots.get(name)
     if slot_at_fault and slot is not None and state.stage is not Stage.ENDED:
-        _record_slot_failure(tx, slot.slot, slot.host)
+        record_slot_failure(tx, slot.slot, slot.host)
 
 
 def record_exit(tx: Transition, event: WorkerExited, took_part: bool, alive: bool, detail: str) -> None:
@@ -143,7 +143,7 @@ def _record_oom_kill(tx: Transition, detail: str) -> None:
         )
 
 
-def _record_slot_failure(tx: Transition, slot: SlotId, host: HostId) -> None:
+def record_slot_failure(tx: Transition, slot: SlotId, host: HostId) -> None:
     """Blacklist the slot, or its host, for a while: a worker of the slot failed by its own fault."""
     state = tx.state
     slots = state.slots.on_host(host)

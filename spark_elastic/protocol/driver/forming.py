@@ -17,7 +17,12 @@ from dataclasses import dataclass, replace
 
 from spark_elastic.protocol.commands import AnnounceChange, NotifyUser, Outcome, PublishWorld, StopWorker
 from spark_elastic.protocol.driver.failure_detector import break_world, evict, remove
-from spark_elastic.protocol.driver.failures import check_progress, leave_out, resume_point
+from spark_elastic.protocol.driver.failures import (
+    check_progress,
+    leave_out,
+    record_slot_failure,
+    resume_point,
+)
 from spark_elastic.protocol.driver.slots import (
     admit_excluded,
     find_blacklisted_hosts,
@@ -476,8 +481,15 @@ def _dismiss(tx: Transition, worker: WorkerRecord) -> None:
     reason = f"worker {worker.worker} leaves: {worker.draining}"
     remove(tx, worker, EvictedWorker(reason, WorkerStatus.SUCCESS))
     tx.emit(StopWorker(reason, worker.worker))
-    by_user = worker.drain_cause is DrainCause.BY_USER
-    give_back(tx, tx.state.slots[worker.slot], reason, hold_back=by_user)
+    slot = tx.state.slots[worker.slot]
+    if worker.drain_cause is DrainCause.HINDERS and not slot.hindered:
+        tx.state.slots.put(replace(slot, hindered=True))  # its spare becomes a worker, which may do better
+        return
+    if worker.drain_cause is DrainCause.HINDERS:
+        record_slot_failure(
+            tx, slot.slot, slot.host
+        )  # the next slot is to be on another host, if there is one
+    give_back(tx, slot, reason, hold_back=worker.drain_cause is DrainCause.BY_USER)
 
 
 # ---- members and ranks

@@ -1,0 +1,73 @@
+"""A member without which the others are quicker: exchanged for its slot's spare, then for another slot."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from spark_elastic.protocol import events as on
+from spark_elastic.protocol.commands import AnnounceChange, LaunchSlot, ReleaseSlot, StopWorker
+from spark_elastic.protocol.messages import WorkerExited, WorkerHinders, WorkerStarted
+from spark_elastic.protocol.types import Fence, SlotId, WorkerId
+from tests.unit.protocol.driver_bench import FOUR, Bench, name
+
+ALL = (1, 2, 3, 4)
+SPARE = name(2, 2)
+
+
+def exchange(bench: Bench, straggler: WorkerId, step: int) -> None:
+    members = bench.members()
+    bench.on(WorkerHinders(straggler, bench.fence, "it is slow"))
+    bench.wait(0.2, heartbeats_of=ALL)
+    bench.stop_planned(step, *members)
+
+
+def let_spare_join(bench: Bench) -> None:
+    bench.on(WorkerExited(SlotId("2-0"), name(2), 0))
+    bench.on(WorkerStarted(SlotId("2-0"), SPARE))
+    bench.join(SPARE)
+    bench.form()
+    bench.wait(0.2, heartbeats_of=ALL)
+    bench.stop_planned(9, *bench.members())
+    bench.form()
+
+
+def test_a_straggler_leaves_at_a_step_boundary_and_its_spare_takes_its_place() -> None:
+    bench = Bench()
+    bench.start(*ALL)
+    exchange(bench, name(2), 6)
+    assert bench.members() == [name(1), name(3), name(4)]
+    assert [stop.worker for stop in bench.find_commands(StopWorker) if not stop.kill] == [name(2)]
+    assert not bench.find_commands(ReleaseSlot), "the slot keeps its core"
+    let_spare_join(bench)
+    assert bench.members() == [name(1), name(3), name(4), SPARE]
+    assert len(bench.find_commands(LaunchSlot)) == 4
+
+
+def test_a_slot_whose_second_worker_is_a_straggler_too_is_exchanged_and_its_host_cools_down() -> None:
+    bench = Bench()
+    bench.start(*ALL)
+    exchange(bench, name(2), 6)
+    let_spare_join(bench)
+    exchange(bench, SPARE, 12)
+    assert bench.members() == [name(1), name(3), name(4)]
+    assert [release.slot for release in bench.find_commands(ReleaseSlot)] == ["2-0"]
+    assert bench.state.blacklist.host_until("h2", bench.now) is not None
+    bench.on(on.LaunchEnded(0, 2, "released"))
+    bench.wait(70.0, heartbeats_of=ALL)
+    assert len(bench.find_commands(LaunchSlot)) == 5
+
+
+def test_a_straggler_stays_where_the_world_would_be_too_small_without_it() -> None:
+    bench = Bench(replace(FOUR, min_workers=4))
+    bench.start(*ALL)
+    bench.on(WorkerHinders(name(2), bench.fence, "it is slow"))
+    bench.wait(1.0, heartbeats_of=ALL)
+    assert not bench.find_commands(AnnounceChange)
+
+
+def test_a_straggler_of_a_former_world_changes_nothing() -> None:
+    bench = Bench()
+    bench.start(*ALL)
+    bench.on(WorkerHinders(name(2), Fence(1, bench.fence.generation - 1), "it was slow"))
+    bench.wait(1.0, heartbeats_of=ALL)
+    assert not bench.find_commands(AnnounceChange)
