@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.data.manifest import Column
-from spark_elastic.data.plan import DataPlan, EpochPermutation, Int64s, LaneRows, RankBlock
+from spark_elastic.data.plan import ALONE, DataPlan, Division, EpochPermutation, Int64s, LaneRows, RankBlock
 from spark_elastic.data.reading.decoding import ColumnArrays, Reader, nbytes
 from spark_elastic.errors import StoreError
 
@@ -42,6 +42,8 @@ class StepRows:
     row_ids: Int64s
     # Column -> (n, *shape).
     columns: ColumnArrays
+    # How all ranks divide the step.
+    division: Division = ALONE
 
     def __len__(self) -> int:
         return len(self.row_ids)
@@ -70,18 +72,25 @@ class StepLoader:
         self._prefetch = prefetch or Prefetch()
         self._order: EpochPermutation | None = None
 
-    def steps(self, epoch: int, first_step: int, rank: int, size: int) -> StepStream:
-        """The steps `first_step ...` of an epoch as `rank` of `size` sees them; a context that reads ahead inside."""
+    def steps(
+        self, epoch: int, first_step: int, rank: int, size: int, division: Division | None = None
+    ) -> StepStream:
+        """The steps `first_step ...` of an epoch as `rank` of `size` sees them; a context that reads ahead inside.
+
+        Args:
+            division: how the ranks divide each step; None: equally.
+        """
         # A closed stream returns its permutation, so that a resize does not permute everything again.
         order, self._order = self._order, None
         if order is None or order.epoch != epoch:
             order = self.plan.permute_epoch(epoch)
-        return StepStream(self, order, first_step, rank, size)
+        return StepStream(self, order, first_step, rank, division or self.plan.divide(size))
 
     def gather(
         self,
         epoch: int,
         block: RankBlock,
+        division: Division,
         fetch: Callable[[int], ColumnArrays],
         release: Callable[[int], None],
     ) -> list[StepRows]:
@@ -117,6 +126,7 @@ class StepLoader:
                 block.planned,
                 ids[n],
                 {name: out[n] for name, out in columns.items()},
+                division,
             )
             for n in range(block.count)
         ]
@@ -144,12 +154,12 @@ class StepStream:
     """The steps of one rank in one world, in order; `with` starts and ends the thread that reads ahead."""
 
     def __init__(
-        self, loader: StepLoader, order: EpochPermutation, first_step: int, rank: int, size: int
+        self, loader: StepLoader, order: EpochPermutation, first_step: int, rank: int, division: Division
     ) -> None:
         self._loader = loader
         self._order = order
         self._next = first_step
-        self._rank, self._size = rank, size
+        self._rank, self._division = rank, division
         self._limit = loader._prefetch
         self._row_bytes = 8 + sum(column.row_bytes for column in loader._columns)
         self._any_objects = any(column.dtype == "object" for column in loader._columns)
@@ -259,8 +269,8 @@ class StepStream:
                 return
             block = coming.popleft()
             uses.subtract(block.groups)
-            self._wait_for_room(block.count, block.count * self._max_step_bytes(block.step))
-            gathered = self._loader.gather(self._order.epoch, block, self._fetch, release)
+            self._wait_for_room(block.count, block.count * self._step_bytes(block.step))
+            gathered = self._loader.gather(self._order.epoch, block, self._division, self._fetch, release)
             sizes = self._measure(gathered)
             with self._changed:
                 self._ready.extend(gathered)
@@ -282,9 +292,9 @@ class StepStream:
         a call. Blocks double, so that the first step comes soon."""
         plan, step, count = self._loader.plan, self._next, 1
         while step < plan.steps:
-            room = self._limit.bytes // 2 // self._max_step_bytes(step)
+            room = self._limit.bytes // 2 // self._step_bytes(step)
             count = max(1, min(count, plan.count_equal_steps(step), self._limit.steps // 2, room))
-            yield self._order.block(step, count, self._rank, self._size)
+            yield self._order.block(step, count, self._rank, self._division)
             step += count
             count *= 2
 
@@ -294,9 +304,10 @@ class StepStream:
         usual = plan.rows * self._row_bytes // len(plan.row_groups)
         return max(2, BYTES_AHEAD // usual) if usual >= MIN_GROUP_BYTES_FOR_THREAD else 0
 
-    def _max_step_bytes(self, step: int) -> int:
-        """The most bytes that a rank's rows of a step can have."""
-        return self._bytes(self._loader.plan.count_most_rows(step, self._size))
+    def _step_bytes(self, step: int) -> int:
+        """The bytes of this rank's rows of a step."""
+        first, past = self._division.rank_bounds(self._loader.plan.step_size(step), self._rank)
+        return max(1, self._bytes(past - first))
 
     def _wait_for_room(self, steps: int, wanted: int) -> None:
         """Wait until the consumer has taken enough steps, or the stream is closed."""

@@ -54,6 +54,42 @@ def share_bounds(planned: int, shares: int, share: int) -> tuple[int, int]:
     return planned * share // shares, planned * (share + 1) // shares
 
 
+@dataclass(frozen=True)
+class Division:
+    """How the ranks of a world divide the rows of each step: a step is cut into `cuts[-1]` parts of equally many rows,
+    give or take one, and rank i takes the parts `cuts[i] ... cuts[i + 1]`."""
+
+    cuts: tuple[int, ...]
+
+    @classmethod
+    def equal(cls, size: int, shares: int = 0) -> Division:
+        """As many rows, or virtual shares if there are any, for each of `size` ranks, give or take one."""
+        parts = shares or size
+        return cls((*(share_range(parts, rank, size)[0] for rank in range(size)), parts))
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.cuts) - 1
+
+    @property
+    def parts(self) -> list[int]:
+        """The parts of each rank."""
+        return [past - first for first, past in pairwise(self.cuts)]
+
+    def rank_parts(self, rank: int) -> tuple[int, int]:
+        """The parts `first ... behind the last` of a rank."""
+        return self.cuts[rank], self.cuts[rank + 1]
+
+    def rank_bounds(self, planned: int, rank: int) -> tuple[int, int]:
+        """The rows `first ... behind the last` of a rank in a step of `planned` rows."""
+        first, past = self.rank_parts(rank)
+        return planned * first // self.cuts[-1], planned * past // self.cuts[-1]
+
+
+ALONE = Division((0, 1))  # one rank has all rows
+
+
 def _absorb_words(words: Sequence[int]) -> int:
     state = 0
     for word in words:  # as `_splitmix64` does; for single numbers numpy takes ten times as long
@@ -205,16 +241,9 @@ class DataPlan:
         self._check_step(step)
         return self.base_rows + (step < self.longer_steps)
 
-    def rank_bounds(self, planned: int, rank: int, size: int) -> tuple[int, int]:
-        """The rows `first ... behind the last` of a rank in a step of `planned` rows."""
-        parts = self.shares or size
-        first, past = share_range(parts, rank, size)
-        return planned * first // parts, planned * past // parts
-
-    def count_most_rows(self, step: int, size: int) -> int:
-        """The most rows that a rank can have in a step."""
-        parts = self.shares or size
-        return -(-parts // size) * -(-self.step_size(step) // parts)
+    def divide(self, size: int) -> Division:
+        """The equal division among `size` ranks."""
+        return Division.equal(size, self.shares)
 
     def rows_before(self, step: int) -> int:
         """Rows of the first `step` steps of an epoch."""
@@ -284,19 +313,19 @@ class EpochPermutation:
     def share(self, step: int, rank: int, size: int) -> RankRows:
         """The rows of `rank` in a step of n rows: floor(n·rank/size) to floor(n·(rank+1)/size), or its virtual
         shares."""
-        block = self.block(step, 1, rank, size)
+        block = self.block(step, 1, rank, self.plan.divide(size))
         runs = [run for lane in block.lanes for run in lane.runs]
         groups = np.repeat([group for group, _ in runs], [len(rows) for _, rows in runs])
         return RankRows(
             step, block.planned, block.start, groups.astype(np.int64), _concatenate([r for _, r in runs])
         )
 
-    def block(self, first: int, count: int, rank: int, size: int) -> RankBlock:
-        """The same for `count` steps with equally many rows (`DataPlan.count_equal_steps`)."""
-        if not 0 <= rank < size:
-            raise InvalidInput(f"Rank {rank} is not in a world of {size}.")
+    def block(self, first: int, count: int, rank: int, division: Division) -> RankBlock:
+        """A rank's rows of `count` steps with equally many rows (`DataPlan.count_equal_steps`)."""
+        if not 0 <= rank < division.size:
+            raise InvalidInput(f"Rank {rank} is not in a world of {division.size}.")
         planned = self.plan.step_size(first)
-        start, stop = self.plan.rank_bounds(planned, rank, size)
+        start, stop = division.rank_bounds(planned, rank)
         lanes = []
         for lane, (low, high) in enumerate(self.plan.lane_bounds):
             a, b = max(low, start), min(high, stop)

@@ -165,6 +165,7 @@ KERAS_REFUSED = REFUSED | {
     # Not Horovod's: parameters of the other estimator.
     "determinism": "only ElasticTorchEstimator can train with the same bits for any number of workers",
     "virtual_shares": "only ElasticTorchEstimator has determinism='bitwise'",
+    "verify_steps": "only ElasticTorchEstimator has determinism='bitwise'",
 }
 _NOTHING: tuple[Any, ...] = (None, False, 0)
 
@@ -263,6 +264,9 @@ class EstimatorParams(ColumnParams):
     backward_passes_per_step: Param[int] = declare("backward passes of a worker whose gradients are one step")
     gradient_compression: Param[str] = declare("bf16 or fp16 for float32 gradients on the wire, or None")
     reader: Param[str] = declare("what reads the rows: arrow or petastorm")
+    balance_rows: Param[bool] = declare(
+        "whether slow workers get fewer rows of a step than others; None: if the weights do not depend on it (P2)"
+    )
     terminate_on_nan: Param[bool] = declare("whether the first loss of NaN or infinity ends the training")
     inmemory_cache_all: Param[bool] = declare(
         "whether a worker keeps the rows that it has read, as far as memory allows"
@@ -349,6 +353,10 @@ class TorchParams(EstimatorParams):
     virtual_shares: Param[int] = declare(
         "parts that each step is cut into with determinism='bitwise', each computed by one worker; at least max_workers"
     )
+    verify_steps: Param[int] = declare(
+        "with determinism='bitwise': every so many steps one virtual share is computed by two other workers, too, and "
+        "compared by bits, which finds faulty memory and processors; None: never"
+    )
     precision: Param[str] = declare(
         "bf16 or fp16 for forward passes under autocast (fp16 with scaled gradients), or None"
     )
@@ -403,9 +411,11 @@ class TorchParams(EstimatorParams):
         gradient_clip_value: float | None = None,
         determinism: str | None = None,
         virtual_shares: int = 8,
+        verify_steps: int | None = None,
         precision: str | None = None,
         gradient_compression: str | None = None,
         reader: str = "arrow",
+        balance_rows: bool | None = None,
         terminate_on_nan: bool = True,
         inmemory_cache_all: bool = False,
         run_id: str | None = None,
@@ -480,6 +490,7 @@ class KerasParams(EstimatorParams):
         row_order: str | None = None,
         gradient_compression: str | None = None,
         reader: str = "arrow",
+        balance_rows: bool | None = None,
         terminate_on_nan: bool = True,
         inmemory_cache_all: bool = False,
         run_id: str | None = None,

@@ -18,6 +18,7 @@ import torch
 
 from spark_elastic.data.plan import (
     DataPlan,
+    Division,
     EpochPermutation,
     Int64s,
     draw_uniform,
@@ -444,7 +445,7 @@ def _divide(
     """A rank's indices of each step from `step` on."""
     while step < plan.steps:
         count = min(_STEPS_AT_ONCE, plan.count_equal_steps(step))
-        block = epoch.block(step, count, rank, size)
+        block = epoch.block(step, count, rank, Division.equal(size))
         places = [
             np.concatenate([rows for _, rows in lane.runs]).reshape(count, lane.width) for lane in block.lanes
         ]

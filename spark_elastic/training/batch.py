@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from elastic_collectives import Group
+from spark_elastic.data.plan import Division
 
 
 class Cuttable(Protocol):
@@ -42,6 +43,9 @@ class LocalBatch(Generic[R]):
     weights: R | None
     # In bitwise mode the rows of each virtual share of this rank, in order; the arrays above are then empty.
     shares: tuple[LocalBatch[R], ...] = ()
+    # Which of the step's virtual shares these are: the first one's number, and how all ranks divide them.
+    first_share: int = 0
+    division: Division | None = None
 
     def __len__(self) -> int:
         return len(self.row_ids)

@@ -43,6 +43,14 @@ def check_flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
+def _check_optional_flag(name: str, value: Any) -> bool | None:
+    if value is None:
+        return None
+    if not isinstance(value, bool | np.bool_):
+        raise InvalidInput(f"{name} must be True, False or None; got {value!r}.")
+    return bool(value)
+
+
 def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> str | None:
     if value is not None and value not in allowed:
         raise InvalidInput(f"{name} must be one of {', '.join(map(repr, allowed))}, or None; got {value!r}.")
@@ -192,6 +200,8 @@ class FitConfig:
     determinism: str | None = _param(_check_determinism, None)
     # Parts that a step is cut into in bitwise mode, each computed by one worker.
     virtual_shares: int = _param(_check_count, 8)
+    # So many steps after each other one virtual share is computed by other workers, too, and compared; None: none is.
+    verify_steps: int | None = _param(_check_optional_count, None, may_change=True)
     # Whether all learning rates are multiplied by num_workers, once.
     scale_lr: bool = _param(check_flag, False)
     # Largest 2-norm of all gradients together; None: no limit.
@@ -208,6 +218,8 @@ class FitConfig:
     transformation_workers: int = _param(check_whole_number, 0, may_change=True)
     # Which of them: "process" or "thread".
     transformation_pool: str = _param(_check_pool, "process", may_change=True)
+    # Whether slow workers get fewer rows of a step; None: where the weights do not depend on it.
+    balance_rows: bool | None = _param(_check_optional_flag, None, may_change=True)
     # Whether the first loss of NaN or infinity ends the training.
     terminate_on_nan: bool = _param(check_flag, True, may_change=True)
     # Whether a worker keeps all decoded rows, as far as memory allows.
@@ -279,6 +291,10 @@ class FitConfig:
 
     def _check_shares(self) -> None:
         if not self.shares:
+            if self.verify_steps is not None:
+                raise InvalidInput(
+                    "verify_steps compares the bits of virtual shares: set determinism='bitwise', or leave it out."
+                )
             return
         if self.max_workers > self.shares:
             raise InvalidInput(

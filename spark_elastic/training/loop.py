@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,15 +21,17 @@ import numpy.typing as npt
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.clock import SystemClock
 from spark_elastic.data.loader import StepRows
+from spark_elastic.data.plan import Division
 from spark_elastic.errors import add_note
 from spark_elastic.protocol.types import MembershipVersion, Phase, Position, World
 from spark_elastic.state.checkpoint import Checkpointer, SnapshotReader
 from spark_elastic.state.snapshot import build_snapshot
 from spark_elastic.training.ledger import open_ledger
 from spark_elastic.training.progress import TrainingProgress, select_figures, to_json_values
+from spark_elastic.training.row_balancer import RowBalancer
 from spark_elastic.training.spec import Rows, TrainSpec
 from spark_elastic.training.step_summary import StepDecision
-from spark_elastic.training.trainer import ModelTrainer, sync_state
+from spark_elastic.training.trainer import ModelTrainer, StepDisputed, sync_state
 from spark_elastic.training.transformation import Transformation
 from spark_elastic.training.transformation_pool import TransformationPool, make_pool
 from spark_elastic.worker.exits import exit_forks
@@ -90,6 +93,7 @@ class TrainingLoop:
         self._mark("runs", group)
         self._warn_of_dependence(group)
         self._callbacks.on_world_begin(group)
+        self._balancer, self._reported = self._make_balancer(group), False
         policy = self._spec.checkpoints
         if group.rank == 0 and policy is not None and self._checkpointer is None:
             codec, report = self._state.codec, handle.report_checkpoint
@@ -121,7 +125,8 @@ class TrainingLoop:
                     return Stopped(CHANGE)
             if self._state.position.phase is Phase.VALIDATE:
                 assert self._validation is not None
-                if not self._validation.run(world, group, handle):
+                division = None if self._balancer is None else self._balancer.division
+                if not self._validation.run(world, group, handle, division):
                     return Stopped(CHANGE)
             self._close_epoch(world, group, handle)
             # The newer version came with the epoch's last step, which may be its only one.
@@ -140,8 +145,18 @@ class TrainingLoop:
         position, version = self._state.position, world.version
         handle.report_position(position)
         self._callbacks.on_epoch_begin(position.epoch)
+        while self._state.position.phase is Phase.TRAIN and version == world.version:
+            version = max(version, self._take_steps(world, group, handle))
+        return version
+
+    def _take_steps(self, world: World, group: Group, handle: WorkerHandle) -> MembershipVersion:
+        """Take the epoch's steps until its end, a boundary at which all stop, or another division of the rows. Returns
+        the newest membership version."""
+        position, version, balancer = self._state.position, world.version, self._balancer
+        division = None if balancer is None else balancer.division
+        self._trainer.work.restart()
         with (
-            self._loader.steps(position.epoch, position.step, group.rank, group.size) as steps,
+            self._loader.steps(position.epoch, position.step, group.rank, group.size, division) as steps,
             exit_forks(),  # before the reader is closed, whose threads a forked process has not
         ):
             for pending in self._transformations.transform(steps, self._spec.plan, group, augments=True):
@@ -156,9 +171,7 @@ class TrainingLoop:
                 self._callbacks.on_step_begin(rows.epoch, rows.step)
                 with self._add_rows_to_errors(rows):
                     newest = handle.membership_version()
-                    decision = self._trainer.train_step(
-                        group, pending.finish(), newest, account, self._show_step
-                    )
+                    decision = self._take_step(group, pending.finish(), newest, account)
                 handle.report_position(self._state.position)
                 self._update_checkpoint(world, applied=True)
                 self._report(group, handle, decision.loss / (decision.denominator or 1.0), decision.rows)
@@ -168,7 +181,57 @@ class TrainingLoop:
                 if version > world.version:
                     self._finish_checkpoints(world, version)
                     break
+                if balancer is not None and balancer.add(decision.seconds):
+                    self._show_division(balancer.parts, group)
+                    break
+                self._report_hindrance(group, handle)
         return version
+
+    def _take_step(
+        self,
+        group: Group,
+        rows: StepRows,
+        version: MembershipVersion,
+        account: Callable[[StepDecision], Position],
+    ) -> StepDecision:
+        """Take a step, and take it again while ranks dispute its bits. A rank that is suspected twice in a row raises;
+        the others then go on without it."""
+        suspected = False
+        while True:
+            try:
+                return self._trainer.train_step(group, rows, version, account, self._show_step)
+            except StepDisputed as dispute:
+                if group.rank in dispute.suspects and suspected:
+                    raise
+                suspected = group.rank in dispute.suspects
+                if group.rank == 0:
+                    sys.stderr.write(
+                        f"step {rows.step} of epoch {rows.epoch + 1} is taken again: {dispute}\n"
+                    )
+
+    def _make_balancer(self, group: Group) -> RowBalancer | None:
+        """None: the ranks of this world divide all rows equally. Alike on all ranks."""
+        wanted, plan = self._spec.config.balance_rows, self._spec.plan
+        if wanted is None:
+            wanted = self._trainer.describe_world_dependence() is None
+        if group.size == 1 or not wanted:
+            return None
+        return RowBalancer(plan.shares or plan.base_rows, group.size, plan.shares)
+
+    def _report_hindrance(self, group: Group, handle: WorkerHandle) -> None:
+        """Let the driver exchange this worker, once the others would be quicker without it."""
+        if self._balancer is not None and self._balancer.hopeless == group.rank and not self._reported:
+            self._reported = True
+            handle.report_hindrance(
+                f"rank {group.rank} takes longer than all others together would take for its rows, too, although it "
+                f"has {self._balancer.parts[group.rank]} of a step's {sum(self._balancer.parts)}"
+            )
+
+    def _show_division(self, parts: Sequence[int], group: Group) -> None:
+        if group.rank == 0:
+            what = "virtual shares" if self._spec.plan.shares else "rows of a step"
+            numbers = " : ".join(map(str, parts))
+            sys.stderr.write(f"the workers, by rank, take {numbers} {what} from now on, by their speed\n")
 
     @contextmanager
     def _add_rows_to_errors(self, rows: StepRows) -> Iterator[None]:
@@ -343,12 +406,16 @@ class Validation:
         self._transformations = transformations
         self._reader, self._loader = spec.open_reader(rows)
 
-    def run(self, world: World, group: Group, handle: WorkerHandle) -> bool:
-        """Take the steps of the position's epoch that are left. False if all stopped at a boundary."""
+    def run(self, world: World, group: Group, handle: WorkerHandle, division: Division | None = None) -> bool:
+        """Take the steps of the position's epoch that are left. False if all stopped at a boundary.
+
+        Args:
+            division: how the ranks divide the rows of each step; None: equally.
+        """
         trainer, position = self._trainer, self._trainer.state.position
         with (
             trainer.validation_mode(),
-            self._loader.steps(0, position.step, group.rank, group.size) as steps,
+            self._loader.steps(0, position.step, group.rank, group.size, division) as steps,
             exit_forks(),
         ):
             for pending in self._transformations.transform(steps, self._rows.plan, group, augments=False):

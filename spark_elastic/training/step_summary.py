@@ -31,10 +31,11 @@ class _Header(NamedTuple):
     rows: int
     loss: float
     denominator: float
+    seconds: float
     wants_stop: bool
 
 
-_FORMAT = struct.Struct("<QQqqqqQqdd?")
+_FORMAT = struct.Struct("<QQqqqqQqddd?")
 
 
 class StepSummary(NamedTuple):
@@ -58,6 +59,8 @@ class StepSummary(NamedTuple):
     found_sparse: npt.NDArray[np.bool_] | None = None
     # A callback wants training to end after this step; the value of rank 0 counts.
     wants_stop: bool = False
+    # Seconds that the rank worked for the step without waiting for others; 0.0: not measured.
+    seconds: float = 0.0
 
 
 class StepDecision(NamedTuple):
@@ -77,6 +80,8 @@ class StepDecision(NamedTuple):
     found_sparse: npt.NDArray[np.bool_]
     # Training ends after this step.
     stops: bool = False
+    # By rank, `StepSummary.seconds`.
+    seconds: tuple[float, ...] = ()
 
     def check_finite(self, position: Position) -> None:
         """Raises FloatingPointError if the loss of the step at `position` is not finite; on every rank alike."""
@@ -105,6 +110,7 @@ def exchange_summaries(group: Group, mine: StepSummary) -> StepDecision:
         mine.rows,
         mine.loss,
         mine.denominator,
+        mine.seconds,
         mine.wants_stop,
     )
     found_sparse = np.zeros_like(mine.present) if mine.found_sparse is None else mine.found_sparse
@@ -127,6 +133,7 @@ def exchange_summaries(group: Group, mine: StepSummary) -> StepDecision:
         present=flags_of_any[:count],
         found_sparse=flags_of_any[count:],
         stops=headers[0].wants_stop,
+        seconds=tuple(header.seconds for header in headers),
     )
 
 

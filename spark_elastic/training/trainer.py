@@ -10,7 +10,9 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 from elastic_collectives import Group
+from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.data.loader import StepRows
+from spark_elastic.errors import ElasticError
 from spark_elastic.protocol.types import MembershipVersion, Position
 from spark_elastic.state.snapshot import Codec, Snapshot, SnapshotBuilder, broadcast_snapshot, build_snapshot
 from spark_elastic.training.ledger import Ledger
@@ -54,6 +56,38 @@ def sync_state(state: TrainingState, group: Group, source: int, receivers: Seque
     if arrived is not None:
         state.load(arrived)
     return state.position
+
+
+class StepDisputed(ElasticError):
+    """Ranks computed different bits from the same rows, so the step is not applied; raised on every rank alike."""
+
+    def __init__(self, text: str, suspects: Sequence[int]) -> None:
+        super().__init__(text)
+        # The ranks one of which, or all of which, are wrong.
+        self.suspects = tuple(suspects)
+
+
+class WorkClock:
+    """Measures how long this rank works for a step: all that it does between two exchanges, whose waits for other
+    ranks do not count. Training thread only."""
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
+        # When the work under way began; None: it is not measured.
+        self._began: float | None = None
+
+    def restart(self) -> None:
+        """The step to come is not measured: more than a step's work lies before it."""
+        self._began = None
+
+    def take(self) -> float:
+        """An exchange begins. Returns the seconds of work since the last one, 0.0 if they were not measured."""
+        began, self._began = self._began, None
+        return 0.0 if began is None else self._clock.now() - began
+
+    def begin(self) -> None:
+        """The exchange is over, and the work for the next step begins."""
+        self._began = self._clock.now()
 
 
 class CallbackList(Protocol):
@@ -107,6 +141,11 @@ class ModelTrainer(Protocol):
 
     @property
     def callbacks(self) -> CallbackList: ...
+
+    @property
+    def work(self) -> WorkClock:
+        """Measures the training steps."""
+        ...
 
     def prepare(self, progress: TrainingProgress, ledger: Ledger) -> None:
         """Build the state, with `progress` in it."""

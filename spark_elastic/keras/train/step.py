@@ -25,7 +25,7 @@ from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.step_summary import StepDecision, StepSummary, exchange_summaries
-from spark_elastic.training.trainer import defer_interrupts, describe_dependent_layers
+from spark_elastic.training.trainer import WorkClock, defer_interrupts, describe_dependent_layers
 
 Array = npt.NDArray[Any]
 
@@ -193,7 +193,7 @@ class TrainStep:
         self._config, self._state, self._losses, self._metrics = config, state, losses, metrics
         self._gradients = Gradients(model, losses, structure, eager)
         self._optimizer_step = OptimizerStep(model, eager)
-        self._running_stats, self._ledger = RunningStats(model), ledger
+        self._running_stats, self._ledger, self.work = RunningStats(model), ledger, WorkClock()
         self._count = len(model.trainable_variables)
         variables = [*model.trainable_variables, *self._running_stats.variables]
         self._exchange = FlatAllreduce([tuple(v.shape) for v in variables], [str(v.dtype) for v in variables])
@@ -224,6 +224,7 @@ class TrainStep:
             self._ledger.write_ahead(group.fence, position, batch.row_ids)
             gradients, loss = self._backward(batch, factors)
             stats, changed = self._running_stats.weighted_values(len(batch) / batch.planned)
+            worked = self.work.take()
             sums = self._exchange.allreduce(group, [*gradients, *stats], self._config.gradient_compression)
             self._metrics.gather(group)
             summary = StepSummary(
@@ -235,8 +236,10 @@ class TrainStep:
                 denominator=float(len(batch)),
                 present=np.array([*(g is not None for g in gradients), *changed]),
                 wants_stop=wants_stop,
+                seconds=worked,
             )
             decision = exchange_summaries(group, summary)
+            self.work.begin()
             if self._config.terminate_on_nan:
                 decision.check_finite(position)
         except BaseException:

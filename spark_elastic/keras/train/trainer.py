@@ -30,6 +30,7 @@ from spark_elastic.training.loop import TrainingLoop
 from spark_elastic.training.progress import TrainingProgress
 from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.step_summary import StepDecision
+from spark_elastic.training.trainer import WorkClock
 from spark_elastic.training.transformation import Transformation, transform_columns
 
 # What the user brings to a training with Keras. Shipped to the workers; no thread.
@@ -95,6 +96,10 @@ class KerasTrainer:
         replicas = [*model.weights, *model.optimizer.variables]
         self.state = KerasTrainingState(replicas, self._metrics.variables, self.callbacks, progress)
         self._train_step = TrainStep(config, model, self.state, losses, structure, self._metrics, ledger)
+
+    @property
+    def work(self) -> WorkClock:
+        return self._train_step.work
 
     def train_step(
         self,

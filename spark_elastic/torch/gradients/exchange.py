@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 
 from elastic_collectives import Group
+from spark_elastic.data.plan import Division
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.timeline import Timeline
 from spark_elastic.torch.gradients.buckets import Bucket, layout, layout_hash
@@ -88,6 +89,8 @@ class _Step:
     is_open: bool = True
     shares_left: int = 0  # virtual shares of this rank that were not completed
     in_share: bool = False  # whether one was begun and not completed
+    # Called with each parameter's gradient of the virtual share under way.
+    observe: Callable[[int, torch.Tensor | None], None] | None = None
     # By parameter: the sparse gradients of the virtual shares.
     listed: dict[int, list[torch.Tensor]] = field(default_factory=dict)
 
@@ -125,7 +128,7 @@ class GradientExchange:
         self._compared: Group | None = None  # the group whose ranks have compared parameters and options
         self._sparse: frozenset[int] = frozenset()  # parameters that lie in no bucket; the same on all ranks
         self._memory: BucketMemory | None = None  # None: alone, and gradients stay where autograd puts them
-        self._laid_out_for: object = None  # what the layout was made from: group and sparse parameters
+        self._laid_out_for: object = None  # what the layout was made from: group, sparse parameters, division
         if not options.shares:  # whose memory is that of a first step
             self._lay_out_buckets(None)
         self._step = self._make_step(0, None)
@@ -184,17 +187,18 @@ class GradientExchange:
         """The group of the newest step; None: the process trained alone."""
         return self._group
 
-    def begin(self, group: Group | None, passes: int) -> None:
+    def begin(self, group: Group | None, passes: int, division: Division | None = None) -> None:
         """Open a step without gradients.
 
         Args:
             group: None trains alone.
             passes: backward passes until `finish`; 0 on a rank without rows.
+            division: of the virtual shares among the ranks; None: equally.
         """
         self.clear()
-        self.open(group, passes)
+        self.open(group, passes, division)
 
-    def open(self, group: Group | None, passes: int) -> None:
+    def open(self, group: Group | None, passes: int, division: Division | None = None) -> None:
         """Open a step; gradients that are there stay. Arguments as for `begin`."""
         self.abandon()
         for name, parameter in self._frozen:
@@ -205,7 +209,7 @@ class GradientExchange:
         engine = self._get_engine() or self._own_engine
         if group is not self._group:  # newcomers do not know what the former world agreed on
             self._sparse = frozenset()
-        self._lay_out_buckets(group)
+        self._lay_out_buckets(group, division)
         self._group = group
         self._step = self._make_step(passes, engine)
         if isinstance(self._memory, ShareMemory):
@@ -233,12 +237,21 @@ class GradientExchange:
 
     # ---- virtual shares
 
-    def begin_share(self, passes: int | None = None) -> None:
-        """Begin this rank's next virtual share. passes: backward passes until `end_share`; None: as given to `open`."""
+    def begin_share(
+        self,
+        passes: int | None = None,
+        observe: Callable[[int, torch.Tensor | None], None] | None = None,
+    ) -> None:
+        """Begin this rank's next virtual share.
+
+        Args:
+            passes: backward passes until `end_share`; None: as given to `open`.
+            observe: called with the number of each parameter and its gradient of the share.
+        """
         step = self._step
         assert isinstance(self._memory, ShareMemory)
         step.shares_left -= 1
-        step.in_share = True
+        step.in_share, step.observe = True, observe
         step.arrivals = [0] * len(self._parameters)
         step.passes = step.passes if passes is None else passes
         self._memory.begin_share()
@@ -256,6 +269,8 @@ class GradientExchange:
         step, memory, parameter = self._step, self._memory, self._parameters[index]
         assert isinstance(memory, ShareMemory)
         gradient = parameter.grad
+        if step.observe is not None:
+            step.observe(index, gradient)
         if gradient is not None and gradient.is_sparse and self._options.sparse != "dense":
             self._list_sparse(index, gradient)
             gradient = None
@@ -410,22 +425,28 @@ class GradientExchange:
         self.clear()
         self._memory = self._laid_out_for = self._step.dispatch = None
 
-    def _lay_out_buckets(self, group: Group | None) -> None:
+    def _lay_out_buckets(self, group: Group | None, division: Division | None = None) -> None:
         """Lay out the buckets in the memory of `group`, unless they lie there already."""
         home = group if group is not None and group.size > 1 else None
-        wanted = home, self._sparse
+        shares = self._options.shares
+        if shares and division is None:
+            division = Division.equal(1 if group is None else group.size, shares)
+        wanted = home, self._sparse, division if shares else None
         if self._laid_out_for == wanted:
             return
         buckets = layout(self._specs, self._options.bucket_bytes, self._options.groups, self._sparse)
         self.layout_hash = layout_hash(self._specs, buckets, self._options.description)
         former, self._laid_out_for = self._memory, wanted
-        self._memory = self._allocate(buckets, home)
+        self._memory = self._allocate(buckets, home, division)
         if former is not None:
             former.hand_over(self._parameters, self._memory)
 
-    def _allocate(self, buckets: Sequence[Bucket], home: Group | None) -> BucketMemory | None:
+    def _allocate(
+        self, buckets: Sequence[Bucket], home: Group | None, division: Division | None
+    ) -> BucketMemory | None:
         if self._options.shares:
-            return ShareMemory(self._parameters, buckets, home, self._options.shares)
+            assert division is not None
+            return ShareMemory(self._parameters, buckets, home, division)
         return None if home is None else BucketMemory(self._parameters, buckets, home)
 
     def _on_gradient(self, index: int) -> None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from elastic_collectives import Group
+from spark_elastic.data.plan import Division
 from spark_elastic.torch.gradients.buckets import Bucket
 from spark_elastic.torch.gradients.dispatch import BucketMemory
 from spark_elastic.torch.gradients.share_tree import plan_shares
@@ -28,15 +29,14 @@ class ShareMemory(BucketMemory):
         parameters: Sequence[torch.nn.Parameter],
         buckets: Sequence[Bucket],
         group: Group | None,
-        shares: int,
+        division: Division,
     ) -> None:
         """
         Args:
             group: None: this process has all shares.
-            shares: virtual shares of a step.
+            division: of the virtual shares of a step among the ranks.
         """
-        rank, size = (0, 1) if group is None else (group.rank, group.size)
-        self._tree = tree = plan_shares(shares, rank, size)
+        self._tree = tree = plan_shares(division, 0 if group is None else group.rank)
         super().__init__(
             parameters, [replace(each, numel=each.numel * tree.slot_count) for each in buckets], group
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spark_elastic.data.plan import share_range
+from spark_elastic.data.plan import Division
 
 Node = tuple[int, int]  # shares `first ... behind the last`
 
@@ -31,9 +31,9 @@ class ShareTree:
     slot_additions: tuple[tuple[int, int], ...]
 
 
-def plan_shares(shares: int, rank: int, size: int) -> ShareTree:
-    """The tree of `shares` virtual shares as `rank` of `size` sees it. size: at most `shares`."""
-    first, past = share_range(shares, rank, size)
+def plan_shares(division: Division, rank: int) -> ShareTree:
+    """The tree of the virtual shares of a step as `rank` sees it. division: gives each rank at least one of them."""
+    shares, (first, past) = division.cuts[-1], division.rank_parts(rank)
     parents = _find_parents(0, shares)
     stack: list[Node] = []
     additions, depth = [], 1
@@ -47,7 +47,7 @@ def plan_shares(shares: int, rank: int, size: int) -> ShareTree:
         additions.append(count)
         depth = max(depth, len(stack))
     owned = {
-        node for each in range(size) for node in _list_inside(0, shares, *share_range(shares, each, size))
+        node for each in range(division.size) for node in _list_inside(0, shares, *division.rank_parts(each))
     }
     slots: list[Node] = []
     slot_additions: list[tuple[int, int]] = []

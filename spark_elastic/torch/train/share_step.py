@@ -16,10 +16,11 @@ import torch
 
 from elastic_collectives import Group
 from spark_elastic.data.loader import StepRows
-from spark_elastic.data.plan import share_bounds, share_range
+from spark_elastic.data.plan import share_bounds
 from spark_elastic.torch.determinism import is_aligned
 from spark_elastic.torch.generators import seeded_rng
 from spark_elastic.torch.train.forward import BufferSnapshot, has_buffers
+from spark_elastic.torch.train.share_check import GradientDigest, ShareCheck, ShareChecker
 from spark_elastic.torch.train.spec import BatchBuilder
 from spark_elastic.torch.train.step import TrainStep
 from spark_elastic.training.batch import LocalBatch
@@ -30,28 +31,56 @@ Floats = npt.NDArray[np.float64]
 class ShareStep(TrainStep):
     """Takes steps whose batches have virtual shares."""
 
+    # Has some shares computed by several ranks; None: no share is.
+    checker: ShareChecker | None = None
+
     def _compute_gradients(
         self, group: Group, batch: LocalBatch[torch.Tensor], before: BufferSnapshot
     ) -> tuple[float, float]:
         position, config = self._state.position, self._config
         self._loss_fn.begin(group, batch, position)
-        self._exchange.begin(group, 0)
+        check, digest = None, GradientDigest()
+        if self.checker is not None and batch.division is not None:
+            check = self.checker.draw(position, batch.division)
+        if check is not None and group.rank in check.witnesses:
+            self._witness(check, digest, before)
+        self._exchange.begin(group, 0, batch.division)
         self._ledger.write_ahead(group.fence, position, batch.row_ids)
         self._written = WrittenBuffers(self._state.model) if has_buffers(self._modules) else None
-        first, _ = share_range(config.shares, group.rank, group.size)
         losses = []
-        for number, share in enumerate(batch.shares, first):
+        for number, share in enumerate(batch.shares, batch.first_share):
             parts = list(share.micro_batches(config.batch_size))
-            self._exchange.begin_share(len(parts))
+            is_checked = check is not None and check.share == number
+            self._exchange.begin_share(len(parts), digest.add if is_checked else None)
             with seeded_rng(config.seed, position.epoch, position.phase, position.step, number):
                 losses.append(self._backward(parts))
             self._exchange.end_share()
+            if is_checked:
+                digest.loss = losses[-1]
             if self._written is not None:
                 self._written.take(before, len(share) / batch.planned)
+        self._worked = self.work.take()
         self._exchange.finish()
+        if check is not None:
+            assert self.checker is not None
+            takes_part = group.rank in (check.owner, *check.witnesses)
+            self.checker.judge(check, group, digest if takes_part else None)
         total, denominator = sum_over_shares(group, losses)
         # All ranks have the same sums, so the step summary has them once.
         return (total, denominator) if group.rank == 0 else (0.0, 0.0)
+
+    def _witness(self, check: ShareCheck, digest: GradientDigest, before: BufferSnapshot) -> None:
+        """Compute another rank's share, of which nothing but the digest stays."""
+        assert self.checker is not None
+        position, config = self._state.position, self._config
+        self._exchange.clear()
+        share = self.checker.read(check, position)
+        with seeded_rng(config.seed, position.epoch, position.phase, position.step, check.share):
+            digest.loss = self._backward(list(share.micro_batches(config.batch_size)))
+        for index, parameter in enumerate(self._exchange.parameters):
+            digest.add(index, parameter.grad)
+        self._metrics.discard()
+        before.restore()
 
     def _send_buffers(self, group: Group, batch: LocalBatch[torch.Tensor], before: BufferSnapshot) -> bool:
         if self._written is not None:
@@ -135,19 +164,17 @@ def _sum_rows(rows: Floats) -> Floats:
     return total
 
 
-def build_shares(
-    builder: BatchBuilder, rows: StepRows, shares: int, group: Group
-) -> LocalBatch[torch.Tensor]:
+def build_shares(builder: BatchBuilder, rows: StepRows, rank: int) -> LocalBatch[torch.Tensor]:
     """The batch of this rank, with a batch for each of its virtual shares, which begins at the same alignment on every
     rank."""
-    first, past = share_range(shares, group.rank, group.size)
+    shares, (first, past) = rows.division.cuts[-1], rows.division.rank_parts(rank)
     start = share_bounds(rows.planned, shares, first)[0]
     parts = []
     for share in range(first, past):
         low, high = (bound - start for bound in share_bounds(rows.planned, shares, share))
         columns = {name: column[low:high].copy() for name, column in rows.columns.items()}
         parts.append(_align(builder.build(replace(rows, row_ids=rows.row_ids[low:high], columns=columns))))
-    return LocalBatch(rows.planned, rows.row_ids, (), (), None, tuple(parts))
+    return LocalBatch(rows.planned, rows.row_ids, (), (), None, tuple(parts), first, rows.division)
 
 
 def _align(batch: LocalBatch[torch.Tensor]) -> LocalBatch[torch.Tensor]:

@@ -31,7 +31,7 @@ from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.model_io import output_parts
 from spark_elastic.training.step_summary import StepDecision, StepSummary, exchange_summaries
-from spark_elastic.training.trainer import defer_interrupts
+from spark_elastic.training.trainer import WorkClock, defer_interrupts
 
 
 class GradientScaling:
@@ -112,6 +112,7 @@ class TrainStep:
         self._ledger = ledger
         self._metrics = metrics
         self._scaling = scaling
+        self.work, self._worked = WorkClock(), 0.0
 
     def run(
         self,
@@ -139,6 +140,7 @@ class TrainStep:
             self._metrics.gather(group)
             summary = self._summarize(batch, version, loss, denominator, wants_stop=wants_stop)
             decision = exchange_summaries(group, summary)
+            self.work.begin()
             if self._config.terminate_on_nan:
                 decision.check_finite(position)
         except BaseException:
@@ -174,6 +176,7 @@ class TrainStep:
         # Each rank draws its own dropout (R9, what P2 covers), while what an optimizer draws is the same on all.
         with seeded_rng(self._config.seed, position.epoch, position.phase, position.step, group.rank):
             loss, denominator = self._backward(parts)
+        self._worked = self.work.take()
         self._exchange.finish()
         return loss, denominator
 
@@ -206,6 +209,7 @@ class TrainStep:
             present=self._exchange.present,
             found_sparse=self._exchange.found_sparse,
             wants_stop=wants_stop,
+            seconds=self._worked,
         )
 
     def _backward(self, parts: Sequence[LocalBatch[torch.Tensor]]) -> tuple[float, float]:

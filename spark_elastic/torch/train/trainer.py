@@ -15,7 +15,6 @@ import torch
 
 from elastic_collectives import Group
 from spark_elastic.data.loader import StepRows
-from spark_elastic.data.plan import share_range
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import MembershipVersion, Position
 from spark_elastic.torch.determinism import align_tensors, describe_arithmetic, use_deterministic_arithmetic
@@ -26,6 +25,7 @@ from spark_elastic.torch.optimizers import build_optimizer
 from spark_elastic.torch.train.callbacks import TorchCallbackList
 from spark_elastic.torch.train.forward import describe_world_dependence
 from spark_elastic.torch.train.metrics import Metrics, is_accumulator
+from spark_elastic.torch.train.share_check import ShareChecker
 from spark_elastic.torch.train.share_step import ShareStep, build_shares, sum_over_shares
 from spark_elastic.torch.train.spec import BatchBuilder, TorchUserObjects, trainer_plan
 from spark_elastic.torch.train.state import TorchTrainingState, dump_values
@@ -37,6 +37,7 @@ from spark_elastic.training.model_io import input_dtype
 from spark_elastic.training.progress import TrainingProgress
 from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.step_summary import StepDecision, StepSummary, exchange_summaries
+from spark_elastic.training.trainer import WorkClock
 from spark_elastic.worker.session import get_engine
 
 
@@ -87,6 +88,10 @@ class TorchTrainer:
         self._train_step = (ShareStep if config.shares else TrainStep)(
             self.state, self._loss_fn, self._exchange, config, ledger, metrics[0], self._scaling
         )
+        if config.verify_steps and isinstance(self._train_step, ShareStep):
+            self._train_step.checker = ShareChecker(
+                spec, config.verify_steps, lambda rows, rank: build_shares(self._batches, rows, rank)
+            )
         dtype = input_dtype(model.parameters(), torch.get_default_dtype())
         self._batches = BatchBuilder(
             spec.features,
@@ -96,6 +101,10 @@ class TorchTrainer:
             config.label_shapes,
             reshapes=objects.transformation is None,
         )
+
+    @property
+    def work(self) -> WorkClock:
+        return self._train_step.work
 
     def train_step(
         self,
@@ -123,7 +132,7 @@ class TorchTrainer:
     def validation_step(self, group: Group, rows: StepRows, version: MembershipVersion) -> StepDecision:
         config, position, metrics = self._spec.config, self.state.position, self._metrics[1]
         batch = self._build(rows, group)
-        first = share_range(config.shares, group.rank, group.size)[0] if config.shares else group.rank
+        first = batch.first_share if config.shares else group.rank
         try:
             self._loss_fn.begin(group, batch, position)
             sums = [
@@ -145,8 +154,9 @@ class TorchTrainer:
         return decision
 
     def _build(self, rows: StepRows, group: Group) -> LocalBatch[torch.Tensor]:
-        shares = self._spec.config.shares
-        return build_shares(self._batches, rows, shares, group) if shares else self._batches.build(rows)
+        if self._spec.config.shares:
+            return build_shares(self._batches, rows, group.rank)
+        return self._batches.build(rows)
 
     def _validate(self, batch: LocalBatch[torch.Tensor], part_number: int) -> tuple[float, float]:
         """Returns the loss of these rows and its denominator. part_number: their rank or virtual share."""
@@ -180,6 +190,8 @@ class TorchTrainer:
 
     def close(self) -> None:
         self._exchange.close()
+        if isinstance(self._train_step, ShareStep) and self._train_step.checker is not None:
+            self._train_step.checker.close()
 
 
 # ---- the numbers that callbacks watch

@@ -137,6 +137,7 @@ class Job:
     transformation: Callable[..., Any] | None = None
     transformation_workers: int = 0
     transformation_pool: str = "process"
+    verify_steps: int | None = None
 
     def plan(self, manifest: Manifest) -> DataPlan:
         plan = DataPlan.for_run(
@@ -167,6 +168,7 @@ class Job:
                 virtual_shares=self.shares or 8,
                 transformation_workers=self.transformation_workers,
                 transformation_pool=self.transformation_pool,
+                verify_steps=self.verify_steps,
             ),
             rows=Rows(store, manifest, self.plan(manifest)),
             store=store,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spark_elastic.data import plan as plan_module
-from spark_elastic.data.plan import DataPlan, RankRows, permutation
+from spark_elastic.data.plan import ALONE, DataPlan, Division, RankRows, permutation
 from spark_elastic.errors import InvalidInput
 
 
@@ -97,7 +98,7 @@ def test_steps_computed_in_a_block_equal_those_computed_alone(
     first, rank = data.draw(st.integers(0, plan.steps - 1)), data.draw(st.integers(0, size - 1))
     count = data.draw(st.integers(1, plan.count_equal_steps(first)))
     order = plan.permute_epoch(1)
-    block = order.block(first, count, rank, size)
+    block = order.block(first, count, rank, plan.divide(size))
     found = np.full((count, block.length), -1)
     for lane in block.lanes:
         ids = np.concatenate([plan.group_offsets[group] + rows for group, rows in lane.runs])
@@ -106,6 +107,21 @@ def test_steps_computed_in_a_block_equal_those_computed_alone(
         alone = order.share(first + number, rank, size)
         assert (block.planned, block.start) == (alone.planned, alone.start)
         assert np.array_equal(found[number], plan.row_ids(alone))
+
+
+@given(plans(), st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any), st.data())
+@settings(max_examples=100, deadline=None)
+def test_ranks_that_divide_a_step_unequally_take_the_same_rows(
+    plan: DataPlan, parts: list[int], data: st.DataObject
+) -> None:
+    step, order = data.draw(st.integers(0, plan.steps - 1)), plan.permute_epoch(0)
+    division = Division((0, *accumulate(parts)))
+    blocks = [order.block(step, 1, rank, division) for rank in range(division.size)]
+    runs = [run for block in blocks for lane in block.lanes for run in lane.runs]
+    found = [row for group, rows in runs for row in (plan.group_offsets[group] + rows).tolist()]
+    assert sorted(found) == sorted(ids(plan, 0, step, 1))
+    for block, count in zip(blocks, parts, strict=True):
+        assert abs(block.length - block.planned * count / sum(parts)) < 1
 
 
 def test_lanes_in_one_row_group_share_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,10 +135,10 @@ def test_lanes_in_one_row_group_share_its_order(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(plan_module, "permutation", count_draw)
     plan = DataPlan((300, 300), global_batch=32, seed=1, lanes=8)
     order = plan.permute_epoch(0)
-    order.block(0, 1, 0, 1)
+    order.block(0, 1, 0, ALONE)
     assert sorted(made) == [(), (0,), (1,)], "of the row groups, and of each one's rows"
     for step in range(1, plan.steps):
-        order.block(step, 1, 0, 1)
+        order.block(step, 1, 0, ALONE)
     assert sorted(made) == [(), (0,), (1,)]
 
 

@@ -6,18 +6,17 @@ import random
 
 import pytest
 
-from spark_elastic.data.plan import share_range
+from spark_elastic.data.plan import Division
 from spark_elastic.torch.gradients.share_tree import plan_shares
 
 
-def add_up(numbers: list[float], size: int) -> float:
+def add_up(numbers: list[float], division: Division) -> float:
     """As the ranks of a world do; the collective adds what lies in a slot in any order."""
-    shares = len(numbers)
-    trees = [plan_shares(shares, rank, size) for rank in range(size)]
+    trees = [plan_shares(division, rank) for rank in range(division.size)]
     slots: list[list[float]] = [[] for _ in range(trees[0].slot_count)]
     for rank, tree in enumerate(trees):
         stack: list[float] = []
-        for share, additions in zip(range(*share_range(shares, rank, size)), tree.additions, strict=True):
+        for share, additions in zip(range(*division.rank_parts(rank)), tree.additions, strict=True):
             stack.append(numbers[share])
             for _ in range(additions):
                 upper = stack.pop()
@@ -33,13 +32,28 @@ def add_up(numbers: list[float], size: int) -> float:
 
 
 @pytest.mark.parametrize("shares", [1, 2, 7, 8, 13])
-def test_the_sum_has_the_same_bits_for_any_number_of_ranks(shares: int) -> None:
+def test_the_sum_has_the_same_bits_for_any_number_of_ranks_and_any_division(shares: int) -> None:
     rng = random.Random(shares)
     numbers = [rng.gauss(0.0, 1.0) * 10.0 ** rng.randint(-9, 9) for _ in range(shares)]
-    assert len({add_up(numbers, size).hex() for size in range(1, shares + 1)}) == 1
-    assert shares < 7 or add_up(numbers, 1) != sum(numbers), "these numbers have the same sum in any order"
+    divisions = [Division.equal(size, shares) for size in range(1, shares + 1)]
+    for size in range(2, shares + 1):
+        cuts = sorted(rng.sample(range(1, shares), size - 1))
+        divisions.append(Division((0, *cuts, shares)))
+    assert len({add_up(numbers, division).hex() for division in divisions}) == 1
+    assert shares < 7 or add_up(numbers, divisions[0]) != sum(numbers), (
+        "these numbers have the same sum in any order"
+    )
 
 
 def test_the_slots_of_eight_shares() -> None:
     """One rank, and two, exchange as much as without shares; later ones need more memory."""
-    assert [plan_shares(8, 0, size).slot_count for size in range(1, 9)] == [1, 1, 3, 2, 3, 4, 4, 4]
+    assert [plan_shares(Division.equal(size, 8), 0).slot_count for size in range(1, 9)] == [
+        1,
+        1,
+        3,
+        2,
+        3,
+        4,
+        4,
+        4,
+    ]

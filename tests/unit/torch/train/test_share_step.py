@@ -13,7 +13,7 @@ from torch import nn
 from elastic_collectives import Group
 from spark_elastic.data.loader import StepRows
 from spark_elastic.data.manifest import Column
-from spark_elastic.data.plan import share_bounds, share_range
+from spark_elastic.data.plan import Division
 from spark_elastic.protocol.types import MembershipVersion, Phase, Position
 from spark_elastic.torch.gradients.exchange import GradientExchange
 from spark_elastic.torch.gradients.exchange_options import ExchangeOptions
@@ -73,14 +73,17 @@ def take_steps(group: Group) -> dict[str, Any]:
     builder = BatchBuilder(
         (Column("x", "float32", (4,)),), CONFIG.label_cols, "w", torch.float32, reshapes=False
     )
-    first, past = share_range(SHARES, group.rank, group.size)
-    own = slice(share_bounds(ROWS, SHARES, first)[0], share_bounds(ROWS, SHARES, past - 1)[1])
-    rows = StepRows(0, 0, ROWS, np.arange(ROWS)[own], {name: each[own] for name, each in COLUMNS.items()})
     losses = []
     with GradientExchange(model.named_parameters(), ExchangeOptions(shares=SHARES)) as exchange:
         step = ShareStep(state, loss, exchange, CONFIG, NullLedger(), metrics, GradientScaling())
         for number in range(STEPS):
-            batch = build_shares(builder, rows, SHARES, group)
+            # In the second step the last rank has all shares that it may have.
+            unequal = Division((*range(group.size), SHARES))
+            division = unequal if number == 1 else Division.equal(group.size, SHARES)
+            own = slice(*division.rank_bounds(ROWS, group.rank))
+            columns = {name: each[own] for name, each in COLUMNS.items()}
+            rows = StepRows(0, 0, ROWS, np.arange(ROWS)[own], columns, division)
+            batch = build_shares(builder, rows, group.rank)
             after = Position(0, Phase.TRAIN, number + 1)
             decision = step.run(group, batch, MembershipVersion(), lambda decision, after=after: after)
             losses.append((decision.loss, decision.denominator, decision.rows))
@@ -89,7 +92,7 @@ def take_steps(group: Group) -> dict[str, Any]:
 
 
 @pytest.mark.native
-def test_steps_have_the_same_bits_in_any_world() -> None:
+def test_steps_have_the_same_bits_in_any_world_and_any_division() -> None:
     (alone,) = run_in_world(1, take_steps)
     tracked = torch.from_numpy(np.frombuffer(alone["weights"]["body.1.num_batches_tracked"], np.int64).copy())
     assert int(tracked) == 2 * STEPS, "a share has two passes, and a step counts the shares once"

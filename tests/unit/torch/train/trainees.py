@@ -61,7 +61,13 @@ class TrainedModel:
         )
         metrics = Metrics({}, ["y"], logs=False)
         self.taker = TrainStep(
-            self.state, objective, self.exchange, config, self.ledger, metrics, GradientScaling()
+            self.state,
+            objective,
+            self.exchange,
+            config,
+            self.ledger,
+            metrics,
+            GradientScaling(),
         )
 
     def take(self, group: Group, rows: range, then: Callable[[Any], Position] = lambda decision: NEXT) -> Any:

@@ -1,0 +1,158 @@
+"""Divides the rows of a step among the ranks of a world by their measured speed.
+
+Every rank has a balancer of its own and feeds it with the same numbers, those that came with the step summaries (R6),
+so all ranks change the division after the same step. The rows of a step stay the same (P1, P2). PURE: no clock, no
+group. Training thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from spark_elastic.data.plan import Division
+
+WINDOW = 0.5  # seconds of steps that are judged together: several periods of a processor quota
+MIN_STEPS = 4  # of a window
+CONFIRMATIONS = 2  # windows in a row that must ask for a change
+# The part of a step's time that a change must be expected to save: away from the equal division, and afterwards.
+FIRST_GAIN, NEXT_GAIN = 0.15, 0.05
+# A rank that has less than an equal part gets at most so many times its rows in one change: that a processor quota is
+# no limit at few rows says nothing about more of them.
+MAX_GROWTH = 1.25
+MAX_PATIENCE = 32  # windows to wait after changes that did not help
+WORSENING = 1.25  # a step that takes so many times as long ends that wait
+MIN_FRACTION = 1 / 16  # of an equal part, which each rank keeps
+# Windows in a row in which the other ranks alone would have been quicker by HOPELESS_GAIN: the rank is hopeless.
+HOPELESS_WINDOWS, HOPELESS_GAIN = 20, 0.2
+
+
+class RowBalancer:
+    """The division of the steps of one world. `add` each applied step; then `division` is that of the next one."""
+
+    def __init__(self, parts: int, size: int, shares: int = 0) -> None:
+        """
+        Args:
+            parts: rows of a step, or its virtual shares in bitwise mode; at least `size`.
+            shares: virtual shares of a step, 0 without them.
+        """
+        self._total, self._size = parts, size
+        self._equal, self._equal_parts = Division.equal(size, shares), Division.equal(size, parts).parts
+        # By rank.
+        self.parts = self._equal_parts
+        # BatchNorm cannot train on a single row.
+        self._least = 1 if shares else max(min(2, parts // size), int(parts // size * MIN_FRACTION), 1)
+        # The rank without which the others would be quicker, for some time now; None: there is none.
+        self.hopeless: int | None = None
+        self._hopeless_windows = 0
+        self._asked = 0  # windows in a row that asked for a change
+        # What the newest change replaced, until it is judged: (parts by rank, seconds of a step).
+        self._former: tuple[list[int], float] | None = None
+        self._patience, self._waits = 1, 0  # windows: of the next wait, and left of this one
+        self._accepted = 0.0  # seconds of a step when this wait began
+        self._begin_window()
+
+    @property
+    def division(self) -> Division:
+        equal = self.parts == self._equal_parts
+        return self._equal if equal else Division((0, *accumulate(self.parts)))
+
+    def _begin_window(self) -> None:
+        self._steps, self._longest, self._seconds = 0, 0.0, [0.0] * self._size
+
+    def add(self, seconds: Sequence[float]) -> bool:
+        """Add a step. Returns whether the division has changed.
+
+        Args:
+            seconds: by rank, what it worked for the step without waiting for others; 0.0 if it was not measured.
+        """
+        if min(seconds, default=0.0) <= 0.0:
+            return False
+        self._steps += 1
+        self._longest += max(seconds)
+        self._seconds = [a + b for a, b in zip(self._seconds, seconds, strict=True)]
+        if self._steps < MIN_STEPS or self._longest < WINDOW:
+            return False
+        means, step_seconds = [each / self._steps for each in self._seconds], self._longest / self._steps
+        self._begin_window()
+        before = self.parts
+        self._judge(means, step_seconds)
+        return self.parts != before
+
+    def _judge(self, means: list[float], step_seconds: float) -> None:
+        """Judge a window. step_seconds: the mean over its steps of the slowest rank's time."""
+        if self._former is not None:
+            (counts, before), self._former = self._former, None
+            if step_seconds >= before:
+                self.parts, self._accepted = counts, before
+                self._waits, self._patience = self._patience, min(2 * self._patience, MAX_PATIENCE)
+                return
+            self._patience = 1
+        self._watch_slowest(means)
+        if self._waits and step_seconds < WORSENING * self._accepted:
+            self._waits -= 1
+            return
+        self._waits = 0
+        wanted = self._find_better(means)
+        self._asked = 0 if wanted is None else self._asked + 1
+        if wanted is not None and self._asked >= CONFIRMATIONS:
+            self._former, self.parts, self._asked = (self.parts, step_seconds), wanted, 0
+
+    def _find_better(self, means: list[float]) -> list[int] | None:
+        """Parts by rank that are expected to be quicker by enough, if there are. means: seconds of a step, by rank."""
+        counts, equal = self.parts, self._equal_parts
+        speeds = [count / mean for count, mean in zip(counts, means, strict=True)]
+        most = [
+            max(count + 1, int(count * MAX_GROWTH)) if count < each else self._total
+            for count, each in zip(counts, equal, strict=True)
+        ]
+        chosen = _allot(self._total, speeds, self._least, most)
+        expected, as_equal = _longest(chosen, speeds), _longest(equal, speeds)
+        if as_equal <= expected * (1 + NEXT_GAIN):
+            chosen, expected = equal, as_equal
+        needed = FIRST_GAIN if counts == equal else NEXT_GAIN
+        return None if chosen == counts or expected > (1 - needed) * max(means) else chosen
+
+    def _watch_slowest(self, means: list[float]) -> None:
+        """Notice a rank that keeps the others waiting whatever it is given."""
+        slowest = max(range(self._size), key=means.__getitem__)
+        speeds = [count / mean for count, mean in zip(self.parts, means, strict=True)]
+        del speeds[slowest]
+        without = _longest(_allot(self._total, speeds, self._least, [self._total] * len(speeds)), speeds)
+        if without > (1 - HOPELESS_GAIN) * means[slowest]:
+            self._hopeless_windows, self.hopeless = 0, None
+            return
+        self._hopeless_windows += 1
+        if self._hopeless_windows >= HOPELESS_WINDOWS:
+            self.hopeless = slowest
+
+
+def _longest(parts: Sequence[int], speeds: Sequence[float]) -> float:
+    """Seconds of the rank that takes longest."""
+    return max(count / speed for count, speed in zip(parts, speeds, strict=True))
+
+
+def _allot(parts: int, speeds: Sequence[float], least: int, most: Sequence[int]) -> list[int]:
+    """Whole numbers in proportion to the speeds that add up to `parts`, each from `least` to its `most`."""
+    fixed: dict[int, int] = {}
+    while True:
+        free = [rank for rank in range(len(speeds)) if rank not in fixed]
+        left = parts - sum(fixed.values())
+        total = 0.0
+        for rank in free:
+            total += speeds[rank]
+        ideal = {rank: left * speeds[rank] / total for rank in free}
+        # Those that are too low first: what they take lowers the others.
+        bound = {rank: least for rank in free if ideal[rank] < least} or {
+            rank: most[rank] for rank in free if ideal[rank] > most[rank]
+        }
+        if not bound or len(bound) == len(free):
+            break
+        fixed |= bound
+    chosen = [fixed.get(rank, max(least, int(ideal.get(rank, 0.0)))) for rank in range(len(speeds))]
+    while sum(chosen) < parts:
+        chosen[min(free, key=lambda rank: ((chosen[rank] + 1) / speeds[rank], rank))] += 1
+    while sum(chosen) > parts:
+        lowered = [rank for rank, count in enumerate(chosen) if count > least]
+        chosen[max(lowered, key=lambda rank: (chosen[rank] / speeds[rank], rank))] -= 1
+    return chosen
