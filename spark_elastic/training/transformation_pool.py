@@ -18,7 +18,7 @@ import cloudpickle
 
 from elastic_collectives import Group
 from spark_elastic.data.loader import StepRows, StepStream
-from spark_elastic.data.plan import DataPlan, share_bounds, share_range
+from spark_elastic.data.plan import DataPlan, share_bounds
 from spark_elastic.data.reading.decoding import ColumnArrays
 from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.transformation import BatchTransformation, RowBatch, Transformation
@@ -129,9 +129,16 @@ class TransformationPool:
 
 def make_pool(config: FitConfig, transformation: Transformation | None) -> TransformationPool:
     """The pool of a fit."""
+    workers, kind = config.transformation_workers, config.transformation_pool
+    return TransformationPool(bind_transformation(config, transformation), workers, kind)
+
+
+def bind_transformation(
+    config: FitConfig, transformation: Transformation | None
+) -> BatchTransformation | None:
+    """The transformation with all that it needs of the fit; None: there is none."""
     wanted = tuple(dict.fromkeys(config.used_cols))
-    recipe = None if transformation is None else BatchTransformation(transformation, wanted, config.seed)
-    return TransformationPool(recipe, config.transformation_workers, config.transformation_pool)
+    return None if transformation is None else BatchTransformation(transformation, wanted, config.seed)
 
 
 def cut_at_shares(plan: DataPlan, rows: StepRows, group: Group) -> tuple[int, ...]:
@@ -139,6 +146,6 @@ def cut_at_shares(plan: DataPlan, rows: StepRows, group: Group) -> tuple[int, ..
     since a function of other rows may give other bits; else nowhere."""
     if not plan.shares:
         return 0, len(rows)
-    first, past = share_range(plan.shares, group.rank, group.size)
+    first, past = rows.division.rank_parts(group.rank)
     bounds = [share_bounds(rows.planned, plan.shares, share)[0] for share in range(first, past)]
     return (*(bound - bounds[0] for bound in bounds), len(rows))

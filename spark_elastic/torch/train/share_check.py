@@ -11,7 +11,7 @@ import hashlib
 import struct
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,6 +22,7 @@ from spark_elastic.protocol.types import Position
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.trainer import StepDisputed
+from spark_elastic.training.transformation import BatchTransformation, RowBatch
 from spark_elastic.worker.context import get_context
 
 MAX_WITNESSES = 2  # one shows a difference, the second decides who is wrong
@@ -64,14 +65,19 @@ class ShareChecker:
     """Draws the shares that are checked, reads their rows, and judges what the ranks found."""
 
     def __init__(
-        self, spec: TrainSpec, every: int, build: Callable[[StepRows, int], LocalBatch[torch.Tensor]]
+        self,
+        spec: TrainSpec,
+        every: int,
+        transformation: BatchTransformation | None,
+        build: Callable[[StepRows, int], LocalBatch[torch.Tensor]],
     ) -> None:
         """
         Args:
             every: so many steps.
+            transformation: what the rows go through first; None: nothing.
             build: makes the batch of virtual shares of a rank from its rows.
         """
-        self._spec, self._every, self._build = spec, every, build
+        self._spec, self._every, self._transformation, self._build = spec, every, transformation, build
         self._reader, self._loader = spec.open_reader(spec.rows)
 
     def draw(self, position: Position, division: Division) -> ShareCheck | None:
@@ -91,7 +97,11 @@ class ShareChecker:
         shares = self._spec.plan.shares
         each_alone = Division.equal(shares, shares)
         with self._loader.steps(position.epoch, position.step, check.share, shares, each_alone) as steps:
-            return self._build(next(steps), check.share).shares[0]
+            rows = next(steps)
+        if self._transformation is not None:
+            batch = RowBatch(rows.columns, rows.row_ids, rows.epoch, (0, len(rows)), augments=True)
+            rows = replace(rows, columns=self._transformation.apply(batch))
+        return self._build(rows, check.share).shares[0]
 
     def judge(self, check: ShareCheck, group: Group, own: GradientDigest | None) -> None:
         """Compare what the ranks found. Collective.

@@ -38,6 +38,7 @@ from spark_elastic.training.progress import TrainingProgress
 from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.step_summary import StepDecision, StepSummary, exchange_summaries
 from spark_elastic.training.trainer import WorkClock
+from spark_elastic.training.transformation_pool import bind_transformation
 from spark_elastic.worker.session import get_engine
 
 
@@ -90,7 +91,10 @@ class TorchTrainer:
         )
         if config.verify_steps and isinstance(self._train_step, ShareStep):
             self._train_step.checker = ShareChecker(
-                spec, config.verify_steps, lambda rows, rank: build_shares(self._batches, rows, rank)
+                spec,
+                config.verify_steps,
+                bind_transformation(config, objects.transformation),
+                lambda rows, rank: build_shares(self._batches, rows, rank),
             )
         dtype = input_dtype(model.parameters(), torch.get_default_dtype())
         self._batches = BatchBuilder(

@@ -12,6 +12,7 @@ import torch
 from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.torch import progress, rank
 from spark_elastic.torch.train.trainer import TorchTrainProgram
+from spark_elastic.training.row_random import RowRandom
 from tests.component.torch.job import CLASSES, WIDTH, Follower, Job, launcher, make_data, train_elastic
 from tests.component.torch.nets import sgd
 
@@ -57,15 +58,28 @@ class Faulty(torch.nn.Sequential):
                 hook = weight.register_hook(corrupt)
 
 
+def add_noise(columns: dict[str, Any], rng: RowRandom | None) -> dict[str, Any]:
+    x = columns["x"]
+    return columns if rng is None else {**columns, "x": x + rng.normal(size=x.shape[1:])}
+
+
 def make(task: TorchTrainProgram) -> ProcessLauncher:
     return launcher(task, room=3)
 
 
-@pytest.mark.parametrize("what", ["gradients", "weights"])
-def test_a_flipped_bit_is_found_and_does_not_reach_the_weights(what: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("what", "transformation"), [("gradients", add_noise), ("weights", None)])
+def test_a_flipped_bit_is_found_and_does_not_reach_the_weights(
+    what: str, transformation: Any, tmp_path: Path
+) -> None:
     data, marker, follower = make_data(tmp_path), tmp_path / "flipped", Follower()
     job = Job(
-        Faulty(what, marker).double(), sgd, torch.nn.CrossEntropyLoss(), epochs=1, shares=3, verify_steps=1
+        Faulty(what, marker).double(),
+        sgd,
+        torch.nn.CrossEntropyLoss(),
+        epochs=1,
+        shares=3,
+        verify_steps=1,
+        transformation=transformation,
     )
     found, result = train_elastic(job, *data, None, follower, make)
     assert marker.exists()

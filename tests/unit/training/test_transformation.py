@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from spark_elastic.data.loader import StepRows
-from spark_elastic.data.plan import DataPlan
+from spark_elastic.data.plan import DataPlan, Division
 from spark_elastic.errors import InvalidInput
 from spark_elastic.training.row_random import RowRandom
 from spark_elastic.training.transformation import (
@@ -59,8 +59,10 @@ def test_reshaped_results_are_augmented_too() -> None:
 
 def test_each_virtual_share_is_a_part() -> None:
     plan = DataPlan((100,), 10, seed=0, lanes=1, shares=4)
-    rows = StepRows(0, 0, 10, np.arange(5), {})
     group: Any = SimpleNamespace(rank=1, size=2)
+    moved = StepRows(0, 0, 10, np.arange(8), {}, Division((0, 1, 4)))
+    assert cut_at_shares(plan, moved, group) == (0, 3, 5, 8)
+    rows = StepRows(0, 0, 10, np.arange(5), {}, Division.equal(2, 4))
     assert cut_at_shares(plan, rows, group) == (0, 2, 5)
     assert cut_at_shares(DataPlan((100,), 10, seed=0, lanes=1), rows, group) == (0, 5)
 

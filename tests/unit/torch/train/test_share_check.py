@@ -20,7 +20,7 @@ SPEC: Any = SimpleNamespace(plan=PLAN, rows=None, open_reader=lambda rows: (None
 
 
 def checker(every: int = 1) -> ShareChecker:
-    return ShareChecker(SPEC, every, lambda rows, rank: None)  # type: ignore[arg-type, return-value]
+    return ShareChecker(SPEC, every, None, lambda rows, rank: None)  # type: ignore[arg-type, return-value]
 
 
 def at(step: int, epoch: int = 0) -> Position:
