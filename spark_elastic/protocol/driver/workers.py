@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import StopWorker
+from spark_elastic.protocol.commands import NotifyUser, StopWorker
 from spark_elastic.protocol.driver.failure_detector import (
     break_world,
     evict,
@@ -181,4 +181,6 @@ def on_worker_exited(tx: Transition, event: WorkerExited) -> None:
             state.failures.externally_lost = state.failures.externally_lost.drop(event.worker)
         state.workers.evict(event.worker, replace(evicted, unaccounted=False))
         detail = f"the process of worker {event.worker} ended: {how}"
+        if evicted.took_part:
+            tx.emit(NotifyUser(detail))  # its world was broken without knowing this
         record_exit(tx, event, evicted.took_part, False, detail)
