@@ -1,0 +1,107 @@
+"""How long does a driver take, and how much memory, to plan a training on 100,000 Parquet files?
+
+    python benchmarks/many_files.py --before ../earlier --json benchmarks/results/many_files.json
+
+The files lie on this machine's disk, 10 small row groups in each. Each figure is of a process of its own, which
+describes the files, writes the manifest as the run's record does and reads it again, and permutes the first epoch.
+Ours: the footers read by a Spark job on local[*] and, for comparison, by threads of the driver. Peer: the same calls of
+an earlier checkout of this repository (--before), which reads footers one by one. Memory: how much the driver's Python
+process grew at its peak. Processor: of that process, which is what is left of a driver's time on a busy machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from benchmarks.parts.report import Row, finish, parser
+
+GROUPS, GROUP_ROWS = 10, 20
+# What is measured -> its unit.
+FIGURES = {"describe": "s", "manifest": "s", "epoch": "s", "processor of the driver": "s", "memory": "MB"}
+# Runs in the process that is measured: with the package of the checkout that PYTHONPATH names.
+CHILD = """
+import json, resource, sys, time
+from spark_elastic.data.existing_parquet import describe_parquet
+from spark_elastic.data.manifest import Manifest
+from spark_elastic.data.plan import DataPlan
+from spark_elastic.data.store import Store
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+folder, on_executors = sys.argv[1], sys.argv[2] == "executors"
+options = {}
+if on_executors:
+    from pyspark.sql import SparkSession
+    from spark_elastic.spark.dataframes.footers import make_footer_collector
+    session = SparkSession.builder.master("local[*]").config("spark.ui.enabled", "false").getOrCreate()
+    session.sparkContext.parallelize(range(8), 8).map(lambda x: x).collect()
+    options["collect"] = make_footer_collector(session)
+store = Store.open(folder)
+before, times, cpu = peak(), [time.perf_counter()], time.process_time()
+manifest = describe_parquet(store, ["x", "y"], **options)
+times.append(time.perf_counter())
+assert Manifest.from_json(manifest.to_json()) == manifest
+times.append(time.perf_counter())
+plan = DataPlan.for_run(manifest.group_rows, 1024, 3, 4, manifest.max_decoded_group_bytes(), 128 << 20)
+len(plan.permute_epoch(0).share(0, 0, 1))
+times.append(time.perf_counter())
+steps = [end - begin for begin, end in zip(times, times[1:])]
+print(json.dumps([*steps, time.process_time() - cpu, peak() - before]))
+"""
+
+
+def write_files(folder: Path, count: int) -> None:
+    """The same content in each: only footers are read."""
+    rows = GROUPS * GROUP_ROWS
+    table = pa.table({"x": np.arange(rows, dtype=np.float32), "y": np.arange(rows)})
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, row_group_size=GROUP_ROWS)
+    content = sink.getvalue().to_pybytes()
+    for number in range(count):
+        (folder / f"part-{number:06d}.parquet").write_bytes(content)
+
+
+def measure(checkout: Path, folder: Path, how: str) -> dict[str, float]:
+    """One figure for each of FIGURES."""
+    environment = os.environ | {"PYTHONPATH": f"{checkout}:{checkout / 'python'}"}
+    command = [sys.executable, "-c", CHILD, str(folder), how]
+    done = subprocess.run(
+        command, env=environment, cwd=folder.parent, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return dict(zip(FIGURES, json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+
+def main() -> None:
+    made = parser("Seconds and memory of a driver that plans a training on very many files.")
+    made.add_argument("--files", type=int, default=100_000)
+    made.add_argument("--before", type=Path, help="a checkout of an earlier commit")
+    arguments = made.parse_args()
+    here = Path(__file__).resolve().parent.parent
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / "files"
+        folder.mkdir()
+        write_files(folder, arguments.files)
+        ours = {how: measure(here, folder, how) for how in ("threads", "executors")}
+        before = measure(arguments.before.resolve(), folder, "threads") if arguments.before else {}
+    rows = []
+    for how, found in ours.items():
+        for name, value in found.items():
+            case = f"{arguments.files:,} files, footers by {how}: {name}"
+            rows.append(Row(case, value, before.get(name), FIGURES[name]))
+    finish("many_files", rows, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
