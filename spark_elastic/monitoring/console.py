@@ -30,7 +30,17 @@ BAR_FORMAT = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
 BAR_COLUMNS = 80  # where tqdm does not know the stream's width
 LIVE_LINE_SPACE = 20  # columns for percentage, bar and what separates the parts
 # Metrics that are shown in a fixed place, or not at all.
-POSITION_METRICS = ("epoch", "epochs", "step", "steps", "rows", "loss", "world", "checkpoint_seconds")
+POSITION_METRICS = (
+    "epoch",
+    "epochs",
+    "closed",
+    "step",
+    "steps",
+    "rows",
+    "loss",
+    "world",
+    "checkpoint_seconds",
+)
 COMMIT_METRICS = {"step", "world"}  # what every job reports without the program's doing
 
 

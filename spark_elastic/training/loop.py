@@ -354,6 +354,7 @@ class TrainingLoop:
                 **(select_figures(history[-1]) if history else {}),
                 "epoch": position.epoch,
                 "epochs": self._spec.config.epochs,
+                "closed": len(history),
                 "step": position.step if position.phase is Phase.TRAIN else self._spec.plan.steps,
                 "steps": self._spec.plan.steps,
                 "loss": loss,
