@@ -55,8 +55,8 @@ to read it. `./build.sh bench NAME` repeats one. The peers: torch's Gloo (allred
 (training_step), our own step without bitwise mode (bitwise_step), TensorFlow's MultiWorkerMirroredStrategy
 (training_step_tensorflow), a plain loop in one process, with the better of one and two threads, or DDP (estimator),
 torchrun (recovery), a deepcopy of the state (commit), torch's TCPStore (control_plane), pyarrow's reads of row groups
-(reader), the table's own order (row_order), float32 where a row says so; ours and the peer ran in turns. Beside memory
-stands its bound.
+(reader), torch's DataLoader (images), the table's own order (row_order), float32 where a row says so; ours and the peer
+ran in turns. Beside memory stands its bound.
 
 | benchmark | case | ours | peer | ratio |
 |---|---|---|---|---|
@@ -114,6 +114,8 @@ CASES = (
     ("two_hosts", "64 MB, 2 hosts x 2: float32, beside torch gloo"),
     ("two_hosts", "64 MB, 2 hosts x 2: as bfloat16, beside float32"),
     ("reader", "row groups of 10,000, against pyarrow"),
+    ("images", "10,000 JPEGs of 64 x 64, 2 processes, against DataLoader row by row"),
+    ("images", "10,000 JPEGs of 64 x 64, 2 processes, against DataLoader in whole batches"),
     ("recovery", "child killed: p50 to the next step"),
     ("recovery", "executor killed: p50 to the next step"),
     ("recovery", "executor killed: p99 to the next step"),
