@@ -62,6 +62,10 @@ class RowSource(Protocol):
         """Whether there are rows to validate with after each epoch."""
         ...
 
+    def describe(self, record: RunRecord) -> str:
+        """The rows of a run in words, such as the version of a table."""
+        ...
+
     def check_same_rows(self, request: Request, record: RunRecord, run_id: str) -> None:
         """Raises InvalidInput if the run began with other rows (R19, resuming a run); may start a job."""
         ...
@@ -111,6 +115,9 @@ class TableRows:
 
     def has_validation(self, request: Request) -> bool:
         return request.config.validation is not None
+
+    def describe(self, record: RunRecord) -> str:
+        return "a DataFrame"
 
     def check_same_rows(self, request: Request, record: RunRecord, run_id: str) -> None:
         if "://" in record.data:
@@ -217,6 +224,9 @@ class FileRows:
     def has_validation(self, request: Request) -> bool:
         return bool(self._validation_names)
 
+    def describe(self, record: RunRecord) -> str:
+        return f"Parquet files in {self._files.url}"
+
     def check_same_rows(self, request: Request, record: RunRecord, run_id: str) -> None:
         assert self._described is not None
         before = record.load_validation()
@@ -291,6 +301,12 @@ class SnapshotRows(FileRows):
 
     def has_validation(self, request: Request) -> bool:
         return len(self._snapshots) > 1
+
+    def describe(self, record: RunRecord) -> str:
+        assert self._described is not None
+        if record.load_manifest() == self._described[0]:
+            return self._snapshots[0].name
+        return f"a version older than {self._snapshots[0].name}"  # with which the run began
 
     def check_same_rows(self, request: Request, record: RunRecord, run_id: str) -> None:
         if not (self._is_newest and record.data == self._files.url):

@@ -108,7 +108,8 @@ def train_model(rows: RowSource, request: FitRequest[O], framework: Framework[O]
                 )
         weights = _read_weights(store, run.result)
         features = shape_features(request, run.record.load_manifest())
-    return FitResult(weights, features, _summarize(run, run_id, clock.now() - started), run.sample)
+    summary = _summarize(run, run_id, clock.now() - started, rows.describe(run.record))
+    return FitResult(weights, features, summary, run.sample)
 
 
 def _load_finished_run(
@@ -128,7 +129,7 @@ def _load_finished_run(
     return FinishedRun(record, result) if record is not None and result is not None else None
 
 
-def _summarize(run: FinishedRun, run_id: str, seconds: float) -> FitSummary:
+def _summarize(run: FinishedRun, run_id: str, seconds: float, data: str) -> FitSummary:
     result = run.result
     return FitSummary(
         run_id=run_id,
@@ -137,6 +138,8 @@ def _summarize(run: FinishedRun, run_id: str, seconds: float) -> FitSummary:
         seconds=seconds,
         data_rows=result.data_rows,
         digest=result.digest,
+        data=data,
+        data_digest=run.record.load_manifest().content[:32],
         report=run.report.with_rows(result.history, result.data_rows),
     )
 

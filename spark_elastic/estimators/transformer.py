@@ -54,7 +54,8 @@ class WorldRecord:
 class FitSummary:
     """epochs: one dict per epoch, with at least `epoch`, `loss` and `rows`; seconds: the whole of `fit`.
 
-    digest: checksum of the final weights. data_rows: rows of the training table. report: where the time went, what
+    digest: checksum of the final weights. data_rows: rows of the training table. data: which rows these were, such as
+    the version of a table; data_digest: checksum of what they were read from. report: where the time went, what
     losses cost, and the rows of each epoch; of the last `fit` of the run alone.
     """
 
@@ -64,6 +65,8 @@ class FitSummary:
     seconds: float = 0.0
     data_rows: int = 0
     digest: str = ""
+    data: str = ""
+    data_digest: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     report: JobReport = field(default_factory=JobReport)
 

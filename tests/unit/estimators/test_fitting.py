@@ -247,7 +247,8 @@ def test_p7_a_run_that_ends_while_another_fit_waits_in_its_preflight_is_not_trai
 ) -> None:
     store = make_memory_store()
     ended = RunResult("runs/r/model", hashlib.sha256(b"w").hexdigest(), "d", 1, [], 9)
-    record = SimpleNamespace(check=lambda *given: None, load_manifest=lambda: None)
+    manifest = SimpleNamespace(content="digest")
+    record = SimpleNamespace(check=lambda *given: None, load_manifest=lambda: manifest)
 
     class OtherDriverEndsIt:
         master = "yarn"
@@ -265,7 +266,12 @@ def test_p7_a_run_that_ends_while_another_fit_waits_in_its_preflight_is_not_trai
     monkeypatch.setattr(fitting, "_open_store", open_store)
     known = lambda store, run_id: record if store.exists("runs/r/result.json") else None  # noqa: E731
     monkeypatch.setattr(fitting.RunRecord, "load", known)
-    rows: Any = SimpleNamespace(session=None, check=lambda *given: None, check_same_rows=lambda *given: None)
+    rows: Any = SimpleNamespace(
+        session=None,
+        check=lambda *given: None,
+        check_same_rows=lambda *given: None,
+        describe=lambda record: "version 3",
+    )
     wanted = request(
         run_id="r",
         epochs=1,
