@@ -264,21 +264,25 @@ void Group::allgather(const void* in, void* out, const std::vector<size_t>& size
   across(world_, in, out, sizes);
 }
 
-void Group::alltoall(const void* in, const std::vector<size_t>& inSizes, void* out, const std::vector<size_t>& outSizes,
-                     uint32_t signature, bool agreed) {
+void Group::alltoall(const Parts& in, const Parts& out, uint32_t signature, bool agreed) {
   // Ranks may send different amounts.
   const Call call = callOf(CallKind::kAlltoall, 0, signature);
   uint32_t tag = start(call);
   const auto hosts = this->hosts();
-  if (hosts && hosts->isSingleHost()) return hosts->alltoall(in, inSizes, out, outSizes, call_);
+  if (hosts && hosts->isSingleHost()) return hosts->alltoall(in, out, call_);
   if (!agreed) {
-    const std::vector<size_t> each(inSizes.size(), sizeof(size_t));
-    std::vector<size_t> sent(inSizes.size());
-    elastic::alltoall(route(tag), inSizes.data(), each, sent.data(), each);
-    for (size_t r = 0; r < sent.size(); r++) mesh_->requireSize(static_cast<int>(r), sent[r], outSizes[r]);
+    std::vector<size_t> sizes(in.size()), sent(in.size());
+    Parts own, theirs;
+    for (size_t r = 0; r < in.size(); r++) {
+      sizes[r] = in[r].bytes;
+      own.push_back({reinterpret_cast<char*>(&sizes[r]), sizeof(size_t)});
+      theirs.push_back({reinterpret_cast<char*>(&sent[r]), sizeof(size_t)});
+    }
+    elastic::alltoall(route(tag), own, theirs);
+    for (size_t r = 0; r < sent.size(); r++) mesh_->requireSize(static_cast<int>(r), sent[r], out[r].bytes);
     tag = start(call);
   }
-  elastic::alltoall(route(tag), in, inSizes, out, outSizes);
+  elastic::alltoall(route(tag), in, out);
 }
 
 void Group::barrier() { waitForAll(start(callOf(CallKind::kBarrier, 0, 0u))); }

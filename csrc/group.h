@@ -50,8 +50,7 @@ class Group {
   // out: the parts of all ranks in rank order, sizes[r] bytes each.
   void allgather(const void* in, void* out, const std::vector<size_t>& sizes, uint32_t signature);
   // agreed: the ranks have told each other what they send; otherwise a size that its receiver does not expect fails.
-  void alltoall(const void* in, const std::vector<size_t>& inSizes, void* out, const std::vector<size_t>& outSizes,
-                uint32_t signature, bool agreed);
+  void alltoall(const Parts& in, const Parts& out, uint32_t signature, bool agreed);
   void barrier();
 
   // Allocates memory in the host's shared memory if possible: operands in it on all ranks of the host are reduced

@@ -86,6 +86,16 @@ void* sized(const py::buffer& buffer, size_t bytes, bool writable) {
   return info.ptr;
 }
 
+Parts partsOf(const Group& group, const std::vector<py::buffer>& buffers, bool writable) {
+  if (buffers.size() != static_cast<size_t>(group.size())) throw std::invalid_argument("one part for each rank");
+  Parts parts;
+  for (const py::buffer& buffer : buffers) {
+    const py::buffer_info info = buffer.request(writable);
+    parts.push_back({static_cast<char*>(info.ptr), bytesOf(info)});
+  }
+  return parts;
+}
+
 void widenArray(DataType half, const py::buffer& data, const py::buffer& out, bool portably) {
   const size_t count = bytesOf(data.request()) / sizeof(uint16_t);
   const auto from = static_cast<const uint16_t*>(data.request().ptr);
@@ -192,12 +202,11 @@ PYBIND11_MODULE(_engine, module) {
              group.allgather(from, to, sizes, signature);
            })
       .def("alltoall",
-           [](ObservedGroup& group, const py::buffer& in, const std::vector<size_t>& inSizes, const py::buffer& out,
-              const std::vector<size_t>& outSizes, uint32_t signature, bool agreed) {
-             const void* from = sized(in, total(inSizes), false);
-             void* to = sized(out, total(outSizes), true);
+           [](ObservedGroup& group, const std::vector<py::buffer>& in, const std::vector<py::buffer>& out,
+              uint32_t signature, bool agreed) {
+             const Parts from = partsOf(group, in, false), to = partsOf(group, out, true);
              py::gil_scoped_release released;
-             group.alltoall(from, inSizes, to, outSizes, signature, agreed);
+             group.alltoall(from, to, signature, agreed);
            })
       .def("barrier", &Group::barrier, py::call_guard<py::gil_scoped_release>())
       .def("memory", &Group::memory, py::call_guard<py::gil_scoped_release>())

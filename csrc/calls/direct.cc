@@ -161,22 +161,16 @@ class PartsReduction {
 
 }  // namespace
 
-void alltoall(const Route& route, const void* in, const std::vector<size_t>& inSizes, void* out,
-              const std::vector<size_t>& outSizes) {
-  const auto inStarts = startsOf(inSizes), outStarts = startsOf(outSizes);
+void alltoall(const Route& route, const Parts& in, const Parts& out) {
   const size_t me = placeOn(route);
-  Buffer from(route.mesh, const_cast<void*>(in), totalOf(inSizes));
-  Buffer to(route.mesh, out, totalOf(outSizes));
-  size_t toSend = 0, toCome = 0;
+  std::deque<Buffer> from, to;
   for (size_t r : peersOf(route)) {
-    if (outSizes[r] > 0) to.recv(route.ranks[r], route.slot, outStarts[r], outSizes[r]), toCome++;
-    if (inSizes[r] > 0) from.send(route.ranks[r], route.slot, inStarts[r], inSizes[r]), toSend++;
+    if (out[r].bytes > 0) to.emplace_back(route.mesh, out[r].data, out[r].bytes).recv(route.ranks[r], route.slot, 0, out[r].bytes);
+    if (in[r].bytes > 0) from.emplace_back(route.mesh, in[r].data, in[r].bytes).send(route.ranks[r], route.slot, 0, in[r].bytes);
   }
-  if (inSizes[me] > 0) {
-    std::memcpy(static_cast<char*>(out) + outStarts[me], static_cast<const char*>(in) + inStarts[me], inSizes[me]);
-  }
-  awaitReceived(to, toCome);
-  awaitSent(from, toSend);
+  if (in[me].bytes > 0) std::memcpy(out[me].data, in[me].data, in[me].bytes);
+  for (Buffer& buffer : to) buffer.waitRecv();
+  for (Buffer& buffer : from) buffer.waitSend();
 }
 
 void reduceParts(const Route& route, const Reduction& reduction, void* data, const std::vector<size_t>& counts,

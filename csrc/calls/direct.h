@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "numbers/reduction.h"
+#include "transport/call.h"
 #include "transport/mesh.h"
 
 namespace elastic {
@@ -17,9 +18,8 @@ struct Route {
   std::vector<int> ranks;  // members, in order
 };
 
-// Part r of `in` (inSizes[r] bytes) goes to rank r; what rank r sends (outSizes[r] bytes) becomes part r of `out`.
-void alltoall(const Route& route, const void* in, const std::vector<size_t>& inSizes, void* out,
-              const std::vector<size_t>& outSizes);
+// Part r of `in` goes to rank r; what rank r sends becomes part r of `out`.
+void alltoall(const Route& route, const Parts& in, const Parts& out);
 
 // Reduces `data`, divided into parts of counts[r] elements, in rank order. The route's r-th rank gets part r of the
 // result in `out`. If `out` is null, it gets it in `data` and sends it to all, so that every rank has the whole result,

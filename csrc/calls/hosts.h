@@ -40,10 +40,7 @@ class Hosts {
                      const Call& call) {
     local_->reducescatter(data, counts, out, reduction, call);
   }
-  void alltoall(const void* in, const std::vector<size_t>& inSizes, void* out, const std::vector<size_t>& outSizes,
-                const Call& call) {
-    local_->alltoall(in, inSizes, out, outSizes, call);
-  }
+  void alltoall(const Parts& in, const Parts& out, const Call& call) { local_->alltoall(in, out, call); }
   // across: also gets the root's host, as a rank among leaders.
   void broadcast(void* data, size_t bytes, int root, const Call& call,
                  const std::function<void(const World&, int root)>& across);

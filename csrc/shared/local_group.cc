@@ -286,26 +286,22 @@ void LocalGroup::reducescatter(const void* data, const std::vector<size_t>& coun
 
 // Reads how much each member sends to each other one, and compares it with what this one expects from them. Returns the
 // longest of all messages.
-size_t LocalGroup::agreeOnLongest(uint32_t bank, const std::vector<size_t>& expected) {
+size_t LocalGroup::agreeOnLongest(uint32_t bank, const Parts& expected) {
   size_t longest = 0;
   for (int m = 0; m < members_; m++) {
     std::vector<size_t> theirs(expected.size());
     std::memcpy(theirs.data(), segment_->staging(bank, m), theirs.size() * sizeof(size_t));
     longest = std::max(longest, *std::max_element(theirs.begin(), theirs.end()));
     const auto member = static_cast<size_t>(m);
-    mesh_.requireSize(ranks_[member], theirs[static_cast<size_t>(self_)], expected[member]);
+    mesh_.requireSize(ranks_[member], theirs[static_cast<size_t>(self_)], expected[member].bytes);
   }
   return longest;
 }
 
 // In the first phase, the sizes of what a member sends lie before its slots.
-void LocalGroup::alltoall(const void* in, const std::vector<size_t>& inSizes, void* out,
-                          const std::vector<size_t>& outSizes, const Call& call) {
-  const size_t sizesBytes = inSizes.size() * sizeof(size_t), heading = (sizesBytes + kLine - 1) / kLine * kLine;
-  const size_t slot = (segment_->chunk() - heading) / inSizes.size() / kLine * kLine;
-  const auto inStarts = startsOf(inSizes), outStarts = startsOf(outSizes);
-  const auto from = static_cast<const char*>(in);
-  const auto to = static_cast<char*>(out);
+void LocalGroup::alltoall(const Parts& in, const Parts& out, const Call& call) {
+  const size_t sizesBytes = in.size() * sizeof(size_t), heading = (sizesBytes + kLine - 1) / kLine * kLine;
+  const size_t slot = (segment_->chunk() - heading) / in.size() / kLine * kLine;
   const auto me = static_cast<size_t>(self_);
   const auto slotOf = [&](uint32_t bank, size_t sender, size_t receiver) {
     return segment_->staging(bank, static_cast<int>(sender)) + heading + receiver * slot;
@@ -315,23 +311,25 @@ void LocalGroup::alltoall(const void* in, const std::vector<size_t>& inSizes, vo
     const uint32_t now = barrier_.bank();
     if (at == 0) {
       post(call, nullptr, 0);
-      std::memcpy(segment_->staging(now, self_), inSizes.data(), sizesBytes);
+      const auto sizes = reinterpret_cast<size_t*>(segment_->staging(now, self_));
+      for (size_t m = 0; m < in.size(); m++) sizes[m] = in[m].bytes;
     }
-    for (size_t m = 0; m < inSizes.size(); m++) {
-      if (m == me || at >= inSizes[m]) continue;
-      std::memcpy(slotOf(now, me, m), from + inStarts[m] + at, std::min(slot, inSizes[m] - at));
+    for (size_t m = 0; m < in.size(); m++) {
+      if (m == me || at >= in[m].bytes) continue;
+      std::memcpy(slotOf(now, me, m), in[m].data + at, std::min(slot, in[m].bytes - at));
     }
     barrier_.arriveAndWait();
     if (at == 0) {
       check(now, call);
-      longest = agreeOnLongest(now, outSizes);
-      if (inSizes[me] > 0) std::memcpy(to + outStarts[me], from + inStarts[me], inSizes[me]);
+      longest = agreeOnLongest(now, out);
     }
-    for (size_t m = 0; m < outSizes.size(); m++) {
-      if (m == me || at >= outSizes[m]) continue;
-      std::memcpy(to + outStarts[m] + at, slotOf(now, m, me), std::min(slot, outSizes[m] - at));
+    for (size_t m = 0; m < out.size(); m++) {
+      if (m == me || at >= out[m].bytes) continue;
+      std::memcpy(out[m].data + at, slotOf(now, m, me), std::min(slot, out[m].bytes - at));
     }
   }
+  // Last: no member waits for it.
+  if (in[me].bytes > 0) std::memcpy(out[me].data, in[me].data, in[me].bytes);
 }
 
 void LocalGroup::broadcast(void* data, size_t bytes, int root, const Call& call) {

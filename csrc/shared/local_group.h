@@ -28,9 +28,8 @@ class LocalGroup {
   // counts: elements of each member's part of data; out: receives the result of this member's part, and may lie in it.
   void reducescatter(const void* data, const std::vector<size_t>& counts, void* out, const Reduction& reduction,
                      const Call& call);
-  // inSizes, outSizes: bytes for and from each member, whose parts lie one behind the other in `in` and `out`.
-  void alltoall(const void* in, const std::vector<size_t>& inSizes, void* out, const std::vector<size_t>& outSizes,
-                const Call& call);
+  // in, out: what each member gets from this one, and what this one gets from it.
+  void alltoall(const Parts& in, const Parts& out, const Call& call);
   void broadcast(void* data, size_t bytes, int root, const Call& call);
   // out: destination of each member's part; own: this member's part, copied unless it is already in place.
   void gather(const void* own, const std::vector<char*>& out, const std::vector<size_t>& sizes, const Call& call);
@@ -56,7 +55,7 @@ class LocalGroup {
   void copyOut(const StagedReduction& work, size_t c, uint32_t bank);
   size_t sizeOfSlot() const;
   char* slot(uint32_t bank, int from, int to) const;
-  size_t agreeOnLongest(uint32_t bank, const std::vector<size_t>& expected);
+  size_t agreeOnLongest(uint32_t bank, const Parts& expected);
   void reduceInPlace(uint32_t bank, size_t count, const Reduction& reduction, bool toAllMembers);
 
   void broadcastInPlace(char* operand, size_t bytes, int root, uint32_t bank);

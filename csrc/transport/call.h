@@ -1,8 +1,10 @@
 // The collective that a rank is in. Every frame carries it, so that ranks that disagree detect it at once.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "numbers/reduction.h"
 
@@ -35,6 +37,13 @@ struct Call {
   bool conflicts(const Call& o) const;
   std::string text() const;
 };
+
+// Memory with what one rank sends to another one, or receives from it.
+struct Part {
+  char* data;
+  size_t bytes;
+};
+using Parts = std::vector<Part>;  // by rank
 
 // One sentence about two ranks that disagree.
 std::string mismatchText(int rank, const Call& call, int other, const Call& theirs);

@@ -45,10 +45,8 @@ class Group:
     def allgather(self, data: Any, out: Any, sizes: Sequence[int], signature: int) -> None: ...
     def alltoall(
         self,
-        data: Any,
-        sent: Sequence[int],
-        out: Any,
-        received: Sequence[int],
+        data: Sequence[Any],
+        out: Sequence[Any],
         signature: int,
         agreed: bool,
     ) -> None: ...

@@ -257,14 +257,25 @@ class EngineGroup(ReducingGroup):
         counts = self._exchange_counts(outgoing, same) if incoming is None else list(incoming)
         received = as_result(out, (sum(counts), *view.shape[1:]), view.dtype)
         row = view.dtype.itemsize * _row_size(view)
-        sent, came = [rows * row for rows in outgoing], [rows * row for rows in counts]
-        self._native.alltoall(_as_bytes(view), sent, _as_bytes(received), came, same, incoming is None)
+        sent, came = _cut(view, outgoing, row), _cut(received, counts, row)
+        self._native.alltoall(sent, came, same, incoming is None)
         return received, counts
+
+    def alltoall_arrays(self, arrays: Sequence[Array], out: Sequence[Array]) -> None:
+        sent = [_as_bytes(as_array(array, writable=False)) for array in arrays]
+        came = [_as_bytes(as_array(array, writable=True)) for array in out]
+        if self._is_single():
+            came[0][...] = sent[0]
+        else:
+            self._native.alltoall(
+                sent, came, signature(*sorted({array.dtype.str for array in arrays})), False
+            )
 
     def _exchange_counts(self, outgoing: Sequence[int], same: int) -> list[int]:
         """Tell each rank how many rows it will get; returns how many each rank will send."""
-        incoming, each = np.empty(self.size, np.int64), [8] * self.size
-        self._native.alltoall(np.array(outgoing, np.int64), each, incoming, each, same, True)
+        incoming, each = np.empty(self.size, np.int64), [1] * self.size
+        sent = _cut(np.array(outgoing, np.int64), each, 8)
+        self._native.alltoall(sent, _cut(incoming, each, 8), same, True)
         counts: list[int] = incoming.tolist()
         return counts
 
@@ -331,6 +342,15 @@ class EngineGroup(ReducingGroup):
 
 def _row_size(view: Array) -> int:
     return int(np.prod(view.shape[1:], dtype=np.int64))
+
+
+def _cut(view: Array, rows: Sequence[int], row: int) -> list[Array]:
+    """Views of its bytes, with so many rows of `row` bytes in each."""
+    data, begin, parts = _as_bytes(view), 0, []
+    for count in rows:
+        parts.append(data[begin : begin + count * row])
+        begin += count * row
+    return parts
 
 
 def _as_bytes(view: Array) -> Array:

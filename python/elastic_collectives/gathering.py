@@ -101,6 +101,13 @@ class GatheringGroup(ReducingGroup):
         mine = [split(part, length)[self.rank] for part, length in zip(parts, lengths.tolist(), strict=True)]
         return _place(np.concatenate(mine), out), counts
 
+    def alltoall_arrays(self, arrays: Sequence[Array], out: Sequence[Array]) -> None:
+        lengths = [array.size for array in out]
+        flat = np.concatenate([array.reshape(-1) for array in arrays])
+        received, _ = self.alltoall(flat, [array.size for array in arrays], incoming=lengths)
+        for target, part in zip(out, split(received, lengths), strict=True):
+            target[...] = part.reshape(target.shape)
+
     def barrier(self) -> None:
         self._exchange_parts(("barrier",), np.empty(0))
 

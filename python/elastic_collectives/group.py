@@ -115,6 +115,13 @@ class Group(Protocol):
         """
         ...
 
+    def alltoall_arrays(self, arrays: Sequence[Array], out: Sequence[Array]) -> None:
+        """Send the r-th array to rank r, and receive into the r-th array of `out` what it sends.
+
+        Where sender and receiver have arrays of another size it is a mismatch. All arrays have one dtype.
+        """
+        ...
+
     def allgather(self, array: Any, out: Array | None = None) -> Array:
         """Return the arrays of all ranks (equal shape and dtype) as one array of shape (size, *array.shape).
 

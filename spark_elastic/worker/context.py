@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
@@ -33,7 +34,10 @@ class EngineThread:
     """
 
     def __init__(self) -> None:
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._work: deque[Callable[[], None]] = deque()
+        # One entry for each piece of work, which a helper may have taken; None: the thread ends.
+        self._wakes: queue.SimpleQueue[bool | None] = queue.SimpleQueue()
+        self._turn = threading.Lock()  # held by who takes work and runs it
         self._lock = threading.Lock()  # owns _thread, _last and the order of _work
         self._thread: threading.Thread | None = None
         self._last: Future[Any] | None = None
@@ -48,8 +52,17 @@ class EngineThread:
                 self._thread = threading.Thread(target=self._run, name="spark-elastic-engine", daemon=True)
                 self._thread.start()
             self._last = future
-            self._work.put(lambda: _complete(future, work))
+            self._work.append(lambda: _complete(future, work))
+            self._wakes.put(True)
         return future
+
+    def help(self, future: Future[Any]) -> None:
+        """Run submitted work in the calling thread until the future is done, unless the thread is running some.
+
+        For who waits for the future anyway: it saves two changes of threads.
+        """
+        while not future.done() and self._run_next(wait=False):
+            pass
 
     def run(self, work: Callable[[], T]) -> T:
         """Run `work` in the calling thread after everything submitted. No other thread may submit meanwhile."""
@@ -69,13 +82,29 @@ class EngineThread:
         with self._lock:
             thread, self._thread = self._thread, None
             if thread is not None:
-                self._work.put(None)
+                self._wakes.put(None)
         if thread is not None:
             thread.join()
 
     def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            work()
+        while self._wakes.get() is not None:
+            if self._work:
+                self._run_next(wait=True)
+
+    def _run_next(self, *, wait: bool) -> bool:
+        """Run the next piece of work. Returns False if there is none, or if somebody else has the turn.
+
+        wait: for the turn.
+        """
+        if not self._turn.acquire(blocking=wait):
+            return False
+        try:
+            if not self._work:
+                return False
+            self._work.popleft()()
+            return True
+        finally:
+            self._turn.release()
 
 
 def _complete(future: Future[T], work: Callable[[], T]) -> None:

@@ -85,6 +85,10 @@ class Luck {
 // Collectives of two ranks, in which rank 1 sends first; the peer's frames are mutated.
 void collective(Group& group, size_t which) {
   std::vector<float> data(1000, 1.0f), out(2000);
+  const auto halves = [](std::vector<float>& memory) {
+    const auto begin = reinterpret_cast<char*>(memory.data());
+    return Parts{{begin, 2000}, {begin + 2000, 2000}};
+  };
   switch (which) {
     case 0:
       return group.barrier();
@@ -95,7 +99,7 @@ void collective(Group& group, size_t which) {
     case 3:
       return group.allgather(data.data(), out.data(), {4000, 4000}, 7);
     default:
-      return group.alltoall(data.data(), {2000, 2000}, out.data(), {2000, 2000}, 7, false);
+      return group.alltoall(halves(data), halves(out), 7, false);
   }
 }
 

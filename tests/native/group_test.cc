@@ -103,7 +103,12 @@ TEST(group, rows_are_scattered_and_exchanged) {
                                      : own == 1 ? std::vector<size_t>{0, 0, 0}
                                                 : std::vector<size_t>{100000, 100000, 100000};
     std::vector<char> from(own + 100000, static_cast<char>('a' + own)), to(come[0] + come[1] + come[2] + 1, 'z');
-    group.alltoall(from.data(), sent, to.data(), come, 0, false);
+    Parts in, out;
+    for (size_t r = 0, at = 0, place = 0; r < 3; at += sent[r], place += come[r++]) {
+      in.push_back({from.data() + at, sent[r]});
+      out.push_back({to.data() + place, come[r]});
+    }
+    group.alltoall(in, out, 0, false);
     for (size_t r = 0, at = 0; r < 3; at += come[r++]) {
       for (size_t i = 0; i < come[r]; i++) CHECK(to[at + i] == static_cast<char>('a' + r));
     }

@@ -191,14 +191,3 @@ def concatenate(tensors: Sequence[torch.Tensor]) -> tuple[Operand, list[int]]:
     """The elements of all tensors in a row, and how many each of them has."""
     parts = [Operand(tensor).flat for tensor in tensors]
     return Operand(torch.cat(parts)), [part.numel() for part in parts]
-
-
-def distribute(whole: Operand, tensors: Sequence[torch.Tensor]) -> None:
-    """Copy consecutive elements of `whole` into the tensors."""
-    begin = 0
-    for tensor in tensors:
-        target = Operand(tensor)
-        end = begin + target.flat.numel()
-        target.array[...] = whole.array[begin:end]
-        target.write_back()
-        begin = end

@@ -2,7 +2,8 @@
 
 A message is a frame with its tag and size, which holds a short tensor itself; a longer one follows the frame. A sender
 waits until its receiver takes the message. A receiver reads from a rank only while a receive is posted that this rank
-could serve; messages with another tag wait in memory. Each direction of a pair has a thread; any thread may call.
+could serve; messages with another tag wait in memory. Each direction of a pair has a thread. Who waits for a message
+runs what that thread has not begun. Any thread may call.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.torch.distributed.operands import Operand
 from spark_elastic.worker.context import EngineThread
 
-FRAME = 1024  # bytes
+FRAME = 8192  # bytes
 HEADING = struct.Struct("<qq")  # at its beginning: tag and size of the message
 SHORT = FRAME - HEADING.size  # bytes of a message that fits into its frame
 
@@ -79,13 +80,13 @@ class PointToPoint:
         self._on_error = on_error
         self._lock = threading.Lock()  # owns the following
         self._senders: dict[int, tuple[Group, EngineThread]] = {}
-        self._readers: dict[int, Group] = {}
-        self._reading: dict[int, threading.Thread] = {}  # by source
+        self._readers: dict[int, tuple[Group, EngineThread]] = {}
         self._posted: list[_Receive] = []  # in the order of the calls
         self._arrived: list[tuple[int, int, Array]] = []  # source, tag, message: no receive fitted yet
         self._closed = False
 
-    def send(self, tensor: torch.Tensor, target: int, tag: int) -> Future[None]:
+    def send(self, tensor: torch.Tensor, target: int, tag: int) -> tuple[Future[None], EngineThread]:
+        """The message's future, and the thread that completes it."""
         self._check_peer(target)
         message = as_bytes(Operand(tensor))
         with self._lock:
@@ -94,10 +95,13 @@ class PointToPoint:
                 group.limit(self._timeout)
                 self._senders[target] = group, EngineThread()
             group, thread = self._senders[target]
-        return thread.submit(lambda: self._send(group, message, tag))
+        return thread.submit(lambda: self._send(group, message, tag)), thread
 
-    def receive(self, tensor: torch.Tensor, source: int | None, tag: int, size: int) -> Future[int]:
-        """
+    def receive(
+        self, tensor: torch.Tensor, source: int | None, tag: int, size: int
+    ) -> tuple[Future[int], EngineThread | None]:
+        """The message's future, and the thread that completes it; None: one of several, or it is complete.
+
         Args:
             source: None: any rank.
             size: number of ranks of the process group.
@@ -110,33 +114,29 @@ class PointToPoint:
                 if receive.fits(origin, arrived_tag):
                     del self._arrived[place]
                     receive.complete(origin, message)
-                    return receive.future
+                    return receive.future, None
             self._posted.append(receive)
-            for peer in range(size) if source is None else [source]:
-                if peer != self._rank:
-                    self._start_reading(peer)
-        return receive.future
+            peers = [peer for peer in range(size) if peer != self._rank] if source is None else [source]
+            threads = [self._start_reading(peer, receive) for peer in peers]
+        return receive.future, None if source is None else threads[0]
 
     def close(self) -> None:
         """End all threads. Messages under way fail."""
         with self._lock:
             self._closed = True
-            senders, readers = list(self._senders.values()), list(self._readers.values())
-            reading = list(self._reading.values())
-        for group in [*(group for group, _ in senders), *readers]:
+            directions = [*self._senders.values(), *self._readers.values()]
+        for group, _ in directions:
             group.close()
-        for _, thread in senders:
+        for _, thread in directions:
             thread.close()
-        for reader in reading:
-            reader.join()
 
     def _check_peer(self, peer: int) -> None:
         if peer == self._rank:
             raise InvalidInput(f"rank {peer} cannot exchange messages with itself: copy the tensor.")
 
     def _send(self, group: Group, message: Array, tag: int) -> None:
-        heading = np.frombuffer(HEADING.pack(tag, message.nbytes), np.uint8)
-        frame = np.concatenate([heading, np.zeros(SHORT, np.uint8)])
+        frame = np.zeros(FRAME, np.uint8)
+        HEADING.pack_into(frame, 0, tag, message.nbytes)
         if message.nbytes <= SHORT:
             frame[HEADING.size : HEADING.size + message.nbytes] = message
         root = group.rank
@@ -148,37 +148,30 @@ class PointToPoint:
             self._on_error(error.among(group.members))
             raise
 
-    def _start_reading(self, source: int) -> None:
-        """With the lock: let the thread of that source read until no posted receive needs it."""
+    def _start_reading(self, source: int, receive: _Receive) -> EngineThread:
+        """With the lock: let the thread of that source read until the receive is complete."""
         if source not in self._readers:
-            self._readers[source] = self._connect(source, self._rank)
-        self._readers[source].limit(self._timeout)  # counts from now on
-        if source not in self._reading:
-            thread = threading.Thread(
-                target=self._read, args=(source,), name=f"spark-elastic-receive-{source}", daemon=True
-            )
-            self._reading[source] = thread
-            thread.start()
+            self._readers[source] = self._connect(source, self._rank), EngineThread()
+        group, thread = self._readers[source]
+        group.limit(self._timeout)  # counts from now on
+        thread.submit(lambda: self._read(group, source, receive))
+        return thread
 
-    def _read(self, source: int) -> None:
-        group = self._readers[source]
+    def _read(self, group: Group, source: int, receive: _Receive) -> None:
         try:
-            while self._is_needed(source):
+            while self._is_posted(receive):
                 self._read_message(group, source)
         except CollectiveError as error:
             self._fail(source, error.among(group.members))
 
-    def _is_needed(self, source: int) -> bool:
+    def _is_posted(self, receive: _Receive) -> bool:
         with self._lock:
-            if any(receive.source in (None, source) for receive in self._posted):
-                return True
-            del self._reading[source]
-            return False
+            return receive in self._posted
 
     def _read_message(self, group: Group, source: int) -> None:
         frame, root = np.empty(FRAME, np.uint8), 1 - group.rank
         group.broadcast(frame, root)
-        tag, size = HEADING.unpack(frame[: HEADING.size].tobytes())
+        tag, size = HEADING.unpack_from(frame)
         with self._lock:
             receive = self._take_posted(source, tag)
         if size <= SHORT:
@@ -212,13 +205,12 @@ class PointToPoint:
 
     def _let_idle(self) -> None:
         """With the lock: sources that no posted receive names are silent for as long as they like."""
-        for source, group in self._readers.items():
+        for source, (group, _) in self._readers.items():
             if not any(receive.source in (None, source) for receive in self._posted):
                 group.limit(None)
 
     def _fail(self, source: int, error: CollectiveError) -> None:
         with self._lock:
-            del self._reading[source]
             failed = [receive for receive in self._posted if receive.source in (None, source)]
             self._posted = [receive for receive in self._posted if receive not in failed]
             closed = self._closed

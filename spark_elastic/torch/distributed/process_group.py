@@ -22,9 +22,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.torch.distributed.operands import (
     Operand,
     Reduction,
-    check_device,
     concatenate,
-    distribute,
 )
 from spark_elastic.torch.distributed.point_to_point import PointToPoint
 from spark_elastic.torch.distributed.work import BackwardGuard, EngineWork, get_live_groups
@@ -277,46 +275,40 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
         parts = outputs[0] if self.rank() == root else []
         if self.rank() == root:
             self._check_count("gather", parts)
-        splits = [operand.flat.numel() if rank == root else 0 for rank in range(self.size())]
-        expected = [_count_numbers(part) for part in parts] or [0] * self.size()
-
-        def call() -> None:
-            received, counts = self._group.alltoall(operand.array, splits, incoming=expected)
-            begin = 0
-            for part, count in zip(parts, counts, strict=False):
-                _fill(part, received[begin : begin + count])
-                begin += count
-
-        return self._submit(call, [list(parts)], options)
+        targets = [Operand(part) for part in parts]
+        return self._exchange(
+            self._only(root, operand), targets or self._only(None, operand), [list(parts)], options
+        )
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], options: Any) -> dist.Work:
-        out = Operand(outputs[0])
-        if self.rank() == options.rootRank:
+        out, root = Operand(outputs[0]), options.rootRank
+        if self.rank() == root:
             self._check_count("scatter", inputs[0])
-            whole, splits = concatenate(inputs[0])
-        else:
-            whole, splits = Operand(outputs[0].new_empty(0)), [0] * self.size()
-        expected = [out.flat.numel() if rank == options.rootRank else 0 for rank in range(self.size())]
-
-        def call() -> None:
-            self._group.alltoall(whole.array, splits, out=out.array, incoming=expected)
-            out.write_back()
-
-        return self._submit(call, outputs, options)
+        sent = [Operand(tensor) for tensor in inputs[0]] if self.rank() == root else self._only(None, out)
+        return self._exchange(sent, self._only(root, out), outputs, options)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, options: Any = None) -> dist.Work:
         self._check_count("all_to_all", inputs)
         self._check_count("all_to_all", outputs)
-        whole, splits = concatenate(inputs)
-        for tensor in outputs:
-            check_device(tensor)
+        return self._exchange([*map(Operand, inputs)], [*map(Operand, outputs)], outputs, options)
+
+    def _exchange(
+        self, sent: list[Operand], received: list[Operand], tensors: list[Any], options: Any
+    ) -> dist.Work:
+        """Send the r-th operand to rank r, and receive another one from it."""
 
         def call() -> None:
-            received, expected = concatenate(outputs)
-            self._group.alltoall(whole.array, splits, out=received.array, incoming=expected)
-            distribute(received, outputs)
+            arrays = [operand.array for operand in sent]
+            self._group.alltoall_arrays(arrays, [operand.array for operand in received])
+            for operand in received:
+                operand.write_back()
 
-        return self._submit(call, outputs, options)
+        return self._submit(call, tensors, options)
+
+    def _only(self, rank: int | None, operand: Operand) -> list[Operand]:
+        """For each rank an operand without elements; but for that one this operand."""
+        none = Operand(operand.flat.new_empty(0))
+        return [operand if other == rank else none for other in range(self.size())]
 
     def all_to_all_single(
         self,
@@ -354,15 +346,16 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def send(self, tensors: Tensors, target: int, tag: int) -> dist.Work:
         self._check_usable()
-        return EngineWork(self, self._messages.send(tensors[0], target, tag), tensors)
+        running, thread = self._messages.send(tensors[0], target, tag)
+        return EngineWork(self, running, tensors, thread)
 
-    def recv(self, tensors: Tensors, source: int, tag: int) -> dist.Work:
+    def recv(self, tensors: Tensors, source: int | None, tag: int) -> dist.Work:
         self._check_usable()
-        return EngineWork(self, self._messages.receive(tensors[0], source, tag, self.size()), tensors)
+        running, thread = self._messages.receive(tensors[0], source, tag, self.size())
+        return EngineWork(self, running, tensors, thread)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> dist.Work:
-        self._check_usable()
-        return EngineWork(self, self._messages.receive(tensors[0], None, tag, self.size()), tensors)
+        return self.recv(tensors, None, tag)
 
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._submit(self._group.barrier, [], opts)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elastic_collectives import CollectiveTimeout
-from spark_elastic.worker.context import get_process_context
+from spark_elastic.worker.context import EngineThread, get_process_context
 
 TorchFuture = torch.futures.Future
 
@@ -41,16 +41,24 @@ class FailingGroup(Protocol):
 class EngineWork(dist.Work):
     """A collective in progress. Any thread may wait for it."""
 
-    def __init__(self, group: FailingGroup, running: Future[Any], tensors: list[Any]) -> None:
+    def __init__(
+        self,
+        group: FailingGroup,
+        running: Future[Any],
+        tensors: list[Any],
+        thread: EngineThread | None = None,
+    ) -> None:
         """
         Args:
             running: its result is the rank of the sender for a receive; its exception is also the group's error.
             tensors: what the collective fills.
+            thread: where it runs, if who waits without a timeout may help.
         """
         super().__init__()
         self._group = group
         self._running = running
         self._tensors = tensors
+        self._thread = thread
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the end of the collective.
@@ -61,6 +69,8 @@ class EngineWork(dist.Work):
         seconds = timeout.total_seconds() if timeout else None
         if not self._running.done():
             with self._group.record_wait():
+                if self._thread is not None and seconds is None:
+                    self._thread.help(self._running)
                 try:
                     self._running.exception(seconds)
                 except TimeoutError:

@@ -159,6 +159,30 @@ def test_alltoall(make: Make) -> None:
     assert call_all(make(10), call) == [expect(rank) for rank in range(SIZE)]
 
 
+@pytest.mark.parametrize("rows", [1, 1 << 17])
+def test_alltoall_of_separate_arrays(make: Make, rows: int) -> None:
+    def call(group: Group) -> Any:
+        sent = [np.full((rows * group.rank, 2), 10 * group.rank + to, np.int16) for to in range(SIZE)]
+        out = [np.zeros((rows * source, 2), np.int16) for source in range(SIZE)]
+        group.alltoall_arrays(sent, out)
+        return [np.unique(array).tolist() for array in out]
+
+    assert call_all(make(10), call) == [
+        [[], *([10 * source + rank] for source in range(1, SIZE))] for rank in range(SIZE)
+    ]
+
+
+def test_alltoall_of_separate_arrays_fails_if_one_has_another_size_than_expected(make: Make) -> None:
+    def call(group: Group) -> None:
+        sent = [np.ones(3 if group.rank == 1 and to == 2 else 2) for to in range(SIZE)]
+        group.alltoall_arrays(sent, [np.zeros(2) for _ in range(SIZE)])
+        group.barrier()
+
+    ends = call_all(make(10), call)
+    assert {type(end) for end in ends} == {MismatchError}, ends
+    assert all(set(end.ranks) == {1, 2} for end in ends)
+
+
 def test_results_go_where_the_caller_wants_them(make: Make) -> None:
     def call(group: Group) -> Any:
         own, rows = np.full(2, group.rank), np.full((SIZE, 2), group.rank)
