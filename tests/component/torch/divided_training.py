@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,7 +33,8 @@ class Plan:
 
     Places: "step", between a commit and the optimizer's step; "copies", before a shard is sent to where its copy lies;
     "complete", before a commit counts; "build"; "divide", in the middle of dividing a commit anew. The last two strike
-    in the first world of all workers that begins at that step; "divide again" also in a smaller one.
+    in the first world of all workers that begins at that step; "divide again" also in a smaller one. At "flip", before
+    a forward pass, nobody dies: a bit of the rank's own shard flips.
     """
 
     def __init__(self, folder: str, blows: list[tuple[str, int, tuple[int, ...]]], full: int) -> None:
@@ -45,7 +47,13 @@ class Plan:
         if any(step == state.step for _, step, _ in self._blows):
             await_size(state, self._full)
 
-    def inject_fault(self, place: str, step: int, group: Any) -> None:
+    def inject_fault(
+        self,
+        place: str,
+        step: int,
+        group: Any,
+        strike: Callable[[], object] = lambda: os.kill(os.getpid(), signal.SIGKILL),
+    ) -> None:
         for number, (where, at, ranks) in enumerate(self._blows):
             due = at == step and (group.size == self._full or where == "divide again")
             if where.split()[0] != place or not due or group.rank not in ranks:
@@ -54,7 +62,12 @@ class Plan:
                 open(f"{self._folder}/{number}-{group.rank}", "x").close()
             except FileExistsError:
                 continue
-            os.kill(os.getpid(), signal.SIGKILL)
+            strike()
+
+
+def flip_bit(commits: Any, shard: int) -> None:
+    """In the memory of the newest commit."""
+    commits.newest_complete().shards[shard][0] ^= 1
 
 
 def train(
@@ -100,10 +113,13 @@ def train(
             for rows, features, targets in loader:
                 state.optimizer.zero_grad()
                 state.counter.zero_grad()
+                if in_job:
+                    group = get_context().group  # type: ignore[union-attr]
+                    plan.inject_fault("flip", state.step, group, lambda: flip_bit(state._commits, group.rank))  # noqa: B023
                 predictions, ledger = state.model(features, rows)
                 loss = (predictions - targets).pow(2).mean() - ledger.mean() * loader.global_rows
                 if in_job:
-                    plan.inject_fault("step", state.step, get_context().group)  # type: ignore[union-attr]
+                    plan.inject_fault("step", state.step, group)
                 (loss * loader.loss_weight).backward()
                 for stepper in (state.optimizer, state.counter, state.scheduler):
                     stepper.step()

@@ -61,6 +61,12 @@ def test_kills_cost_no_committed_step_and_no_row(
     assert len(run.sizes()) > len(blows)
 
 
+def test_a_shard_of_which_a_bit_flipped_comes_from_its_copy(tmp_path: Path, alone: dict[str, Any]) -> None:
+    run, results = play(tmp_path, [("flip", 4, (1,)), ("step", 4, (0,))], 3)
+    assert_exact(results, alone, EPOCHS)
+    assert re.search(r"shard 1 of commit \d+ is damaged in this worker's memory", run.lines.getvalue())
+
+
 def test_a_shard_that_is_lost_with_its_copy_ends_the_job_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(
         WorkerFailed,
