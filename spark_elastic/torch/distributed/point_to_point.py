@@ -136,7 +136,7 @@ class PointToPoint:
 
     def _send(self, group: Group, message: Array, tag: int) -> None:
         frame = np.zeros(FRAME, np.uint8)
-        HEADING.pack_into(frame, 0, tag, message.nbytes)
+        HEADING.pack_into(frame.data, 0, tag, message.nbytes)
         if message.nbytes <= SHORT:
             frame[HEADING.size : HEADING.size + message.nbytes] = message
         root = group.rank
@@ -171,7 +171,7 @@ class PointToPoint:
     def _read_message(self, group: Group, source: int) -> None:
         frame, root = np.empty(FRAME, np.uint8), 1 - group.rank
         group.broadcast(frame, root)
-        tag, size = HEADING.unpack_from(frame)
+        tag, size = HEADING.unpack_from(frame.data)
         with self._lock:
             receive = self._take_posted(source, tag)
         if size <= SHORT:
