@@ -55,8 +55,8 @@ to read it. `./build.sh bench NAME` repeats one. The peers: torch's Gloo (allred
 (training_step), our own step without bitwise mode (bitwise_step), TensorFlow's MultiWorkerMirroredStrategy
 (training_step_tensorflow), a plain loop in one process, with the better of one and two threads, or DDP (estimator),
 torchrun (recovery), a deepcopy of the state (commit), torch's TCPStore (control_plane), pyarrow's reads of row groups
-(reader), torch's DataLoader (images), the table's own order (row_order), float32 where a row says so; ours and the peer
-ran in turns. Beside memory stands its bound.
+(reader), torch's DataLoader (images), the table's own order (row_order), rows shuffled one by one, or 16 lanes
+(mixing), float32 where a row says so; ours and the peer ran in turns. Beside memory stands its bound.
 
 | benchmark | case | ours | peer | ratio |
 |---|---|---|---|---|
@@ -106,6 +106,12 @@ CASES = (
     ("row_order", "1,000,000 rows of 11 numbers: written in the order of their hash"),
     ("row_order", "333,333 rows of a vector of 50: written in the order of their hash"),
     ("row_order", "1,000,000 rows, nearly all copies: written in the order of their hash"),
+    ("mixing", "sorted by label, 16 lanes (default): distance of a step's classes"),
+    ("mixing", "sorted by label, 64 lanes: distance of a step's classes"),
+    ("mixing", "sorted by label, 16 lanes (default): accuracy after an epoch"),
+    ("mixing", "sorted by label, 64 lanes: accuracy after an epoch"),
+    ("mixing", "row groups of 128 MB, 64 lanes: loader, beside 16"),
+    ("mixing", "row groups of 128 MB, 256 lanes: loader, beside 16"),
     ("transform", "transform, against predict_batch_udf"),
     ("transform", "transform, against a row at a time"),
     ("memory", "4,096 MB in row groups of 64 MB: peak of a worker"),

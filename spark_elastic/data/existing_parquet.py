@@ -10,15 +10,19 @@ from __future__ import annotations
 import hashlib
 import math
 import posixpath
+import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from spark_elastic.data.footers import (
+    NO_VALUE,
     CollectFooters,
     DataFile,
     FileFooter,
@@ -36,6 +40,7 @@ from spark_elastic.data.manifest import (
     pack_deleted,
     share_equal,
 )
+from spark_elastic.data.predicate import Predicate
 from spark_elastic.data.reading.decoding import dtype_of, is_list, is_vector, partition_values
 from spark_elastic.data.reading.unischema import Field, describe_field, find_unischema
 from spark_elastic.data.store import ObjectInfo, Store
@@ -43,7 +48,6 @@ from spark_elastic.errors import InvalidInput, StoreError, format_columns
 
 PIECE_BYTES = 4 << 20
 VECTOR_DTYPE = "float32"
-NO_VALUE = "__HIVE_DEFAULT_PARTITION__"  # a constant that is null
 _PARQUET = (".parquet", ".parq", ".pq")
 
 
@@ -88,13 +92,59 @@ def describe_parquet(
     """
     # A file that several of the names lead to is there once.
     found = {each.name: each for name in names for each in _parquet(store, name)}.values()
-    files = [DataFile(each, partition_values(each.name)) for each in found]
+    files = [DataFile(each, partition_values(each.name), is_fixed=False) for each in found]
     return describe_files(
         store, files, columns, transformed, piece_bytes, _find_fields(store, names), collect
     )
 
 
-def describe_files(
+def find_data_files(
+    urls: Sequence[str], columns: Sequence[str], storage_options: Mapping[str, Any]
+) -> tuple[Store, tuple[DataFile, ...]]:
+    """The Parquet files at these urls (at least one), as Spark writes urls, and one store that holds them all.
+
+    columns: those that a file's path may tell of.
+
+    Raises:
+        InvalidInput: they lie in different file systems. StoreError: one is not there.
+    """
+    parts = [urlsplit(url) for url in urls]
+    places = [(each.scheme or "file", each.netloc, unquote(each.path)) for each in parts]
+    store, names = open_common(places, storage_options)
+    # Folders of partitions may be many; the folders that hold these are few.
+    roots = {re.split(r"(?:^|/)[^/]+=", posixpath.dirname(name))[0] for name in names}
+    found = {each.name: each for root in roots for each in store.find(root)}
+    files = []
+    for name, (_, _, path) in zip(names, places, strict=True):
+        if name not in found:
+            raise StoreError(f"The store {store.url} has no {name!r}.")
+        known = {key: value for key, value in partition_values(path).items() if key in columns}
+        files.append(DataFile(found[name], known, is_fixed=False))
+    return store, tuple(files)
+
+
+Place = tuple[str, str, str]
+"""Scheme, host or bucket, and path of a file."""
+
+
+def open_common(
+    places: Sequence[Place], storage_options: Mapping[str, Any], folder: Place | None = None
+) -> tuple[Store, list[str]]:
+    """One store that holds all files, and the folder if there is one, and the files' names in it."""
+    systems = {each[:2] for each in [*places, *filter(None, [folder])]}
+    if len(systems) > 1:
+        shown = ", ".join(f"{scheme}://{host}" for scheme, host in sorted(systems))
+        raise InvalidInput(
+            f"The files lie in several file systems ({shown}), and a fit reads from one: write them again, to one."
+        )
+    ((scheme, host),) = systems
+    folders = {posixpath.dirname(path) for _, _, path in places}
+    common = posixpath.commonpath([*folders, *([] if folder is None else [folder[2]])])
+    store = Store.open(common if scheme == "file" else f"{scheme}://{host}{common}", **storage_options)
+    return store, [path[len(common) :].lstrip("/") for _, _, path in places]
+
+
+def describe_files(  # noqa: PLR0913 - what callers know of the files
     store: Store,
     data_files: Sequence[DataFile],
     columns: Sequence[str],
@@ -102,19 +152,30 @@ def describe_files(
     piece_bytes: int = PIECE_BYTES,
     fields: Mapping[str, Field] = MappingProxyType({}),
     collect: CollectFooters = collect_footers_in_threads,
+    where: Predicate | None = None,
 ) -> Manifest:
-    """As `describe_parquet`, of these files. fields: what petastorm says of columns."""
+    """As `describe_parquet`, of these files. fields: what petastorm says of columns. where: which rows are taken."""
     names = list(dict.fromkeys(columns))
-    files = _Files.select(store, data_files, collect(store, data_files, names))
+    read = [each for each in data_files if where is None or where.judge(each.find_bounds) is not False]
+    files = _Files.select(store, read, collect(store, read, names, where))
+    if not files.data:
+        which = "" if where is None else " that match where"
+        raise InvalidInput(
+            f"The Parquet files in {store.url} have no rows{which}: there is nothing to train on."
+        )
     described = tuple(_column(name, files, transformed, fields) for name in names)
     for column in described:
         _refuse_nulls(column, files)
         _refuse_ragged(column, files)
     groups = _cut_groups(files, described, piece_bytes)
-    seen = [each.info for each in data_files], list(groups.deleted.values())
+    seen = [each.info for each in read], list(groups.deleted.values())
     digest = hashlib.sha256(repr(seen).encode()).hexdigest()[:32]
     known = share_equal(files.file_columns(set(names)))
-    return Manifest(described, tuple(each.info.name for each in files.data), groups, digest, digest, known)
+    is_fixed = all(each.is_fixed for each in read)
+    states = () if is_fixed else tuple(each.info.state for each in files.data)
+    return Manifest(
+        described, tuple(each.info.name for each in files.data), groups, digest, digest, known, states
+    )
 
 
 @dataclass(frozen=True)
@@ -127,12 +188,8 @@ class _Files:
 
     @classmethod
     def select(cls, store: Store, data: Sequence[DataFile], footers: Footers) -> _Files:
-        """Raises InvalidInput if no file has rows."""
+        """data: the files that the footers are of."""
         kept = footers.rows > 0
-        if not kept.any():
-            raise InvalidInput(
-                f"The Parquet files in {store.url} have no rows: there is nothing to train on."
-            )
         number = np.cumsum(kept) - 1
         footers = replace(
             footers,
@@ -141,7 +198,11 @@ class _Files:
             group_file=number[footers.group_file],
             nulls={name: counts[kept] for name, counts in footers.nulls.items()},
         )
-        return cls(store, [each for each, has_rows in zip(data, kept, strict=True) if has_rows], footers)
+        with_rows = [
+            replace(data[place], deleted=footers.deleted.get(place, data[place].deleted))
+            for place in np.flatnonzero(kept).tolist()
+        ]
+        return cls(store, with_rows, footers)
 
     @property
     def rows(self) -> int:
@@ -154,17 +215,36 @@ class _Files:
         return self.footers.schemas[int(self.footers.schema[file])]
 
     def find_type(self, column: str) -> pa.DataType | None:
-        """The type in the first file; None: it is not in the files. Raises InvalidInput if it is another in others."""
-        found = self.schema_of(0).find_type(column)
-        for number, schema in enumerate(self.footers.schemas):
-            other = schema.find_type(column)
-            with_schema = np.flatnonzero(self.footers.schema == number)
-            if found is not None and other != found and len(with_schema):
-                raise InvalidInput(
-                    f"The column {column!r} is {found} in {self.data[0].info.name!r} and {other or 'missing'} in "
-                    f"{self.data[with_schema[0]].info.name!r}: write them alike."
-                )
+        """The type in the files; None: no file has the column. Raises InvalidInput if it is not the same in all."""
+        numbers, firsts = np.unique(self.footers.schema, return_index=True)
+        types = sorted(
+            (place, self.footers.schemas[number].find_type(column))
+            for number, place in zip(numbers.tolist(), firsts.tolist(), strict=True)
+        )
+        first, found = next(((place, each) for place, each in types if each is not None), (0, None))
+        if found is None:
+            return None
+        for place, other in types:
+            if other is not None and other != found:
+                raise self._different_types(column, first, found, place, other)
+        for place in np.flatnonzero(~self.has_column(column)).tolist():
+            # Some files of a table may have a column of partitions in their paths alone.
+            if column not in self.data[place].constants:
+                raise self._different_types(column, first, found, place, None)
         return found
+
+    def has_column(self, column: str) -> npt.NDArray[np.bool_]:
+        """Of each file, whether the column is in it."""
+        known = [schema.find_type(column) is not None for schema in self.footers.schemas]
+        return np.array(known, np.bool_)[self.footers.schema]
+
+    def _different_types(
+        self, column: str, first: int, found: pa.DataType, place: int, other: pa.DataType | None
+    ) -> InvalidInput:
+        return InvalidInput(
+            f"The column {column!r} is {found} in {self.data[first].info.name!r} and {other or 'missing'} in "
+            f"{self.data[place].info.name!r}: write them alike."
+        )
 
     def file_columns(self, used: Container[str]) -> Iterator[FileColumns]:
         stored = [dict(schema.stored_names) for schema in self.footers.schemas]
@@ -274,9 +354,11 @@ def _partition_column(name: str, files: _Files, transformed: bool) -> Column:
 
 
 def _refuse_nulls(column: Column, files: _Files) -> None:
-    nulls = int(files.footers.nulls[column.name].sum())
+    name = column.name
+    by_path = np.array([each.constants.get(name) == NO_VALUE for each in files.data])
+    nulls = int(files.footers.nulls[name].sum() + files.footers.rows[by_path & ~files.has_column(name)].sum())
     if nulls:
-        raise _null_error(column.name, nulls, files)
+        raise _null_error(name, nulls, files)
 
 
 def _null_error(name: str, nulls: int, files: _Files) -> InvalidInput:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,12 +18,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from spark_elastic.data.manifest import FileColumns
+from spark_elastic.data.predicate import Bounds, Predicate, parse_constant
 from spark_elastic.data.reading.decoding import is_list, is_vector, open_parquet, read_footer
 from spark_elastic.data.store import ObjectInfo, Store
-from spark_elastic.errors import StoreError
+from spark_elastic.errors import InvalidInput, StoreError, format_columns
 
 Int64s = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 
+NO_VALUE = "__HIVE_DEFAULT_PARTITION__"  # a constant that is null
 THREADS = 16  # that wait for an object store at once
 FILES_PER_THREAD = 64  # fewer files are read by one thread
 
@@ -39,7 +44,26 @@ class DataFile:
     # Column -> the id of its field in the file, for tables that know columns by ids.
     field_ids: Mapping[str, int] = field(default_factory=dict)
     # Of each row in the file, whether the table has it no more; None: it has all of them.
-    deleted: npt.NDArray[np.bool_] | None = None
+    deleted: Mask | None = None
+    # Whether nobody writes a file of this name again, as in tables whose log names their files.
+    is_fixed: bool = True
+
+    def find_bounds(self, column: str, like: Any) -> Bounds | None:
+        """What is known of a column without a look into the file. like: a value that it is compared with."""
+        text = self.constants.get(column)
+        if text is None:
+            return None
+        value = None if text == NO_VALUE else parse_constant(text, like)
+        return Bounds(value, value, may_be_null=False, may_be_nan=False)
+
+    def rename_columns(self, columns: Mapping[str, str]) -> DataFile:
+        """The file with these columns alone. columns: name of a column -> the name that it has here."""
+        constants = {name: self.constants[own] for name, own in columns.items() if own in self.constants}
+        if self.field_ids:
+            ids = {name: self.field_ids[own] for name, own in columns.items() if own in self.field_ids}
+            return replace(self, constants=constants, field_ids=ids)
+        stored = {name: self.stored_names.get(own, own) for name, own in columns.items()}
+        return replace(self, constants=constants, stored_names=stored)
 
 
 @dataclass(frozen=True)
@@ -75,15 +99,20 @@ class Footers:
     nulls: Mapping[str, Int64s]
     # Wanted column of arrays -> its numbers in each row group; -1: not known.
     values: Mapping[str, Int64s]
+    # File's number -> of each row in it, whether it is not taken, for files of which `where` takes a part.
+    deleted: Mapping[int, Mask]
 
 
-CollectFooters = Callable[[Store, Sequence[DataFile], Sequence[str]], Footers]
+CollectFooters = Callable[[Store, Sequence[DataFile], Sequence[str], Predicate | None], Footers]
 
 
-def collect_footers(store: Store, files: Sequence[DataFile], columns: Sequence[str]) -> Footers:
-    """Read the footers in the calling thread.
+def collect_footers(
+    store: Store, files: Sequence[DataFile], columns: Sequence[str], where: Predicate | None = None
+) -> Footers:
+    """Read the footers in the calling thread, and the columns that `where` compares.
 
     Raises:
+        InvalidInput: where compares a column that a file does not have.
         StoreError: a file is not there, or is no Parquet file, or has other rows than its table says.
     """
     schemas: dict[FileSchema, int] = {}
@@ -91,6 +120,7 @@ def collect_footers(store: Store, files: Sequence[DataFile], columns: Sequence[s
     nulls = {name: np.zeros(len(files), np.int64) for name in columns}
     groups: list[Int64s] = []
     values: dict[str, list[Int64s]] = {name: [] for name in columns}
+    deleted: dict[int, Mask] = {}
     for place, data in enumerate(files):
         file = FileFooter(store, data)
         found = FileSchema(
@@ -98,6 +128,10 @@ def collect_footers(store: Store, files: Sequence[DataFile], columns: Sequence[s
             tuple(file.find_types(columns)),
             tuple(file.columns.stored_names.items()),
         )
+        if where is not None:
+            file.keep_matching(where)
+        if file.data.deleted is not None and file.data is not data:
+            deleted[place] = file.data.deleted
         schema[place] = schemas.setdefault(found, len(schemas))
         rows[place] = file.rows
         if not file.rows:
@@ -112,16 +146,20 @@ def collect_footers(store: Store, files: Sequence[DataFile], columns: Sequence[s
     counted = {
         name: np.concatenate(parts) if parts else np.zeros(0, np.int64) for name, parts in values.items()
     }
-    return Footers(tuple(schemas), schema, rows, number, index, count, size, nulls, counted)
+    return Footers(tuple(schemas), schema, rows, number, index, count, size, nulls, counted, deleted)
 
 
-def collect_footers_in_threads(store: Store, files: Sequence[DataFile], columns: Sequence[str]) -> Footers:
+def collect_footers_in_threads(
+    store: Store, files: Sequence[DataFile], columns: Sequence[str], where: Predicate | None = None
+) -> Footers:
     """As `collect_footers`, with threads if there are many files."""
     parts = [files[start : start + FILES_PER_THREAD] for start in range(0, len(files), FILES_PER_THREAD)]
     if len(parts) < 2:
-        return collect_footers(store, files, columns)
+        return collect_footers(store, files, columns, where)
     with ThreadPoolExecutor(THREADS, "footers") as threads:
-        return join_footers(list(threads.map(lambda part: collect_footers(store, part, columns), parts)))
+        return join_footers(
+            list(threads.map(lambda part: collect_footers(store, part, columns, where), parts))
+        )
 
 
 def join_footers(parts: Sequence[Footers]) -> Footers:
@@ -143,6 +181,11 @@ def join_footers(parts: Sequence[Footers]) -> Footers:
         np.concatenate([part.group_bytes for part in parts]),
         {name: np.concatenate([part.nulls[name] for part in parts]) for name in parts[0].nulls},
         {name: np.concatenate([part.values[name] for part in parts]) for name in parts[0].values},
+        {
+            int(begin) + place: mask
+            for part, begin in zip(parts, first, strict=False)
+            for place, mask in part.deleted.items()
+        },
     )
 
 
@@ -180,13 +223,65 @@ class FileFooter:
         return self.columns.stored_names.get(column, column)
 
     def find_types(self, columns: Sequence[str]) -> Iterator[tuple[str, pa.DataType]]:
-        """The columns that are in the file, with their types. A table that gives names knows all columns of its
-        files."""
-        names, known = self.schema.names, self.columns.stored_names
+        """The columns that are in the file, with their types."""
         for column in dict.fromkeys(columns):
-            name = self.stored_name(column)
-            if name in names and (not known or column in known):
-                yield column, self.schema.field(name).type
+            found = self.find_type(column)
+            if found is not None:
+                yield column, found
+
+    def find_type(self, column: str) -> pa.DataType | None:
+        """None: the column is not in the file. A table that gives names knows all columns of its files."""
+        name, known = self.stored_name(column), self.columns.stored_names
+        if name not in self.schema.names or (known and column not in known):
+            return None
+        return self.schema.field(name).type
+
+    def keep_matching(self, where: Predicate) -> None:
+        """Count the other rows among those that the table has no more. Raises InvalidInput as `collect_footers`."""
+        for name in where.columns:
+            found = self.find_type(name)
+            if (found is None and name not in self.data.constants) or (found and pa.types.is_nested(found)):
+                raise InvalidInput(
+                    f"where compares column {name!r}, which is {found or 'missing'} in {self.name!r}: name one of "
+                    f"single values, among {format_columns(name, [*self.schema.names, *self.data.constants])}."
+                )
+        with self.store.open_read(self.name) as source:
+            file = open_parquet(source)
+            masks = [self._match(where, file, index) for index in range(self.footer.num_row_groups)]
+        left_out = ~np.concatenate([np.ones(0, np.bool_), *masks])
+        if left_out.any():
+            before = self.data.deleted
+            deleted = left_out if before is None else left_out | before
+            self.data, self.rows = replace(self.data, deleted=deleted), int(np.sum(~deleted))
+
+    def _match(self, where: Predicate, file: pq.ParquetFile, index: int) -> Mask:
+        """Of each row of a row group, whether it matches; looks at values only where statistics do not tell."""
+        group = self.footer.row_group(index)
+        find_bounds = partial(self._find_bounds, group)
+        judged = where.judge(find_bounds)
+        if judged is not None:
+            return np.full(group.num_rows, judged)
+
+        def read(column: str) -> pa.Array:
+            found = file.read_row_group(index, columns=[self.stored_name(column)], use_threads=False)
+            return pa.concat_arrays(found.column(0).chunks)
+
+        return where.match(find_bounds, read, group.num_rows)
+
+    def _find_bounds(self, group: pq.RowGroupMetaData, column: str, like: Any) -> Bounds | None:
+        """What a row group's statistics say of a column."""
+        arrow = self.find_type(column)
+        if arrow is None:
+            return self.data.find_bounds(column, like)
+        statistics = group.column(self.leaf(column)).statistics
+        if statistics is None:
+            return None
+        nulls = statistics.null_count if statistics.has_null_count else None
+        if nulls == group.num_rows:
+            return Bounds(None, None, may_be_null=True, may_be_nan=False)
+        if not statistics.has_min_max:
+            return None
+        return Bounds(statistics.min, statistics.max, nulls != 0, pa.types.is_floating(arrow))
 
     def describe_groups(self) -> Int64s:
         """(3, n): the number, rows and bytes of each row group that has rows."""

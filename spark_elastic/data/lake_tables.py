@@ -10,7 +10,7 @@ import json
 import posixpath
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
+from datetime import date, datetime, timedelta, timezone
 from typing import Any
 from urllib.parse import unquote, urlparse
 
@@ -20,8 +20,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from spark_elastic.data.existing_parquet import NO_VALUE
-from spark_elastic.data.footers import DataFile
+from spark_elastic.data.existing_parquet import Place, open_common
+from spark_elastic.data.footers import NO_VALUE, DataFile
 from spark_elastic.data.store import ObjectInfo, Store
 from spark_elastic.errors import InvalidInput
 
@@ -194,11 +194,13 @@ def _read_iceberg(table: Any, version: Version | None, storage_options: Mapping[
         ) from error
     if not tasks:
         raise InvalidInput(f"{_name_iceberg(table, snapshot)} has no rows: there is nothing to train on.")
-    store, names = _open_common([task.file.file_path for task in tasks], table.location(), storage_options)
+    places = [_split_url(task.file.file_path) for task in tasks]
+    store, names = open_common(places, storage_options, _split_url(table.location()))
     ids = {field.name: field.field_id for field in scan.projection().fields}
     files = tuple(
         DataFile(
             ObjectInfo(name, task.file.file_size_in_bytes, None),
+            _find_partition_values(table, scan.projection(), task.file),
             field_ids=ids,
             deleted=_read_position_deletes(task, storage_options),
         )
@@ -207,8 +209,38 @@ def _read_iceberg(table: Any, version: Version | None, storage_options: Mapping[
     return TableSnapshot(_name_iceberg(table, snapshot), snapshot.snapshot_id, store, files)
 
 
+def _find_partition_values(table: Any, schema: Any, file: Any) -> dict[str, str]:
+    """Columns that a file is partitioned by as they are: files that came from Hive have them in their paths alone."""
+    from pyiceberg.types import (
+        BooleanType,
+        DateType,
+        DoubleType,
+        FloatType,
+        IntegerType,
+        LongType,
+        StringType,
+    )
+
+    known = BooleanType, DateType, DoubleType, FloatType, IntegerType, LongType, StringType
+    names = {field.field_id: (field.name, field.field_type) for field in schema.fields}
+    found = {}
+    for number, field in enumerate(table.specs()[file.spec_id].fields):
+        value = file.partition[number]
+        name, kind = names.get(field.source_id, ("", None))
+        if str(field.transform) == "identity" and isinstance(kind, known):
+            is_days = isinstance(kind, DateType) and isinstance(value, int)
+            found[name] = _format_constant(date(1970, 1, 1) + timedelta(value) if is_days else value)
+    return found
+
+
 def _name_iceberg(table: Any, snapshot: Any) -> str:
     return f"snapshot {snapshot.snapshot_id} of the Iceberg table {table.location()}"
+
+
+def _split_url(url: str) -> Place:
+    parsed = urlparse(url)
+    scheme = parsed.scheme or "file"
+    return scheme, parsed.netloc, unquote(parsed.path) if scheme == "file" else parsed.path
 
 
 def _find_snapshot(table: Any, version: Version | None) -> Any:
@@ -226,24 +258,6 @@ def _find_snapshot(table: Any, version: Version | None) -> Any:
             f"{', '.join(str(each.snapshot_id) for each in table.snapshots()) or 'none'}."
         )
     return found
-
-
-def _open_common(
-    files: Sequence[str], location: str, storage_options: Mapping[str, Any]
-) -> tuple[Store, list[str]]:
-    """One store that holds all files, and their names in it."""
-    parsed = [urlparse(file) for file in [*files, location]]
-    places = {(each.scheme or "file", each.netloc) for each in parsed}
-    if len(places) > 1:
-        raise InvalidInput(
-            f"The Iceberg table {location} has files in several file systems ({', '.join(map(str, places))}), and a "
-            "fit reads from one: rewrite its data files."
-        )
-    paths = [unquote(each.path) if each.scheme == "file" else each.path for each in parsed]
-    common = posixpath.commonpath([*map(posixpath.dirname, paths[:-1]), paths[-1]])
-    ((scheme, place),) = places
-    store = Store.open(common if scheme == "file" else f"{scheme}://{place}{common}", **storage_options)
-    return store, [path[len(common) :].lstrip("/") for path in paths[:-1]]
 
 
 def _read_position_deletes(task: Any, storage_options: Mapping[str, Any]) -> npt.NDArray[np.bool_] | None:

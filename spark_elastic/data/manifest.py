@@ -200,6 +200,8 @@ class Manifest:
     content: str
     # Of each file; (): the files say all.
     file_columns: tuple[FileColumns, ...] = ()
+    # Of each file `ObjectInfo.state`, which readers compare; (): nobody writes these files again.
+    file_states: tuple[str, ...] = ()
 
     @cached_property
     def rows(self) -> int:
@@ -251,6 +253,7 @@ class Manifest:
             "content": self.content,
             "kinds_of_files": [asdict(each) for each in kinds.values()],
             "file_columns": [number[id(each)] for each in shared],
+            "file_states": self.file_states,
         }
         return json.dumps(content, sort_keys=True)
 
@@ -272,6 +275,7 @@ class Manifest:
                 content["fingerprint"],
                 content["content"],
                 tuple(kinds[number] for number in content["file_columns"]),
+                tuple(content["file_states"]),
             )
             expected = content["hash"]
         except (ValueError, TypeError, KeyError) as error:

@@ -44,6 +44,12 @@ def draw_uniform(rows: Int64s, count: int, *words: int) -> npt.NDArray[np.float6
     return (_splitmix64(seeds[:, None] + counters) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
+def count_affordable_lanes(decoded_group_bytes: int, budget_bytes: int) -> int:
+    """For how many lanes the row groups fit into memory. Two more groups are open: that of the rows that only longer
+    steps have, and the one that is decoded next."""
+    return max(1, budget_bytes // max(1, decoded_group_bytes) - 2)
+
+
 def share_range(shares: int, rank: int, size: int) -> tuple[int, int]:
     """The virtual shares `first ... behind the last` of a rank: neighbours, as many on each rank give or take one."""
     return shares * rank // size, shares * (rank + 1) // size
@@ -207,13 +213,11 @@ class DataPlan:
     ) -> DataPlan:
         """The plan of a new run: as many lanes as batch, world and memory allow.
 
-        At W = 1 a rank has every lane's row group open, hence the budget: `budget_bytes` of decoded rows, of which
-        one row group takes `decoded_bytes_per_group`. Two more are open: that of the rows that only longer steps have,
-        and the one that is decoded next.
+        At W = 1 a rank has every lane's row group open, hence the budget: `budget_bytes` of decoded rows.
         """
         single = cls(tuple(row_groups), global_batch, seed, lanes=1, shuffle=shuffle)
-        affordable = budget_bytes // max(1, decoded_group_bytes) - 2
-        lanes = min(single.base_rows, MAX_LANES, max(16, 2 * max_workers), max(1, affordable))
+        affordable = count_affordable_lanes(decoded_group_bytes, budget_bytes)
+        lanes = min(single.base_rows, MAX_LANES, max(16, 2 * max_workers), affordable)
         return cls(single.row_groups, global_batch, seed, lanes, shuffle)
 
     @cached_property

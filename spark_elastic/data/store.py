@@ -154,6 +154,14 @@ class ObjectInfo:
     bytes: int
     # When it was last written, in seconds since 1970; None if the store does not say.
     modified: float | None
+    # An object store's name for this content of the object; "": it has none.
+    tag: str = field(default="", repr=False)
+
+    @property
+    def state(self) -> str:
+        """Another text once the object was written again, whether it was listed or looked at."""
+        # Some object stores round the time differently in the two.
+        return f"{self.bytes} bytes, {self.tag or self.modified}"
 
 
 @dataclass(frozen=True)
@@ -290,6 +298,12 @@ class Store:
             self.filesystem.invalidate_cache()
             return bool(self._call("exists", self.path(name)))
 
+    def describe(self, name: str) -> ObjectInfo:
+        """The state that an object is in now. StoreError if there is none."""
+        with self._translate_errors("look at", name):
+            self.filesystem.invalidate_cache()
+            return _to_object_info(name, self.filesystem.info(self.path(name)))
+
     def find(self, name: str = "") -> Sequence[ObjectInfo]:
         """All objects under a folder, at any depth, by name."""
         return [each for each in self._find(name) if not _is_partial(each.name)]
@@ -304,10 +318,7 @@ class Store:
             folder = self.path(name)
             found = self._call("find", folder, detail=True)
             start = len(self.root) + 1
-            return [
-                ObjectInfo(path[start:], int(info.get("size") or 0), _modified_time(info))
-                for path, info in sorted(found.items())
-            ]
+            return [_to_object_info(path[start:], info) for path, info in sorted(found.items())]
 
     def list(self, name: str = "") -> list[str]:
         """The names directly under a folder, sorted; none if there is no folder."""
@@ -379,6 +390,11 @@ def _is_partial(name: str) -> bool:
 def _protocols(filesystem: fsspec.AbstractFileSystem) -> set[str]:
     protocol = filesystem.protocol
     return {protocol} if isinstance(protocol, str) else set(protocol)
+
+
+def _to_object_info(name: str, info: Mapping[str, Any]) -> ObjectInfo:
+    tag = str(info.get("ETag") or info.get("etag") or "").strip('"')
+    return ObjectInfo(name, int(info.get("size") or 0), _modified_time(info), tag)
 
 
 def _modified_time(info: Mapping[str, Any]) -> float | None:

@@ -17,7 +17,8 @@ from pyspark.sql import SparkSession
 from spark_elastic.data.lake_tables import Version
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators import saving
-from spark_elastic.estimators.fit_rows import FileRows, RowSource, SnapshotRows, TableRows
+from spark_elastic.estimators.dataframe_rows import DataFrameRows
+from spark_elastic.estimators.fit_rows import FileRows, RowSource, Selection, SnapshotRows
 from spark_elastic.estimators.params import EstimatorParams, to_names
 from spark_elastic.estimators.transformer import ElasticModel
 
@@ -53,7 +54,14 @@ class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ig
             FileRows.locate(SparkSession.getActiveSession(), to_names(paths), seen, options)
         )
 
-    def fit_on_table(self, table: Any, version: Version | None = None, validation_table: Any = None) -> Any:
+    def fit_on_table(
+        self,
+        table: Any,
+        version: Version | None = None,
+        validation_table: Any = None,
+        columns: Mapping[str, str] | None = None,
+        where: Any = None,
+    ) -> Any:
         """Train on one version of a table of Delta Lake or Iceberg without a copy, each of its rows once per epoch,
         whatever is written to it meanwhile. Needs an active Spark session, and the package `deltalake` or `pyiceberg`.
 
@@ -63,7 +71,12 @@ class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ig
                 `storage_options`.
             version: a version of Delta, the id of a snapshot of Iceberg, or a time (a datetime or its ISO form) at
                 which the table was in that state; None: the newest, or the one that a resumed run began with.
-            validation_table: rows to look at after each epoch, instead of `validation`: its newest version.
+            validation_table: rows to look at after each epoch, instead of `validation`: all of its newest version.
+            columns: name of a column here, as in feature_cols -> its name in the table, where they differ.
+            where: the rows to train on: a list of comparisons that all must hold, such as `[("year", ">=", 2024),
+                ("kind", "in", ["a", "b"])]`, with ==, !=, <, <=, >, >=, in, not in; or a list of such lists of which
+                one must hold. Null matches nothing. Partitions and statistics that exclude a file or a row group save
+                reading it; of others the driver reads the columns that are compared.
 
         Raises:
             InvalidInput: no such table or version, features of the format that cannot be read here, and as
@@ -72,7 +85,10 @@ class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ig
         """
         options = self.getOrDefault("storage_options") or {}
         session = SparkSession.getActiveSession()
-        return self._fit_rows(SnapshotRows.open(session, table, version, validation_table, options))
+        selection = Selection.parse(columns, where)
+        return self._fit_rows(
+            SnapshotRows.open(session, table, version, validation_table, options, selection)
+        )
 
     def fitMultiple(self, dataset: DataFrame, paramMaps: Sequence[Any]) -> Any:
         """See Spark ML. Raises InvalidInput if fits would share a `run_id`, since each fit is a run of its own."""
@@ -80,7 +96,7 @@ class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ig
         return super().fitMultiple(dataset, paramMaps)
 
     def _fit(self, dataset: DataFrame) -> Any:
-        return self._fit_rows(TableRows(dataset))
+        return self._fit_rows(DataFrameRows(dataset))
 
     @abstractmethod
     def _fit_rows(self, rows: RowSource) -> ElasticModel:

@@ -7,18 +7,27 @@ thread.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from spark_elastic.data.existing_parquet import describe_files, describe_parquet, locate_files
+from spark_elastic.data.existing_parquet import (
+    PIECE_BYTES,
+    describe_files,
+    describe_parquet,
+    locate_files,
+)
+from spark_elastic.data.footers import DataFile
 from spark_elastic.data.lake_tables import TableSnapshot, Version, join_stores, read_snapshot
 from spark_elastic.data.manifest import Column, Manifest
-from spark_elastic.data.plan import DataPlan
+from spark_elastic.data.plan import DataPlan, count_affordable_lanes
+from spark_elastic.data.predicate import Predicate
 from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
@@ -256,10 +265,50 @@ class FileRows:
         """The rows to train on, and those to validate with."""
         columns, transformed = request.config.used_cols, request.objects.transformation is not None
         describe = partial(
-            describe_parquet, self._files, columns, transformed, collect=make_footer_collector(self.session)
+            describe_parquet,
+            self._files,
+            columns,
+            transformed,
+            choose_group_bytes(request),
+            collect=make_footer_collector(self.session),
         )
         rows = describe(names=self._names)
         return rows, describe(names=self._validation_names) if self._validation_names else None
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What is trained on of a table."""
+
+    # Name of a column for the estimator -> its name in the table, where they differ.
+    columns: Mapping[str, str]
+    # Which rows; None: all.
+    where: Predicate | None
+
+    @classmethod
+    def parse(cls, columns: Any, where: Any) -> Selection:
+        """Raises InvalidInput if they are no dict of names and no comparisons."""
+        given = {} if columns is None else columns
+        if not isinstance(given, Mapping) or not all(
+            isinstance(each, str) for each in [*given, *given.values()]
+        ):
+            raise InvalidInput(
+                "columns must be a dict from the names that feature_cols and the like have to those in the table; "
+                f"got {columns!r}."
+            )
+        return cls(dict(given), Predicate.parse(where))
+
+    def rename(self, file: DataFile, used: Sequence[str]) -> DataFile:
+        """The file with the columns that are used, under the estimator's names."""
+        if not self.columns:
+            return file
+        compared = [] if self.where is None else self.where.columns
+        return file.rename_columns({name: self.columns.get(name, name) for name in [*used, *compared]})
+
+    @cached_property
+    def digest(self) -> str:
+        """Another one for another selection."""
+        return hashlib.sha256(repr((sorted(self.columns.items()), self.where)).encode()).hexdigest()[:32]
 
 
 class SnapshotRows(FileRows):
@@ -273,12 +322,14 @@ class SnapshotRows(FileRows):
         snapshot: TableSnapshot,
         validation: TableSnapshot | None,
         is_newest: bool,
+        selection: Selection,
     ) -> None:
-        """is_newest: no version was asked for, so that a resumed run takes the one that it began with."""
+        """is_newest: no version was asked for, so that a resumed run takes the one that it began with. selection: of
+        the first table; the one to validate with has the same columns, and all of its rows count."""
         snapshots = [snapshot] if validation is None else [snapshot, validation]
         files, self._parts = join_stores(snapshots)
         super().__init__(session, files, (), ())
-        self._snapshots, self._is_newest = snapshots, is_newest
+        self._snapshots, self._is_newest, self._selection = snapshots, is_newest, selection
 
     @classmethod
     def open(
@@ -288,6 +339,7 @@ class SnapshotRows(FileRows):
         version: Version | None,
         validation_table: Any,
         storage_options: Mapping[str, Any],
+        selection: Selection,
     ) -> SnapshotRows:
         """Raises InvalidInput as `read_snapshot` does, and without a session."""
         if session is None:
@@ -297,7 +349,7 @@ class SnapshotRows(FileRows):
             for each, number in ((table, version), (validation_table, None))
         )
         assert snapshot is not None
-        return cls(session, snapshot, validation, version is None)
+        return cls(session, snapshot, validation, version is None, selection)
 
     def has_validation(self, request: Request) -> bool:
         return len(self._snapshots) > 1
@@ -311,6 +363,11 @@ class SnapshotRows(FileRows):
     def check_same_rows(self, request: Request, record: RunRecord, run_id: str) -> None:
         if not (self._is_newest and record.data == self._files.url):
             super().check_same_rows(request, record, run_id)
+        elif record.load_manifest().fingerprint != self._selection.digest:
+            raise InvalidInput(
+                f"run_id {run_id!r} began with other values of columns or where than this fit's: continue with the "
+                "same, or use another run_id."
+            )
 
     def _describe(self, request: Request) -> tuple[Manifest, Manifest | None]:
         columns, transformed = request.config.used_cols, request.objects.transformation is not None
@@ -318,7 +375,13 @@ class SnapshotRows(FileRows):
         collect = make_footer_collector(self.session)
         for snapshot, files in zip(self._snapshots, self._parts, strict=True):
             try:
-                described.append(describe_files(self._files, files, columns, transformed, collect=collect))
+                parts = [self._selection.rename(file, columns) for file in files]
+                where = None if described else self._selection.where
+                size = choose_group_bytes(request)
+                found = describe_files(
+                    self._files, parts, columns, transformed, size, where=where, collect=collect
+                )
+                described.append(dataclasses.replace(found, fingerprint=self._selection.digest))
             except StoreError as error:
                 raise StoreError(
                     f"A file of {snapshot.name} cannot be read; if the table was vacuumed, fit on a newer "
@@ -344,15 +407,16 @@ def _find_table(session: SparkSession, table: Any, version: Version | None) -> t
 def build_record(request: Request, data: str, rows: Manifest, validation: Manifest | None) -> RunRecord:
     """The record of a new run on these rows, which are in `data`."""
     config = request.config
-    plan = _plan_rows(request, rows, config.global_batch, config.shuffle)
+    plan = plan_rows(request, rows, config.global_batch, config.shuffle)
     if validation is None:
         return RunRecord.create(request, data, (rows, plan), None)
     batch = config.validation_batch * config.num_workers
-    validation_plan = _plan_rows(request, validation, batch, shuffle=False)
+    validation_plan = plan_rows(request, validation, batch, shuffle=False)
     return RunRecord.create(request, data, (rows, plan), (validation, validation_plan))
 
 
-def _plan_rows(request: Request, manifest: Manifest, global_batch: int, shuffle: bool) -> DataPlan:
+def plan_rows(request: Request, manifest: Manifest, global_batch: int, shuffle: bool) -> DataPlan:
+    """The order of a new run's rows."""
     plan = DataPlan.for_run(
         manifest.group_rows,
         global_batch,
@@ -362,7 +426,18 @@ def _plan_rows(request: Request, manifest: Manifest, global_batch: int, shuffle:
         DEFAULT_CACHE_BYTES,
         shuffle,
     )
-    return dataclasses.replace(plan, shares=request.config.shares)
+    lanes = plan.lanes
+    if request.config.lanes is not None:
+        affordable = count_affordable_lanes(manifest.max_decoded_group_bytes(), DEFAULT_CACHE_BYTES)
+        lanes = min(request.config.lanes, plan.base_rows, affordable)
+    return dataclasses.replace(plan, lanes=lanes, shares=request.config.shares)
+
+
+def choose_group_bytes(request: Request) -> int:
+    """Decoded bytes of a row group, or of a piece of one, so that those of all lanes fit into a worker's memory."""
+    lanes = request.config.lanes
+    # Row groups of less than twice that are left whole.
+    return PIECE_BYTES if lanes is None else min(PIECE_BYTES, DEFAULT_CACHE_BYTES // (2 * (lanes + 2)))
 
 
 @contextmanager
@@ -398,6 +473,7 @@ def _write_options(request: Request) -> tuple[WriteOptions, ValidationSplit | No
         transformed=request.objects.transformation is not None,
         missing=request.missing,
         row_order=config.row_order or ("hash" if config.shuffle else "table"),
+        row_group_bytes=choose_group_bytes(request),
     )
     validation = config.validation
     if validation is None:

@@ -290,6 +290,15 @@ class EstimatorParams(ColumnParams):
         "order in which fit writes the table's rows: hash, the same on every cluster (rows are written twice and "
         "shuffled); or table, as Spark has them, which its partitions decide; None: hash, or table with shuffle=False"
     )
+    lanes: Param[int] = declare(
+        "row groups that the rows of a step come from, at most; more mix a sorted table better, and read large row "
+        "groups in smaller pieces; None: 16, or 2 for each of max_workers if that is more"
+    )
+    materialize: Param[str] = declare(
+        "whether fit writes the table's rows to the store: always; never, which refuses all DataFrames but those that "
+        "select and rename columns of Parquet, Delta or Iceberg files; or auto, which reads such files where they are "
+        "if row_order is table"
+    )
     run_id: Param[str] = declare("name of the run in the store; by default a new one for each fit")
     verbose: Param[int] = declare(
         "0: silent; 1: progress, worlds and what workers print; 2: also the log of spark_elastic"
@@ -407,6 +416,8 @@ class TorchParams(EstimatorParams):
         seed: int = 0,
         shuffle: bool = True,
         row_order: str | None = None,
+        lanes: int | None = None,
+        materialize: str = "auto",
         gradient_clip_norm: float | None = None,
         gradient_clip_value: float | None = None,
         determinism: str | None = None,
@@ -488,6 +499,8 @@ class KerasParams(EstimatorParams):
         seed: int = 0,
         shuffle: bool = True,
         row_order: str | None = None,
+        lanes: int | None = None,
+        materialize: str = "auto",
         gradient_compression: str | None = None,
         reader: str = "arrow",
         balance_rows: bool | None = None,

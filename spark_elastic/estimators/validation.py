@@ -27,6 +27,8 @@ from spark_elastic.training.fit_config import (
 from spark_elastic.training.spec import UserObjects
 from spark_elastic.training.transformation import reshape_results
 
+MATERIALIZE = ("auto", "always", "never")
+
 O = TypeVar("O", bound=UserObjects)  # noqa: E741
 
 
@@ -44,6 +46,8 @@ class FitRequest(Generic[O]):
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     # What happens to rows with nulls and NaN.
     missing: MissingValues = field(default_factory=MissingValues)
+    # Whether a DataFrame's rows are written to the store: "auto", "always" or "never".
+    materialize: str = "auto"
     # Name of the run in the store; None: a new one.
     run_id: str | None = None
     # 0: silent; 1: progress and what workers print; 2: also the log.
@@ -80,6 +84,7 @@ def build_request(
         store=None if store is None else parse_store_url(store),
         storage_options=values["storage_options"] or {},
         missing=_check_missing(values["missing"]),
+        materialize=_check_materialize(values["materialize"]),
         run_id=run_id,
         verbose=check_whole_number("verbose", values["verbose"]),
         keep_data=check_flag("keep_data", values["keep_data"]),
@@ -123,6 +128,12 @@ def _check_missing(value: Any) -> MissingValues:
     if not isinstance(wanted, Mapping) or not set(wanted) <= {"nulls", "nans"}:
         raise InvalidInput(f"missing must be 'refuse', 'drop', or a dict of nulls and nans; got {value!r}.")
     return MissingValues(**wanted)
+
+
+def _check_materialize(value: Any) -> str:
+    if value not in MATERIALIZE:
+        raise InvalidInput(f"materialize must be one of {', '.join(map(repr, MATERIALIZE))}; got {value!r}.")
+    return str(value)
 
 
 def _check_listener(listener: Any) -> Any:

@@ -194,6 +194,8 @@ class FitConfig:
     shuffle: bool = _param(check_flag, True)
     # Order in which a table's rows are written: "hash" or "table"; None: "hash" if they are shuffled.
     row_order: str | None = _param(_check_row_order, None)
+    # Streams that an epoch is cut into, as far as memory and rows of a step suffice; None: 16, or 2 for each worker.
+    lanes: int | None = _param(_check_optional_count, None)
     # Learning rate of all parameter groups; None: the optimizer's own.
     learning_rate: float | None = _param(_check_rate, None)
     # "bitwise": the weights have the same bits for any number of workers; None: the same up to rounding.

@@ -82,6 +82,19 @@ class GroupReader(ABC):
         known, names = self._manifest.file_columns, self._manifest.files
         return known[file] if known else FileColumns(partition_values(names[file]))
 
+    def _check_state(self, file: int) -> None:
+        """Raise StoreError if a file is no longer what the manifest describes: what was read may not be it either."""
+        if not self._manifest.file_states:
+            return
+        name, before = self._manifest.files[file], self._manifest.file_states[file]
+        now = self._store.describe(name).state
+        if now != before:
+            raise StoreError(
+                f"{name!r} in the store {self._store.url} was written again after this run began (it was: {before}; it "
+                f"is: {now}), and a run needs the rows that it began with: write other files instead, or a table of "
+                "Delta or Iceberg, which keeps its versions, or fit with materialize='always'."
+            )
+
     @abstractmethod
     def _decode(self, group: int) -> ColumnArrays:
         """Decode a row group; raises as `Reader.fetch` does."""
@@ -140,6 +153,7 @@ class ArrowReader(GroupReader):
         name = self._manifest.files[entry.file]
         try:
             rows = self._read_part(group, entry) if entry.parent_rows else self._read_whole(group, entry)
+            self._check_state(entry.file)
             if rows.num_rows != entry.stored_rows:
                 raise ValueError(
                     f"it has {rows.num_rows} rows, not the {entry.stored_rows} rows of the manifest"

@@ -61,6 +61,7 @@ class PetastormReader(GroupReader):
             rows = entry.parent_rows or entry.rows
             every = {column.name: _array(found, column, rows, constants) for column in self._own}
             timestamps = self._arrow.fetch(group) if self._timestamps else {}
+            self._check_state(entry.file)
         except (StoreError, InvalidInput):
             raise
         except Exception as error:  # of petastorm, pyarrow or pandas

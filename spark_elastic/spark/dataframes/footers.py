@@ -18,8 +18,9 @@ from spark_elastic.data.footers import (
     collect_footers_in_threads,
     join_footers,
 )
+from spark_elastic.data.predicate import Predicate
 from spark_elastic.data.store import Store
-from spark_elastic.errors import StoreError
+from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.spark.session import describe_jobs, has_context
 
 if TYPE_CHECKING:
@@ -34,37 +35,45 @@ log = logging.getLogger("spark_elastic")
 def make_footer_collector(session: SparkSession) -> CollectFooters:
     """Collects footers on executors if there are many, and the session has a SparkContext; else in the driver."""
 
-    def collect(store: Store, files: Sequence[DataFile], columns: Sequence[str]) -> Footers:
+    def collect(
+        store: Store, files: Sequence[DataFile], columns: Sequence[str], where: Predicate | None
+    ) -> Footers:
         if len(files) < MANY_FILES or not has_context(session):
-            return collect_footers_in_threads(store, files, columns)
+            return collect_footers_in_threads(store, files, columns, where)
         try:
-            return collect_on_executors(session, store, files, columns)
+            return collect_on_executors(session, store, files, columns, where)
         except Exception as error:
             if "No module named" not in str(error):
                 raise
             log.info("executors do not have this package yet: the driver reads %d footers", len(files))
-            return collect_footers_in_threads(store, files, columns)
+            return collect_footers_in_threads(store, files, columns, where)
 
     return collect
 
 
 def collect_on_executors(
-    session: SparkSession, store: Store, files: Sequence[DataFile], columns: Sequence[str]
+    session: SparkSession,
+    store: Store,
+    files: Sequence[DataFile],
+    columns: Sequence[str],
+    where: Predicate | None = None,
 ) -> Footers:
-    """Raises StoreError as `collect_footers` does."""
+    """Raises what `collect_footers` raises."""
     parts = [files[start : start + FILES_PER_TASK] for start in range(0, len(files), FILES_PER_TASK)]
     with describe_jobs(session, "reads footers"):
-        task = partial(_read_part, store, list(columns))
+        task = partial(_read_part, store, list(columns), where)
         answers = session.sparkContext.parallelize(parts, len(parts)).map(task).collect()
     for answer in answers:
-        if isinstance(answer, StoreError):
+        if isinstance(answer, Exception):
             raise answer
     return join_footers([answer for answer in answers if isinstance(answer, Footers)])
 
 
-def _read_part(store: Store, columns: Sequence[str], files: Sequence[DataFile]) -> Footers | StoreError:
+def _read_part(
+    store: Store, columns: Sequence[str], where: Predicate | None, files: Sequence[DataFile]
+) -> Footers | StoreError | InvalidInput:
     """Runs in a task. Spark would try an error again, and hide it in a trace."""
     try:
-        return collect_footers(store, files, columns)
-    except StoreError as error:
+        return collect_footers(store, files, columns, where)
+    except (StoreError, InvalidInput) as error:
         return error

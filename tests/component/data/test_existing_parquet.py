@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import decimal
+import os
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -13,7 +14,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spark_elastic.data.existing_parquet import describe_parquet, locate_files
+from spark_elastic.data.existing_parquet import (
+    describe_files,
+    describe_parquet,
+    find_data_files,
+    locate_files,
+)
 from spark_elastic.data.loader import StepLoader
 from spark_elastic.data.manifest import Column, Manifest, RowGroups
 from spark_elastic.data.plan import DataPlan
@@ -248,3 +254,63 @@ def test_rows_of_100_000_numbers_are_read_in_pieces(tmp_path: Path) -> None:
         opened.close()
     assert sorted(found) == list(range(12))
     assert all(np.array_equal(found[row], rows[row]) for row in found)
+
+
+@pytest.mark.parametrize("piece_bytes", [100, 1 << 20])
+@pytest.mark.parametrize("keeps_time", [True, False])
+def test_a_file_that_is_written_again_in_mid_run_is_never_read_unnoticed(
+    tmp_path: Path, piece_bytes: int, keeps_time: bool
+) -> None:
+    """Other values in the same place; a writer that keeps the old time has other bytes."""
+    for name in ("a", "b"):
+        write(tmp_path, f"{name}.parquet", columns_of(0, 40))
+    store = Store.open(str(tmp_path))
+    found = describe_parquet(store, ["id", "x"], piece_bytes=piece_bytes)
+    manifest = Manifest.from_json(found.to_json())
+    assert manifest == found
+    with open_reader("arrow", store, manifest) as reader:
+        first = reader.fetch(0)["id"]
+        before = (tmp_path / "a.parquet").stat()
+        write(tmp_path, "a.parquet", columns_of(100, 40), compression="none" if keeps_time else "snappy")
+        if keeps_time:
+            os.utime(tmp_path / "a.parquet", ns=(before.st_atime_ns, before.st_mtime_ns))
+        assert np.array_equal(reader.fetch(0)["id"], first), "what was read before is kept"
+        reader.fetch(len(manifest.row_groups) - 1)
+        with open_reader("arrow", store, manifest) as later:
+            with pytest.raises(
+                StoreError, match=r"'a\.parquet' in the store .* was written again after this run beg"
+            ):
+                later.fetch(0)
+    (tmp_path / "b.parquet").unlink()
+    with open_reader("arrow", store, manifest) as later:
+        with pytest.raises(StoreError, match=r"(?s)'b\.parquet'.*No such file"):
+            later.fetch(len(manifest.row_groups) - 1)
+
+
+def test_files_are_found_by_spark_s_urls_with_the_values_in_their_paths(tmp_path: Path) -> None:
+    folder = tmp_path / "a b"
+    for name in (
+        "year=2023/kind=x%2Fy/1.parquet",
+        "year=2024/kind=z/2.parquet",
+        "year=2024/kind=z/unused.parquet",
+    ):
+        write(folder, name, {"id": [1, 2]})
+    urls = [
+        f"file://{tmp_path}/a%20b/year=2023/kind=x%252Fy/1.parquet",
+        f"file:{tmp_path}/a%20b/year=2024/kind=z/2.parquet",
+    ]
+    store, files = find_data_files(urls, ["id", "year", "kind"], {})
+    assert store.root == str(folder)
+    assert [(file.info.name, file.constants) for file in files] == [
+        ("year=2023/kind=x%2Fy/1.parquet", {"year": "2023", "kind": "x/y"}),
+        ("year=2024/kind=z/2.parquet", {"year": "2024", "kind": "z"}),
+    ]
+    (one,) = find_data_files(urls[1:], ["year"], {})[1]
+    renamed = one.rename_columns({"label": "id", "when": "year"})
+    manifest = describe_files(Store.open(str(folder / "year=2024/kind=z")), [renamed], ["label", "when"])
+    assert read_columns(Store.open(str(folder / "year=2024/kind=z")), manifest)["label"].tolist() == [1, 2]
+    assert manifest.columns == (Column("label", "int64"), Column("when", "int64"))
+    with pytest.raises(StoreError, match=r"has no 'year=2024/kind=z/3\.parquet'"):
+        find_data_files([*urls, f"{urls[1][:-9]}3.parquet"], [], {})
+    with pytest.raises(InvalidInput, match="The files lie in several file systems"):
+        find_data_files([*urls, "s3a://bucket/x.parquet"], [], {})

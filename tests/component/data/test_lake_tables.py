@@ -8,7 +8,7 @@ import struct
 import sys
 import time
 from collections.abc import Iterator
-from datetime import datetime, timezone
+from datetime import date, datetime, timezone
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +26,7 @@ from pyroaring import BitMap
 from spark_elastic.data.existing_parquet import describe_files
 from spark_elastic.data.lake_tables import join_stores, read_snapshot
 from spark_elastic.data.manifest import Manifest
+from spark_elastic.data.predicate import Predicate
 from spark_elastic.data.reading.group_reader import ArrowReader
 from spark_elastic.errors import InvalidInput, StoreError
 from tests.leaks import SessionOwned
@@ -261,6 +262,33 @@ def test_rows_that_position_deletes_name_are_left_out_and_equality_deletes_are_r
         InvalidInput, match=r"has rows that are deleted by equality .*: rewrite the table's data files"
     ):
         read_snapshot(table, None, {})
+
+
+def test_files_that_came_from_hive_have_their_partitions_values(catalog: Any, tmp_path: Path) -> None:
+    """Their rows lack the columns that they were partitioned by; what Iceberg itself wrote later has them."""
+    day = pa.array([19000] * 3 + [19001] * 3, pa.int32()).cast(pa.date32())
+    rows = make_rows(
+        0, 6, kind=["a", "b", "a", "b", "a", "b"], year=pa.array([2023] * 6, pa.int32()), day=day
+    )
+    table = catalog.create_table("n.t", rows.schema)
+    with table.update_spec() as change:
+        for name in ("kind", "year", "day"):
+            change.add_identity(name)
+    table.append(rows)
+    for task in table.scan().plan_files():
+        path = task.file.file_path.removeprefix("file://")
+        pq.write_table(pq.read_table(path).select(["x", "y"]), path)
+    columns = ["x", "kind", "year", "day"]
+    found = read_rows(table, columns, transformed=True)
+    assert found == [(x, kind, year, str(day)) for x, kind, year, day in expect(rows, columns)]
+    table.append(rows.slice(0, 1))
+    assert read_rows(table, ["x", "year", "kind"], transformed=True) == expect(
+        pa.concat_tables([rows, rows.slice(0, 1)]), ["x", "year", "kind"]
+    )
+    where = Predicate.parse([("kind", "==", "a"), ("day", ">=", date(2022, 1, 9))])
+    snapshot = read_snapshot(table, None, {})
+    manifest = describe_files(snapshot.store, snapshot.files, ["x"], where=where)
+    assert manifest.rows == 1
 
 
 # ---- what is no table

@@ -63,6 +63,7 @@ def values(**changes: Any) -> dict[str, Any]:
         "keep_data": False,
         "storage_options": None,
         "missing": "refuse",
+        "materialize": "auto",
         "on_progress": None,
         "config": None,
         "settings": {},

@@ -11,8 +11,10 @@ pytest.importorskip("pyspark")
 
 from pyspark.sql.types import DoubleType, StringType, StructType
 
+from spark_elastic.data.manifest import Column, Manifest, RowGroup, RowGroups
+from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.fit_rows import TableRows
+from spark_elastic.estimators.fit_rows import TableRows, choose_group_bytes, plan_rows
 from tests.unit.estimators.requests import request
 
 
@@ -54,3 +56,19 @@ def test_a_validation_column_of_strings_is_refused() -> None:
         InvalidInput, match="The validation column 'part' is string: it must be true, or a number"
     ):
         TableRows(table).check(request(validation="part"))
+
+
+@pytest.mark.parametrize(
+    ("lanes", "batch", "planned"),
+    [(None, 256, 14), (8, 256, 8), (64, 256, 64), (256, 300, 256), (256, 100, 100)],
+)
+def test_row_groups_of_as_many_lanes_as_asked_for_fit_into_memory(
+    lanes: int | None, batch: int, planned: int
+) -> None:
+    asked = request(lanes=lanes)
+    size = 2 * choose_group_bytes(asked)  # the largest that is left whole
+    groups = RowGroups.of(RowGroup(0, number, size // 8, size) for number in range(500))
+    manifest = Manifest((Column("x", "float64"),), ("a.parquet",), groups, "", "")
+    plan = plan_rows(asked, manifest, batch, shuffle=True)
+    assert plan.lanes == planned
+    assert (plan.lanes + 2) * size <= DEFAULT_CACHE_BYTES

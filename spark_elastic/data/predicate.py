@@ -1,0 +1,194 @@
+"""Which rows of a table `where` keeps: comparisons of columns with values, as the `filters` of pyarrow and pandas.
+
+Null matches no comparison, and NaN only != and "not in". `judge` answers from bounds of a column, as statistics and
+partitions have them, and `match` from the values. Values; any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import date, datetime
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.types as types
+
+from spark_elastic.errors import InvalidInput
+
+Comparison = tuple[str, str, Any]
+"""Name of a column, operator, value; for "in" and "not in" a list of values."""
+Mask = npt.NDArray[np.bool_]
+
+_COMPARE: Mapping[str, Callable[[Any, Any], Any]] = {
+    "==": pc.equal,
+    "<": pc.less,
+    "<=": pc.less_equal,
+    ">": pc.greater,
+    ">=": pc.greater_equal,
+}
+_OPPOSITES = {"!=": "==", "not in": "in"}
+_OPERATORS = (*_COMPARE, *_OPPOSITES, "in")
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What is known of the values of a column in some rows."""
+
+    # Values that all others but nulls and NaN lie between, these two included; None: all are null.
+    low: Any
+    high: Any
+    # Whether there may be nulls or NaN.
+    may_be_null: bool
+    may_be_nan: bool
+
+
+FindBounds = Callable[[str, Any], Bounds | None]
+"""What is known of a column, as values of the kind that the given one is; None: nothing."""
+
+
+@dataclass(frozen=True)
+class Predicate:
+    """A row matches if it matches all comparisons of one of the groups."""
+
+    groups: tuple[tuple[Comparison, ...], ...]
+
+    @classmethod
+    def parse(cls, where: Any) -> Predicate | None:
+        """where: a list of comparisons that all must hold, or a list of such lists of which one must; None: no `where`.
+
+        Raises:
+            InvalidInput: it is neither.
+        """
+        if where is None:
+            return None
+        groups = [where] if _is_group(where) else where
+        if not isinstance(groups, list | tuple) or not groups or not all(map(_is_group, groups)):
+            raise InvalidInput(
+                f"where must be a list of comparisons (column, operator, value), or a list of such lists of which one "
+                f"must hold, with the operators {', '.join(_OPERATORS)}; got {where!r}."
+            )
+        return cls(
+            tuple(tuple((name, operator, value) for name, operator, value in group) for group in groups)
+        )
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns that are compared."""
+        return list(dict.fromkeys(name for group in self.groups for name, _, _ in group))
+
+    def judge(self, find_bounds: FindBounds) -> bool | None:
+        """Whether all rows match, or none does; None: the values must be looked at."""
+        return _any(_all(_judge(each, find_bounds) for each in group) for group in self.groups)
+
+    def match(self, find_bounds: FindBounds, read: Callable[[str], pa.Array], rows: int) -> Mask:
+        """Of each row, whether it matches. read: gives a column, of which the bounds do not tell.
+
+        Raises:
+            InvalidInput: a column cannot be compared with a value.
+        """
+        found = np.zeros(rows, np.bool_)
+        for group in self.groups:
+            matching = np.ones(rows, np.bool_)
+            for comparison in group:
+                judged = _judge(comparison, find_bounds)
+                matching &= _match(read(comparison[0]), comparison) if judged is None else judged
+            found |= matching
+        return found
+
+
+def _is_group(found: Any) -> bool:
+    return isinstance(found, list | tuple) and bool(found) and all(map(_is_comparison, found))
+
+
+def _is_comparison(found: Any) -> bool:
+    if not isinstance(found, list | tuple) or len(found) != 3:
+        return False
+    name, operator, value = found
+    is_list = isinstance(value, list | tuple | set | frozenset | np.ndarray)
+    return isinstance(name, str) and operator in _OPERATORS and is_list == (operator in ("in", "not in"))
+
+
+def _all(judged: Any) -> bool | None:
+    found = list(judged)
+    return False if False in found else None if None in found else True
+
+
+def _any(judged: Any) -> bool | None:
+    found = list(judged)
+    return True if True in found else None if None in found else False
+
+
+def _judge(comparison: Comparison, find_bounds: FindBounds) -> bool | None:
+    name, operator, value = comparison
+    positive = _OPPOSITES.get(operator, operator)
+    found: bool | None = False
+    bounds = None
+    for each in value if positive == "in" else [value]:
+        bounds = find_bounds(name, each)
+        if bounds is None:
+            return None
+        if bounds.low is None:
+            return False
+        found = _any([found, _judge_value("==" if positive == "in" else positive, each, bounds)])
+    if bounds is None or found is None:
+        return None
+    matches_nan = operator in _OPPOSITES
+    found = found is not matches_nan
+    is_certain = not bounds.may_be_nan or found is matches_nan
+    return found if is_certain and not (found and bounds.may_be_null) else None
+
+
+def _judge_value(operator: str, value: Any, bounds: Bounds) -> bool | None:
+    low, high = bounds.low, bounds.high
+    try:
+        if operator == "==":
+            return False if value < low or value > high else True if low == high else None
+        if operator in ("<", "<="):
+            below, above = (high < value, low >= value) if operator == "<" else (high <= value, low > value)
+        else:
+            below, above = (low > value, high <= value) if operator == ">" else (low >= value, high < value)
+        return True if below else False if above else None
+    except TypeError:  # such as times with and without a zone: Arrow decides
+        return None
+
+
+def _match(values: pa.Array, comparison: Comparison) -> Mask:
+    name, operator, value = comparison
+    try:
+        if types.is_dictionary(values.type):
+            values = values.dictionary_decode()
+        positive = _OPPOSITES.get(operator, operator)
+        if positive == "in":
+            found = pc.is_in(values, value_set=pa.array(list(value)).cast(values.type))
+        else:
+            found = _COMPARE[positive](values, value)
+        if operator in _OPPOSITES:
+            found = pc.invert(found)
+        return np.asarray(
+            pc.and_(pc.fill_null(found, False), values.is_valid()).to_numpy(zero_copy_only=False)
+        )
+    except (pa.ArrowException, TypeError) as error:
+        raise InvalidInput(
+            f"where compares column {name!r}, which is {values.type}, with {value!r} ({type(value).__name__}), which "
+            "cannot be: give a value of the column's type."
+        ) from error
+
+
+def parse_constant(text: str, like: Any) -> Any:
+    """A value from the text of a partition, of the kind that another value is. Raises InvalidInput if it is no such."""
+    try:
+        if isinstance(like, bool):
+            return {"true": True, "false": False}[text.lower()]
+        if isinstance(like, int | float):
+            return int(text) if text.lstrip("+-").isdigit() else float(text)
+        if isinstance(like, datetime):
+            return datetime.fromisoformat(text)
+        return date.fromisoformat(text) if isinstance(like, date) else type(like)(text)
+    except (ValueError, KeyError, TypeError, ArithmeticError) as error:
+        raise InvalidInput(
+            f"where compares a partition column, which has the value {text!r}, with {like!r}: give values of one kind."
+        ) from error

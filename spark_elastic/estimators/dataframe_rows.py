@@ -1,0 +1,201 @@
+"""The rows of `fit(df)`: written to the store, or left in the files that the DataFrame scans.
+
+Decides between the two (`materialize`) and says why in the log; a run that is resumed keeps to what it began with. Rows
+that are left where they are have the order of the files. So `materialize="auto"` leaves them only where the table's
+order was asked for: otherwise the same rows would train in another order once they are cached or filtered. Runs in the
+caller's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import posixpath
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+from urllib.parse import unquote
+
+import numpy as np
+
+from spark_elastic.data.existing_parquet import describe_files, find_data_files
+from spark_elastic.data.footers import DataFile
+from spark_elastic.data.lake_tables import read_snapshot
+from spark_elastic.data.manifest import Column, Manifest
+from spark_elastic.data.store import Store
+from spark_elastic.errors import InvalidInput, StoreError
+from spark_elastic.estimators.fit_rows import FileRows, Request, TableRows, choose_group_bytes
+from spark_elastic.estimators.run_record import RunRecord
+from spark_elastic.spark.dataframes.file_scan import FileScan, NoFileScan, find_file_scan
+from spark_elastic.spark.dataframes.footers import make_footer_collector
+from spark_elastic.spark.dataframes.schema import ColumnType, find_column_type
+from spark_elastic.state.run_lease import RunLease
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+log = logging.getLogger("spark_elastic")
+
+
+class DataFrameRows:
+    """The rows of a DataFrame, wherever they are for a run; `check` looks for its files."""
+
+    def __init__(self, df: DataFrame) -> None:
+        self._df = df
+        self._written = TableRows(df)
+        # The files that may be trained on where they are, once `check` has found them.
+        self._scanned: ScannedRows | None = None
+
+    @property
+    def session(self) -> SparkSession:
+        return self._written.session
+
+    def check(self, request: Request) -> None:
+        """Also reads the footers of the files that are trained on where they are."""
+        self._written.check(request)
+        self._scanned = None
+        if request.materialize == "always":
+            return
+        try:
+            refuse_conversions(request)
+            names = list(dict.fromkeys(request.config.used_cols))
+            self._scanned = ScannedRows.find(self._df, names, request)
+        except NoFileScan as reason:
+            if request.materialize == "never":
+                raise InvalidInput(
+                    "materialize='never' trains on files that exist, with columns selected and renamed at most, and "
+                    f"here {reason}: use materialize='auto', or save that as a table and fit on it."
+                ) from reason
+            log.info("the rows are written to the store, because %s", reason)
+        except (InvalidInput, StoreError) as reason:
+            if request.materialize == "never":
+                raise
+            log.info("the rows are written to the store, because their files are no data set: %s", reason)
+        else:
+            log.info("the rows are read where they are: %s", self._scanned.description)
+
+    def has_validation(self, request: Request) -> bool:
+        return self._written.has_validation(request)
+
+    def describe(self, record: RunRecord) -> str:
+        return self._choose(record).describe(record)
+
+    def check_same_rows(self, request: Request, record: RunRecord, run_id: str) -> None:
+        self._choose(record).check_same_rows(request, record, run_id)
+
+    @contextmanager
+    def materialize_rows(
+        self, request: Request, store: Store, run: RunLease
+    ) -> Iterator[tuple[RunRecord, Store]]:
+        """Writes nothing for rows that are left where they are."""
+        chosen = self._choose(RunRecord.load(store, run.run_id))
+        with chosen.materialize_rows(request, store, run) as found:
+            yield found
+
+    def _choose(self, record: RunRecord | None) -> TableRows | ScannedRows:
+        """record: of the run that is resumed, if there is one."""
+        is_written = record is not None and "://" not in record.data
+        return self._written if self._scanned is None or is_written else self._scanned
+
+
+def refuse_conversions(request: Request) -> None:
+    """Raises NoFileScan if the rows must be written to become those that the request asks for."""
+    config, missing = request.config, request.missing
+    if config.validation is not None:
+        raise NoFileScan("validation splits the rows while they are written")
+    if "drop" in (missing.nulls, missing.nans):
+        raise NoFileScan("missing leaves out rows while they are written")
+    if missing.nans == "refuse" and not config.terminate_on_nan:
+        raise NoFileScan(
+            "NaN is looked for while rows are written (missing={'nans': 'keep'} or terminate_on_nan=True does without)"
+        )
+    if config.reader != "arrow":
+        raise NoFileScan(f"reader={config.reader!r} reads what was written for it")
+    if config.row_order == "hash" or (
+        request.materialize == "auto" and config.row_order is None and config.shuffle
+    ):
+        raise NoFileScan(
+            "the order of their hash sorts the rows while they are written (row_order='table' leaves them where they "
+            "are, if the DataFrame only scans files)"
+        )
+
+
+class ScannedRows(FileRows):
+    """The rows of files that a DataFrame scans, with columns as the DataFrame names them."""
+
+    call = "fit"
+
+    def __init__(
+        self,
+        session: SparkSession,
+        files: Store,
+        parts: Sequence[DataFile],
+        types: Mapping[str, ColumnType],
+        kind: str,
+    ) -> None:
+        """types: of the DataFrame's columns. kind: what the files are of, for messages."""
+        super().__init__(session, files, (), ())
+        self._parts, self._types, self._kind = parts, types, kind
+
+    @classmethod
+    def find(cls, df: DataFrame, names: Sequence[str], request: Request) -> ScannedRows:
+        """Raises NoFileScan for other DataFrames, and as `describe_files` does."""
+        scan = find_file_scan(df, names)
+        transformed = request.objects.transformation is not None
+        types = {name: find_column_type(df.schema, name, transformed=transformed) for name in names}
+        if scan.kind == "parquet":
+            columns = list(scan.columns.values())
+            files, parts = find_data_files(scan.urls, columns, request.storage_options)
+            kind = "files of Parquet"
+        else:
+            (url,) = scan.urls
+            snapshot = read_snapshot(url, scan.version, request.storage_options)
+            files, parts, kind = snapshot.store, snapshot.files, f"files of {snapshot.name}"
+            _check_same_files(df, scan, parts)
+        if any(name != stored for name, stored in scan.columns.items()):
+            parts = tuple(part.rename_columns(scan.columns) for part in parts)
+        found = cls(df.sparkSession, files, parts, types, kind)
+        found.check(request)
+        return found
+
+    @property
+    def description(self) -> str:
+        """The files, for people."""
+        return f"{len(self._parts)} {self._kind} in {self._files.url}"
+
+    def check(self, request: Request) -> None:
+        """Reads the files' footers."""
+        self._described = self._describe(request)
+
+    def _describe(self, request: Request) -> tuple[Manifest, None]:
+        columns, transformed = request.config.used_cols, request.objects.transformation is not None
+        found = describe_files(
+            self._files,
+            self._parts,
+            columns,
+            transformed,
+            choose_group_bytes(request),
+            collect=make_footer_collector(self.session),
+        )
+        return replace(found, columns=tuple(map(self._convert, found.columns))), None
+
+    def _convert(self, column: Column) -> Column:
+        """The column in the DataFrame's type. Raises NoFileScan if reading does not give that."""
+        kind = self._types[column.name]
+        if (column.dtype, len(column.shape)) == (kind.dtype, kind.dimensions):
+            return column
+        in_paths = all(column.name in part.constants for part in self._parts)
+        if in_paths and not kind.dimensions and np.dtype(kind.dtype).kind in "iuf":
+            return replace(column, dtype=kind.dtype)
+        raise NoFileScan(
+            f"column {column.name!r} is {column.dtype} of {len(column.shape)} dimensions in the files, and "
+            f"{kind.dtype} of {kind.dimensions} in the DataFrame"
+        )
+
+
+def _check_same_files(df: DataFrame, scan: FileScan, parts: Sequence[DataFile]) -> None:
+    """Raises NoFileScan if Spark has other files for the version of a table of Delta than its log."""
+    if scan.kind == "delta":
+        ours = {posixpath.basename(part.info.name) for part in parts}
+        if ours != {posixpath.basename(unquote(path)) for path in df.inputFiles()}:
+            raise NoFileScan(f"Spark reads other files than version {scan.version} of {scan.urls[0]} has")

@@ -1,0 +1,195 @@
+"""`where` over real files: the rows are those that pyarrow's own filter has, and no file is opened in vain."""
+
+from __future__ import annotations
+
+from datetime import date, datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from deltalake import DeltaTable, write_deltalake
+
+from spark_elastic.data import footers
+from spark_elastic.data.existing_parquet import describe_files, find_data_files
+from spark_elastic.data.lake_tables import read_snapshot
+from spark_elastic.data.manifest import Manifest
+from spark_elastic.data.predicate import Predicate
+from spark_elastic.data.reading.group_reader import ArrowReader
+from spark_elastic.data.store import Store
+from spark_elastic.errors import InvalidInput
+from spark_elastic.estimators.fit_rows import Selection, SnapshotRows
+from spark_elastic.state.run_lease import RunLease
+from tests.leaks import SessionOwned
+from tests.unit.estimators.requests import request
+
+ROWS, GROUP = 3000, 250
+WHERES: list[Any] = [
+    [("id", ">=", 1234)],
+    [("id", "<", 250)],
+    [("id", "==", 777)],
+    [("id", "!=", 777)],
+    [("id", "in", [3, 2999, -5])],
+    [("id", "not in", {3, 2999})],
+    [("same", "==", 5)],
+    [("same", "<=", 5), ("id", ">", 2900)],
+    [("x", ">", 0.5)],
+    [("x", "!=", 0.25)],
+    [("x", "not in", [0.25])],
+    [("maybe", ">=", 0)],
+    [("maybe", "<", 40), ("x", "<=", 0.9)],
+    [("maybe", "not in", [1, 2])],
+    [("word", "==", "b")],
+    [("word", ">", "a"), ("day", "<", date(2020, 3, 1))],
+    [("time", ">=", datetime(2020, 1, 1, 0, 30))],
+    [[("id", "<", 10)], [("id", ">", 2990), ("word", "==", "c")]],
+    [("odd", "==", True)],
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def runtime(session_owned: SessionOwned, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """deltalake's own event loop, which it keeps for the life of the process."""
+    with session_owned.adopt():
+        write_deltalake(str(tmp_path_factory.mktemp("first")), pa.table({"x": [1]}))
+
+
+def make_table() -> pa.Table:
+    draw = np.random.default_rng(3)
+    ids = np.arange(ROWS)
+    x = np.round(draw.random(ROWS) * 4) / 4
+    x[::7] = np.nan
+    return pa.table(
+        {
+            "id": ids,
+            "same": pa.array([5] * ROWS, pa.int32()),
+            "x": x,
+            "maybe": pa.array([None if i % 5 == 0 or i < 600 else int(i) % 50 for i in ids], pa.int64()),
+            "word": np.array(["a", "b", "c"])[ids // 1000],
+            "day": pa.array(ids // 30 + 18262, pa.int32()).cast(pa.date32()),
+            "time": pa.array(ids * 1_000_000 + 1_577_836_800_000_000, pa.timestamp("us")),
+            "odd": ids % 2 == 1,
+        }
+    )
+
+
+def expect(table: pa.Table, where: Any) -> list[int]:
+    """By pyarrow, in which null is no match either once it is filled."""
+    groups = [where] if isinstance(where[0], tuple) else where
+    found = np.zeros(len(table), np.bool_)
+    for group in groups:
+        rows = np.ones(len(table), np.bool_)
+        for name, operator, value in group:
+            given = list(value) if "in" in operator else value
+            one = table.filter(pq.filters_to_expression([(name, operator, given)]))["id"].to_numpy()
+            rows &= np.isin(table["id"].to_numpy(), one) & table[name].is_valid().to_numpy()
+        found |= rows
+    return table["id"].to_numpy()[found].tolist()
+
+
+def read_ids(store: Store, manifest: Manifest) -> list[int]:
+    manifest = Manifest.from_json(manifest.to_json())
+    with ArrowReader(store, manifest, ["id"]) as reader:
+        groups = [reader.fetch(group)["id"] for group in range(len(manifest.row_groups))]
+    assert [len(group) for group in groups] == list(manifest.group_rows)
+    return sorted(np.concatenate(groups).tolist())
+
+
+@pytest.mark.parametrize("piece_bytes", [1 << 20, 200])
+@pytest.mark.parametrize("statistics", [True, False])
+def test_the_rows_that_match_are_those_that_pyarrow_has(
+    tmp_path: Path, statistics: bool, piece_bytes: int
+) -> None:
+    table = make_table()
+    for number, part in enumerate((table[:1100], table[1100:])):
+        pq.write_table(
+            part, tmp_path / f"{number}.parquet", row_group_size=GROUP, write_statistics=statistics
+        )
+    store, files = find_data_files([f"{tmp_path}/0.parquet", f"{tmp_path}/1.parquet"], [], {})
+    for where in WHERES:
+        found = describe_files(store, files, ["id"], piece_bytes=piece_bytes, where=Predicate.parse(where))
+        assert read_ids(store, found) == expect(table, where), where
+    with pytest.raises(InvalidInput, match="have no rows that match where"):
+        describe_files(store, files, ["id"], where=Predicate.parse([("id", "<", 0)]))
+
+
+def test_partitions_and_deleted_rows_of_delta_count_and_excluded_files_are_not_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = make_table()
+    write_deltalake(str(tmp_path), table, partition_by=["word", "day"])
+    DeltaTable(tmp_path).delete("id % 10 = 3")
+    opened = []
+    read_footer = footers.read_footer
+    monkeypatch.setattr(
+        footers,
+        "read_footer",
+        lambda store, name: (opened.append(name), read_footer(store, name))[1],
+    )
+    snapshot = read_snapshot(tmp_path, None, {})
+    for where, folders in (
+        ([("word", "==", "b"), ("day", "<", date(2020, 2, 10))], "word=b/day=2020-02-0"),
+        ([("word", "in", ["a"]), ("day", "==", date(2020, 1, 3)), ("x", ">", 0.3)], "word=a/day=2020-01-03"),
+    ):
+        opened.clear()
+        found = describe_files(
+            snapshot.store, snapshot.files, ["id", "word"], True, where=Predicate.parse(where)
+        )
+        ids = [each for each in expect(table, where) if each % 10 != 3]
+        assert read_ids(snapshot.store, found) == ids
+        assert ids
+        assert opened
+        assert all(name.startswith(folders) for name in opened)
+    with pytest.raises(InvalidInput, match="compares a partition column, which has the value 'a', with 5"):
+        describe_files(snapshot.store, snapshot.files, ["id"], where=Predicate.parse([("word", "==", 5)]))
+
+
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [
+        ("id > 3", "where must be a list of comparisons"),
+        ([], "where must be a list of comparisons"),
+        ([("id", "=", 3)], "where must be a list of comparisons"),
+        ([("id", "in", 3)], "where must be a list of comparisons"),
+        ([("id", "==", [3])], "where must be a list of comparisons"),
+        ([("none", "==", 3)], "where compares column 'none', which is missing in '0.parquet'"),
+        ([("v", "==", 3)], "where compares column 'v', which is list<.*>"),
+        ([("id", "==", "three")], r"where compares column 'id', which is int64, with 'three' \(str\)"),
+    ],
+)
+def test_what_cannot_be_compared_gets_a_sentence(tmp_path: Path, where: Any, says: str) -> None:
+    pq.write_table(pa.table({"id": [1, 2], "v": [[1], [2]]}), tmp_path / "0.parquet")
+    store, files = find_data_files([f"{tmp_path}/0.parquet"], [], {})
+    with pytest.raises(InvalidInput, match=says):
+        describe_files(store, files, ["id"], where=Predicate.parse(where))
+
+
+def test_a_run_keeps_to_its_version_its_columns_and_its_where(tmp_path: Path) -> None:
+    folder, store = str(tmp_path / "table"), Store.open(str(tmp_path / "store"))
+    table = make_table()
+    write_deltalake(folder, table)
+    asked = request(feature_cols=("feature",), label_cols=("same",))
+
+    def open_rows(columns: Any, where: Any) -> SnapshotRows:
+        session: Any = SimpleNamespace()
+        rows = SnapshotRows.open(session, folder, None, None, {}, Selection.parse(columns, where))
+        rows.check(asked)
+        return rows
+
+    columns, where = {"feature": "id"}, [("maybe", ">", 20), ("word", "==", "c")]
+    for _ in range(2):
+        lease = RunLease.acquire(store, "mine")
+        with open_rows(columns, where).materialize_rows(asked, store, lease) as (record, data):
+            manifest = record.load_manifest()
+            with ArrowReader(data, manifest) as reader:
+                found = [reader.fetch(group)["feature"] for group in range(len(manifest.row_groups))]
+            assert sorted(np.concatenate(found).tolist()) == expect(table, where)
+        write_deltalake(folder, table, mode="append")  # a resumed run takes the version that it began with
+    for other in (open_rows(columns, where[:1]), open_rows({"feature": "maybe"}, [("maybe", ">", 20)])):
+        with pytest.raises(InvalidInput, match="'mine' began with other values of columns or where"):
+            other.check_same_rows(asked, record, "mine")
+    with pytest.raises(InvalidInput, match="columns must be a dict"):
+        Selection.parse(["id"], None)

@@ -1,0 +1,195 @@
+"""`fit(df)` on the files that a DataFrame scans, without a copy: for which plans, and what may happen to the files."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from pyspark.sql import functions as F
+
+from spark_elastic.errors import InvalidInput, JobFailed
+from spark_elastic.spark.dataframes.file_scan import NoFileScan, find_file_scan
+from tests.component.torch.job import ledger_of
+from tests.scenarios import Fault
+from tests.spark.cluster import StandaloneCluster
+from tests.spark.estimators import ROWS, Net, compute_mse, estimator, is_close, table, train_plain
+from tests.spark.fits import GatedNet, KillOneExecutor
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.timeout(900)]
+
+EPOCHS = 120  # of one step each
+
+
+@pytest.fixture(autouse=True)
+def pickled_by_value() -> Iterator[None]:
+    """Executors have no tests folder. Only here: a class that is pickled by value never has the same bytes twice."""
+    modules = [sys.modules[kind.__module__] for kind in (GatedNet, Net)]
+    for module in modules:
+        cloudpickle.register_pickle_by_value(module)
+    yield
+    for module in modules:
+        cloudpickle.unregister_pickle_by_value(module)
+
+
+@pytest.fixture
+def folder(spark: SparkSession, tmp_path: Path) -> Path:
+    """The rows of `table`, in two files, under other names than the estimator's."""
+    rows = table(spark).collect()
+    path = tmp_path / "table"
+    path.mkdir()
+    for number, part in enumerate((rows[: ROWS // 3], rows[ROWS // 3 :])):
+        columns = {name: [row[name] for row in part] for name in ("id", "x", "y")}
+        pq.write_table(
+            pa.table(columns).rename_columns(["id", "features", "price"]), path / f"{number}.parquet"
+        )
+    return path
+
+
+def read(spark: SparkSession, folder: Path) -> DataFrame:
+    return spark.read.parquet(str(folder)).select(F.col("features").alias("x"), F.col("price").alias("y"))
+
+
+SCANS: list[Callable[[DataFrame], DataFrame]] = [
+    lambda df: df,
+    lambda df: df.select("y", "x").select("x", "y"),
+    lambda df: df.withColumn("unused", F.col("y") * 2),
+]
+OTHERS: list[tuple[Callable[[DataFrame], DataFrame], str]] = [
+    (lambda df: df.where("y > 0"), r"its plan has Filter \(y"),
+    (lambda df: df.withColumn("y", F.col("y") * 2), r"its plan has Project \[.*\* 2"),
+    (lambda df: df.repartition(3), "its plan has Repartition 3"),
+    (lambda df: df.limit(3), "its plan has GlobalLimit 3"),
+    (lambda df: df.union(df), "its plan has Union"),
+    (lambda df: df.distinct(), "its plan has Deduplicate"),
+    (lambda df: df.orderBy("y"), "its plan has Sort"),
+    (lambda df: df.cache(), "its plan has InMemoryRelation"),
+]
+
+
+def test_plans_of_real_dataframes_are_recognised(spark: SparkSession, folder: Path) -> None:
+    df = read(spark, folder)
+    for number, change in enumerate(SCANS):
+        found = find_file_scan(change(df), ["x", "y"])
+        assert found.columns == {"x": "features", "y": "price"}, number
+        assert [url.rpartition("/")[2] for url in found.urls] == ["0.parquet", "1.parquet"]
+    for change, says in OTHERS:
+        with pytest.raises(NoFileScan, match=says):
+            find_file_scan(change(df), ["x", "y"])
+    spark.catalog.clearCache()
+
+
+def test_p1_p2_a_fit_in_place_loses_an_executor_while_a_file_is_added(
+    spark: SparkSession, standalone: StandaloneCluster, fault: Fault, folder: Path, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    loses_one = KillOneExecutor(standalone, fault, 3, gate, again=False)
+
+    def on_progress(numbers: Mapping[str, Any]) -> None:
+        if numbers["step"] and not (folder / "2.parquet").exists():
+            (folder / "2.parquet").write_bytes((folder / "1.parquet").read_bytes())
+        loses_one(numbers)
+
+    net = GatedNet(gate)
+    est = estimator(
+        tmp_path / "store",
+        model=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9),
+        epochs=EPOCHS,
+        min_workers=1,
+        run_id="mine",
+        ledger=True,
+        row_order="table",
+        on_progress=on_progress,
+    )
+    model = est.fit(read(spark, folder))
+    assert (folder / "2.parquet").exists()
+    assert is_close(model, train_plain(table(spark), EPOCHS, compute_mse))
+    (ledger,) = {path.parent for path in (tmp_path / "store").rglob("*.jsonl")}
+    assert ledger_of(ledger) == Counter((epoch, row) for epoch in range(EPOCHS) for row in range(ROWS))
+    assert not list((tmp_path / "store").rglob("*.parquet"))
+    with pytest.raises(InvalidInput, match="'mine' began with other files than those now in"):
+        est.fit(read(spark, folder))
+    with pytest.raises(InvalidInput, match=r"'mine' began on the files in .*: continue with those files"):
+        est.fit(read(spark, folder).where("y > 0"))
+
+
+class Overwrites(logging.Handler):
+    """Writes other rows to a file once the log says that a fit reads it where it is."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(logging.INFO)
+        self._file = file
+        self.threads: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "are read where they are: 2 files of Parquet" in record.getMessage():
+            self.threads.append(threading.current_thread().name)
+            rows = pq.read_table(self._file)
+            pq.write_table(rows.set_column(2, "price", pa.array([7.0] * len(rows))), self._file)
+
+
+def test_a_file_that_is_overwritten_under_a_fit_in_place_ends_it_with_its_name(
+    spark: SparkSession, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "spark_elastic")
+    overwrites, log = Overwrites(folder / "0.parquet"), logging.getLogger("spark_elastic")
+    log.addHandler(overwrites)
+    try:
+        with pytest.raises(
+            JobFailed, match=r"'0\.parquet' in the store .* was written again after this run began"
+        ):
+            estimator(tmp_path / "store", row_order="table").fit(read(spark, folder))
+    finally:
+        log.removeHandler(overwrites)
+    assert overwrites.threads
+
+
+def test_materialize_says_whether_rows_are_written(
+    spark: SparkSession, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "spark_elastic")
+    df = read(spark, folder)
+    est = estimator(tmp_path / "store", epochs=1, num_workers=1, batch_size=ROWS, keep_data=True)
+
+    def fits(df: DataFrame, **asked: Any) -> bool:
+        """Whether rows were written; the weights are those of a plain loop."""
+        caplog.clear()
+        model = est.copy({getattr(est, name): value for name, value in asked.items()}).fit(df)
+        assert is_close(model, train_plain(table(spark), 1, compute_mse))
+        return bool(list((tmp_path / "store").rglob("*.parquet")))
+
+    assert not fits(df, materialize="never")
+    assert "the rows are read where they are: 2 files of Parquet in file://" in caplog.text
+    assert not fits(df, row_order="table")
+    for request, says in (
+        ({"validation": 0.5}, "here validation splits the rows while they are written"),
+        ({"row_order": "hash"}, "here the order of their hash sorts the rows"),
+    ):
+        with pytest.raises(InvalidInput, match=f"materialize='never' .*{says}"):
+            fits(df, materialize="never", **request)
+    with pytest.raises(
+        InvalidInput, match=r"materialize='never' .*its plan has Filter isnotnull\(.*use materialize='auto'"
+    ):
+        fits(df.where("y is not null"), materialize="never")
+    with pytest.raises(
+        InvalidInput, match="column 'y' is float64 of 0 dimensions in the files, and float32 of 0"
+    ):
+        fits(
+            spark.read.schema("features array<double>, price float").parquet(str(folder)).toDF("x", "y"),
+            materialize="never",
+        )
+    assert fits(df)
+    assert "the rows are written to the store, because the order of their hash" in caplog.text
