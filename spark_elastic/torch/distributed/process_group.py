@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._compile import _disable_dynamo
 
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
@@ -30,12 +31,39 @@ from spark_elastic.worker.context import EngineThread, WaitRecorder
 
 NAME = "elastic"
 
+# The methods by which C++ and torch start collectives.
+ENTRIES = (
+    *(
+        "allreduce",
+        "allreduce_coalesced",
+        "reduce",
+        "broadcast",
+        "barrier",
+        "monitored_barrier",
+        "scatter",
+        "gather",
+    ),
+    *("reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base"),
+    *("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
+    *("allgather", "allgather_coalesced", "all_gather_single", "_allgather_base"),
+    *("all_gather_single_coalesced", "allgather_into_tensor_coalesced"),
+    *("alltoall", "all_to_all_single", "alltoall_base", "send", "recv", "recv_anysource"),
+)
+
 Tensors = list[torch.Tensor]
 Call = Callable[[], object]
 # torch declares each method with overloads that C++ resolves before Python is called.
 _ProcessGroup: Any = dist.ProcessGroup
 
 
+def _keep_from_tracing(cls: type) -> type:
+    """Let torch.compile, whose callers come from C++, run the entries as they are and trace nothing in them."""
+    for name in ENTRIES:
+        setattr(cls, name, _disable_dynamo(getattr(cls, name)))
+    return cls
+
+
+@_keep_from_tracing
 class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
     """One rank's process group in one world."""
 
