@@ -3,13 +3,14 @@
     python benchmarks/torch_distributed.py --json benchmarks/results/torch_distributed.json
 
 Processes of one machine, each with one thread for arithmetic; float32. Steps with SGD: the local step (no exchange),
-DDP and FSDP2 over both backends, and our `DistributedOptimizer`, on nets of the same weights; "added" is a step's time
-less the local step's. Collectives: each that Gloo has, by bytes of its larger operand on a rank; a round makes several
-calls of the small ones. All contenders run in the same processes, in turns, in rotating order; a figure is the median
-over all rounds of the slowest rank's time.
+DDP and FSDP2 over both backends, FSDP2 also over torch's backend `fake`, which exchanges nothing, and our
+`DistributedOptimizer`, on nets of the same weights; "added" is a step's time less the local step's. Collectives: each
+that Gloo has, by bytes of its larger operand on a rank; a round makes several calls of the small ones. All contenders
+run in the same processes, in turns, in rotating order; a figure is the median over all rounds of the slowest rank's
+time.
 
 Commits of `FSDPState`: model and AdamW's state divided by FSDP2, each rank a host. The peer is a commit without copies
-on other hosts, or the bytes of what a rank trains. `--what commits` renews the record's rows of these alone.
+on other hosts, or the bytes of what a rank trains. `--what` renews the record's rows of one kind.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers torch's backend "fake"
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
@@ -91,7 +93,7 @@ def _run_rank(pipe: Connection, rank: int, size: int, folder: str, what: Callabl
 def _time_steps(
     net: Net, rounds: int, ours: Any, gloo: Any, barrier: Callable[[], None]
 ) -> list[list[float]]:
-    """Of (local, DDP over both, FSDP2 over both, our optimizer)."""
+    """Of (local, DDP over both, FSDP2 over both and over a group that exchanges nothing, our optimizer)."""
     data = torch.randn(net.rows, net.width, generator=torch.Generator().manual_seed(dist.get_rank()))
     first = net.build()
     ddp = partial(torch.nn.parallel.DistributedDataParallel, gradient_as_bucket_view=True)
@@ -101,6 +103,7 @@ def _time_steps(
         ddp(copy.deepcopy(first), process_group=gloo),
         _shard(copy.deepcopy(first), ours),
         _shard(copy.deepcopy(first), gloo),
+        _shard(copy.deepcopy(first), dist.new_group(backend="fake")),
         copy.deepcopy(first),
     ]
     optimizers: list[Any] = [torch.optim.SGD(model.parameters(), lr=1e-3) for model in models]
@@ -128,7 +131,7 @@ def measure_steps(size: int, net: Net, rounds: int) -> list[Row]:
     """Rows in milliseconds."""
     with tempfile.TemporaryDirectory() as folder:
         times = run_ranks(size, _run_rank, folder, partial(_time_steps, net, rounds))
-    local, ddp, gloo_ddp, fsdp, gloo_fsdp, own = find_medians(times)
+    local, ddp, gloo_ddp, fsdp, gloo_fsdp, alone, own = find_medians(times)
     case = f"{net.parameters / 1e6:.0f} M parameters in {2 * net.layers} tensors, {size} ranks"
     return [
         Row(f"{case}: local step", local, None, "ms"),
@@ -137,6 +140,8 @@ def measure_steps(size: int, net: Net, rounds: int) -> list[Row]:
         Row(f"{case}: DistributedOptimizer, added, beside DDP", own - local, gloo_ddp - local, "ms"),
         Row(f"{case}: FSDP2, step", fsdp, gloo_fsdp, "ms"),
         Row(f"{case}: FSDP2, added", fsdp - local, gloo_fsdp - local, "ms"),
+        Row(f"{case}: FSDP2, step without an exchange, beside Gloo's", alone, gloo_fsdp, "ms"),
+        Row(f"{case}: FSDP2, its exchange, beside Gloo's", fsdp - alone, gloo_fsdp - alone, "ms"),
     ]
 
 
