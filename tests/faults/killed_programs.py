@@ -42,8 +42,9 @@ def make_optimizer(net: Any) -> torch.optim.Optimizer:
 
 
 def read_weights(net: Any) -> dict[str, list[float]]:
-    weights = torch.cat([p.detach().reshape(-1) for p in net.linear.parameters()])
-    return {"weights": weights.tolist(), "ledger": net.ledger.detach().tolist()}
+    whole = {name: getattr(p, "full_tensor", lambda p=p: p)().detach() for name, p in net.named_parameters()}
+    ledger = whole.pop("ledger")
+    return {"weights": torch.cat([p.reshape(-1) for p in whole.values()]).tolist(), "ledger": ledger.tolist()}
 
 
 def after_step(folder: str, step: int, state: Any) -> None:
@@ -95,6 +96,37 @@ def train_loop(folder: str) -> dict[str, list[float]]:
 
     loop(hvd.elastic.TorchState(net, optimizer, loader=loader, step=0))
     return read_weights(net)
+
+
+def train_by_fsdp(folder: str) -> dict[str, list[float]]:
+    """FSDP2: no worker has the whole of the model."""
+    from torch.distributed.fsdp import fully_shard
+
+    import spark_elastic.torch as hvd
+    from spark_elastic.torch.fsdp import FSDPState
+
+    loader = hvd.elastic.ElasticDataLoader(make_rows(), BATCH, SEED)
+
+    def build(state: Any) -> dict[str, Any]:
+        torch.distributed.init_process_group()
+        net = Net()
+        fully_shard(net.linear)
+        fully_shard(net)
+        return {"net": net, "optimizer": make_optimizer(net)}
+
+    @hvd.elastic.run
+    def loop(state: Any) -> dict[str, list[float]]:
+        while loader.epoch < EPOCHS:
+            for batch in loader:
+                state.optimizer.zero_grad()
+                (state.net(*batch, loader.global_rows) * loader.loss_weight).backward()
+                state.optimizer.step()
+                state.step += 1
+                state.commit()
+                after_step(folder, state.step, state)
+        return read_weights(state.net)
+
+    return loop(FSDPState(build, loader=loader, step=0))
 
 
 def train_by_accelerate(folder: str) -> dict[str, list[float]]:

@@ -12,7 +12,7 @@ import pytest
 
 import spark_elastic
 from tests.faults import killed_programs
-from tests.faults.killed_programs import KILLS, PROGRAMS, STEPS
+from tests.faults.killed_programs import KILLS, PROGRAMS, STEPS, train_by_fsdp
 from tests.faults.killer import Killer, assert_exact, assert_resumed
 from tests.sources import ROOT
 
@@ -33,7 +33,7 @@ WORKERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("train", PROGRAMS)
+@pytest.mark.parametrize("train", [*PROGRAMS, train_by_fsdp])
 def test_loops_and_integrations_are_exact_after_twenty_kills_on_spark(
     spark: SparkSession, train: Callable[[str], Any], tmp_path: Path
 ) -> None:
