@@ -10,7 +10,8 @@ run in the same processes, in turns, in rotating order; a figure is the median o
 time.
 
 Commits of `FSDPState`: model and AdamW's state divided by FSDP2, each rank a host. The peer is a commit without copies
-on other hosts, or the bytes of what a rank trains. `--what` renews the record's rows of one kind.
+on other hosts, or the bytes of what a rank trains. Recovery: a DDP loop on processes of this machine, one of which is
+killed in each world of all workers (`benchmarks/parts/ddp_recovery.py`). `--what` renews the record's rows of one kind.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ import torch.testing._internal.distributed.fake_pg  # registers torch's backend 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from benchmarks.parts.ddp_recovery import measure_recovery
 from benchmarks.parts.ranks import find_medians, make_exchange, run_ranks, take_turns
 from benchmarks.parts.report import Row, finish, parser
 from benchmarks.training_step import Net
@@ -250,11 +253,14 @@ def measure_collectives(size: int, rounds: int) -> list[Row]:
 def main() -> int:
     arguments = parser(__doc__ or "")
     arguments.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    arguments.add_argument("--what", choices=["all", "steps", "collectives", "commits"], default="all")
+    arguments.add_argument(
+        "--what", choices=["all", "steps", "collectives", "commits", "recovery"], default="all"
+    )
     arguments.add_argument("--layers", type=int, default=80)
     arguments.add_argument("--width", type=int, default=560)
     arguments.add_argument("--rows", type=int, default=32)
     arguments.add_argument("--rounds", type=int, default=15)
+    arguments.add_argument("--kills", type=int, default=20)
     chosen = arguments.parse_args()
     net = Net(chosen.layers, chosen.width, chosen.rows)
     rows = []
@@ -265,6 +271,9 @@ def main() -> int:
             rows += measure_collectives(size, chosen.rounds)
         if chosen.what in ("all", "commits"):
             rows += measure_commits(size, net, chosen.rounds)
+    if chosen.what in ("all", "recovery"):
+        with tempfile.TemporaryDirectory() as folder:
+            rows += measure_recovery(Path(folder), 3, chosen.kills)
     finish("torch_distributed", rows, chosen.json, renew=chosen.what != "all")
     return 0
 
