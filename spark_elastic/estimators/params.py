@@ -265,7 +265,7 @@ class EstimatorParams(ColumnParams):
     gradient_compression: Param[str] = declare("bf16 or fp16 for float32 gradients on the wire, or None")
     reader: Param[str] = declare("what reads the rows: arrow or petastorm")
     balance_rows: Param[bool] = declare(
-        "whether slow workers get fewer rows of a step than others; None: if the weights do not depend on it (P2)"
+        "whether slow workers get fewer rows of a step than others, and hopeless ones are exchanged"
     )
     terminate_on_nan: Param[bool] = declare("whether the first loss of NaN or infinity ends the training")
     inmemory_cache_all: Param[bool] = declare(
@@ -426,7 +426,7 @@ class TorchParams(EstimatorParams):
         precision: str | None = None,
         gradient_compression: str | None = None,
         reader: str = "arrow",
-        balance_rows: bool | None = None,
+        balance_rows: bool = False,
         terminate_on_nan: bool = True,
         inmemory_cache_all: bool = False,
         run_id: str | None = None,
@@ -503,7 +503,7 @@ class KerasParams(EstimatorParams):
         materialize: str = "auto",
         gradient_compression: str | None = None,
         reader: str = "arrow",
-        balance_rows: bool | None = None,
+        balance_rows: bool = False,
         terminate_on_nan: bool = True,
         inmemory_cache_all: bool = False,
         run_id: str | None = None,

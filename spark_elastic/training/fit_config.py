@@ -43,14 +43,6 @@ def check_flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def _check_optional_flag(name: str, value: Any) -> bool | None:
-    if value is None:
-        return None
-    if not isinstance(value, bool | np.bool_):
-        raise InvalidInput(f"{name} must be True, False or None; got {value!r}.")
-    return bool(value)
-
-
 def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> str | None:
     if value is not None and value not in allowed:
         raise InvalidInput(f"{name} must be one of {', '.join(map(repr, allowed))}, or None; got {value!r}.")
@@ -220,8 +212,8 @@ class FitConfig:
     transformation_workers: int = _param(check_whole_number, 0, may_change=True)
     # Which of them: "process" or "thread".
     transformation_pool: str = _param(_check_pool, "process", may_change=True)
-    # Whether slow workers get fewer rows of a step; None: where the weights do not depend on it.
-    balance_rows: bool | None = _param(_check_optional_flag, None, may_change=True)
+    # Whether slow workers get fewer rows of a step.
+    balance_rows: bool = _param(check_flag, False, may_change=True)
     # Whether the first loss of NaN or infinity ends the training.
     terminate_on_nan: bool = _param(check_flag, True, may_change=True)
     # Whether a worker keeps all decoded rows, as far as memory allows.

@@ -211,10 +211,8 @@ class TrainingLoop:
 
     def _make_balancer(self, group: Group) -> RowBalancer | None:
         """None: the ranks of this world divide all rows equally. Alike on all ranks."""
-        wanted, plan = self._spec.config.balance_rows, self._spec.plan
-        if wanted is None:
-            wanted = self._trainer.describe_world_dependence() is None
-        if group.size == 1 or not wanted:
+        plan = self._spec.plan
+        if group.size == 1 or not self._spec.config.balance_rows:
             return None
         return RowBalancer(plan.shares or plan.base_rows, group.size, plan.shares)
 

@@ -8,6 +8,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+import tqdm
 from safetensors import safe_open
 from safetensors.torch import load_model
 
@@ -26,6 +27,13 @@ pytestmark = [
     pytest.mark.timeout(180),
     pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),  # torch's own exporter
 ]
+
+
+@pytest.fixture(autouse=True)
+def no_monitor_of_progress_bars(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's exporter to ONNX shows bars, whose first one starts a thread that lives as long as the process."""
+    monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)
+
 
 COLUMNS = (Column("x", "float64", (4,)), Column("kind", "int32"))
 

@@ -138,6 +138,7 @@ class Job:
     transformation_workers: int = 0
     transformation_pool: str = "process"
     verify_steps: int | None = None
+    balance_rows: bool = False
 
     def plan(self, manifest: Manifest) -> DataPlan:
         plan = DataPlan.for_run(
@@ -169,6 +170,7 @@ class Job:
                 transformation_workers=self.transformation_workers,
                 transformation_pool=self.transformation_pool,
                 verify_steps=self.verify_steps,
+                balance_rows=self.balance_rows,
             ),
             rows=Rows(store, manifest, self.plan(manifest)),
             store=store,

@@ -49,7 +49,7 @@ def build() -> torch.nn.Module:
     return PacedByRows(*layers).double()
 
 
-JOB = Job(build(), sgd, torch.nn.CrossEntropyLoss(), batch_size=EQUAL, workers=2)
+JOB = Job(build(), sgd, torch.nn.CrossEntropyLoss(), batch_size=EQUAL, workers=2, balance_rows=True)
 
 
 def make(task: TorchTrainProgram) -> ProcessLauncher:

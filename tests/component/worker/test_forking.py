@@ -204,10 +204,10 @@ SLOT = """
     import os, sys, signal
     sys.path[:0] = {path!r}
     from spark_elastic.worker.forking import fork_server_cache
-    from test_forking import FORKED, Life
+    from test_forking import FORKED, ForkedChild
 
     if __name__ == "__main__":
-        life = Life(FORKED, lambda: None)
+        life = ForkedChild(FORKED, lambda: None)
         sys.stdout.write(f"{{life.await_warm().pid}} {{fork_server_cache.pid}}\\n")
         sys.stdout.flush()
         signal.pause()
