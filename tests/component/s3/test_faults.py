@@ -140,6 +140,7 @@ def test_each_fault_is_survived_by_reads_and_writes(
     assert server.injected[fault] > 1
 
 
+@pytest.mark.faults
 def test_no_row_is_lost_or_doubled_by_sixty_faults(store: Store, server: FaultyServer, faulty: Store) -> None:
     manifest = write_rows(store)
     server.rates = RATES
