@@ -234,8 +234,8 @@ def test_row_groups_are_read_several_at_once_by_one_request_each(
     seen, _ = read_epoch(replace(faulty, root=f"{faulty.root}/rows"), manifest, 0, cache_bytes=64 << 20)
     assert seen == Counter(range(ROWS))
     assert server.most_at_once > 2
-    # One for each row group, as its two columns are neighbours, and two for each file's footer.
-    assert server.requests == len(manifest.row_groups) + 2 * FILES
+    # One for each row group (its two columns are neighbours), one for its file's state, two for each file's footer.
+    assert server.requests == 2 * len(manifest.row_groups) + 2 * FILES
 
 
 @pytest.mark.parametrize("seconds", [0, -1, 1000])
