@@ -265,7 +265,7 @@ class EstimatorParams(ColumnParams):
     gradient_compression: Param[str] = declare("bf16 or fp16 for float32 gradients on the wire, or None")
     reader: Param[str] = declare("what reads the rows: arrow or petastorm")
     balance_rows: Param[bool] = declare(
-        "whether slow workers get fewer rows of a step than others, and hopeless ones are exchanged"
+        "whether slow workers get fewer rows of a step than others, and stragglers are exchanged"
     )
     terminate_on_nan: Param[bool] = declare("whether the first loss of NaN or infinity ends the training")
     inmemory_cache_all: Param[bool] = declare(

@@ -115,7 +115,7 @@ HANDLERS: dict[type[messages.DriverMessage | on.DriverEvent], Callable[[Transiti
     on.WorkerStalled: workers.on_worker_stalled,
     messages.CheckpointWritten: _on_checkpoint_written,
     messages.CheckpointRefused: _on_checkpoint_refused,
-    messages.WorkerHinders: slots.on_worker_hinders,
+    messages.WorkerStraggles: slots.on_worker_straggles,
     on.DrainRequested: slots.on_drain_requested,
     on.SlotsWanted: slots.on_slots_wanted,
     on.CancelRequested: _on_cancel_requested,

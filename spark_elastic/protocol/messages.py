@@ -197,7 +197,7 @@ class CheckpointRefused(WorkerRequest[Acknowledged]):
 
 
 @dataclass(frozen=True)
-class WorkerHinders(WorkerRequest[Acknowledged]):
+class WorkerStraggles(WorkerRequest[Acknowledged]):
     """The worker keeps the others of its world waiting, and they would be quicker without it."""
 
     fence: Fence
@@ -215,5 +215,5 @@ DriverMessage: TypeAlias = (
     | WorkerDone
     | CheckpointWritten
     | CheckpointRefused
-    | WorkerHinders
+    | WorkerStraggles
 )

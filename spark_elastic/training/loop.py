@@ -184,7 +184,7 @@ class TrainingLoop:
                 if balancer is not None and balancer.add(decision.seconds):
                     self._show_division(balancer.parts, group)
                     break
-                self._report_hindrance(group, handle)
+                self._report_straggler(group, handle)
         return version
 
     def _take_step(
@@ -216,11 +216,11 @@ class TrainingLoop:
             return None
         return RowBalancer(plan.shares or plan.base_rows, group.size, plan.shares)
 
-    def _report_hindrance(self, group: Group, handle: WorkerHandle) -> None:
+    def _report_straggler(self, group: Group, handle: WorkerHandle) -> None:
         """Let the driver exchange this worker, once the others would be quicker without it."""
-        if self._balancer is not None and self._balancer.hopeless == group.rank and not self._reported:
+        if self._balancer is not None and self._balancer.straggler == group.rank and not self._reported:
             self._reported = True
-            handle.report_hindrance(
+            handle.report_straggler(
                 f"rank {group.rank} takes longer than all others together would take for its rows, too, although it "
                 f"has {self._balancer.parts[group.rank]} of a step's {sum(self._balancer.parts)}"
             )

@@ -23,8 +23,8 @@ MAX_GROWTH = 1.25
 MAX_PATIENCE = 32  # windows to wait after changes that did not help
 WORSENING = 1.25  # a step that takes so many times as long ends that wait
 MIN_FRACTION = 1 / 16  # of an equal part, which each rank keeps
-# Windows in a row in which the other ranks alone would have been quicker by HOPELESS_GAIN: the rank is hopeless.
-HOPELESS_WINDOWS, HOPELESS_GAIN = 20, 0.2
+# Windows in a row in which the other ranks alone would have been quicker by STRAGGLER_GAIN: the rank is a straggler.
+STRAGGLER_WINDOWS, STRAGGLER_GAIN = 20, 0.2
 
 
 class RowBalancer:
@@ -43,8 +43,8 @@ class RowBalancer:
         # BatchNorm cannot train on a single row.
         self._least = 1 if shares else max(min(2, parts // size), int(parts // size * MIN_FRACTION), 1)
         # The rank without which the others would be quicker, for some time now; None: there is none.
-        self.hopeless: int | None = None
-        self._hopeless_windows = 0
+        self.straggler: int | None = None
+        self._straggler_windows = 0
         self._asked = 0  # windows in a row that asked for a change
         # What the newest change replaced, until it is judged: (parts by rank, seconds of a step).
         self._former: tuple[list[int], float] | None = None
@@ -119,12 +119,12 @@ class RowBalancer:
         speeds = [count / mean for count, mean in zip(self.parts, means, strict=True)]
         del speeds[slowest]
         without = _longest(_allot(self._total, speeds, self._least, [self._total] * len(speeds)), speeds)
-        if without > (1 - HOPELESS_GAIN) * means[slowest]:
-            self._hopeless_windows, self.hopeless = 0, None
+        if without > (1 - STRAGGLER_GAIN) * means[slowest]:
+            self._straggler_windows, self.straggler = 0, None
             return
-        self._hopeless_windows += 1
-        if self._hopeless_windows >= HOPELESS_WINDOWS:
-            self.hopeless = slowest
+        self._straggler_windows += 1
+        if self._straggler_windows >= STRAGGLER_WINDOWS:
+            self.straggler = slowest
 
 
 def _longest(parts: Sequence[int], speeds: Sequence[float]) -> float:

@@ -31,7 +31,7 @@ from spark_elastic.protocol.messages import (
     Request,
     WorkerDone,
     WorkerFailed,
-    WorkerHinders,
+    WorkerStraggles,
     WorldFormed,
 )
 from spark_elastic.protocol.slot_spec import WorkerIdentity
@@ -133,7 +133,9 @@ class WorkerLoop:
             self._report_position,
             reporter.report,
             self._next_world,
-            report_hindrance=lambda reason: driver.ask(WorkerHinders(identity.worker, self._fence(), reason)),
+            report_straggler=lambda reason: driver.ask(
+                WorkerStraggles(identity.worker, self._fence(), reason)
+            ),
             report_checkpoint=self._report_checkpoint,
         )
         self._outside_world = WorkerContext(

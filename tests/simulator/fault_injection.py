@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.messages import WorkerHinders
+from spark_elastic.protocol.messages import WorkerStraggles
 from tests.simulator.fault_plan import DRIVER_TIMEOUT, Fault, FaultKind, Moment, Share
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 WORKER_FAULTS = (
     FaultKind.KILL_WORKER, FaultKind.CRASH, FaultKind.KILL_SLOT, FaultKind.STOP_WORKER, FaultKind.DRAIN_WORKER,
-    FaultKind.RAISE, FaultKind.HINDER,
+    FaultKind.RAISE, FaultKind.STRAGGLE,
 )  # fmt: skip
 
 
@@ -118,9 +118,9 @@ class FaultInjection:
                 self.sim.server.post(
                     on.DrainRequested(0, "its worker was asked to leave", worker=worker.name)
                 )
-            case FaultKind.HINDER:
+            case FaultKind.STRAGGLE:
                 fence = self.sim.server.state.fence
-                self.sim.server.post(WorkerHinders(worker.name, fence, "the others are quicker without it"))
+                self.sim.server.post(WorkerStraggles(worker.name, fence, "the others are quicker without it"))
             case FaultKind.RAISE:
                 worker.raises = f"flaky {worker.name}"
 

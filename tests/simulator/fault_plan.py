@@ -20,7 +20,7 @@ class FaultKind(Enum):
     ADD_HOST = "a host joins"
     DRAIN_HOST = "drain the host"
     DRAIN_WORKER = "drain the worker"
-    HINDER = "the worker says that it only hinders the others"
+    STRAGGLE = "the worker reports that it keeps the others waiting"
     RAISE = "user code raises once"
     RAISE_AT_ROW = "user code raises at one row, always"
     MASS_DISCONNECT = "the driver's server loses all connections"
@@ -217,7 +217,7 @@ KINDS = (
     (FaultKind.ADD_HOST, 3),
     (FaultKind.DRAIN_HOST, 2),
     (FaultKind.DRAIN_WORKER, 2),
-    (FaultKind.HINDER, 2),
+    (FaultKind.STRAGGLE, 2),
     (FaultKind.RAISE, 2),
     (FaultKind.RAISE_AT_ROW, 1),
     (FaultKind.MASS_DISCONNECT, 2),

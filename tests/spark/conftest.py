@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import cloudpickle
 import pyspark
 import pytest
 
@@ -199,3 +200,15 @@ def spark(sessions: Sessions, spark_cluster: StandaloneCluster) -> SparkSession:
 def spark_with(sessions: Sessions) -> Callable[[Mapping[str, str]], SparkSession]:
     """A factory of sessions with settings of the test's own."""
     return sessions.open
+
+
+@pytest.fixture
+def nets_pickled_by_value() -> Iterator[None]:
+    """Executors have no tests folder. On request: a class that is pickled by value never has the same bytes twice."""
+    from tests.spark import estimators, fits
+
+    for module in (fits, estimators):
+        cloudpickle.register_pickle_by_value(module)
+    yield
+    for module in (fits, estimators):
+        cloudpickle.unregister_pickle_by_value(module)

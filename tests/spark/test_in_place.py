@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -22,26 +20,20 @@ from spark_elastic.spark.dataframes.file_scan import NoFileScan, find_file_scan
 from tests.component.torch.job import ledger_of
 from tests.scenarios import Fault
 from tests.spark.cluster import StandaloneCluster
-from tests.spark.estimators import ROWS, Net, compute_mse, estimator, is_close, table, train_plain
+from tests.spark.estimators import ROWS, compute_mse, estimator, is_close, table, train_plain
 from tests.spark.fits import GatedNet, KillOneExecutor
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.usefixtures("nets_pickled_by_value"),
+    pytest.mark.spark,
+    pytest.mark.native,
+    pytest.mark.timeout(900),
+]
 
 EPOCHS = 120  # of one step each
-
-
-@pytest.fixture(autouse=True)
-def pickled_by_value() -> Iterator[None]:
-    """Executors have no tests folder. Only here: a class that is pickled by value never has the same bytes twice."""
-    modules = [sys.modules[kind.__module__] for kind in (GatedNet, Net)]
-    for module in modules:
-        cloudpickle.register_pickle_by_value(module)
-    yield
-    for module in modules:
-        cloudpickle.unregister_pickle_by_value(module)
 
 
 @pytest.fixture

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -21,26 +19,15 @@ from tests.component.torch.job import ledger_of
 from tests.leaks import SessionOwned
 from tests.scenarios import Fault
 from tests.spark.cluster import StandaloneCluster
-from tests.spark.estimators import ROWS, Net, compute_mse, estimator, is_close, table, train_plain
+from tests.spark.estimators import ROWS, compute_mse, estimator, is_close, table, train_plain
 from tests.spark.fits import GatedNet, KillOneExecutor
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-pytestmark = [pytest.mark.spark, pytest.mark.native]
+pytestmark = [pytest.mark.usefixtures("nets_pickled_by_value"), pytest.mark.spark, pytest.mark.native]
 
 EPOCHS = 120  # of one step each
-
-
-@pytest.fixture(autouse=True)
-def pickled_by_value() -> Iterator[None]:
-    """Executors have no tests folder. Only here: a class that is pickled by value never has the same bytes twice."""
-    modules = [sys.modules[kind.__module__] for kind in (GatedNet, Net)]
-    for module in modules:
-        cloudpickle.register_pickle_by_value(module)
-    yield
-    for module in modules:
-        cloudpickle.unregister_pickle_by_value(module)
 
 
 def test_p1_p2_a_fit_on_a_version_loses_an_executor_while_others_delete_append_and_compact(

@@ -482,10 +482,12 @@ def _dismiss(tx: Transition, worker: WorkerRecord) -> None:
     remove(tx, worker, EvictedWorker(reason, WorkerStatus.SUCCESS))
     tx.emit(StopWorker(reason, worker.worker))
     slot = tx.state.slots[worker.slot]
-    if worker.drain_cause is DrainCause.HINDERS and not slot.hindered:
-        tx.state.slots.put(replace(slot, hindered=True))  # its spare becomes a worker, which may do better
+    if worker.drain_cause is DrainCause.STRAGGLER and not slot.had_straggler:
+        tx.state.slots.put(
+            replace(slot, had_straggler=True)
+        )  # its spare becomes a worker, which may do better
         return
-    if worker.drain_cause is DrainCause.HINDERS:
+    if worker.drain_cause is DrainCause.STRAGGLER:
         record_slot_failure(
             tx, slot.slot, slot.host
         )  # the next slot is to be on another host, if there is one

@@ -23,7 +23,7 @@ from spark_elastic.protocol.driver.state import (
     Transition,
     WorkerRecord,
 )
-from spark_elastic.protocol.messages import Heartbeat, RegisterSlot, WorkerHinders, WorkerStarted
+from spark_elastic.protocol.messages import Heartbeat, RegisterSlot, WorkerStarted, WorkerStraggles
 from spark_elastic.protocol.types import (
     NOT_RUNNING,
     HostId,
@@ -465,14 +465,14 @@ def on_drain_requested(tx: Transition, event: on.DrainRequested) -> None:
         _drain_without_target(tx, event)
 
 
-def on_worker_hinders(tx: Transition, event: WorkerHinders) -> None:
+def on_worker_straggles(tx: Transition, event: WorkerStraggles) -> None:
     """Exchange a straggler, unless the world would be too small without it."""
     worker, world = tx.state.workers.get(event.worker), tx.state.world
     if worker is None or worker.rank is None or event.fence != tx.state.fence:
         return
     assert world is not None
     if world.size > tx.state.limits.min_workers:
-        _drain(tx, worker, event.reason, DrainCause.HINDERS)
+        _drain(tx, worker, event.reason, DrainCause.STRAGGLER)
 
 
 def _drain(tx: Transition, worker: WorkerRecord, reason: str, cause: DrainCause) -> None:

@@ -175,7 +175,7 @@ class SlotRecord:
     disconnected_at: float | None = None  # since when its control connection is broken
     node: str = ""  # its machine's name
     unfit: str = ""  # why what its host runs cannot take part, "" if it can
-    hindered: bool = False  # one of its workers was exchanged, since the others were quicker without it
+    had_straggler: bool = False  # one of its workers was exchanged, since the others were quicker without it
 
     @property
     def machine(self) -> str:
@@ -254,7 +254,7 @@ class DrainCause(Enum):
     HOST = "its host goes"
     NOT_DISCOVERED = "discovery does not list its host"  # undone once discovery lists it again
     BY_USER = "a user asked for it"  # its slot is not asked for again before a member is lost
-    HINDERS = "the others are quicker without it"  # its slot starts another worker, or is exchanged
+    STRAGGLER = "the others are quicker without it"  # its slot starts another worker, or is exchanged
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from spark_elastic.data.plan import Division
-from spark_elastic.training.row_balancer import HOPELESS_WINDOWS, MIN_STEPS, WINDOW, RowBalancer
+from spark_elastic.training.row_balancer import MIN_STEPS, STRAGGLER_WINDOWS, WINDOW, RowBalancer
 
 ROWS = 256
 # Seconds of one step, by the parts of each rank.
@@ -138,22 +138,22 @@ def test_virtual_shares_are_divided_whole() -> None:
     assert balancer.parts == [4, 3, 1]
 
 
-def test_a_rank_that_hinders_whatever_it_is_given_is_hopeless() -> None:
+def test_a_rank_that_keeps_others_waiting_whatever_it_is_given_is_a_straggler() -> None:
     balancer = RowBalancer(ROWS, 3)
     seconds = at_speeds(4e3, 4e3, 10.0)
     simulate(seconds, 10.0, balancer)
-    assert balancer.hopeless is None, "not at once"
-    simulate(seconds, HOPELESS_WINDOWS * 10.0, balancer)
-    assert balancer.hopeless == 2
+    assert balancer.straggler is None, "not at once"
+    simulate(seconds, STRAGGLER_WINDOWS * 10.0, balancer)
+    assert balancer.straggler == 2
     slow_but_useful = RowBalancer(ROWS, 3)
     simulate(at_speeds(4e3, 4e3, 1e3), 60.0, slow_but_useful)
-    assert slow_but_useful.hopeless is None
+    assert slow_but_useful.straggler is None
 
 
-def test_a_slow_rank_is_not_hopeless_if_another_would_need_as_long_for_its_share_too() -> None:
+def test_a_slow_rank_is_no_straggler_if_another_would_need_as_long_for_its_share_too() -> None:
     balancer = RowBalancer(8, 8, shares=8)
     simulate(at_speeds(*[20.0] * 7, 10.0), 60.0, balancer)
-    assert balancer.hopeless is None
+    assert balancer.straggler is None
 
 
 def test_steps_that_were_not_measured_do_not_count() -> None:

@@ -185,7 +185,7 @@ def test_a_late_message_about_an_older_worker_is_ignored() -> None:
     assert name(2, 2) in bench.state.workers.evicted
 
 
-def test_an_exit_that_is_reported_after_the_next_world_is_told() -> None:
+def test_an_exit_that_is_reported_after_the_next_world_reaches_the_user() -> None:
     bench = Bench(replace(FOUR, num_workers=2))
     bench.start(1, 2)
     bench.on(on.ConnectionLost(0, W2.slot, W2))

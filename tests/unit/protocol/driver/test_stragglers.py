@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import AnnounceChange, LaunchSlot, ReleaseSlot, StopWorker
-from spark_elastic.protocol.messages import WorkerExited, WorkerHinders, WorkerStarted
+from spark_elastic.protocol.messages import WorkerExited, WorkerStarted, WorkerStraggles
 from spark_elastic.protocol.types import Fence, SlotId, WorkerId
 from tests.unit.protocol.driver_bench import FOUR, Bench, name
 
@@ -16,7 +16,7 @@ SPARE = name(2, 2)
 
 def exchange(bench: Bench, straggler: WorkerId, step: int) -> None:
     members = bench.members()
-    bench.on(WorkerHinders(straggler, bench.fence, "it is slow"))
+    bench.on(WorkerStraggles(straggler, bench.fence, "it is slow"))
     bench.wait(0.2, heartbeats_of=ALL)
     bench.stop_planned(step, *members)
 
@@ -60,7 +60,7 @@ def test_a_slot_whose_second_worker_is_a_straggler_too_is_exchanged_and_its_host
 def test_a_straggler_stays_where_the_world_would_be_too_small_without_it() -> None:
     bench = Bench(replace(FOUR, min_workers=4))
     bench.start(*ALL)
-    bench.on(WorkerHinders(name(2), bench.fence, "it is slow"))
+    bench.on(WorkerStraggles(name(2), bench.fence, "it is slow"))
     bench.wait(1.0, heartbeats_of=ALL)
     assert not bench.find_commands(AnnounceChange)
 
@@ -68,6 +68,6 @@ def test_a_straggler_stays_where_the_world_would_be_too_small_without_it() -> No
 def test_a_straggler_of_a_former_world_changes_nothing() -> None:
     bench = Bench()
     bench.start(*ALL)
-    bench.on(WorkerHinders(name(2), Fence(1, bench.fence.generation - 1), "it was slow"))
+    bench.on(WorkerStraggles(name(2), Fence(1, bench.fence.generation - 1), "it was slow"))
     bench.wait(1.0, heartbeats_of=ALL)
     assert not bench.find_commands(AnnounceChange)

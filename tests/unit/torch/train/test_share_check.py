@@ -77,7 +77,7 @@ def test_the_third_decides_who_is_wrong() -> None:
     assert caught.value.suspects == (2,)
 
 
-def test_of_two_workers_nobody_can_say_which_is_wrong() -> None:
+def test_two_workers_that_differ_are_both_suspected() -> None:
     with pytest.raises(
         StepDisputed, match="which of them is wrong cannot be said: with three workers"
     ) as caught:
