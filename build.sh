@@ -338,6 +338,12 @@ s3_packages() {
         fail "a package that the tests on S3 need is not in build/s3: add it in s3_packages."
 }
 
+verb_wandb() { # `WandbLogger` beside the real wandb, offline
+    setup
+    packages_beside wandb "wandb>=0.19,<1"
+    PYTHONPATH=$PWD/build/wandb${PYTHONPATH:+:$PYTHONPATH} python -m pytest tests/component/wandb "$@"
+}
+
 verb_pygloo() { # the engine on CPython 3.10, beside pygloo, in an environment of its own; PYTHON310 names that Python
     local own=$PWD/build/pygloo python
     setup

@@ -1,6 +1,6 @@
-"""Callbacks that write the numbers of a training to TensorBoard and MLflow. Rank 0 writes; the others keep count.
+"""Callbacks that write the numbers of a training to TensorBoard, MLflow and W&B. Rank 0 writes; the others keep count.
 
-Both packages are imported on the workers, where they are used. They continue where they stood when another worker
+The packages are imported on the workers, where they are used. They continue where they stood when another worker
 becomes rank 0, or another driver resumes the run. Called from the main thread of training. A thread of its own talks
 to a tracking server: a client retries for minutes before it gives up, and the other ranks would wait for rank 0.
 """
@@ -84,11 +84,62 @@ class TensorBoardLogger(_Counting):
             self._writer = None
 
 
-class MLflowLogger(_Counting):
+class _Remote(_Counting):
+    """Writes to a server through a thread of its own. A server that fails costs numbers and one warning."""
+
+    _server = ""  # its name in the warning
+
+    def __init__(self, every: int) -> None:
+        super().__init__(every)
+        self._notifier: AsyncNotifier | None = None
+        self._run: Any = None  # this one belongs to the notifier's thread; None: not open yet
+        self._failed = False
+
+    def submit(self, call: Callable[[], object], *, replaces: bool = False) -> None:
+        """Make a call in the thread, once the run is open. replaces: an earlier one of its kind that still waits."""
+        if self._notifier is None:
+            self._notifier = AsyncNotifier().__enter__()
+            atexit.register(self._notifier.close)  # of a rank 0 that leaves before the training's end
+        (self._notifier.submit_latest if replaces else self._notifier.submit)(partial(self._send, call))
+
+    def on_fit_end(self, training: Training, history: list[dict[str, Any]]) -> None:
+        if training.rank == 0:
+            self.submit(self.end_run)
+        if self._notifier is None:
+            return
+        self._notifier.close(END_WAIT)
+        if self._notifier.is_alive():
+            self._warn(f"no answer within {END_WAIT:g} s of the training's end")
+        self._notifier = None
+
+    @abstractmethod
+    def open_run(self) -> Any:
+        """Called in the thread. The run, or a new one where there is none yet."""
+
+    @abstractmethod
+    def end_run(self) -> None:
+        """Called in the thread."""
+
+    def _send(self, call: Callable[[], object]) -> None:
+        try:
+            if self._run is None:
+                self._run = self.open_run()
+            call()
+        except Exception as reason:  # whatever it is, the training continues
+            self._warn(reason)
+
+    def _warn(self, reason: object) -> None:
+        if not self._failed:
+            log.warning("%s does not take the training's numbers: %s", self._server, reason)
+        self._failed = True
+
+
+class MLflowLogger(_Remote):
     """One run of MLflow: metrics `step_...` each `every` steps, `epoch_...` with validation and metrics.
 
     tracking_uri: of a server or store that every executor reaches. A tracking server that fails costs numbers and one
-    warning, never the training. Credentials: MLflow's own variables in the executors' environment.
+    warning, never the training. Credentials: MLflow's own variables in the executors' environment. After `fit`,
+    `spark_elastic.estimators.mlflow_fit.log_fit` adds parameters, data, environment and model to the same run.
     """
 
     def __init__(
@@ -96,12 +147,14 @@ class MLflowLogger(_Counting):
     ) -> None:
         super().__init__(every)
         self.key = uuid.uuid4().hex  # a tag, by which a later rank 0 finds the run
+        self._server = f"MLflow at {tracking_uri}"
         self._tracking_uri, self._experiment, self._run_name = tracking_uri, experiment, run_name
-        self._notifier: AsyncNotifier | None = None
         self._waiting: deque[Any] = deque(maxlen=MOST_WAITING)  # written, and not sent yet
-        self._client: Any = None  # this and the next two belong to the notifier's thread
-        self._run = ""
-        self._failed = False
+        self._client: Any = None  # belongs to the notifier's thread
+
+    @property
+    def tracking_uri(self) -> str:
+        return self._tracking_uri
 
     def on_fit_begin(self, training: Training) -> None:
         _import_or_refuse("mlflow", "mlflow-skinny", self)
@@ -112,23 +165,28 @@ class MLflowLogger(_Counting):
         self._waiting.extend(
             entities.Metric(f"{kind}_{name}", value, now, at) for name, value in values.items()
         )
-        self._start_notifier().submit_latest(partial(self._send, self._log_waiting))
+        self.submit(self._log_waiting, replaces=True)
 
-    def on_fit_end(self, training: Training, history: list[dict[str, Any]]) -> None:
-        if training.rank == 0:
-            self._start_notifier().submit(partial(self._send, lambda: self._client.set_terminated(self._run)))
-        if self._notifier is None:
-            return
-        self._notifier.close(END_WAIT)
-        if self._notifier.is_alive():
-            self._warn(f"no answer within {END_WAIT:g} s of the training's end")
-        self._notifier = None
+    def find_run(self) -> str | None:
+        """The id of the run, also on the driver; None while there is none. Asks the tracking server."""
+        client = _import_or_refuse("mlflow", "mlflow-skinny", self).MlflowClient(self._tracking_uri)
+        found = client.get_experiment_by_name(self._experiment)
+        runs = found and client.search_runs([found.experiment_id], f"tags.spark_elastic = '{self.key}'")
+        return str(runs[0].info.run_id) if runs else None
 
-    def _start_notifier(self) -> AsyncNotifier:
-        if self._notifier is None:
-            self._notifier = AsyncNotifier().__enter__()
-            atexit.register(self._notifier.close)  # of a rank 0 that leaves before the training's end
-        return self._notifier
+    def open_run(self) -> str:
+        self._client = _import_or_refuse("mlflow", "mlflow-skinny", self).MlflowClient(self._tracking_uri)
+        run = self.find_run()
+        if run is not None:
+            return run
+        found = self._client.get_experiment_by_name(self._experiment)
+        experiment = found.experiment_id if found else self._client.create_experiment(self._experiment)
+        tags = {"spark_elastic": self.key}
+        made = self._client.create_run(experiment, tags=tags, run_name=self._run_name)
+        return str(made.info.run_id)
+
+    def end_run(self) -> None:
+        self._client.set_terminated(self._run)
 
     def _log_waiting(self) -> None:
         """In as few requests as MLflow takes: steps may be faster than a server answers."""
@@ -136,31 +194,39 @@ class MLflowLogger(_Counting):
             count = min(len(self._waiting), REQUEST)
             self._client.log_batch(self._run, [self._waiting.popleft() for _ in range(count)])
 
-    def _send(self, call: Callable[[], object]) -> None:
-        try:
-            if not self._run:
-                self._open()
-            call()
-        except Exception as reason:  # whatever it is, the training continues
-            self._warn(reason)
 
-    def _warn(self, reason: object) -> None:
-        if not self._failed:
-            log.warning("MLflow at %s does not take the training's numbers: %s", self._tracking_uri, reason)
-        self._failed = True
+class WandbLogger(_Remote):
+    """One run of Weights & Biases: `step/...` each `every` steps, `epoch/...` with validation and metrics.
 
-    def _open(self) -> None:
-        """The run, or a new one where there is none yet."""
-        mlflow = _import_or_refuse("mlflow", "mlflow-skinny", self)
-        self._client = mlflow.MlflowClient(self._tracking_uri)
-        found = self._client.get_experiment_by_name(self._experiment)
-        experiment = found.experiment_id if found else self._client.create_experiment(self._experiment)
-        runs = self._client.search_runs([experiment], f"tags.spark_elastic = '{self.key}'")
-        if runs:
-            self._run = runs[0].info.run_id
-        else:
-            tags = {"spark_elastic": self.key}
-            self._run = self._client.create_run(experiment, tags=tags, run_name=self._run_name).info.run_id
+    project: of W&B. options: of `wandb.init`, such as entity, name, config, dir, or mode="offline", whose files `wandb
+    sync` sends later. Credentials: W&B's own variables in the executors' environment. A server that fails costs numbers
+    and one warning, never the training.
+    """
+
+    _server = "W&B"
+
+    def __init__(self, project: str, every: int = 10, **options: Any) -> None:
+        super().__init__(every)
+        self.key = uuid.uuid4().hex[:16]  # the run's id, by which a later rank 0 continues it
+        self._project, self._options = project, options
+
+    def on_fit_begin(self, training: Training) -> None:
+        _import_or_refuse("wandb", "wandb", self)
+
+    def write(self, kind: str, values: Mapping[str, float], at: int) -> None:
+        row = {f"{kind}/{name}": value for name, value in values.items()}
+        self.submit(lambda: self._run.log({**row, kind: at}))
+
+    def open_run(self) -> Any:
+        wandb = _import_or_refuse("wandb", "wandb", self)
+        run = wandb.init(project=self._project, id=self.key, resume="allow", **self._options)
+        for kind in ("step", "epoch"):  # points stand where the training was, whichever worker wrote them
+            run.define_metric(kind, hidden=True)
+            run.define_metric(f"{kind}/*", step_metric=kind)
+        return run
+
+    def end_run(self) -> None:
+        self._run.finish()
 
 
 def numbers(logs: Logs) -> dict[str, float]:

@@ -1,0 +1,120 @@
+"""A fit in MLflow: one run has the curves, parameters, data, environment and a model whose signature holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import tqdm
+
+pytest.importorskip("pyspark")
+
+import keras
+import mlflow
+
+from spark_elastic.data.manifest import Column
+from spark_elastic.errors import InvalidInput
+from spark_elastic.estimators.keras_model import ElasticKerasModel, KerasPredictor
+from spark_elastic.estimators.mlflow_fit import log_fit, make_signature
+from spark_elastic.estimators.predictor import ModuleWithTransformation, TorchPredictor
+from spark_elastic.estimators.saving import pack
+from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
+from spark_elastic.estimators.torch_model import ElasticTorchModel
+from spark_elastic.estimators.transformer import FitSummary
+from spark_elastic.keras.train.archive import Archive
+from spark_elastic.torch import loggers
+from spark_elastic.torch.callbacks import Training
+from spark_elastic.torch.loggers import MLflowLogger
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore::FutureWarning:mlflow.*"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:mlflow.*"),
+    pytest.mark.filterwarnings("ignore::UserWarning:mlflow.*"),
+    pytest.mark.filterwarnings("ignore:_ImportHookChainedLoader:ImportWarning"),  # MLflow's hook of imports
+    pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning"),  # the same hook
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # Keras 3 with numpy 2
+]
+
+COLUMNS = (Column("x", "float64", (4,)),)
+SUMMARY = FitSummary(run_id="r", data="version 3 of the Delta table t", data_digest="abcd", data_rows=9)
+
+
+@pytest.fixture
+def tracking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A store in a folder, for runs and registry."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.setattr(loggers, "END_WAIT", 60.0)
+    # The first bar of MLflow starts a thread that never ends.
+    monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)
+    before, uri = mlflow.get_tracking_uri(), (tmp_path / "mlflow").as_uri()
+    mlflow.set_tracking_uri(uri)
+    mlflow.autolog(disable=True)
+    yield uri
+    mlflow.set_tracking_uri(before)
+
+
+def _play_training(logger: MLflowLogger) -> None:
+    weight = torch.nn.Parameter(torch.zeros(1))
+    training = Training(torch.nn.Linear(1, 1), torch.optim.SGD([weight], lr=0.5), 0, 1)
+    logger.on_fit_begin(training)
+    logger.on_epoch_end(training, {"epoch": 0, "loss": 0.25})
+    logger.on_fit_end(training, [])
+
+
+def test_curves_parameters_data_environment_and_model_are_in_one_run(tracking: str) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(4, 2))
+    logger = MLflowLogger(tracking, "digits")
+    estimator = ElasticTorchEstimator(
+        model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.5), epochs=3, callbacks=[logger]
+    )
+    model = ElasticTorchModel(TorchPredictor(pack(net), COLUMNS), SUMMARY)
+    with pytest.raises(InvalidInput, match="the MLflowLogger has no run yet"):
+        log_fit(estimator, model, logger=logger)
+    _play_training(logger)
+    info = log_fit(estimator, model, logger=logger, registered_model_name="digits")
+    run = mlflow.get_run(logger.find_run())
+    assert run.info.status == "FINISHED"
+    assert run.data.metrics["epoch_loss"] == 0.25
+    assert run.data.params["epochs"] == "3"
+    assert run.data.params["optimizer"].startswith("SGD{'lr': 0.5")
+    assert "callbacks" not in run.data.params
+    assert run.data.tags["version.torch"] == torch.__version__
+    (data,) = run.inputs.dataset_inputs
+    assert (data.dataset.name, data.dataset.digest) == (SUMMARY.data, "abcd")
+    assert json.loads(mlflow.artifacts.load_text(f"{run.info.artifact_uri}/fit_report.json"))
+    assert info.signature.inputs.inputs[0].shape == (-1, 4)
+    loaded = mlflow.pyfunc.load_model("models:/digits/1")
+    x = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
+    np.testing.assert_allclose(loaded.predict(x), net(torch.from_numpy(x)).detach().numpy(), rtol=1e-5)
+    with pytest.raises(mlflow.exceptions.MlflowException):
+        loaded.predict(np.zeros((3, 5), np.float32))
+
+
+def test_a_keras_model_is_registered_with_its_signature(tracking: str) -> None:
+    net = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    net.compile(optimizer="sgd", loss="mse")
+    model = ElasticKerasModel(KerasPredictor(Archive.of(net, None), COLUMNS), SUMMARY)
+    estimator: Any = ElasticTorchEstimator(epochs=2)  # its parameters alone count
+    with mlflow.start_run() as run:
+        log_fit(estimator, model, registered_model_name="prices")
+    assert mlflow.get_run(run.info.run_id).data.params["epochs"] == "2"
+    x = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
+    loaded = mlflow.pyfunc.load_model("models:/prices/1")
+    np.testing.assert_allclose(loaded.predict(x), np.asarray(net(x)), rtol=1e-5)
+
+
+def test_a_transformation_needs_a_signature_from_the_user() -> None:
+    module = torch.nn.Linear(3, 1)
+    packed = pack(ModuleWithTransformation(module, dict), module)
+    model = ElasticTorchModel(TorchPredictor(packed, (Column("x", "object"),)), SUMMARY)
+    with pytest.raises(
+        InvalidInput, match=r"transformation_fn, .* pass signature=mlflow.models.infer_signature"
+    ):
+        make_signature(model)
