@@ -19,7 +19,7 @@ from spark_elastic.estimators.params import TorchParams, with_horovod_names
 from spark_elastic.estimators.predictor import ModuleWithTransformation, TorchPredictor
 from spark_elastic.estimators.saving import Packed, pack
 from spark_elastic.estimators.torch_model import ElasticTorchModel
-from spark_elastic.estimators.torch_objects import check_scalar_inputs, check_torch_objects, find_activation
+from spark_elastic.estimators.torch_objects import check_on_two_rows, check_torch_objects, find_activation
 from spark_elastic.estimators.transformer import try_widths
 from spark_elastic.estimators.validation import FitRequest, build_request
 from spark_elastic.torch.train.spec import TorchUserObjects
@@ -29,7 +29,7 @@ from spark_elastic.training.spec import TrainSpec
 
 
 def _build_program(spec: TrainSpec, objects: TorchUserObjects) -> TorchTrainProgram:
-    check_scalar_inputs(objects, spec.features)
+    check_on_two_rows(objects, spec)
     return TorchTrainProgram(spec, objects)
 
 

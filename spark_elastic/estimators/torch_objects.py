@@ -9,6 +9,8 @@ import copy
 import functools
 import inspect
 import io
+import logging
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -20,19 +22,23 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
-from spark_elastic.data.manifest import Column
-from spark_elastic.errors import InvalidInput
+from spark_elastic.data.loader import StepRows
+from spark_elastic.data.reading.readers import read_sample_rows
+from spark_elastic.errors import ElasticError, InvalidInput
 from spark_elastic.torch.callbacks import Callback, LearningRateSchedule
 from spark_elastic.torch.determinism import check_layers
 from spark_elastic.torch.gradients.exchange_options import find_trainable
 from spark_elastic.torch.optimizers import build_optimizer, check_steps_alone
 from spark_elastic.torch.train.lightning import check_lightning, is_lightning
 from spark_elastic.torch.train.metrics import name_metrics
-from spark_elastic.torch.train.spec import TorchUserObjects
+from spark_elastic.torch.train.spec import TorchUserObjects, make_batch_builder
 from spark_elastic.torch.train.state import check_storable
 from spark_elastic.training.fit_config import describe_type
-from spark_elastic.training.model_io import input_dtype
-from spark_elastic.training.transformation import check_transformation
+from spark_elastic.training.spec import TrainSpec
+from spark_elastic.training.transformation import RowBatch, check_transformation
+from spark_elastic.training.transformation_pool import bind_transformation
+
+log = logging.getLogger("spark_elastic")
 
 
 def check_serializable(model: torch.nn.Module) -> None:
@@ -203,47 +209,79 @@ def _check_forward(model: torch.nn.Module, features: Sequence[str]) -> None:
         ) from error
 
 
-def check_scalar_inputs(objects: TorchUserObjects, features: Sequence[Column]) -> None:
-    """Refuse a model that takes columns of single numbers as (rows, 1): they come as (rows,). It is run on two rows.
+# Bytes of parameters of a model that is copied for a trial; a larger one is tried by the workers alone.
+TRIED_BYTES = 1 << 28
+# Errors about what this process may lack and a worker has: devices, other ranks.
+_WORKER_NEEDED = re.compile(r"cuda|gpu|device|driver|process group|rank|horovod", re.IGNORECASE)
 
-    Any other failure says nothing, since the model may need a worker's devices.
+
+def check_on_two_rows(objects: TorchUserObjects, spec: TrainSpec) -> None:
+    """Run a copy of the model and the loss on two rows of the data, and refuse what fails there.
+
+    A worker would fail in the same way, seconds later and with a traceback of another machine. Failures that may come
+    from this process itself (no such file, package or device) say nothing.
+
+    Raises:
+        InvalidInput: the shapes and types of the columns, and the error of the model or the loss.
     """
-    scalar = [column.name for column in features if column.shape == ()]
-    if (
-        not scalar
-        or objects.transformation is not None
-        or objects.train_minibatch_fn is not None
-        or is_lightning(objects.model)
-        or _runs_on_two_rows(objects.model, features)
-        or not _runs_on_two_rows(
-            objects.model, [replace(each, shape=each.shape or (1,)) for each in features]
-        )
-    ):
+    model = objects.model
+    size = sum(each.nbytes for each in model.parameters())
+    synchronized = any(isinstance(part, torch.nn.SyncBatchNorm) for part in model.modules())
+    if is_lightning(model) or size > TRIED_BYTES or synchronized:
         return
-    shapes = [list(column.shape or (1,)) for column in features]
-    raise InvalidInput(
-        f"the model does not take feature columns of single numbers ({', '.join(scalar)}) as tensors of shape (rows,), "
-        f"but takes (rows, 1): set input_shapes={shapes}."
-    )
-
-
-def _runs_on_two_rows(model: torch.nn.Module, features: Sequence[Column]) -> bool:
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            tried = copy.deepcopy(model).eval()
-            floats = input_dtype(tried.parameters(), torch.get_default_dtype())
-            dtypes = {"f": floats, "b": torch.bool}
-            tried(
-                *(
-                    torch.zeros(
-                        (2, *column.shape), dtype=dtypes.get(np.dtype(column.dtype).kind, torch.int64)
-                    )
-                    for column in features
-                )
+        names = list(dict.fromkeys(spec.config.used_cols))
+        columns = read_sample_rows(spec.rows.data, spec.rows.manifest, names)
+        rows = StepRows(0, 0, 2, np.arange(2), columns)
+        _run_on_rows(objects, spec, rows)
+    except InvalidInput:
+        raise
+    except (ElasticError, OSError, ImportError, MemoryError, NotImplementedError) as error:
+        log.debug("the model was not tried on two rows: %s", error)
+    except Exception as error:  # of the user's code
+        if _WORKER_NEEDED.search(str(error)):
+            log.debug("the model was not tried on two rows: %s", error)
+            return
+        raise InvalidInput(_describe_failure(objects, spec, rows, error)) from error
+
+
+def _run_on_rows(objects: TorchUserObjects, spec: TrainSpec, rows: StepRows) -> None:
+    transformation = bind_transformation(spec.config, objects.transformation)
+    if transformation is not None:
+        batch = RowBatch(rows.columns, rows.row_ids, 0, (0, 2), augments=True)
+        rows = replace(rows, columns=transformation.apply(batch))
+    with MODEL_FACTORY_LOCK, torch.random.fork_rng(devices=[]):
+        model = copy.deepcopy(objects.model).train()
+        part = make_batch_builder(spec, objects, model).build(rows)
+        if len(objects.losses) > 1:  # their denominators are sums over all ranks
+            model(*part.features)
+        else:
+            objects.loss_fn(spec)(model, part)
+
+
+def _describe_failure(objects: TorchUserObjects, spec: TrainSpec, rows: StepRows, error: Exception) -> str:
+    scalar = [column.name for column in spec.features if column.shape == ()]
+    if scalar and objects.transformation is None:
+        shapes = [column.shape or (1,) for column in spec.features]
+        features = tuple(
+            replace(each, shape=shape) for each, shape in zip(spec.features, shapes, strict=True)
+        )
+        try:
+            _run_on_rows(objects, replace(spec, features=features), rows)
+        except Exception:
+            pass  # that is not the cause
+        else:
+            return (
+                f"the model does not take feature columns of single numbers ({', '.join(scalar)}) as tensors of shape "
+                f"(rows,), but takes (rows, 1): set input_shapes={[list(shape) for shape in shapes]}."
             )
-    except Exception:  # of the user's code
-        return False
-    return True
+    reshaped = {} if objects.transformation else {column.name: column.shape for column in spec.features}
+    given = ", ".join(
+        f"{name!r} of {array.dtype} {(2, *reshaped.get(name, array.shape[1:]))}"
+        for name, array in rows.columns.items()
+    )
+    message = " ".join(str(error).split()).rstrip(".")
+    return f"the model or the loss fails on two rows of the data, {given}, with {type(error).__name__}: {message}."
 
 
 def _check_dense(model: torch.nn.Module) -> None:

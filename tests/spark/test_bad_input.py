@@ -127,6 +127,18 @@ def test_a_shape_that_does_not_fit_the_rows_is_refused(spark: SparkSession, tmp_
     assert is_one_sentence(caught.value)
 
 
+def test_a_model_of_the_wrong_width_is_refused_before_workers_start(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        InvalidInput, match=r"two rows of the data, 'x' of .* with RuntimeError: mat1 and"
+    ) as caught:
+        estimator(
+            tmp_path, model=torch.nn.Linear(3, 1), optimizer=lambda params: torch.optim.SGD(params, lr=0.1)
+        ).fit(table(spark))
+    assert is_one_sentence(caught.value)
+
+
 def test_a_failed_fit_leaves_nothing_of_its_run_in_the_store(spark: SparkSession, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput):
         estimator(tmp_path, input_shapes=[(3, 1)], run_id="mine").fit(table(spark))

@@ -23,6 +23,7 @@ from pyspark.ml.feature import VectorAssembler
 
 from spark_elastic.errors import InvalidInput, WorkerFailed
 from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
+from spark_elastic.torch import progress
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -120,7 +121,9 @@ def test_a_pipeline_of_vectors_fits_with_other_epochs_and_keeps_its_data(
 
 def test_an_error_in_user_code_comes_back_with_its_traceback(spark: SparkSession, tmp_path: Path) -> None:
     def raise_in_loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("the loss is out of order")
+        if progress() is not None:  # in a worker
+            raise RuntimeError("the loss is out of order")
+        return ((output - label) ** 2).mean()
 
     est = estimator(tmp_path, loss=raise_in_loss)
     with pytest.raises(WorkerFailed, match="the loss is out of order") as caught:

@@ -7,7 +7,7 @@ from contextlib import closing
 from typing import Any
 
 from spark_elastic.data.manifest import Manifest
-from spark_elastic.data.reading.decoding import Reader
+from spark_elastic.data.reading.decoding import ColumnArrays, Reader
 from spark_elastic.data.reading.group_reader import ArrowReader
 from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES
 from spark_elastic.data.store import Store
@@ -49,8 +49,13 @@ def open_reader(
     return ArrowReader(store, manifest, columns, cache_bytes)
 
 
-def read_sample_row(store: Store, manifest: Manifest, columns: Sequence[str]) -> list[Any]:
-    """One row of the smallest row group, for a function of rows to be tried on: its value in each column."""
+def read_sample_rows(store: Store, manifest: Manifest, columns: Sequence[str]) -> ColumnArrays:
+    """The first and the last row of the smallest row group, for a function or a model to be tried on."""
     with closing(open_reader("arrow", store, manifest, columns)) as reader:
         found = reader.fetch(int(manifest.row_groups.rows.argmin()))
-    return [found[name][0] for name in columns]
+    return {name: found[name][[0, -1]] for name in columns}
+
+
+def read_sample_row(store: Store, manifest: Manifest, columns: Sequence[str]) -> list[Any]:
+    """The first row of the smallest row group, for a function of rows to be tried on: its value in each column."""
+    return [values[0] for values in read_sample_rows(store, manifest, columns).values()]

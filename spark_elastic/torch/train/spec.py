@@ -32,6 +32,7 @@ from spark_elastic.torch.train.loss import (
 )
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.identity import NUMBERS, PLAIN, WEIGHTS, digest, is_comparable, to_text
+from spark_elastic.training.model_io import input_dtype
 from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.transformation import Transformation
 
@@ -249,3 +250,15 @@ class BatchBuilder:
         if tensor.is_floating_point():
             return tensor.to(self._dtype)
         return tensor if tensor.dtype is torch.bool else tensor.to(torch.int64)
+
+
+def make_batch_builder(spec: TrainSpec, objects: TorchUserObjects, model: torch.nn.Module) -> BatchBuilder:
+    """The builder of the batches that this model, or a copy of it, trains on."""
+    return BatchBuilder(
+        spec.features,
+        spec.config.label_cols,
+        spec.config.sample_weight_col,
+        input_dtype(model.parameters(), torch.get_default_dtype()),
+        spec.config.label_shapes,
+        reshapes=objects.transformation is None,
+    )

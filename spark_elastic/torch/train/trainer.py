@@ -27,13 +27,12 @@ from spark_elastic.torch.train.forward import describe_world_dependence
 from spark_elastic.torch.train.metrics import Metrics, is_accumulator
 from spark_elastic.torch.train.share_check import ShareChecker
 from spark_elastic.torch.train.share_step import ShareStep, build_shares, sum_over_shares
-from spark_elastic.torch.train.spec import BatchBuilder, TorchUserObjects, trainer_plan
+from spark_elastic.torch.train.spec import TorchUserObjects, make_batch_builder, trainer_plan
 from spark_elastic.torch.train.state import TorchTrainingState, dump_values
 from spark_elastic.torch.train.step import GradientScaling, TrainStep
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.loop import TrainingLoop
-from spark_elastic.training.model_io import input_dtype
 from spark_elastic.training.progress import TrainingProgress
 from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.step_summary import StepDecision, StepSummary, exchange_summaries
@@ -96,15 +95,7 @@ class TorchTrainer:
                 bind_transformation(config, objects.transformation),
                 lambda rows, rank: build_shares(self._batches, rows, rank),
             )
-        dtype = input_dtype(model.parameters(), torch.get_default_dtype())
-        self._batches = BatchBuilder(
-            spec.features,
-            config.label_cols,
-            config.sample_weight_col,
-            dtype,
-            config.label_shapes,
-            reshapes=objects.transformation is None,
-        )
+        self._batches = make_batch_builder(spec, objects, model)
 
     @property
     def work(self) -> WorkClock:

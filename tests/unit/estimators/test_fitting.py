@@ -42,6 +42,9 @@ from spark_elastic.torch.train.spec import TorchUserObjects
 from tests.memory_store import make_memory_store
 from tests.unit.estimators.requests import request
 
+# Its programs are not run, nor is the model tried on rows.
+UNTRIED: Any = dataclasses.replace(TORCH, build_program=lambda spec, objects: "program")
+
 
 @pytest.mark.parametrize("master", ["local[2]", "local-cluster[3,1,1024]"])
 def test_on_one_machine_the_store_is_a_folder_for_as_long_as_the_fit(master: str) -> None:
@@ -97,7 +100,7 @@ def test_an_unscaled_learning_rate_is_logged_once(
     plan: Any = SimpleNamespace(plan=SimpleNamespace(global_batch=8), features=())
     with fitting._show_progress(wanted) as shown:
         training: Any = SimpleNamespace(
-            platform=platform, request=wanted, framework=TORCH, listener=shown, run_id="r"
+            platform=platform, request=wanted, framework=UNTRIED, listener=shown, run_id="r"
         )
         Training.launch(training, plan, SimpleNamespace(run_id="r"))
     assert capsys.readouterr().err.count("the learning rate is not multiplied") == lines
@@ -111,7 +114,7 @@ def test_a_fit_does_not_wait_for_a_terminal_that_blocks(monkeypatch: pytest.Monk
     read = threading.Event()
     shown = SimpleNamespace(on_message=lambda text: read.wait(60.0))
     training: Any = SimpleNamespace(
-        platform=platform, request=wanted, framework=TORCH, listener=shown, run_id="r"
+        platform=platform, request=wanted, framework=UNTRIED, listener=shown, run_id="r"
     )
     ended = threading.Event()
 

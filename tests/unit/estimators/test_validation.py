@@ -8,7 +8,6 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,10 @@ import torch
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from spark_elastic.config import ElasticConfig
-from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators import torch_objects
 from spark_elastic.estimators.params import TorchParams
-from spark_elastic.estimators.torch_objects import check_scalar_inputs, check_torch_objects
+from spark_elastic.estimators.torch_objects import check_torch_objects
 from spark_elastic.estimators.validation import FitRequest, build_request
 from spark_elastic.torch.callbacks import BestWeights, Callback, EarlyStopping, LearningRateSchedule
 from spark_elastic.training.fit_config import FitConfig
@@ -67,17 +65,6 @@ def test_a_forward_that_does_not_take_the_feature_columns_is_refused_with_advice
         InvalidInput, match=r"Sequential\.forward is given one tensor for each .*VectorAssembler"
     ):
         ask(feature_cols=["x", "z"])
-
-
-def test_a_model_that_takes_single_numbers_as_a_matrix_is_refused_with_the_shapes_to_set() -> None:
-    objects = ask(model=torch.nn.Linear(1, 1), optimizer=sgd).objects
-    number = Column("x", "float64")
-    with pytest.raises(InvalidInput, match=r"columns of single numbers \(x\).*set input_shapes=\[\[1\]\]"):
-        check_scalar_inputs(objects, [number])
-    check_scalar_inputs(objects, [replace(number, shape=(1,))])
-    embedding = ask(model=torch.nn.Embedding(3, 1), optimizer=sgd).objects
-    check_scalar_inputs(embedding, [Column("x", "int32")])
-    check_scalar_inputs(ask().objects, [number])  # fails either way, so nothing is known
 
 
 class SharpnessAwareSGD(torch.optim.SGD):
