@@ -200,7 +200,11 @@ def free_cluster(sessions: Sessions, standalone: StandaloneCluster) -> Standalon
 def spark(sessions: Sessions, spark_cluster: StandaloneCluster) -> SparkSession:
     """A session with the default settings on three executors that take tasks."""
     session = sessions.open({})
-    await_true(lambda: len(ready_executors(session)) == HOSTS, f"{HOSTS} ready executors")
+    try:
+        await_true(lambda: len(ready_executors(session)) == HOSTS, f"{HOSTS} ready executors")
+    except TimeoutError:
+        sessions.stop()  # the next test gets another one, instead of waiting as long
+        raise
     return session
 
 
