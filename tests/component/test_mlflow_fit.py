@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,8 @@ def tracking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)
     before, uri = mlflow.get_tracking_uri(), (tmp_path / "mlflow").as_uri()
     mlflow.set_tracking_uri(uri)
+    # MLflow's hook of imports, which warns at each later import of a package that it knows, goes with the test.
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     mlflow.autolog(disable=True)
     yield uri
     mlflow.set_tracking_uri(before)
