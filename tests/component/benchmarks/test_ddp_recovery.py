@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.parts.ddp_recovery import measure_recovery
 
-pytestmark = [pytest.mark.native, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.native, pytest.mark.faults, pytest.mark.timeout(300)]
 
 BUDGET = 5000.0  # milliseconds; the benchmark's figures are a twentieth of it
 

@@ -80,6 +80,7 @@ def test_row_groups_are_equal_as_values_and_as_arrays() -> None:
     assert RowGroups.of(single[:2]) != groups
 
 
+@pytest.mark.faults  # for its duration
 def test_a_million_row_groups_are_a_few_bytes_each() -> None:
     files = 100_000
     numbers = np.arange(MILLION)

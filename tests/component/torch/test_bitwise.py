@@ -63,6 +63,7 @@ def test_the_estimators_weights_and_losses_have_the_same_bits_after_a_kill(
     assert found[0] == found[1]
 
 
+@pytest.mark.faults
 def test_a_loops_weights_have_the_same_bits_after_a_kill(fault: Fault) -> None:
     """Sparse gradients, noise in the rows, and reading processes."""
     alone = Run(train, ("embedding", {}), room=1, num_workers=1).results()

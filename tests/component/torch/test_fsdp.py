@@ -49,7 +49,9 @@ def play(folder: Path, blows: Blows, size: int, epochs: int = EPOCHS, **given: A
             3, [("copies", 4, (1,)), ("step", 9, (2,)), ("build", 9, (0,))], marks=pytest.mark.faults
         ),
         # Two hosts at once that do not hold a shard and its copy; then one, and another while the rest divide anew.
-        (4, [("step", 4, (0, 2)), ("step", 9, (0,)), ("divide again", 9, (1,))]),
+        pytest.param(
+            4, [("step", 4, (0, 2)), ("step", 9, (0,)), ("divide again", 9, (1,))], marks=pytest.mark.faults
+        ),
     ],
 )
 def test_kills_cost_no_committed_step_and_no_row(
@@ -61,6 +63,7 @@ def test_kills_cost_no_committed_step_and_no_row(
     assert len(run.sizes()) > len(blows)
 
 
+@pytest.mark.faults
 def test_a_shard_of_which_a_bit_flipped_comes_from_its_copy(tmp_path: Path, alone: dict[str, Any]) -> None:
     run, results = play(tmp_path, [("flip", 4, (1,)), ("step", 4, (0,))], 3)
     assert_exact(results, alone, EPOCHS)

@@ -66,7 +66,7 @@ def last_rows(ledger: Path) -> dict[int, float]:
     return {pid: mean(counts) for pid, counts in rows.items()}
 
 
-@pytest.mark.parametrize("shares", [0, 8])
+@pytest.mark.parametrize("shares", [0, pytest.param(8, marks=pytest.mark.faults)])
 def test_p1_p2_a_slow_worker_gets_fewer_rows_and_nothing_else_changes(shares: int, tmp_path: Path) -> None:
     job, data, follower = replace(JOB, shares=shares), make_data(tmp_path), Follower()
     ledger = tmp_path / "ledger"
