@@ -51,9 +51,9 @@ variable of the driver's environment. Times are in seconds.
 MEASURED = """# Benchmarks
 
 Made from `benchmarks/results/` by `python docs/generate.py`; that folder's README says how each file was made, and how
-to read it. `./build.sh bench NAME` repeats one. The peers: torch's Gloo (allreduce, two_hosts), its DDP over Gloo
-(training_step), our own step without bitwise mode (bitwise_step), TensorFlow's MultiWorkerMirroredStrategy
-(training_step_tensorflow), a plain loop in one process, with the better of one and two threads, or DDP (estimator),
+to read it. `./build.sh bench NAME` repeats one. The peers: torch's Gloo (allreduce, torch_distributed, two_hosts), its
+DDP over Gloo (training_step), our own step without bitwise mode (bitwise_step), TensorFlow's
+MultiWorkerMirroredStrategy (training_step_tensorflow), a plain loop in one process, with the better of one and two threads, or DDP (estimator),
 torchrun (recovery), a deepcopy of the state (commit), torch's TCPStore (control_plane), pyarrow's reads of row groups
 (reader), torch's DataLoader (images), the table's own order (row_order), rows shuffled one by one, or 16 lanes
 (mixing), float32 where a row says so; ours and the peer ran in turns. Beside memory stands its bound.
@@ -87,6 +87,16 @@ CASES = (
     ("allreduce", "4 MB, 2 ranks, in shared memory"),
     ("training_step", "25 M parameters in 160 tensors, 2 ranks: step"),
     ("training_step", "25 M parameters in 160 tensors, 2 ranks: added"),
+    ("torch_distributed", "25 M parameters in 160 tensors, 2 ranks: DDP, added"),
+    ("torch_distributed", "25 M parameters in 160 tensors, 4 ranks: DDP, added"),
+    ("torch_distributed", "25 M parameters in 160 tensors, 2 ranks: FSDP2, step"),
+    ("torch_distributed", "25 M parameters in 160 tensors, 4 ranks: FSDP2, step"),
+    (
+        "torch_distributed",
+        "25 M parameters in 160 tensors, 4 ranks: FSDP2, step without an exchange, beside Gloo's",
+    ),
+    ("torch_distributed", "all_reduce, 4 MB, 4 ranks"),
+    ("torch_distributed", "send and recv, 4 KB, 4 ranks"),
     (
         "bitwise_step",
         "25 M parameters in 160 tensors, 2 ranks, 32 rows each: in 8 virtual shares, beside the step",
