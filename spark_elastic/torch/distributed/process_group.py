@@ -26,7 +26,7 @@ from spark_elastic.torch.distributed.operands import (
     concatenate,
 )
 from spark_elastic.torch.distributed.point_to_point import PointToPoint
-from spark_elastic.torch.distributed.work import BackwardGuard, EngineWork, get_live_groups
+from spark_elastic.torch.distributed.work import BackwardGuard, EngineWork, PendingWorks, get_live_groups
 from spark_elastic.worker.context import EngineThread, WaitRecorder
 
 NAME = "elastic"
@@ -82,6 +82,7 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """
         super().__init__(group.rank, group.size)
         self.error: BaseException | None = None
+        self.pending = PendingWorks()
         self._group = recorder.watch_group(group)
         self._record_wait = recorder.record_wait
         self._seconds = timeout.total_seconds()
@@ -375,12 +376,12 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def send(self, tensors: Tensors, target: int, tag: int) -> dist.Work:
         self._check_usable()
         running, thread = self._messages.send(tensors[0], target, tag)
-        return EngineWork(self, running, tensors, thread)
+        return self.pending.add(EngineWork(self, running, tensors, thread))
 
     def recv(self, tensors: Tensors, source: int | None, tag: int) -> dist.Work:
         self._check_usable()
         running, thread = self._messages.receive(tensors[0], source, tag, self.size())
-        return EngineWork(self, running, tensors, thread)
+        return self.pending.add(EngineWork(self, running, tensors, thread))
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> dist.Work:
         return self.recv(tensors, None, tag)
@@ -411,14 +412,14 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._guard.watch_backward()
         work = partial(self._carry_out, call, seconds)
         if not wait:
-            return EngineWork(self, self._thread.submit(work), tensors)
+            return self.pending.add(EngineWork(self, self._thread.submit(work), tensors))
         running: Future[None] = Future()
         try:
             self._thread.run(work)
             running.set_result(None)
         except Exception as error:
             running.set_exception(error)  # `wait` raises it
-        return EngineWork(self, running, tensors)
+        return self.pending.add(EngineWork(self, running, tensors))
 
     def _carry_out(self, call: Call, seconds: float) -> None:
         self.raise_error()

@@ -26,6 +26,8 @@ TorchFuture = torch.futures.Future
 class FailingGroup(Protocol):
     """What a `Work` and the checks for errors need of a process group."""
 
+    pending: PendingWorks
+
     @property
     def error(self) -> BaseException | None:
         """What broke the group; None while it works."""
@@ -36,6 +38,34 @@ class FailingGroup(Protocol):
         ...
 
     def record_wait(self) -> AbstractContextManager[object]: ...
+
+
+class PendingWorks:
+    """Keeps each `Work` until somebody asks it for its end. Any thread.
+
+    The C++ of torch before 2.7 (DDP's reducer) holds only its own half of a `Work` that Python made: without the other
+    half it waits for ever.
+    """
+
+    MOST = 64  # those that nobody asks go in turn
+    IS_NEEDED = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7)
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._works: dict[EngineWork, None] = {}  # in the order of their collectives
+
+    def add(self, work: EngineWork) -> EngineWork:
+        if self.IS_NEEDED:
+            with self._lock:
+                self._works[work] = None
+                if len(self._works) > self.MOST:
+                    del self._works[next(iter(self._works))]
+        return work
+
+    def remove(self, work: EngineWork) -> None:
+        if self.IS_NEEDED:
+            with self._lock:
+                self._works.pop(work, None)
 
 
 class EngineWork(dist.Work):
@@ -66,6 +96,7 @@ class EngineWork(dist.Work):
         Raises:
             CollectiveError: the group broke, or the collective did not end in that time.
         """
+        self._group.pending.remove(self)
         seconds = timeout.total_seconds() if timeout else None
         if not self._running.done():
             with self._group.record_wait():
@@ -103,6 +134,7 @@ class EngineWork(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> TorchFuture[Any]:
+        self._group.pending.remove(self)
         future: TorchFuture[Any] = TorchFuture()
         self._running.add_done_callback(lambda running: future.set_result(self._tensors))
         return future
