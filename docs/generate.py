@@ -50,13 +50,14 @@ variable of the driver's environment. Times are in seconds.
 """
 MEASURED = """# Benchmarks
 
-Made from `benchmarks/results/` by `python docs/generate.py`; that folder's README says how each file was made, and how
-to read it. `./build.sh bench NAME` repeats one. The peers: torch's Gloo (allreduce, torch_distributed, two_hosts), its
-DDP over Gloo (training_step), our own step without bitwise mode (bitwise_step), TensorFlow's
+Made from `benchmarks/results/` by `python docs/generate.py`; that folder's README says how each file was made, and
+how to read it. `./build.sh bench NAME` repeats one. The peers: torch's Gloo (allreduce, torch_distributed,
+two_hosts), its DDP over Gloo (training_step), our own step without bitwise mode (bitwise_step), TensorFlow's
 MultiWorkerMirroredStrategy (training_step_tensorflow), a plain loop in one process, with the better of one and two
-threads, or DDP (estimator), torchrun (recovery), a deepcopy of the state (commit), torch's TCPStore (control_plane), pyarrow's reads of row groups
-(reader), torch's DataLoader (images), the table's own order (row_order), rows shuffled one by one, or 16 lanes
-(mixing), float32 where a row says so; ours and the peer ran in turns. Beside memory stands its bound.
+threads, or DDP (estimator), torchrun (recovery), a deepcopy of the state (commit), torch's TCPStore (control_plane),
+pyarrow's reads of row groups (reader), torch's DataLoader (images), the table's own order (row_order), rows shuffled
+one by one, or 16 lanes (mixing), float32 where a row says so; ours and the peer ran in turns. Beside memory stands
+its bound.
 
 | benchmark | case | ours | peer | ratio |
 |---|---|---|---|---|

@@ -246,10 +246,10 @@ def flatten(model: torch.nn.Module) -> list[float]:
 
 def train_wrapped(group: Group, shard: bool = False, steps: int = 3) -> list[float]:
     """The weights after some steps under DDP or FSDP2; each rank has its own rows."""
-    from torch.distributed.fsdp import fully_shard
-
     model: torch.nn.Module = build_model()
     if shard:
+        from torch.distributed.fsdp import fully_shard
+
         fully_shard(model[0])
         fully_shard(model)
     else:
