@@ -92,12 +92,22 @@ def scatter(tensor: torch.Tensor, rank: int, size: int, group: Group) -> Tensors
 
 
 def all_to_all_single(tensor: torch.Tensor, rank: int, size: int, group: Group) -> Tensors:
+    """Of equal parts, then of rank r rows from each rank to rank r. Gloo's is written out: that of torch 2.2 may hang."""
+    if group is not None:
+        name = str(tensor.dtype).removeprefix("torch.")
+        everybody = [values(peer, name) for peer in range(size)]
+        parts = [each.chunk(size)[rank] for each in everybody]
+        return [torch.cat(parts), torch.cat([_widen(each, rank) for each in everybody])]
     out, rows = torch.zeros_like(tensor), torch.zeros(3 * rank, 2, dtype=tensor.dtype)
-    dist.all_to_all_single(out, tensor, group=group)
-    ragged = tensor[0] if tensor.dtype is torch.bool else tensor.view(-1)[:1]
-    own = ragged.reshape(1, 1).expand(3, 2).contiguous()  # rank r gets r rows of each rank
-    dist.all_to_all_single(rows, own, [rank] * size, list(range(size)), group=group)
+    dist.all_to_all_single(out, tensor)
+    dist.all_to_all_single(rows, _widen(tensor, 3), [rank] * size, list(range(size)))
     return [out, rows]
+
+
+def _widen(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """(rows, 2) of a number of the tensor."""
+    number = tensor[0] if tensor.dtype is torch.bool else tensor.view(-1)[:1]
+    return number.reshape(1, 1).expand(rows, 2).contiguous()
 
 
 def send_and_receive(tensor: torch.Tensor, rank: int, size: int, group: Group) -> Tensors:
