@@ -92,7 +92,7 @@ def scatter(tensor: torch.Tensor, rank: int, size: int, group: Group) -> Tensors
 
 
 def all_to_all_single(tensor: torch.Tensor, rank: int, size: int, group: Group) -> Tensors:
-    """Of equal parts, then of rank r rows from each rank to rank r. Gloo's is written out: that of torch 2.2 may hang."""
+    """Of equal parts, then of r rows from each rank to rank r. Gloo's is written out: that of torch 2.2 may hang."""
     if group is not None:
         name = str(tensor.dtype).removeprefix("torch.")
         everybody = [values(peer, name) for peer in range(size)]
