@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import posixpath
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import date, datetime, timedelta, timezone
 from typing import Any
@@ -17,11 +18,10 @@ from urllib.parse import unquote, urlparse
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from spark_elastic.data.existing_parquet import Place, open_common
-from spark_elastic.data.footers import NO_VALUE, DataFile
+from spark_elastic.data.footers import NO_VALUE, THREADS, DataFile
+from spark_elastic.data.iceberg_deletes import DeletedRows
 from spark_elastic.data.store import ObjectInfo, Store
 from spark_elastic.errors import InvalidInput
 
@@ -185,28 +185,43 @@ def _number_metadata(store: Store, name: str) -> tuple[int, str]:
 
 def _read_iceberg(table: Any, version: Version | None, storage_options: Mapping[str, Any]) -> TableSnapshot:
     snapshot = _find_snapshot(table, version)
-    scan = table.scan(snapshot_id=snapshot.snapshot_id)
-    try:
-        tasks = sorted(scan.plan_files(), key=lambda task: str(task.file.file_path))
-    except (ValueError, NotImplementedError) as error:  # equality deletes
-        raise InvalidInput(
-            f"{_name_iceberg(table, snapshot)} cannot be read: {error}. Rewrite its data files, or fit on a DataFrame."
-        ) from error
-    if not tasks:
-        raise InvalidInput(f"{_name_iceberg(table, snapshot)} has no rows: there is nothing to train on.")
-    places = [_split_url(task.file.file_path) for task in tasks]
-    store, names = open_common(places, storage_options, _split_url(table.location()))
-    ids = {field.name: field.field_id for field in scan.projection().fields}
-    files = tuple(
-        DataFile(
-            ObjectInfo(name, task.file.file_size_in_bytes, None),
-            _find_partition_values(table, scan.projection(), task.file),
-            field_ids=ids,
-            deleted=_read_position_deletes(task, storage_options),
-        )
-        for name, task in zip(names, tasks, strict=True)
+    entries = _list_entries(table, snapshot)
+    data = sorted(
+        (each for each in entries if each.data_file.content.name == "DATA"),
+        key=lambda entry: str(entry.data_file.file_path),
     )
-    return TableSnapshot(_name_iceberg(table, snapshot), snapshot.snapshot_id, store, files)
+    if not data:
+        raise InvalidInput(f"{_name_iceberg(table, snapshot)} has no rows: there is nothing to train on.")
+    places = [_split_url(each.data_file.file_path) for each in data]
+    store, names = open_common(places, storage_options, _split_url(table.location()))
+    # Columns may have been added or renamed after the newest snapshot; an older one has those of its time.
+    is_newest = snapshot.snapshot_id == table.metadata.current_snapshot_id
+    schema = table.schema() if is_newest else table.scan(snapshot_id=snapshot.snapshot_id).projection()
+    ids = {field.name: field.field_id for field in schema.fields}
+    files = [
+        DataFile(
+            ObjectInfo(name, each.data_file.file_size_in_bytes, None),
+            _find_partition_values(table, schema, each.data_file),
+            field_ids=ids,
+        )
+        for name, each in zip(names, data, strict=True)
+    ]
+    deletes = [each for each in entries if each.data_file.content.name != "DATA"]
+    deleted = DeletedRows(table.specs(), deletes, storage_options).find(store, data, files)
+    found = tuple(replace(file, deleted=mask) for file, mask in zip(files, deleted, strict=True))
+    return TableSnapshot(_name_iceberg(table, snapshot), snapshot.snapshot_id, store, found)
+
+
+def _list_entries(table: Any, snapshot: Any) -> list[Any]:
+    """The data files and delete files of a snapshot, as its manifests have them."""
+    try:
+        with ThreadPoolExecutor(THREADS, "manifests") as threads:
+            parts = threads.map(
+                lambda manifest: manifest.fetch_manifest_entry(table.io), snapshot.manifests(table.io)
+            )
+            return [entry for part in parts for entry in part]
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"{_name_iceberg(table, snapshot)} cannot be read: {error}") from error
 
 
 def _find_partition_values(table: Any, schema: Any, file: Any) -> dict[str, str]:
@@ -258,36 +273,3 @@ def _find_snapshot(table: Any, version: Version | None) -> Any:
             f"{', '.join(str(each.snapshot_id) for each in table.snapshots()) or 'none'}."
         )
     return found
-
-
-def _read_position_deletes(task: Any, storage_options: Mapping[str, Any]) -> npt.NDArray[np.bool_] | None:
-    """Of each row of a task's file, whether its delete files name it."""
-    if not task.delete_files:
-        return None
-    deleted = np.zeros(task.file.record_count, np.bool_)
-    for each in task.delete_files:
-        if each.content.name != "POSITION_DELETES":
-            raise InvalidInput(
-                f"{task.file.file_path} has rows that are deleted by equality ({each.file_path}): rewrite the table's "
-                "data files, or fit on a DataFrame."
-            )
-        folder, _, name = each.file_path.rpartition("/")
-        with Store.open(folder, **storage_options).open_read(name) as source:
-            if each.file_format.name == "PUFFIN":
-                deleted |= _read_puffin(source.read(), task)
-            else:
-                rows = pq.read_table(source, columns=["file_path", "pos"])
-                own = pc.equal(rows["file_path"], task.file.file_path)
-                deleted[rows.filter(own)["pos"].to_numpy()] = True
-    return deleted
-
-
-def _read_puffin(content: bytes, task: Any) -> npt.NDArray[np.bool_]:
-    """The deletion vector of a task's file."""
-    from pyiceberg.table.puffin import PuffinFile
-
-    deleted = np.zeros(task.file.record_count, np.bool_)
-    positions = PuffinFile(content).to_vector().get(task.file.file_path)
-    if positions is not None:
-        deleted[positions.to_numpy()] = True
-    return deleted

@@ -7,10 +7,10 @@ import json
 import struct
 import sys
 import time
+import zlib
 from collections.abc import Iterator
 from datetime import date, datetime, timezone
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,9 @@ import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable, write_deltalake
 from pyiceberg.catalog.sql import SqlCatalog
-from pyiceberg.manifest import DataFileContent, FileFormat
+from pyiceberg.manifest import DataFile, DataFileContent, FileFormat, ManifestContent, ManifestWriterV2
+from pyiceberg.typedef import Record
+from pyiceberg.types import LongType
 from pyiceberg.utils.concurrent import ExecutorFactory
 from pyroaring import BitMap
 
@@ -239,29 +241,153 @@ def test_an_iceberg_snapshot_is_read_whatever_is_written_to_the_table_later(
         read_snapshot(table, 5, {})
 
 
-def test_rows_that_position_deletes_name_are_left_out_and_equality_deletes_are_refused(
-    catalog: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def commit_deletes(
+    table: Any, content: DataFileContent, path: Path, rows: pa.Table | None = None, **facts: Any
 ) -> None:
-    """The delete files are such as Spark writes; the Python package cannot commit them, so they come with the plan."""
+    """Commit a delete file as Spark and Flink do: the Python package has no method for it, but writes the manifest.
+
+    rows: what to write to the path; None: it is there.
+    """
+    if rows is not None:
+        pq.write_table(rows, path)
+    values: dict[str, Any] = {"file_format": FileFormat.PARQUET, "partition": Record(), **facts}
+    file = DataFile.from_args(
+        content=content,
+        file_path=f"file://{path}",
+        record_count=1,
+        file_size_in_bytes=path.stat().st_size,
+        column_sizes={},
+        value_counts={},
+        null_value_counts={},
+        nan_value_counts={},
+        lower_bounds={},
+        upper_bounds={},
+        **values,
+    )
+    file.spec_id = table.spec().spec_id
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        table.transaction() as transaction,
+        transaction.update_snapshot().fast_append() as append,
+    ):
+        patch.setattr(ManifestWriterV2, "content", lambda writer: ManifestContent.DELETES)
+        append.append_data_file(file)
+
+
+def with_ids(rows: pa.Table, **ids: int) -> pa.Table:
+    """The columns that are named, with the ids of their fields."""
+    fields = [
+        rows.field(name).with_metadata({"PARQUET:field_id": str(number)}) for name, number in ids.items()
+    ]
+    return pa.table([rows[name] for name in ids], pa.schema(fields))
+
+
+def write_puffin(path: Path, data_file: str, rows: list[int]) -> None:
+    """A deletion vector, as engines write them for tables of version 3."""
+    vector = b"\xd1\xd3\x39\x64" + struct.pack("<QI", 1, 0) + BitMap(rows).serialize()
+    blob = struct.pack(">I", len(vector)) + vector + struct.pack(">I", zlib.crc32(vector))
+    about = {"type": "deletion-vector-v1", "fields": [], "snapshot-id": 1, "sequence-number": 1, "offset": 4}
+    about |= {"length": len(blob), "properties": {"referenced-data-file": data_file}}
+    footer = json.dumps({"blobs": [about]}).encode()
+    path.write_bytes(b"PFA1" + blob + b"PFA1" + footer + struct.pack("<II", len(footer), 0) + b"PFA1")
+
+
+def test_rows_of_iceberg_that_are_deleted_by_position_are_left_out(catalog: Any, tmp_path: Path) -> None:
+    """By Parquet files, and by deletion vectors."""
+    table = catalog.create_table("n.t", make_rows(0).schema)
+    for start in (0, ROWS):
+        table.append(make_rows(start))
+    (name,) = (
+        task.file.file_path for task in table.scan().plan_files() if task.file.lower_bounds[1] == bytes(8)
+    )
+    rows = pa.table({"file_path": [name, "another", name], "pos": [3, 4, ROWS - 1]})
+    commit_deletes(table, DataFileContent.POSITION_DELETES, tmp_path / "deletes.parquet", rows)
+    kept = [(x,) for x in range(2 * ROWS) if x not in (3, ROWS - 1)]
+    assert read_rows(table, ["x"]) == kept
+    write_puffin(tmp_path / "deletes.puffin", name, [0, 3, 4])
+    commit_deletes(
+        table, DataFileContent.POSITION_DELETES, tmp_path / "deletes.puffin", file_format=FileFormat.PUFFIN
+    )
+    assert read_rows(table, ["x"]) == [row for row in kept if row[0] not in (0, 4)]
+    for path in (tmp_path / "n" / "t" / "metadata").glob("*-m0.avro"):
+        path.unlink()
+    with pytest.raises(InvalidInput, match=r"snapshot \d+ of the Iceberg table .* cannot be read: "):
+        read_snapshot(table, None, {})
+
+
+def test_rows_of_iceberg_that_are_deleted_by_equality_are_left_out(catalog: Any, tmp_path: Path) -> None:
+    """As Flink deletes and upserts them: of files that were there before, with nulls, whatever columns are called."""
+    kind = pa.array([None, "a", "b"] * (ROWS // 3) + ["a", None], pa.string())
+    rows = make_rows(0, kind=kind)
+    table = catalog.create_table("n.t", rows.schema)
+    table.append(rows)
+    first = table.current_snapshot().snapshot_id
+    pairs = with_ids(pa.table({"x": [3, 4, 5, 6], "kind": [None, "a", "z", "a"]}), x=1, kind=3)
+    deletes = DataFileContent.EQUALITY_DELETES
+    commit_deletes(table, deletes, tmp_path / "pairs.parquet", pairs, equality_ids=[3, 1])
+    kept = [x for x in range(ROWS) if x not in (3, 4)]
+    assert read_rows(table, ["x", "y"]) == [(x, x * 0.5) for x in kept]
+    table.append(rows.slice(0, 9))  # 3 and 4 are there again
+    with table.update_schema() as change:
+        change.rename_column("x", "number")
+        change.add_column("late", LongType())
+    assert len(read_rows(table, ["number"])) == len(kept) + 9
+    # What counts are the ids: the file's other columns and their names do not.
+    for number, (values, ids) in enumerate([({"a": [7, 8, 8], "b": [0, 0, 0]}, [1]), ({"late": [7]}, [4])]):
+        named = dict(zip(values, [*ids, 2], strict=False))
+        path = tmp_path / f"{number}.parquet"
+        commit_deletes(table, deletes, path, with_ids(pa.table(values), **named), equality_ids=ids)
+    left = [x for x in (*kept, *range(9)) if x not in (7, 8)]
+    assert read_rows(table, ["number"]) == [(x,) for x in sorted(left)]
+    assert len(read_rows(table, ["x"], first)) == ROWS
+    where = Predicate.parse([("number", "<", 5)])
+    assert read_rows(table, ["number"], where=where) == [(x,) for x in (0, 0, 1, 1, 2, 2, 3, 4)]
+    late = with_ids(pa.table({"late": pa.array([None], pa.int64())}), late=4)
+    commit_deletes(table, deletes, tmp_path / "all.parquet", late, equality_ids=[4])
+    with pytest.raises(InvalidInput, match="have no rows: there is nothing to train on"):
+        read_rows(table, ["number"])
+
+
+def test_deletes_by_equality_stay_in_their_partition(catalog: Any, tmp_path: Path) -> None:
+    """Those of an unpartitioned spec do not; a file that came from Hive has a partition's value in its path alone."""
+    rows = make_rows(0, 6, kind=["a", "b"] * 3, more=pa.array([7] * 6, pa.int32()))
+    table = catalog.create_table("n.t", rows.schema)
+    with table.update_spec() as change:
+        change.add_identity("kind")
+    table.append(rows)
+    for task in table.scan().plan_files():
+        path = task.file.file_path.removeprefix("file://")
+        pq.write_table(pq.read_table(path).select(["x", "y", "more"]), path)
+    deletes, values = DataFileContent.EQUALITY_DELETES, pa.table({"more": pa.array([7], pa.int64())})
+    facts = {"partition": Record("b"), "equality_ids": [4]}
+    commit_deletes(table, deletes, tmp_path / "of_b.parquet", with_ids(values, more=4), **facts)
+    assert read_rows(table, ["x", "kind"], transformed=True) == [(0, "a"), (2, "a"), (4, "a")]
+    with table.update_spec() as change:
+        change.remove_field("kind")
+    values = with_ids(pa.table({"kind": ["a", "b"], "x": [2, 4]}), kind=3, x=1)
+    commit_deletes(table, deletes, tmp_path / "all.parquet", values, equality_ids=[1, 3])
+    assert read_rows(table, ["x"]) == [(0,), (4,)]
+
+
+def test_delete_files_that_cannot_be_read_or_compared_are_refused(catalog: Any, tmp_path: Path) -> None:
     table = catalog.create_table("n.t", make_rows(0).schema)
     table.append(make_rows(0))
-    (task,) = table.scan().plan_files()
-    name = task.file.file_path
-    rows = pa.table({"file_path": [name, "another", name], "pos": [3, 4, ROWS - 1]})
-    pq.write_table(rows, tmp_path / "deletes.parquet")
-    deletes = SimpleNamespace(
-        content=DataFileContent.POSITION_DELETES,
-        file_format=FileFormat.PARQUET,
-        file_path=f"file://{tmp_path}/deletes.parquet",
-    )
-    planned = SimpleNamespace(file=task.file, delete_files={"one": deletes}.values())
-    monkeypatch.setattr("pyiceberg.table.DataScan.plan_files", lambda scan: [planned])
-    assert read_rows(table, ["x"]) == [(x,) for x in range(ROWS) if x not in (3, ROWS - 1)]
-    deletes.content = DataFileContent.EQUALITY_DELETES
-    with pytest.raises(
-        InvalidInput, match=r"has rows that are deleted by equality .*: rewrite the table's data files"
-    ):
-        read_snapshot(table, None, {})
+    first = table.current_snapshot().snapshot_id
+    deletes, path = DataFileContent.EQUALITY_DELETES, tmp_path / "deletes.parquet"
+    avro = {"file_format": FileFormat.AVRO, "equality_ids": [1]}
+    texts = with_ids(pa.table({"x": ["seven"]}), x=1)
+    for values, facts, says in [
+        (texts, {"equality_ids": [9]}, "deletes rows by fields of structs, which cannot be compared"),
+        (texts, {"equality_ids": [1]}, "deleted by the values of columns, which cannot be compared"),
+        (texts, avro, "has the format AVRO, and only Parquet and Puffin are read"),
+    ]:
+        commit_deletes(table, deletes, path, values, **facts)
+        with pytest.raises(
+            InvalidInput, match=f"{says}.*: rewrite the table's data files, or fit on a DataFrame"
+        ):
+            read_snapshot(table, None, {})
+        with table.manage_snapshots() as change:
+            change.rollback_to_snapshot(first)
 
 
 def test_files_that_came_from_hive_have_their_partitions_values(catalog: Any, tmp_path: Path) -> None:
