@@ -32,7 +32,7 @@ from spark_elastic.state.elastic_loop import ENTERED, STATE
 from spark_elastic.state.handlers import StateDictHandler
 from spark_elastic.state.state import ObjectState
 from spark_elastic.torch.determinism import align_batch, check_layers, use_deterministic_arithmetic
-from spark_elastic.torch.generators import seeded_rng
+from spark_elastic.torch.generators import borrow_rng, seeded_rng
 from spark_elastic.training.fit_config import check_choice, check_whole_number
 from spark_elastic.worker.session import get_session
 
@@ -84,9 +84,11 @@ class ElasticDataLoader:
             shuffle: False keeps the order of the data set.
             drop_last: all steps have exactly `global_batch_size` rows; the rows left over, others in each epoch if
                 shuffled, are left out.
-            determinism: "bitwise": iterating gives `StepShares`, and the process computes deterministically from now
-                on, with one thread for each operation. Pass the loader to `DistributedOptimizer`.
-            virtual_shares: parts that each step is then cut into; at least as many as there will be workers.
+            determinism: "rows": what the data set draws for a row from the generators of torch, numpy and Python
+                depends on `seed`, epoch and row alone, so that random transforms do not depend on the world.
+                "bitwise": iterating gives `StepShares`, and the process computes deterministically from now on, with
+                one thread for each operation. Pass the loader to `DistributedOptimizer`.
+            virtual_shares: parts that each step is cut into in bitwise mode; at least as many as there will be workers.
             options: those of torch's DataLoader: num_workers, collate_fn, pin_memory, persistent_workers, ...
 
         Raises:
@@ -94,9 +96,11 @@ class ElasticDataLoader:
         """
         _check_dataset(dataset)
         _check_options(options)
-        check_choice("determinism", determinism, ("bitwise",))
+        # What is made independent of the world beyond the rows of a step.
+        self.determinism = check_choice("determinism", determinism, ("rows", "bitwise"))
         # Parts that each step is cut into in bitwise mode; 0: the ranks divide its rows.
-        self.virtual_shares = check_whole_number("virtual_shares", virtual_shares, 1) if determinism else 0
+        is_bitwise = determinism == "bitwise"
+        self.virtual_shares = check_whole_number("virtual_shares", virtual_shares, 1) if is_bitwise else 0
         self.dataset = dataset
         self.global_batch_size = global_batch_size
         self.seed = seed
@@ -121,7 +125,9 @@ class ElasticDataLoader:
         self._share: tuple[int, int, int] | None = None
         self._iteration: weakref.ref[_Iteration] | None = None
         self._generator = None if options.get("generator") is not None else torch.Generator()
-        read: Any = SeededRows(dataset, seed) if self.virtual_shares else dataset
+        read = dataset
+        if determinism is not None:
+            read = SeededShares(dataset, seed) if is_bitwise else SeededRows(dataset, seed)
         self._batches = torch.utils.data.DataLoader(
             read, batch_sampler=_Shares(self), **{"generator": self._generator, **options}
         )
@@ -282,11 +288,12 @@ class _Shares:
         loader = self._loader()
         assert loader is not None
         if not loader.virtual_shares:
-            return _divide(loader._plan, *loader._order_epoch(), loader.step, rank(), size())
+            rows = _divide(loader._plan, *loader._order_epoch(), loader.step, rank(), size())
+            return rows if loader.determinism is None else _name_epoch(rows, loader.epoch)
         shares = loader.virtual_shares
         own = range(*share_range(shares, rank(), size()))
-        rows = [_divide(loader._plan, *loader._order_epoch(), loader.step, share, shares) for share in own]
-        return _name_shares(rows, own, loader.epoch, loader.step)
+        parts = [_divide(loader._plan, *loader._order_epoch(), loader.step, share, shares) for share in own]
+        return _name_shares(parts, own, loader.epoch, loader.step)
 
 
 class _Iteration(Iterator[Any]):
@@ -398,13 +405,27 @@ class StepShares:
 
 
 class SeededRows:
-    """A data set that draws the same random numbers for a virtual share, whichever process reads it."""
+    """A data set that draws the same random numbers for a row in an epoch, whichever process reads it."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self._dataset, self._seed = dataset, seed
 
     def __len__(self) -> int:
         return len(self._dataset)
+
+    def __getitems__(self, places: list[int]) -> Any:
+        """places: the epoch, then the numbers of the rows."""
+        epoch, *rows = places
+        found = []
+        with borrow_rng() as seed:
+            for row in rows:
+                seed(self._seed, epoch, row)
+                found.append(self._dataset[row])
+        return found
+
+
+class SeededShares(SeededRows):
+    """A data set that draws the same random numbers for a virtual share, whichever process reads it."""
 
     def __getitems__(self, places: list[int]) -> Any:
         """places: epoch, step and share, then the numbers of the rows."""
@@ -430,10 +451,15 @@ def _seeded_gpus(*key: int) -> Iterator[None]:
         torch.cuda.set_rng_state_all(saved)
 
 
+def _name_epoch(rows: Iterator[list[int]], epoch: int) -> Iterator[list[int]]:
+    """What `SeededRows` takes for each step. rows: those of each step."""
+    return ([epoch, *of_step] for of_step in rows)
+
+
 def _name_shares(
     rows: list[Iterator[list[int]]], shares: range, epoch: int, step: int
 ) -> Iterator[list[int]]:
-    """What `SeededRows` takes for each share of each step from `step` on. rows: by share, those of each step."""
+    """What `SeededShares` takes for each share of each step from `step` on. rows: by share, those of each step."""
     for number, of_step in enumerate(zip(*rows, strict=True), step):
         for share, its_rows in zip(shares, of_step, strict=True):
             yield [epoch, number, share, *its_rows]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -45,25 +45,36 @@ def torch_rng_state() -> torch.Tensor:
 @contextmanager
 def seeded_rng(*key: int) -> Iterator[None]:
     """Inside, random numbers depend on `key` alone; afterwards the generators are as they were before."""
+    with borrow_rng() as seed:
+        seed(*key)
+        yield
+
+
+@contextmanager
+def borrow_rng() -> Iterator[Callable[..., None]]:
+    """Gives a function that seeds the generators by whole numbers; afterwards they are as they were before."""
     saved = torch_rng_state(), random.getstate()
-    numbers = b"%d," * len(key) % key  # formatting a member of an enum takes ten times as long
-    seed = int.from_bytes(hashlib.sha256(numbers).digest()[:8], "little")
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
     try:
-        with _seeded_numpy(seed % 2**32):
-            yield
+        with _borrow_numpy():
+            yield _seed
     finally:
         torch.set_rng_state(saved[0])
         random.setstate(saved[1])
 
 
+def _seed(*key: int) -> None:
+    numbers = b"%d," * len(key) % key  # formatting a member of an enum takes ten times as long
+    seed = int.from_bytes(hashlib.sha256(numbers).digest()[:8], "little")
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
 @contextmanager
-def _seeded_numpy(seed: int) -> Iterator[None]:
-    """`seeded_rng` for numpy's generator."""
+def _borrow_numpy() -> Iterator[None]:
+    """`borrow_rng` for numpy's generator."""
     if not hasattr(mtrand, "set_bit_generator"):  # before numpy 1.24
         state: Any = np.random.get_state()
-        np.random.seed(seed)
         try:
             yield
         finally:
@@ -72,7 +83,6 @@ def _seeded_numpy(seed: int) -> Iterator[None]:
     # The generator is exchanged for another one, since getting and setting its state takes ten times as long.
     saved = mtrand.get_bit_generator()
     mtrand.set_bit_generator(_spare_generator())
-    np.random.seed(seed)
     try:
         yield
     finally:

@@ -25,8 +25,8 @@ STEPS = EPOCHS * 9
 
 
 def train(folder: str, holds: dict[int, int | str]) -> dict[str, Any]:
-    """A linear net in float64, and a ledger that is trained with it: a count for each row, to which each step adds
-    exactly 1 through its gradient. So the ledger says which rows are in the weights, and how often."""
+    """A linear net in float64 on rows with noise, and a ledger that is trained with it: a count for each row, to which
+    each step adds exactly 1 through its gradient. So the ledger says which rows are in the weights, and how often."""
     import time
 
     import spark_elastic.torch as hvd
@@ -34,7 +34,13 @@ def train(folder: str, holds: dict[int, int | str]) -> dict[str, Any]:
     hvd.init()
     drawn = torch.Generator().manual_seed(3)
     x = torch.randn(ROWS, 4, generator=drawn, dtype=torch.float64)
-    dataset = torch.utils.data.TensorDataset(torch.arange(ROWS), x, x.sum(dim=1).sin())
+
+    class AugmentedRows(torch.utils.data.TensorDataset):
+        def __getitem__(self, row: int) -> tuple[torch.Tensor, ...]:
+            place, features, target = super().__getitem__(row)
+            return place, features + torch.randn(4, dtype=torch.float64), target
+
+    dataset = AugmentedRows(torch.arange(ROWS), x, x.sum(dim=1).sin())
     torch.manual_seed(7)
     model = torch.nn.Linear(4, 1).double()
     model.register_parameter("ledger", torch.nn.Parameter(torch.zeros(ROWS, dtype=torch.float64)))
@@ -43,7 +49,7 @@ def train(folder: str, holds: dict[int, int | str]) -> dict[str, Any]:
         [{"params": weights, "momentum": 0.9}, {"params": [model.ledger], "lr": 1.0}], lr=0.05
     )
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
-    loader = hvd.elastic.ElasticDataLoader(dataset, BATCH, seed=5, num_workers=1)
+    loader = hvd.elastic.ElasticDataLoader(dataset, BATCH, seed=5, determinism="rows", num_workers=1)
     trained: list[int] = []
     processes: list[int] = []
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -233,6 +235,38 @@ def test_getitems_fetches_the_rows_of_a_batch_at_once() -> None:
         [0, 1, 2],
         [3, 4, 5],
     ]
+
+
+class NoisyRows:
+    """Rows with numbers that are drawn when they are read."""
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, row: int) -> tuple[int, list[float]]:
+        return row, [float(torch.rand(())), float(np.random.random()), random.random()]
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_p2_what_is_drawn_for_a_row_depends_on_seed_and_epoch_but_not_on_the_world(processes: int) -> None:
+    def draw(size: int, seed: int = 3, **options: Any) -> list[dict[int, list[float]]]:
+        """By epoch, for each row."""
+        epochs: list[dict[int, list[float]]] = [{}, {}]
+        World.size = size
+        for World.rank in range(size):
+            loader = ElasticDataLoader(NoisyRows(), 8, seed, determinism="rows", collate_fn=list, **options)
+            epochs[0] |= {row: drawn for batch in loader for row, drawn in batch}
+            epochs[1] |= {row: drawn for batch in loader for row, drawn in batch}
+        return epochs
+
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    alone = draw(1)
+    assert draw(2, num_workers=processes, persistent_workers=processes > 0) == draw(3) == alone
+    others = [*alone, *draw(1, seed=4)]
+    numbers = [number for epoch in others for drawn in epoch.values() for number in drawn]
+    assert len(set(numbers)) == 4 * 23 * 3, "two rows, epochs or seeds draw the same"
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1:] == (np.random.get_state()[1].tolist(), random.getstate())
 
 
 def with_process(rows: list[torch.Tensor]) -> tuple[list[int], int]:

@@ -142,7 +142,7 @@ def test_what_cannot_be_cut_or_trained_is_refused(monkeypatch: pytest.MonkeyPatc
         list(next(iter(make())))
     with pytest.raises(InvalidInput, match="7 rows cannot be cut into virtual_shares=8"):
         make(virtual_shares=8)
-    with pytest.raises(InvalidInput, match="determinism must be one of 'bitwise'"):
+    with pytest.raises(InvalidInput, match="determinism must be one of 'rows', 'bitwise'"):
         ElasticDataLoader(range(9), 3, determinism="exact")
     World.size = SHARES + 1
     with pytest.raises(InvalidInput, match="5 virtual shares cannot be divided over 6 workers"):
