@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -19,6 +20,8 @@ from spark_elastic.data.plan import DataPlan
 from spark_elastic.training.row_random import RowRandom
 from spark_elastic.training.transformation import BatchTransformation
 from spark_elastic.training.transformation_pool import TransformationPool
+from tests.pages import blocks
+from tests.sources import ROOT
 
 STEPS, ROWS, SIDE = 12, 20, 8
 PLAN = DataPlan((STEPS * ROWS,), ROWS, seed=1, lanes=1)
@@ -98,6 +101,61 @@ def test_workers_give_the_steps_that_the_training_thread_would(workers: int, kin
         assert ours.columns["picture"].flags.writeable
         for name in ("picture", "y"):
             np.testing.assert_array_equal(ours.columns[name], theirs.columns[name])
+
+
+def run_documented(number: int, **names: Any) -> dict[str, Any]:
+    """The names that a program of the section about images, audio and text defines, and those that it uses."""
+    section = "def decode", "def encode_texts"
+    (program,) = (each for each in blocks("estimators.md", "python") if section[number] in each)
+    exec(compile(program, "estimators.md", "exec"), names)
+    return names
+
+
+def test_documented_pictures_are_decoded_cropped_and_flipped_by_row() -> None:
+    fitted: dict[str, Any] = {}
+    decode = run_documented(0, ElasticTorchEstimator=lambda _, **params: fitted.update(params))["decode"]
+    assert fitted["transformation_fn"] is decode
+    columns = _make_pictures()
+    plain = decode(columns, None)["picture"]
+    assert plain.shape == (STEPS * ROWS, 3, 64, 64)
+    assert plain.dtype == np.float32
+    assert 0.9 < plain.max() <= 1
+    steps = _transform(decode, columns, fitted["transformation_workers"])
+    augmented = np.concatenate([rows.columns["picture"] for rows in steps])
+    rng = RowRandom(9, 3, np.arange(STEPS * ROWS))  # the stream's epoch
+    corners, flips = rng.integers(0, 9, size=2), rng.uniform() < 0.5
+    unmoved = (corners == 4).all(axis=1)
+    assert 0 < unmoved.sum() < STEPS * ROWS
+    expected = np.where(flips[:, None, None, None], plain[..., ::-1], plain)
+    np.testing.assert_array_equal(augmented[unmoved], expected[unmoved])
+    (line,) = re.findall(r"`(\[augment\(.*?\])`", (ROOT / "docs" / "estimators.md").read_text())
+    names = {"augment": lambda p, own: own.random(), "np": np, "pictures": plain[:5]}
+    drawn = eval(line, {**names, "rng": RowRandom(9, 3, np.arange(5))})
+    again = eval(line, {**names, "rng": RowRandom(9, 3, np.arange(5)[::-1])})
+    assert drawn == again[::-1]
+    assert len(set(drawn)) == 5
+
+
+def test_documented_tokenizers_make_numbers_of_texts() -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    texts = np.array(["the cat sat", "the dog ran and ran and ran and ran"] * (STEPS * ROWS // 2), object)
+    tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    trainer = trainers.WordLevelTrainer(special_tokens=["[UNK]", "[PAD]"])
+    tokenizer.train_from_iterator(texts, trainer)
+    whole = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]")
+    tokenizer.enable_padding(pad_id=1, length=6)
+    tokenizer.enable_truncation(6)
+    ids = tokenizer.get_vocab()
+    first = [ids[word] for word in ["the", "cat", "sat", "[PAD]", "[PAD]", "[PAD]"]]
+    for name, made in (("encode_texts", tokenizer), ("tokenize_texts", whole)):
+        function = run_documented(1, tokenizer=made, np=np)[name]
+        rows = _transform(function, {"text": texts}, 1, wanted=("text",))[0].columns["text"]
+        assert rows.shape == (ROWS, 6 if made is tokenizer else 128)
+        assert rows[0, :6].tolist() == first
+        assert rows[1, :3].tolist() == [ids[word] for word in ["the", "dog", "ran"]]
 
 
 def test_all_processes_work_and_none_is_the_training_process() -> None:
