@@ -17,6 +17,7 @@ from spark_elastic.keras.train.archive import Archive
 from spark_elastic.keras.train.trainer import KerasTrainProgram, KerasUserObjects
 from spark_elastic.state.checkpoint import CheckpointPolicy
 from spark_elastic.training.fit_config import FitConfig
+from spark_elastic.training.row_random import RowRandom
 from spark_elastic.training.spec import Rows, TrainSpec
 from tests.component.torch.job import CLASSES, RUN, SEED, WIDTH
 
@@ -69,6 +70,8 @@ class Job:
     batch_size: int = 8
     workers: int = 3
     checkpoint_steps: int | None = None
+    # Applied by two processes of each worker.
+    transformation: Callable[..., dict[str, Any]] | None = None
 
     def plan(self, manifest: Manifest) -> DataPlan:
         batch = self.batch_size * self.workers
@@ -98,6 +101,7 @@ class Job:
                 batch_size=self.batch_size,
                 epochs=self.epochs,
                 seed=SEED,
+                transformation_workers=2 if self.transformation else 0,
             ),
             rows=Rows(store, manifest, plan),
             validation=Rows(store, manifest, seen) if self.validates else None,
@@ -107,7 +111,8 @@ class Job:
             ledger=ledger,
             checkpoints=CheckpointPolicy(RUN, self.checkpoint_steps, None),
         )
-        return KerasTrainProgram(spec, KerasUserObjects(self.archive(), self.callbacks, self.class_weight))
+        objects = KerasUserObjects(self.archive(), self.callbacks, self.class_weight, self.transformation)
+        return KerasTrainProgram(spec, objects)
 
 
 JOBS = {
@@ -134,10 +139,13 @@ def train_plain(job: Job, store: Store, manifest: Manifest) -> tuple[list[Any], 
                 if job.class_weight is not None:
                     by_class = np.array([job.class_weight.get(int(y), 1.0) for y in columns["y"][rows]])
                     weights = by_class if weights is None else weights * by_class
+                used = {name: columns[name][rows] for name in (*job.features, *job.labels)}
+                if job.transformation is not None:
+                    used = job.transformation(used, rng=RowRandom(SEED, epoch, rows))
                 model.reset_metrics()
                 logs = model.train_on_batch(
-                    _unwrap([columns[name][rows] for name in job.features]),
-                    _unwrap([columns[name][rows] for name in job.labels]),
+                    _unwrap([used[name] for name in job.features]),
+                    _unwrap([used[name] for name in job.labels]),
                     sample_weight=weights,
                     return_dict=True,
                 )

@@ -88,15 +88,22 @@ def train(job: Job, tmp_path: Path, acts: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.scenario("G1", "G2", "G3")
-def test_p1_p2_p3_p4_hold_under_two_kills(tmp_path: Path, fault: Fault) -> None:
+def test_p1_p2_p3_p4_hold_under_two_kills_with_rows_that_processes_augment(
+    tmp_path: Path, fault: Fault
+) -> None:
     """One slot in the first epoch, and rank 0's in the second."""
     killed: list[int] = []
+
+    def add_noise(columns: dict[str, Any], rng: Any) -> dict[str, Any]:
+        if rng is None:  # validation
+            return columns
+        return {**columns, "x": columns["x"] + rng.normal(scale=0.1, size=columns["x"].shape[1:])}
 
     def inject_fault(which: int, launcher: ProcessLauncher, store: Store) -> None:
         killed.append(sorted(launcher.slots())[which])
         fault(kill, launcher, killed[-1])
 
-    job = replace(JOBS["row weights"], validates=True, callbacks=(CallbackCheck(),))
+    job = replace(JOBS["row weights"], transformation=add_noise, callbacks=(CallbackCheck(),))
     data, result = train(
         job, tmp_path, {"epoch 0": partial(inject_fault, 1), "epoch 1": partial(inject_fault, 0)}
     )
