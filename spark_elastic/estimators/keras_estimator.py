@@ -20,6 +20,7 @@ from spark_elastic.estimators.keras_model import ElasticKerasModel, KerasPredict
 from spark_elastic.estimators.keras_objects import (
     check_keras_objects,
     check_lambdas,
+    check_on_two_rows,
     compile_model,
     find_activation,
 )
@@ -28,9 +29,17 @@ from spark_elastic.estimators.transformer import try_widths
 from spark_elastic.estimators.validation import FitRequest, build_request
 from spark_elastic.keras.train.archive import Archive, iter_leaves, select_user_objects
 from spark_elastic.keras.train.trainer import KerasTrainProgram, KerasUserObjects
+from spark_elastic.training.spec import TrainSpec
 
 PACKAGES = ("tensorflow", "keras")
-KERAS = Framework(PACKAGES, PACKAGES, ".keras", KerasTrainProgram)
+
+
+def _build_program(spec: TrainSpec, objects: KerasUserObjects) -> KerasTrainProgram:
+    check_on_two_rows(objects, spec)
+    return KerasTrainProgram(spec, objects)
+
+
+KERAS = Framework(PACKAGES, PACKAGES, ".keras", _build_program)
 
 
 def fit_keras(rows: RowSource, request: FitRequest[KerasUserObjects]) -> ElasticKerasModel:

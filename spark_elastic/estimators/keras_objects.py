@@ -5,20 +5,32 @@ The user's objects are not changed: a model is compiled on a copy. Knows Keras, 
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import keras
 
+from spark_elastic.data.loader import StepRows
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.torch_objects import MODEL_FACTORY_LOCK
+from spark_elastic.estimators.two_rows import (
+    MAX_BYTES,
+    copy_objects,
+    describe_failure,
+    find_failure,
+    has_hook,
+    transform_rows,
+)
 from spark_elastic.keras.train.archive import Archive, iter_model_parts
-from spark_elastic.keras.train.batching import order_features, order_labels
+from spark_elastic.keras.train.batching import BatchBuilder, order_features, order_labels
 from spark_elastic.keras.train.compiled import CompiledLosses
-from spark_elastic.keras.train.trainer import KerasUserObjects
+from spark_elastic.keras.train.trainer import ConnectedModel, KerasUserObjects
 from spark_elastic.tensorflow.sync_batch_norm import SyncBatchNormalization
+from spark_elastic.torch.generators import seeded_rng
 from spark_elastic.training.fit_config import describe_type
+from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.transformation import check_transformation
 
 _BACKUP_CALLBACK = "BackupAndRestore"
@@ -47,6 +59,41 @@ def check_keras_objects(values: Mapping[str, Any]) -> KerasUserObjects:
         class_weight=_class_weight(values["class_weight"], values["label_cols"] or ()),
         transformation=check_transformation(values["transformation_fn"]),
     )
+
+
+# Hooks that run before the first forward pass.
+_FIRST_HOOKS = ("on_train_begin", "on_epoch_begin", "on_train_batch_begin")
+
+
+def check_on_two_rows(objects: KerasUserObjects, spec: TrainSpec) -> None:
+    """Run copies of model and losses on two rows of the data, and refuse what fails there.
+
+    Raises:
+        InvalidInput: the shapes and types of the columns, and the error of the model or a loss.
+    """
+    known = ("keras.", "spark_elastic.")
+    if len(objects.model.content) > MAX_BYTES or has_hook(objects.callbacks, _FIRST_HOOKS, known):
+        return
+    failure = find_failure(spec, functools.partial(_run_on_rows, objects, spec))
+    if failure is None:
+        return
+    if isinstance(failure.error, InvalidInput):
+        raise failure.error
+    raise InvalidInput(describe_failure(failure, {})) from failure.error
+
+
+def _run_on_rows(objects: KerasUserObjects, spec: TrainSpec, rows: StepRows) -> None:
+    with MODEL_FACTORY_LOCK, seeded_rng(spec.config.seed), objects.model.default_dtype():
+        (transformation,) = copy_objects((objects.transformation,))
+        rows = transform_rows(spec, transformation, rows)
+        found = ConnectedModel.of(objects.model.load(), spec, rows, transformed=transformation is not None)
+        weights = (
+            BatchBuilder(spec.config, found.inputs, found.label_cols, objects.class_weight)
+            .build(rows)
+            .weights
+        )
+        losses = found.losses
+        losses.total(found.labels, found.outputs, weights, [1.0] * losses.count, 1.0)
 
 
 def compile_model(values: Mapping[str, Any]) -> Any:

@@ -9,25 +9,32 @@ import copy
 import functools
 import inspect
 import io
-import logging
-import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import cloudpickle
-import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from spark_elastic.data.loader import StepRows
-from spark_elastic.data.reading.readers import read_sample_rows
-from spark_elastic.errors import ElasticError, InvalidInput
+from spark_elastic.errors import InvalidInput
+from spark_elastic.estimators.two_rows import (
+    MAX_BYTES,
+    Failure,
+    copy_objects,
+    describe_failure,
+    find_failure,
+    has_hook,
+    transform_rows,
+)
 from spark_elastic.torch.callbacks import Callback, LearningRateSchedule
 from spark_elastic.torch.determinism import check_layers
+from spark_elastic.torch.generators import seeded_rng
 from spark_elastic.torch.gradients.exchange_options import find_trainable
+from spark_elastic.torch.layers import draw_rows
 from spark_elastic.torch.optimizers import build_optimizer, check_steps_alone
 from spark_elastic.torch.train.lightning import check_lightning, is_lightning
 from spark_elastic.torch.train.metrics import name_metrics
@@ -35,10 +42,7 @@ from spark_elastic.torch.train.spec import TorchUserObjects, make_batch_builder
 from spark_elastic.torch.train.state import check_storable
 from spark_elastic.training.fit_config import describe_type
 from spark_elastic.training.spec import TrainSpec
-from spark_elastic.training.transformation import RowBatch, check_transformation
-from spark_elastic.training.transformation_pool import bind_transformation
-
-log = logging.getLogger("spark_elastic")
+from spark_elastic.training.transformation import check_transformation
 
 
 def check_serializable(model: torch.nn.Module) -> None:
@@ -209,79 +213,59 @@ def _check_forward(model: torch.nn.Module, features: Sequence[str]) -> None:
         ) from error
 
 
-# Bytes of parameters of a model that is copied for a trial; a larger one is tried by the workers alone.
-TRIED_BYTES = 1 << 28
-# Errors about what this process may lack and a worker has: devices, other ranks.
-_WORKER_NEEDED = re.compile(r"cuda|gpu|device|driver|process group|rank|horovod", re.IGNORECASE)
+# Hooks that run before the first forward pass.
+_FIRST_HOOKS = ("on_fit_begin", "on_epoch_begin", "on_step_begin")
 
 
 def check_on_two_rows(objects: TorchUserObjects, spec: TrainSpec) -> None:
-    """Run a copy of the model and the loss on two rows of the data, and refuse what fails there.
-
-    A worker would fail in the same way, seconds later and with a traceback of another machine. Failures that may come
-    from this process itself (no such file, package or device) say nothing.
+    """Run copies of model and loss on two rows of the data, and refuse what fails there.
 
     Raises:
         InvalidInput: the shapes and types of the columns, and the error of the model or the loss.
     """
     model = objects.model
-    size = sum(each.nbytes for each in model.parameters())
-    synchronized = any(isinstance(part, torch.nn.SyncBatchNorm) for part in model.modules())
-    if is_lightning(model) or size > TRIED_BYTES or synchronized:
+    is_large = sum(each.nbytes for each in model.parameters()) > MAX_BYTES
+    is_compiled = any(hasattr(part, "_orig_mod") for part in model.modules())  # which takes long, also here
+    may_change = has_hook(objects.callbacks, _FIRST_HOOKS, ("spark_elastic.",))
+    if is_lightning(model) or is_large or is_compiled or may_change:
         return
-    try:
-        names = list(dict.fromkeys(spec.config.used_cols))
-        columns = read_sample_rows(spec.rows.data, spec.rows.manifest, names)
-        rows = StepRows(0, 0, 2, np.arange(2), columns)
-        _run_on_rows(objects, spec, rows)
-    except InvalidInput:
-        raise
-    except (ElasticError, OSError, ImportError, MemoryError, NotImplementedError) as error:
-        log.debug("the model was not tried on two rows: %s", error)
-    except Exception as error:  # of the user's code
-        if _WORKER_NEEDED.search(str(error)):
-            log.debug("the model was not tried on two rows: %s", error)
-            return
-        raise InvalidInput(_describe_failure(objects, spec, rows, error)) from error
+    failure = find_failure(spec, functools.partial(_run_on_rows, objects, spec))
+    if failure is None:
+        return
+    if isinstance(failure.error, InvalidInput):
+        raise failure.error
+    raise InvalidInput(_find_advice(objects, spec, failure)) from failure.error
 
 
 def _run_on_rows(objects: TorchUserObjects, spec: TrainSpec, rows: StepRows) -> None:
-    transformation = bind_transformation(spec.config, objects.transformation)
-    if transformation is not None:
-        batch = RowBatch(rows.columns, rows.row_ids, 0, (0, 2), augments=True)
-        rows = replace(rows, columns=transformation.apply(batch))
-    with MODEL_FACTORY_LOCK, torch.random.fork_rng(devices=[]):
-        model = copy.deepcopy(objects.model).train()
-        part = make_batch_builder(spec, objects, model).build(rows)
-        if len(objects.losses) > 1:  # their denominators are sums over all ranks
-            model(*part.features)
-        else:
-            objects.loss_fn(spec)(model, part)
-
-
-def _describe_failure(objects: TorchUserObjects, spec: TrainSpec, rows: StepRows, error: Exception) -> str:
-    scalar = [column.name for column in spec.features if column.shape == ()]
-    if scalar and objects.transformation is None:
-        shapes = [column.shape or (1,) for column in spec.features]
-        features = tuple(
-            replace(each, shape=shape) for each, shape in zip(spec.features, shapes, strict=True)
+    tried = (objects.model, objects.losses, objects.train_minibatch_fn, objects.transformation)
+    with MODEL_FACTORY_LOCK, seeded_rng(spec.config.seed):
+        model, losses, minibatch_fn, transformation = copy_objects(tried)
+        objects = replace(
+            objects, losses=losses, train_minibatch_fn=minibatch_fn, transformation=transformation
         )
+        if not model.training:  # single parts may be in evaluation mode, as in training
+            model.train()
+        part = make_batch_builder(spec, objects, model).build(transform_rows(spec, transformation, rows))
+        draw_rows(model, part.row_ids, spec.config.seed)
+        objects.loss_fn(spec)(model, part)
+
+
+def _find_advice(objects: TorchUserObjects, spec: TrainSpec, failure: Failure) -> str:
+    shapes = {column.name: column.shape for column in spec.features}
+    scalar = [name for name, shape in shapes.items() if shape == ()]
+    if scalar and objects.transformation is None:
+        features = tuple(replace(column, shape=column.shape or (1,)) for column in spec.features)
         try:
-            _run_on_rows(objects, replace(spec, features=features), rows)
+            _run_on_rows(objects, replace(spec, features=features), failure.rows)
         except Exception:
             pass  # that is not the cause
         else:
             return (
                 f"the model does not take feature columns of single numbers ({', '.join(scalar)}) as tensors of shape "
-                f"(rows,), but takes (rows, 1): set input_shapes={[list(shape) for shape in shapes]}."
+                f"(rows,), but takes (rows, 1): set input_shapes={[list(column.shape) for column in features]}."
             )
-    reshaped = {} if objects.transformation else {column.name: column.shape for column in spec.features}
-    given = ", ".join(
-        f"{name!r} of {array.dtype} {(2, *reshaped.get(name, array.shape[1:]))}"
-        for name, array in rows.columns.items()
-    )
-    message = " ".join(str(error).split()).rstrip(".")
-    return f"the model or the loss fails on two rows of the data, {given}, with {type(error).__name__}: {message}."
+    return describe_failure(failure, {} if objects.transformation else shapes)
 
 
 def _check_dense(model: torch.nn.Module) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
-from typing import Any
+from typing import Any, NamedTuple
 
-from spark_elastic.data.manifest import Manifest
+import numpy as np
+
+from spark_elastic.data.manifest import Manifest, decoded_bytes
 from spark_elastic.data.reading.decoding import ColumnArrays, Reader
 from spark_elastic.data.reading.group_reader import ArrowReader
 from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES
@@ -49,13 +51,29 @@ def open_reader(
     return ArrowReader(store, manifest, columns, cache_bytes)
 
 
+class SampleGroup(NamedTuple):
+    """The row group whose first row costs least."""
+
+    number: int
+    bytes: int  # in memory, of what has to be read for it
+
+
+def find_sample_group(manifest: Manifest, columns: Sequence[str]) -> SampleGroup:
+    """The row group from which a sample is taken."""
+    groups = manifest.row_groups
+    decoded = decoded_bytes(map(manifest.column, columns), groups.rows, groups.bytes)
+    whole = decoded * np.maximum(groups.parent_rows, groups.rows) // groups.rows  # parts are cut out of it
+    number = int(whole.argmin())
+    return SampleGroup(number, int(whole[number]))
+
+
 def read_sample_rows(store: Store, manifest: Manifest, columns: Sequence[str]) -> ColumnArrays:
-    """The first and the last row of the smallest row group, for a function or a model to be tried on."""
+    """The first and the last row of a small row group, for a function or a model to be tried on."""
     with closing(open_reader("arrow", store, manifest, columns)) as reader:
-        found = reader.fetch(int(manifest.row_groups.rows.argmin()))
+        found = reader.fetch(find_sample_group(manifest, columns).number)
     return {name: found[name][[0, -1]] for name in columns}
 
 
 def read_sample_row(store: Store, manifest: Manifest, columns: Sequence[str]) -> list[Any]:
-    """The first row of the smallest row group, for a function of rows to be tried on: its value in each column."""
+    """The first row of a small row group, for a function of rows to be tried on: its value in each column."""
     return [values[0] for values in read_sample_rows(store, manifest, columns).values()]

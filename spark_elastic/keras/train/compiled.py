@@ -68,6 +68,11 @@ class CompiledLosses:
                 )
 
     @property
+    def count(self) -> int:
+        """How many losses there are."""
+        return len(self._parts)
+
+    @property
     def names(self) -> list[str]:
         """Names under which the history lists the losses one by one; none for a single loss."""
         return [f"{part.name}_loss" for part in self._parts] if len(self._parts) > 1 else []

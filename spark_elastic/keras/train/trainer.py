@@ -54,6 +54,53 @@ class KerasUserObjects:
         }
 
 
+@dataclass(frozen=True)
+class ConnectedModel:
+    """How a model and its losses take the columns, which a call of the model with some rows has shown."""
+
+    inputs: Inputs
+    # In the order of the outputs.
+    label_cols: Sequence[str]
+    # Without class weights, as Keras validates.
+    batches: BatchBuilder
+    structure: Structure
+    losses: CompiledLosses
+    # Of those rows, in the structure of the outputs.
+    labels: Any
+    outputs: Any
+
+    @classmethod
+    def of(cls, model: Any, spec: TrainSpec, rows: StepRows, *, transformed: bool) -> ConnectedModel:
+        """Call the model. rows: as it takes them; transformed: a function of the user's made them."""
+        config = spec.config
+        inputs = Inputs.of(model, spec.features, free=transformed)
+        structure, outputs = _call_model(
+            model, BatchBuilder(config, inputs, config.label_cols, None).build(rows)
+        )
+        label_cols = order_labels(model, outputs, config.label_cols)
+        batches = BatchBuilder(config, inputs, label_cols, None)
+        labels = structure.outputs(list(batches.build(rows).labels))
+        losses = CompiledLosses(model, labels, outputs)
+        return cls(inputs, label_cols, batches, structure, losses, labels, outputs)
+
+
+def _call_model(model: Any, rows: LocalBatch[Any]) -> tuple[Structure, Any]:
+    """How inputs and outputs are nested, and the outputs of these rows."""
+    nested = getattr(model, "input", None) if getattr(model, "inputs", None) else None
+
+    def inputs(arrays: Sequence[Any]) -> Any:
+        if nested is not None:
+            return keras.tree.pack_sequence_as(nested, list(arrays))
+        return arrays[0] if len(arrays) == 1 else list(arrays)
+
+    outputs = model(inputs([np.asarray(array) for array in rows.features]), training=False)
+
+    def structured(values: Sequence[Any]) -> Any:
+        return keras.tree.pack_sequence_as(outputs, list(values))
+
+    return Structure(inputs, structured), outputs
+
+
 class KerasTrainProgram(TrainingLoop):
     """The program of a worker of `ElasticKerasEstimator`: the training loop over a Keras model."""
 
@@ -79,18 +126,12 @@ class KerasTrainer:
             model.optimizer.learning_rate = float(np.asarray(model.optimizer.learning_rate)) * spec.lr_scale
         model.optimizer.build(model.trainable_variables)
         transformed = objects.transformation is not None
-        inputs = Inputs.of(model, spec.features, free=transformed)
-        row = self._row()
-        structure, outputs = self._run_sample_row(
-            BatchBuilder(config, inputs, config.label_cols, None).build(row)
-        )
-        labels = order_labels(model, outputs, config.label_cols)
-        self._batches = BatchBuilder(config, inputs, labels, objects.class_weight)
-        self._validation_batches = BatchBuilder(config, inputs, labels, None)  # as Keras validates
-        known = structure.outputs(list(self._validation_batches.build(row).labels))
-        losses = CompiledLosses(model, known, outputs)
+        found = ConnectedModel.of(model, spec, self._row(), transformed=transformed)
+        self._batches = BatchBuilder(config, found.inputs, found.label_cols, objects.class_weight)
+        self._validation_batches = found.batches
+        losses, structure = found.losses, found.structure
         self._metrics = CompiledMetrics(model, losses.names, structure.outputs, bool(model.run_eagerly))
-        self._metrics.build(known, outputs)
+        self._metrics.build(found.labels, found.outputs)
         params = {"epochs": config.epochs, "steps": spec.plan.steps, "verbose": 0}
         self.callbacks = KerasCallbackList(objects.callbacks, model, params)
         replicas = [*model.weights, *model.optimizer.variables]
@@ -168,19 +209,3 @@ class KerasTrainer:
         if transformation is not None:
             stored = transform_columns({name: stored[name] for name in used}, 1, used, transformation)
         return StepRows(0, 0, 1, np.zeros(1, np.int64), stored)
-
-    def _run_sample_row(self, row: LocalBatch[Any]) -> tuple[Structure, Any]:
-        """How inputs and outputs are nested, and the outputs of the row."""
-        nested = getattr(self.model, "input", None) if getattr(self.model, "inputs", None) else None
-
-        def inputs(arrays: Sequence[Any]) -> Any:
-            if nested is not None:
-                return keras.tree.pack_sequence_as(nested, list(arrays))
-            return arrays[0] if len(arrays) == 1 else list(arrays)
-
-        outputs = self.model(inputs([np.asarray(array) for array in row.features]), training=False)
-
-        def structured(values: Sequence[Any]) -> Any:
-            return keras.tree.pack_sequence_as(outputs, list(values))
-
-        return Structure(inputs, structured), outputs

@@ -353,8 +353,8 @@ class MultiOutputLoss:
         self._losses = [RowLoss(loss, weighted, label, ahead=True) for label, (loss, _) in losses.items()]
         self._loss_weights = [weight for _, weight in losses.values()]
         self._forward = _Forward(precision, list(losses))
-        # For each loss the factor of its sum over rows: rows of the step / divisor of the loss.
-        self._scales: list[float] = []
+        # For each loss the factor of its sum over rows: rows of the step / divisor of the loss; 1 before `begin`.
+        self._scales = [1.0] * len(losses)
 
     def begin(self, group: Group, batch: LocalBatch[torch.Tensor], position: Position) -> None:
         own = np.array([self._compute_denominators(part) for part in batch.shares or (batch,)])

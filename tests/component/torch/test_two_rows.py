@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import os
+import random
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+import spark_elastic.torch as hvd
+from spark_elastic.data.loader import StepRows
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.store import Store
-from spark_elastic.errors import InvalidInput
+from spark_elastic.errors import ElasticError, InvalidInput, StoreError
+from spark_elastic.estimators import two_rows
 from spark_elastic.estimators.torch_objects import check_on_two_rows
+from spark_elastic.torch import progress
+from spark_elastic.torch.callbacks import Callback, EarlyStopping, Training
+from spark_elastic.torch.generators import get_generators
 from spark_elastic.torch.train.spec import TorchUserObjects
+from spark_elastic.training.fit_config import FitConfig
 from tests.component.torch.job import CLASSES, WIDTH, Job, make_data
 
 Data = tuple[Store, Manifest]
@@ -30,12 +44,12 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def check(
-    data: Data, model: torch.nn.Module, loss: Any, features: tuple[Column, ...] = (), **changes: Any
+    data: Data, model: torch.nn.Module, loss: Any, settings: Mapping[str, Any] | None = None, **changes: Any
 ) -> None:
-    job = Job(model.double(), sgd, loss)
-    spec = job.task(*data)._spec
-    objects = TorchUserObjects(model, sgd, (loss,))
-    check_on_two_rows(replace(objects, **changes), replace(spec, features=features or spec.features))
+    """settings: of the fit; changes: other objects of the user's."""
+    spec = Job(model.double(), sgd, loss).task(*data)._spec
+    spec = replace(spec, config=replace(spec.config, **(settings or {})))
+    check_on_two_rows(replace(TorchUserObjects(model, sgd, (loss,)), **changes), spec)
 
 
 class Fails(torch.nn.Module):
@@ -49,6 +63,19 @@ class Fails(torch.nn.Module):
         raise self.error
 
 
+class Calls(torch.nn.Module):
+    """A net whose forward also calls a function with its input, and itself."""
+
+    def __init__(self, function: Callable[[torch.Tensor, Calls], object]) -> None:
+        super().__init__()
+        self.function = function
+        self.layer = torch.nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.function(x, self)
+        return self.layer(x)
+
+
 CROSS_ENTROPY = torch.nn.CrossEntropyLoss()
 WRONG: list[tuple[Callable[[], torch.nn.Module], Any, str]] = [
     (
@@ -57,7 +84,7 @@ WRONG: list[tuple[Callable[[], torch.nn.Module], Any, str]] = [
         rf"'x' of float64 \(2, {WIDTH}\), 'y' of int64 \(2,\), with RuntimeError: mat1 and mat2 shapes cannot be",
     ),
     (
-        lambda: torch.nn.Linear(WIDTH, 1),
+        lambda: torch.nn.Sequential(torch.nn.Linear(WIDTH, 1), torch.nn.Threshold(9.0, 2.0)),
         torch.nn.BCELoss(),
         "with RuntimeError: all elements of input should be between 0 and 1",
     ),
@@ -67,6 +94,7 @@ WRONG: list[tuple[Callable[[], torch.nn.Module], Any, str]] = [
         "AttributeError: no attribute 'fc'",
     ),
     (lambda: torch.nn.Embedding(3, 2), CROSS_ENTROPY, "takes numbers of another type than it was given 'x'"),
+    (torch.nn.Module, CROSS_ENTROPY, 'is missing the required "forward" function'),
 ]
 
 
@@ -104,6 +132,20 @@ def test_a_transformation_that_fails_is_refused(data: Data) -> None:
         )
 
 
+def test_a_model_without_an_output_for_each_loss_is_refused(data: Data) -> None:
+    with pytest.raises(InvalidInput, match="loss has 2 losses, but the model returned 1"):
+        check(
+            data,
+            torch.nn.Linear(WIDTH, CLASSES),
+            CROSS_ENTROPY,
+            {"label_cols": ("y", "w")},
+            losses=(CROSS_ENTROPY, torch.nn.MSELoss()),
+        )
+
+
+# ---- a training that works is not refused
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -111,6 +153,8 @@ def test_a_transformation_that_fails_is_refused(data: Data) -> None:
         ValueError("Default process group has not been initialized"),
         FileNotFoundError("vocabulary.txt"),
         ImportError("no module of workers"),
+        RuntimeError("[Errno 2] No such file or directory: '/data/1.png'"),
+        StoreError("it is not for the driver"),
     ],
 )
 def test_a_failure_that_may_come_from_what_only_workers_have_says_nothing(
@@ -119,15 +163,162 @@ def test_a_failure_that_may_come_from_what_only_workers_have_says_nothing(
     check(data, Fails(error), CROSS_ENTROPY)
 
 
+def test_a_model_that_asks_for_its_step_or_for_a_variable_of_executors_is_not_refused(data: Data) -> None:
+    check(data, Calls(lambda x, model: progress().step), CROSS_ENTROPY)  # type: ignore[union-attr]
+    check(data, Calls(lambda x, model: os.environ["SET_ON_EXECUTORS"]), CROSS_ENTROPY)
+    with pytest.raises(InvalidInput, match="with KeyError: 'key'"):
+        check(data, Calls(lambda x, model: {}["key"]), CROSS_ENTROPY)
+
+
+def test_a_model_with_row_dropout_and_sync_batch_norm_is_not_refused(data: Data) -> None:
+    layers = torch.nn.Linear(WIDTH, 4), hvd.SyncBatchNorm(4), hvd.RowDropout(), torch.nn.Linear(4, CLASSES)
+    check(data, torch.nn.Sequential(*layers), CROSS_ENTROPY)
+
+
+def test_a_part_in_evaluation_mode_stays_in_it(data: Data) -> None:
+    def refuse_training(x: torch.Tensor, part: torch.nn.Module) -> None:
+        assert not part.training
+
+    model = torch.nn.Sequential(Calls(refuse_training), torch.nn.Linear(CLASSES, CLASSES))
+    model[0].eval()
+    check(data, model, CROSS_ENTROPY)
+
+
+def test_a_model_that_compares_several_rows_is_tried_on_more(data: Data) -> None:
+    model = Calls(lambda x, model: x.topk(5, dim=0))
+    check(data, model, CROSS_ENTROPY)
+    with pytest.raises(InvalidInput, match="selected index k out of range"):
+        check(data, model, CROSS_ENTROPY, {"batch_size": 4})
+
+
+def test_a_model_that_takes_one_row_is_tried_on_one(data: Data) -> None:
+    def take_one(x: torch.Tensor, model: torch.nn.Module) -> None:
+        (_,) = x
+
+    check(data, Calls(take_one), CROSS_ENTROPY, {"batch_size": 1})
+    with pytest.raises(InvalidInput, match="too many values to unpack"):
+        check(data, Calls(take_one), CROSS_ENTROPY)
+
+
+@pytest.mark.filterwarnings("ignore")  # those of torch's compiler
+def test_a_compiled_model_is_not_tried(data: Data) -> None:
+    """The driver would compile it, too."""
+    check(data, torch.compile(torch.nn.Linear(WIDTH + 1, CLASSES)), CROSS_ENTROPY)  # type: ignore[arg-type]
+
+
+class AddsLayer(Callback):
+    """Completes the model before the first step."""
+
+    def on_fit_begin(self, training: Training) -> None:
+        """It would add a layer here."""
+
+
+def test_a_model_that_a_callback_completes_is_not_tried(data: Data) -> None:
+    incomplete = Calls(lambda x, model: model.head)
+    check(data, incomplete, CROSS_ENTROPY, callbacks=(AddsLayer(),))
+    with pytest.raises(InvalidInput, match="no attribute 'head'"):
+        check(data, incomplete, CROSS_ENTROPY, callbacks=(EarlyStopping(),))
+
+
+def test_the_forward_pass_of_several_losses_is_under_autocast(data: Data) -> None:
+    class Casts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(WIDTH, 1)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            output = self.layer(x.bfloat16())
+            return output, output
+
+    mse = torch.nn.MSELoss()
+    spec = Job(Casts(), sgd, mse).task(*data)._spec
+    settings = {"label_cols": ("y", "w"), "precision": "bf16"}
+    spec = replace(spec, config=replace(spec.config, **settings))
+    check_on_two_rows(TorchUserObjects(Casts(), sgd, (mse, mse)), spec)
+
+
+def test_rows_that_cannot_be_read_or_are_large_are_not_tried(
+    data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = torch.nn.Linear(WIDTH + 1, CLASSES)
+    check((Store.open(str(tmp_path)), data[1]), wrong, CROSS_ENTROPY)
+    for limit in ("MAX_BYTES", "MAX_ROW_BYTES"):
+        with monkeypatch.context() as patch:
+            patch.setattr(two_rows, limit, 100)
+            check(data, wrong, CROSS_ENTROPY)
+
+
+def test_a_loss_that_cannot_be_copied_is_not_tried(data: Data) -> None:
+    class HoldsModule:
+        def __init__(self) -> None:
+            self.module = torch
+
+        def __call__(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+            raise AssertionError
+
+    check(data, torch.nn.Linear(WIDTH, CLASSES), HoldsModule())
+
+
+def test_a_transformation_that_fails_on_strings_may_lack_files() -> None:
+    def read(columns: Mapping[str, Any]) -> Mapping[str, Any]:
+        raise TypeError("cannot be read")
+
+    spec: Any = SimpleNamespace(config=FitConfig(feature_cols=("x",), label_cols=("x",)))
+    for value, error in (("one.png", ElasticError), (b"one", TypeError)):
+        rows = StepRows(0, 0, 1, np.arange(1), {"x": np.array([value], object)})
+        with pytest.raises(error):
+            two_rows.transform_rows(spec, read, rows)
+
+
+# ---- nothing is changed
+
+
 def test_neither_the_model_nor_the_random_numbers_of_the_driver_change(data: Data) -> None:
     model = (
         torch.nn.Sequential(torch.nn.BatchNorm1d(WIDTH), torch.nn.Dropout(), torch.nn.Linear(WIDTH, CLASSES))
         .double()
         .eval()
     )
-    before, drawn = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    check(data, model, CROSS_ENTROPY)
+    before, drawn = copy.deepcopy(model.state_dict()), get_generators()
+
+    def draw(columns: Mapping[str, Any]) -> Mapping[str, Any]:
+        np.random.uniform()
+        random.random()
+        return columns
+
+    check(data, model, CROSS_ENTROPY, transformation=draw)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert torch.equal(torch.get_rng_state(), drawn)
+    assert repr(get_generators()) == repr(drawn)
     assert not model.training
     assert all(each.grad is None for each in model.parameters())
+
+
+class Loads:
+    """A transformation that opens something in its first call, which cannot be pickled."""
+
+    opened: Any = None
+
+    def __call__(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
+        self.opened = threading.Lock()
+        return columns
+
+
+LOADS = """
+import threading
+opened = None
+def open_once():
+    global opened
+    opened = opened or threading.Lock()
+def transform(columns):
+    open_once()
+    return columns
+"""
+
+
+def test_what_a_transformation_opens_on_the_driver_does_not_travel_to_the_workers(data: Data) -> None:
+    loads, script = Loads(), {"__name__": "__main__"}
+    exec(LOADS, script)
+    for transformation in (loads, script["transform"], partial(script["transform"])):
+        check(data, torch.nn.Linear(WIDTH, CLASSES), CROSS_ENTROPY, transformation=transformation)
+    assert loads.opened is None
+    assert script["opened"] is None

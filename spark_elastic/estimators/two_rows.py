@@ -1,0 +1,199 @@
+"""Tries copies of a user's model and loss on two rows of the data, in the driver's process, before workers start.
+
+A worker would fail in the same way, seconds later and with a traceback of another machine. A training that works must
+never be refused: what may fail in this process alone says nothing, and neither does what fails on two rows alone. Knows
+no framework. The caller's thread.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import re
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from spark_elastic.data.loader import StepRows
+from spark_elastic.data.reading.decoding import ColumnArrays
+from spark_elastic.data.reading.readers import find_sample_group, read_sample_rows
+from spark_elastic.errors import ElasticError, InvalidInput
+from spark_elastic.training.spec import TrainSpec
+from spark_elastic.training.transformation import RowBatch, Transformation
+from spark_elastic.training.transformation_pool import bind_transformation
+
+log = logging.getLogger("spark_elastic")
+
+# Bytes of a model that is copied to be tried, and of a row group that is read for it. Workers alone try larger ones.
+MAX_BYTES = 1 << 28
+# Bytes of the rows as the model takes them: it may need a hundred times as many, and the driver may have little memory.
+MAX_ROW_BYTES = 1 << 26
+MORE_ROWS = 16  # on which a model is tried that fails on two: it may compare rows with one another
+MAX_TEXT = 400  # characters of an error that a sentence shows
+# Errors about what this process may lack and a worker has: devices, peers, files, compilers, servers, a step's context.
+_OF_THIS_PROCESS = re.compile(
+    r"cuda|gpu|device|driver|process group|horovod|no such file|unable to open|compil|connect|memory|'NoneType'"
+    r"|torch\._dynamo|torch\._inductor",
+    re.IGNORECASE,
+)
+_PLACE = re.compile(r"\{\{function_node .*?\}\}")
+
+
+class Failure(NamedTuple):
+    """What the user's code raised, and on which rows."""
+
+    rows: StepRows
+    error: Exception
+
+
+def find_failure(spec: TrainSpec, run: Callable[[StepRows], object]) -> Failure | None:
+    """Call `run` with two rows and, if it fails, with more; a worker has `batch_size` at once, or fewer.
+
+    Returns the first failure if both calls fail by the user's code; None if the model works, or if nothing is known.
+    """
+    sample = _read_rows(spec)
+    if sample is None:
+        return None
+    first: Failure | None = None
+    most = spec.config.batch_size
+    for count in sorted({min(2, most), min(MORE_ROWS, most)}):
+        rows = StepRows(
+            0, 0, count, np.arange(count), {k: v[np.arange(count) % 2] for k, v in sample.items()}
+        )
+        try:
+            run(rows)
+        except Exception as error:  # of the user's code
+            if _may_be_of_this_process(error):
+                log.debug("the model was not tried on two rows: %r", error)
+                return None
+            first = first or Failure(rows, error)
+        else:
+            return None
+    return first
+
+
+def _read_rows(spec: TrainSpec) -> ColumnArrays | None:
+    """Two rows; None if that is too much to read here, or if workers alone can read them."""
+    names = list(dict.fromkeys(spec.config.used_cols))
+    store, manifest = spec.rows.data, spec.rows.manifest
+    if find_sample_group(manifest, names).bytes > MAX_BYTES:
+        return None
+    try:
+        return read_sample_rows(store, manifest, names)
+    except Exception as error:
+        log.debug("the model was not tried on two rows: %r", error)
+        return None
+
+
+def _may_be_of_this_process(error: Exception) -> bool:
+    if isinstance(error, ElasticError):
+        return not isinstance(error, InvalidInput)
+    if isinstance(error, OSError | ImportError | MemoryError):
+        return True
+    if isinstance(error, KeyError):  # a variable of the environment that executors have
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        return frame.f_globals.get("__name__") == "os"
+    return bool(_OF_THIS_PROCESS.search(f"{type(error).__module__} {_format(error)}"))
+
+
+def _format(error: Exception) -> str:
+    """Its text in one line, without TensorFlow's name of the operation and its device."""
+    return " ".join(_PLACE.sub("", str(error)).split()).rstrip(".")
+
+
+def describe_failure(failure: Failure, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """The sentence for the user.
+
+    Args:
+        shapes: of one row of a column, where the model takes another shape than the stored one.
+    """
+    rows, error = failure
+    given = ", ".join(
+        f"{name!r} of {array.dtype} {(len(rows), *shapes.get(name, array.shape[1:]))}"
+        for name, array in rows.columns.items()
+    )
+    text = _format(error)
+    text = text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} ..."
+    return (
+        f"the model or the loss fails on two rows of the data, {given}, with {type(error).__name__}: {text}."
+    )
+
+
+def transform_rows(spec: TrainSpec, transformation: Transformation | None, rows: StepRows) -> StepRows:
+    """The rows as the model takes them, as in training. Raises ElasticError if they are too large to be tried here."""
+    bound = bind_transformation(spec.config, transformation)
+    if bound is not None:
+        batch = RowBatch(rows.columns, rows.row_ids, 0, (0, len(rows)), augments=True)
+        try:
+            rows = replace(rows, columns=bound.apply(batch))
+        except InvalidInput:
+            raise
+        except Exception as error:
+            if any(c.dtype == object and isinstance(c.flat[0], str) for c in rows.columns.values()):
+                raise ElasticError("strings may be paths of files that executors alone see") from error
+            raise
+    size = sum(column.nbytes for column in rows.columns.values())
+    if size > MAX_ROW_BYTES:
+        raise ElasticError(f"{len(rows)} rows have {size} bytes")
+    return rows
+
+
+def has_hook(callbacks: Iterable[Any], names: Iterable[str], known: tuple[str, ...]) -> bool:
+    """Whether one of the callbacks has one of these hooks, which may do something to the model that it needs.
+
+    Args:
+        known: beginnings of the modules whose hooks do not.
+    """
+    hooks = [getattr(callback, name) for callback in callbacks for name in names]
+    return not all(str(getattr(hook, "__module__", "")).startswith(known) for hook in hooks)
+
+
+# ---- copies
+
+
+def copy_objects(things: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Copies that the user's code may change. Functions of a script or notebook assign to copies of its globals, which
+    travel to the workers with them and must be as they were.
+
+    Raises:
+        ElasticError: something cannot be copied, which may be pickled all the same.
+    """
+    memo: dict[int, Any] = {}  # what is shared by two of them stays shared
+    try:
+        return tuple(_copy(each, memo) for each in things)
+    except Exception as error:
+        raise ElasticError(f"cannot be copied: {error}") from error
+
+
+def _copy(thing: Any, memo: dict[int, Any]) -> Any:
+    if isinstance(thing, FunctionType) and thing.__module__ == "__main__":
+        return _copy_function(thing)
+    if isinstance(thing, functools.partial):
+        keywords = {name: _copy(value, memo) for name, value in thing.keywords.items()}
+        return functools.partial(_copy(thing.func, memo), *_copy(thing.args, memo), **keywords)
+    if isinstance(thing, tuple):
+        return tuple(_copy(each, memo) for each in thing)
+    return copy.deepcopy(thing, memo)
+
+
+def _copy_function(function: FunctionType) -> FunctionType:
+    """A function with a copy of its globals, and of the functions in them."""
+    own = dict(function.__globals__)
+    for name, value in function.__globals__.items():
+        if isinstance(value, FunctionType) and value.__module__ == "__main__":
+            own[name] = _bind(value, own)
+    return _bind(function, own)
+
+
+def _bind(function: FunctionType, variables: dict[str, Any]) -> FunctionType:
+    bound = FunctionType(
+        function.__code__, variables, function.__name__, function.__defaults__, function.__closure__
+    )
+    bound.__kwdefaults__ = function.__kwdefaults__
+    functools.update_wrapper(bound, function)
+    return bound

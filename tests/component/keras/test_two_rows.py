@@ -1,0 +1,97 @@
+"""A Keras model or loss that cannot work is refused by the driver, which runs copies of them on two rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import keras
+import pytest
+
+from spark_elastic.data.manifest import Manifest
+from spark_elastic.data.store import Store
+from spark_elastic.errors import InvalidInput
+from spark_elastic.estimators.keras_objects import check_on_two_rows
+from tests.component.keras.job import JOBS, Job
+from tests.component.torch.job import CLASSES, WIDTH, make_data
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:__array__ implementation:DeprecationWarning"
+)  # Keras 3 with numpy 2
+
+Data = tuple[Store, Manifest]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
+    return make_data(tmp_path_factory.mktemp("data"))
+
+
+def check(data: Data, job: Job, **changes: Any) -> None:
+    program = job.task(*data)
+    check_on_two_rows(replace(program._trainer._objects, **changes), program._spec)  # type: ignore[attr-defined]
+
+
+def make(width: int, loss: Any, units: int = CLASSES) -> Callable[[], Any]:
+    def build() -> Any:
+        model = keras.Sequential([keras.Input((width,), name="x"), keras.layers.Dense(units)])
+        model.compile("sgd", loss)
+        return model
+
+    return build
+
+
+def compute_wrong_loss(label: Any, output: Any) -> Any:
+    """Of outputs that are one column short."""
+    return keras.ops.sum(output[:, 1:] - output, axis=-1)
+
+
+CROSS_ENTROPY = "sparse_categorical_crossentropy"
+
+
+@pytest.mark.parametrize(
+    ("build", "sentence"),
+    [
+        (
+            make(WIDTH + 1, CROSS_ENTROPY),
+            rf"'x' of float64 \(2, {WIDTH}\), .* with ValueError: .*incompatible",
+        ),
+        (
+            make(WIDTH, "categorical_crossentropy"),
+            r"two rows of the data, .*'y' of int64 \(2,\), with ValueError: .*target",
+        ),
+        (make(WIDTH, compute_wrong_loss), "with InvalidArgumentError: .*Incompatible shapes"),
+    ],
+)
+def test_a_model_or_loss_that_fails_is_refused_in_one_sentence(
+    data: Data, build: Callable[[], Any], sentence: str
+) -> None:
+    with pytest.raises(InvalidInput, match=sentence) as caught:
+        check(data, Job(build))
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).endswith(".")
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_what_trains_is_not_refused(data: Data, name: str) -> None:
+    check(data, JOBS[name])
+
+
+class Prepares(keras.callbacks.Callback):  # type: ignore[misc,unused-ignore]
+    """Does something to the model before the first step."""
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """It would do it here."""
+
+
+def test_a_model_that_a_callback_prepares_is_not_tried(data: Data) -> None:
+    wrong = Job(make(WIDTH + 1, CROSS_ENTROPY))
+    check(data, wrong, callbacks=(Prepares(),))
+    with pytest.raises(InvalidInput, match="two rows"):
+        check(data, wrong, callbacks=(keras.callbacks.TerminateOnNaN(),))
+
+
+def test_rows_that_cannot_be_read_are_not_tried(data: Data, tmp_path: Path) -> None:
+    check((Store.open(str(tmp_path)), data[1]), Job(make(WIDTH + 1, CROSS_ENTROPY)))
