@@ -171,7 +171,7 @@ class RunOptions:
 
 
 class CommandOutput(OutputListener):
-    """The workers' output; unless all messages are shown, each loss and each join is a line of standard error."""
+    """The workers' output; unless all messages are shown, each loss, join and notice is a line of standard error."""
 
     _loss = ""  # why a world has broken, while the next one is not there yet
     _world_formed = False  # there has been a world
@@ -183,8 +183,13 @@ class CommandOutput(OutputListener):
     def on_world(self, size: int, reason: str) -> None:
         if self._world_formed:
             known = self._loss and self._loss.partition(": ")[2] in reason
-            self._print(f"the next world has {size} workers" if known else reason)
+            workers = "1 worker" if size == 1 else f"{size} workers"
+            self._print(f"the next world has {workers}" if known else reason)
         self._world_formed, self._loss = True, ""
+
+    def on_notice(self, text: str) -> None:
+        self.on_message(f"[driver] {text}")
+        self._print(text)
 
     def _print(self, text: str) -> None:
         if not self._show_messages:

@@ -133,7 +133,8 @@ class JobMonitor:
                     log.info("%s", reason)
                     self.notifier.submit(lambda reason=reason: self._listener.on_world_broken(reason))  # type: ignore[misc]
                 case NotifyUser(reason):
-                    self.announce(reason)
+                    log.info("%s", reason, extra=ANNOUNCED)
+                    self.notifier.submit(lambda reason=reason: self._listener.on_notice(reason))  # type: ignore[misc]
 
     def announce(self, text: str) -> None:
         """Pass a sentence to the log and to the listener."""

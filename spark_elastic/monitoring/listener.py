@@ -48,6 +48,11 @@ class JobListener:
     def on_message(self, text: str) -> None:
         """A sentence for people, such as a join, loss, drain or recovery with its cost."""
 
+    def on_notice(self, text: str) -> None:
+        """A sentence that people need whatever else they want to see: how a worker's process ended, or what the job
+        waits for."""
+        self.on_message(text)
+
     def on_progress(self, metrics: Metrics) -> None:
         """The newest report of rank 0."""
 

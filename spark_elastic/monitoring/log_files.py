@@ -157,6 +157,9 @@ class FileListener(JobListener):
     def on_message(self, text: str) -> None:
         self._console.on_message(f"[driver] {text}")
 
+    def on_notice(self, text: str) -> None:
+        self._console.on_notice(text)
+
     def close(self) -> None:
         self._console.close()
         with self._lock:

@@ -96,20 +96,26 @@ def test_mistakes_end_with_1_and_one_sentence(line: str, sentence: str, script: 
 
 
 @pytest.mark.parametrize("verbose", [False, True])
-def test_each_loss_and_each_join_is_a_line(verbose: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    output = cli.CommandOutput(io.StringIO(), FakeClock(), False, verbose, True)
+def test_each_loss_each_join_and_how_a_process_ended_is_a_line(
+    verbose: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stream = io.StringIO()
+    output = cli.CommandOutput(stream, FakeClock(), False, verbose, True)
     listener = FileListener(output, None)
     listener.on_world(2, "begins")
     listener.on_world_broken("world 1 is over: worker 1-0.1 is lost: its process ended (killed by signal 9)")
     listener.on_world(1, "world 2: worker 1-0.1 is lost: its process ended (killed by signal 9)")
     listener.on_world(2, "joining: 1-0.2")
+    listener.on_notice("the process of worker 1-0.1 ended: killed by SIGKILL")
     lines = [
         "world 1 is over: worker 1-0.1 is lost: its process ended (killed by signal 9)",
-        "the next world has 1 workers",
+        "the next world has 1 worker",
         "joining: 1-0.2",
+        "the process of worker 1-0.1 ended: killed by SIGKILL",
     ]
     told = "" if verbose else "".join(f"spark-elastic-run: {line}\n" for line in lines)
     assert capsys.readouterr().err == told
+    assert stream.getvalue() == (f"[driver] {lines[-1]}\n" if verbose else "")
 
 
 # Of Horovod 0.28.1's parser.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import AbortWorld, StopWorker
+from spark_elastic.protocol.commands import AbortWorld, NotifyUser, StopWorker
 from spark_elastic.protocol.driver.state import (
     EvictedWorker,
     PossiblyAlive,
@@ -101,6 +101,11 @@ def evict_slot(tx: Transition, slot: SlotRecord, reason: str, how: SlotEnd) -> N
         if how is SlotEnd.EXECUTOR_LOST:
             _note_possibly_alive(tx, worker, executor_lost=True)
         evict_externally_lost(tx, worker, reason)
+    elif how is not SlotEnd.TOLD_TO_END:
+        for name, evicted in state.workers.evicted.items():
+            if evicted.unaccounted and evicted.took_part and name.startswith(f"{slot.slot}."):
+                # Its world was broken without knowing this.
+                tx.emit(NotifyUser(f"worker {name} was lost with its slot: {reason}"))
     state.slots.evict(slot, reason)
     state.evicted_members.end_slot(slot.slot, how)
     state.blacklist = state.blacklist.forget_slot(slot.slot)

@@ -85,6 +85,8 @@ def test_fault_tolerance_without_scaling(tmp_path: Path, fault: Fault, how: str,
         job.wait_for(lambda: len(job.sizes()) > 1, "second world")
         survivor = job.await_size(sizes[-1])[0]["pid"]
         assert survivor == before[1]["pid"]
+        ended = "killed by signal 9" if how == "kill" else "exit code 1"
+        job.wait_for(lambda: ended in job.stderr(), f"line with {ended!r}")
         assert job.stop() == 0
         assert set(job.sizes()) <= set(sizes)  # the spare may be back before three took a step
         assert job.sizes()[-1] == sizes[-1]

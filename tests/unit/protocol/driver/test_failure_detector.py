@@ -197,6 +197,18 @@ def test_an_exit_that_is_reported_after_the_next_world_reaches_the_user() -> Non
     ]
 
 
+def test_an_executor_that_is_lost_after_its_workers_connection_is_told() -> None:
+    bench = Bench(replace(FOUR, num_workers=2))
+    bench.start(1, 2)
+    bench.on(on.ConnectionLost(0, W2.slot, W2))
+    bench.on(JoinWorld(name(1), bench.fence, at(5), suspects=(W2,), reason="it hung up"))
+    assert bench.members() == [name(1)]
+    bench.on(on.HostLost(0, "h2", "Spark lost executor 2"))
+    assert [told.reason for told in bench.find_commands(NotifyUser)][-1:] == [
+        f"worker {W2} was lost with its slot: host h2 is lost: Spark lost executor 2"
+    ]
+
+
 def test_the_reason_of_the_next_world_names_the_lost_worker_and_its_exit() -> None:
     bench = Bench(replace(FOUR, num_workers=2))
     bench.start(1, 2)
