@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeAlias
 import cloudpickle
 
 from elastic_collectives import CollectiveError, Group
-from spark_elastic.errors import InvalidInput
+from spark_elastic.errors import ElasticError, InvalidInput
 from spark_elastic.protocol.types import Checkpoint, MembershipVersion, Position, World
 from spark_elastic.rendezvous import codec
 from spark_elastic.rendezvous.messages import MAX_BODY_BYTES
@@ -131,8 +131,14 @@ def compute_fingerprint(error: BaseException) -> str:
 
 
 def format_traceback(error: BaseException) -> str:
-    """The traceback as Python prints it, from the user's first frame on, cut to a size that a message can carry."""
-    formatted = traceback.format_exception(type(error), error, _skip_callers(error.__traceback__))
+    """The traceback as Python prints it, from the user's first frame on, cut to a size that a message can carry.
+
+    Without frames where none is the user's and the error's sentence says all: what is wrong is no line of a program.
+    """
+    trace = _skip_callers(error.__traceback__)
+    if trace is None and not isinstance(error, ElasticError | FloatingPointError):
+        trace = error.__traceback__
+    formatted = traceback.format_exception(type(error), error, trace)
     if sys.version_info < (3, 11):  # which does not print them
         formatted += [f"{note}\n" for note in getattr(error, "__notes__", ())]
     lines = "".join(formatted).split("\n")
@@ -141,11 +147,11 @@ def format_traceback(error: BaseException) -> str:
 
 
 def _skip_callers(trace: TracebackType | None) -> TracebackType | None:
-    """The trace without the frames that call user code; the whole trace if no frame is the user's."""
+    """The trace without the frames that call user code; None if no frame is the user's."""
     frame = trace
     while frame is not None and frame.tb_frame.f_code.co_filename.startswith(CALLERS):
         frame = frame.tb_next
-    return frame or trace
+    return frame
 
 
 def _message(error: BaseException) -> str:

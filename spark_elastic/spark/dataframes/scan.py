@@ -236,7 +236,7 @@ class TableScan:
             if nulls:
                 raise InvalidInput(
                     f"The column {name!r} has nulls in {nulls} of {found['rows']} rows: "
-                    f"fill them (df.fillna, Imputer) or drop those rows (df.dropna)."
+                    f"fill them (df.fillna, Imputer) or drop those rows (missing='drop')."
                 )
             if name in self._nans and found[f"nans{number}"]:
                 raise InvalidInput(

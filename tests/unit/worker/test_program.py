@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from spark_elastic.errors import InvalidInput, add_note
+from spark_elastic.protocol.types import INITIAL_VERSION, START
 from spark_elastic.rendezvous.auth_middleware import RequestLimits
+from spark_elastic.training.step_summary import StepDecision
 from spark_elastic.worker import program as raised_module
 from spark_elastic.worker.program import (
     LINE_AT_MOST,
@@ -83,6 +86,18 @@ def test_a_traceback_begins_at_the_users_first_frame(tmp_path: Path) -> None:
     first, at, *_ = text.splitlines()
     assert (first, at.split(",")[0]) == ("Traceback (most recent call last):", f'  File "{path}"')
     assert text.endswith("ZeroDivisionError: division by zero\n")
+
+
+def test_a_loss_that_is_not_finite_is_told_in_one_sentence_without_our_frames() -> None:
+    none = np.zeros(0, np.bool_)
+    decision = StepDecision(INITIAL_VERSION, 4, math.nan, 4.0, none, none)
+    with pytest.raises(FloatingPointError) as caught:
+        decision.check_finite(START)
+    ours = caught.value.__traceback__
+    assert ours is not None
+    text = format_traceback(caught.value.with_traceback(ours.tb_next))  # without this test's own frame
+    assert text.startswith("FloatingPointError: the loss became nan in step 0 of epoch 1: ")
+    assert text.count("\n") == 1
 
 
 def as_number(text: str) -> int:
