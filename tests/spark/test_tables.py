@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter
 from collections.abc import Mapping
@@ -37,7 +38,15 @@ def test_p1_p2_a_fit_on_a_version_loses_an_executor_while_others_delete_append_a
     session_owned: SessionOwned,
     tmp_path: Path,
 ) -> None:
+    """Two processes of each worker pass its rows through a transformation_fn."""
     df, folder, gate = table(spark), str(tmp_path / "table"), tmp_path / "gate"
+    processes = tmp_path / "processes"
+    processes.mkdir()
+
+    def note_process(columns: dict[str, Any]) -> dict[str, Any]:
+        (processes / str(os.getpid())).touch()
+        return columns
+
     rows = df.collect()
     parts = [
         pa.table({name: [row[name] for row in part] for name in ("x", "y")})
@@ -66,14 +75,18 @@ def test_p1_p2_a_fit_on_a_version_loses_an_executor_while_others_delete_append_a
         run_id="mine",
         ledger=True,
         on_progress=on_progress,
+        transformation_fn=note_process,
+        transformation_workers=2,
     )
     model = est.fit_on_table(folder, version=1)
     writer.join()
     assert DeltaTable(folder).version() > 3
+    assert model.summary.data == f"version 1 of the Delta table file://{folder}"
     assert is_close(model, train_plain(df, EPOCHS, compute_mse))
     (ledger,) = {path.parent for path in (tmp_path / "store").rglob("*.jsonl")}
     assert ledger_of(ledger) == Counter((epoch, row) for epoch in range(EPOCHS) for row in range(ROWS))
     assert not list((tmp_path / "store").rglob("*.parquet"))
+    assert len({each.name for each in processes.iterdir()} - {str(os.getpid())}) >= 2 * 3
 
 
 def change_table(folder: str, rows: pa.Table) -> None:
