@@ -132,6 +132,16 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     _get_backend_name = name = getBackendName
 
+    # torch 2.15 asks a group for its devices and for the backend of each before it exchanges messages in a batch.
+    supports_coalescing = False
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> ElasticProcessGroup:
+        return self
+
     # DeviceMesh and functional collectives find a group by its name, which C++ asks for here.
     def setGroupName(self, name: str) -> None:
         self._names[0] = name

@@ -59,6 +59,9 @@ class _Registration:
 
     def __init__(self) -> None:
         dist.Backend.register_backend(NAME, _create_group, extended_api=True, devices=["cpu"])
+        # The flight recorder of torch 2.15 cannot attach itself to a group that is written in Python.
+        not_attached: set[str] = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+        not_attached.add(NAME)
         distributed_c10d.BackendConfig = _make_backend_config(distributed_c10d.BackendConfig)  # type: ignore[misc]
         handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
         handlers["env"] = _make_env_handler(handlers["env"])
