@@ -41,7 +41,8 @@ _OF_THIS_PROCESS = re.compile(
     r"|torch\._dynamo|torch\._inductor",
     re.IGNORECASE,
 )
-_PLACE = re.compile(r"\{\{function_node .*?\}\}")
+# Of errors of Keras and TensorFlow: the operation and its device, colours, and a list of all arguments.
+_NOISE = re.compile(r"\{\{function_node .*?\}\}|\x1b\[\d*m|\s+Arguments received by .*", re.DOTALL)
 
 
 class Failure(NamedTuple):
@@ -102,8 +103,7 @@ def _may_be_of_this_process(error: Exception) -> bool:
 
 
 def _format(error: Exception) -> str:
-    """Its text in one line, without TensorFlow's name of the operation and its device."""
-    return " ".join(_PLACE.sub("", str(error)).split()).rstrip(".")
+    return " ".join(_NOISE.sub("", str(error)).split()).rstrip(".")
 
 
 def describe_failure(failure: Failure, shapes: Mapping[str, tuple[int, ...]]) -> str:

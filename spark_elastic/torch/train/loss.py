@@ -418,6 +418,8 @@ class _Forward:
     def __call__(self, model: torch.nn.Module, part: LocalBatch[torch.Tensor]) -> Any:
         with autocast(self._precision):
             output = model(*part.features)
+        if output is None:
+            raise InvalidInput("the model returned None: end its forward with a return of its output.")
         names = list(output) if isinstance(output, Mapping) else self._labels
         if set(names) == set(self._labels) and names != self._labels:
             raise InvalidInput(

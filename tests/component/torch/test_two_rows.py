@@ -76,6 +76,13 @@ class Calls(torch.nn.Module):
         return self.layer(x)
 
 
+class ForgetsReturn(torch.nn.Linear):
+    """Computes its output in vain."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        super().forward(x)
+
+
 CROSS_ENTROPY = torch.nn.CrossEntropyLoss()
 WRONG: list[tuple[Callable[[], torch.nn.Module], Any, str]] = [
     (
@@ -94,6 +101,7 @@ WRONG: list[tuple[Callable[[], torch.nn.Module], Any, str]] = [
         "AttributeError: no attribute 'fc'",
     ),
     (lambda: torch.nn.Embedding(3, 2), CROSS_ENTROPY, "takes numbers of another type than it was given 'x'"),
+    (lambda: ForgetsReturn(WIDTH, 1), torch.nn.MSELoss(), "the model returned None: end its forward with"),
     (torch.nn.Module, CROSS_ENTROPY, 'is missing the required "forward" function'),
 ]
 
