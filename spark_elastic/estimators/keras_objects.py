@@ -17,9 +17,9 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.torch_objects import MODEL_FACTORY_LOCK
 from spark_elastic.estimators.two_rows import (
     MAX_BYTES,
+    check_runs,
     copy_objects,
     describe_failure,
-    find_failure,
     has_hook,
     transform_rows,
 )
@@ -74,12 +74,7 @@ def check_on_two_rows(objects: KerasUserObjects, spec: TrainSpec) -> None:
     known = ("keras.", "spark_elastic.")
     if len(objects.model.content) > MAX_BYTES or has_hook(objects.callbacks, _FIRST_HOOKS, known):
         return
-    failure = find_failure(spec, functools.partial(_run_on_rows, objects, spec))
-    if failure is None:
-        return
-    if isinstance(failure.error, InvalidInput):
-        raise failure.error
-    raise InvalidInput(describe_failure(failure, {})) from failure.error
+    check_runs(spec, functools.partial(_run_on_rows, objects, spec), describe_failure)
 
 
 def _run_on_rows(objects: KerasUserObjects, spec: TrainSpec, rows: StepRows) -> None:

@@ -24,9 +24,9 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.two_rows import (
     MAX_BYTES,
     Failure,
+    check_runs,
     copy_objects,
     describe_failure,
-    find_failure,
     has_hook,
     transform_rows,
 )
@@ -229,12 +229,8 @@ def check_on_two_rows(objects: TorchUserObjects, spec: TrainSpec) -> None:
     may_change = has_hook(objects.callbacks, _FIRST_HOOKS, ("spark_elastic.",))
     if is_lightning(model) or is_large or is_compiled or may_change:
         return
-    failure = find_failure(spec, functools.partial(_run_on_rows, objects, spec))
-    if failure is None:
-        return
-    if isinstance(failure.error, InvalidInput):
-        raise failure.error
-    raise InvalidInput(_find_advice(objects, spec, failure)) from failure.error
+    describe = functools.partial(_find_advice, objects, spec)
+    check_runs(spec, functools.partial(_run_on_rows, objects, spec), describe)
 
 
 def _run_on_rows(objects: TorchUserObjects, spec: TrainSpec, rows: StepRows) -> None:

@@ -7,16 +7,15 @@ no framework. The caller's thread.
 
 from __future__ import annotations
 
-import copy
-import functools
 import logging
 import re
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from types import FunctionType
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import cloudpickle
 import numpy as np
 
 from spark_elastic.data.loader import StepRows
@@ -52,7 +51,23 @@ class Failure(NamedTuple):
     error: Exception
 
 
-def find_failure(spec: TrainSpec, run: Callable[[StepRows], object]) -> Failure | None:
+def check_runs(
+    spec: TrainSpec, run: Callable[[StepRows], object], describe: Callable[[Failure], str]
+) -> None:
+    """Raise InvalidInput if `run`, called with rows of the data, fails by the user's code.
+
+    Args:
+        describe: the sentence for an error of the user's code; an InvalidInput has its own.
+    """
+    failure = _find_failure(spec, run)
+    if failure is None:
+        return
+    if isinstance(failure.error, InvalidInput):
+        raise failure.error
+    raise InvalidInput(describe(failure)) from failure.error
+
+
+def _find_failure(spec: TrainSpec, run: Callable[[StepRows], object]) -> Failure | None:
     """Call `run` with two rows and, if it fails, with more; a worker has `batch_size` at once, or fewer.
 
     Returns the first failure if both calls fail by the user's code; None if the model works, or if nothing is known.
@@ -106,7 +121,7 @@ def _format(error: Exception) -> str:
     return " ".join(_NOISE.sub("", str(error)).split()).rstrip(".")
 
 
-def describe_failure(failure: Failure, shapes: Mapping[str, tuple[int, ...]]) -> str:
+def describe_failure(failure: Failure, shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})) -> str:
     """The sentence for the user.
 
     Args:
@@ -153,47 +168,8 @@ def has_hook(callbacks: Iterable[Any], names: Iterable[str], known: tuple[str, .
     return not all(str(getattr(hook, "__module__", "")).startswith(known) for hook in hooks)
 
 
-# ---- copies
-
-
 def copy_objects(things: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Copies that the user's code may change. Functions of a script or notebook assign to copies of its globals, which
-    travel to the workers with them and must be as they were.
-
-    Raises:
-        ElasticError: something cannot be copied, which may be pickled all the same.
-    """
-    memo: dict[int, Any] = {}  # what is shared by two of them stays shared
-    try:
-        return tuple(_copy(each, memo) for each in things)
-    except Exception as error:
-        raise ElasticError(f"cannot be copied: {error}") from error
-
-
-def _copy(thing: Any, memo: dict[int, Any]) -> Any:
-    if isinstance(thing, FunctionType) and thing.__module__ == "__main__":
-        return _copy_function(thing)
-    if isinstance(thing, functools.partial):
-        keywords = {name: _copy(value, memo) for name, value in thing.keywords.items()}
-        return functools.partial(_copy(thing.func, memo), *_copy(thing.args, memo), **keywords)
-    if isinstance(thing, tuple):
-        return tuple(_copy(each, memo) for each in thing)
-    return copy.deepcopy(thing, memo)
-
-
-def _copy_function(function: FunctionType) -> FunctionType:
-    """A function with a copy of its globals, and of the functions in them."""
-    own = dict(function.__globals__)
-    for name, value in function.__globals__.items():
-        if isinstance(value, FunctionType) and value.__module__ == "__main__":
-            own[name] = _bind(value, own)
-    return _bind(function, own)
-
-
-def _bind(function: FunctionType, variables: dict[str, Any]) -> FunctionType:
-    bound = FunctionType(
-        function.__code__, variables, function.__name__, function.__defaults__, function.__closure__
-    )
-    bound.__kwdefaults__ = function.__kwdefaults__
-    functools.update_wrapper(bound, function)
-    return bound
+    """Copies as workers get them, which the user's code may change, with the globals of a script or notebook. What two
+    of them share stays shared."""
+    copies: tuple[Any, ...] = cloudpickle.loads(cloudpickle.dumps(things))
+    return copies

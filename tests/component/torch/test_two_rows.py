@@ -256,17 +256,6 @@ def test_rows_that_cannot_be_read_or_are_large_are_not_tried(
             check(data, wrong, CROSS_ENTROPY)
 
 
-def test_a_loss_that_cannot_be_copied_is_not_tried(data: Data) -> None:
-    class HoldsModule:
-        def __init__(self) -> None:
-            self.module = torch
-
-        def __call__(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-            raise AssertionError
-
-    check(data, torch.nn.Linear(WIDTH, CLASSES), HoldsModule())
-
-
 def test_a_transformation_that_fails_on_strings_may_lack_files() -> None:
     def read(columns: Mapping[str, Any]) -> Mapping[str, Any]:
         raise TypeError("cannot be read")

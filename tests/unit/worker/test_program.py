@@ -88,7 +88,7 @@ def test_a_traceback_begins_at_the_users_first_frame(tmp_path: Path) -> None:
     assert text.endswith("ZeroDivisionError: division by zero\n")
 
 
-def test_a_loss_that_is_not_finite_is_told_in_one_sentence_without_our_frames() -> None:
+def test_a_loss_that_is_not_finite_is_reported_in_one_sentence_without_our_frames() -> None:
     none = np.zeros(0, np.bool_)
     decision = StepDecision(INITIAL_VERSION, 4, math.nan, 4.0, none, none)
     with pytest.raises(FloatingPointError) as caught:

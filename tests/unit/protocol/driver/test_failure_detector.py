@@ -197,7 +197,7 @@ def test_an_exit_that_is_reported_after_the_next_world_reaches_the_user() -> Non
     ]
 
 
-def test_an_executor_that_is_lost_after_its_workers_connection_is_told() -> None:
+def test_an_executor_lost_after_its_workers_connection_is_reported() -> None:
     bench = Bench(replace(FOUR, num_workers=2))
     bench.start(1, 2)
     bench.on(on.ConnectionLost(0, W2.slot, W2))
