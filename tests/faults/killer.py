@@ -22,14 +22,16 @@ from tests.patience import until
 class Killer:
     """`with Killer(...):` kills one worker in each of the first worlds, once enough of them hold the newest state."""
 
-    def __init__(self, folder: Path, lines: io.StringIO, holders: int) -> None:
+    def __init__(self, folder: Path, lines: io.StringIO, holders: int, after_a_step: bool = False) -> None:
         """
         Args:
             folder: where the programs of `killed_programs` write their steps, and look for the number of kills.
             lines: what the job prints.
             holders: workers that must hold the newest state, the one that is killed among them.
+            after_a_step: wait for a step since the last kill, so that the others have divided a state anew.
         """
         self._folder, self._lines, self._holders = folder, lines, holders
+        self._after_a_step = after_a_step
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._kill_at_events, name="killer")
         (folder / "kills").write_bytes(b"")
@@ -56,13 +58,14 @@ class Killer:
         return {int(file.name.split("-")[1]): file.read_text().split("\n")[:-1] for file in files}
 
     def _kill_at_events(self) -> None:
-        worlds = 0  # at the newest kill
+        worlds, newest = 0, 0  # at the newest kill
         for number in range(KILLS):
-            until(lambda: self._stopped.is_set() or self._is_due(2 * number + 2, worlds), 240)  # noqa: B023
+            step = max(2 * number + 2, newest + 1 if self._after_a_step else 0)
+            until(lambda: self._stopped.is_set() or self._is_due(step, worlds), 240)  # noqa: B023
             if self._stopped.is_set():
                 return
             SystemClock().sleep(random.uniform(0, 0.1))
-            worlds = self.count_worlds()
+            worlds, newest = self.count_worlds(), max(self._read_newest().values())
             os.kill(random.choice(self._find_holders(0)), signal.SIGKILL)
             with open(self._folder / "kills", "ab") as file:
                 file.write(b"x")
@@ -70,9 +73,13 @@ class Killer:
     def _is_due(self, step: int, worlds: int) -> bool:
         return self.count_worlds() > worlds and len(self._find_holders(step)) >= self._holders
 
+    def _read_newest(self) -> dict[int, int]:
+        """Process id -> the newest step that each worker has noted."""
+        return {pid: int(lines[-1].split()[-1]) for pid, lines in self.read_histories().items() if lines}
+
     def _find_holders(self, step: int) -> list[int]:
         """Live workers that hold the newest state, if that is of this step or a later one."""
-        noted = {pid: int(lines[-1].split()[-1]) for pid, lines in self.read_histories().items() if lines}
+        noted = self._read_newest()
         newest = max(noted.values(), default=0)
         return [pid for pid, at in noted.items() if newest >= step and at >= newest - 1 and _is_alive(pid)]
 

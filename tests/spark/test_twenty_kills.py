@@ -38,7 +38,7 @@ def test_loops_and_integrations_are_exact_after_twenty_kills_on_spark(
     spark: SparkSession, train: Callable[[str], Any], tmp_path: Path
 ) -> None:
     lines = io.StringIO()
-    with Killer(tmp_path, lines, holders=2) as killer:
+    with Killer(tmp_path, lines, holders=2, after_a_step=train is train_by_fsdp) as killer:
         results = spark_elastic.run(train, (str(tmp_path),), spark=spark, stdout=lines, **WORKERS)
     assert_exact(results, killer)
 
