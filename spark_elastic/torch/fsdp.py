@@ -24,13 +24,16 @@ from spark_elastic.torch.elastic import (
     get_handler_registry,
 )
 
+_TOO_OLD = (
+    f"FSDPState needs torch 2.7 or newer, whose fully_shard runs on CPUs; this is torch {torch.__version__}."
+)
+if torch.__version__.startswith("2.6."):
+    raise InvalidInput(_TOO_OLD)
 try:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor, Shard
 except ImportError as error:
-    raise InvalidInput(
-        f"FSDPState needs torch 2.6 or newer, whose fully_shard it is for; this is torch {torch.__version__}."
-    ) from error
+    raise InvalidInput(_TOO_OLD) from error
 
 
 class FSDPState(sharded_state.ShardedState):

@@ -138,9 +138,10 @@ def test_values_that_do_not_fit_get_a_sentence() -> None:
         FSDPState(build, sampler=ElasticSampler(range(3)))
 
 
-def test_an_older_torch_gets_a_sentence() -> None:
-    code = "import torch.distributed.fsdp as fsdp\ndel fsdp.FSDPModule\nimport spark_elastic.torch.fsdp"
+@pytest.mark.parametrize("change", ["del fsdp.FSDPModule", "torch.__version__ = '2.6.0+cpu'"])
+def test_an_older_torch_gets_a_sentence(change: str) -> None:
+    code = f"import torch, torch.distributed.fsdp as fsdp\n{change}\nimport spark_elastic.torch.fsdp"
     done = subprocess.run(
         [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120
     )
-    assert "FSDPState needs torch 2.6 or newer, whose fully_shard it is for; this is torch" in done.stderr
+    assert "FSDPState needs torch 2.7 or newer, whose fully_shard runs on CPUs; this is torch" in done.stderr
