@@ -166,7 +166,9 @@ class ArrowReader(GroupReader):
             }
             constants = self.columns_of(entry.file).constants
             return decode_columns(columns, entry.rows, self.columns, constants)
-        except (OSError, pa.ArrowException, KeyError, IndexError, ValueError) as error:
+        except StoreError:
+            raise
+        except Exception as error:  # each client library has its own classes
             reason = f"{type(error).__name__}: {error}"
             raise StoreError(
                 f"Cannot read row group {entry.index} of {name!r} in the store {self._store.url} ({reason})."
