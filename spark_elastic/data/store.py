@@ -302,7 +302,7 @@ class Store:
         """The state that an object is in now. StoreError if there is none."""
         with self._translate_errors("look at", name):
             self.filesystem.invalidate_cache()
-            return _to_object_info(name, self.filesystem.info(self.path(name)))
+            return _to_object_info(name, self._call("info", self.path(name)))
 
     def find(self, name: str = "") -> Sequence[ObjectInfo]:
         """All objects under a folder, at any depth, by name."""
