@@ -34,7 +34,7 @@ _BUSY = {
     errno.ECONNABORTED, errno.EPIPE, errno.ENETUNREACH, errno.EHOSTUNREACH,
 }  # fmt: skip
 _BUSY_STATUS = {408, 429, 500, 502, 503, 504}
-# Classes of aiohttp, botocore and azure-core for hosts that cannot be reached, and answers that broke off or never came.
+# Classes of aiohttp, botocore and azure-core for hosts out of reach, and answers that broke off or never came.
 _BROKEN = {
     "aiohttp.ClientConnectionError", "aiohttp.ClientPayloadError", "aiohttp.ServerDisconnectedError",
     "botocore.HTTPClientError", "botocore.ResponseParserError", "botocore.EndpointConnectionError",
