@@ -1,18 +1,24 @@
-"""How much memory does a worker take on data far larger than it: ordinary row groups, and a single one?
+"""How much memory does a worker take on data far larger than it, and what is gained by not writing them again?
 
     python benchmarks/memory.py --json benchmarks/results/memory.json
 
 Parquet of 256 float32 a row, once in row groups of 64 MB, once in one row group, trained on by `fit_on_parquet` with
 two workers in a Spark session of this machine. A worker is its slot task (a Python worker of Spark), the training
 process, the warm spare and the fork server of both; each second their proportional set sizes (PSS) are added up, shared
-memory included. A figure is the peak of the worker that had most. Beside it, the bound.
+memory included. A figure is the peak of the worker that had most. Beside it, the bound. The file in ordinary row groups
+is then trained on once more as a DataFrame that `fit` writes to the store first (`materialize="always"`): the peer.
+What is outside of training is nearly all before its first step; a short fit has warmed the session.
 """
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import threading
+import time
 from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +29,7 @@ import torch
 from pyspark.sql import SparkSession
 
 from benchmarks.parts.report import Row, finish, parser
-from spark_elastic import ElasticTorchEstimator
+from spark_elastic import ElasticTorchEstimator, ElasticTorchModel
 
 WORKERS, WIDTH, BATCH = 2, 256, 512
 MAINS = {"spark_elastic.worker.entry", "spark_elastic.worker.fork_server"}
@@ -83,8 +89,18 @@ def _workers() -> dict[int, int]:
     return totals
 
 
-def measure(case: str, data: Path, folder: Path) -> list[Row]:
-    """Rows in megabytes."""
+@dataclass(frozen=True)
+class Measured:
+    """A fit."""
+
+    # Of the worker that had most, in megabytes.
+    peak: float
+    # Seconds.
+    training: float
+    outside: float
+
+
+def measure(folder: Path, fit: Callable[[ElasticTorchEstimator], ElasticTorchModel]) -> Measured:
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(WIDTH, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
     estimator = ElasticTorchEstimator(
@@ -98,13 +114,12 @@ def measure(case: str, data: Path, folder: Path) -> list[Row]:
         store=str(folder / "store"),
         verbose=0,
     )
+    begin = time.monotonic()
     with MemorySampler() as watch:
-        fitted = estimator.fit_on_parquet(str(data))
-    seconds = fitted.summary.report.phases["training"]
-    return [
-        Row(f"{case}: peak of a worker", max(watch.peaks.values()) / MEGABYTE, BOUND / MEGABYTE, "MB"),
-        Row(f"{case}: training", seconds, None, "s"),
-    ]
+        fitted = fit(estimator)
+        took = time.monotonic() - begin
+    training = fitted.summary.report.phases["training"]
+    return Measured(max(watch.peaks.values(), default=0) / MEGABYTE, training, took - training)
 
 
 def main() -> None:
@@ -115,14 +130,30 @@ def main() -> None:
     settings = {"spark.ui.enabled": "false", "spark.log.level": "ERROR"}
     spark = SparkSession.builder.master(f"local[{WORKERS}]").config(map=settings).getOrCreate()
     rows: list[Row] = []
-    for size, group, groups in (
-        (arguments.megabytes, GROUP_BYTES, "row groups of 64 MB"),
-        (arguments.single, arguments.single * MEGABYTE, "one row group"),
-    ):
-        with tempfile.TemporaryDirectory() as folder:
-            data = Path(folder) / "rows.parquet"
-            write(data, size * MEGABYTE, group)
-            rows += measure(f"{size:,} MB in {groups}", data, Path(folder))
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        data, single, short = (str(folder / f"{name}.parquet") for name in ("rows", "single", "short"))
+        write(Path(short), 16 * MEGABYTE, 4 * MEGABYTE)
+        measure(folder, lambda estimator: estimator.fit_on_parquet(short))
+        write(Path(data), arguments.megabytes * MEGABYTE, GROUP_BYTES)
+        in_place = measure(folder, lambda estimator: estimator.fit_on_parquet(data))
+        table = spark.read.parquet(data)
+        written = measure(folder, lambda estimator: estimator.setMaterialize("always").fit(table))
+        case, count = f"{arguments.megabytes:,} MB in row groups of 64 MB", table.count()
+        rows += [
+            Row(f"{case}: peak of a worker", in_place.peak, BOUND / MEGABYTE, "MB"),
+            Row(f"{case}: peak of a worker, beside the written copy", in_place.peak, written.peak, "MB"),
+            Row(f"{case}: training", count / in_place.training, count / written.training, "rows/s"),
+            Row(f"{case}: outside of training", in_place.outside, written.outside, "s"),
+        ]
+        shutil.rmtree(folder / "store")
+        write(Path(single), arguments.single * MEGABYTE, arguments.single * MEGABYTE)
+        alone = measure(folder, lambda estimator: estimator.fit_on_parquet(single))
+        case = f"{arguments.single:,} MB in one row group"
+        rows += [
+            Row(f"{case}: peak of a worker", alone.peak, BOUND / MEGABYTE, "MB"),
+            Row(f"{case}: training", alone.training, None, "s"),
+        ]
     spark.stop()
     finish("memory", rows, arguments.json)
 

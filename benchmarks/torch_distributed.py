@@ -96,17 +96,19 @@ def _run_rank(pipe: Connection, rank: int, size: int, folder: str, what: Callabl
 def _time_steps(
     net: Net, rounds: int, ours: Any, gloo: Any, barrier: Callable[[], None]
 ) -> list[list[float]]:
-    """Of (local, DDP over both, FSDP2 over both and over a group that exchanges nothing, our optimizer)."""
+    """Of (local; DDP over both and over a group that exchanges nothing, FSDP2 over the three; our optimizer)."""
     data = torch.randn(net.rows, net.width, generator=torch.Generator().manual_seed(dist.get_rank()))
     first = net.build()
     ddp = partial(torch.nn.parallel.DistributedDataParallel, gradient_as_bucket_view=True)
+    nothing = dist.new_group(backend="fake")
     models = [
         first,
         ddp(copy.deepcopy(first), process_group=ours),
         ddp(copy.deepcopy(first), process_group=gloo),
+        ddp(copy.deepcopy(first), process_group=nothing),
         _shard(copy.deepcopy(first), ours),
         _shard(copy.deepcopy(first), gloo),
-        _shard(copy.deepcopy(first), dist.new_group(backend="fake")),
+        _shard(copy.deepcopy(first), nothing),
         copy.deepcopy(first),
     ]
     optimizers: list[Any] = [torch.optim.SGD(model.parameters(), lr=1e-3) for model in models]
@@ -134,12 +136,18 @@ def measure_steps(size: int, net: Net, rounds: int) -> list[Row]:
     """Rows in milliseconds."""
     with tempfile.TemporaryDirectory() as folder:
         times = run_ranks(size, _run_rank, folder, partial(_time_steps, net, rounds))
-    local, ddp, gloo_ddp, fsdp, gloo_fsdp, alone, own = find_medians(times)
+    local, ddp, gloo_ddp, ddp_alone, fsdp, gloo_fsdp, alone, own = find_medians(times)
     case = f"{net.parameters / 1e6:.0f} M parameters in {2 * net.layers} tensors, {size} ranks"
     return [
         Row(f"{case}: local step", local, None, "ms"),
         Row(f"{case}: DDP, step", ddp, gloo_ddp, "ms"),
         Row(f"{case}: DDP, added", ddp - local, gloo_ddp - local, "ms"),
+        Row(
+            f"{case}: DDP, added without an exchange, beside Gloo's",
+            ddp_alone - local,
+            gloo_ddp - local,
+            "ms",
+        ),
         Row(f"{case}: DistributedOptimizer, added, beside DDP", own - local, gloo_ddp - local, "ms"),
         Row(f"{case}: FSDP2, step", fsdp, gloo_fsdp, "ms"),
         Row(f"{case}: FSDP2, added", fsdp - local, gloo_fsdp - local, "ms"),
