@@ -225,7 +225,7 @@ def measure(case: Case, folder: str, times: Times, whole: Limit) -> list[float]:
 
 
 def find_best(few: list[float], many: list[float]) -> float:
-    """Seconds of the quickest step of 2 * BATCH rows. few, many: of steps of BATCH and of 2 * BATCH rows, by process."""
+    """Seconds of the quickest step of 512 rows. few, many: of steps of 256 and of 512, by process."""
 
     def find_longest(first: int) -> float:
         parts = (first, 2 * BATCH - first)
