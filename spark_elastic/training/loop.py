@@ -154,7 +154,7 @@ class TrainingLoop:
         the newest membership version."""
         position, version, balancer = self._state.position, world.version, self._balancer
         division = None if balancer is None else balancer.division
-        self._trainer.work.restart()
+        self._trainer.work.restart(counts_exchanges=balancer is not None)
         with (
             self._loader.steps(position.epoch, position.step, group.rank, group.size, division) as steps,
             exit_forks(),  # before the reader is closed, whose threads a forked process has not

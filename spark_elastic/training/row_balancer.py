@@ -58,7 +58,8 @@ class RowBalancer:
         return self._equal if equal else Division((0, *accumulate(self.parts)))
 
     def _begin_window(self) -> None:
-        self._steps, self._longest, self._seconds = 0, 0.0, [0.0] * self._size
+        self._steps: list[Sequence[float]] = []  # of this window: seconds by rank
+        self._longest = 0.0  # sum over them of the slowest rank's
 
     def add(self, seconds: Sequence[float]) -> bool:
         """Add a step. Returns whether the division has changed.
@@ -68,12 +69,11 @@ class RowBalancer:
         """
         if min(seconds, default=0.0) <= 0.0:
             return False
-        self._steps += 1
+        self._steps.append(seconds)
         self._longest += max(seconds)
-        self._seconds = [a + b for a, b in zip(self._seconds, seconds, strict=True)]
-        if self._steps < MIN_STEPS or self._longest < WINDOW:
+        if len(self._steps) < MIN_STEPS or self._longest < WINDOW:
             return False
-        means, step_seconds = [each / self._steps for each in self._seconds], self._longest / self._steps
+        means, step_seconds = _weigh(self._steps), self._longest / len(self._steps)
         self._begin_window()
         before = self.parts
         self._judge(means, step_seconds)
@@ -125,6 +125,22 @@ class RowBalancer:
         self._straggler_windows += 1
         if self._straggler_windows >= STRAGGLER_WINDOWS:
             self.straggler = slowest
+
+
+def _weigh(steps: Sequence[Sequence[float]]) -> list[float]:
+    """Seconds of a step by rank: the mean, but nearer to the world's own the more the steps wait for that rank alone.
+
+    A step takes as long as its slowest rank. A processor quota stops a rank for long in one step out of several: its
+    mean may be the smallest, although that rank alone decides how many steps there are in a second. So the rank with
+    all of the time by which slowest ranks exceed their own means is taken to need a whole step of the world.
+    """
+    means = [sum(column) / len(steps) for column in zip(*steps, strict=True)]
+    above = [0.0] * len(means)
+    for seconds in steps:
+        slowest = max(range(len(means)), key=seconds.__getitem__)
+        above[slowest] += max(0.0, seconds[slowest] - means[slowest])
+    world, total = sum(map(max, steps)) / len(steps), sum(above) or 1.0
+    return [mean + (world - mean) * each / total for mean, each in zip(means, above, strict=True)]
 
 
 def _longest(parts: Sequence[int], speeds: Sequence[float]) -> float:

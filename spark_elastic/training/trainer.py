@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from _signal import signal as set_handler  # type: ignore[import-not-found]
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -68,26 +69,45 @@ class StepDisputed(ElasticError):
 
 
 class WorkClock:
-    """Measures how long this rank works for a step: all that it does between two exchanges, whose waits for other
-    ranks do not count. Training thread only."""
+    """Measures how long this rank works for a step: all that it does between two exchanges and, of the exchange before
+    them, the time in which its thread ran or waited for a processor, as a quota makes it. What it waits for other ranks
+    does not count. Training thread only."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
         # When the work under way began; None: it is not measured.
         self._began: float | None = None
+        # Seconds of this thread when the exchange under way began; then those that the exchange took of them.
+        self._thread_began = self._exchange = 0.0
+        self._counts_exchanges = False
 
-    def restart(self) -> None:
+    def restart(self, *, counts_exchanges: bool) -> None:
         """The step to come is not measured: more than a step's work lies before it."""
-        self._began = None
+        self._began, self._counts_exchanges = None, counts_exchanges
 
     def take(self) -> float:
         """An exchange begins. Returns the seconds of work since the last one, 0.0 if they were not measured."""
         began, self._began = self._began, None
-        return 0.0 if began is None else self._clock.now() - began
+        seconds = 0.0 if began is None else self._clock.now() - began + self._exchange
+        if self._counts_exchanges:
+            self._thread_began = read_thread_seconds()
+        return seconds
 
     def begin(self) -> None:
         """The exchange is over, and the work for the next step begins."""
         self._began = self._clock.now()
+        if self._counts_exchanges:
+            self._exchange = read_thread_seconds() - self._thread_began
+
+
+def read_thread_seconds() -> float:
+    """For how long this thread has run, or waited for a processor; without Linux's figures only the former."""
+    try:
+        with open("/proc/thread-self/schedstat", "rb") as file:
+            ran, waited, _ = file.read().split()
+        return (int(ran) + int(waited)) / 1e9
+    except (OSError, ValueError):
+        return time.thread_time()
 
 
 class CallbackList(Protocol):
