@@ -108,7 +108,8 @@ class RowBalancer:
         ]
         chosen = _allot(self._total, speeds, self._least, most)
         expected, as_equal = _longest(chosen, speeds), _longest(equal, speeds)
-        if as_equal <= expected * (1 + NEXT_GAIN):
+        within = all(each <= limit for each, limit in zip(equal, most, strict=True))
+        if within and as_equal <= expected * (1 + NEXT_GAIN):
             chosen, expected = equal, as_equal
         needed = FIRST_GAIN if counts == equal else NEXT_GAIN
         return None if chosen == counts or expected > (1 - needed) * max(means) else chosen
