@@ -57,7 +57,14 @@ class DeletedRows:
         # Path of a data file -> for each delete file that names it, the sequence number and the rows.
         self._positions: dict[str, list[tuple[int, Int64s]]] = defaultdict(list)
         self._equalities: dict[Partition, list[_EqualityDelete]] = defaultdict(list)
-        by_position = [each for each in entries if each.data_file.content.name == "POSITION_DELETES"]
+        # A Puffin file is an entry for each of the data files that it has a vector of.
+        by_position = list(
+            {
+                each.data_file.file_path: each
+                for each in entries
+                if each.data_file.content.name == "POSITION_DELETES"
+            }.values()
+        )
         by_equality = [each for each in entries if each.data_file.content.name == "EQUALITY_DELETES"]
         for entry, found in zip(by_position, _map_in_threads(self._read_positions, by_position), strict=True):
             for path, rows in found:

@@ -58,6 +58,10 @@ class RemoteFile(io.RawIOBase):
         self._place = end
         return count
 
+    def readall(self) -> bytes:
+        """The rest of the file. That of RawIOBase asks for 8 KiB at a time, by a request for each."""
+        return self.read(max(0, self._size - self._place)) or b""
+
     def _find(self, begin: int, end: int) -> memoryview | None:
         """The bytes if they are in memory."""
         slot = bisect_right(self._starts, begin) - 1

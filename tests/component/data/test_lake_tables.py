@@ -25,6 +25,7 @@ from pyiceberg.types import LongType
 from pyiceberg.utils.concurrent import ExecutorFactory
 from pyroaring import BitMap
 
+from spark_elastic.data import iceberg_deletes
 from spark_elastic.data.existing_parquet import describe_files
 from spark_elastic.data.lake_tables import join_stores, read_snapshot
 from spark_elastic.data.manifest import Manifest
@@ -313,6 +314,25 @@ def test_rows_of_iceberg_that_are_deleted_by_position_are_left_out(catalog: Any,
         path.unlink()
     with pytest.raises(InvalidInput, match=r"snapshot \d+ of the Iceberg table .* cannot be read: "):
         read_snapshot(table, None, {})
+
+
+def test_a_file_with_many_deletion_vectors_is_read_once(
+    catalog: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manifests name it for each of the data files that it has a vector of."""
+    table = catalog.create_table("n.t", make_rows(0).schema)
+    table.append(make_rows(0))
+    (task,) = table.scan().plan_files()
+    path, reads = tmp_path / "deletes.puffin", []
+    write_puffin(path, task.file.file_path, [3])
+    for _ in range(3):
+        commit_deletes(table, DataFileContent.POSITION_DELETES, path, file_format=FileFormat.PUFFIN)
+    read = iceberg_deletes._read_puffin
+    monkeypatch.setattr(
+        iceberg_deletes, "_read_puffin", lambda content: reads.append(content) or read(content)
+    )
+    assert read_rows(table, ["x"]) == [(x,) for x in range(ROWS) if x != 3]
+    assert len(reads) == 1
 
 
 def test_rows_of_iceberg_that_are_deleted_by_equality_are_left_out(catalog: Any, tmp_path: Path) -> None:

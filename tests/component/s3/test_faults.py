@@ -266,6 +266,17 @@ def test_row_groups_are_read_several_at_once_by_one_request_each(
     assert server.requests == 2 * len(manifest.row_groups) + 2 * FILES
 
 
+def test_the_rest_of_a_file_is_read_by_one_request(server: FaultyServer, faulty: Store) -> None:
+    content = np.random.default_rng(5).bytes(3_000_000)
+    faulty.write_bytes("x", content)
+    with faulty.open_read("x") as file:
+        assert file.read(10) == content[:10]
+        before = server.requests
+        assert file.read() == content[10:]
+        assert file.read() == b""
+        assert server.requests <= before + 1
+
+
 @pytest.mark.parametrize("seconds", [0, -1, 1000])
 def test_a_limit_of_retries_is_checked(seconds: float) -> None:
     with pytest.raises(InvalidInput, match="retry_seconds"):
