@@ -181,14 +181,20 @@ def _match(values: pa.Array, comparison: Comparison) -> Mask:
 def parse_constant(text: str, like: Any) -> Any:
     """A value from the text of a partition, of the kind that another value is. Raises InvalidInput if it is no such."""
     try:
-        if isinstance(like, bool):
-            return {"true": True, "false": False}[text.lower()]
-        if isinstance(like, int | float):
-            return int(text) if text.lstrip("+-").isdigit() else float(text)
-        if isinstance(like, datetime):
-            return datetime.fromisoformat(text)
-        return date.fromisoformat(text) if isinstance(like, date) else type(like)(text)
+        value = _parse_as(text, like)
+        value < like  # noqa: B015 - times with and without a zone cannot be compared
     except (ValueError, KeyError, TypeError, ArithmeticError) as error:
         raise InvalidInput(
             f"where compares a partition column, which has the value {text!r}, with {like!r}: give values of one kind."
         ) from error
+    return value
+
+
+def _parse_as(text: str, like: Any) -> Any:
+    if isinstance(like, bool | np.bool_):
+        return {"true": True, "false": False}[text.lower()]
+    if isinstance(like, int | float):
+        return int(text) if text.lstrip("+-").isdigit() else float(text)
+    if isinstance(like, datetime):
+        return datetime.fromisoformat(text)
+    return date.fromisoformat(text) if isinstance(like, date) else type(like)(text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import date, datetime
+from datetime import date, datetime, timezone
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -145,6 +145,24 @@ def test_partitions_and_deleted_rows_of_delta_count_and_excluded_files_are_not_o
         assert all(name.startswith(folders) for name in opened)
     with pytest.raises(InvalidInput, match="compares a partition column, which has the value 'a', with 5"):
         describe_files(snapshot.store, snapshot.files, ["id"], where=Predicate.parse([("word", "==", 5)]))
+
+
+def test_partitions_by_time_and_by_bool_are_compared_or_refused(tmp_path: Path) -> None:
+    ids = np.arange(6)
+    time = pa.array((ids % 3) * 86_400_000_000, pa.timestamp("us", "UTC"))
+    write_deltalake(
+        str(tmp_path), pa.table({"id": ids, "time": time, "odd": ids % 2 == 1}), partition_by=["time", "odd"]
+    )
+    snapshot = read_snapshot(tmp_path, None, {})
+
+    def find(*where: Any) -> list[int]:
+        found = describe_files(snapshot.store, snapshot.files, ["id"], where=Predicate.parse(where))
+        return read_ids(snapshot.store, found)
+
+    assert find(("time", ">", datetime(1970, 1, 2, tzinfo=timezone.utc))) == [2, 5]
+    assert find(("odd", "==", np.False_)) == find(("odd", "!=", True)) == [0, 2, 4]
+    with pytest.raises(InvalidInput, match=r"has the value '1970-.*', with datetime.* of one kind"):
+        find(("time", ">", datetime(1970, 1, 2)))
 
 
 @pytest.mark.parametrize(
