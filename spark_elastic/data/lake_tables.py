@@ -7,6 +7,7 @@ packages `deltalake` and `pyiceberg`. Knows nothing of Spark. Runs in the caller
 from __future__ import annotations
 
 import json
+import operator
 import posixpath
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -53,6 +54,7 @@ def read_snapshot(table: Any, version: Version | None, storage_options: Mapping[
     Raises:
         InvalidInput: no such table or version, or a table with features that cannot be read here.
     """
+    version = _parse_version(version)
     package = type(table).__module__.partition(".")[0]
     if package == "pyiceberg":
         return _read_iceberg(table, version, storage_options)
@@ -70,6 +72,22 @@ def read_snapshot(table: Any, version: Version | None, storage_options: Mapping[
     raise InvalidInput(
         f"There is no table of Delta or Iceberg in {store.url}: it has neither _delta_log nor metadata. Files of plain "
         "Parquet are trained on by fit_on_parquet."
+    )
+
+
+def _parse_version(version: Any) -> int | datetime | None:
+    if version is None or isinstance(version, datetime):
+        return version
+    try:
+        if isinstance(version, str):
+            return datetime.fromisoformat(version.replace("Z", "+00:00"))  # Python 3.10 knows no Z
+        if not isinstance(version, bool):
+            return operator.index(version)
+    except (TypeError, ValueError):
+        pass
+    raise InvalidInput(
+        f"version must be a version of Delta or the id of a snapshot of Iceberg, as a whole number, or a time in ISO "
+        f"form; got {version!r}."
     )
 
 
@@ -96,7 +114,7 @@ def join_stores(snapshots: Sequence[TableSnapshot]) -> tuple[Store, list[tuple[D
 
 
 def _read_delta(
-    uri: str, version: Version | None, storage_options: Mapping[str, Any], delta_options: Any
+    uri: str, version: int | datetime | None, storage_options: Mapping[str, Any], delta_options: Any
 ) -> TableSnapshot:
     try:
         from deltalake import DeltaTable
@@ -111,7 +129,7 @@ def _read_delta(
             table.load_as_version(version)
         actions = pa.table(table.get_add_actions()).to_pylist()
         vectors = _read_deletion_vectors(table)
-    except (DeltaError, ValueError, OSError) as error:
+    except (DeltaError, ValueError, OSError, OverflowError) as error:
         which = "" if version is None else f" of version {version}"
         raise InvalidInput(
             f"The Delta table {uri} cannot be read{which}: {str(error).splitlines()[0]}"
@@ -174,7 +192,10 @@ def _open_iceberg(metadata: str) -> Any:
         raise InvalidInput(
             "fit_on_table reads Iceberg tables by the package pyiceberg: pip install pyiceberg."
         ) from error
-    return StaticTable.from_metadata(metadata)
+    try:
+        return StaticTable.from_metadata(metadata)
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"The Iceberg table of {metadata} cannot be read: {error}") from error
 
 
 def _number_metadata(store: Store, name: str) -> tuple[int, str]:
@@ -183,7 +204,9 @@ def _number_metadata(store: Store, name: str) -> tuple[int, str]:
     return (int(digits) if digits.isdigit() else -1, name)
 
 
-def _read_iceberg(table: Any, version: Version | None, storage_options: Mapping[str, Any]) -> TableSnapshot:
+def _read_iceberg(
+    table: Any, version: int | datetime | None, storage_options: Mapping[str, Any]
+) -> TableSnapshot:
     snapshot = _find_snapshot(table, version)
     entries = _list_entries(table, snapshot)
     data = sorted(
@@ -258,9 +281,7 @@ def _split_url(url: str) -> Place:
     return scheme, parsed.netloc, unquote(parsed.path) if scheme == "file" else parsed.path
 
 
-def _find_snapshot(table: Any, version: Version | None) -> Any:
-    if isinstance(version, str):
-        version = datetime.fromisoformat(version)
+def _find_snapshot(table: Any, version: int | datetime | None) -> Any:
     if isinstance(version, datetime):
         moment = version if version.tzinfo else version.replace(tzinfo=timezone.utc)
         found = table.snapshot_as_of_timestamp(int(moment.timestamp() * 1000))

@@ -236,7 +236,7 @@ def test_an_iceberg_snapshot_is_read_whatever_is_written_to_the_table_later(
         == read_rows(table.metadata_location, ["x", "label"])
         == after
     )
-    for version in (first, moment, moment.isoformat()):
+    for version in (first, moment, moment.isoformat(), moment.isoformat().replace("+00:00", "Z")):
         assert read_rows(table, ["x", "y"], version) == before
     with pytest.raises(InvalidInput, match=r"has no snapshot 5: it has \d+, "):
         read_snapshot(table, 5, {})
@@ -438,6 +438,25 @@ def test_files_that_came_from_hive_have_their_partitions_values(catalog: Any, tm
 
 
 # ---- what is no table
+
+
+@pytest.mark.parametrize("version", ["latest", "6537518479394777354", 1.5, True])
+def test_what_is_no_version_gets_a_sentence(catalog: Any, tmp_path: Path, version: Any) -> None:
+    table = catalog.create_table("n.t", make_rows(0).schema)
+    table.append(make_rows(0, 1))
+    write_deltalake(str(tmp_path / "delta"), make_rows(0, 1))
+    for each in (table, tmp_path / "delta"):
+        with pytest.raises(InvalidInput, match="version must be a version of Delta or the id of a snapshot"):
+            read_snapshot(each, version, {})
+
+
+def test_a_version_or_a_metadata_file_that_is_not_there_gets_a_sentence(tmp_path: Path) -> None:
+    write_deltalake(str(tmp_path), make_rows(0, 1))
+    for version in (-1, 1 << 64, 5):
+        with pytest.raises(InvalidInput, match=f"cannot be read of version {version}: "):
+            read_snapshot(tmp_path, version, {})
+    with pytest.raises(InvalidInput, match=r"table of .*none\.metadata\.json cannot be read: "):
+        read_snapshot(tmp_path / "none.metadata.json", None, {})
 
 
 def test_a_folder_without_a_table_and_a_missing_package_get_a_sentence(
