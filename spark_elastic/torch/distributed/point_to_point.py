@@ -83,7 +83,6 @@ class PointToPoint:
         self._readers: dict[int, tuple[Group, EngineThread]] = {}
         self._posted: list[_Receive] = []  # in the order of the calls
         self._arrived: list[tuple[int, int, Array]] = []  # source, tag, message: no receive fitted yet
-        self._closed = False
 
     def send(self, tensor: torch.Tensor, target: int, tag: int) -> tuple[Future[None], EngineThread]:
         """The message's future, and the thread that completes it."""
@@ -123,7 +122,6 @@ class PointToPoint:
     def close(self) -> None:
         """End all threads. Messages under way fail."""
         with self._lock:
-            self._closed = True
             directions = [*self._senders.values(), *self._readers.values()]
         for group, _ in directions:
             group.close()
@@ -213,8 +211,7 @@ class PointToPoint:
         with self._lock:
             failed = [receive for receive in self._posted if receive.source in (None, source)]
             self._posted = [receive for receive in self._posted if receive not in failed]
-            closed = self._closed
-        if failed or not closed:
+        if failed:  # else that rank may have ended its group in order
             self._on_error(error)
         for receive in failed:
             receive.future.set_exception(error)

@@ -5,6 +5,7 @@ Each function is called by 4 ranks. It returns pairs (found, expected), or raise
 
 from __future__ import annotations
 
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -82,6 +83,25 @@ def batch_messages(rank: int) -> Pairs:
     for work in works:
         work.wait()
     return [(came.tolist(), ones(left).tolist())]
+
+
+def leave_after_messages(rank: int) -> Pairs:
+    """Who has sent all that it had may end its group: it is no error for who has received it."""
+    group, sources = dist.new_group(), []
+    for source in range(1, SIZE):
+        if rank == source:
+            dist.send(ones(rank), 0, group=group)
+        elif rank == 0:
+            sources.append(dist.recv(torch.zeros(4), group=group))
+        dist.barrier()
+    if rank != 0:
+        dist.destroy_process_group(group)
+    dist.barrier()
+    if rank == 0:
+        time.sleep(0.5)  # until the end of their connections has come
+        torch.optim.SGD(make_net().parameters(), lr=0.1).step()
+        dist.destroy_process_group(group)
+    return [(sources, list(range(1, SIZE)) if rank == 0 else [])]
 
 
 def coalesce(rank: int) -> Pairs:
@@ -244,6 +264,7 @@ PROGRAMS: tuple[Callable[[int], Pairs], ...] = (
     send_objects,
     exchange_lists,
     batch_messages,
+    leave_after_messages,
     coalesce,
     make_groups,
     use_mesh,
