@@ -143,7 +143,7 @@ def transform_rows(spec: TrainSpec, transformation: Transformation | None, rows:
     """The rows as the model takes them, as in training. Raises ElasticError if they are too large to be tried here."""
     bound = bind_transformation(spec.config, transformation)
     if bound is not None:
-        batch = RowBatch(rows.columns, rows.row_ids, 0, (0, len(rows)), augments=True)
+        batch = RowBatch(rows.columns, rows.row_ids, 0, (), augments=True)
         try:
             rows = replace(rows, columns=bound.apply(batch))
         except InvalidInput:

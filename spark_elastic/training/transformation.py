@@ -122,7 +122,7 @@ class RowBatch:
     columns: Mapping[str, Any]
     row_ids: Int64s
     epoch: int
-    # Where to cut the rows into parts that are transformed one by one: 0, ..., their number.
+    # Where to cut the rows into parts that are transformed one by one: 0, ..., their number. (): nowhere.
     cuts: tuple[int, ...]
     # Whether rows are augmented: in training alone.
     augments: bool
@@ -139,7 +139,7 @@ class BatchTransformation:
 
     def apply(self, batch: RowBatch) -> dict[str, Any]:
         """The wanted columns. Raises InvalidInput as `transform_columns`, and what the user's function raises."""
-        if len(batch.cuts) == 2:
+        if not batch.cuts:
             return self._apply_to_part(batch, batch.columns, batch.row_ids)
         parts = [
             # A copy: the alignment of the rows in memory must not depend on the worker's other rows.

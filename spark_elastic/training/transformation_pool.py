@@ -145,7 +145,7 @@ def cut_at_shares(plan: DataPlan, rows: StepRows, group: Group) -> tuple[int, ..
     """Where a rank's rows of a step are cut into parts for the transformation: in bitwise mode into its virtual shares,
     since a function of other rows may give other bits; else nowhere."""
     if not plan.shares:
-        return 0, len(rows)
+        return ()
     first, past = rows.division.rank_parts(group.rank)
     bounds = [share_bounds(rows.planned, plan.shares, share)[0] for share in range(first, past)]
     return (*(bound - bounds[0] for bound in bounds), len(rows))

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from spark_elastic.data.loader import StepRows
 from spark_elastic.data.plan import DataPlan, Division
@@ -37,10 +38,10 @@ def _make_batch(rows: slice, *cuts: int, augments: bool = True) -> RowBatch:
 
 def test_a_row_is_augmented_alike_in_any_part() -> None:
     change = BatchTransformation(_add_noise, ("x", "y"), seed=5)
-    whole = change.apply(_make_batch(slice(0, 10), 0, 10))
+    whole = change.apply(_make_batch(slice(0, 10)))
     assert not np.array_equal(whole["x"], np.arange(40.0).reshape(10, 4))
     np.testing.assert_array_equal(change.apply(_make_batch(slice(0, 10), 0, 3, 7, 10))["x"], whole["x"])
-    np.testing.assert_array_equal(change.apply(_make_batch(slice(4, 8), 0, 4))["x"], whole["x"][4:8])
+    np.testing.assert_array_equal(change.apply(_make_batch(slice(4, 8)))["x"], whole["x"][4:8])
 
 
 def test_without_augmentation_there_are_no_random_numbers() -> None:
@@ -64,7 +65,26 @@ def test_each_virtual_share_is_a_part() -> None:
     assert cut_at_shares(plan, moved, group) == (0, 3, 5, 8)
     rows = StepRows(0, 0, 10, np.arange(5), {}, Division.equal(2, 4))
     assert cut_at_shares(plan, rows, group) == (0, 2, 5)
-    assert cut_at_shares(DataPlan((100,), 10, seed=0, lanes=1), rows, group) == (0, 5)
+    assert cut_at_shares(DataPlan((100,), 10, seed=0, lanes=1), rows, group) == ()
+
+
+@pytest.mark.parametrize("first", range(4))
+def test_a_virtual_share_has_the_same_bits_wherever_it_lies_in_memory(first: int) -> None:
+    """Also where it is all that a rank has."""
+
+    def embed(columns: Columns) -> Columns:
+        x = torch.from_numpy(columns["x"])
+        return {"x": torch.nn.functional.linear(x, weight).numpy()}
+
+    numbers = torch.Generator().manual_seed(1)
+    weight, x = torch.randn(3, 1001, generator=numbers), torch.randn(3, 1001, generator=numbers).numpy()
+    change, ids = BatchTransformation(embed, ("x",), seed=5), np.arange(3)
+    memory = np.zeros(x.size + 4, np.float32)
+    placed = memory[first : first + x.size].reshape(x.shape)
+    placed[...] = x
+    expected = change.apply(RowBatch({"x": x}, ids, 0, (0, 3), augments=True))["x"]
+    found = change.apply(RowBatch({"x": placed}, ids, 0, (0, 3), augments=True))["x"]
+    assert found.tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize(
