@@ -7,6 +7,7 @@ Progress is the step's number alone. `DataPlan` is a value; an `EpochPermutation
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -99,7 +100,7 @@ ALONE = Division((0, 1))  # one rank has all rows
 def _absorb_words(words: Sequence[int]) -> int:
     state = 0
     for word in words:  # as `_splitmix64` does; for single numbers numpy takes ten times as long
-        x = (state + word + _GOLDEN) & _WORD
+        x = (state + operator.index(word) + _GOLDEN) & _WORD  # numpy's integers overflow
         x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
         x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _WORD
         state = x ^ (x >> 31)

@@ -103,14 +103,14 @@ class ElasticDataLoader:
         self.virtual_shares = check_whole_number("virtual_shares", virtual_shares, 1) if is_bitwise else 0
         self.dataset = dataset
         self.global_batch_size = global_batch_size
-        self.seed = seed
+        self.seed = check_whole_number("seed", seed)
         self.shuffle = shuffle
         self.drop_last = drop_last
         # The epoch under way, and its batches that the loop has received on each rank.
         self.epoch = 0
         self.step = 0
         self._rows = len(dataset)
-        self._plan = _make_plan(self._rows, global_batch_size, seed, drop_last)
+        self._plan = _make_plan(self._rows, global_batch_size, self.seed, drop_last)
         if self.virtual_shares > self._plan.base_rows:
             raise InvalidInput(
                 f"a step of {self._plan.base_rows} rows cannot be cut into virtual_shares={self.virtual_shares}: raise "
@@ -127,7 +127,7 @@ class ElasticDataLoader:
         self._generator = None if options.get("generator") is not None else torch.Generator()
         read = dataset
         if determinism is not None:
-            read = SeededShares(dataset, seed) if is_bitwise else SeededRows(dataset, seed)
+            read = SeededShares(dataset, self.seed) if is_bitwise else SeededRows(dataset, self.seed)
         self._batches = torch.utils.data.DataLoader(
             read, batch_sampler=_Shares(self), **{"generator": self._generator, **options}
         )

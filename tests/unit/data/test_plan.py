@@ -150,6 +150,10 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     assert first == [ids(plan, 0, step, 1) for step in range(plan.steps)]
 
 
+def test_integers_of_numpy_are_words_as_others() -> None:
+    assert permutation(9, np.int64(5), np.uint64(2)).tolist() == permutation(9, 5, 2).tolist()
+
+
 def test_golden_vectors_of_the_permutation() -> None:
     assert permutation(8, 0, 0).tolist() == [0, 7, 2, 5, 4, 6, 3, 1]
     assert permutation(8, 42, 3, 7).tolist() == [6, 3, 5, 0, 2, 1, 7, 4]

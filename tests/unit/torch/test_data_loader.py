@@ -326,6 +326,9 @@ def test_wrong_arguments_are_refused() -> None:
     for batch in (0, 2.0, "8", True):
         with pytest.raises(InvalidInput, match="global_batch_size is"):
             ElasticDataLoader(range(4), batch)  # type: ignore[arg-type]
+    for seed in (None, 0.5, "1"):
+        with pytest.raises(InvalidInput, match="seed must be a whole number"):
+            ElasticDataLoader(range(9), 3, seed=seed)  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match="the data set is empty"):
         ElasticDataLoader([], 2)
     for name in ("batch_size", "sampler", "batch_sampler"):
