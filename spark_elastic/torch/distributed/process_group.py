@@ -269,8 +269,14 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, options: Any = None) -> dist.Work:
         pairs = list(zip(outputs, map(Operand, inputs), strict=True))
-        for parts, _ in pairs:
+        for parts, operand in pairs:
             self._check_count("all_gather", parts)
+            expected = _count_numbers(parts[self.rank()])
+            if operand.flat.numel() != expected:
+                raise InvalidInput(
+                    f"all_gather puts {operand.flat.numel()} elements into this rank's tensor of the list, which has "
+                    f"{expected}."
+                )
 
         def call() -> None:
             for parts, operand in pairs:

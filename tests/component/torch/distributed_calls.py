@@ -316,6 +316,7 @@ def make_mistakes(found: dict[str, Any], rank: int) -> None:
     ones = torch.ones(1)
     found["bool average"] = attempt(lambda: dist.all_reduce(ones.bool(), dist.ReduceOp.AVG))
     found["too few tensors"] = attempt(lambda: dist.all_gather([torch.ones(1)], ones))
+    found["a shorter tensor"] = attempt(lambda: dist.all_gather([torch.ones(6)] * 3, ones))
     found["a tensor elsewhere"] = attempt(lambda: dist.all_reduce(torch.ones(1, device="meta")))
 
 
