@@ -8,6 +8,7 @@ and before any optimizer's step, so that no void gradient is applied.
 from __future__ import annotations
 
 import threading
+from concurrent import futures
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -104,7 +105,7 @@ class EngineWork(dist.Work):
                     self._thread.help(self._running)
                 try:
                     self._running.exception(seconds)
-                except TimeoutError:
+                except futures.TimeoutError:  # in Python 3.10 another class than TimeoutError
                     raise CollectiveTimeout((), f"the collective did not end within {seconds:g} s") from None
         error = self._running.exception()
         if error is not None:

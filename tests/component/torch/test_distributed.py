@@ -5,12 +5,18 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from concurrent.futures import Future
+from contextlib import nullcontext
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
 import pytest
 import torch
 
+from elastic_collectives import CollectiveTimeout
+from spark_elastic.torch.distributed.work import EngineWork, PendingWorks
 from tests.component.torch import distributed_calls
 from tests.component.torch.distributed_calls import (
     MOVED,
@@ -105,6 +111,12 @@ def test_other_calls_of_torch_distributed_agree_with_gloo(results: list[Any]) ->
 def test_invalid_input_is_refused_with_a_sentence(results: list[Any], mistake: str, sentence: str) -> None:
     for of_rank in results:
         assert re.search(sentence, of_rank[mistake]), of_rank[mistake]
+
+
+def test_a_wait_that_takes_too_long_names_its_limit() -> None:
+    group: Any = SimpleNamespace(pending=PendingWorks(), record_wait=nullcontext)
+    with pytest.raises(CollectiveTimeout, match=r"the collective did not end within 0\.01 s"):
+        EngineWork(group, Future(), []).wait(timedelta(seconds=0.01))
 
 
 def test_outside_of_a_job_there_is_no_elastic_backend() -> None:
