@@ -54,14 +54,16 @@ class RetryingClient:
     # How long a call is tried, beside the time that its bytes take at BYTES_PER_SECOND.
     seconds: float
 
-    def call(self, method: str, *arguments: Any, size: int = 0, **options: Any) -> Any:
-        """A method of the file system. size: bytes that are written or read.
+    def call(
+        self, method: str, *arguments: Any, size: int = 0, longest: float | None = None, **options: Any
+    ) -> Any:
+        """A method of the file system. size, longest: see `retry`.
 
         Raises:
             TimeoutError: no attempt succeeded within the limit; it names the last error. Else what the client raises.
         """
         run = getattr(self.filesystem, f"_{method}")
-        return self.run(self.retry(lambda: run(*arguments, **options), size))
+        return self.run(self.retry(lambda: run(*arguments, **options), size, longest))
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of a coroutine, awaited in fsspec's thread while this one waits."""
@@ -120,8 +122,16 @@ class RetryingClient:
             raise ConnectionError(f"{len(content)} of {end - start} bytes came")
         return cast("bytes", content)
 
-    async def retry(self, attempt: Callable[[], Awaitable[T]], size: int = 0) -> T:
-        """The result of the first attempt that succeeds; see `call`."""
+    async def retry(
+        self, attempt: Callable[[], Awaitable[T]], size: int = 0, longest: float | None = None
+    ) -> T:
+        """The result of the first attempt that succeeds; raises as `call`.
+
+        Args:
+            size: bytes that are written or read.
+            longest: seconds that an attempt of many requests may take, which begins before the limit is over; None: an
+                attempt takes a part of the limit.
+        """
         transfer = size / BYTES_PER_SECOND
         deadline = _CLOCK.now() + self.seconds + transfer
         tried = 0
@@ -129,7 +139,7 @@ class RetryingClient:
             tried += 1
             session = getattr(self.filesystem, "session", None)
             try:
-                limit = min(self.seconds / ATTEMPTS + transfer, deadline - _CLOCK.now())
+                limit = longest or min(self.seconds / ATTEMPTS + transfer, deadline - _CLOCK.now())
                 return await asyncio.wait_for(attempt(), max(0.0, limit))
             except Exception as error:
                 if not (_is_transient(error) or await self._renew_credentials(error, session, tried)):

@@ -130,6 +130,8 @@ def _is_full(error: Exception) -> bool:
 
 
 MOST_RETRY_SECONDS = 240.0
+# That a listing may take, or the deletion of a tree: a store gives the names of a thousand objects at a time.
+LISTING_SECONDS = 600.0
 FILE_BUFFER = 1 << 20  # what `open_read` reads of an object store at least
 # File systems where one put appears whole or not at all, and a rename is a copy.
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "memory"}
@@ -316,7 +318,7 @@ class Store:
         with self._translate_errors("list", name):
             self.filesystem.invalidate_cache()
             folder = self.path(name)
-            found = self._call("find", folder, detail=True)
+            found = self._call("find", folder, longest=LISTING_SECONDS, detail=True)
             start = len(self.root) + 1
             return [_to_object_info(path[start:], info) for path, info in sorted(found.items())]
 
@@ -346,7 +348,7 @@ class Store:
             raise InvalidInput("A store's root is never removed: name a folder in it.")
         with self._translate_errors("delete", name):
             try:
-                self._call("rm", self.path(name), recursive=True)
+                self._call("rm", self.path(name), longest=LISTING_SECONDS, recursive=True)
             except FileNotFoundError:
                 return
 
@@ -360,11 +362,13 @@ class Store:
             else None
         )
 
-    def _call(self, method: str, *arguments: Any, size: int = 0, **options: Any) -> Any:
-        """A method of the file system. size: bytes that it writes."""
+    def _call(
+        self, method: str, *arguments: Any, size: int = 0, longest: float | None = None, **options: Any
+    ) -> Any:
+        """A method of the file system. size, longest: see `RetryingClient.retry`."""
         client = self.client
         if client is not None:
-            return client.call(method, *arguments, size=size, **options)
+            return client.call(method, *arguments, size=size, longest=longest, **options)
         return getattr(self.filesystem, method)(*arguments, **options)
 
     @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import pickle
@@ -11,10 +12,12 @@ from pathlib import Path
 
 import fsspec
 import pytest
+from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
+from tests.leaks import SessionOwned
 
 
 class Bucket(LocalFileSystem):  # type: ignore[misc]
@@ -22,6 +25,20 @@ class Bucket(LocalFileSystem):  # type: ignore[misc]
 
     def mv(self, *_: object, **__: object) -> None:
         raise NotImplementedError
+
+
+class ManyPages(AsyncFileSystem):  # type: ignore[misc]
+    """An object store whose listings take long."""
+
+    protocol = "pages"
+    removed = 0
+
+    async def _find(self, path: str, **_: object) -> dict[str, dict[str, object]]:
+        await asyncio.sleep(0.5)
+        return {f"{path}/{number}": {"size": 1} for number in range(3)}
+
+    async def _rm(self, path: str, **_: object) -> None:
+        self.removed += len(await self._find(path))
 
 
 def refuse(*_: object) -> None:
@@ -89,6 +106,15 @@ def test_a_store_can_be_pickled(store: Store) -> None:
 def test_a_missing_object_is_named(store: Store) -> None:
     with pytest.raises(StoreError, match="has no 'nothing/here'"):
         store.read_bytes("nothing/here")
+
+
+def test_a_listing_may_take_longer_than_an_attempt_of_a_single_request(session_owned: SessionOwned) -> None:
+    with session_owned.adopt():  # fsspec's thread, which it keeps for the life of the process
+        pages = ManyPages(skip_instance_cache=True)
+    store = Store("pages://jobs", pages, "jobs", retry_seconds=1.0)
+    assert [each.name for each in store.find("a")] == ["a/0", "a/1", "a/2"]
+    store.remove_tree("a")
+    assert pages.removed == 3
 
 
 @pytest.mark.parametrize("name", ["../up", "/absolute", "a/../../b"])
