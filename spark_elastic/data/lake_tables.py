@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import operator
 import posixpath
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import date, datetime, timedelta, timezone
@@ -128,7 +128,8 @@ def _read_delta(
         if version is not None:
             table.load_as_version(version)
         actions = pa.table(table.get_add_actions()).to_pylist()
-        vectors = _read_deletion_vectors(table)
+        paths = {action["path"]: unquote(action["path"]) for action in actions}
+        vectors = _read_deletion_vectors(table, set(paths.values()))
     except (DeltaError, ValueError, OSError, OverflowError) as error:
         which = "" if version is None else f" of version {version}"
         raise InvalidInput(
@@ -138,7 +139,7 @@ def _read_delta(
     store = Store.open(uri, **storage_options)
     files = []
     for action in sorted(actions, key=lambda each: str(each["path"])):
-        path = unquote(action["path"])
+        path = paths[action["path"]]
         if "://" in path or path.startswith("/"):
             raise InvalidInput(
                 f"The Delta table {uri} has files of another table, such as {path}, as shallow clones have: make a "
@@ -151,22 +152,31 @@ def _read_delta(
             if own in values
         }
         info = ObjectInfo(path, action["size_bytes"], action["modification_time"] / 1000)
-        deleted = vectors.get(posixpath.basename(path))
-        files.append(DataFile(info, constants, stored_names, deleted=deleted))
+        files.append(DataFile(info, constants, stored_names, deleted=vectors.get(path)))
     number = table.version()
     return TableSnapshot(f"version {number} of the Delta table {store.url}", number, store, tuple(files))
 
 
-def _read_deletion_vectors(table: Any) -> dict[str, npt.NDArray[np.bool_]]:
-    """Name of a file, which is unique in its table -> which of its rows are deleted."""
+def _read_deletion_vectors(table: Any, paths: Collection[str]) -> dict[str, npt.NDArray[np.bool_]]:
+    """Path of a file in its table -> which of its rows are deleted. paths: of all files of the table."""
     features = table.protocol().reader_features or []
     if "deletionVectors" not in features:
         return {}
     found = pa.table(table.deletion_vectors())
     return {
-        posixpath.basename(unquote(path.as_py())): ~np.asarray(kept.values.to_numpy(zero_copy_only=False))
-        for path, kept in zip(found["filepath"], found["selection_vector"], strict=True)
+        _find_path(unquote(url.as_py()), paths): ~np.asarray(kept.values.to_numpy(zero_copy_only=False))
+        for url, kept in zip(found["filepath"], found["selection_vector"], strict=True)
     }
+
+
+def _find_path(url: str, paths: Collection[str]) -> str:
+    """The path in its table of a file. Its name alone may be that of a file of another partition, too."""
+    folders = url.split("/")
+    for first in range(len(folders)):
+        path = "/".join(folders[first:])
+        if path in paths:
+            return path
+    raise ValueError(f"it has a deletion vector for {url}, which is none of its files")
 
 
 def _find_physical_names(schema: Mapping[str, Any]) -> dict[str, str]:

@@ -17,7 +17,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from deltalake import DeltaTable, write_deltalake
+from deltalake import DeltaTable, convert_to_deltalake, write_deltalake
+from deltalake.schema import Field, PrimitiveType, Schema
 from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.manifest import DataFile, DataFileContent, FileFormat, ManifestContent, ManifestWriterV2
 from pyiceberg.typedef import Record
@@ -70,7 +71,7 @@ def expect(table: pa.Table, columns: list[str]) -> list[tuple[Any, ...]]:
 # ---- Delta
 
 
-def delete_by_vector(folder: Path, path: str, rows: list[int]) -> None:
+def delete_by_vector(folder: Path, path: str, rows: list[int], **partition: str) -> None:
     """Commit a deletion vector for a file, as Spark's connector does and the Python package cannot."""
     bitmap = BitMap(rows).serialize()
     vector = struct.pack("<IQI", 1681511377, 1, 0) + bitmap
@@ -79,7 +80,7 @@ def delete_by_vector(folder: Path, path: str, rows: list[int]) -> None:
     (add,) = (each for each in pa.table(table.get_add_actions()).to_pylist() if each["path"] == path)
     entry = {
         "path": path,
-        "partitionValues": {},
+        "partitionValues": partition,
         "size": add["size_bytes"],
         "modificationTime": add["modification_time"],
         "dataChange": True,
@@ -164,6 +165,19 @@ def test_rows_that_a_deletion_vector_names_are_left_out(tmp_path: Path, piece_by
     kept = [x for x in range(2 * ROWS) if x not in set(deleted)]
     assert read_rows(tmp_path, ["x", "y"], piece_bytes=piece_bytes) == [(x, x * 0.5) for x in kept]
     assert len(read_rows(tmp_path, ["x"], 1, piece_bytes=piece_bytes)) == 2 * ROWS
+
+
+def test_a_deletion_vector_counts_for_one_of_several_files_of_a_name(tmp_path: Path) -> None:
+    """Partitions that pyarrow wrote, and that became a table of Delta: the files of all have one name."""
+    folder = tmp_path / "a table"
+    pq.write_to_dataset(make_rows(0, 8, odd=["b", "c"] * 4), folder, partition_cols=["odd"])
+    fields = [Field("odd", PrimitiveType("string"))]
+    convert_to_deltalake(str(folder), partition_by=Schema(fields), partition_strategy="hive")
+    paths = pa.table(DeltaTable(folder).get_add_actions())["path"].to_pylist()
+    assert len(paths) == 2
+    assert len({path.rpartition("/")[2] for path in paths}) == 1
+    delete_by_vector(folder, min(paths), [0, 3], odd="b")
+    assert read_rows(folder, ["x"]) == [(x,) for x in (1, 2, 3, 4, 5, 7)]
 
 
 def test_columns_of_delta_are_found_by_their_physical_names(tmp_path: Path) -> None:
