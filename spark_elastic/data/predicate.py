@@ -72,7 +72,9 @@ class Predicate:
                 f"must hold, with the operators {', '.join(_OPERATORS)}; got {where!r}."
             )
         return cls(
-            tuple(tuple((name, operator, value) for name, operator, value in group) for group in groups)
+            tuple(
+                tuple((name, operator, _order(value)) for name, operator, value in group) for group in groups
+            )
         )
 
     @property
@@ -98,6 +100,14 @@ class Predicate:
                 matching &= _match(read(comparison[0]), comparison) if judged is None else judged
             found |= matching
         return found
+
+
+def _order(value: Any) -> Any:
+    """A list in place of a set, whose order is another one in each process, and of an array, of which `repr` shows some
+    values only: both decide whether a run that is resumed has the same predicate."""
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=repr)
+    return list(value) if isinstance(value, np.ndarray) else value
 
 
 def _is_group(found: Any) -> bool:

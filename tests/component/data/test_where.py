@@ -185,6 +185,16 @@ def test_what_cannot_be_compared_gets_a_sentence(tmp_path: Path, where: Any, say
         describe_files(store, files, ["id"], where=Predicate.parse(where))
 
 
+def test_a_selection_is_known_by_all_of_its_values_in_any_process() -> None:
+    def digest(values: Any) -> str:
+        return Selection.parse(None, [("word", "in", values)]).digest
+
+    assert digest({"d", "b", "a", "c"}) == digest(["a", "b", "c", "d"])
+    many = np.arange(3000)
+    assert digest(many) == digest(many.copy())
+    assert digest(many) != digest(np.where(many == 1500, -1, many))
+
+
 def test_a_run_keeps_to_its_version_its_columns_and_its_where(tmp_path: Path) -> None:
     folder, store = str(tmp_path / "table"), Store.open(str(tmp_path / "store"))
     table = make_table()
