@@ -258,7 +258,7 @@ class FileFooter:
         """Of each row of a row group, whether it matches; looks at values only where statistics do not tell."""
         group = self.footer.row_group(index)
         find_bounds = partial(self._find_bounds, group)
-        judged = where.judge(find_bounds)
+        judged = where.judge(find_bounds) if group.num_rows else True
         if judged is not None:
             return np.full(group.num_rows, judged)
 

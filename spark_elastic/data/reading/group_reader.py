@@ -308,7 +308,7 @@ class SplitRowGroup:
         writer: pa.ipc.RecordBatchFileWriter | None = None
         waiting: list[pa.RecordBatch] = []
         batches = file.iter_batches(rows, row_groups=[index], columns=columns, use_threads=False)
-        for batch in batches:
+        for batch in map(_decode_dictionaries, batches):
             if writer is None:
                 writer = pa.ipc.new_file(self._file, batch.schema)
             waiting.append(batch)
@@ -329,6 +329,16 @@ class SplitRowGroup:
             writer.write_batch(joined.slice(0, rows))
             joined = joined.slice(rows)
         return [joined] if joined.num_rows else []
+
+
+def _decode_dictionaries(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The batch with values in place of their numbers: Arrow's files have one dictionary for all batches."""
+    if not any(map(pa.types.is_dictionary, batch.schema.types)):
+        return batch
+    columns = [
+        each.dictionary_decode() if pa.types.is_dictionary(each.type) else each for each in batch.columns
+    ]
+    return pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
 
 
 def _concatenate(batches: list[pa.RecordBatch]) -> pa.RecordBatch:

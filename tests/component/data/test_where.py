@@ -116,6 +116,15 @@ def test_the_rows_that_match_are_those_that_pyarrow_has(
         describe_files(store, files, ["id"], where=Predicate.parse([("id", "<", 0)]))
 
 
+def test_files_and_row_groups_without_rows_match_nothing(tmp_path: Path) -> None:
+    words = pa.table({"id": [1, 2], "word": pa.array(["a", "b"]).dictionary_encode()})
+    for number, part in enumerate((words[:0], words)):
+        pq.write_table(part, tmp_path / f"{number}.parquet", write_statistics=False)
+    store, files = find_data_files([f"{tmp_path}/0.parquet", f"{tmp_path}/1.parquet"], [], {})
+    where = Predicate.parse([("word", "==", "b")])
+    assert read_ids(store, describe_files(store, files, ["id"], where=where)) == [2]
+
+
 def test_partitions_and_deleted_rows_of_delta_count_and_excluded_files_are_not_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,6 +46,20 @@ def test_the_least_recently_used_piece_is_deleted_before_the_disk_is_full(
     assert not reader._split_groups._groups_by_key
 
 
+def test_categories_may_differ_between_the_parts_of_a_row_group(tmp_path: Path) -> None:
+    """As where a dictionary page became too large, and the other pages have the values themselves."""
+    words = pa.array([f"word {number}" for number in range(ROWS)]).dictionary_encode()
+    table = pa.table({"word": words, "number": pa.array(np.arange(ROWS)).dictionary_encode()})
+    pq.write_table(table, tmp_path / "a.parquet", use_dictionary=False)
+    store = Store.open(str(tmp_path))
+    manifest = describe_parquet(store, ["word", "number"], transformed=True, piece_bytes=2000)
+    assert len(manifest.row_groups) > 4
+    with ArrowReader(store, manifest, cache_bytes=1) as reader:
+        parts = [reader.fetch(group) for group in range(len(manifest.row_groups))]
+    assert np.concatenate([part["word"] for part in parts]).tolist() == words.to_pylist()
+    assert np.concatenate([part["number"] for part in parts]).tolist() == list(range(ROWS))
+
+
 def test_a_full_disk_is_named_with_what_to_change(
     reader: ArrowReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
