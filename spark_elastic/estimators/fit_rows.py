@@ -399,7 +399,8 @@ def _find_table(session: SparkSession, table: Any, version: Version | None) -> t
     if facts.get("Provider") == "iceberg" and version is None:
         # The catalog decides which of the metadata files counts.
         properties = session.sql(f"SHOW TBLPROPERTIES {table}").collect()
-        version = int({row["key"]: row["value"] for row in properties}["current-snapshot-id"])
+        current = {row["key"]: row["value"] for row in properties}["current-snapshot-id"]
+        version = None if current == "none" else int(current)  # of an empty table
     location = facts["Location"]
     return location.removeprefix("file:") if location.startswith("file:/") else location, version
 

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterator
 from datetime import date, datetime, timezone
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.predicate import Predicate
 from spark_elastic.data.reading.group_reader import ArrowReader
 from spark_elastic.errors import InvalidInput, StoreError
+from spark_elastic.estimators.fit_rows import Selection, SnapshotRows
 from tests.leaks import SessionOwned
 
 ROWS = 5000
@@ -471,6 +473,23 @@ def test_a_version_or_a_metadata_file_that_is_not_there_gets_a_sentence(tmp_path
             read_snapshot(tmp_path, version, {})
     with pytest.raises(InvalidInput, match=r"table of .*none\.metadata\.json cannot be read: "):
         read_snapshot(tmp_path / "none.metadata.json", None, {})
+
+
+def test_an_empty_table_of_iceberg_in_spark_s_catalog_gets_a_sentence(catalog: Any, tmp_path: Path) -> None:
+    table = catalog.create_table("n.t", make_rows(0).schema)
+    answers = {
+        "DESCRIBE TABLE EXTENDED n.t": [
+            {"col_name": "Provider", "data_type": "iceberg"},
+            {"col_name": "Location", "data_type": table.location().removeprefix("file://")},
+        ],
+        "SHOW TBLPROPERTIES n.t": [{"key": "current-snapshot-id", "value": "none"}],
+    }
+    session: Any = SimpleNamespace(
+        catalog=SimpleNamespace(tableExists=lambda name: True),
+        sql=lambda text: SimpleNamespace(collect=lambda: answers[text]),
+    )
+    with pytest.raises(InvalidInput, match="has no snapshot: it has none"):
+        SnapshotRows.open(session, "n.t", None, None, {}, Selection.parse(None, None))
 
 
 def test_a_folder_without_a_table_and_a_missing_package_get_a_sentence(
