@@ -42,7 +42,7 @@ from spark_elastic.torch.optimizers import multiply_rates
 from spark_elastic.torch.tensors import array_of, disable_compile
 from spark_elastic.training.step_summary import StepDecision
 from spark_elastic.worker.context import get_context
-from spark_elastic.worker.session import get_engine
+from spark_elastic.worker.session import get_collective_thread
 
 
 def name_parameters(
@@ -146,9 +146,9 @@ class AdasumSync:
 
     @disable_compile
     def _combine(self, group: Group, before: list[torch.Tensor]) -> None:
-        engine = get_engine()
-        if engine is not None:
-            engine.drain()
+        thread = get_collective_thread()
+        if thread is not None:
+            thread.drain()
         for parameter, was in zip(self._parameters, before, strict=True):
             change = _allreduce_adasum(group, parameter - was)
             parameter.copy_(was + change.to(was.device))
@@ -382,7 +382,7 @@ class _Distributed(DistributedBase):
         self._sync.set_backward_passes(passes)
 
     def close(self) -> None:
-        """End the engine thread and detach the gradients; for processes that outlive their training."""
+        """End the `CollectiveThread` and detach the gradients; for processes that outlive their training."""
         self._sync.close()
 
     def _compute_and_exchange(self, closure: Callable[[], Any]) -> Any:

@@ -25,7 +25,7 @@ from spark_elastic.worker.program import WorkerHandle
 T = TypeVar("T")
 
 
-class EngineThread:
+class CollectiveThread:
     """The thread that calls the collectives of a group while the main thread computes.
 
     Work runs in the order of submission, which the submitters must make the same on all ranks. Any thread may submit;
@@ -37,7 +37,7 @@ class EngineThread:
         self._work: deque[Callable[[], None]] = deque()
         # One entry for each piece of work, which a helper may have taken; None: the thread ends.
         self._wakes: queue.SimpleQueue[bool | None] = queue.SimpleQueue()
-        self._turn = threading.Lock()  # held by who takes work and runs it
+        self._run_lock = threading.Lock()  # held by the thread that takes a piece of work and runs it
         self._lock = threading.Lock()  # owns _thread, _last and the order of _work
         self._thread: threading.Thread | None = None
         self._last: Future[Any] | None = None
@@ -49,7 +49,9 @@ class EngineThread:
         refuse_forks(self._pid)
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="spark-elastic-engine", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._run, name="spark-elastic-collectives", daemon=True
+                )
                 self._thread.start()
             self._last = future
             self._work.append(lambda: _complete(future, work))
@@ -92,11 +94,11 @@ class EngineThread:
                 self._run_next(wait=True)
 
     def _run_next(self, *, wait: bool) -> bool:
-        """Run the next piece of work. Returns False if there is none, or if somebody else has the turn.
+        """Run the next piece of work. Returns False if there is none, or if another thread runs one.
 
-        wait: for the turn.
+        wait: until no other thread runs one.
         """
-        if not self._turn.acquire(blocking=wait):
+        if not self._run_lock.acquire(blocking=wait):
             return False
         try:
             if not self._work:
@@ -104,7 +106,7 @@ class EngineThread:
             self._work.popleft()()
             return True
         finally:
-            self._turn.release()
+            self._run_lock.release()
 
 
 def _complete(future: Future[T], work: Callable[[], T]) -> None:
@@ -131,13 +133,13 @@ class Scope:
 
 
 class GroupContext(Scope):
-    """What the users of one group share. Main thread only, except for `engine` and `get_or_create`."""
+    """What the users of one group share. Main thread only, except for `collective_thread` and `get_or_create`."""
 
     def __init__(self) -> None:
         super().__init__()
         # Calls the group's collectives beside the main thread, in the same order on all ranks. The main thread calls
-        # collectives after `wait_until_idle`, or through `engine.run`.
-        self.engine = EngineThread()
+        # collectives after `wait_until_idle`, or through `collective_thread.run`.
+        self.collective_thread = CollectiveThread()
         self._agreed_version: MembershipVersion | None = None
         self._ends: list[Callable[[], object]] = []
 
@@ -151,7 +153,7 @@ class GroupContext(Scope):
 
     def close(self) -> None:
         """End the group's threads. Call it after the group was closed, which frees them from their collectives."""
-        self.engine.close()
+        self.collective_thread.close()
         for end in self._ends:
             end()
 
@@ -161,8 +163,8 @@ class GroupContext(Scope):
         return version
 
     def wait_until_idle(self) -> None:
-        """Wait until the engine's thread is idle, before the main thread calls a collective."""
-        self.engine.drain()
+        """Wait until the `CollectiveThread` is idle, before the main thread calls a collective."""
+        self.collective_thread.drain()
 
 
 class CallContext(Scope):

@@ -328,7 +328,7 @@ class WorkerLoop:
         with self._lock:
             group, self._group = self._group, None
         if group is not None:
-            group.close()  # releases the engine's thread from a collective
+            group.close()  # frees the `CollectiveThread` from one that waits for peers
             self._group_context.close()
 
 

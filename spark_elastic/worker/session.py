@@ -21,7 +21,7 @@ from spark_elastic.protocol.types import (
 )
 from spark_elastic.state import state
 from spark_elastic.state.checkpoint import CHECKPOINTER, Checkpointer
-from spark_elastic.worker.context import EngineThread, WorkerContext, get_context
+from spark_elastic.worker.context import CollectiveThread, WorkerContext, get_context
 from spark_elastic.worker.program import WorkerHandle
 from spark_elastic.worker.script import set_dist_env
 
@@ -108,10 +108,10 @@ def get_group() -> Group | None:
     return None if worker is None else worker.require_group()
 
 
-def get_engine() -> EngineThread | None:
+def get_collective_thread() -> CollectiveThread | None:
     """The thread that calls the current world's collectives; None in a process that is not a worker."""
     worker = get_context()
-    return None if worker is None else worker.group_context.engine
+    return None if worker is None else worker.group_context.collective_thread
 
 
 def _require_context() -> WorkerContext:

@@ -21,7 +21,7 @@ from elastic_collectives import CollectiveError, Group, MismatchError
 from elastic_collectives.group import Array
 from spark_elastic.errors import InvalidInput
 from spark_elastic.torch.distributed.operands import Operand
-from spark_elastic.worker.context import EngineThread
+from spark_elastic.worker.context import CollectiveThread
 
 FRAME = 8192  # bytes
 HEADING = struct.Struct("<qq")  # at its beginning: tag and size of the message
@@ -79,12 +79,12 @@ class PointToPoint:
         self._timeout = timeout
         self._on_error = on_error
         self._lock = threading.Lock()  # owns the following
-        self._senders: dict[int, tuple[Group, EngineThread]] = {}
-        self._readers: dict[int, tuple[Group, EngineThread]] = {}
+        self._senders: dict[int, tuple[Group, CollectiveThread]] = {}
+        self._readers: dict[int, tuple[Group, CollectiveThread]] = {}
         self._posted: list[_Receive] = []  # in the order of the calls
         self._arrived: list[tuple[int, int, Array]] = []  # source, tag, message: no receive fitted yet
 
-    def send(self, tensor: torch.Tensor, target: int, tag: int) -> tuple[Future[None], EngineThread]:
+    def send(self, tensor: torch.Tensor, target: int, tag: int) -> tuple[Future[None], CollectiveThread]:
         """The message's future, and the thread that completes it."""
         self._check_peer(target)
         message = as_bytes(Operand(tensor))
@@ -92,13 +92,13 @@ class PointToPoint:
             if target not in self._senders:
                 group = self._connect(self._rank, target)
                 group.limit(self._timeout)
-                self._senders[target] = group, EngineThread()
+                self._senders[target] = group, CollectiveThread()
             group, thread = self._senders[target]
         return thread.submit(lambda: self._send(group, message, tag)), thread
 
     def receive(
         self, tensor: torch.Tensor, source: int | None, tag: int, size: int
-    ) -> tuple[Future[int], EngineThread | None]:
+    ) -> tuple[Future[int], CollectiveThread | None]:
         """The message's future, and the thread that completes it; None: one of several, or it is complete.
 
         Args:
@@ -146,10 +146,10 @@ class PointToPoint:
             self._on_error(error.among(group.members))
             raise
 
-    def _start_reading(self, source: int, receive: _Receive) -> EngineThread:
+    def _start_reading(self, source: int, receive: _Receive) -> CollectiveThread:
         """With the lock: let the thread of that source read until the receive is complete."""
         if source not in self._readers:
-            self._readers[source] = self._connect(source, self._rank), EngineThread()
+            self._readers[source] = self._connect(source, self._rank), CollectiveThread()
         group, thread = self._readers[source]
         group.limit(self._timeout)  # counts from now on
         thread.submit(lambda: self._read(group, source, receive))

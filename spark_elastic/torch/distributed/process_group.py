@@ -27,7 +27,7 @@ from spark_elastic.torch.distributed.operands import (
 )
 from spark_elastic.torch.distributed.point_to_point import PointToPoint
 from spark_elastic.torch.distributed.work import BackwardGuard, EngineWork, PendingWorks, get_live_groups
-from spark_elastic.worker.context import EngineThread, WaitRecorder
+from spark_elastic.worker.context import CollectiveThread, WaitRecorder
 
 NAME = "elastic"
 
@@ -87,7 +87,7 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._record_wait = recorder.record_wait
         self._seconds = timeout.total_seconds()
         self._group.limit(self._seconds)
-        self._thread = EngineThread()
+        self._thread = CollectiveThread()
         self._messages = PointToPoint(group.rank, connect_pair, self._seconds, self._fail)
         self._guard = BackwardGuard(self)
         self._closed = False

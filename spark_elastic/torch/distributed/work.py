@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elastic_collectives import CollectiveTimeout
-from spark_elastic.worker.context import EngineThread, get_process_context
+from spark_elastic.worker.context import CollectiveThread, get_process_context
 
 TorchFuture = torch.futures.Future
 
@@ -77,7 +77,7 @@ class EngineWork(dist.Work):
         group: FailingGroup,
         running: Future[Any],
         tensors: list[Any],
-        thread: EngineThread | None = None,
+        thread: CollectiveThread | None = None,
     ) -> None:
         """
         Args:

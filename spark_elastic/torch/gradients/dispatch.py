@@ -1,9 +1,9 @@
 """The memory of gradient buckets, and the collectives that sum them: in the same order on all ranks (R7, layout).
 
 Buckets lie in the group's shared memory, with a view for each gradient: the engine sums them where they are, without a
-copy in or out. Buckets on a GPU pass through pinned memory. The training thread owns everything here; the engine's
-thread runs the collectives, except that of the last bucket: no backward is left to overlap with it, so the training
-thread runs it itself.
+copy in or out. Buckets on a GPU pass through pinned memory. The training thread owns everything here; the group's
+`CollectiveThread` runs the collectives, except that of the last bucket: no backward is left to overlap with it, so the
+training thread runs it itself.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from spark_elastic.ops.timeline import Timeline
 from spark_elastic.torch.gradients.buckets import Bucket, Spec
 from spark_elastic.torch.gradients.exchange_options import ExchangeOptions
 from spark_elastic.torch.tensors import array_of, name_of, to_host, warn_about_gpus
-from spark_elastic.worker.context import EngineThread
+from spark_elastic.worker.context import CollectiveThread
 
 
 class BucketMemory:
@@ -67,7 +67,7 @@ class BucketMemory:
 
     def gradients(self, number: int) -> list[torch.Tensor]:
         """Return the gradients of a bucket, each in its shape, as views of the memory of `array`."""
-        # `.data`, so that `version` does not count what the engine's thread writes.
+        # `.data`, so that `version` does not count what the `CollectiveThread` writes.
         flat = self._on_host(number).data
         parts = self.buckets[number].slices
         return [flat[part.offset : part.offset + part.numel].view(self._shapes[part.index]) for part in parts]
@@ -82,7 +82,7 @@ class BucketMemory:
             self._staging[number].send(self._flat[number])
 
     def wait_sent(self, number: int) -> None:
-        """Wait until the copy of `send` is complete. Called by the engine's thread."""
+        """Wait until the copy of `send` is complete. Called by the `CollectiveThread`."""
         if number in self._staging:
             self._staging[number].sent.synchronize()
 
@@ -131,14 +131,14 @@ class _Staging:
 
 
 class Dispatch:
-    """Hands the buckets and sparse gradients of one step to the engine's thread. After a failure the rest fails."""
+    """Hands the buckets and sparse gradients of one step to the `CollectiveThread`. After a failure the rest fails."""
 
     def __init__(
         self,
         memory: BucketMemory,
         names: Sequence[str],
         options: ExchangeOptions,
-        engine: EngineThread,
+        thread: CollectiveThread,
         timeline: Timeline | None,
     ) -> None:
         """
@@ -154,7 +154,7 @@ class Dispatch:
         self._group = memory.group
         self._names = names
         self._options = options
-        self._engine = engine
+        self._thread = thread
         self._timeline = timeline
         self._clock = SystemClock()
         self._newest: Future[None] | None = None  # of the newest work; each waits for the one before
@@ -201,7 +201,7 @@ class Dispatch:
         """Sum the last bucket in this thread, after all others."""
         if self._last_bucket is not None:
             self.wait()
-            self._engine.run(self._last_bucket)
+            self._thread.run(self._last_bucket)
 
     def gather(self, index: int, gradient: torch.Tensor) -> None:
         """Sum the sparse gradient of a parameter, which lies in no bucket, into `rows`."""
@@ -258,7 +258,7 @@ class Dispatch:
                 before.result()
             work()
 
-        self._newest = self._engine.submit(next_one)
+        self._newest = self._thread.submit(next_one)
 
 
 def check_agreement(group: Group, layout: int, specs: Sequence[Spec], options: ExchangeOptions) -> None:

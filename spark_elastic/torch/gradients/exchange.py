@@ -36,7 +36,7 @@ from spark_elastic.torch.gradients.exchange_options import (
     find_trainable,
 )
 from spark_elastic.torch.gradients.share_memory import ShareMemory
-from spark_elastic.worker.context import EngineThread
+from spark_elastic.worker.context import CollectiveThread
 
 Marks = npt.NDArray[np.bool_]
 
@@ -107,14 +107,14 @@ class GradientExchange:
         named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
         options: ExchangeOptions = DEFAULT_OPTIONS,
         opener: Callable[[], None] | None = None,
-        engine: Callable[[], EngineThread | None] = lambda: None,
+        get_thread: Callable[[], CollectiveThread | None] = lambda: None,
         timeline: Callable[[], Timeline | None] = lambda: None,
         overlaps: Callable[[], bool] = lambda: True,
     ) -> None:
         """
         Args:
             opener: calls `open` before a gradient counts; for loops that call nothing before backward.
-            engine: returns the thread that serves the group when a step is opened; None: a thread of its own.
+            get_thread: returns the group's thread when a step is opened; None: the exchange uses a thread of its own.
             timeline: returns where to write the exchanges of a step.
             overlaps: whether buckets are sent while backward runs, and not only in `finish`.
         """
@@ -122,8 +122,8 @@ class GradientExchange:
         self._specs = build_specs(self._names, self._parameters)
         self._options = options
         self._opener, self._overlaps = opener, overlaps
-        self._get_engine, self._get_timeline = engine, timeline
-        self._own_engine = EngineThread()
+        self._get_thread, self._get_timeline = get_thread, timeline
+        self._own_thread = CollectiveThread()
         self._group: Group | None = None  # of the newest step
         self._compared: Group | None = None  # the group whose ranks have compared parameters and options
         self._sparse: frozenset[int] = frozenset()  # parameters that lie in no bucket; the same on all ranks
@@ -206,22 +206,22 @@ class GradientExchange:
                 raise InvalidInput(
                     f"parameter {name!r} was frozen when training began: let it require a gradient from the start."
                 )
-        engine = self._get_engine() or self._own_engine
+        thread = self._get_thread() or self._own_thread
         if group is not self._group:  # newcomers do not know what the former world agreed on
             self._sparse = frozenset()
         self._lay_out_buckets(group, division)
         self._group = group
-        self._step = self._make_step(passes, engine)
+        self._step = self._make_step(passes, thread)
         if isinstance(self._memory, ShareMemory):
             self._memory.begin()
 
-    def _make_step(self, passes: int, engine: EngineThread | None) -> _Step:
+    def _make_step(self, passes: int, thread: CollectiveThread | None) -> _Step:
         buckets: Sequence[Bucket] = ()
         dispatch = None
-        if self._memory is not None and engine is not None:
+        if self._memory is not None and thread is not None:
             buckets = self._memory.buckets
             if self._memory.group is not None:
-                dispatch = Dispatch(self._memory, self._names, self._options, engine, self._get_timeline())
+                dispatch = Dispatch(self._memory, self._names, self._options, thread, self._get_timeline())
         shares = self._memory.share_count if isinstance(self._memory, ShareMemory) else 0
         return _Step(
             passes,
@@ -420,7 +420,7 @@ class GradientExchange:
 
     def close(self) -> None:
         self.abandon()
-        self._own_engine.close()
+        self._own_thread.close()
         self._unhook()
         self.clear()
         self._memory = self._laid_out_for = self._step.dispatch = None

@@ -25,7 +25,7 @@ from spark_elastic.torch.gradients.exchange import GradientExchange, weak_method
 from spark_elastic.torch.gradients.exchange_options import ExchangeOptions
 from spark_elastic.training.step_summary import StepDecision, StepSummary, exchange_summaries
 from spark_elastic.worker.context import get_context, get_process_context
-from spark_elastic.worker.session import get_engine, get_group
+from spark_elastic.worker.session import get_collective_thread, get_group
 
 Marks = npt.NDArray[np.bool_]
 
@@ -66,7 +66,7 @@ class GradientSync:
             named,
             options,
             weak_method(self._check_in_share if options.shares else self._open),
-            get_engine,
+            get_collective_thread,
             get_timeline,
             _is_only_optimizer,
         )

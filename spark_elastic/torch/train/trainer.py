@@ -38,7 +38,7 @@ from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.step_summary import StepDecision, StepSummary, exchange_summaries
 from spark_elastic.training.trainer import WorkClock
 from spark_elastic.training.transformation_pool import bind_transformation
-from spark_elastic.worker.session import get_engine
+from spark_elastic.worker.session import get_collective_thread
 
 
 class TorchTrainProgram(TrainingLoop):
@@ -84,7 +84,7 @@ class TorchTrainer:
             shares=config.shares,
             arithmetic=describe_arithmetic() if config.shares else "",
         )
-        self._exchange = GradientExchange(model.named_parameters(), options, engine=get_engine)
+        self._exchange = GradientExchange(model.named_parameters(), options, get_thread=get_collective_thread)
         self._train_step = (ShareStep if config.shares else TrainStep)(
             self.state, self._loss_fn, self._exchange, config, ledger, metrics[0], self._scaling
         )

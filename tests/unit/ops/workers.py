@@ -50,7 +50,7 @@ def run_in_fake_world(size: int, work: Callable[[Group], T]) -> list[T]:
             all_done.wait(45)
             worker = context.get_context()
             assert worker is not None
-            worker.group_context.engine.close()
+            worker.group_context.collective_thread.close()
 
     try:
         with ThreadPoolExecutor(size) as pool:

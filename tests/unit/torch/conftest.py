@@ -64,4 +64,4 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[CurrentWorker]:
     monkeypatch.setattr(process_sets, "get_context", get_context)
     yield made
     for context in contexts:
-        context.engine.close()
+        context.collective_thread.close()

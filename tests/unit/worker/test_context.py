@@ -7,45 +7,45 @@ from collections.abc import Iterator
 
 import pytest
 
-from spark_elastic.worker.context import EngineThread
+from spark_elastic.worker.context import CollectiveThread
 
 
 @pytest.fixture
-def engine() -> Iterator[EngineThread]:
-    made = EngineThread()
+def thread() -> Iterator[CollectiveThread]:
+    made = CollectiveThread()
     yield made
     made.close()
 
 
-def test_submitted_work_runs_in_order_in_one_thread_and_before_a_later_run(engine: EngineThread) -> None:
+def test_submitted_work_runs_in_order_in_one_thread_and_before_a_later_run(thread: CollectiveThread) -> None:
     seen: list[tuple[int, int]] = []
     gate = threading.Event()
-    engine.submit(lambda: gate.wait(10))
+    thread.submit(lambda: gate.wait(10))
     for number in range(3):
-        engine.submit(lambda number=number: seen.append((number, threading.get_ident())))  # type: ignore[misc]
+        thread.submit(lambda number=number: seen.append((number, threading.get_ident())))  # type: ignore[misc]
     gate.set()
-    assert engine.run(lambda: [number for number, _ in seen]) == [0, 1, 2]
-    assert {thread for _, thread in seen}.isdisjoint({threading.get_ident()})
-    assert len({thread for _, thread in seen}) == 1
+    assert thread.run(lambda: [number for number, _ in seen]) == [0, 1, 2]
+    assert {ident for _, ident in seen}.isdisjoint({threading.get_ident()})
+    assert len({ident for _, ident in seen}) == 1
 
 
-def test_an_error_reaches_only_the_future_of_its_own_work(engine: EngineThread) -> None:
-    broken = engine.submit(lambda: 1 // 0)
-    fine = engine.submit(lambda: 7)
-    engine.drain()
+def test_an_error_reaches_only_the_future_of_its_own_work(thread: CollectiveThread) -> None:
+    broken = thread.submit(lambda: 1 // 0)
+    fine = thread.submit(lambda: 7)
+    thread.drain()
     with pytest.raises(ZeroDivisionError):
         broken.result()
     assert fine.result() == 7
 
 
-def test_the_engine_thread_starts_with_its_first_work_and_again_after_a_close(
-    engine: EngineThread,
+def test_the_thread_starts_with_its_first_work_and_again_after_a_close(
+    thread: CollectiveThread,
 ) -> None:
     threads = threading.active_count()
-    engine.drain()
-    engine.close()
-    assert engine.run(lambda: 1) == 1
+    thread.drain()
+    thread.close()
+    assert thread.run(lambda: 1) == 1
     assert threading.active_count() == threads
-    assert engine.submit(lambda: 2).result() == 2
-    engine.close()
-    assert engine.submit(lambda: 3).result() == 3
+    assert thread.submit(lambda: 2).result() == 2
+    thread.close()
+    assert thread.submit(lambda: 3).result() == 3

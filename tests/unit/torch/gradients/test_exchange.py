@@ -1,4 +1,4 @@
-"""Gradients summed over a world: what ranks must have in common, and when the engine's thread lives."""
+"""Gradients summed over a world: what ranks must have in common, and when the thread for collectives lives."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def test_the_buckets_of_one_optimizer_travel_during_backward(monkeypatch: pytest
 def close_engine() -> None:
     worker = get_context()
     assert worker is not None
-    worker.group_context.engine.close()
+    worker.group_context.collective_thread.close()
 
 
 def test_gradients_of_a_rank_outside_of_the_set_are_void_in_the_next_world(

@@ -68,7 +68,7 @@ def test_an_error_of_a_process_set_names_ranks_of_the_world(
         finally:
             worker = context.get_context()
             assert worker is not None
-            worker.group_context.engine.close()
+            worker.group_context.collective_thread.close()
 
     _, error, _ = run_in_world(3, work_as)
     assert error is not None
