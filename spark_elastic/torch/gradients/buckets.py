@@ -58,7 +58,7 @@ class Bucket:
 def layout(
     specs: Sequence[Spec], bucket_bytes: int, groups: Sequence[Sequence[int]] = (), skip: Container[int] = ()
 ) -> tuple[Bucket, ...]:
-    """Return buckets of about `bucket_bytes` in the order in which they are sent.
+    """Return buckets of about `bucket_bytes` in the order in which they are summed.
 
     Args:
         bucket_bytes: a larger parameter has a bucket of its own.

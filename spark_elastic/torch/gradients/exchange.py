@@ -1,7 +1,7 @@
 """Gradients of one step, summed over the world while backward still runs, as DDP's reducer does.
 
 Gradients become views of flat buckets as they arrive, so that nothing is copied out. Hooks count them; complete buckets
-are sent strictly in the order of the layout (R7, layout). The training thread owns everything here;
+go to a `StepReducer`, strictly in the order of the layout (R7, layout). The training thread owns everything here;
 during backward the hooks do, one at a time, since autograd has a thread for each device. A failed exchange changes no
 parameter: only the contents of the buckets are void. A step that is given up half-way is drained before the next one
 begins. Layout and memory belong to one group, and change only when a step is opened.
@@ -28,7 +28,6 @@ from spark_elastic.data.plan import Division
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.timeline import Timeline
 from spark_elastic.torch.gradients.buckets import Bucket, layout, layout_hash
-from spark_elastic.torch.gradients.dispatch import BucketMemory, Dispatch, coalesce_rows
 from spark_elastic.torch.gradients.exchange_options import (
     DEFAULT_OPTIONS,
     ExchangeOptions,
@@ -36,9 +35,10 @@ from spark_elastic.torch.gradients.exchange_options import (
     find_trainable,
 )
 from spark_elastic.torch.gradients.share_memory import ShareMemory
+from spark_elastic.torch.gradients.step_reducer import BucketMemory, StepReducer, coalesce_rows
 from spark_elastic.worker.context import CollectiveThread
 
-Marks = npt.NDArray[np.bool_]
+Flags = npt.NDArray[np.bool_]
 
 
 def weak_method(method: Callable[..., None]) -> Callable[..., None]:
@@ -79,13 +79,13 @@ class _Step:
 
     passes: int  # backward passes until `finish`
     arrivals: list[int]  # by parameter: passes that have added a gradient
-    found: Marks  # by parameter: whether it got a gradient
-    found_sparse: Marks  # by parameter: whether its gradient came sparse
-    found_dense: Marks  # by parameter: the same for its other form, in a virtual share
+    found: Flags  # by parameter: whether it got a gradient
+    found_sparse: Flags  # by parameter: whether its gradient came sparse
+    found_dense: Flags  # by parameter: the same for its other form, in a virtual share
     missing: list[int]  # by bucket: gradients that it still lacks
     versions: list[int | None]  # by bucket: its version after the newest gradient
-    dispatch: Dispatch | None  # None: this process trains alone
-    sent: int = 0  # buckets that were handed to `dispatch`
+    reducer: StepReducer | None  # None: this process trains alone
+    launched: int = 0  # buckets that `reducer` has got
     is_open: bool = True
     shares_left: int = 0  # virtual shares of this rank that were not completed
     in_share: bool = False  # whether one was begun and not completed
@@ -116,7 +116,7 @@ class GradientExchange:
             opener: calls `open` before a gradient counts; for loops that call nothing before backward.
             get_thread: returns the group's thread when a step is opened; None: the exchange uses a thread of its own.
             timeline: returns where to write the exchanges of a step.
-            overlaps: whether buckets are sent while backward runs, and not only in `finish`.
+            overlaps: whether buckets go to the reducer while backward runs, and not only in `finish`.
         """
         self._names, self._parameters, self._frozen = find_trainable(named_parameters)
         self._specs = build_specs(self._names, self._parameters)
@@ -149,12 +149,12 @@ class GradientExchange:
         return self._parameters
 
     @property
-    def present(self) -> Marks:
+    def present(self) -> Flags:
         """Which parameters got a gradient in this step, in the order of `parameters`."""
         return self._step.found.copy()
 
     @property
-    def found_sparse(self) -> Marks:
+    def found_sparse(self) -> Flags:
         """Which gradients came sparse in this step, in the order of `parameters`."""
         return self._step.found_sparse.copy()
 
@@ -178,9 +178,9 @@ class GradientExchange:
         return self._step.is_open and self._step.in_share
 
     @property
-    def is_partly_sent(self) -> bool:
-        """Whether a step is open and some of its buckets were sent."""
-        return self._step.is_open and self._step.sent > 0
+    def has_launched_buckets(self) -> bool:
+        """Whether a step is open and some of its buckets were launched."""
+        return self._step.is_open and self._step.launched > 0
 
     @property
     def group(self) -> Group | None:
@@ -217,11 +217,11 @@ class GradientExchange:
 
     def _make_step(self, passes: int, thread: CollectiveThread | None) -> _Step:
         buckets: Sequence[Bucket] = ()
-        dispatch = None
+        reducer = None
         if self._memory is not None and thread is not None:
             buckets = self._memory.buckets
             if self._memory.group is not None:
-                dispatch = Dispatch(self._memory, self._names, self._options, thread, self._get_timeline())
+                reducer = StepReducer(self._memory, self._names, self._options, thread, self._get_timeline())
         shares = self._memory.share_count if isinstance(self._memory, ShareMemory) else 0
         return _Step(
             passes,
@@ -231,7 +231,7 @@ class GradientExchange:
             found_dense=np.zeros(len(self._parameters), np.bool_),
             missing=[len(bucket.slices) * (shares or passes) for bucket in buckets],
             versions=[None] * len(buckets),
-            dispatch=dispatch,
+            reducer=reducer,
             shares_left=shares,
         )
 
@@ -262,7 +262,7 @@ class GradientExchange:
             if arrivals < self._step.passes or not arrivals:  # not all passes used it
                 self._add_to_tree(index)
         self._step.in_share = False
-        self._send_complete_buckets()
+        self._launch_complete_buckets()
 
     def _add_to_tree(self, index: int) -> None:
         """Add the parameter's gradient of the share to those of the shares before."""
@@ -292,7 +292,7 @@ class GradientExchange:
         self._step.found_sparse[index] = True
         self._step.listed.setdefault(index, []).append(coalesce_rows(self._names[index], gradient))
 
-    def _finish_shares(self, dispatch: Dispatch | None) -> None:
+    def _finish_shares(self, reducer: StepReducer | None) -> None:
         """Put the sums over all virtual shares, which are complete, to the parameters."""
         step = self._step
         assert isinstance(self._memory, ShareMemory)
@@ -300,7 +300,7 @@ class GradientExchange:
             self._parameters[index].grad = total
         if self._options.sparse != "sparse":
             return
-        listed = step.found_sparse if dispatch is None else dispatch.agree(step.found_sparse)
+        listed = step.found_sparse if reducer is None else reducer.reduce_any(step.found_sparse)
         numbers = np.flatnonzero(listed).tolist()
         for index in np.flatnonzero(step.found_dense).tolist():
             if index in self._sparse or listed[index]:
@@ -310,14 +310,14 @@ class GradientExchange:
                 )
         for index in numbers:
             own = self._concatenate(index)
-            if dispatch is not None:
-                dispatch.gather_listed(index, own)
+            if reducer is not None:
+                reducer.launch_gather(index, own)
             else:
                 self._parameters[index].grad = own.coalesce()
-        if dispatch is not None:
-            dispatch.wait()
+        if reducer is not None:
+            reducer.wait()
             for index in numbers:
-                rows = dispatch.rows[index].coalesce()
+                rows = reducer.sparse_results[index].coalesce()
                 self._parameters[index].grad = rows.to(self._parameters[index].device)
 
     def _concatenate(self, index: int) -> torch.Tensor:
@@ -336,7 +336,7 @@ class GradientExchange:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def apply_agreement(self, found_sparse: Marks) -> None:
+    def apply_agreement(self, found_sparse: Flags) -> None:
         """Take over which gradients are sparse on any rank, as all ranks agreed at the end of a step.
 
         In the first step of a world a sparse gradient travels dense, while the step summary tells the ranks of it: that
@@ -350,7 +350,7 @@ class GradientExchange:
             self._sparse |= set(np.flatnonzero(found_sparse).tolist())
 
     def finish(self) -> None:
-        """Send what was not sent (unused parameters, ranks without rows) and wait for all sums.
+        """Launch what was not launched (unused parameters, ranks without rows) and wait for all sums.
 
         Raises:
             MismatchError: in the first step of a world, ranks have other parameters or options than rank 0.
@@ -366,29 +366,29 @@ class GradientExchange:
         for index, there in enumerate(step.found):
             if not there and not self._options.shares:
                 self._move_to_bucket(index)
-        while step.dispatch is not None and step.sent < len(step.missing):
-            self._send_next_bucket()
-        if step.dispatch is not None and self._memory is not None:
-            step.dispatch.reduce_last()
+        while step.reducer is not None and step.launched < len(step.missing):
+            self._launch_next_bucket()
+        if step.reducer is not None and self._memory is not None:
+            step.reducer.reduce_last_bucket()
             if not self._options.shares:
-                self._send_sparse(step.dispatch)
-            step.dispatch.wait()
-            self._memory.receive()
-            for index, gradient in step.dispatch.rows.items():
+                self._launch_sparse(step.reducer)
+            step.reducer.wait()
+            self._memory.copy_from_host()
+            for index, gradient in step.reducer.sparse_results.items():
                 self._parameters[index].grad = gradient
         if self._options.shares:
-            self._finish_shares(step.dispatch)
+            self._finish_shares(step.reducer)
         step.is_open = False
 
     def drain(self) -> None:
-        """Wait until the buckets that were sent are back, or failed."""
-        if self._step.dispatch is not None:
-            self._step.dispatch.drain()
+        """Wait until the launched buckets are summed, or have failed."""
+        if self._step.reducer is not None:
+            self._step.reducer.drain()
 
     def abandon(self) -> None:
-        """Give up the open step, if any; nothing of it is in progress when this returns. If buckets were sent, the
+        """Give up the open step, if any; nothing of it is in progress when this returns. If buckets were launched, the
         group is aborted, since the peers wait for the rest."""
-        if self.is_partly_sent and self._group is not None:
+        if self.has_launched_buckets and self._group is not None:
             self._group.abort("a step was given up in the middle of its exchange")
         self.drain()
         self._step.is_open = False
@@ -412,7 +412,7 @@ class GradientExchange:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
 
-    def drop_absent(self, present: Marks) -> None:
+    def drop_absent(self, present: Flags) -> None:
         """Set gradients that no rank computed to None, as in a plain loop (R8, weighting)."""
         for parameter, there in zip(self._parameters, present, strict=True):
             if not there:
@@ -423,7 +423,7 @@ class GradientExchange:
         self._own_thread.close()
         self._unhook()
         self.clear()
-        self._memory = self._laid_out_for = self._step.dispatch = None
+        self._memory = self._laid_out_for = self._step.reducer = None
 
     def _lay_out_buckets(self, group: Group | None, division: Division | None = None) -> None:
         """Lay out the buckets in the memory of `group`, unless they lie there already."""
@@ -470,7 +470,7 @@ class GradientExchange:
             step.arrivals[index] += 1
             if step.arrivals[index] == step.passes:
                 self._add_to_tree(index)
-                self._send_complete_buckets()
+                self._launch_complete_buckets()
             return
         self._move_to_bucket(index)
         step.arrivals[index] += 1
@@ -479,14 +479,14 @@ class GradientExchange:
             step.missing[number] -= 1
             step.versions[number] = self._memory.version(number)
             if not step.missing[number]:
-                self._send_complete_buckets()
+                self._launch_complete_buckets()
 
-    def _send_complete_buckets(self) -> None:
+    def _launch_complete_buckets(self) -> None:
         step = self._step
-        if step.dispatch is None:
+        if step.reducer is None:
             return
-        while step.sent < len(step.missing) and step.missing[step.sent] == 0 and self._overlaps():
-            self._send_next_bucket()
+        while step.launched < len(step.missing) and step.missing[step.launched] == 0 and self._overlaps():
+            self._launch_next_bucket()
 
     def _check_unchanged(self) -> None:
         """Buckets are summed while backward runs, so a later change would count on this rank only, or not at all."""
@@ -528,23 +528,23 @@ class GradientExchange:
                 return gradient
         return gradient.detach().to_dense()
 
-    def _send_next_bucket(self) -> None:
-        number, dispatch = self._step.sent, self._step.dispatch
-        self._step.sent += 1
-        assert dispatch is not None  # or there would be no bucket
-        self._compare_once(dispatch)
-        dispatch.send(number)
+    def _launch_next_bucket(self) -> None:
+        number, reducer = self._step.launched, self._step.reducer
+        self._step.launched += 1
+        assert reducer is not None  # or there would be no bucket
+        self._compare_once(reducer)
+        reducer.launch_bucket(number)
 
-    def _compare_once(self, dispatch: Dispatch) -> None:
+    def _compare_once(self, reducer: StepReducer) -> None:
         """Compare parameters and options before anything else goes to a new group."""
         if self._group is not self._compared:
-            dispatch.compare(self.layout_hash, self._specs)
+            reducer.compare(self.layout_hash, self._specs)
             self._compared = self._group
 
-    def _send_sparse(self, dispatch: Dispatch) -> None:
-        """Send the gradients that lie in no bucket, in the order of the parameters."""
+    def _launch_sparse(self, reducer: StepReducer) -> None:
+        """Launch the sums of gradients that lie in no bucket, in the order of the parameters."""
         for index in sorted(self._sparse):
-            self._compare_once(dispatch)
+            self._compare_once(reducer)
             parameter = self._parameters[index]
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            dispatch.gather(index, coalesce_rows(self._names[index], gradient))
+            reducer.launch_sparse(index, coalesce_rows(self._names[index], gradient))

@@ -27,7 +27,7 @@ from spark_elastic.training.step_summary import StepDecision, StepSummary, excha
 from spark_elastic.worker.context import get_context, get_process_context
 from spark_elastic.worker.session import get_collective_thread, get_group
 
-Marks = npt.NDArray[np.bool_]
+Flags = npt.NDArray[np.bool_]
 
 
 class Joinable(Protocol):
@@ -164,13 +164,13 @@ class GradientSync:
     def _check_order(self) -> None:
         """Check that no other optimizer is between the first and the last of its buckets.
 
-        An optimizer that was the only one during its backward has sent its complete buckets, which need not be the same
-        on all ranks: another exchange in between would meet different collectives."""
+        An optimizer that was the only one during its backward has launched its complete buckets, which need not be the
+        same on all ranks: another exchange in between would meet different collectives."""
         for other in get_optimizers_in_use():
             if (
                 other is not self
                 and isinstance(other, GradientSync)
-                and other.exchange.is_partly_sent
+                and other.exchange.has_launched_buckets
                 and not other.is_stale()
             ):
                 raise InvalidInput(
@@ -209,7 +209,7 @@ class GradientSync:
             self.exchange.clear()
         return decision.rows > 0
 
-    def _exchange_summary(self, group: Group, there: Marks, rows: int) -> StepDecision:
+    def _exchange_summary(self, group: Group, there: Flags, rows: int) -> StepDecision:
         exchange = self.exchange
         decision = exchange_summary(group, exchange.layout_hash, there, exchange.found_sparse, rows)
         exchange.apply_agreement(decision.found_sparse)
@@ -230,7 +230,7 @@ def get_optimizers_in_use() -> WeakSet[Joinable]:
 
 
 def _is_only_optimizer() -> bool:
-    """Whether one optimizer is in use, so that its buckets may be sent during backward. With several, the ranks may
+    """Whether one optimizer is in use, so that its buckets may be launched during backward. With several, the ranks may
     differ in which optimizer completes a bucket first, but not in the order of their steps.
 
     Two optimizers over the halves of a net of 25 M parameters took 0 to 15 % more time for a step on two processes."""
@@ -265,7 +265,7 @@ def world_ranks_in_errors(group: Group | None) -> Iterator[None]:
 
 
 def exchange_summary(
-    group: Group, layout: int, present: Marks, found_sparse: Marks, rows: int = 1
+    group: Group, layout: int, present: Flags, found_sparse: Flags, rows: int = 1
 ) -> StepDecision:
     """Exchange the summary of a step, by which the ranks also agree on planned changes of the world (R6, step summary).
 

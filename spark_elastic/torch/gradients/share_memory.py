@@ -14,8 +14,8 @@ import torch
 from elastic_collectives import Group
 from spark_elastic.data.plan import Division
 from spark_elastic.torch.gradients.buckets import Bucket
-from spark_elastic.torch.gradients.dispatch import BucketMemory
 from spark_elastic.torch.gradients.share_tree import plan_shares
+from spark_elastic.torch.gradients.step_reducer import BucketMemory
 
 Views = list[torch.Tensor | None]  # by parameter; None: it lies in no bucket
 

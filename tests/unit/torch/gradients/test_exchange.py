@@ -102,13 +102,13 @@ def test_r07_ranks_agree_once_in_each_world() -> None:
 
 def test_r07_hooks_of_several_devices_come_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Autograd has a thread for each device. Here a second one comes while the first one is about to send a bucket."""
-    lacking, launch = list[int](), GradientExchange._send_next_bucket
+    lacking, launch = list[int](), GradientExchange._launch_next_bucket
 
     def launch_recorded(exchange: GradientExchange) -> None:
-        lacking.append(exchange._step.missing[exchange._step.sent])
+        lacking.append(exchange._step.missing[exchange._step.launched])
         launch(exchange)
 
-    monkeypatch.setattr(GradientExchange, "_send_next_bucket", launch_recorded)
+    monkeypatch.setattr(GradientExchange, "_launch_next_bucket", launch_recorded)
 
     def work(group: Group) -> list[float]:
         parameters = [nn.Parameter(torch.zeros(4)) for _ in range(4)]

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from spark_elastic.torch import tensors
-from spark_elastic.torch.gradients import dispatch as fusion
+from spark_elastic.torch.gradients import step_reducer as fusion
 from spark_elastic.torch.gradients.buckets import layout
-from spark_elastic.torch.gradients.dispatch import BucketMemory
 from spark_elastic.torch.gradients.exchange_options import build_specs
+from spark_elastic.torch.gradients.step_reducer import BucketMemory
 from spark_elastic.worker.context import ProcessContext
 
 

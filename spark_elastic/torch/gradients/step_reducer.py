@@ -76,17 +76,17 @@ class BucketMemory:
         """Return a count that grows with every change in place by torch of any gradient in the bucket."""
         return self._flat[number]._version
 
-    def send(self, number: int) -> None:
-        """Start to copy a complete bucket to where `array` is."""
+    def copy_to_host(self, number: int) -> None:
+        """Start to copy a complete bucket to where `array` is; one that lies there already is not copied."""
         if number in self._staging:
-            self._staging[number].send(self._flat[number])
+            self._staging[number].copy_to_host(self._flat[number])
 
-    def wait_sent(self, number: int) -> None:
-        """Wait until the copy of `send` is complete. Called by the `CollectiveThread`."""
+    def wait_copied(self, number: int) -> None:
+        """Wait until the copy of `copy_to_host` is complete. Called by the `CollectiveThread`."""
         if number in self._staging:
-            self._staging[number].sent.synchronize()
+            self._staging[number].copied.synchronize()
 
-    def receive(self) -> None:
+    def copy_from_host(self) -> None:
         """Start to copy all buckets back to where the gradients are."""
         for number, staging in self._staging.items():
             self._flat[number].copy_(staging.host, non_blocking=True)
@@ -123,15 +123,18 @@ class _Staging:
 
     def __init__(self, flat: torch.Tensor) -> None:
         self.host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
-        self.sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def send(self, flat: torch.Tensor) -> None:
+    def copy_to_host(self, flat: torch.Tensor) -> None:
         self.host.copy_(flat, non_blocking=True)
-        self.sent.record(torch.cuda.current_stream(flat.device))
+        self.copied.record(torch.cuda.current_stream(flat.device))
 
 
-class Dispatch:
-    """Hands the buckets and sparse gradients of one step to the `CollectiveThread`. After a failure the rest fails."""
+class StepReducer:
+    """Sums the buckets and sparse gradients of one step in the `CollectiveThread`.
+
+    The `launch_...` methods return at once; `wait` waits for all. After a failure the rest fails.
+    """
 
     def __init__(
         self,
@@ -146,9 +149,8 @@ class Dispatch:
             names: of all parameters, for messages.
             timeline: where to write the exchanges.
         """
-        self.rows: dict[
-            int, torch.Tensor
-        ] = {}  # sums of sparse gradients by number of parameter, after `wait`
+        # After `wait`, by number of parameter: what `launch_sparse` summed or `launch_gather` gathered.
+        self.sparse_results: dict[int, torch.Tensor] = {}
         assert memory.group is not None
         self._memory = memory
         self._group = memory.group
@@ -169,17 +171,17 @@ class Dispatch:
 
         self._submit(compare)
 
-    def send(self, number: int) -> None:
-        """Sum a complete bucket. The last one of the layout waits for `reduce_last`."""
+    def launch_bucket(self, number: int) -> None:
+        """Sum a complete bucket. The last one of the layout waits for `reduce_last_bucket`."""
         memory, group = self._memory, self._group
-        memory.send(number)
+        memory.copy_to_host(number)
         array, dtype = memory.array(number), memory.buckets[number].dtype
         wire = self._options.wire if dtype == "float32" else None
         compressor, scale = self._options.compressor, self._options.factors(group.size)
         complete = self._clock.now()
 
         def reduce() -> None:
-            memory.wait_sent(number)
+            memory.wait_copied(number)
             begin = self._clock.now()
             with self._watch([part.index for part in memory.buckets[number].slices]):
                 if compressor is None:
@@ -197,42 +199,42 @@ class Dispatch:
         else:
             self._last_bucket = reduce
 
-    def reduce_last(self) -> None:
+    def reduce_last_bucket(self) -> None:
         """Sum the last bucket in this thread, after all others."""
         if self._last_bucket is not None:
             self.wait()
             self._thread.run(self._last_bucket)
 
-    def gather(self, index: int, gradient: torch.Tensor) -> None:
-        """Sum the sparse gradient of a parameter, which lies in no bucket, into `rows`."""
+    def launch_sparse(self, index: int, gradient: torch.Tensor) -> None:
+        """Sum the sparse gradient of a parameter, which lies in no bucket, into `sparse_results`."""
         factor = float(np.prod(self._options.factors(self._group.size)))
 
+        def reduce() -> None:
+            with self._watch([index]):
+                self.sparse_results[index] = allreduce_rows(self._group, gradient, factor)
+
+        self._submit(reduce)
+
+    def launch_gather(self, index: int, listed: torch.Tensor) -> None:
+        """Gather the listed rows of a parameter, in rank order, into `sparse_results`."""
+
         def gather() -> None:
             with self._watch([index]):
-                self.rows[index] = allreduce_rows(self._group, gradient, factor)
+                self.sparse_results[index] = gather_listed_rows(self._group, listed)
 
         self._submit(gather)
 
-    def gather_listed(self, index: int, listed: torch.Tensor) -> None:
-        """Gather the listed rows of a parameter, in rank order, into `rows`."""
+    def reduce_any(self, flags: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """Return which flags are set on any rank. Waits for this and for all work before it."""
+        reduced: list[npt.NDArray[np.bool_]] = []
 
-        def gather() -> None:
-            with self._watch([index]):
-                self.rows[index] = gather_listed_rows(self._group, listed)
-
-        self._submit(gather)
-
-    def agree(self, marks: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Return what any rank has marked, after all other work."""
-        agreed: list[npt.NDArray[np.bool_]] = []
-
-        def agree() -> None:
+        def reduce() -> None:
             with self._watch(()):
-                agreed.append(np.bitwise_or.reduce(self._group.allgather(marks)))
+                reduced.append(np.bitwise_or.reduce(self._group.allgather(flags)))
 
-        self._submit(agree)
+        self._submit(reduce)
         self.wait()
-        return agreed[0]
+        return reduced[0]
 
     def wait(self) -> None:
         """Wait for all work. Raises the error of the first work that failed."""
