@@ -88,7 +88,7 @@ class _Exchange:
 
 
 class _Distributed(WrappedOptimizer):
-    """The class before the optimizer's own class."""
+    """The methods that `DistributedOptimizer` puts before those of the optimizer's own class."""
 
     def register_local_var(self, var: Any) -> None:
         """Do not exchange the gradient of that variable."""

@@ -219,7 +219,7 @@ def PartialDistributedOptimizer(
 
 
 class _Distributed(WrappedOptimizer):
-    """The class before the optimizer's own class."""
+    """The methods that `DistributedOptimizer` puts before those of the optimizer's own class."""
 
     def register_local_var(self, var: Any) -> None:
         """Do not exchange the gradient of that variable."""
@@ -301,7 +301,7 @@ def PartialDistributedGradientTape(gradtape: Any, *args: Any, local_layers: Any 
 
 
 class _DistributedTape:
-    """The class before the tape's own class."""
+    """The methods that `DistributedGradientTape` puts before those of the tape's own class."""
 
     _options: ExchangeOptions
 

@@ -24,7 +24,7 @@ from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduction import Adasum, Average, Compressor, NoneCompressor, ReduceOp, ReduceOptions
 from spark_elastic.torch.data_loader import ElasticDataLoader
 from spark_elastic.torch.determinism import align_tensors, describe_arithmetic
-from spark_elastic.torch.gradients.buckets import even_groups, layout_hash
+from spark_elastic.torch.gradients.buckets import divide_into_groups, hash_layout
 from spark_elastic.torch.gradients.exchange_options import (
     ExchangeOptions,
     build_specs,
@@ -78,7 +78,7 @@ def name_parameters(
 
 
 class DistributedBase(torch.optim.Optimizer):
-    """The first class before the optimizer's own one: what every distributed optimizer refuses."""
+    """Refuses what no distributed optimizer can do. First base of the two classes below."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise InvalidInput("DistributedOptimizer takes no further parameters: add the group before wrapping.")
@@ -99,7 +99,7 @@ class AdasumSync:
 
     def __init__(self, named: Sequence[tuple[str, torch.nn.Parameter]], process_set: ProcessSet) -> None:
         names, self._parameters, _ = find_trainable(named)
-        self._layout = layout_hash(build_specs(names, self._parameters), ())
+        self._layout = hash_layout(build_specs(names, self._parameters), ())
         self._process_set = process_set
         self._steps: tuple[Group | None, int] = (None, 0)  # a group, and the steps combined in it
         get_optimizers_in_use().add(self)
@@ -167,19 +167,19 @@ def _allreduce_adasum(group: Group, change: torch.Tensor) -> torch.Tensor:
 
 
 class AdasumOptimizer(DistributedBase):
-    """The class before the optimizer's own one."""
+    """The methods that `DistributedOptimizer` puts before those of the optimizer's own class if op is Adasum."""
 
-    _deltas: AdasumSync
+    _adasum: AdasumSync
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step with this rank's gradients and combine it with the others. closure: computes gradients.
 
         Raises:
-            CollectiveError: see `Deltas.around`; a state that was committed before puts the optimizer back, too.
+            CollectiveError: see `AdasumSync.combine_step`; `restore` of a committed state restores the optimizer, too.
         """
         self._opt_called = True  # a scheduler that was made before the wrapping looks for it
         plain = super().step
-        return self._deltas.combine_step(plain if closure is None else lambda: plain(closure))
+        return self._adasum.combine_step(plain if closure is None else lambda: plain(closure))
 
     step.hooked = True  # type: ignore[attr-defined] # the optimizer's own step has the profiling hooks
 
@@ -196,7 +196,7 @@ class AdasumOptimizer(DistributedBase):
 
     def close(self) -> None:
         """Take the optimizer out of use, so that `join` counts the steps of another one."""
-        self._deltas.close()
+        self._adasum.close()
 
 
 log = logging.getLogger(__name__)
@@ -271,7 +271,7 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
     distributed: Any = object.__new__(type(type(optimizer).__name__, (added, type(optimizer)), {}))
     distributed.__dict__ = optimizer.__dict__  # one state, which holders of the plain optimizer share
     if op is Adasum:
-        distributed._deltas = AdasumSync(named, process_set)
+        distributed._adasum = AdasumSync(named, process_set)
     else:
         distributed._sync = GradientSync(named, options, passes, process_set)
         if loader is not None:
@@ -314,7 +314,7 @@ def _find_groups(
     if isinstance(wanted, int):
         if wanted < 0:
             raise InvalidInput(f"groups must be lists of parameters, or a number of 1 or more; got {wanted}.")
-        return even_groups(len(numbers), wanted) if wanted else ()
+        return divide_into_groups(len(numbers), wanted) if wanted else ()
     listed = [id(parameter) for group in wanted for parameter in group]
     if len(set(listed)) < len(listed) or not set(listed) <= numbers.keys():
         raise InvalidInput(
@@ -324,7 +324,7 @@ def _find_groups(
 
 
 class _Distributed(DistributedBase):
-    """The class before the optimizer's own one."""
+    """The methods that `DistributedOptimizer` puts before those of the optimizer's own class."""
 
     _sync: GradientSync
     _skips: bool = False
@@ -336,7 +336,7 @@ class _Distributed(DistributedBase):
         Raises:
             CollectiveError: the exchange broke; gradients are None, parameters and optimizer as they were.
         """
-        self._sync.run()
+        self._sync.synchronize()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -355,8 +355,8 @@ class _Distributed(DistributedBase):
         """
         self._opt_called = True  # a scheduler that was made before the wrapping looks for it
         if closure is not None:
-            return super().step(lambda: self._compute_and_exchange(closure))
-        self._exchange_once()
+            return super().step(lambda: self._compute_and_synchronize(closure))
+        self._synchronize_once()
         return super().step()
 
     step.hooked = True  # type: ignore[attr-defined] # the optimizer's own step has the profiling hooks
@@ -385,27 +385,27 @@ class _Distributed(DistributedBase):
         """End the `CollectiveThread` and detach the gradients; for processes that outlive their training."""
         self._sync.close()
 
-    def _compute_and_exchange(self, closure: Callable[[], Any]) -> Any:
+    def _compute_and_synchronize(self, closure: Callable[[], Any]) -> Any:
         value = closure()
-        self._exchange_once()
+        self._synchronize_once()
         return value
 
     @disable_compile
-    def _exchange_once(self) -> None:
+    def _synchronize_once(self) -> None:
         sync = self._sync
         if self._skips and sync.exchange.is_open:
             raise InvalidInput(
                 "gradients are not exchanged yet: call synchronize() before skip_synchronize()."
             )
-        if not self._skips and not sync.done:
-            sync.run()
-        sync.done = False
+        if not self._skips and not sync.is_synchronized:
+            sync.synchronize()
+        sync.is_synchronized = False
 
 
 def has_unapplied(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a `DistributedOptimizer` has gradients that its newest step has not applied."""
     return isinstance(optimizer, _Distributed) and (
-        optimizer._sync.has_unsynced_gradients or optimizer._sync.done
+        optimizer._sync.has_unsynced_gradients or optimizer._sync.is_synchronized
     )
 
 

@@ -18,19 +18,19 @@ ALIGN = 64  # bytes between the beginnings of two gradients: a cache line
 
 
 @dataclass(frozen=True)
-class Spec:
-    """A parameter."""
+class ParameterSpec:
+    """What the ranks must know of a parameter to cut its gradient into the same bucket."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str  # as torch names it
     itemsize: int  # bytes
-    place: str = "cpu"  # the device of its gradient
+    device: str = "cpu"  # of its gradient
 
     @property
     def kind(self) -> tuple[str, str]:
         """What all gradients of a bucket have in common."""
-        return self.dtype, self.place
+        return self.dtype, self.device
 
     @property
     def numel(self) -> int:
@@ -55,8 +55,11 @@ class Bucket:
     slices: tuple[Slice, ...]
 
 
-def layout(
-    specs: Sequence[Spec], bucket_bytes: int, groups: Sequence[Sequence[int]] = (), skip: Container[int] = ()
+def build_buckets(
+    specs: Sequence[ParameterSpec],
+    bucket_bytes: int,
+    groups: Sequence[Sequence[int]] = (),
+    skip: Container[int] = (),
 ) -> tuple[Bucket, ...]:
     """Return buckets of about `bucket_bytes` in the order in which they are summed.
 
@@ -76,7 +79,7 @@ def layout(
     return tuple(buckets)
 
 
-def _pack(specs: Sequence[Spec], order: Iterable[int], bucket_bytes: int | None) -> list[Bucket]:
+def _pack(specs: Sequence[ParameterSpec], order: Iterable[int], bucket_bytes: int | None) -> list[Bucket]:
     buckets: list[Bucket] = []
     slices: list[Slice] = []
     end = 0
@@ -98,13 +101,13 @@ def _pack(specs: Sequence[Spec], order: Iterable[int], bucket_bytes: int | None)
     return buckets
 
 
-def even_groups(count: int, number: int) -> tuple[tuple[int, ...], ...]:
+def divide_into_groups(count: int, number: int) -> tuple[tuple[int, ...], ...]:
     """Divide `count` parameters into `number` groups of neighbours of about the same size."""
     ends = [count * part // number for part in range(number + 1)]
     return tuple(tuple(range(a, b)) for a, b in itertools.pairwise(ends) if a < b)
 
 
-def layout_hash(specs: Sequence[Spec], buckets: Sequence[Bucket], options: str = "") -> int:
+def hash_layout(specs: Sequence[ParameterSpec], buckets: Sequence[Bucket], options: str = "") -> int:
     """Return 64 bits that differ if two ranks cut their gradients differently or exchange them with other options."""
     text = repr([(s.name, s.shape, s.dtype) for s in specs]) + repr(buckets) + options
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")

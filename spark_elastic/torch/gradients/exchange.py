@@ -27,7 +27,7 @@ from elastic_collectives import Group
 from spark_elastic.data.plan import Division
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.timeline import Timeline
-from spark_elastic.torch.gradients.buckets import Bucket, layout, layout_hash
+from spark_elastic.torch.gradients.buckets import Bucket, build_buckets, hash_layout
 from spark_elastic.torch.gradients.exchange_options import (
     DEFAULT_OPTIONS,
     ExchangeOptions,
@@ -434,8 +434,8 @@ class GradientExchange:
         wanted = home, self._sparse, division if shares else None
         if self._laid_out_for == wanted:
             return
-        buckets = layout(self._specs, self._options.bucket_bytes, self._options.groups, self._sparse)
-        self.layout_hash = layout_hash(self._specs, buckets, self._options.description)
+        buckets = build_buckets(self._specs, self._options.bucket_bytes, self._options.groups, self._sparse)
+        self.layout_hash = hash_layout(self._specs, buckets, self._options.description)
         former, self._laid_out_for = self._memory, wanted
         self._memory = self._allocate(buckets, home, division)
         if former is not None:

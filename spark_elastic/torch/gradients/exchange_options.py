@@ -12,7 +12,7 @@ import torch
 from spark_elastic.config import operations_from_env
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.reduction import Compressor
-from spark_elastic.torch.gradients.buckets import BUCKET_BYTES, Spec
+from spark_elastic.torch.gradients.buckets import BUCKET_BYTES, ParameterSpec
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class ExchangeOptions:
     bucket_bytes: int = BUCKET_BYTES
     groups: tuple[
         tuple[int, ...], ...
-    ] = ()  # numbers of parameters that travel together: see `buckets.layout`
+    ] = ()  # numbers of parameters that travel together: see `build_buckets`
     average: bool = False  # divide by the size of the group
     predivide: float = 1.0  # divide by this much before the sum, and by the rest after it
     wire: str | None = None  # the engine's format of float32; None: as it is
@@ -101,8 +101,10 @@ def find_trainable(
     return names, parameters, frozen
 
 
-def build_specs(names: Sequence[str], parameters: Sequence[torch.nn.Parameter]) -> list[Spec]:
+def build_specs(names: Sequence[str], parameters: Sequence[torch.nn.Parameter]) -> list[ParameterSpec]:
     return [
-        Spec(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), p.element_size(), str(p.device))
+        ParameterSpec(
+            name, tuple(p.shape), str(p.dtype).removeprefix("torch."), p.element_size(), str(p.device)
+        )
         for name, p in zip(names, parameters, strict=True)
     ]

@@ -71,7 +71,7 @@ class GradientSync:
             _is_only_optimizer,
         )
         self._has_shares = options.shares > 0
-        self.done = False  # the present gradients are those of all ranks
+        self.is_synchronized = False  # the present gradients are those of all ranks
         self._world: Group | None = (
             None  # the world of the newest step, even if the process set has this rank only
         )
@@ -88,7 +88,7 @@ class GradientSync:
             )
         self._world = get_group()
         self.exchange.open(get_training_group(self._process_set), self._passes)
-        self.done = False
+        self.is_synchronized = False
 
     def begin_share(self) -> None:
         """The backward passes that follow belong to this rank's next virtual share."""
@@ -133,9 +133,9 @@ class GradientSync:
                 "zero_grad() was called between backward() and step(): call it after step(), or synchronize() first."
             )
         self.exchange.clear()
-        self.done = False
+        self.is_synchronized = False
 
-    def run(self) -> None:
+    def synchronize(self) -> None:
         """Replace the present gradients by those of all ranks.
 
         Raises:
@@ -148,18 +148,18 @@ class GradientSync:
                 raise CollectiveError((), "the world changed between backward() and step()")
             self._open()
             self._check_order()
-            there = np.array([parameter.grad is not None for parameter in exchange.parameters])
-            there = exchange.present if self._has_shares else there
+            present = np.array([parameter.grad is not None for parameter in exchange.parameters])
+            present = exchange.present if self._has_shares else present
             with world_ranks_in_errors(exchange.group):
                 exchange.finish()
                 if exchange.group is not None:
-                    there = self._exchange_summary(exchange.group, there, rows=1).present
+                    present = self._exchange_summary(exchange.group, present, rows=1).present
         except CollectiveError:
             exchange.clear()
             raise
-        exchange.drop_absent(there)
+        exchange.drop_absent(present)
         self._steps = exchange.group, self._steps_in(exchange.group) + 1
-        self.done = True
+        self.is_synchronized = True
 
     def _check_order(self) -> None:
         """Check that no other optimizer is between the first and the last of its buckets.
@@ -209,9 +209,9 @@ class GradientSync:
             self.exchange.clear()
         return decision.rows > 0
 
-    def _exchange_summary(self, group: Group, there: Flags, rows: int) -> StepDecision:
+    def _exchange_summary(self, group: Group, present: Flags, rows: int) -> StepDecision:
         exchange = self.exchange
-        decision = exchange_summary(group, exchange.layout_hash, there, exchange.found_sparse, rows)
+        decision = exchange_summary(group, exchange.layout_hash, present, exchange.found_sparse, rows)
         exchange.apply_agreement(decision.found_sparse)
         return decision
 

@@ -26,7 +26,7 @@ from spark_elastic.ops.flat_allreduce import allocate_aligned
 from spark_elastic.ops.reduction import Compressor
 from spark_elastic.ops.stall import watch_collective
 from spark_elastic.ops.timeline import Timeline
-from spark_elastic.torch.gradients.buckets import Bucket, Spec
+from spark_elastic.torch.gradients.buckets import Bucket, ParameterSpec
 from spark_elastic.torch.gradients.exchange_options import ExchangeOptions
 from spark_elastic.torch.tensors import array_of, name_of, to_host, warn_about_gpus
 from spark_elastic.worker.context import CollectiveThread
@@ -162,7 +162,7 @@ class StepReducer:
         self._newest: Future[None] | None = None  # of the newest work; each waits for the one before
         self._last_bucket: Callable[[], None] | None = None
 
-    def compare(self, layout_hash: int, specs: Sequence[Spec]) -> None:
+    def compare(self, layout_hash: int, specs: Sequence[ParameterSpec]) -> None:
         """Check that all ranks train the same parameters with the same options, before any gradient travels."""
 
         def compare() -> None:
@@ -263,16 +263,18 @@ class StepReducer:
         self._newest = self._thread.submit(next_one)
 
 
-def check_agreement(group: Group, layout: int, specs: Sequence[Spec], options: ExchangeOptions) -> None:
+def check_agreement(
+    group: Group, layout_hash: int, specs: Sequence[ParameterSpec], options: ExchangeOptions
+) -> None:
     """Check that all ranks train the same parameters with the same options. A collective of all ranks.
 
     Args:
-        layout: a hash of everything that must be equal.
+        layout_hash: of everything that must be equal.
 
     Raises:
         MismatchError: it differs; every rank raises the same error.
     """
-    hashes = group.allgather(np.array(layout, np.uint64)).tolist()
+    hashes = group.allgather(np.array(layout_hash, np.uint64)).tolist()
     off = [rank for rank, its_hash in enumerate(hashes) if its_hash != hashes[0]]
     if off:
         own = json.dumps(describe(specs, options)).encode()
@@ -284,7 +286,7 @@ def check_agreement(group: Group, layout: int, specs: Sequence[Spec], options: E
         )
 
 
-def describe(specs: Sequence[Spec], options: ExchangeOptions) -> list[str]:
+def describe(specs: Sequence[ParameterSpec], options: ExchangeOptions) -> list[str]:
     """Return one line for the options, and one for each parameter in the order of the optimizer."""
     own = f"gradients are {options.description}, in {len(options.groups)} groups"
     return [own, *(f"{spec.name!r} is {spec.dtype} of shape {spec.shape}" for spec in specs)]

@@ -7,21 +7,27 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spark_elastic.torch.gradients.buckets import ALIGN, FIRST_BUCKET, Spec, layout, layout_hash
+from spark_elastic.torch.gradients.buckets import (
+    ALIGN,
+    FIRST_BUCKET,
+    ParameterSpec,
+    build_buckets,
+    hash_layout,
+)
 
 SHAPES = st.lists(st.integers(0, 1 << 11), max_size=2).map(tuple)
 DTYPES = st.sampled_from([("float32", 4), ("float64", 8)])
 
 
 @st.composite
-def models(draw: st.DrawFn) -> list[Spec]:
+def models(draw: st.DrawFn) -> list[ParameterSpec]:
     kinds = draw(st.lists(st.tuples(SHAPES, DTYPES), min_size=1, max_size=30))
-    return [Spec(f"p{i}", shape, *dtype) for i, (shape, dtype) in enumerate(kinds)]
+    return [ParameterSpec(f"p{i}", shape, *dtype) for i, (shape, dtype) in enumerate(kinds)]
 
 
 @given(models(), st.integers(1, 4 * FIRST_BUCKET))
-def test_r07_every_parameter_is_once_in_a_bucket_of_its_dtype(specs: list[Spec], size: int) -> None:
-    buckets = layout(specs, size)
+def test_r07_every_parameter_is_once_in_a_bucket_of_its_dtype(specs: list[ParameterSpec], size: int) -> None:
+    buckets = build_buckets(specs, size)
     order = [part.index for bucket in buckets for part in bucket.slices]
     assert order == list(reversed(range(len(specs))))
     for number, bucket in enumerate(buckets):
@@ -39,9 +45,9 @@ def test_r07_every_parameter_is_once_in_a_bucket_of_its_dtype(specs: list[Spec],
 
 
 @given(models(), st.integers(1, 1 << 24))
-def test_r07_different_layouts_have_different_hashes(specs: list[Spec], size: int) -> None:
-    same = layout_hash(specs, size)
-    assert same == layout_hash([replace(spec) for spec in specs], size)
+def test_r07_different_layouts_have_different_hashes(specs: list[ParameterSpec], size: int) -> None:
+    same = hash_layout(specs, size)
+    assert same == hash_layout([replace(spec) for spec in specs], size)
     assert same < 1 << 64
     first = specs[0]
     for other in (
@@ -49,12 +55,12 @@ def test_r07_different_layouts_have_different_hashes(specs: list[Spec], size: in
         replace(first, shape=(*first.shape, 1)),
         replace(first, dtype="int8"),
     ):
-        assert layout_hash([other, *specs[1:]], size) != same
-    assert layout_hash(specs, size + 1) != same
+        assert hash_layout([other, *specs[1:]], size) != same
+    assert hash_layout(specs, size + 1) != same
 
 
 def test_the_first_bucket_is_small_so_that_it_is_sent_early() -> None:
-    specs = [Spec(f"p{i}", (1 << 16,), "float32", 4) for i in range(64)]
-    first, second, *_ = layout(specs, 1 << 22)
+    specs = [ParameterSpec(f"p{i}", (1 << 16,), "float32", 4) for i in range(64)]
+    first, second, *_ = build_buckets(specs, 1 << 22)
     assert first.numel * 4 == FIRST_BUCKET
     assert second.numel * 4 == 1 << 22

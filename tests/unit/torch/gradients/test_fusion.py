@@ -10,7 +10,7 @@ import torch
 
 from spark_elastic.torch import tensors
 from spark_elastic.torch.gradients import step_reducer as fusion
-from spark_elastic.torch.gradients.buckets import layout
+from spark_elastic.torch.gradients.buckets import build_buckets
 from spark_elastic.torch.gradients.exchange_options import build_specs
 from spark_elastic.torch.gradients.step_reducer import BucketMemory
 from spark_elastic.worker.context import ProcessContext
@@ -31,7 +31,7 @@ def test_exchange_of_gpu_gradients_through_the_host_is_logged_once(
     monkeypatch.setattr(tensors, "get_process_context", lambda: process)
     monkeypatch.setattr(fusion, "_Staging", lambda flat: None)  # there is no pinned memory without a GPU
     parameters = [torch.nn.Parameter(torch.ones(3, device=device)) for _ in range(2)]
-    buckets = layout(build_specs(["a", "b"], parameters), bucket_bytes=1)
+    buckets = build_buckets(build_specs(["a", "b"], parameters), bucket_bytes=1)
     for _ in range(2):  # in the next world, too, it is known
         BucketMemory(parameters, buckets, group)  # type: ignore[arg-type]
     assert len(buckets) == 2
