@@ -173,7 +173,7 @@ class TableRows:
             run.check()
             record.save(store, run.run_id)
         except BaseException:
-            run.delete(folder)
+            run.delete_run(folder)
             raise
         self._verified_manifest = record.manifest
         return record
@@ -450,9 +450,9 @@ def delete_rows_after_run(request: Request, store: Store, run: RunLease, folder:
         if _is_resumable(request, store, run.run_id):
             log.warning("run %s can be resumed: fit again with run_id=%r", run.run_id, run.run_id)
         else:
-            run.delete(folder)
+            run.delete_run(folder)
         raise
-    run.release(folder)
+    run.delete_objects(folder)
 
 
 def _is_resumable(request: Request, store: Store, run_id: str) -> bool:

@@ -219,7 +219,7 @@ class Training(Generic[O]):
             )  # before rows and checkpoints, which could resume the run, are deleted
             sample = _read_sample(self.request, data, manifest)
         lease.remove_partial()  # of a worker that was lost while it wrote the model
-        lease.release(f"runs/{self.run_id}/checkpoints")
+        lease.delete_objects(f"runs/{self.run_id}/checkpoints")
         return FinishedRun(record, result, launched.worlds, launched.report, sample)
 
     def build_spec(self, record: RunRecord, data: Store, lease: RunLease) -> TrainSpec:

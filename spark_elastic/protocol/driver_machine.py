@@ -68,7 +68,7 @@ def _on_checkpoint_written(tx: Transition, event: messages.CheckpointWritten) ->
     tx.emit(PublishCheckpoint(f"checkpoint {new.name} counts", state.checkpoints))
 
 
-def _on_checkpoint_refused(tx: Transition, event: messages.CheckpointRefused) -> None:
+def _on_checkpoint_store_full(tx: Transition, event: messages.CheckpointStoreFull) -> None:
     """Removes the oldest checkpoint and keeps one less from now on, but always the newest."""
     state = tx.state
     if len(state.checkpoints) > 1:
@@ -114,7 +114,7 @@ HANDLERS: dict[type[messages.DriverMessage | on.DriverEvent], Callable[[Transiti
     messages.WorkerDone: workers.on_worker_done,
     on.WorkerStalled: workers.on_worker_stalled,
     messages.CheckpointWritten: _on_checkpoint_written,
-    messages.CheckpointRefused: _on_checkpoint_refused,
+    messages.CheckpointStoreFull: _on_checkpoint_store_full,
     messages.WorkerStraggles: slots.on_worker_straggles,
     on.DrainRequested: slots.on_drain_requested,
     on.SlotsWanted: slots.on_slots_wanted,

@@ -192,8 +192,8 @@ class CheckpointWritten(WorkerRequest[Acknowledged]):
 
 
 @dataclass(frozen=True)
-class CheckpointRefused(WorkerRequest[Acknowledged]):
-    """The store has no room for the worker's checkpoint: the driver removes the oldest one."""
+class CheckpointStoreFull(WorkerRequest[Acknowledged]):
+    """The store of the checkpoints has no room for the worker's new one: the driver removes the oldest one."""
 
 
 @dataclass(frozen=True)
@@ -214,6 +214,6 @@ DriverMessage: TypeAlias = (
     | WorkerFailed
     | WorkerDone
     | CheckpointWritten
-    | CheckpointRefused
+    | CheckpointStoreFull
     | WorkerStraggles
 )

@@ -319,8 +319,8 @@ class SnapshotReader:
 class Checkpointer:
     """Makes snapshots of one training process durable, and reads them back. Training thread only.
 
-    Only rank 0 writes. `hold` keeps a snapshot until its step is finalized (R1): from then on the step is part of the
-    history of every survivor, and `write_pending` passes the snapshot to the writer's thread.
+    Only rank 0 writes. A snapshot that `build_pending` has built waits until its step is finalized (R1): from then on
+    the step is part of the history of every survivor, and `write_pending` passes the snapshot to the writer's thread.
     """
 
     def __init__(
@@ -352,7 +352,7 @@ class Checkpointer:
         """Count a step. True if a checkpoint is due."""
         return self._schedule.count_step()
 
-    def hold(self, build: Callable[[], Snapshot]) -> None:
+    def build_pending(self, build: Callable[[], Snapshot]) -> None:
         """Build a snapshot now. It is pending until `write_pending` or `discard_pending`."""
         began = self._clock.now()
         self._pending = build()

@@ -87,7 +87,7 @@ def _save_at_stop(state: State, session: WorkerSession) -> CollectiveError | Non
     state.on_hosts_updated(float(session.world.fence.generation), session.host_update)
     try:
         # The stop counts as a commit: a worker whose exchange broke here is one commit behind, and takes over.
-        state.count_save()
+        state.make_commit()
         if session.is_job_ending():
             _write_last_commit(state, session)
     except MismatchError:

@@ -67,7 +67,7 @@ class RunLease:
                 f"run {self.run_id!r} was taken over by another driver ({taken_by}; this one is attempt {self.attempt})"
             )
 
-    def release(self, *names: str) -> None:
+    def delete_objects(self, *names: str) -> None:
         """Delete objects that the run no longer needs, in this order ("": none), as long as this driver owns the run.
 
         If the store fails to delete one, it stays with all that follow, and a warning names them.
@@ -84,14 +84,14 @@ class RunLease:
 
     def remove_partial(self) -> None:
         """Delete files of the run whose writers were killed. No process may write to the run meanwhile."""
-        self.release(*(each.name for each in self.store.find_partial(f"runs/{self.run_id}")))
+        self.delete_objects(*(each.name for each in self.store.find_partial(f"runs/{self.run_id}")))
 
-    def delete(self, *names: str) -> None:
+    def delete_run(self, *names: str) -> None:
         """Delete a run that cannot be resumed: its record, then `names`, then its attempts.
 
         The record comes first: a run whose record names rows that are gone could not be resumed either.
         """
-        self.release(f"runs/{self.run_id}/run.json", *names, attempts_folder(self.run_id))
+        self.delete_objects(f"runs/{self.run_id}/run.json", *names, attempts_folder(self.run_id))
 
     def _find_owner(self) -> int:
         return find_highest_attempt(self.store, self.run_id)

@@ -78,15 +78,15 @@ class ShardedState(ObjectState):
 
     # ---- commits
 
-    def save_again(self) -> None:
-        """Commit, in a worker; elsewhere there are no other ranks."""
+    def renew_commit(self) -> None:
+        """Commit, if this process is a worker: otherwise there are no ranks to commit with."""
         session = self._session
         if session is not None and self._built:
             fence = session.world.fence
             place = Position(0, Phase.TRAIN, self._number)
             self._commits.save(_idle_group(session), place, (fence.attempt, fence.generation), self._capture)
 
-    def count_save(self) -> None:
+    def make_commit(self) -> None:
         self.save()
         session = self._session
         if session is None or session.checkpointer is None:
@@ -108,7 +108,7 @@ class ShardedState(ObjectState):
         self._load_built(commit.common, [extent.of(commit.shards[rank]) for extent in extents])
 
     def on_broken_world(self) -> None:
-        """Nothing: which commit all go back to is settled at the beginning of the next world."""
+        """Do nothing: at the beginning of the next world the ranks choose the commit that all go back to."""
 
     def write_checkpoint(self, checkpointer: Checkpointer) -> None:
         self._write_newest(checkpointer)
@@ -162,7 +162,7 @@ class ShardedState(ObjectState):
             self._begin_training(group)
         else:
             self._continue(group, chosen)
-        self.save_again()
+        self.renew_commit()
         self._report_commit()
 
     def _replace_lost(self, session: WorkerSession, place: Place, lost: LostCommit) -> RestorableCommit:

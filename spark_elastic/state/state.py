@@ -151,7 +151,7 @@ class State(ABC):
             HostsUpdatedInterrupt: on all ranks together; `elastic.run` catches it.
         """
         if not self.in_mid_step():
-            self.count_save()
+            self.make_commit()
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
@@ -191,14 +191,14 @@ class State(ABC):
 
     # ---- called by the run loop
 
-    def count_save(self) -> None:
-        """Save, and count it as a commit."""
+    def make_commit(self) -> None:
+        """Save as a new commit, with the next number."""
         self.save()
         self._number += 1
         self._report_commit()
 
-    def save_again(self) -> None:
-        """Save, and let it stand for the same commit as the save before."""
+    def renew_commit(self) -> None:
+        """Save as the newest commit again, under its number, after something other than a step changed the state."""
         self.save()
 
     def on_broken_world(self) -> None:
@@ -228,7 +228,7 @@ class State(ABC):
         """
         self._number = self._number if number is None else number
         if source is None:
-            self.save_again()  # includes what the reset callbacks changed
+            self.renew_commit()  # includes what the reset callbacks changed
         else:
             self._source = source
             self.sync()
@@ -284,7 +284,7 @@ class ObjectState(State):
         self._snapshots = SnapshotBuffer()
         for name, value in values.items():
             self._add(name, value)
-        self.save_again()
+        self.renew_commit()
         self._snapshots.wait()  # a checkpoint may be loaded next, and there is no older snapshot to fall back to
 
     def _add(self, name: str, value: Any) -> None:
@@ -310,10 +310,10 @@ class ObjectState(State):
     def save(self) -> None:
         """Keep one version of everything; large values are copied in the background. Counts as a commit."""
         self._number += 1
-        self.save_again()
+        self.renew_commit()
         self._report_commit()
 
-    def count_save(self) -> None:
+    def make_commit(self) -> None:
         session = self._session
         if session is not None and session.checkpointer is not None:
             session.checkpointer.reader.forget()
@@ -321,7 +321,7 @@ class ObjectState(State):
                 self._write_newest(session.checkpointer)
         self.save()
 
-    def save_again(self) -> None:
+    def renew_commit(self) -> None:
         for handler in self._own_handlers():
             handler.save()
         self._snapshots.begin(_position_of(self._number), self._capture)
@@ -363,7 +363,7 @@ class ObjectState(State):
         for name, packed in differing.items():
             self._sampler_handlers()[name].merge_progress(packed)
         if differing:
-            self.save_again()
+            self.renew_commit()
 
     def _sampler_handlers(self) -> dict[str, SamplerStateHandler]:
         return {name: h for name, h in self._handlers.items() if isinstance(h, SamplerStateHandler)}

@@ -121,9 +121,9 @@ class TorchState(ObjectState):
             _warn_unapplied_gradients()
         return found
 
-    def save_again(self) -> None:
+    def renew_commit(self) -> None:
         self._defer()
-        super().save_again()
+        super().renew_commit()
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         values = [handler.value for handler in self._handlers.values()]

@@ -199,7 +199,7 @@ class TrainingLoop:
         suspected = False
         while True:
             try:
-                return self._trainer.train_step(group, rows, version, account, self._show_step)
+                return self._trainer.train_step(group, rows, version, account, self._call_step_finalized)
             except StepDisputed as dispute:
                 if group.rank in dispute.suspects and suspected:
                     raise
@@ -265,8 +265,8 @@ class TrainingLoop:
             return Position(position.epoch, position.phase, position.step + 1)
         return Position(position.epoch, Phase.CLOSE if self._validation is None else Phase.VALIDATE, 0)
 
-    def _show_step(self) -> None:
-        """The newest step is finalized: callbacks may see it (R1, finalized steps)."""
+    def _call_step_finalized(self) -> None:
+        """Call the callbacks for the newest step, which is finalized now (R1, finalized steps)."""
         progress = self._state.progress
         logs, progress.pending_logs = progress.pending_logs, None
         if logs is not None:
@@ -279,11 +279,11 @@ class TrainingLoop:
             version: the newest membership version that came with the exchange.
         """
         self._update_checkpoint(world, applied=False)
-        self._show_step()
+        self._call_step_finalized()
         self._finish_checkpoints(world, version)
 
     def _update_checkpoint(self, world: World, *, applied: bool) -> None:
-        """An exchange is complete: write the snapshot of the step before it, and hold the next one where it is due.
+        """An exchange is complete: write the snapshot of the step before it, and build the next one where it is due.
 
         Args:
             applied: the exchange applied a step of its own.
@@ -293,13 +293,13 @@ class TrainingLoop:
             return
         checkpointer.write_pending(world.fence)
         if applied and checkpointer.count_step():
-            checkpointer.hold(lambda: build_snapshot(state.position, state.capture))
+            checkpointer.build_pending(lambda: build_snapshot(state.position, state.capture))
 
     def _finish_checkpoints(self, world: World, version: MembershipVersion) -> None:
         """If this boundary is the job's last, make the state durable before any worker leaves."""
         checkpointer, state = self._checkpointer, self._state
         if checkpointer is not None and version > world.version and version.job_ends:
-            checkpointer.hold(lambda: build_snapshot(state.position, state.capture))
+            checkpointer.build_pending(lambda: build_snapshot(state.position, state.capture))
             checkpointer.write_pending(world.fence)
             checkpointer.flush()
 

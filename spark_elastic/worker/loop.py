@@ -24,7 +24,7 @@ from spark_elastic.protocol import events as on
 from spark_elastic.protocol import worker_machine
 from spark_elastic.protocol.events import AbortReceived, DriverSilent, StopReceived
 from spark_elastic.protocol.messages import (
-    CheckpointRefused,
+    CheckpointStoreFull,
     CheckpointWritten,
     JoinWorld,
     NextWorld,
@@ -163,7 +163,9 @@ class WorkerLoop:
 
     def _report_checkpoint(self, written: Checkpoint | None) -> None:
         worker = self._identity.worker
-        self._driver.ask(CheckpointRefused(worker) if written is None else CheckpointWritten(worker, written))
+        self._driver.ask(
+            CheckpointStoreFull(worker) if written is None else CheckpointWritten(worker, written)
+        )
 
     def _advance(self, event: on.WorkerEvent) -> do.Sync | do.Run | do.Exit:
         """Post the event and execute the commands that follow, up to one for the program or the process's exit."""

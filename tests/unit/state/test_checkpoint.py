@@ -16,7 +16,7 @@ import pytest
 from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
 from spark_elastic.protocol.commands import PublishCheckpoint
-from spark_elastic.protocol.messages import CheckpointRefused, CheckpointWritten
+from spark_elastic.protocol.messages import CheckpointStoreFull, CheckpointWritten
 from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
 from spark_elastic.state import run_lease
 from spark_elastic.state.checkpoint import CheckpointStore, CheckpointWriter, name_of
@@ -106,12 +106,12 @@ def acquire_run(store: Store) -> RunLease:
 
 def test_r18_only_the_holder_removes_a_run_without_checkpoints(store: Store) -> None:
     first, second = acquire_run(store), acquire_run(store)
-    first.delete("runs/r/rows")
-    first.release("runs/r/rows")
+    first.delete_run("runs/r/rows")
+    first.delete_objects("runs/r/rows")
     assert run_lease.find_highest_attempt(store, "r") == 2
     assert store.exists("runs/r/run.json")
     assert store.exists("runs/r/rows/a")
-    second.delete("runs/r/rows")
+    second.delete_run("runs/r/rows")
     assert run_lease.find_highest_attempt(store, "r") == 0
     assert not store.find("runs/r")
 
@@ -124,7 +124,7 @@ def test_a_run_whose_files_cannot_be_deleted_keeps_its_record(caplog: pytest.Log
         raise PermissionError("AccessDenied")
 
     store.filesystem.rm = deny
-    run.delete("runs/r/rows")
+    run.delete_run("runs/r/rows")
     assert store.exists("runs/r/rows/a")
     assert "AccessDenied" in caplog.text
     assert "Remove runs/r/run.json and runs/r/rows and runs/r/attempts by hand" in caplog.text
@@ -258,7 +258,7 @@ def test_a_full_store_keeps_checkpointing_the_oldest_gives_way(caplog: pytest.Lo
             writer.flush()
             answer = told[-1]
             commands = bench.on(
-                CheckpointRefused(name(1)) if answer is None else CheckpointWritten(name(1), answer)
+                CheckpointStoreFull(name(1)) if answer is None else CheckpointWritten(name(1), answer)
             )
             for command in commands:
                 assert isinstance(command, PublishCheckpoint)
