@@ -131,6 +131,22 @@ def test_the_page_of_errors_says_how_many_kinds_of_a_failed_job_there_are() -> N
     assert set(re.findall(r"^\| `(\w+)` \|", below, re.MULTILINE)[:6]) == kinds
 
 
+def test_rules_are_mentioned_with_the_names_that_the_protocol_gives_them() -> None:
+    names = dict(
+        re.findall(r"^- \*\*(R\d+) \((.+?)\)\.\*\*", (DOCS / "protocol.md").read_text(), re.MULTILINE)
+    )
+    assert len(names) >= 20
+    sources = [path for folder in ("spark_elastic", "python", "csrc") for path in (ROOT / folder).rglob("*")]
+    pages = [page for page in PAGES if page.name != "protocol.md"]
+    wrong = []
+    for path in (*pages, *(path for path in sources if path.suffix in (".py", ".h", ".cc"))):
+        text = re.sub(r"\s+(?:# |// )?", " ", path.read_text())
+        for rule, said in re.findall(r"\b(R\d+)\b(?:,? \(?([a-zA-Z0-9 ]+))?", text):
+            if not said.startswith(names.get(rule, "?")):
+                wrong.append(f"{path.relative_to(ROOT)}: {rule} {said}")
+    assert wrong == [], "protocol.md has the names"
+
+
 def test_programs_of_the_testing_page_run(tmp_path: Path) -> None:
     programs = blocks("testing.md", "python")
     assert len(programs) >= 3

@@ -36,7 +36,7 @@ class StepRows:
 
     epoch: int
     step: int
-    # Rows of the step over all ranks, by which the sum of losses is divided (R8, weighting by rows).
+    # Rows of the step over all ranks, by which the sum of losses is divided (R8, weighting).
     planned: int
     # (n,) the global number of each row.
     row_ids: Int64s

@@ -1,4 +1,4 @@
-"""Two documents of a run in the store: its record, with which later fits must agree (R19), and its result.
+"""Two documents of a run in the store: its record, which binds later fits (R19, resuming a run), and its result.
 
     runs/RUN/run.json       written once, after the rows; a fit that resumes the run must agree with it
     runs/RUN/result.json    written at the end; a fit of a finished run returns its model

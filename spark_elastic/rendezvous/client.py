@@ -287,7 +287,7 @@ class RendezvousClient:
 
     def last_answered_at(self) -> float:
         """When the newest request was sent that the driver of this attempt has answered. The answer's time
-        would not show when the driver last received something (R18)."""
+        would not show when the driver last received something (R18, publication)."""
         return self._last_answered
 
     def _envelope(self, request: Request[Any], hold: float) -> bytes:

@@ -1,4 +1,4 @@
-"""Checkpoints of a run in the store: workers write them in the background, only the driver publishes them (R18).
+"""A run's checkpoints in the store: rank 0 writes them in the background, the driver publishes them (R18, publication).
 
     runs/RUN/checkpoints/ATTEMPT-GENERATION-EPOCH-PHASE-STEP/{parts, manifest.json}    one checkpoint
     runs/RUN/checkpoints/published-ATTEMPT.json                                        the list of those that count
@@ -319,8 +319,9 @@ class SnapshotReader:
 class Checkpointer:
     """Makes snapshots of one training process durable, and reads them back. Training thread only.
 
-    Only rank 0 writes. A snapshot that `build_pending` has built waits until its step is finalized (R1): from then on
-    the step is part of the history of every survivor, and `write_pending` passes the snapshot to the writer's thread.
+    Only rank 0 writes. A snapshot that `build_pending` has built waits until its step is final (R1, finalized steps):
+    from then on the step is part of the history of every survivor, and `write_pending` passes the snapshot to the
+    writer's thread.
     """
 
     def __init__(

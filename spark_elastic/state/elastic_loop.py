@@ -1,8 +1,8 @@
 """The run loop of hand-written training: what `elastic.run` wraps around the user's function.
 
-A loss goes back to the last commit, a planned change continues from the live values; in both cases everything that the
-state holds belongs together (W3). The world alone decides which rank hands its state to which, so that every rank
-decides alike (W2). Training thread only.
+After a worker is lost, training goes back to the last commit; after a planned change it continues from the live values.
+In both cases all values of the state belong to the same moment. Which rank hands its state to which follows from the
+world alone, so that every rank decides alike. Training thread only.
 """
 
 from __future__ import annotations

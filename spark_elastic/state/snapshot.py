@@ -264,7 +264,7 @@ def broadcast_snapshot(
     receivers: Collection[int] | None = None,
     allocate: Callable[[int], Bytes] = lambda nbytes: np.empty(nbytes, np.uint8),
 ) -> Snapshot | None:
-    """Send the snapshot of rank `source` to the receivers; collective over the whole group (R5, sync into staging).
+    """Send the snapshot of rank `source` to the receivers; collective over the whole group (R5, staging).
 
     What arrives is verified by checksum and returned; the receiver's state does not change before it loads it.
 

@@ -344,7 +344,7 @@ class ObjectState(State):
         self._merge_progress(progress)
 
     def sync(self) -> None:
-        """Take over the live state of `source_rank`, verified before anything changes (R5), and save it."""
+        """Take over the live state of `source_rank`, verified before anything changes (R5, staging), and save it."""
         progress = self._gather_progress()
         self._take_over()
         self._merge_progress(progress)

@@ -1,4 +1,4 @@
-"""Describes the user's objects as text that is equal in every process, so that a resumed run can be compared (R19).
+"""Describes the user's objects as text that is equal in every process, to compare them (R19, resuming a run).
 
 The text of a plain value is the value, that of an array or tensor its content; of a function its code, its closure and
 what it uses of its module's numbers, arrays and lists of them; of any other object its class, and its numbers, arrays

@@ -1,4 +1,4 @@
-"""The ledger (R2): which rows were trained in which step, as written by the workers.
+"""R2 (ledger): which rows were trained in which step, as written by the workers.
 
 A rank writes its rows before it contributes to a step, and a second line after it has applied the step. For each step,
 the highest attempt and generation that applied it counts. What is written before a contribution survives the death of

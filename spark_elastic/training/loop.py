@@ -233,7 +233,7 @@ class TrainingLoop:
 
     @contextmanager
     def _add_rows_to_errors(self, rows: StepRows) -> Iterator[None]:
-        """An exception of user code says at which rows of which row groups it was raised (R13, poison)."""
+        """An exception of user code gets a note with the rows and row groups at which it was raised."""
         try:
             yield
         except CollectiveError:
@@ -304,7 +304,7 @@ class TrainingLoop:
             checkpointer.flush()
 
     def _close_epoch(self, world: World, group: Group, handle: WorkerHandle) -> None:
-        """The barrier finalizes the epoch's last step (R1); then the epoch enters the history, alike on all ranks."""
+        """The barrier makes the last step final (R1, finalized steps); then all ranks add the epoch to the history."""
         group.barrier()
         self._on_finalized(world, world.version)
         state, entry = self._state, self._history_entry()
@@ -328,7 +328,7 @@ class TrainingLoop:
         return entry
 
     def _warn_of_dependence(self, group: Group) -> None:
-        """Warn once per training, in its first world of several workers (R9, what P2 covers)."""
+        """Warn once per training, in its first world of several workers (R9, scope of P2)."""
         progress = self._state.progress
         if group.size > 1 and not progress.has_warned:
             progress.has_warned = True
@@ -399,7 +399,7 @@ class Validation:
     ) -> None:
         """
         Args:
-            on_finalized: called when an exchange is complete, which finalizes the step before it (R1).
+            on_finalized: called when an exchange is complete, which finalizes the step before it (R1, finalized steps).
         """
         self._rows, self._trainer, self._on_finalized = rows, trainer, on_finalized
         self._transformations = transformations

@@ -77,7 +77,7 @@ class TrainingProgress:
     pending_logs: dict[str, Any] | None = None
     # Why the training ends with this epoch; None: it continues.
     stop_reason: str | None = None
-    # Whether the warning about layers that depend on the number of workers was given (R9, what P2 covers).
+    # Whether the warning about layers that depend on the number of workers was given (R9, scope of P2).
     has_warned: bool = False
     # Keras: sum over rows and number of rows of each loss, by name.
     metric_sums: dict[str, list[float]] = field(default_factory=dict)

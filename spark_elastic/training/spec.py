@@ -74,5 +74,5 @@ class UserObjects(Protocol):
         ...
 
     def identity(self) -> dict[str, str]:
-        """Digests of the objects that may not change when a run is resumed (R19), by the names that errors use."""
+        """Digests of the objects that may not change later (R19, resuming a run), by the names that errors use."""
         ...

@@ -1,4 +1,4 @@
-"""The step summary (R6): what ranks tell each other at the end of each exchange, and what they decide by it.
+"""R6 (step summary): what ranks tell each other at the end of each exchange, and what they decide by it.
 
 No rank acts on a request before the summaries are back, so all ranks stop at the same boundary. Sums run in rank order,
 so that they have the same bits everywhere. Training thread only.

@@ -46,7 +46,7 @@ class TrainingState(Protocol):
 
 
 def sync_state(state: TrainingState, group: Group, source: int, receivers: Sequence[int]) -> Position:
-    """Hand the state of rank `source` to `receivers`; collective over the whole group (R5, sync into staging).
+    """Hand the state of rank `source` to `receivers`; collective over the whole group (R5, staging).
 
     Raises:
         CollectiveError: the group broke; the state is as it was.
@@ -128,7 +128,7 @@ class CallbackList(Protocol):
         ...
 
     def on_step_finalized(self, logs: Mapping[str, Any]) -> None:
-        """A step is finalized (R1).
+        """A step is finalized (R1, finalized steps).
 
         Args:
             logs: epoch, step, loss and rows of the step.
@@ -205,7 +205,7 @@ class ModelTrainer(Protocol):
         ...
 
     def describe_world_dependence(self) -> str | None:
-        """A sentence that names what makes the weights depend on the number of workers (R9), or None."""
+        """A sentence that names what makes the weights depend on the number of workers (R9, scope of P2), or None."""
         ...
 
     def export_weights(self) -> bytes:
@@ -217,7 +217,7 @@ class ModelTrainer(Protocol):
 
 @contextmanager
 def defer_interrupts() -> Iterator[None]:
-    """The apply section of a step, which nothing interrupts (R1): Ctrl-C waits until the block is through."""
+    """The apply section of a step (R1, finalized steps): nothing interrupts it, and Ctrl-C waits until it ends."""
     if threading.current_thread() is not threading.main_thread():
         yield  # signals interrupt the main thread only
         return
@@ -235,7 +235,7 @@ MOST_NAMED = 3  # layers that the warning names; it counts the others
 
 
 def describe_dependent_layers(dependent: Iterable[tuple[str, str]]) -> str | None:
-    """The warning about layers that make a step depend on how its rows are split over workers (R9); None: no layers.
+    """The warning about layers that make a step depend on how its rows are split (R9, scope of P2); None: no layers.
 
     Args:
         dependent: the name of each such layer, and why.

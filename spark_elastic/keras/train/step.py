@@ -74,7 +74,7 @@ class RunningStats:
 
 
 def describe_world_dependence(model: Any) -> str | None:
-    """A sentence that names the layers that make the weights depend on the number of workers (R9), or None."""
+    """A sentence on the layers that make the weights depend on the number of workers (R9, scope of P2), or None."""
     return describe_dependent_layers(_dependent_layers(model))
 
 

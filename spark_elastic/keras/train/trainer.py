@@ -46,7 +46,7 @@ class KerasUserObjects:
     transformation: Transformation | None = None
 
     def identity(self) -> dict[str, str]:
-        """What a run is bound to (R19), by the words that an error has for it."""
+        """What a run is bound to (R19, resuming a run), by the words that an error has for it."""
         return {
             "model, optimizer or loss": digest(self.model.identity()),
             "class_weight": digest(self.class_weight),

@@ -1,4 +1,4 @@
-"""Calls the callbacks of a training, and makes all ranks follow the decisions of rank 0's callbacks (R6)."""
+"""Calls a training's callbacks, and makes all ranks follow the decisions of rank 0's callbacks (R6, step summary)."""
 
 from __future__ import annotations
 

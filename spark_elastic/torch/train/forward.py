@@ -115,7 +115,7 @@ def _copy_to_flat(buffers: list[torch.Tensor], dtype: torch.dtype, factor: float
 
 
 def describe_world_dependence(model: torch.nn.Module) -> str | None:
-    """A sentence that names the layers that make a step depend on how its rows are split over workers (R9).
+    """A sentence on the layers that make a step depend on how its rows are split over workers (R9, scope of P2).
 
     None: the weights equal those of any other world, up to rounding.
     """

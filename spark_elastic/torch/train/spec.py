@@ -1,8 +1,9 @@
 """The user's objects of a torch training, their digests, and the batches that model and loss receive.
 
 `TorchUserObjects` is shipped to the workers. Its digests are equal in every process, so that a resumed run can be
-compared with the run that it continues (R19). The digest of the initial weights alone may differ: a process that sets
-no seed draws new ones. Digests only read; where something must be built, it is built on a copy. Any thread.
+compared with the run that it continues (R19, resuming a run). The digest of the initial weights alone may differ: a
+process that sets no seed draws new ones. Digests only read; where something must be built, it is built on a copy. Any
+thread.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ class TorchUserObjects:
     watched: tuple[str, ...] = ()
 
     def identity(self) -> dict[str, str]:
-        """Digests of the objects that may not change when a run is resumed (R19), by the names that errors use."""
+        """Digests of the objects that may not change later (R19, resuming a run), by the names that errors use."""
         return {
             "model": digest_module(self.model),
             "optimizer": digest_optimizer(self.model, self.optimizer),

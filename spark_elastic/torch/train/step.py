@@ -173,7 +173,7 @@ class TrainStep:
         self._loss_fn.begin(group, batch, position)
         self._exchange.begin(group, len(parts))
         self._ledger.write_ahead(group.fence, position, batch.row_ids)  # buckets go out during backward
-        # Each rank draws its own dropout (R9, what P2 covers), while what an optimizer draws is the same on all.
+        # Each rank draws its own dropout (R9, scope of P2), while what an optimizer draws is the same on all.
         with seeded_rng(self._config.seed, position.epoch, position.phase, position.step, group.rank):
             loss, denominator = self._backward(parts)
         self._worked = self.work.take()
