@@ -55,10 +55,10 @@ def _parse(entry: str, default_slots: int | None) -> tuple[str, int]:
 
 class JobHandle:
     """Pass it to `run(..., handle=...)`; its methods work until the job ends. If several jobs run with one handle at
-    the same time, each of them gets every order.
+    the same time, each of them gets every request.
 
-    Orders given before the job has begun are carried out at its start, those for a worker or a rank once its first
-    world is complete. An order that matches no worker is reported in the log and with the job's progress.
+    Requests made before the job has begun are carried out at its start, those for a worker or a rank once its first
+    world is complete. A request that matches no worker is reported in the log and with the job's progress.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
@@ -106,7 +106,7 @@ class JobHandle:
     # ---- the driver's side
 
     def create_discovery(self) -> Discovery:
-        """A discovery that passes the orders to one job."""
+        """A discovery that passes the requests to one job."""
         return _HandleDiscovery(self)
 
     def begin(self, job: object, post: Post) -> None:
@@ -117,7 +117,7 @@ class JobHandle:
                 post(event)
 
     def end(self, job: object) -> None:
-        """Orders after the last job's end are kept for one that is started with this handle later."""
+        """The job has ended. Requests made after the last job's end wait for a later job with this handle."""
         with self._lock:
             self._jobs.pop(job, None)
 
@@ -298,7 +298,7 @@ class CombinedDiscovery:
 def build_discovery(
     own: Discovery, hosts: str | Find | None, handle: object | None, clock: Clock
 ) -> Discovery:
-    """A cluster's own discovery, with the user's hosts and orders beside it.
+    """A cluster's own discovery, with the user's hosts and requests beside it.
 
     hosts, handle: see `ElasticConfig.host_discovery` and `ElasticConfig.handle`.
 

@@ -159,8 +159,8 @@ class CommandExecutor:
     def execute(self, command: do.DriverCommand) -> None:
         """Execute without blocking."""
         match command:
-            case do.LaunchSlot(_, job):
-                self._launcher.launch(job)
+            case do.LaunchSlot(_, launch):
+                self._launcher.launch(launch)
             case do.PublishWorld(_, world):
                 self._server.publish(world)
             case do.AbortWorld(reason, fence):

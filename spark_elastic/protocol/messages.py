@@ -176,7 +176,7 @@ class WorkerFailed(WorkerRequest[Acknowledged]):
 @dataclass(frozen=True)
 class WorkerDone(WorkerRequest[NextWorld]):
     """The worker reached the end of training, R15 (end), and keeps its state until the reply (long poll): either
-    the order to stop, or another world."""
+    a stop, or another world."""
 
     fence: Fence
     position: Position

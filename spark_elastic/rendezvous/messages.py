@@ -37,12 +37,12 @@ class DriverClient(Protocol):
 
 
 @dataclass(frozen=True)
-class WorkerStop:
-    """A worker must end."""
+class WorkerToStop:
+    """A worker that its slot must end."""
 
     worker: WorkerId
     reason: str
-    # Its slot kills it without asking.
+    # The slot kills it without asking.
     kill: bool = False
 
 
@@ -52,7 +52,8 @@ class SlotCommands:
 
     # Number of commands that the slot knows now. It sends it with its next request, so that none is lost or repeated.
     seen: int
-    stop_worker: tuple[WorkerStop, ...] = ()
+    # By those commands, in the order in which they were given.
+    workers_to_stop: tuple[WorkerToStop, ...] = ()
     # Why the slot must end its worker and return; None: it stays.
     release: str | None = None
 

@@ -218,7 +218,7 @@ class Routes:
 
         def find_commands() -> SlotCommands | None:
             now = self._state.get_commands(message.slot, message.seen)
-            return now if now.stop_worker or now.release is not None else None
+            return now if now.workers_to_stop or now.release is not None else None
 
         reply = await self._poll(call, _sender(message), message.slot, find_commands)
         return reply or self._state.get_commands(message.slot, message.seen)

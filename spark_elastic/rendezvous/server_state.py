@@ -18,7 +18,7 @@ from spark_elastic.rendezvous.messages import (
     CompareAndSet,
     Comparison,
     SlotCommands,
-    WorkerStop,
+    WorkerToStop,
     WorkerUpdate,
 )
 
@@ -163,8 +163,8 @@ class ServerState:
         self._aborted: str | None = None  # why the current world is over
         self._over: tuple[Fence, str] | None = None  # the newest generation that is over
         self._version, self._version_reason = INITIAL_VERSION, ""
-        self._stops: dict[WorkerId, WorkerStop] = {}
-        self._commands: defaultdict[SlotId, list[WorkerStop]] = defaultdict(list)
+        self._stops: dict[WorkerId, WorkerToStop] = {}
+        self._commands: defaultdict[SlotId, list[WorkerToStop]] = defaultdict(list)
         self._released: dict[SlotId, str] = {}
 
     # ---- the driver's calls
@@ -192,8 +192,8 @@ class ServerState:
 
     def stop_worker(self, worker: WorkerId, reason: str, kill: bool) -> None:
         slot = worker.slot
-        self._stops[worker] = order = WorkerStop(worker, reason, kill)
-        self._commands[slot].append(order)
+        self._stops[worker] = stop = WorkerToStop(worker, reason, kill)
+        self._commands[slot].append(stop)
         self.waiters.wake(worker)
         self.waiters.wake(slot)
 
@@ -239,8 +239,8 @@ class ServerState:
 
     def get_stop_reason(self, worker: WorkerId) -> str | None:
         """Why a worker has to end; None: it continues."""
-        order = self._stops.get(worker)
-        return self.ended if order is None else order.reason
+        stop = self._stops.get(worker)
+        return self.ended if stop is None else stop.reason
 
     def find_next_world(self, worker: WorkerId, left: Fence | None) -> NextWorld | None:
         """The newest world, if it has `worker` as a member and is newer than the one it left.
@@ -271,7 +271,7 @@ class ServerState:
         return WorkerUpdate(self._version, self._version_reason, over, why, self.get_stop_reason(worker))
 
     def get_commands(self, slot: SlotId, seen: int) -> SlotCommands:
-        """The orders for a slot after the first `seen` ones."""
-        orders = self._commands.get(slot, [])
+        """The commands for a slot after the first `seen` ones."""
+        commands = self._commands.get(slot, [])
         release = self._released.get(slot) or self.ended
-        return SlotCommands(len(orders), tuple(orders[max(0, seen) :]), release)
+        return SlotCommands(len(commands), tuple(commands[max(0, seen) :]), release)

@@ -217,7 +217,7 @@ class TrainingLoop:
         return RowBalancer(plan.shares or plan.base_rows, group.size, plan.shares)
 
     def _report_straggler(self, group: Group, handle: WorkerHandle) -> None:
-        """Let the driver exchange this worker, once the others would be quicker without it."""
+        """Ask the driver to replace this worker, once the others would be quicker without it."""
         if self._balancer is not None and self._balancer.straggler == group.rank and not self._reported:
             self._reported = True
             handle.report_straggler(

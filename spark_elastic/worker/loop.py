@@ -68,7 +68,7 @@ from spark_elastic.worker.program import (
     format_traceback,
 )
 
-EXIT_GRACE = 2.0  # seconds that the main thread gets to end by itself after an order to stop
+EXIT_GRACE = 2.0  # seconds that the main thread gets to end by itself once it was told to stop
 RETRY_EVERY = 0.2  # seconds between attempts to reach a silent driver; the last attempts come closer together
 RETRY_AT_LEAST = 0.01  # seconds
 REPORT_EVERY = 0.25  # seconds between two messages with metrics
@@ -138,7 +138,7 @@ class WorkerLoop:
             ),
             report_checkpoint=self._report_checkpoint,
         )
-        self._outside_world = WorkerContext(
+        self._context_between_worlds = WorkerContext(
             identity.worker,
             handle=self._handle,
             address=identity.address,
@@ -237,7 +237,7 @@ class WorkerLoop:
         return None
 
     def _join(self, command: do.Join) -> on.WorkerEvent:
-        set_context(self._outside_world)
+        set_context(self._context_between_worlds)
         reason = command.suspects, command.reason, command.planned
         return self._poll(JoinWorld(self._identity.worker, command.fence, command.position, *reason))
 
@@ -271,7 +271,13 @@ class WorkerLoop:
         position = self._program.position()
         context = self._group_context
         set_context(
-            replace(self._outside_world, world=world, group=group, position=position, group_context=context)
+            replace(
+                self._context_between_worlds,
+                world=world,
+                group=group,
+                position=position,
+                group_context=context,
+            )
         )
         return on.GroupFormed(self._clock.now(), world.fence)
 
@@ -335,7 +341,7 @@ class WorkerLoop:
 
 
 class DriverWatch:
-    """Follows the driver from a daemon thread, by long polls: aborts, the membership version, orders to stop.
+    """Learns from the driver, by long polls in a daemon thread, of aborts, membership versions and the worker's stop.
 
     It never touches the program. When the driver was silent for `driver_timeout`, it ends the worker:
     R12 (driver silence).

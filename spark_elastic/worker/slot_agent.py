@@ -176,7 +176,7 @@ class SlotAgent:
 
     def _execute(self, commands: SlotCommands) -> str | None:
         """Stop the worker, or return the reason for which the slot ends."""
-        for stop in commands.stop_worker:
+        for stop in commands.workers_to_stop:
             if self._active is not None and self._active.worker == stop.worker:
                 if stop.kill:
                     self._active.kill()

@@ -30,11 +30,11 @@ MARGIN = 5.0  # seconds added to driver_timeout, for clocks that differ and for 
 # ---- evictions
 
 
-def break_world(tx: Transition, reason: str, only_seen: bool = False) -> None:
+def break_world(tx: Transition, reason: str, cause_unknown: bool = False) -> None:
     """Abort the running world. Further evidence has no effect, nor has any after the job's result: R15 (end).
 
     Args:
-        only_seen: see `CurrentWorld`.
+        cause_unknown: see `CurrentWorld`.
     """
     state = tx.state
     if state.stage is not Stage.RUNNING or state.timers.done_since is not None:
@@ -42,19 +42,19 @@ def break_world(tx: Transition, reason: str, only_seen: bool = False) -> None:
     for stall in state.current.stalled.values():
         reason = reason if stall in reason else f"{reason}; {stall}"
     state.stage = Stage.REGROUPING
-    state.current.break_reason, state.current.only_seen = reason, only_seen
+    state.current.break_reason, state.current.cause_unknown = reason, cause_unknown
     state.timers.regroup_since = tx.now
     tx.emit(AbortWorld(f"world {state.generation} is over: {reason}", state.fence))
 
 
 def evict(
-    tx: Transition, worker: WorkerRecord, reason: str, kill: bool = False, unaccounted: bool = False
+    tx: Transition, worker: WorkerRecord, reason: str, kill: bool = False, exit_unreported: bool = False
 ) -> None:
     """Count a worker as lost, and break its world if it is a member.
 
     Args:
         kill: it may be alive; its slot kills it.
-        unaccounted: see `EvictedWorker`.
+        exit_unreported: see `EvictedWorker`.
     """
     state = tx.state
     title = tx.describe(worker)
@@ -62,25 +62,25 @@ def evict(
         reason = f"{reason}; {state.current.stalled[worker.worker]}"
     if kill:
         _note_possibly_alive(tx, worker)
-    remove(tx, worker, EvictedWorker(reason, WorkerStatus.FAILURE, unaccounted, worker.took_part))
+    remove(tx, worker, EvictedWorker(reason, WorkerStatus.FAILURE, exit_unreported, worker.took_part))
     state.launches.relaunch |= worker.rank is not None and not worker.draining
     if kill:
         tx.emit(StopWorker(f"{title} is evicted: {reason}", worker.worker, kill=True))
     if worker.rank is not None and worker.worker not in state.current.results:
         loss, current = f"{title} is lost: {reason}", state.current
-        if current.only_seen and worker.worker in current.suspected - current.late:
-            current.break_reason, current.only_seen = loss, False
+        if current.cause_unknown and worker.worker in current.suspected - current.late:
+            current.break_reason, current.cause_unknown = loss, False
         break_world(tx, loss)
 
 
 def evict_externally_lost(
-    tx: Transition, worker: WorkerRecord, reason: str, kill: bool = False, unaccounted: bool = False
+    tx: Transition, worker: WorkerRecord, reason: str, kill: bool = False, exit_unreported: bool = False
 ) -> None:
     """Evict a worker where nothing points to the program: a signal, silence, or the end of its slot or host."""
     if worker.rank is not None:
         failures = tx.state.failures
         failures.externally_lost = failures.externally_lost.put(worker.worker, tx.state.generation)
-    evict(tx, worker, reason, kill, unaccounted)
+    evict(tx, worker, reason, kill, exit_unreported)
 
 
 def remove(tx: Transition, worker: WorkerRecord, evicted: EvictedWorker) -> None:
@@ -103,7 +103,7 @@ def evict_slot(tx: Transition, slot: SlotRecord, reason: str, how: SlotEnd) -> N
         evict_externally_lost(tx, worker, reason)
     elif how is not SlotEnd.TOLD_TO_END:
         for name, evicted in state.workers.evicted.items():
-            if evicted.unaccounted and evicted.took_part and name.startswith(f"{slot.slot}."):
+            if evicted.exit_unreported and evicted.took_part and name.startswith(f"{slot.slot}."):
                 # Its world was broken without knowing this.
                 tx.emit(NotifyUser(f"worker {name} was lost with its slot: {reason}"))
     state.slots.evict(slot, reason)
@@ -121,7 +121,7 @@ def on_connection_lost(tx: Transition, event: on.ConnectionLost) -> None:
     state, name = tx.state, event.worker or event.slot
     connections = state.connections
     connections.reset = connections.reset | {name} if event.reset else connections.reset - {name}
-    for worker, member in state.evicted_members.behind(event.slot, event.worker):
+    for worker, member in state.evicted_members.find_by_connection(event.slot, event.worker):
         closed = _ends_within_lease(tx, tx.now, member.last_seen) and (
             member.connection_closed or not event.reset
         )
@@ -139,7 +139,7 @@ def on_connection_lost(tx: Transition, event: on.ConnectionLost) -> None:
 def on_connection_back(tx: Transition, event: on.ConnectionBack) -> None:
     state = tx.state
     _mark_mass_disconnect(tx)
-    for name, member in state.evicted_members.behind(event.slot, event.worker):
+    for name, member in state.evicted_members.find_by_connection(event.slot, event.worker):
         state.evicted_members.update(name, replace(member, connection_closed=False))
     slot = state.slots.get(event.slot)
     worker = state.workers.get(event.worker) if event.worker is not None else None
@@ -190,7 +190,7 @@ def _check_connection(tx: Transition, name: WorkerId) -> None:
         reason = f"its connection has been broken for {broken:.1f} s"
     else:
         return
-    evict_externally_lost(tx, worker, reason, kill=True, unaccounted=True)
+    evict_externally_lost(tx, worker, reason, kill=True, exit_unreported=True)
 
 
 def _mark_mass_disconnect(tx: Transition) -> None:

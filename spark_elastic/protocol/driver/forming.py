@@ -332,17 +332,17 @@ def _has_enough(tx: Transition, count: int) -> bool:
     """Whether `count` workers are at least `min_workers`. Ends the job if there were too few for `start_timeout`."""
     state, timers = tx.state, tx.state.timers
     if count >= state.limits.min_workers:
-        timers.short_since = None
-        timers.short_announced = False
+        timers.too_few_since = None
+        timers.too_few_notified = False
         return True
     state.launches.relaunch |= state.launches.held_back > 0  # what was given back is needed now
-    if timers.short_since is None:
-        timers.short_since = tx.now
-    elif tx.now - timers.short_since >= state.limits.start_timeout:
+    if timers.too_few_since is None:
+        timers.too_few_since = tx.now
+    elif tx.now - timers.too_few_since >= state.limits.start_timeout:
         tx.end(Outcome.NOT_ENOUGH_WORKERS, _explain_missing_workers(tx, count))
     else:
-        if not timers.short_announced and tx.now - timers.short_since >= state.limits.gather_timeout:
-            timers.short_announced = True
+        if not timers.too_few_notified and tx.now - timers.too_few_since >= state.limits.gather_timeout:
+            timers.too_few_notified = True
             starting = state.workers.starting
             advice = "give the application more cores, or lower min_workers"
             if count + starting >= state.limits.min_workers:
@@ -353,7 +353,7 @@ def _has_enough(tx: Transition, count: int) -> bool:
                     f"for up to {state.limits.start_timeout:g} s (start_timeout); {advice}"
                 )
             )
-        _end_if_all_blacklisted(tx, timers.short_since + state.limits.start_timeout)
+        _end_if_all_blacklisted(tx, timers.too_few_since + state.limits.start_timeout)
     return False
 
 
@@ -472,7 +472,7 @@ def _enter(tx: Transition, world: World, chosen: list[WorkerRecord]) -> None:
     state.stage = Stage.RUNNING
     state.current.enter(world)
     timers.published_at = tx.now
-    timers.gather_since = timers.regroup_since = timers.change_since = timers.short_since = None
+    timers.gather_since = timers.regroup_since = timers.change_since = timers.too_few_since = None
     state.launches.preempted = ""
 
 
@@ -482,9 +482,9 @@ def _dismiss(tx: Transition, worker: WorkerRecord) -> None:
     remove(tx, worker, EvictedWorker(reason, WorkerStatus.SUCCESS))
     tx.emit(StopWorker(reason, worker.worker))
     slot = tx.state.slots[worker.slot]
-    if worker.drain_cause is DrainCause.STRAGGLER and not slot.had_straggler:
+    if worker.drain_cause is DrainCause.STRAGGLER and not slot.replaced_straggler:
         tx.state.slots.put(
-            replace(slot, had_straggler=True)
+            replace(slot, replaced_straggler=True)
         )  # its spare becomes a worker, which may do better
         return
     if worker.drain_cause is DrainCause.STRAGGLER:

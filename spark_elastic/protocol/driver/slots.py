@@ -33,12 +33,12 @@ from spark_elastic.protocol.types import (
     WorkerStatus,
 )
 
-# Seconds before a launch, by failed attempts before it. A host that may not be used and has room would be found again
-# and again; the last value is how long another host that gets room meanwhile goes unnoticed.
-# Spark alone decides where a slot job lands. The machine delays the job, not the launcher, so that a changed listing or
-# a new executor launches it at once.
+# Seconds before a launch, by failed attempts before it. Spark alone decides where a slot job lands: without a delay it
+# would use a host that has room but may not take part again and again. The last value is how long another host that
+# gets room meanwhile may go unnoticed. The machine delays the job, not the launcher, so that a changed listing or a new
+# executor launches it at once.
 BACK_OFF = (0.0, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-# What was left to another job is asked for again as after so many failed attempts.
+# A slot that was given to another job is launched again after the same delay as after so many failed attempts.
 ATTEMPTS_AFTER_PREEMPTION = BACK_OFF.index(4.0) - 1
 # Seconds of cooldown that a slot waits out with its warm worker. For a longer one it is given back, since its core may
 # be useful elsewhere.
@@ -191,8 +191,8 @@ def on_slots_wanted(tx: Transition, event: on.SlotsWanted) -> None:
         return
     if not event.in_use:
         _preempt(tx, event.reason)
-    if state.timers.short_since is not None:
-        state.timers.short_since = tx.now
+    if state.timers.too_few_since is not None:
+        state.timers.too_few_since = tx.now
 
 
 def _preempt(tx: Transition, reason: str) -> None:
@@ -239,7 +239,7 @@ def on_slot_registered(tx: Transition, event: RegisterSlot) -> None:
         _refuse(tx, event.slot, f"slot {event.slot} belongs to slot job {event.launch}, which is over")
     else:
         extra = slot_launch.slots > 0
-        _receive(
+        _register(
             tx,
             SlotRecord(
                 event.slot, event.launch, event.host, tx.now, extra, node=event.node, unfit=event.unfit
@@ -247,7 +247,7 @@ def on_slot_registered(tx: Transition, event: RegisterSlot) -> None:
         )
 
 
-def _receive(tx: Transition, slot: SlotRecord) -> None:
+def _register(tx: Transition, slot: SlotRecord) -> None:
     state = tx.state
     why = _explain_refusal(tx, slot)
     if why and not slot.extra:
@@ -309,10 +309,10 @@ def adopt_worker(tx: Transition, slot: SlotRecord, name: WorkerId) -> None:
     if previous is not None and name.number < previous.worker.number:
         # This message was delayed, and the slot has another worker since.
         reason = f"its slot started worker {previous.worker} in its place"
-        state.workers.evict(name, EvictedWorker(reason, WorkerStatus.FAILURE, unaccounted=True))
+        state.workers.evict(name, EvictedWorker(reason, WorkerStatus.FAILURE, exit_unreported=True))
         return
     if previous is not None:
-        evict(tx, previous, f"its slot started worker {name} in its place", unaccounted=True)
+        evict(tx, previous, f"its slot started worker {name} in its place", exit_unreported=True)
     state.workers.put(WorkerRecord(name, slot.slot, slot.host, tx.now, extra=slot.extra))
     slot = replace(slot, worker=name)
     state.slots.put(slot)
@@ -325,7 +325,7 @@ def adopt_worker(tx: Transition, slot: SlotRecord, name: WorkerId) -> None:
 
 
 def on_host_appeared(tx: Transition, event: on.HostAppeared) -> None:
-    """A host that was not asked for a slot yet is asked at once, however often others were asked for nothing."""
+    """Launch delayed slots now: failed attempts on other hosts say nothing about the new one."""
     if tx.state.hosts.add(event.host):
         launch_now(tx)
 
@@ -375,9 +375,9 @@ def _explain_refusal(tx: Transition, slot: SlotRecord) -> str:
     state = tx.state
     if slot.unfit:
         return slot.unfit
-    order = _explain_drain(tx, slot)
-    if order:
-        return order
+    why = _explain_drain(tx, slot)
+    if why:
+        return why
     until = state.blacklist.host_until(slot.host, tx.now)
     if until is not None and until - tx.now > PARKING_LIMIT:
         return f"host {slot.host} is blacklisted for another {until - tx.now:.1f} s"
@@ -466,7 +466,7 @@ def on_drain_requested(tx: Transition, event: on.DrainRequested) -> None:
 
 
 def on_worker_straggles(tx: Transition, event: WorkerStraggles) -> None:
-    """Exchange a straggler, unless the world would be too small without it."""
+    """Have a straggler replaced, unless the world would be too small without it."""
     worker, world = tx.state.workers.get(event.worker), tx.state.world
     if worker is None or worker.rank is None or event.fence != tx.state.fence:
         return
@@ -482,7 +482,7 @@ def _drain(tx: Transition, worker: WorkerRecord, reason: str, cause: DrainCause)
 
 
 def carry_out_waiting_drains(tx: Transition) -> None:
-    """Carry out the orders for workers and ranks that came before the first world."""
+    """Carry out the drain requests for workers and ranks that came before the first world."""
     hosts = tx.state.hosts
     if hosts.waiting_drains and tx.state.generation:
         waiting, hosts.waiting_drains = hosts.waiting_drains, ()

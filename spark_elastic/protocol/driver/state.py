@@ -146,13 +146,13 @@ class Launches(_LiveRecords[int, SlotLaunch]):
 
 @dataclass
 class Hosts(Part):
-    """Hosts that may carry slots, and the orders that concern them."""
+    """Hosts that may carry slots, and the drain requests that concern them."""
 
     known: frozenset[HostId] = frozenset()  # all that ever had a slot, or appeared
     # Discovery's newest answer: hosts and how many slots each has. None: all hosts, without limit.
     discovered: tuple[tuple[str, int], ...] | None = None
     draining: Table[HostId, str] = field(default_factory=Table)  # and why
-    waiting_drains: tuple[DrainRequested, ...] = ()  # orders that wait for the first world
+    waiting_drains: tuple[DrainRequested, ...] = ()  # requests that wait for the first world
 
     def add(self, host: HostId) -> bool:
         """Whether the host was not known before."""
@@ -175,7 +175,9 @@ class SlotRecord:
     disconnected_at: float | None = None  # since when its control connection is broken
     node: str = ""  # its machine's name
     unfit: str = ""  # why what its host runs cannot take part, "" if it can
-    had_straggler: bool = False  # one of its workers was exchanged, since the others were quicker without it
+    replaced_straggler: bool = (
+        False  # it started a worker in place of one without which the others were quicker
+    )
 
     @property
     def machine(self) -> str:
@@ -254,7 +256,9 @@ class DrainCause(Enum):
     HOST = "its host goes"
     NOT_DISCOVERED = "discovery does not list its host"  # undone once discovery lists it again
     BY_USER = "a user asked for it"  # its slot is not asked for again before a member is lost
-    STRAGGLER = "the others are quicker without it"  # its slot starts another worker, or is exchanged
+    STRAGGLER = (
+        "the others are quicker without it"  # another worker of its slot, or another slot, replaces it
+    )
 
 
 @dataclass(frozen=True)
@@ -288,8 +292,8 @@ class EvictedWorker:
 
     reason: str
     status: WorkerStatus
-    # A failed exit that its slot reports later is a failure of its own, and is not counted yet.
-    unaccounted: bool = False
+    # Its slot has not reported the exit of its process yet. If the exit failed, it counts as a failure then.
+    exit_unreported: bool = False
     took_part: bool = False  # it had been in a world
 
 
@@ -387,7 +391,9 @@ class EvictedMembers(Part):
     def confirm_dead(self, worker: WorkerId) -> None:
         self.possibly_alive = self.possibly_alive.drop(worker)
 
-    def behind(self, slot: SlotId, worker: WorkerId | None) -> list[tuple[WorkerId, PossiblyAlive]]:
+    def find_by_connection(
+        self, slot: SlotId, worker: WorkerId | None
+    ) -> list[tuple[WorkerId, PossiblyAlive]]:
         """Members that a connection speaks for: its worker, or, for a slot's connection, all that ran in the slot."""
         return [
             (name, member)
@@ -397,7 +403,7 @@ class EvictedMembers(Part):
 
     def end_slot(self, slot: SlotId, how: SlotEnd) -> None:
         """A slot is gone, and what ran in it, as far as `how` proves that."""
-        for worker, member in self.behind(slot, None):
+        for worker, member in self.find_by_connection(slot, None):
             self._end(worker, member, how)
 
     def end_launch(self, launch: int, executor_lost: bool) -> None:
@@ -525,7 +531,9 @@ class CurrentWorld(Part):
     announced: bool = False  # the world was told to stop at its next boundary
     end_announced: bool = False  # and that this boundary is the job's last
     break_reason: str = ""  # why the world broke, "" if it did not
-    only_seen: bool = False  # that is what a survivor saw; who was lost, and how, is not known yet
+    cause_unknown: bool = (
+        False  # `break_reason` is what a survivor saw: who was lost, and how, is not known yet
+    )
     suspected: frozenset[WorkerId] = frozenset()  # members that peers saw break
     broken_links: tuple[
         frozenset[WorkerId], ...
@@ -537,7 +545,7 @@ class CurrentWorld(Part):
     def enter(self, world: World) -> None:
         """A new world was published."""
         self.world = world
-        self.announced = self.end_announced = self.only_seen = False
+        self.announced = self.end_announced = self.cause_unknown = False
         self.break_reason = ""
         self.suspected = self.late = frozenset()
         self.broken_links = ()
@@ -560,8 +568,8 @@ class Timers(Part):
     published_at: float = 0.0  # the newest world was published
     change_since: float | None = None  # a planned change is wanted
     regroup_since: float | None = None  # the world broke, or its first member left as planned
-    short_since: float | None = None  # there are too few workers
-    short_announced: bool = False  # the user knows that there are too few workers
+    too_few_since: float | None = None  # there are too few workers
+    too_few_notified: bool = False  # the user knows that there are too few workers
     done_since: float | None = None  # the job's result is there
 
 

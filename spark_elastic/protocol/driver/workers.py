@@ -85,7 +85,7 @@ def _leave_world(tx: Transition, worker: WorkerRecord, event: JoinWorld) -> None
     if not event.planned:
         saw = f", which saw {', '.join(event.suspects)} break" if event.suspects else ""
         reason = f"{tx.describe(worker)} could not continue{saw}: {event.reason or 'its group broke'}"
-        break_world(tx, reason, only_seen=True)
+        break_world(tx, reason, cause_unknown=True)
         suspect(tx, event.worker, event.suspects)
 
 
@@ -149,8 +149,8 @@ def on_worker_failed(tx: Transition, event: WorkerFailed) -> None:
     if worker is not None:
         what = _last_line(event.traceback)
         evict(tx, worker, f"it raised an exception at {format_position(event.position)}: {what}")
-    elif evicted is not None and evicted.unaccounted:
-        state.workers.evict(event.worker, replace(evicted, unaccounted=False))
+    elif evicted is not None and evicted.exit_unreported:
+        state.workers.evict(event.worker, replace(evicted, exit_unreported=False))
     else:
         return
     generation = event.fence.generation if event.fence is not None else 0
@@ -176,10 +176,10 @@ def on_worker_exited(tx: Transition, event: WorkerExited) -> None:
         record_exit(tx, event, worker.took_part, True, detail)
     elif evicted is None:
         state.workers.evict(event.worker, EvictedWorker(f"its process ended ({how})", WorkerStatus.FAILURE))
-    elif evicted.unaccounted and event.exit_code != 0:
+    elif evicted.exit_unreported and event.exit_code != 0:
         if not was_killed:  # its connection broke because it failed by itself
             state.failures.externally_lost = state.failures.externally_lost.drop(event.worker)
-        state.workers.evict(event.worker, replace(evicted, unaccounted=False))
+        state.workers.evict(event.worker, replace(evicted, exit_unreported=False))
         detail = f"the process of worker {event.worker} ended: {how}"
         if evicted.took_part:
             tx.emit(NotifyUser(detail))  # its world was broken without knowing this

@@ -16,7 +16,13 @@ from spark_elastic.protocol.messages import (
     WorkerStarted,
 )
 from spark_elastic.protocol.types import WorkerId
-from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, LogLines, SlotCommands, WatchSlot, WorkerStop
+from spark_elastic.rendezvous.messages import (
+    MAX_POLL_SECONDS,
+    LogLines,
+    SlotCommands,
+    WatchSlot,
+    WorkerToStop,
+)
 from tests.component.rendezvous.driver_side import ATTEMPT, BEAT_EVERY, PATIENCE, Driver, start_driver
 
 
@@ -59,7 +65,7 @@ def test_commands_of_a_slot_are_delivered_at_once_and_only_once(driver: Driver) 
     waiting = driver.call_in_thread(lambda: slot.ask(WatchSlot("1-0", 0), hold=MAX_POLL_SECONDS))
     driver.server.stop_worker(WorkerId("1-0.1"), "it hangs", kill=True)
     first = waiting.result(PATIENCE)
-    assert first == SlotCommands(1, (WorkerStop("1-0.1", "it hangs", True),))
+    assert first == SlotCommands(1, (WorkerToStop("1-0.1", "it hangs", True),))
     # A reply that was lost is asked for again, and repeated.
     assert slot.ask(WatchSlot("1-0", 0), hold=MAX_POLL_SECONDS) == first
     assert slot.ask(WatchSlot("1-0", first.seen), hold=0.0) == SlotCommands(1)

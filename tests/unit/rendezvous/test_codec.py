@@ -18,7 +18,7 @@ from spark_elastic.rendezvous.messages import (
     ExchangeAddresses,
     SlotCommands,
     WatchWorker,
-    WorkerStop,
+    WorkerToStop,
     path_of,
     reply_of,
 )
@@ -68,8 +68,8 @@ def test_facts_may_hold_any_json() -> None:
 
 
 def test_nested_messages_survive_encoding_and_decoding() -> None:
-    orders = SlotCommands(2, (WorkerStop("1-0.1", "x", True),), None)
-    assert codec.read(SlotCommands, codec.loads(codec.dumps(orders))) == orders
+    commands = SlotCommands(2, (WorkerToStop("1-0.1", "x", True),), None)
+    assert codec.read(SlotCommands, codec.loads(codec.dumps(commands))) == commands
 
 
 @pytest.mark.parametrize("request_class", REQUESTS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from spark_elastic.protocol.messages import NextWorld
 from spark_elastic.protocol.types import Fence, Member, WorkerId, World
-from spark_elastic.rendezvous.messages import SlotCommands, WorkerStop
+from spark_elastic.rendezvous.messages import SlotCommands, WorkerToStop
 from spark_elastic.rendezvous.server_state import ServerState
 
 
@@ -44,8 +44,8 @@ def test_the_command_to_stop_a_worker_reaches_its_slot() -> None:
     state = ServerState(1)
     state.stop_worker(WorkerId("7-2.3"), "a", kill=False)
     state.stop_worker(WorkerId("7-2.4"), "b", kill=True)
-    orders = (WorkerStop("7-2.3", "a", False), WorkerStop("7-2.4", "b", True))
-    assert state.get_commands("7-2", 0) == SlotCommands(2, orders)
-    assert state.get_commands("7-2", 1) == SlotCommands(2, orders[1:])
+    commands = (WorkerToStop("7-2.3", "a", False), WorkerToStop("7-2.4", "b", True))
+    assert state.get_commands("7-2", 0) == SlotCommands(2, commands)
+    assert state.get_commands("7-2", 1) == SlotCommands(2, commands[1:])
     assert state.get_commands("7-2", 2) == SlotCommands(2)
     assert state.get_commands("7-3", 0) == SlotCommands(0)
