@@ -311,10 +311,10 @@ class EngineGroup(ReducingGroup):
             group.close()
         self._native.close()
 
-    def limit(self, seconds: float | None) -> None:
+    def set_timeout(self, seconds: float | None) -> None:
         if seconds is not None and not MIN_TIMEOUT <= seconds <= MAX_TIMEOUT:
             raise ValueError(
-                f"a limit must be seconds within {MIN_TIMEOUT} and {MAX_TIMEOUT:g}; got {seconds}."
+                f"a timeout must be seconds within {MIN_TIMEOUT} and {MAX_TIMEOUT:g}; got {seconds}."
             )
         self._native.limit(seconds or 0.0)
 

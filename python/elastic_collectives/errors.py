@@ -31,8 +31,11 @@ class CollectiveError(RuntimeError):
         self.ranks: tuple[int, ...] = tuple(ranks)
         self.reason = reason
 
-    def among(self: E, members: Sequence[int]) -> E:
-        """Translate a subgroup's error to the rank numbers of the whole group (`Group.members`)."""
+    def to_world_ranks(self: E, members: Sequence[int]) -> E:
+        """The error of a subgroup with the rank numbers of the whole world.
+
+        members: `Group.members` of the subgroup.
+        """
         if list(members) == list(range(len(members))):
             return self
         listed = ", ".join(map(str, members))

@@ -144,7 +144,7 @@ class FakeFabric:
                 self._check(rank)
             return self._result(meeting)
 
-    def limit(self, rank: int, seconds: float | None) -> None:
+    def set_timeout(self, rank: int, seconds: float | None) -> None:
         with self._changed:
             self._limits[rank] = seconds, time.monotonic()
 
@@ -214,8 +214,8 @@ class FakeGroup(GatheringGroup):
         members = validate_members(channel, ranks, self.rank, self.size)
         return self._fabric.subgroup_fabric(channel, members).group(members.index(self.rank))
 
-    def limit(self, seconds: float | None) -> None:
-        self._fabric.limit(self.rank, seconds)
+    def set_timeout(self, seconds: float | None) -> None:
+        self._fabric.set_timeout(self.rank, seconds)
 
     def watch(self, callback: WaitObserver | None) -> None:
         self._fabric.watch(self.rank, callback)

@@ -152,10 +152,10 @@ class Group(Protocol):
 
     @property
     def timeout(self) -> float:
-        """Seconds that one wait for a peer may last, unless `limit` changed it."""
+        """Seconds that one wait for a peer may last, unless `set_timeout` changed it."""
         ...
 
-    def limit(self, seconds: float | None) -> None:
+    def set_timeout(self, seconds: float | None) -> None:
         """Set how long one wait for a peer may last; a wait under way counts as if it began now.
 
         With None a wait ends only by abort, by the death of a peer or with the group. Applies to this rank and this

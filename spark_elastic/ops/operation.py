@@ -58,12 +58,12 @@ class Operation:
         request: Request,
         arrays: Sequence[Array],
         signal: CompletionSignal,
-        progress: Callable[[Operation], None],
+        run_until_done: Callable[[Operation], None],
         splits: list[int] | None = None,
     ) -> None:
         """
         Args:
-            progress: runs rounds until the operation is done; called by a thread that waits for it.
+            run_until_done: runs rounds until the operation is done; called by a thread that waits for it.
             splits: of an alltoall: rows for each rank.
         """
         self.request = request
@@ -74,7 +74,7 @@ class Operation:
         self.announced_at = self.requested_at  # when the round began in which the other ranks learned of it
         self.outputs: tuple[Array, ...] = ()
         self._signal = signal
-        self._progress = progress
+        self._run_until_done = run_until_done
         self._wait_began_at: float | None = None  # the first call of `wait` or `poll`
         self._polled_at: float | None = None  # the last call of `poll`
         self._has_blocked_thread = False
@@ -97,7 +97,7 @@ class Operation:
             self._has_blocked_thread = True
             self._wait_began_at = self._wait_began_at or self._signal.clock.now()
             with self._signal.waiting():
-                self._progress(self)
+                self._run_until_done(self)
         if self._error is not None:
             reraise(self._error)
         return self.outputs

@@ -104,7 +104,7 @@ class OperationQueue:
             CollectiveError: the group broke.
             Exception: what broke the queue on this rank.
         """
-        operation = Operation(request, arrays, self._signal, self._progress, splits)
+        operation = Operation(request, arrays, self._signal, self._run_until_done, splits)
         validate(operation, self.group.size)
         with self._condition:
             self._check_usable()
@@ -130,7 +130,7 @@ class OperationQueue:
         Returns:
             A handle whose output is the rank that joined last.
         """
-        operation = Operation(JOIN, (), self._signal, self._progress)
+        operation = Operation(JOIN, (), self._signal, self._run_until_done)
         with self._condition:
             self._check_usable()
             if self._join is not None:
@@ -169,7 +169,7 @@ class OperationQueue:
         on."""
         if idle is not self._idle:
             self._idle = idle
-            self.group.limit(None if idle else self.group.timeout)
+            self.group.set_timeout(None if idle else self.group.timeout)
 
     # ---- which thread runs a round
 
@@ -198,7 +198,7 @@ class OperationQueue:
             if len(self._new) <= before:
                 return
 
-    def _progress(self, operation: Operation) -> None:
+    def _run_until_done(self, operation: Operation) -> None:
         """Run rounds until the operation is done. Called by a thread that waits for it."""
         with self._condition:
             self._waiting_threads += 1
@@ -236,14 +236,14 @@ class OperationQueue:
         try:
             self._run_round(self._collect_messages())
         except CollectiveError as error:
-            self._break(error.among(self.group.members))
+            self._break(error.to_world_ranks(self.group.members))
         except BaseException as error:  # peers must not wait for this rank until their timeout
             reason = f"rank {self.group.rank} cannot continue: {type(error).__name__}: {error}"
             self.group.abort(reason)
             if isinstance(error, Exception):
                 self._break(error)  # as itself: another world would not mend it
             else:
-                self._break(CollectiveError((self.group.rank,), reason).among(self.group.members))
+                self._break(CollectiveError((self.group.rank,), reason).to_world_ranks(self.group.members))
                 raise  # Ctrl-C in a thread that waits
 
     def _break(self, error: Exception) -> None:
@@ -340,4 +340,4 @@ class OperationQueue:
     def _fail_operation(self, response: Response) -> None:
         operation = self._announced.pop(response.label, None)
         if operation is not None:
-            operation.complete(error=response.error and response.error.among(self.group.members))
+            operation.complete(error=response.error and response.error.to_world_ranks(self.group.members))

@@ -80,12 +80,12 @@ def watch_collective(
             )  # fmt: skip
 
     group.watch(on_wait)
-    group.limit(group.timeout if wait_at_most is None else wait_at_most)
+    group.set_timeout(group.timeout if wait_at_most is None else wait_at_most)
     try:
         yield
     finally:
         group.watch(None)
-        group.limit(group.timeout)
+        group.set_timeout(group.timeout)
 
 
 def _format_names(names: Sequence[str]) -> str:

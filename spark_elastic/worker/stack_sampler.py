@@ -185,7 +185,9 @@ class WaitRecordingClient:
 class _WatchedGroup:
     """A group whose collectives are recorded as waits."""
 
-    _NOT_COLLECTIVE = frozenset({"rank", "size", "fence", "abort", "close", "subgroup", "limit", "watch"})
+    _NOT_COLLECTIVE = frozenset(
+        {"rank", "size", "fence", "abort", "close", "subgroup", "set_timeout", "watch"}
+    )
 
     def __init__(self, group: Group, sampler: StackSampler) -> None:
         self._group = group

@@ -108,7 +108,7 @@ class PyglooGroup(GatheringGroup):
     def subgroup(self, channel: int, ranks: Sequence[int] | None = None) -> PyglooGroup:
         raise ValueError("pygloo has no subgroups: connect another group, or use the native engine.")
 
-    def limit(self, seconds: float | None) -> None:
+    def set_timeout(self, seconds: float | None) -> None:
         """Do nothing: Gloo's own timeout applies."""
 
     def watch(self, callback: WaitObserver | None) -> None:

@@ -91,7 +91,7 @@ class PointToPoint:
         with self._lock:
             if target not in self._senders:
                 group = self._connect(self._rank, target)
-                group.limit(self._timeout)
+                group.set_timeout(self._timeout)
                 self._senders[target] = group, CollectiveThread()
             group, thread = self._senders[target]
         return thread.submit(lambda: self._send(group, message, tag)), thread
@@ -143,7 +143,7 @@ class PointToPoint:
             if message.nbytes > SHORT:
                 group.broadcast(message, root)
         except CollectiveError as error:
-            self._on_error(error.among(group.members))
+            self._on_error(error.to_world_ranks(group.members))
             raise
 
     def _start_reading(self, source: int, receive: _Receive) -> CollectiveThread:
@@ -151,7 +151,7 @@ class PointToPoint:
         if source not in self._readers:
             self._readers[source] = self._connect(source, self._rank), CollectiveThread()
         group, thread = self._readers[source]
-        group.limit(self._timeout)  # counts from now on
+        group.set_timeout(self._timeout)  # counts from now on
         thread.submit(lambda: self._read(group, source, receive))
         return thread
 
@@ -160,7 +160,7 @@ class PointToPoint:
             while self._is_posted(receive):
                 self._read_message(group, source)
         except CollectiveError as error:
-            self._fail(source, error.among(group.members))
+            self._fail(source, error.to_world_ranks(group.members))
 
     def _is_posted(self, receive: _Receive) -> bool:
         with self._lock:
@@ -205,7 +205,7 @@ class PointToPoint:
         """With the lock: sources that no posted receive names are silent for as long as they like."""
         for source, (group, _) in self._readers.items():
             if not any(receive.source in (None, source) for receive in self._posted):
-                group.limit(None)
+                group.set_timeout(None)
 
     def _fail(self, source: int, error: CollectiveError) -> None:
         with self._lock:

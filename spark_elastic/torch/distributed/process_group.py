@@ -86,7 +86,7 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._group = recorder.watch_group(group)
         self._record_wait = recorder.record_wait
         self._seconds = timeout.total_seconds()
-        self._group.limit(self._seconds)
+        self._group.set_timeout(self._seconds)
         self._thread = CollectiveThread()
         self._messages = PointToPoint(group.rank, connect_pair, self._seconds, self._fail)
         self._guard = BackwardGuard(self)
@@ -123,7 +123,7 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._seconds = timeout.total_seconds()
-        self._group.limit(self._seconds)
+        self._group.set_timeout(self._seconds)
 
     _set_default_timeout = set_timeout
 
@@ -441,12 +441,12 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self.raise_error()
         try:
             if seconds > 0:
-                self._group.limit(seconds)
+                self._group.set_timeout(seconds)
             call()
             if seconds > 0:
-                self._group.limit(self._seconds)
+                self._group.set_timeout(self._seconds)
         except CollectiveError as error:
-            self._fail(error.among(self._group.members))
+            self._fail(error.to_world_ranks(self._group.members))
             raise
         except BaseException as error:  # peers must not wait for this rank until their timeout
             self._group.abort(f"rank {self.rank()} cannot continue: {type(error).__name__}: {error}")

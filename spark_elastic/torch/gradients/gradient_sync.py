@@ -261,7 +261,7 @@ def world_ranks_in_errors(group: Group | None) -> Iterator[None]:
     try:
         yield
     except CollectiveError as error:
-        raise error if group is None else error.among(group.members) from error.__cause__
+        raise error if group is None else error.to_world_ranks(group.members) from error.__cause__
 
 
 def exchange_summary(

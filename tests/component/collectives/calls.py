@@ -293,7 +293,7 @@ def reduce_late(member: Member, delay: float, limit: float | None) -> list[tuple
     """A sum that this rank comes to after so long; what it was told while it waited for others."""
     told: list[tuple[float, list[int]]] = []
     member.live.barrier()
-    member.live.limit(limit)
+    member.live.set_timeout(limit)
     member.live.watch(lambda seconds, ranks: told.append((seconds, list(ranks))))
     time.sleep(delay)
     member.live.allreduce(np.ones(100_000))
@@ -313,6 +313,6 @@ def gather_late(member: Member, delay: float) -> list[tuple[float, list[int]]]:
 def reduce_once_limited(member: Member, limit: float) -> None:
     """A sum whose limit is set by another thread, once it has begun."""
     member.live.barrier()
-    member.live.limit(None)
-    threading.Timer(0.3, member.live.limit, (limit,)).start()
+    member.live.set_timeout(None)
+    threading.Timer(0.3, member.live.set_timeout, (limit,)).start()
     member.live.allreduce(np.ones(100_000))

@@ -25,8 +25,8 @@ def test_a_collective_error_has_ranks_and_a_reason_or_one_message(
 
 def test_errors_of_a_subgroup_name_ranks_of_the_whole_group() -> None:
     error = PeerLost([1], "rank 1 is gone")
-    assert error.among(range(2)) is error
-    told = error.among([2, 5])
+    assert error.to_world_ranks(range(2)) is error
+    told = error.to_world_ranks([2, 5])
     assert (type(told), told.ranks, told.reason) == (
         PeerLost,
         (5,),

@@ -71,4 +71,4 @@ def test_a_subgroup_names_a_lost_rank_by_its_own_numbers(killed: bool, made_befo
     with pytest.raises(CollectiveError) as broke:
         group.barrier()
     assert broke.value.ranks == (1,)
-    assert broke.value.among(group.members).ranks == (3,)
+    assert broke.value.to_world_ranks(group.members).ranks == (3,)
