@@ -4,8 +4,8 @@
     spark-submit examples/elastic_loop.py                    # on the session's own cluster
     spark-elastic-run -np 2 --min-np 1 python examples/elastic_loop.py
 
-Scripts written for Horovod look the same but for the import of `hvd`. Workers may join, leave and die at any time: a
-loss goes back to the last commit, a planned change continues from where it is.
+Scripts written for Horovod look the same but for the import of `hvd`. Workers may join, leave and die at any time:
+after a loss training goes back to the last commit, after a planned change it continues from where it is.
 """
 
 from __future__ import annotations
