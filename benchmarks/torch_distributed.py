@@ -175,7 +175,7 @@ def _time_commits(net: Net, rounds: int, ours: Any, _: Any, barrier: Callable[[]
     handlers = {"model": DividedModelHandler(model), "optimizer": DividedOptimizerHandler(optimizer)}
     data = torch.randn(net.rows, net.width, generator=torch.Generator().manual_seed(dist.get_rank()))
     commits, uncopied = ShardedCommits(), ShardedCommits()
-    commits.agree(group, Place("a machine", f"host {group.rank}"))
+    commits.agree_on_commit(group, Place("a machine", f"host {group.rank}"))
 
     def capture(builder: SnapshotBuilder) -> dict[str, Any]:
         return {name: handler.capture(builder) for name, handler in handlers.items()}

@@ -21,7 +21,7 @@ from elastic_collectives.operands import (
     as_reduction,
     as_result,
     as_rows,
-    even_parts,
+    divide_evenly,
     signature,
     split,
     validate_members,
@@ -199,7 +199,7 @@ class EngineGroup(ReducingGroup):
             raise ValueError("reducescatter knows no adasum; use allreduce and take a part of its result.")
         if reduction.before != 1.0:
             view = np.zeros_like(view) if reduction.is_ignored else view.copy()
-        counts = even_parts(len(view), self.size)
+        counts = divide_evenly(len(view), self.size)
         part = as_result(out, (counts[self.rank], *view.shape[1:]), view.dtype)
         row = _row_size(view)
         native = [count * row for count in counts]

@@ -20,7 +20,7 @@ from elastic_collectives.operands import (
     as_reduction,
     as_result,
     as_rows,
-    even_parts,
+    divide_evenly,
     split,
     validate_root,
     validate_splits,
@@ -57,7 +57,7 @@ class GatheringGroup(ReducingGroup):
         reduction = as_reduction(view, op, dtype, weight, scale, compression)
         if op == "adasum":
             raise ValueError("reducescatter knows no adasum; use allreduce and take a part of its result.")
-        parts = split(self._reduce("reducescatter", reduction), even_parts(len(view), self.size))
+        parts = split(self._reduce("reducescatter", reduction), divide_evenly(len(view), self.size))
         return _place(parts[self.rank], out)
 
     def broadcast(self, array: Any, root: int) -> None:

@@ -215,7 +215,7 @@ def validate_splits(rows: int, splits: Sequence[int] | None, size: int) -> list[
     return [int(part) for part in splits]
 
 
-def even_parts(rows: int, size: int) -> list[int]:
+def divide_evenly(rows: int, size: int) -> list[int]:
     """Split `rows` evenly; the first parts get one row more if they do not divide."""
     return [rows // size + (rank < rows % size) for rank in range(size)]
 

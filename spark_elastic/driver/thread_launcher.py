@@ -71,10 +71,10 @@ class ThreadPerSlotLauncher(ABC):
         deadline = self._clock.now() + timeout
         self._closing.set()
         self._join(self._clock.now() + timeout * self.grace)
-        while self._alive() and self._clock.now() < deadline:
+        while self._list_running() and self._clock.now() < deadline:
             self.cancel()
             self._join(min(deadline, self._clock.now() + CANCEL_EVERY))
-        return [thread.name for thread in self._alive()]
+        return [thread.name for thread in self._list_running()]
 
     def _run_and_post(self, launch: int) -> None:
         if self._closing.is_set():
@@ -84,7 +84,7 @@ class ThreadPerSlotLauncher(ABC):
             assert self._post is not None
             self._post(LaunchEnded(self._clock.now(), launch, *end))
 
-    def _alive(self) -> list[threading.Thread]:
+    def _list_running(self) -> list[threading.Thread]:
         return [thread for thread in self._threads if thread.is_alive()]
 
     def _join(self, deadline: float) -> None:

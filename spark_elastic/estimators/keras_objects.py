@@ -102,7 +102,7 @@ def compile_model(values: Mapping[str, Any]) -> Any:
         optimizer = given.get("optimizer", before.get("optimizer"))
         if optimizer is None or given.get("loss", before.get("loss")) is None:
             raise InvalidInput("the model is not compiled: give the estimator an optimizer and a loss.")
-        given["optimizer"] = _fresh(optimizer) if "optimizer" in given else optimizer
+        given["optimizer"] = _copy_optimizer(optimizer) if "optimizer" in given else optimizer
         copy.compile(**{**before, **given})
         return copy
     if not model.compiled or model._compile_loss is None:
@@ -161,7 +161,7 @@ def _model(model: Any, seed: Any) -> Any:
     return model
 
 
-def _fresh(optimizer: Any) -> Any:
+def _copy_optimizer(optimizer: Any) -> Any:
     """A new optimizer with the same settings."""
     try:
         found = keras.optimizers.get(optimizer)

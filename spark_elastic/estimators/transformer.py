@@ -325,9 +325,9 @@ def _numbers(reference: SparkColumn, spark_type: DataType) -> SparkColumn:
     else:
         return reference
     for _ in range(depth):
-        change = _each(change)
+        change = _apply_to_elements(change)
     return change(reference)
 
 
-def _each(change: Callable[[SparkColumn], SparkColumn]) -> Callable[[SparkColumn], SparkColumn]:
+def _apply_to_elements(change: Callable[[SparkColumn], SparkColumn]) -> Callable[[SparkColumn], SparkColumn]:
     return lambda array: F.transform(array, change)

@@ -118,7 +118,7 @@ def _describe_slots(state: DriverState | None, now: float) -> list[dict[str, Any
 
 def _describe_slot(state: DriverState, slot: SlotRecord, now: float) -> dict[str, Any]:
     worker = None if slot.worker is None else state.workers.get(slot.worker)
-    cooldown_end = state.blacklist.slot_until(slot.slot, slot.host, now) if state.blacklist else None
+    cooldown_end = state.blacklist.find_slot_return(slot.slot, slot.host, now) if state.blacklist else None
     return {
         "slot": slot.slot,
         "host": slot.host,

@@ -156,7 +156,7 @@ class ShardedCommits:
 
     # ---- at the beginning of a world
 
-    def agree(self, group: Group, place: Place) -> RestorableCommit | LostCommit | None:
+    def agree_on_commit(self, group: Group, place: Place) -> RestorableCommit | LostCommit | None:
         """The newest commit that can be restored, the same on all ranks; None: nothing was committed.
 
         Args:

@@ -155,7 +155,7 @@ class ShardedState(ObjectState):
         if number is None and group.rank != source:
             self._commits.clear()  # rank `source` has read a checkpoint
         place = Place(session.address, session.world.members[group.rank].host)
-        chosen = self._commits.agree(group, place)
+        chosen = self._commits.agree_on_commit(group, place)
         if isinstance(chosen, LostCommit):
             chosen = self._replace_lost(session, place, chosen)
         if chosen is None:
@@ -176,7 +176,7 @@ class ShardedState(ObjectState):
                 self.restore_checkpoint(checkpointer, checkpointer.reader.read_published())
             except StoreError as error:
                 log.warning("%s", error)
-        chosen = self._commits.agree(group, place)
+        chosen = self._commits.agree_on_commit(group, place)
         if isinstance(chosen, RestorableCommit):
             log.warning(
                 "%s; training continues from the checkpoint of commit %d", sentence, chosen.key.number

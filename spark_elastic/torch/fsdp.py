@@ -118,12 +118,12 @@ class DividedModelHandler(ModelStateHandler, DividedHandler):
                 module.reshard()  # after a forward pass alone, parameters are still whole
         divided = {
             name: _freeze_piece(builder, parameter, f"parameter {name!r}")
-            for name, parameter in self._divided()
+            for name, parameter in self._list_divided()
         }
         return {"divided": divided, **super().capture(builder)}
 
     def load(self, values: Any, memory: Bytes) -> None:
-        divided = dict(self._divided())
+        divided = dict(self._list_divided())
         saved: dict[str, _Piece] = values["divided"]
         shapes = {name: (tuple(p.shape), p.dtype) for name, p in divided.items()}
         if shapes != {name: (piece.shape, piece.dtype) for name, piece in saved.items()}:
@@ -137,7 +137,7 @@ class DividedModelHandler(ModelStateHandler, DividedHandler):
                 _local(divided[name]).copy_(_read_piece(piece, self.pieces))
         super().load(values, memory)
 
-    def _divided(self) -> Iterator[tuple[str, DTensor]]:
+    def _list_divided(self) -> Iterator[tuple[str, DTensor]]:
         return ((n, p) for n, p in self.value.named_parameters() if isinstance(p, DTensor))
 
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:

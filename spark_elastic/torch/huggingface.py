@@ -281,7 +281,7 @@ class _ProgressHandler(SnapshotHandler):
             "logged step": trainer._globalstep_last_logged,
             "callbacks": [
                 copy.deepcopy(callback.state()["attributes"])
-                for callback in _exportable(trainer.callback_handler)
+                for callback in _list_exportable(trainer.callback_handler)
             ],
             "random": get_generators(),
         }
@@ -296,7 +296,7 @@ class _ProgressHandler(SnapshotHandler):
         trainer.state = copy.copy(values["state"])
         trainer.state.log_history = list(trainer.state.log_history)
         for callback, attributes in zip(
-            _exportable(trainer.callback_handler), values["callbacks"], strict=True
+            _list_exportable(trainer.callback_handler), values["callbacks"], strict=True
         ):
             vars(callback).update(copy.deepcopy(attributes))
         set_generators(values["random"])
@@ -313,5 +313,5 @@ def _forget_progress(trainer: ElasticTrainer) -> None:
     trainer.__dict__.pop("_tr_loss", None)
 
 
-def _exportable(handler: CallbackHandler) -> list[Any]:
+def _list_exportable(handler: CallbackHandler) -> list[Any]:
     return [callback for callback in handler.callbacks if isinstance(callback, ExportableState)]

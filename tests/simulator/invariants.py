@@ -160,7 +160,7 @@ class DriverInvariants:
         for m in world.members:
             if (old is not None and old.member(m.worker) is not None) or m.worker not in after.workers:
                 continue
-            cools = after.blacklist.slot_until(m.slot, m.host, now)
+            cools = after.blacklist.find_slot_return(m.slot, m.host, now)
             self._require(cools is None, f"{m.worker} comes into a world while its slot or host cools down")
             slot = after.slots[m.slot]
             known = listed is None or bool({slot.host, slot.node} & set(listed))

@@ -76,23 +76,23 @@ class KerasCallbackList:
     def on_epoch_begin(self, epoch: int) -> None:
         if epoch > self._epoch:  # a new world may continue an epoch that has begun
             self._epoch = epoch
-            self._each("on_epoch_begin", epoch, {})
+            self._call_each("on_epoch_begin", epoch, {})
 
     def on_step_begin(self, epoch: int, step: int) -> None:
         if [epoch, step] != self._step:  # the step may be taken again
             self._step = [epoch, step]
-            self._each("on_train_batch_begin", step, {})
+            self._call_each("on_train_batch_begin", step, {})
 
     def on_validation_begin(self) -> None:
         if self._tested < self._epoch:
             self._tested = self._epoch
-            self._each("on_test_begin", {})
+            self._call_each("on_test_begin", {})
 
     def on_step_applied(self) -> None:
         """Keras's schedules count the optimizer's iterations."""
 
     def on_step_finalized(self, logs: Mapping[str, Any]) -> None:
-        self._each("on_train_batch_end", logs["step"], {"loss": logs["loss"]})
+        self._call_each("on_train_batch_end", logs["step"], {"loss": logs["loss"]})
 
     def wants_stop(self) -> bool:
         return bool(self._model.stop_training)
@@ -103,8 +103,8 @@ class KerasCallbackList:
         before, rate, stop = _decode(_encode(self.capture())), self._rate(), self._model.stop_training
         try:
             if self._tested == self._epoch >= 0:
-                self._each("on_test_end", validation_logs(logs))
-            self._each("on_epoch_end", logs["epoch"], keras_logs(logs))
+                self._call_each("on_test_end", validation_logs(logs))
+            self._call_each("on_epoch_end", logs["epoch"], keras_logs(logs))
             self._follow_rank_0(group)
         except BaseException:
             self.load(before)
@@ -116,7 +116,7 @@ class KerasCallbackList:
     def on_fit_end(self, history: list[dict[str, Any]]) -> None:
         if history and self._model.optimizer.use_ema:
             self._model.optimizer.finalize_variable_values(self._model.trainable_variables)
-        self._each("on_train_end", keras_logs(history[-1]) if history else {})
+        self._call_each("on_train_end", keras_logs(history[-1]) if history else {})
 
     def _begin(self, number: int, callback: Any) -> None:
         self._started.add(number)
@@ -134,7 +134,7 @@ class KerasCallbackList:
             callback.on_test_begin({})
         _set_attributes(callback, attributes)
 
-    def _each(self, hook: str, *arguments: Any) -> None:
+    def _call_each(self, hook: str, *arguments: Any) -> None:
         for callback in self._callbacks:
             if self._runs(callback):
                 getattr(callback, hook)(*arguments)

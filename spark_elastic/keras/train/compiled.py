@@ -61,7 +61,7 @@ class CompiledLosses:
         self._dtype = compiled.dtype
         self._parts = [_part(*found) for found in compiled._flat_losses]
         for part in self._parts:
-            if getattr(_at(part.path, outputs), "_keras_mask", None) is not None:
+            if getattr(_get_at(part.path, outputs), "_keras_mask", None) is not None:
                 raise InvalidInput(
                     f"the output of loss {part.name!r} carries a mask, whose number of elements is known only behind "
                     "the forward pass: weight the rows with sample_weight_col, or end the mask before the output."
@@ -104,7 +104,7 @@ class CompiledLosses:
         return total, own
 
     def _sum(self, part: _OutputLoss, labels: Any, outputs: Any, weights: Any) -> Any:
-        label, output = _at(part.path, labels), _at(part.path, outputs)
+        label, output = _get_at(part.path, labels), _get_at(part.path, outputs)
         values = part.loss(label, output, sample_weight=weights)
         rows = tf.cast(tf.shape(tf.nest.flatten(output)[0])[0], part.loss.dtype)
         if values.shape.rank == 0:  # the user's function takes the mean itself
@@ -125,7 +125,7 @@ def _part(path: tuple[Any, ...], loss: Any, weight: float | None, name: str) -> 
     return _OutputLoss(path, summed, 1.0 if weight is None else float(weight), name, chosen)
 
 
-def _at(path: Sequence[Any], structure: Any) -> Any:
+def _get_at(path: Sequence[Any], structure: Any) -> Any:
     for key in path:
         if keras.tree.is_nested(structure):
             structure = structure[key]

@@ -64,11 +64,11 @@ class Blacklist:
         failed = (*earlier, (slot, now))
         changed = replace(
             self,
-            slots=_with_failure(self.slots, slot, now, limits),
+            slots=_add_failure(self.slots, slot, now, limits),
             failed=self.failed.put(host, failed),
         )
         if len(failed) > 1 or slots <= 1:
-            return replace(changed, hosts=_with_failure(self.hosts, host, now, limits))
+            return replace(changed, hosts=_add_failure(self.hosts, host, now, limits))
         return changed
 
     def record_success(self, slot: SlotId, host: HostId) -> Blacklist:
@@ -97,21 +97,21 @@ class Blacklist:
             return self
         return replace(self, hosts=self.hosts.drop(host), failed=self.failed.drop(host))
 
-    def host_until(self, host: HostId, now: float) -> float | None:
+    def find_host_return(self, host: HostId, now: float) -> float | None:
         """When the host may be used again; None: now."""
-        return _until(self.hosts.get(host), now)
+        return _find_end(self.hosts.get(host), now)
 
-    def slot_until(self, slot: SlotId, host: HostId, now: float) -> float | None:
+    def find_slot_return(self, slot: SlotId, host: HostId, now: float) -> float | None:
         """When a worker of that slot may come into a world; None: now."""
-        times = [_until(self.slots.get(slot), now), self.host_until(host, now)]
+        times = [_find_end(self.slots.get(slot), now), self.find_host_return(host, now)]
         return max((time for time in times if time is not None), default=None)
 
 
-def _until(cooldown: Cooldown | None, now: float) -> float | None:
+def _find_end(cooldown: Cooldown | None, now: float) -> float | None:
     return cooldown.until if cooldown is not None and now < cooldown.until else None
 
 
-def _with_failure(cooldowns: Cooldowns, name: str, now: float, limits: Limits) -> Cooldowns:
+def _add_failure(cooldowns: Cooldowns, name: str, now: float, limits: Limits) -> Cooldowns:
     before = cooldowns.get(name)
     forgiven = before is None or (
         before.proven and now - max(before.last, before.until) > limits.failure_window

@@ -151,7 +151,7 @@ def record_slot_failure(tx: Transition, slot: SlotId, host: HostId) -> None:
     state.blacklist = state.blacklist.record_failure(
         slot, host, max(len(slots), discovered), tx.now, state.limits
     )
-    until = state.blacklist.host_until(host, tx.now)
+    until = state.blacklist.find_host_return(host, tx.now)
     if until is None or until - tx.now <= PARKING_LIMIT:
         return
     for record in slots:

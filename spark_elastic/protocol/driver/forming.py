@@ -296,7 +296,7 @@ def _may_return(tx: Transition, name: SlotId, until: float) -> bool:
     slot = tx.state.slots.get(name)
     if slot is None:
         return False
-    usable_at = tx.state.blacklist.slot_until(slot.slot, slot.host, tx.now)
+    usable_at = tx.state.blacklist.find_slot_return(slot.slot, slot.host, tx.now)
     return usable_at is None or usable_at <= until
 
 
@@ -389,7 +389,7 @@ def _explain_missing_workers(tx: Transition, count: int) -> str:
     cooling = [
         f"{worker.worker} (its slot failed, for {until - tx.now:.0f} s)"
         for worker in state.workers.values()
-        if (until := state.blacklist.slot_until(worker.slot, worker.host, tx.now)) is not None
+        if (until := state.blacklist.find_slot_return(worker.slot, worker.host, tx.now)) is not None
     ]
     if cooling:
         parts.append(f"cooling down: {format_names(cooling)}")

@@ -120,7 +120,9 @@ def find_blacklisted_hosts(tx: Transition) -> tuple[list[HostId], float] | None:
     Without a list of discovery's, a host that was lost, with its failures forgotten, could come back.
     """
     state = tx.state
-    out = [host for host in state.blacklist.hosts if state.blacklist.host_until(host, tx.now) is not None]
+    out = [
+        host for host in state.blacklist.hosts if state.blacklist.find_host_return(host, tx.now) is not None
+    ]
     discovered = state.hosts.discovered
     if not out or (discovered is None and state.generation == 0):
         return None
@@ -378,7 +380,7 @@ def _explain_refusal(tx: Transition, slot: SlotRecord) -> str:
     why = _explain_drain(tx, slot)
     if why:
         return why
-    until = state.blacklist.host_until(slot.host, tx.now)
+    until = state.blacklist.find_host_return(slot.host, tx.now)
     if until is not None and until - tx.now > PARKING_LIMIT:
         return f"host {slot.host} is blacklisted for another {until - tx.now:.1f} s"
     if state.hosts.discovered is None:

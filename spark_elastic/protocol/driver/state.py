@@ -206,15 +206,15 @@ class Slots(_LiveRecords[SlotId, SlotRecord]):
 
     def put(self, slot: SlotRecord) -> None:
         if slot.slot not in self.alive:
-            self._by_host = _with(self._by_host, slot.host, slot.slot)
-            self._by_launch = _with(self._by_launch, slot.launch, slot.slot)
+            self._by_host = _add_to_index(self._by_host, slot.host, slot.slot)
+            self._by_launch = _add_to_index(self._by_launch, slot.launch, slot.slot)
         self.alive = self.alive.put(slot.slot, slot)
 
     def evict(self, slot: SlotRecord, reason: str) -> None:
         """Record that the slot is gone. Its name is never used again."""
         self.alive = self.alive.drop(slot.slot)
-        self._by_host = _without(self._by_host, slot.host, slot.slot)
-        self._by_launch = _without(self._by_launch, slot.launch, slot.slot)
+        self._by_host = _remove_from_index(self._by_host, slot.host, slot.slot)
+        self._by_launch = _remove_from_index(self._by_launch, slot.launch, slot.slot)
         self.excluded = self.excluded.drop(slot.slot)
         self.refuse(slot.slot, reason)
 
@@ -238,11 +238,13 @@ class Slots(_LiveRecords[SlotId, SlotRecord]):
         return [slot for slot in self.alive.values() if slot.slot not in self.excluded]
 
 
-def _with(index: Table[K, tuple[SlotId, ...]], key: K, slot: SlotId) -> Table[K, tuple[SlotId, ...]]:
+def _add_to_index(index: Table[K, tuple[SlotId, ...]], key: K, slot: SlotId) -> Table[K, tuple[SlotId, ...]]:
     return index.put(key, (*index.get(key, ()), slot))
 
 
-def _without(index: Table[K, tuple[SlotId, ...]], key: K, slot: SlotId) -> Table[K, tuple[SlotId, ...]]:
+def _remove_from_index(
+    index: Table[K, tuple[SlotId, ...]], key: K, slot: SlotId
+) -> Table[K, tuple[SlotId, ...]]:
     left = tuple(name for name in index[key] if name != slot)
     return index.put(key, left) if left else index.drop(key)
 
@@ -701,7 +703,7 @@ class Transition:
 
     def _cools_down(self, worker: WorkerRecord) -> bool:
         blacklist = self.state.blacklist
-        return bool(blacklist) and blacklist.slot_until(worker.slot, worker.host, self.now) is not None
+        return bool(blacklist) and blacklist.find_slot_return(worker.slot, worker.host, self.now) is not None
 
     def _find_cut_off(self) -> set[str]:
         """The machines that cannot reach those of all members."""

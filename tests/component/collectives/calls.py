@@ -16,7 +16,7 @@ import numpy as np
 
 from elastic_collectives import Group, connect
 from elastic_collectives.arithmetic import narrow, reduce_parts, widen
-from elastic_collectives.operands import ALGORITHMS, DTYPES, FLOATS, OPS, even_parts
+from elastic_collectives.operands import ALGORITHMS, DTYPES, FLOATS, OPS, divide_evenly
 from tests.component.collectives.ranks import Member
 
 HALVES = ("float16", "bfloat16")
@@ -65,7 +65,7 @@ def reduce_everything(member: Member, dtypes: Sequence[str] = DTYPES) -> tuple[l
 
 def _slice_part(group: Group, count: int) -> slice:
     """What reducescatter leaves to this rank."""
-    bounds = np.cumsum([0, *even_parts(count, group.size)])
+    bounds = np.cumsum([0, *divide_evenly(count, group.size)])
     return slice(int(bounds[group.rank]), int(bounds[group.rank + 1]))
 
 

@@ -10,7 +10,7 @@ import pytest
 from elastic_collectives.operands import (
     as_reduction,
     as_rows,
-    even_parts,
+    divide_evenly,
     fuse_reductions,
     signature,
     validate_splits,
@@ -51,8 +51,8 @@ def test_an_unaligned_array_is_refused() -> None:
 
 
 def test_rows_are_cut_evenly_and_splits_are_checked() -> None:
-    assert even_parts(7, 3) == [3, 2, 2]
-    assert even_parts(0, 2) == [0, 0]
+    assert divide_evenly(7, 3) == [3, 2, 2]
+    assert divide_evenly(0, 2) == [0, 0]
     assert validate_splits(6, None, 3) == [2, 2, 2]
     assert validate_splits(3, [0, 3], 2) == [0, 3]
     for splits in (None, [1], [1, 1], [-1, 4]):

@@ -32,7 +32,7 @@ class Ranks:
     def begin_world(self) -> list[RestorableCommit | LostCommit | None]:
         self.fabric = FakeFabric(len(self.commits))
         return self.run(
-            lambda rank, group: self.commits[rank].agree(
+            lambda rank, group: self.commits[rank].agree_on_commit(
                 group, Place("machine", f"host {id(self.commits[rank])}")
             )
         )

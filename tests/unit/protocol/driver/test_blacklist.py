@@ -33,22 +33,22 @@ def test_cooldowns_double_from_the_lower_to_the_upper_limit() -> None:
 
 def test_one_blacklisted_slot_of_several_leaves_its_host_in_use() -> None:
     failed = _fail(_fail(Blacklist(), "1-0", 0.0), "1-0", 1.0)
-    assert failed.host_until("h", 1.0) is None
-    assert failed.slot_until("1-0", "h", 2.0) is not None
-    assert failed.slot_until("2-0", "h", 2.0) is None
+    assert failed.find_host_return("h", 1.0) is None
+    assert failed.find_slot_return("1-0", "h", 2.0) is not None
+    assert failed.find_slot_return("2-0", "h", 2.0) is None
 
 
 @pytest.mark.parametrize(("second", "out"), [(50.0, True), (101.0, False)])
 def test_two_blacklisted_slots_within_the_window_blacklist_their_host(second: float, out: bool) -> None:
     failed = _fail(_fail(Blacklist(), "1-0", 0.0), "2-0", second)
-    assert (failed.host_until("h", second) is not None) is out
-    assert failed.slot_until("3-0", "h", second) == failed.host_until("h", second)
+    assert (failed.find_host_return("h", second) is not None) is out
+    assert failed.find_slot_return("3-0", "h", second) == failed.find_host_return("h", second)
 
 
 def test_a_blacklisted_slot_that_is_the_only_one_blacklists_its_host() -> None:
     failed = _fail(Blacklist(), "1-0", 5.0, slots=1)
-    assert failed.host_until("h", 5.0) == 7.0
-    assert failed.host_until("h", 7.0) is None
+    assert failed.find_host_return("h", 5.0) == 7.0
+    assert failed.find_host_return("h", 7.0) is None
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_slot_that_is_gone_is_forgotten_and_its_host_is_not() -> None:
     failed = _fail(Blacklist(), "1-0", 0.0, slots=1).forget_slot("1-0")
     assert "1-0" not in failed.slots
     assert bool(failed)
-    assert failed.host_until("h", 1.0) == 2.0
+    assert failed.find_host_return("h", 1.0) == 2.0
 
 
 def test_the_blacklist_forgets_a_host_that_is_gone() -> None:
@@ -131,7 +131,7 @@ def test_members_on_a_blacklisted_host_stay_in_their_world() -> None:
     bench.form()
     _crash(bench, 1)
     _crash(bench, 2)
-    assert bench.state.blacklist.host_until("big", bench.now) is not None
+    assert bench.state.blacklist.find_host_return("big", bench.now) is not None
     bench.regroup(3, name(3), name(4))
     assert bench.members() == [name(3), name(4)]
 

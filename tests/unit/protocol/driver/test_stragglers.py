@@ -51,7 +51,7 @@ def test_a_slot_whose_second_worker_is_a_straggler_too_is_exchanged_and_its_host
     exchange(bench, SPARE, 12)
     assert bench.members() == [name(1), name(3), name(4)]
     assert [release.slot for release in bench.find_commands(ReleaseSlot)] == ["2-0"]
-    assert bench.state.blacklist.host_until("h2", bench.now) is not None
+    assert bench.state.blacklist.find_host_return("h2", bench.now) is not None
     bench.on(on.LaunchEnded(0, 2, "released"))
     bench.wait(70.0, heartbeats_of=ALL)
     assert len(bench.find_commands(LaunchSlot)) == 5
