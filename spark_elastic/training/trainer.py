@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from _signal import signal as set_handler  # type: ignore[import-not-found]
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 from elastic_collectives import Group
-from spark_elastic.clock import Clock, SystemClock
+from spark_elastic.clock import Clock, SystemClock, read_thread_seconds
 from spark_elastic.data.loader import StepRows
 from spark_elastic.errors import ElasticError
 from spark_elastic.protocol.types import MembershipVersion, Position
@@ -98,16 +97,6 @@ class WorkClock:
         self._began = self._clock.now()
         if self._counts_exchanges:
             self._exchange = read_thread_seconds() - self._thread_began
-
-
-def read_thread_seconds() -> float:
-    """For how long this thread has run, or waited for a processor; without Linux's figures only the former."""
-    try:
-        with open("/proc/thread-self/schedstat", "rb") as file:
-            ran, waited, _ = file.read().split()
-        return (int(ran) + int(waited)) / 1e9
-    except (OSError, ValueError):
-        return time.thread_time()
 
 
 class CallbackList(Protocol):
