@@ -241,7 +241,7 @@ def find_obstacle() -> str:
             return f"hosts of their own need the command `{command}` (package {package})"
     if os.geteuid() != 0:
         return "hosts of their own need root"
-    hidden = [place for place in PRIVATE if Path(place) in ROOT.parents]
+    hidden = [place for place in PRIVATE if Path(place) in Path(__file__).resolve().parents]
     if hidden:
         return f"this checkout is in {hidden[0]}, which each host has for itself: clone it elsewhere"
     words = [
