@@ -401,7 +401,12 @@ def _find_table(session: SparkSession, table: Any, version: Version | None) -> t
         properties = session.sql(f"SHOW TBLPROPERTIES {table}").collect()
         current = {row["key"]: row["value"] for row in properties}["current-snapshot-id"]
         version = None if current == "none" else int(current)  # of an empty table
-    location = facts["Location"]
+    location = facts.get("Location")
+    if location is None:
+        raise InvalidInput(
+            f"{table} is a view, of which there are no versions: fit on spark.table({table!r}), or name the table that "
+            "it selects from."
+        )
     return location.removeprefix("file:") if location.startswith("file:/") else location, version
 
 

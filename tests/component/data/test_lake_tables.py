@@ -475,21 +475,33 @@ def test_a_version_or_a_metadata_file_that_is_not_there_gets_a_sentence(tmp_path
         read_snapshot(tmp_path / "none.metadata.json", None, {})
 
 
-def test_an_empty_table_of_iceberg_in_spark_s_catalog_gets_a_sentence(catalog: Any, tmp_path: Path) -> None:
-    table = catalog.create_table("n.t", make_rows(0).schema)
-    answers = {
-        "DESCRIBE TABLE EXTENDED n.t": [
-            {"col_name": "Provider", "data_type": "iceberg"},
-            {"col_name": "Location", "data_type": table.location().removeprefix("file://")},
-        ],
-        "SHOW TBLPROPERTIES n.t": [{"key": "current-snapshot-id", "value": "none"}],
-    }
-    session: Any = SimpleNamespace(
-        catalog=SimpleNamespace(tableExists=lambda name: True),
-        sql=lambda text: SimpleNamespace(collect=lambda: answers[text]),
+def make_session(answers: dict[str, Any]) -> Any:
+    """A session that knows each table. answers: of `sql`, pairs in place of rows."""
+    keys = {"DESCRIBE": ("col_name", "data_type"), "SHOW": ("key", "value")}
+
+    def answer(text: str) -> Any:
+        rows = [dict(zip(keys[text.partition(" ")[0]], pair, strict=True)) for pair in answers[text]]
+        return SimpleNamespace(collect=lambda: rows)
+
+    return SimpleNamespace(catalog=SimpleNamespace(tableExists=lambda name: True), sql=answer)
+
+
+def test_an_empty_table_of_iceberg_in_spark_s_catalog_gets_a_sentence(catalog: Any) -> None:
+    location = catalog.create_table("n.t", make_rows(0).schema).location().removeprefix("file://")
+    session = make_session(
+        {
+            "DESCRIBE TABLE EXTENDED n.t": [("Provider", "iceberg"), ("Location", location)],
+            "SHOW TBLPROPERTIES n.t": [("current-snapshot-id", "none")],
+        }
     )
     with pytest.raises(InvalidInput, match="has no snapshot: it has none"):
         SnapshotRows.open(session, "n.t", None, None, {}, Selection.parse(None, None))
+
+
+def test_a_view_of_spark_s_catalog_gets_a_sentence() -> None:
+    session = make_session({"DESCRIBE TABLE EXTENDED v": [("x", "bigint")]})
+    with pytest.raises(InvalidInput, match=r"v is a view.*: fit on spark.table\('v'\)"):
+        SnapshotRows.open(session, "v", None, None, {}, Selection.parse(None, None))
 
 
 def test_a_folder_without_a_table_and_a_missing_package_get_a_sentence(
