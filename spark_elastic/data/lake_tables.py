@@ -286,9 +286,8 @@ def _name_iceberg(table: Any, snapshot: Any) -> str:
 
 
 def _split_url(url: str) -> Place:
-    parsed = urlparse(url)
-    scheme = parsed.scheme or "file"
-    return scheme, parsed.netloc, unquote(parsed.path) if scheme == "file" else parsed.path
+    parsed = urlparse(url)  # as it is: the folders of partitions have encoded values for names
+    return parsed.scheme or "file", parsed.netloc, parsed.path
 
 
 def _find_snapshot(table: Any, version: int | datetime | None) -> Any:

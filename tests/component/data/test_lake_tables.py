@@ -426,6 +426,15 @@ def test_delete_files_that_cannot_be_read_or_compared_are_refused(catalog: Any, 
             change.rollback_to_snapshot(first)
 
 
+def test_partitions_of_iceberg_may_have_any_text(catalog: Any) -> None:
+    rows = make_rows(0, 6, kind=["a/b", "c d", "e%20f", "g#h?i", "é", "+"])
+    table = catalog.create_table("n.t", rows.schema)
+    with table.update_spec() as change:
+        change.add_identity("kind")
+    table.append(rows)
+    assert read_rows(table, ["x", "kind"], transformed=True) == expect(rows, ["x", "kind"])
+
+
 def test_files_that_came_from_hive_have_their_partitions_values(catalog: Any, tmp_path: Path) -> None:
     """Their rows lack the columns that they were partitioned by; what Iceberg itself wrote later has them."""
     day = pa.array([19000] * 3 + [19001] * 3, pa.int32()).cast(pa.date32())
