@@ -75,7 +75,7 @@ Group::Group(std::shared_ptr<Endpoint> endpoint, int rank, const std::vector<std
       warn_(options.warn) {
   mesh_ = std::make_shared<Mesh>(std::move(endpoint), rank, peers, fence, options.timeout, options.closeTimeout,
                                  options.onWait);
-  world_ = std::make_shared<AllRanks>(rank, size_, mesh_);
+  allRanks_ = std::make_shared<AllRanks>(rank, size_, mesh_);
 }
 
 Group::~Group() { close(); }
@@ -95,7 +95,8 @@ void Group::negotiateHosts() {
   const auto gather = [this](const std::vector<char>& own) {
     const uint32_t tag = start(callOf(CallKind::kNegotiate, own.size(), 0u));
     std::vector<char> all(own.size() * static_cast<size_t>(size_));
-    allgatherByGloo(world_, own.data(), all.data(), std::vector<size_t>(static_cast<size_t>(size_), own.size()), tag);
+    allgatherByGloo(allRanks_, own.data(), all.data(), std::vector<size_t>(static_cast<size_t>(size_), own.size()),
+                    tag);
     std::vector<std::vector<char>> parts;
     for (auto at = all.begin(); at != all.end(); at += static_cast<ptrdiff_t>(own.size())) {
       parts.emplace_back(at, at + static_cast<ptrdiff_t>(own.size()));
@@ -149,19 +150,20 @@ void Group::reduce(void* data, size_t count, const Reduction& reduction, uint32_
   // On several hosts 16-bit floats go over the mesh between all ranks: in two levels they would be rounded at each host
   // as well as at the end, or travel as float32, twice the bytes.
   if (hosts && (hosts->isSingleHost() || !isHalf(reduction.type))) {
-    const auto across = [&](const World& leaders) { reduceBySockets(leaders, data, count, reduction, tag); };
+    const auto across = [&](const GlooContext& leaders) { reduceBySockets(leaders, data, count, reduction, tag); };
     return hosts->allreduce(data, count, reduction, call_, across);
   }
   if (isHalf(reduction.type)) return reduceDirectly(data, count, reduction, tag);
-  reduceBySockets(world_, data, count, reduction, tag);
+  reduceBySockets(allRanks_, data, count, reduction, tag);
   finish(reduction, data, count, reduction.type, size_);
 }
 
-void Group::reduceBySockets(const World& world, void* data, size_t count, const Reduction& reduction, uint32_t tag) {
+void Group::reduceBySockets(const GlooContext& context, void* data, size_t count, const Reduction& reduction,
+                            uint32_t tag) {
   if (reduction.algorithm != Algorithm::kAuto) {
-    return reduceByGloo(world, data, count, reduction, reduction.algorithm == Algorithm::kBcube, tag);
+    return reduceByGloo(context, data, count, reduction, reduction.algorithm == Algorithm::kBcube, tag);
   }
-  reduceByGloo(world, data, count, reduction, count * widthOf(reduction.type) <= bcubeLimit(world->size), tag);
+  reduceByGloo(context, data, count, reduction, count * widthOf(reduction.type) <= bcubeLimit(context->size), tag);
 }
 
 // 16-bit floats: an algorithm that passes sums on would round them once at every rank.
@@ -197,7 +199,7 @@ void Group::reducePackedAcross(Hosts& hosts, float* data, size_t count, const Re
   Reduction whole = reduction;
   if (sums) whole.op = ReduceOp::kSum;
   if (sums) whole.after = 1.0;
-  hosts.allreduce(data, count, whole, call_, [&](const World& leaders) {
+  hosts.allreduce(data, count, whole, call_, [&](const GlooContext& leaders) {
     if (sums) finish(reduction, data, count, DataType::kFloat32, size_);
     Reduction packed = pack(data, count, whole);
     packed.after = 1.0;  // for other operations it is applied later, in float32
@@ -248,20 +250,20 @@ void Group::reduceToParts(void* data, const std::vector<size_t>& counts, void* o
 void Group::broadcast(void* data, size_t bytes, int root, uint32_t signature) {
   const uint32_t tag = start(callOf(CallKind::kBroadcast, bytes, signature));
   if (bytes == 0) return waitForAll(tag);
-  const auto across = [&](const World& world, int from) { broadcastByGloo(world, data, bytes, from, tag); };
+  const auto across = [&](const GlooContext& context, int from) { broadcastByGloo(context, data, bytes, from, tag); };
   if (const auto hosts = this->hosts()) return hosts->broadcast(data, bytes, root, call_, across);
-  across(world_, root);
+  across(allRanks_, root);
 }
 
 void Group::allgather(const void* in, void* out, const std::vector<size_t>& sizes, uint32_t signature) {
   const size_t bytes = std::accumulate(sizes.begin(), sizes.end(), size_t{0});
   const uint32_t tag = start(callOf(CallKind::kAllgather, bytes, signature));
   if (bytes == 0) return waitForAll(tag);
-  const auto across = [&](const World& world, const void* from, void* to, const std::vector<size_t>& parts) {
-    allgatherByGloo(world, from, to, parts, tag);
+  const auto across = [&](const GlooContext& context, const void* from, void* to, const std::vector<size_t>& parts) {
+    allgatherByGloo(context, from, to, parts, tag);
   };
   if (const auto hosts = this->hosts()) return hosts->gather(in, out, sizes, call_, across);
-  across(world_, in, out, sizes);
+  across(allRanks_, in, out, sizes);
 }
 
 void Group::alltoall(const Parts& in, const Parts& out, uint32_t signature, bool agreed) {
@@ -290,9 +292,9 @@ void Group::barrier() { waitForAll(start(callOf(CallKind::kBarrier, 0, 0u))); }
 // Returns once all ranks have started the call `tag`.
 void Group::waitForAll(uint32_t tag) {
   if (size_ == 1) return;
-  const auto across = [&](const World& world) { barrierByGloo(world, tag); };
+  const auto across = [&](const GlooContext& context) { barrierByGloo(context, tag); };
   if (const auto hosts = this->hosts()) return hosts->barrier(call_, across);
-  across(world_);
+  across(allRanks_);
 }
 
 void Group::abort(const std::string& reason) { mesh_->abort(Cause::kAborted, {}, reason); }

@@ -71,7 +71,7 @@ class Group {
   void negotiateHosts();
   std::shared_ptr<Hosts> hosts();  // null: all traffic uses the mesh
   Route route(uint32_t tag);
-  void reduceBySockets(const World& world, void* data, size_t count, const Reduction& reduction, uint32_t tag);
+  void reduceBySockets(const GlooContext& context, void* data, size_t count, const Reduction& reduction, uint32_t tag);
   void reduce(void* data, size_t count, const Reduction& reduction, uint32_t tag);
   void reduceDirectly(void* data, size_t count, const Reduction& reduction, uint32_t tag);
   void reduceToParts(void* data, const std::vector<size_t>& counts, void* out, const Reduction& reduction,
@@ -87,7 +87,7 @@ class Group {
   const std::vector<int> local_;
   const std::function<void(const std::string&)> warn_;
   std::shared_ptr<Mesh> mesh_;
-  World world_;
+  GlooContext allRanks_;
   bool negotiated_ = false;
   Call call_;  // the current collective; only set for hosts_
   std::mutex mutex_;

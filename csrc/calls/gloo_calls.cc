@@ -7,8 +7,9 @@
 
 namespace elastic {
 
-void reduceByGloo(const World& world, void* data, size_t count, const Reduction& reduction, bool bcube, uint32_t tag) {
-  gloo::AllreduceOptions options(world);
+void reduceByGloo(const GlooContext& context, void* data, size_t count, const Reduction& reduction, bool bcube,
+                  uint32_t tag) {
+  gloo::AllreduceOptions options(context);
   options.setTag(tag);
   // Gloo needs the type for its width alone.
   switch (widthOf(reduction.type)) {
@@ -29,24 +30,25 @@ void reduceByGloo(const World& world, void* data, size_t count, const Reduction&
   gloo::allreduce(options);
 }
 
-void broadcastByGloo(const World& world, void* data, size_t bytes, int root, uint32_t tag) {
-  gloo::BroadcastOptions options(world);
+void broadcastByGloo(const GlooContext& context, void* data, size_t bytes, int root, uint32_t tag) {
+  gloo::BroadcastOptions options(context);
   options.setOutput(static_cast<char*>(data), bytes);
   options.setRoot(root);
   options.setTag(tag);
   gloo::broadcast(options);
 }
 
-void allgatherByGloo(const World& world, const void* in, void* out, const std::vector<size_t>& sizes, uint32_t tag) {
-  gloo::AllgathervOptions options(world);
-  options.setInput(static_cast<char*>(const_cast<void*>(in)), sizes[static_cast<size_t>(world->rank)]);
+void allgatherByGloo(const GlooContext& context, const void* in, void* out, const std::vector<size_t>& sizes,
+                     uint32_t tag) {
+  gloo::AllgathervOptions options(context);
+  options.setInput(static_cast<char*>(const_cast<void*>(in)), sizes[static_cast<size_t>(context->rank)]);
   options.setOutput(static_cast<char*>(out), sizes);
   options.setTag(tag);
   gloo::allgatherv(options);
 }
 
-void barrierByGloo(const World& world, uint32_t tag) {
-  gloo::BarrierOptions options(world);
+void barrierByGloo(const GlooContext& context, uint32_t tag) {
+  gloo::BarrierOptions options(context);
   options.setTag(tag);
   gloo::barrier(options);
 }

@@ -1,4 +1,5 @@
-// The collectives that Gloo has algorithms for, in any world; tags are distinct among those that run at the same time.
+// The collectives that Gloo has algorithms for, among the ranks of a context; tags are distinct among those that run at
+// the same time.
 #pragma once
 
 #include <gloo/context.h>
@@ -12,13 +13,15 @@
 
 namespace elastic {
 
-using World = std::shared_ptr<gloo::Context>;
+using GlooContext = std::shared_ptr<gloo::Context>;
 
 // In place, without the steps of finish(). bcube: for small data, else the ring.
-void reduceByGloo(const World& world, void* data, size_t count, const Reduction& reduction, bool bcube, uint32_t tag);
-void broadcastByGloo(const World& world, void* data, size_t bytes, int root, uint32_t tag);
+void reduceByGloo(const GlooContext& context, void* data, size_t count, const Reduction& reduction, bool bcube,
+                  uint32_t tag);
+void broadcastByGloo(const GlooContext& context, void* data, size_t bytes, int root, uint32_t tag);
 // out: the parts of all ranks in rank order; sizes[r] bytes each.
-void allgatherByGloo(const World& world, const void* in, void* out, const std::vector<size_t>& sizes, uint32_t tag);
-void barrierByGloo(const World& world, uint32_t tag);
+void allgatherByGloo(const GlooContext& context, const void* in, void* out, const std::vector<size_t>& sizes,
+                     uint32_t tag);
+void barrierByGloo(const GlooContext& context, uint32_t tag);
 
 }  // namespace elastic

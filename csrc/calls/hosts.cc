@@ -75,16 +75,17 @@ class LeadersTransport : public gloo::transport::Context {
   const Ranks ranks_;
 };
 
-struct LeadersWorld : gloo::Context {
-  explicit LeadersWorld(std::shared_ptr<LeadersTransport> transport) : gloo::Context(transport->rank, transport->size) {
+struct LeadersContext : gloo::Context {
+  explicit LeadersContext(std::shared_ptr<LeadersTransport> transport)
+      : gloo::Context(transport->rank, transport->size) {
     device_ = std::make_shared<Device>();
     timeout_ = transport->getTimeout();
     transportContext_ = std::move(transport);
   }
 };
 
-World buildLeadersWorld(const std::shared_ptr<Mesh>& mesh, const std::vector<int>& ranks) {
-  return std::make_shared<LeadersWorld>(std::make_shared<LeadersTransport>(mesh, ranks));
+GlooContext buildLeadersContext(const std::shared_ptr<Mesh>& mesh, const std::vector<int>& ranks) {
+  return std::make_shared<LeadersContext>(std::make_shared<LeadersTransport>(mesh, ranks));
 }
 struct HostDescriptor {
   int32_t leader = 0;
@@ -203,7 +204,7 @@ std::vector<int> agreeOnHosts(bool succeeded, const std::vector<int>& leaders, c
 
 Hosts::Hosts(const std::shared_ptr<Mesh>& mesh, Topology topology, std::unique_ptr<LocalGroup> local)
     : topology_(std::move(topology)), local_(std::move(local)) {
-  if (topology_.hosts.size() > 1 && topology_.member == 0) leaders_ = buildLeadersWorld(mesh, leaders());
+  if (topology_.hosts.size() > 1 && topology_.member == 0) leaders_ = buildLeadersContext(mesh, leaders());
 }
 
 std::vector<int> Hosts::leaders() const {
@@ -248,7 +249,7 @@ void Hosts::allreduce(void* data, size_t count, const Reduction& reduction, cons
 }
 
 void Hosts::broadcast(void* data, size_t bytes, int root, const Call& call,
-                      const std::function<void(const World&, int root)>& across) {
+                      const std::function<void(const GlooContext&, int root)>& across) {
   int host = 0, member = 0;
   for (size_t h = 0; h < topology_.hosts.size(); h++) {
     const auto& ranks = topology_.hosts[h];

@@ -32,8 +32,8 @@ class Hosts {
   bool isSingleHost() const { return topology_.hosts.size() == 1; }  // all ranks share one host
   std::vector<int> leaders() const;
 
-  // The in-place operation among leaders, in the world of the leaders.
-  using Step = std::function<void(const World& leaders)>;
+  // The in-place operation among leaders, with the context of the leaders.
+  using Step = std::function<void(const GlooContext& leaders)>;
   void allreduce(void* data, size_t count, const Reduction& reduction, const Call& call, const Step& across);
   // Among ranks that all share one host; see LocalGroup.
   void reducescatter(const void* data, const std::vector<size_t>& counts, void* out, const Reduction& reduction,
@@ -43,9 +43,10 @@ class Hosts {
   void alltoall(const Parts& in, const Parts& out, const Call& call) { local_->alltoall(in, out, call); }
   // across: also gets the root's host, as a rank among leaders.
   void broadcast(void* data, size_t bytes, int root, const Call& call,
-                 const std::function<void(const World&, int root)>& across);
+                 const std::function<void(const GlooContext&, int root)>& across);
   // across: gathers the hosts' parts, given in bytes, from the first into the second memory.
-  using GatherStep = std::function<void(const World&, const void* in, void* out, const std::vector<size_t>& sizes)>;
+  using GatherStep =
+      std::function<void(const GlooContext&, const void* in, void* out, const std::vector<size_t>& sizes)>;
   void gather(const void* own, void* out, const std::vector<size_t>& sizes, const Call& call, const GatherStep& across);
   void barrier(const Call& call, const Step& across);
 
@@ -59,7 +60,7 @@ class Hosts {
 
   const Topology topology_;
   const std::unique_ptr<LocalGroup> local_;  // null: the only rank on its host
-  World leaders_;                            // null: one host, or not a leader
+  GlooContext leaders_;                      // null: one host, or not a leader
 };
 
 }  // namespace elastic

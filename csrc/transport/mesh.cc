@@ -69,7 +69,7 @@ void Mesh::closeSockets() {
     failure_ = std::make_unique<Failure>(Cause::kAborted, std::vector<int>{}, name() + ": the group is closed");
   }
   wake();
-  while (hasLeader_) wakeup_.wait_for(lock, kSlice);
+  while (hasPoller_) wakeup_.wait_for(lock, kSlice);
   for (auto& pair : pairs_) {
     if (pair) static_cast<Pair*>(pair.get())->closeSocket();
   }
@@ -145,18 +145,18 @@ void Mesh::sendCloseFrames() {
 void Mesh::wake() {
   wakeup_.notify_all();
   const uint64_t one = 1;
-  if (event_ >= 0 && write(event_, &one, sizeof one) < 0) return;  // counter full: the leader wakes anyway
+  if (event_ >= 0 && write(event_, &one, sizeof one) < 0) return;  // counter full: the poller wakes anyway
 }
 
 // Waits for events and handles them; returns their number.
 int Mesh::pollEvents(Lock& lock, std::chrono::milliseconds timeout) {
   epoll_event events[64];
-  hasLeader_ = true;
+  hasPoller_ = true;
   if (heartbeat_ != nullptr) heartbeat_->fetch_add(1, std::memory_order_relaxed);
   lock.unlock();
   const int ready = epoll_wait(epoll_, events, 64, static_cast<int>(timeout.count()));
   lock.lock();
-  hasLeader_ = false;
+  hasPoller_ = false;
   wakeup_.notify_all();
   if (!failure_) resumeAccepting();
   for (int i = 0; i < ready && !failure_; i++) dispatch(events[i].data.fd, events[i].events);
@@ -211,7 +211,7 @@ PendingConnection& Mesh::addPending(PendingConnection incoming) {
   return pending_.emplace(fd, std::move(incoming)).first->second;
 }
 
-// Out of descriptors or memory: the listening socket would stay readable and wake the leader in a loop.
+// Out of descriptors or memory: the listening socket would stay readable and wake the poller in a loop.
 void Mesh::pauseAccepting() {
   unwatch(endpoint_->fd());
   resumeAcceptingAt_ = Clock::now() + kAcceptPause;
@@ -348,8 +348,8 @@ void Mesh::wait(Lock& lock, const std::function<bool()>& done, const char* what)
     if (now >= deadline) failByTimeout(what, now - deadline >= kGrace);
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - now);
     const auto slice = now < deadline ? std::min(kSlice, left) : kSlice;
-    if (!hasLeader_) {
-      begin += pollAsLeader(lock, slice, begin);
+    if (!hasPoller_) {
+      begin += pollForAll(lock, slice, begin);
     } else if (wakeup_.wait_for(lock, slice) == std::cv_status::timeout) {
       begin += stoppedTime(now, slice);
       reportWait(lock, begin, {});
@@ -388,7 +388,7 @@ void Mesh::failByTimeout(const char* what, bool suspectAll) {
 }
 
 // Runs the event loop once during a wait that began at `begin`; returns the time in which the process was stopped.
-Mesh::Clock::duration Mesh::pollAsLeader(Lock& lock, std::chrono::milliseconds slice, Clock::time_point begin) {
+Mesh::Clock::duration Mesh::pollForAll(Lock& lock, std::chrono::milliseconds slice, Clock::time_point begin) {
   const auto before = Clock::now();
   const int ready = pollEvents(lock, slice);
   const auto now = Clock::now();
@@ -448,7 +448,7 @@ void Mesh::observeFailure(std::function<void(const Failure&)> onFailure, std::at
 void Mesh::pollOnce() {
   Lock lock(mu_);
   checkLocked();
-  if (!hasLeader_) pollEvents(lock, std::chrono::milliseconds(0));  // else another caller polls
+  if (!hasPoller_) pollEvents(lock, std::chrono::milliseconds(0));  // else another caller polls
   checkLocked();
   returnHandshakes();
 }
@@ -468,10 +468,10 @@ bool Mesh::runUntil(const std::function<bool()>& done, Clock::time_point until) 
     checkLocked();
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now());
     if (left.count() <= 0) break;
-    if (hasLeader_) {
+    if (hasPoller_) {
       wakeup_.wait_for(lock, std::min(kSlice, left));
     } else {
-      pollAsLeader(lock, std::min(kSlice, left), begin);
+      pollForAll(lock, std::min(kSlice, left), begin);
     }
   }
   returnHandshakes();

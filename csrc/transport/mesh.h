@@ -2,8 +2,8 @@
 // own ones, so that all generations of a process share one listening socket, a handshake proves the job's key and
 // carries the fence, and any thread can abort.
 //
-// The mesh has no thread. The first caller that waits becomes the leader and runs the event loop; other waiters sleep
-// until the leader wakes them. One mutex guards everything; sockets open on first use; any failure ends the whole mesh.
+// The mesh has no thread. The first caller that waits becomes the poller and runs the event loop; other waiters sleep
+// until the poller wakes them. One mutex guards everything; sockets open on first use; any failure ends the whole mesh.
 #pragma once
 
 #include <gloo/transport/context.h>
@@ -92,7 +92,7 @@ class Mesh : public gloo::transport::Context {
   std::vector<int> ranksAwaited(bool silentOnes);
   void failByTimeout(const char* what, bool suspectAll);
   static Clock::duration stoppedTime(Clock::time_point since, std::chrono::milliseconds slice);
-  Clock::duration pollAsLeader(Lock& lock, std::chrono::milliseconds slice, Clock::time_point begin);
+  Clock::duration pollForAll(Lock& lock, std::chrono::milliseconds slice, Clock::time_point begin);
   int pollEvents(Lock& lock, std::chrono::milliseconds timeout);
   void reportWait(Lock& lock, Clock::time_point begin, const std::vector<int>& ranks);
   void doPeriodicWork(Clock::time_point begin);
@@ -124,7 +124,7 @@ class Mesh : public gloo::transport::Context {
   std::vector<SocketAddress> addresses_;
   std::mutex mu_;
   std::condition_variable wakeup_;
-  bool hasLeader_ = false;  // a caller runs the event loop
+  bool hasPoller_ = false;  // a caller runs the event loop
   int epoll_ = -1, event_ = -1;
   std::unique_ptr<Failure> failure_;
   GracefulClose closing_;
