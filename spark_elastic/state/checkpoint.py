@@ -50,7 +50,7 @@ class CheckpointStore:
             StoreFull: the store has no room; what was written of the checkpoint is removed.
             StoreError: the store cannot be written, or does not give back the bytes that were written.
         """
-        name = name_of(fence, position)
+        name = format_checkpoint_name(fence, position)
         checksums = {part: {"bytes": len(data), "sha256": _sha256(data)} for part, data in parts.items()}
         manifest = json.dumps({"version": VERSION, "parts": checksums}, sort_keys=True).encode()
         try:
@@ -130,7 +130,7 @@ class CheckpointStore:
                 self._store.remove_tree(path)
 
 
-def name_of(fence: Fence, position: Position) -> str:
+def format_checkpoint_name(fence: Fence, position: Position) -> str:
     """The folder of a checkpoint that a member of the world `fence` writes at `position`."""
     place = f"{position.epoch:05d}-{position.phase.value}-{position.step:08d}"
     return f"{fence.attempt:06d}-{fence.generation:06d}-{place}"

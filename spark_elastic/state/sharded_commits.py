@@ -94,14 +94,14 @@ class ShardedCommits:
     def __init__(self) -> None:
         self._held: list[ShardedCommit] = []
         # Memory of a commit that was dropped, for the next one.
-        self._spare: list[Bytes] = []
+        self._free_memory: list[Bytes] = []
         self._places: tuple[Place, ...] = ()
 
     def newest_complete(self) -> ShardedCommit | None:
         return self._held[0] if self._held else None
 
     def clear(self) -> None:
-        self._held, self._spare = [], []
+        self._held, self._free_memory = [], []
 
     def save(self, group: Group, position: Position, fence: tuple[int, int], capture: Capture) -> None:
         """Make a commit, complete on all ranks when this returns.
@@ -146,12 +146,12 @@ class ShardedCommits:
     def _keep_only(self, commit: ShardedCommit) -> None:
         dropped = [each for each in self._held if each is not commit]
         self._held = [commit]
-        self._spare = [memory for each in dropped[-1:] for memory in each.memory]
+        self._free_memory = [memory for each in dropped[-1:] for memory in each.memory]
 
     def _allocate(self, nbytes: int) -> Bytes:
-        for number, memory in enumerate(self._spare):
+        for number, memory in enumerate(self._free_memory):
             if memory.nbytes == nbytes:
-                return self._spare.pop(number)
+                return self._free_memory.pop(number)
         return np.empty(nbytes, np.uint8)
 
     # ---- at the beginning of a world

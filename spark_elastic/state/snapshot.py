@@ -165,7 +165,7 @@ class SnapshotBuffer:
 
     def __init__(self) -> None:
         self._newest: Snapshot | None = None
-        self._spare: Bytes = np.empty(0, np.uint8)
+        self._free_memory: Bytes = np.empty(0, np.uint8)
         self._running: _BackgroundCopy | None = None
         # A deferred piece changed too early once; from then on nothing is copied in the background.
         self._synchronous = False
@@ -175,7 +175,7 @@ class SnapshotBuffer:
         self.wait()
         builder = SnapshotBuilder()
         values = capture(builder)
-        snapshot = Snapshot(position, values, self.spare_memory(builder.size))
+        snapshot = Snapshot(position, values, self.get_free_memory(builder.size))
         _copy(builder.pieces, snapshot.memory)
         copy = _BackgroundCopy(snapshot, builder)
         if self._synchronous or not builder.deferred:
@@ -212,15 +212,15 @@ class SnapshotBuffer:
         self.wait()
         self._swap(snapshot)
 
-    def spare_memory(self, nbytes: int) -> Bytes:
+    def get_free_memory(self, nbytes: int) -> Bytes:
         """Memory of exactly `nbytes` bytes that holds no complete snapshot."""
-        if self._spare.nbytes != nbytes:
-            self._spare = np.empty(nbytes, np.uint8)
-        return self._spare
+        if self._free_memory.nbytes != nbytes:
+            self._free_memory = np.empty(nbytes, np.uint8)
+        return self._free_memory
 
     def _swap(self, snapshot: Snapshot) -> None:
         former, self._newest = self._newest, snapshot
-        self._spare = np.empty(0, np.uint8) if former is None else former.memory
+        self._free_memory = np.empty(0, np.uint8) if former is None else former.memory
 
 
 class Codec(Protocol):

@@ -379,9 +379,9 @@ class ObjectState(State):
         if group is None or group.rank == self.source_rank:
             self._snapshots.begin(_position_of(self._number), self._capture)
         if group is not None:
-            spare = self._snapshots.spare_memory
+            allocate = self._snapshots.get_free_memory
             mine = self._snapshots.newest()
-            arrived = broadcast_snapshot(group, self.source_rank, mine, PickleCodec(), allocate=spare)
+            arrived = broadcast_snapshot(group, self.source_rank, mine, PickleCodec(), allocate=allocate)
             if arrived is not None:
                 self._snapshots.replace(arrived)
                 self._load(arrived)

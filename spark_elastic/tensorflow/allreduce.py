@@ -19,7 +19,7 @@ from spark_elastic.ops.negotiation import ALLGATHER, ALLREDUCE, Request, qualify
 from spark_elastic.ops.operations import as_engine_array, get_queue
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set, is_single_process
 from spark_elastic.ops.reduction import Average, ReduceOp, ReduceOptions, Sum
-from spark_elastic.tensorflow.arrays import Tensor, call, copy_arrays, name_of, no_autograph
+from spark_elastic.tensorflow.arrays import Tensor, call, copy_arrays, get_dtype_name, no_autograph
 from spark_elastic.tensorflow.compression import Compression
 
 
@@ -95,7 +95,7 @@ def allreduce_tensors(tensors: Sequence[Tensor], name: str | None, options: Redu
 def _allreduce(tensors: Sequence[Tensor], name: str | None, options: ReduceOptions) -> list[Tensor]:
     wire, compressed = compress_tensors(tensors, options)
     dtypes = [tensor.dtype for tensor, _ in compressed]
-    names = tuple(name_of(dtype) for dtype in dtypes)
+    names = tuple(get_dtype_name(dtype) for dtype in dtypes)
 
     def body(arrays: list[Array]) -> list[Array]:
         results = copy_arrays(arrays).views
@@ -142,7 +142,7 @@ def allreduce_slices(
             f"IndexedSlices take Average and Sum, not {options.op.name}: use tf.convert_to_tensor first."
         )
     given = [slices.values, slices.indices]
-    names = tuple(name_of(tensor.dtype) for tensor in given)
+    names = tuple(get_dtype_name(tensor.dtype) for tensor in given)
 
     def body(arrays: list[Array]) -> list[Array]:
         if allow_single and is_single_process(options.process_set):

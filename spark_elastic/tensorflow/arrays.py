@@ -30,7 +30,7 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 Tensor: TypeAlias = Any  # a tf.Tensor, eager or of a graph
 
 
-def name_of(dtype: Any) -> str:
+def get_dtype_name(dtype: Any) -> str:
     """Return the name that numpy and the engine use: float32, bfloat16, bool ...
 
     Raises:

@@ -18,7 +18,7 @@ from spark_elastic.ops.process_sets import ProcessSet, global_process_set, root_
 from spark_elastic.ops.reduction import Average, ReduceOptions
 from spark_elastic.state.handlers import unwrap_variable
 from spark_elastic.tensorflow.allreduce import allreduce_tensors
-from spark_elastic.tensorflow.arrays import Tensor, call, copy_arrays, name_of, no_autograph
+from spark_elastic.tensorflow.arrays import Tensor, call, copy_arrays, get_dtype_name, no_autograph
 from spark_elastic.tensorflow.topology_ops import rank_in
 
 
@@ -61,7 +61,7 @@ def grouped_allgather(
 
 
 def _allgather(tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet) -> list[Tensor]:
-    names = tuple(name_of(tensor.dtype) for tensor in tensors)
+    names = tuple(get_dtype_name(tensor.dtype) for tensor in tensors)
 
     def body(arrays: list[Array]) -> Sequence[Array]:
         request = Request(
@@ -103,7 +103,7 @@ def broadcast_all(
     tensors: Sequence[Tensor], root_rank: int, name: str | None, process_set: ProcessSet
 ) -> list[Tensor]:
     """Broadcast several tensors as one operation."""
-    names = tuple(name_of(tensor.dtype) for tensor in tensors)
+    names = tuple(get_dtype_name(tensor.dtype) for tensor in tensors)
 
     def body(arrays: list[Array]) -> list[Array]:
         results = copy_arrays(arrays).views

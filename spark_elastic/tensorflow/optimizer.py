@@ -29,7 +29,7 @@ from spark_elastic.ops.process_sets import ProcessSet, global_process_set, is_si
 from spark_elastic.ops.reduction import Adasum, Average, ReduceOp, ReduceOptions
 from spark_elastic.state.handlers import trainable_weights_of, unwrap_variable
 from spark_elastic.tensorflow.allreduce import allreduce_slices, compress_tensors
-from spark_elastic.tensorflow.arrays import Tensor, call, copy_arrays, name_of, no_autograph
+from spark_elastic.tensorflow.arrays import Tensor, call, copy_arrays, get_dtype_name, no_autograph
 from spark_elastic.tensorflow.compression import Compression
 from spark_elastic.tensorflow.topology_ops import size_op
 
@@ -102,7 +102,7 @@ def _allreduce_group(gradients: list[Tensor], options: ReduceOptions) -> list[Te
     """Allreduce gradients of one dtype as one operation."""
     wire, compressed = compress_tensors(gradients, options)
     tensors = [tensor for tensor, _ in compressed]
-    dtype = name_of(tensors[0].dtype)
+    dtype = get_dtype_name(tensors[0].dtype)
     name = f"allreduce.gradients.{_make_label(tensors)}"
 
     def body(arrays: list[Array]) -> list[Array]:

@@ -18,7 +18,7 @@ from spark_elastic.ops.negotiation import ALLTOALL, REDUCESCATTER, Request, qual
 from spark_elastic.ops.operations import as_engine_array, get_queue
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduction import Average, ReduceOp, ReduceOptions
-from spark_elastic.tensorflow.arrays import Tensor, call, name_of, no_autograph
+from spark_elastic.tensorflow.arrays import Tensor, call, get_dtype_name, no_autograph
 from spark_elastic.tensorflow.compression import Compression
 from spark_elastic.tensorflow.gathering import grouped_allgather
 from spark_elastic.tensorflow.topology_ops import size_op
@@ -59,7 +59,7 @@ def alltoall(
 def _alltoall(
     tensor: Tensor, splits: Any, name: str | None, process_set: ProcessSet
 ) -> tuple[Tensor, Tensor]:
-    dtype = name_of(tensor.dtype)
+    dtype = get_dtype_name(tensor.dtype)
     sent = [] if splits is None else [tf.cast(tf.convert_to_tensor(splits), tf.int32)]
 
     def body(arrays: list[Array]) -> list[Array]:
@@ -125,7 +125,7 @@ def _gather_gradients(upstream: Sequence[Tensor], options: ReduceOptions) -> lis
 def _reducescatter(tensors: Sequence[Tensor], name: str | None, options: ReduceOptions) -> list[Tensor]:
     compressed = [options.compression.compress(tensor) for tensor in tensors]
     given = [tensor for tensor, _ in compressed]
-    names = tuple(name_of(tensor.dtype) for tensor in given)
+    names = tuple(get_dtype_name(tensor.dtype) for tensor in given)
 
     def body(arrays: list[Array]) -> Sequence[Array]:
         request = Request(

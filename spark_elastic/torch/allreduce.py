@@ -24,7 +24,7 @@ from spark_elastic.torch.tensors import (
     copy_back,
     copy_to_host,
     disable_compile,
-    name_of,
+    get_dtype_name,
     to_host,
 )
 
@@ -163,7 +163,7 @@ def start(
     request = Request(
         ALLREDUCE,
         qualify_name(ALLREDUCE, name),
-        tuple(name_of(each.dtype) for each in working),
+        tuple(get_dtype_name(each.dtype) for each in working),
         tuple(tuple(each.shape) for each in working),
         options.op.value,
         options.scale,

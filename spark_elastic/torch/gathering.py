@@ -24,7 +24,7 @@ from spark_elastic.torch.tensors import (
     copy_back,
     copy_to_host,
     disable_compile,
-    name_of,
+    get_dtype_name,
     tensor_of,
     to_host,
 )
@@ -71,7 +71,7 @@ def _gather(
     request = Request(
         ALLGATHER,
         qualify_name(ALLGATHER, name),
-        tuple(name_of(each.dtype) for each in rows),
+        tuple(get_dtype_name(each.dtype) for each in rows),
         tuple((-1, *each.shape[1:]) for each in rows),
     )
     operation = get_queue(process_set).submit(request, [array_of(each) for each in rows], awaited=awaited)
@@ -138,7 +138,7 @@ def broadcast_all(
     request = Request(
         BROADCAST,
         qualify_name(BROADCAST, name),
-        tuple(name_of(each.dtype) for each in working),
+        tuple(get_dtype_name(each.dtype) for each in working),
         tuple(tuple(each.shape) for each in working),
         root=root,
     )

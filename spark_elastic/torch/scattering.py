@@ -18,7 +18,7 @@ from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduction import Average, ReduceOp, ReduceOptions
 from spark_elastic.torch.compression import Compression
 from spark_elastic.torch.gathering import grouped_allgather
-from spark_elastic.torch.tensors import Handle, array_of, disable_compile, name_of, tensor_of, to_host
+from spark_elastic.torch.tensors import Handle, array_of, disable_compile, get_dtype_name, tensor_of, to_host
 
 
 def alltoall(
@@ -63,7 +63,7 @@ def _alltoall(
     request = Request(
         ALLTOALL,
         qualify_name(ALLTOALL, name),
-        (name_of(working.dtype),),
+        (get_dtype_name(working.dtype),),
         ((-1, *working.shape[1:]),),
     )
     operation = get_queue(process_set).submit(request, [array_of(working)], sent)
@@ -138,7 +138,7 @@ def _start(tensors: Sequence[torch.Tensor], name: str | None, options: ReduceOpt
     request = Request(
         REDUCESCATTER,
         qualify_name(REDUCESCATTER, name),
-        tuple(name_of(each.dtype) for each in working),
+        tuple(get_dtype_name(each.dtype) for each in working),
         tuple(tuple(each.shape) for each in working),
         options.op.value,
         options.scale,

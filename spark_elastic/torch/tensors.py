@@ -21,7 +21,7 @@ from spark_elastic.worker.context import get_process_context
 log = logging.getLogger(__name__)
 
 
-def name_of(dtype: torch.dtype) -> str:
+def get_dtype_name(dtype: torch.dtype) -> str:
     """Return the name that numpy and the engine use: float32, bfloat16, bool ..."""
     return str(dtype).removeprefix("torch.")
 

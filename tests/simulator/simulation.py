@@ -19,7 +19,7 @@ from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import driver_machine, worker_machine
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position, SlotId, WorkerId, World
-from spark_elastic.state.checkpoint import CheckpointStore, name_of
+from spark_elastic.state.checkpoint import CheckpointStore, format_checkpoint_name
 from spark_elastic.state.run_lease import RunLease
 from tests.memory_store import make_memory_store
 from tests.simulator.fault_injection import FaultInjection
@@ -94,7 +94,7 @@ class SimRun:
     # ---- checkpoints
 
     def write_half(self, fence: Fence, position: Position) -> None:
-        self._store.write_bytes(self._object(name_of(fence, position)), b"[0,")
+        self._store.write_bytes(self._object(format_checkpoint_name(fence, position)), b"[0,")
 
     def write(self, fence: Fence, position: Position, weights: Weights) -> Checkpoint:
         data = json.dumps([position.epoch, position.phase, position.step, *weights]).encode()

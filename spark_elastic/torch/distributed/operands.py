@@ -18,7 +18,7 @@ from elastic_collectives import Group
 from elastic_collectives.group import Array
 from elastic_collectives.operands import DTYPES
 from spark_elastic.errors import InvalidInput
-from spark_elastic.torch.tensors import name_of
+from spark_elastic.torch.tensors import get_dtype_name
 
 # torch's name of a reduction -> the engine's.
 ENGINE_OPS = {
@@ -128,7 +128,7 @@ class Reduction:
         Raises:
             InvalidInput: numbers of that dtype cannot be reduced so.
         """
-        dtype = name_of(operand.dtype)
+        dtype = get_dtype_name(operand.dtype)
         if self.name not in ENGINE_OPS and self.name not in BITWISE_OPS:
             raise InvalidInput(
                 f"the backend 'elastic' does not know ReduceOp.{self.name}: use SUM, AVG, MIN or MAX."

@@ -28,7 +28,7 @@ from spark_elastic.ops.stall import watch_collective
 from spark_elastic.ops.timeline import Timeline
 from spark_elastic.torch.gradients.buckets import Bucket, ParameterSpec
 from spark_elastic.torch.gradients.exchange_options import ExchangeOptions
-from spark_elastic.torch.tensors import array_of, name_of, to_host, warn_about_gpus
+from spark_elastic.torch.tensors import array_of, get_dtype_name, to_host, warn_about_gpus
 from spark_elastic.worker.context import CollectiveThread
 
 
@@ -317,7 +317,7 @@ def allreduce_compressed(
     for tensor in tensors:
         compressed, ctx = compressor.compress(tensor)
         sent = to_host(compressed)
-        group.allreduce(array_of(sent), dtype=name_of(sent.dtype), scale=scale)
+        group.allreduce(array_of(sent), dtype=get_dtype_name(sent.dtype), scale=scale)
         result = compressor.decompress(sent, ctx)
         if result.shape != tensor.shape:
             raise InvalidInput(

@@ -19,7 +19,7 @@ from spark_elastic.protocol.commands import PublishCheckpoint
 from spark_elastic.protocol.messages import CheckpointStoreFull, CheckpointWritten
 from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
 from spark_elastic.state import run_lease
-from spark_elastic.state.checkpoint import CheckpointStore, CheckpointWriter, name_of
+from spark_elastic.state.checkpoint import CheckpointStore, CheckpointWriter, format_checkpoint_name
 from spark_elastic.state.run_lease import RunLease
 from tests.memory_store import make_memory_store
 from tests.unit.protocol.driver_bench import FOUR, Bench, name
@@ -298,7 +298,9 @@ def test_on_a_full_store_the_list_is_written_once_the_oldest_checkpoint_is_delet
     old, newer = write_checkpoint(store, 1), write_checkpoint(store, 2)
     lease.publish_now((newer, old))
     limit_room(store, sum(each.bytes for each in store.find()))
-    newest = replace(newer, position=at(3), name=name_of(newer.fence, at(3)) + "-a-longer-name")
+    newest = replace(
+        newer, position=at(3), name=format_checkpoint_name(newer.fence, at(3)) + "-a-longer-name"
+    )
     lease.publish_now((newest, newer))
     assert CheckpointStore(store, "r").read_published() == (newest, newer)
     with pytest.raises(StoreError):
