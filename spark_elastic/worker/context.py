@@ -226,6 +226,8 @@ class ProcessContext(Scope):
 
     def __init__(self) -> None:
         super().__init__()
+        # What this process trains on: "cpu", "cuda", or another device type of torch.
+        self.device = "cpu"
         # None: this process is no worker.
         self.worker: WorkerContext | None = None
         self.call = CallContext()
