@@ -1,11 +1,21 @@
-"""The device that a worker trains on. Training thread only."""
+"""The device that a worker trains on, and copies between it and the memory of the host. Training thread only.
+
+On a GPU the training thread runs ahead of the device. It waits for the device where the ranks exchange, and nowhere
+else: what it needs on the host is copied in the order of the stream, and read after the backward pass was launched.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.worker.context import get_process_context
+
+CPU = torch.device("cpu")
 
 
 def select_device() -> torch.device:
@@ -16,7 +26,7 @@ def select_device() -> torch.device:
     """
     kind = get_process_context().device
     if kind == "cpu":
-        return torch.device("cpu")
+        return CPU
     if kind == "cuda" and not torch.cuda.is_available():
         raise InvalidInput(_explain_missing_gpu())
     return torch.device(kind, 0)  # the process sees no other GPUs
@@ -32,3 +42,115 @@ def _explain_missing_gpu() -> str:
         f"this worker is to train on a GPU, and torch {torch.__version__} (CUDA {torch.version.cuda}) finds none: "
         "look at nvidia-smi on its host for the driver, or set device='cpu'."
     )
+
+
+def get_device_module(device: torch.device) -> Any:
+    """torch's module for a device that is not the CPU, such as `torch.cuda`."""
+    return getattr(torch, device.type)
+
+
+def initialize_device(device: torch.device) -> None:
+    """Create this process's context on the device, which takes seconds; a spare does so in advance."""
+    if device != CPU:
+        warm = torch.ones((8, 8), device=device)
+        torch.mm(warm, warm)  # loads the libraries of matrix products
+
+
+@contextmanager
+def explain_exhausted_memory(advice: str) -> Iterator[None]:
+    """Say what to change where the memory of the GPU does not suffice. advice: the settings, in words."""
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        reason = str(error).partition(". ")[0]
+        raise InvalidInput(f"the memory of the GPU is exhausted ({reason}): {advice}.") from error
+
+
+class HostCopy:
+    """Tensors on their way to the host, copied once the device has computed them. Tensors of the CPU are there."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = [_start_copy_to_host(tensor) for tensor in tensors]
+        self._copied: Any = None
+        device = next((tensor.device for tensor in tensors if tensor.device != CPU), CPU)
+        if device != CPU:
+            self._copied = get_device_module(device).Event()
+            self._copied.record()
+
+    def wait(self) -> list[torch.Tensor]:
+        """Wait for the device, and return the tensors, on the host."""
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
+        return self._tensors
+
+
+def _start_copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device == CPU:
+        return tensor
+    pins = tensor.device.type == "cuda"
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pins).copy_(tensor, non_blocking=True)
+
+
+class HostSum:
+    """The sum of numbers that a device computes, added on the host in the order of `add`."""
+
+    def __init__(self) -> None:
+        self._numbers: list[float | HostCopy] = []
+
+    def add(self, number: torch.Tensor) -> None:
+        """Add a tensor (). Returns at once, also if the device has not computed it yet."""
+        detached = number.detach()
+        self._numbers.append(float(detached) if detached.device == CPU else HostCopy([detached]))
+
+    def compute(self) -> float:
+        """The sum. Waits for the device."""
+        total = 0.0
+        for number in self._numbers:
+            total += number if isinstance(number, float) else float(number.wait()[0])
+        return total
+
+
+class DeviceCopier:
+    """Copies arrays of the host to a device through pinned memory, on a stream beside the computation."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module = get_device_module(device)
+        self._stream = self._module.Stream()
+        self._pins = device.type == "cuda"
+
+    def copy(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Start to copy a tensor of the CPU to the device, as `dtype`; what is narrower travels.
+
+        Another stream must not use the result before `Arrival.wait`.
+        """
+        narrow = dtype if dtype.itemsize <= tensor.dtype.itemsize else tensor.dtype
+        pinned = torch.empty(tensor.shape, dtype=narrow, pin_memory=self._pins).copy_(tensor)
+        with self._module.stream(self._stream):
+            return pinned.to(self._device, non_blocking=True).to(dtype)
+
+    def record(self) -> Arrival:
+        """The arrival of everything that is being copied."""
+        arrived = self._module.Event()
+        arrived.record(self._stream)
+        return Arrival(self._module, arrived)
+
+
+class Arrival:
+    """The end of copies to a device."""
+
+    def __init__(self, module: Any, arrived: Any) -> None:
+        self._module, self._arrived = module, arrived
+
+    def wait(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Have the computation that is launched from now on wait for the copies; this thread does not wait.
+
+        Args:
+            tensors: what was copied and will be used.
+        """
+        stream = self._module.current_stream()
+        stream.wait_event(self._arrived)
+        for tensor in tensors:
+            if tensor.device.type == "cuda":
+                tensor.record_stream(stream)

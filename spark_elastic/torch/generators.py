@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.random import mtrand
 
+from spark_elastic.torch.devices import CPU, get_device_module, select_device
 from spark_elastic.worker.stack_sampler import gc_paused
 
 
@@ -50,22 +51,42 @@ def seeded_rng(*key: int) -> Iterator[None]:
         yield
 
 
+def device_rng_state() -> torch.Tensor | None:
+    """The state of the generator of the device that this process trains on; None: that is the CPU."""
+    device = select_device()
+    if device == CPU:
+        return None
+    state: torch.Tensor = get_device_module(device).get_rng_state()
+    return state
+
+
+def set_device_rng_state(state: torch.Tensor | None) -> None:
+    """Set what `device_rng_state` returned."""
+    device = select_device()
+    if device != CPU and state is not None:
+        get_device_module(device).set_rng_state(state)
+
+
 @contextmanager
 def borrow_rng() -> Iterator[Callable[..., None]]:
     """Gives a function that seeds the generators by whole numbers; afterwards they are as they were before."""
-    saved = torch_rng_state(), random.getstate()
+    saved = torch_rng_state(), random.getstate(), device_rng_state()
     try:
         with _borrow_numpy():
             yield _seed
     finally:
         torch.set_rng_state(saved[0])
         random.setstate(saved[1])
+        set_device_rng_state(saved[2])
 
 
 def _seed(*key: int) -> None:
     numbers = b"%d," * len(key) % key  # formatting a member of an enum takes ten times as long
     seed = int.from_bytes(hashlib.sha256(numbers).digest()[:8], "little")
     torch.default_generator.manual_seed(seed)
+    device = select_device()
+    if device != CPU:
+        get_device_module(device).manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
 

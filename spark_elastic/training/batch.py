@@ -46,6 +46,8 @@ class LocalBatch(Generic[R]):
     # Which of the step's virtual shares these are: the first one's number, and how all ranks divide them.
     first_share: int = 0
     division: Division | None = None
+    # Labels and weights in memory of the host, where the arrays above are on another device.
+    on_host: tuple[tuple[R, ...], R | None] | None = None
 
     def __len__(self) -> int:
         return len(self.row_ids)
@@ -58,13 +60,18 @@ class LocalBatch(Generic[R]):
             return
         for number in range(parts):
             part = slice(len(self) * number // parts, len(self) * (number + 1) // parts)
+            on_host = self.on_host
             yield LocalBatch(
                 self.planned,
                 self.row_ids[part],
                 tuple(each[part] for each in self.features),
-                tuple(each[part] for each in self.labels),
-                None if self.weights is None else self.weights[part],
+                *_cut(self.labels, self.weights, part),
+                on_host=None if on_host is None else _cut(*on_host, part),
             )
+
+
+def _cut(labels: tuple[R, ...], weights: R | None, part: slice) -> tuple[tuple[R, ...], R | None]:
+    return tuple(each[part] for each in labels), None if weights is None else weights[part]
 
 
 # ---- rows for metrics

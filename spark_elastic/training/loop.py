@@ -77,6 +77,7 @@ class TrainingLoop:
     def sync(self, world: World, group: Group) -> Position:
         assert world.source is not None
         self._mark("formed", group)
+        self._trainer.move_to_device()
         self._callbacks.on_fit_begin(group)
         if world.resume and group.rank == world.source:
             assert self._snapshot_reader is not None
@@ -90,6 +91,7 @@ class TrainingLoop:
 
     def run(self, world: World, group: Group, handle: WorkerHandle) -> Outcome:
         self._has_state = True
+        self._trainer.move_to_device()
         self._mark("runs", group)
         self._warn_of_dependence(group)
         self._callbacks.on_world_begin(group)
@@ -158,8 +160,9 @@ class TrainingLoop:
         with (
             self._loader.steps(position.epoch, position.step, group.rank, group.size, division) as steps,
             exit_forks(),  # before the reader is closed, whose threads a forked process has not
+            self._transformations.transform(steps, self._spec.plan, group, augments=True) as pending_steps,
         ):
-            for pending in self._transformations.transform(steps, self._spec.plan, group, augments=True):
+            for pending in pending_steps:
                 rows = pending.rows
                 if rows.step == position.step:
                     self._mark("read", group)
@@ -171,7 +174,9 @@ class TrainingLoop:
                 self._callbacks.on_step_begin(rows.epoch, rows.step)
                 with self._add_rows_to_errors(rows):
                     newest = handle.membership_version()
-                    decision = self._take_step(group, pending.finish(), newest, account)
+                    decision = self._take_step(
+                        group, pending.finish(), newest, account, pending_steps.get_next_rows
+                    )
                 handle.report_position(self._state.position)
                 self._update_checkpoint(world, applied=True)
                 self._report(group, handle, decision.loss / (decision.denominator or 1.0), decision.rows)
@@ -193,13 +198,16 @@ class TrainingLoop:
         rows: StepRows,
         version: MembershipVersion,
         account: Callable[[StepDecision], Position],
+        get_next_rows: Callable[[], StepRows | None],
     ) -> StepDecision:
         """Take a step, and take it again while ranks dispute its bits. A rank that is suspected twice in a row raises;
         the others then go on without it."""
         suspected = False
         while True:
             try:
-                return self._trainer.train_step(group, rows, version, account, self._call_step_finalized)
+                return self._trainer.train_step(
+                    group, rows, version, account, self._call_step_finalized, get_next_rows
+                )
             except StepDisputed as dispute:
                 if group.rank in dispute.suspects and suspected:
                     raise
@@ -416,9 +424,11 @@ class Validation:
             trainer.validation_mode(),
             self._loader.steps(0, position.step, group.rank, group.size, division) as steps,
             exit_forks(),
+            self._transformations.transform(steps, self._rows.plan, group, augments=False) as pending_steps,
         ):
-            for pending in self._transformations.transform(steps, self._rows.plan, group, augments=False):
-                decision = trainer.validation_step(group, pending.finish(), handle.membership_version())
+            for pending in pending_steps:
+                rows, version = pending.finish(), handle.membership_version()
+                decision = trainer.validation_step(group, rows, version, pending_steps.get_next_rows)
                 self._account(decision, group.size)
                 handle.report_position(trainer.state.position)
                 self._on_finalized(world, decision.version)

@@ -157,7 +157,11 @@ class ModelTrainer(Protocol):
         ...
 
     def prepare(self, progress: TrainingProgress, ledger: Ledger) -> None:
-        """Build the state, with `progress` in it."""
+        """Build the state, with `progress` in it. A spare does so long before it becomes a worker."""
+        ...
+
+    def move_to_device(self) -> None:
+        """This process is a worker: move the model to the device that it trains on. May be called again."""
         ...
 
     def train_step(
@@ -167,6 +171,7 @@ class ModelTrainer(Protocol):
         version: MembershipVersion,
         account: Callable[[StepDecision], Position],
         before_apply: Callable[[], None],
+        get_next_rows: Callable[[], StepRows | None],
     ) -> StepDecision:
         """Take one step.
 
@@ -174,6 +179,8 @@ class ModelTrainer(Protocol):
             version: the newest membership version that this worker knows.
             account: adds the decision to the epoch's sums and returns the next position; called in the apply section.
             before_apply: called once the exchange is complete.
+            get_next_rows: returns the rows of the step after this one, None if they are not there yet. It may be called
+                while a device computes.
         """
         ...
 
@@ -181,7 +188,13 @@ class ModelTrainer(Protocol):
         """A context around the validation steps of one epoch."""
         ...
 
-    def validation_step(self, group: Group, rows: StepRows, version: MembershipVersion) -> StepDecision:
+    def validation_step(
+        self,
+        group: Group,
+        rows: StepRows,
+        version: MembershipVersion,
+        get_next_rows: Callable[[], StepRows | None],
+    ) -> StepDecision:
         """One step of validation with its exchange; the position stays."""
         ...
 

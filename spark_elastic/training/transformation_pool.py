@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import queue
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import cloudpickle
 
@@ -27,20 +28,88 @@ from spark_elastic.training.transformation_process import TransformationProcess
 STEPS_AHEAD = 2  # steps that are transformed or ready, per worker of the pool; as torch's prefetch_factor
 
 
-@dataclass(frozen=True)
 class PendingStep:
     """A step whose rows may not be transformed yet."""
 
-    # As they are stored.
-    rows: StepRows
-    # Returns the transformed columns. Without a deadline: the user's code may take as long as in the training thread.
-    _get_columns: Callable[[], ColumnArrays]
-    # The columns are not wanted any more.
-    cancel: Callable[[], object] = bool
+    def __init__(
+        self, rows: StepRows, get_columns: Callable[[], ColumnArrays], future: Future[Any] | None = None
+    ) -> None:
+        """
+        Args:
+            rows: as they are stored.
+            get_columns: returns the transformed columns. Without a deadline: the user's code may take as long as in
+                the training thread.
+            future: of the worker that transforms them; None: `get_columns` does it.
+        """
+        self.rows = rows
+        self._get_columns, self._future = get_columns, future
+        self._finished: StepRows | None = None
+
+    def is_ready(self) -> bool:
+        """Whether `finish` waits for no worker of the pool."""
+        return self._future is None or self._future.done()
 
     def finish(self) -> StepRows:
         """The rows as model and loss take them. Raises what the user's function raised."""
-        return replace(self.rows, columns=self._get_columns())
+        if self._finished is None:
+            self._finished = replace(self.rows, columns=self._get_columns())
+        return self._finished
+
+    def cancel(self) -> None:
+        """The columns are not wanted any more."""
+        if self._future is not None:
+            self._future.cancel()
+
+
+class PendingSteps:
+    """The steps of a stream, in order, of which a few are transformed ahead. A context that drops those at its end."""
+
+    def __init__(self, steps: StepStream, begin: Callable[[StepRows], PendingStep], most: int) -> None:
+        """
+        Args:
+            begin: begins to transform the rows of a step.
+            most: steps that are transformed ahead, or ready.
+        """
+        self._steps, self._begin, self._most = steps, begin, most
+        self._coming: deque[PendingStep] = deque()
+        # Whether the stream has more steps.
+        self._has_more = True
+
+    def __enter__(self) -> PendingSteps:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for step in self._coming:
+            step.cancel()
+
+    def __iter__(self) -> PendingSteps:
+        return self
+
+    def __next__(self) -> PendingStep:
+        if not self._coming:
+            self._take()
+        # Beyond the next step only those that are there are taken: none waits for the rows of a later one.
+        while self._has_more and len(self._coming) < self._most and self._steps.is_ready():
+            self._take()
+        if not self._coming:
+            raise StopIteration
+        return self._coming.popleft()
+
+    def get_next_rows(self) -> StepRows | None:
+        """The rows of the next step, which stays the next; None if they are not there yet. Raises what the user's
+        function raised."""
+        if not self._coming and self._has_more and self._steps.is_ready():
+            self._take()
+        if not self._coming or not self._coming[0].is_ready():
+            return None
+        return self._coming[0].finish()
+
+    def _take(self) -> None:
+        rows = next(self._steps, None) if self._has_more else None
+        if rows is None:
+            self._has_more = False
+        else:
+            self._coming.append(self._begin(rows))
 
 
 class TransformationPool:
@@ -73,34 +142,18 @@ class TransformationPool:
         threads = len(self._processes) * STEPS_AHEAD or self._workers
         self._executor = ThreadPoolExecutor(threads, "transformation")
 
-    def transform(
-        self, steps: StepStream, plan: DataPlan, group: Group, augments: bool
-    ) -> Iterator[PendingStep]:
+    def transform(self, steps: StepStream, plan: DataPlan, group: Group, augments: bool) -> PendingSteps:
         """The steps of a stream, in order.
 
         Args:
             plan, group: those of the stream.
             augments: whether the function gets random numbers for the rows.
         """
-        coming: deque[PendingStep] = deque()
-        left = True  # whether the stream has more steps
-        try:
-            while True:
-                # Beyond the next step only those that are there are taken: none waits for the rows of a later one.
-                while left and (
-                    not coming or (len(coming) < STEPS_AHEAD * self._workers and steps.is_ready())
-                ):
-                    rows = next(steps, None)
-                    if rows is None:
-                        left = False
-                    else:
-                        coming.append(self._begin(rows, cut_at_shares(plan, rows, group), augments))
-                if not coming:
-                    return
-                yield coming.popleft()
-        finally:
-            for step in coming:
-                step.cancel()
+
+        def begin(rows: StepRows) -> PendingStep:
+            return self._begin(rows, cut_at_shares(plan, rows, group), augments)
+
+        return PendingSteps(steps, begin, STEPS_AHEAD * self._workers)
 
     def close(self) -> None:
         """End the workers. A thread that still runs the user's function ends when that returns."""
@@ -117,7 +170,7 @@ class TransformationPool:
             return PendingStep(rows, partial(self._transformation.apply, batch))
         apply = self._apply_in_process if self._processes else self._transformation.apply
         future = self._executor.submit(apply, batch)
-        return PendingStep(rows, future.result, future.cancel)
+        return PendingStep(rows, future.result, future)
 
     def _apply_in_process(self, batch: RowBatch) -> ColumnArrays:
         process = self._free.get()  # it has as many entries as there are threads

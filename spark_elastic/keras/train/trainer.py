@@ -142,6 +142,9 @@ class KerasTrainer:
     def work(self) -> WorkClock:
         return self._train_step.work
 
+    def move_to_device(self) -> None:
+        """Keras places variables when it makes them."""
+
     def train_step(
         self,
         group: Group,
@@ -149,6 +152,7 @@ class KerasTrainer:
         version: MembershipVersion,
         account: Callable[[StepDecision], Position],
         before_apply: Callable[[], None],
+        get_next_rows: Callable[[], StepRows | None],
     ) -> StepDecision:
         self._metrics.sums = self.state.progress.metric_sums
 
@@ -168,7 +172,13 @@ class KerasTrainer:
         self.callbacks.on_validation_begin()
         return nullcontext()
 
-    def validation_step(self, group: Group, rows: StepRows, version: MembershipVersion) -> StepDecision:
+    def validation_step(
+        self,
+        group: Group,
+        rows: StepRows,
+        version: MembershipVersion,
+        get_next_rows: Callable[[], StepRows | None],
+    ) -> StepDecision:
         self._metrics.sums = self.state.progress.metric_sums
         decision = self._train_step.validate(group, self._validation_batches.build(rows), version)
         self.state.progress.metric_sums = self._metrics.sums

@@ -7,7 +7,7 @@ the ranks. Main thread only.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,16 +17,22 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from elastic_collectives import Group
 from spark_elastic.ops.flat_allreduce import FlatBuffer
-from spark_elastic.torch.generators import torch_rng_state
+from spark_elastic.torch.devices import CPU
+from spark_elastic.torch.generators import device_rng_state, set_device_rng_state, torch_rng_state
 from spark_elastic.torch.layers import SyncBatchNorm
 from spark_elastic.training.trainer import describe_dependent_layers
 
 
 def rng_state() -> dict[str, Any]:
-    """The state of this process's CPU generators, as a tensor and plain values."""
+    """The state of this process's generators, as tensors and plain values."""
     state: Any = np.random.get_state()
     kind, words, *rest = state
-    return {"torch": torch_rng_state(), "numpy": (kind, words.tolist(), *rest), "python": random.getstate()}
+    return {
+        "torch": torch_rng_state(),
+        "numpy": (kind, words.tolist(), *rest),
+        "python": random.getstate(),
+        "device": device_rng_state(),
+    }
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
@@ -34,6 +40,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
     kind, words, *rest = state["numpy"]
     np.random.set_state((kind, np.array(words, np.uint32), *rest))
     random.setstate(state["python"])
+    set_device_rng_state(state["device"])
 
 
 def has_buffers(modules: Iterable[torch.nn.Module]) -> bool:
@@ -44,18 +51,53 @@ def has_buffers(modules: Iterable[torch.nn.Module]) -> bool:
 class BufferSnapshot:
     """The buffers of a model at the beginning of a step."""
 
-    def __init__(self, model: torch.nn.Module, modules: Iterable[torch.nn.Module]) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        modules: Iterable[torch.nn.Module],
+        former: BufferSnapshot | None = None,
+    ) -> None:
         """
         Args:
             modules: all modules of the model; finding them takes long where there are many.
+            former: of a step before, whose memory is used again.
         """
         self._model = model
-        named = model.named_buffers() if has_buffers(modules) else ()
-        self._buffers = {name: (buffer, buffer.clone()) for name, buffer in named}
+        named = dict(model.named_buffers()) if has_buffers(modules) else {}
+        # By name: the buffer, and what it held.
+        self._buffers: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        if former is not None and former._holds(named):
+            self._buffers = former._buffers
+        with torch.no_grad():
+            if self._buffers:
+                torch._foreach_copy_([saved for _, saved in self._buffers.values()], list(named.values()))
+            else:
+                self._buffers = {name: (buffer, buffer.clone()) for name, buffer in named.items()}
 
-    def has_changed(self, name: str, buffer: torch.Tensor) -> bool:
-        """Whether a buffer's values changed since; torch's version counters miss what BatchNorm writes."""
-        return name not in self._buffers or not torch.equal(self._buffers[name][1], buffer)
+    def _holds(self, named: Mapping[str, torch.Tensor]) -> bool:
+        """Whether these are the very buffers that it was made of."""
+        return named.keys() == self._buffers.keys() and all(
+            self._buffers[name][0] is buffer and self._buffers[name][1].shape == buffer.shape
+            for name, buffer in named.items()
+        )
+
+    def find_changed(self, named: Iterable[tuple[str, torch.Tensor]]) -> list[bool]:
+        """Whether each buffer's values changed since; torch's version counters miss what BatchNorm writes. Waits for
+        the device once."""
+        flags: list[bool] = []
+        computed: dict[int, torch.Tensor] = {}  # by index: a flag () on the device
+        for index, (name, buffer) in enumerate(named):
+            flags.append(name not in self._buffers)
+            if not flags[index]:
+                before = self._buffers[name][1]
+                if buffer.device == CPU or buffer.shape != before.shape:
+                    flags[index] = not torch.equal(before, buffer)
+                else:
+                    computed[index] = (before != buffer).any()
+        if computed:
+            for index, flag in zip(computed, torch.stack(list(computed.values())).tolist(), strict=True):
+                flags[index] = flag
+        return flags
 
     def restore(self) -> None:
         with torch.no_grad():
@@ -86,7 +128,7 @@ class BufferExchange:
             planned: rows of the step over all ranks.
         """
         named = [(name, b) for name, b in self._model.named_buffers() if not b.is_complex()]
-        changed = np.array([before.has_changed(name, b) for name, b in named], np.int64)
+        changed = np.array(before.find_changed(named), np.int64)
         if len(changed):
             group.allreduce(changed, op="max")  # all ranks then send the same buffers
         sent = [b for (_, b), flag in zip(named, changed, strict=True) if flag]
@@ -101,13 +143,24 @@ class BufferExchange:
     def apply(self) -> None:
         with torch.no_grad():
             for buffers, flat in ((self._floats, self._means), (self._integers, self._maxima)):
-                for buffer, view in zip(buffers, flat.views, strict=True):
-                    buffer.copy_(torch.from_numpy(view))
+                arrays = [torch.from_numpy(view) for view in flat.views]
+                if buffers and buffers[0].device != CPU:  # all of them in one copy
+                    whole = torch.cat([array.reshape(-1) for array in arrays]).to(buffers[0].device)
+                    parts = torch.split(whole, [buffer.numel() for buffer in buffers])
+                    arrays = [part.view(b.shape) for part, b in zip(parts, buffers, strict=True)]
+                for buffer, array in zip(buffers, arrays, strict=True):
+                    buffer.copy_(array)
 
 
 def _copy_to_flat(buffers: list[torch.Tensor], dtype: torch.dtype, factor: float | None = 1.0) -> FlatBuffer:
     """Copy buffers, times `factor`, to one flat buffer; None stands for zeros."""
-    arrays = [None if factor is None else buffer.detach().to(dtype).numpy() for buffer in buffers]
+    arrays: list[Any] = [None] * len(buffers)
+    if factor is not None and buffers:
+        tensors: Sequence[torch.Tensor] = [buffer.detach().to(dtype) for buffer in buffers]
+        if buffers[0].device != CPU:  # all of them in one copy
+            whole = torch.cat([tensor.reshape(-1) for tensor in tensors]).cpu()
+            tensors = torch.split(whole, [buffer.numel() for buffer in buffers])
+        arrays = [tensor.view(b.shape).numpy() for tensor, b in zip(tensors, buffers, strict=True)]
     name = str(dtype).removeprefix("torch.")
     flat = FlatBuffer([tuple(buffer.shape) for buffer in buffers], [name] * len(buffers))
     flat.fill([array if array is None or factor == 1.0 else array * factor for array in arrays])

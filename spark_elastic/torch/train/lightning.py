@@ -77,7 +77,7 @@ class LightningLoss:
         self._plan = plan
         self._columns = tuple(columns)
         self._loss = RowLoss(return_loss, weighted)
-        self._logged: dict[str, float] = {}
+        self._logged: dict[str, float | torch.Tensor] = {}
         self._position, self._rank, self._size = START, 0, 1
 
     def begin(self, group: Group, batch: LocalBatch[torch.Tensor], position: Position) -> None:
@@ -101,7 +101,7 @@ class LightningLoss:
             value = value.get("loss")
         if value is None and evaluates:
             return LossResult(torch.zeros(()), math.nan, logged=self._logged)
-        summed = self._loss(to_float32(value), part.labels, part.weights)
+        summed = self._loss(to_float32(value), part.labels, part.weights, part.on_host)
         return LossResult(summed.total, summed.denominator, logged=self._logged)
 
     def _trainer(self, training: bool) -> TrainerStandIn:
@@ -128,7 +128,8 @@ class LightningLoss:
                 f"self.log({name!r}, ...) was given reduce_fx={reduce_fx!r}, and what is logged is averaged over the "
                 "rows of all workers: log a mean, or leave it out."
             )
-        self._logged[name] = float(value)
+        on_device = isinstance(value, torch.Tensor) and value.device.type != "cpu" and value.numel() == 1
+        self._logged[name] = value.detach().reshape(()) if on_device else float(value)
 
     def _log_all(self, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         for name, value in values.items():

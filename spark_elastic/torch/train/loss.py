@@ -29,6 +29,7 @@ from spark_elastic.errors import ElasticError, InvalidInput
 from spark_elastic.protocol.types import Position
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.model_io import output_parts
+from spark_elastic.worker.context import get_process_context
 
 # ---- sums of losses
 
@@ -120,9 +121,18 @@ class RowLoss:
             self._loss.reduction = "none"
         self._of_classes = isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
         self._elementwise = is_elementwise(loss)
+        # (C,) Weights of the classes, on the host.
+        self._class_weights: torch.Tensor | None = None
+        if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.weight is not None:
+            self._class_weights = loss.weight.detach().to("cpu", torch.float64)
+        self._device = torch.device("cpu")
 
     def __call__(
-        self, output: torch.Tensor, labels: tuple[torch.Tensor, ...], weights: torch.Tensor | None
+        self,
+        output: torch.Tensor,
+        labels: tuple[torch.Tensor, ...],
+        weights: torch.Tensor | None,
+        on_host: tuple[tuple[torch.Tensor, ...], torch.Tensor | None] | None = None,
     ) -> LossSum:
         """Compute the loss of these rows.
 
@@ -133,13 +143,20 @@ class RowLoss:
         Args:
             labels: one tensor (n, ...) for each label column.
             weights: (n,)
+            on_host: labels and weights in memory of the host, where the others are on another device. Denominators are
+                computed from these, so that nothing waits for the device.
 
         Raises:
             InvalidInput: sample weights are given, and the loss does not return one number per row; a class is not a
                 whole number.
         """
         rows = len(labels[0])
-        labels = self._convert_classes(labels, output)
+        host_labels, host_weights = on_host or (labels, weights)
+        host_labels = self._convert_classes(host_labels, output)
+        labels = (labels[0].to(host_labels[0].dtype), *labels[1:]) if on_host else host_labels
+        if isinstance(self._loss, nn.Module) and labels[0].device != self._device:
+            self._device = labels[0].device
+            self._loss.to(self._device)
         value = self._loss(output, *self._match_label_shape(output, labels))
         self._check_value(value, output, labels)
         if value.ndim == 0:
@@ -152,13 +169,16 @@ class RowLoss:
         per_row = self._reduce_rows(value, labels[0], rows)
         if weights is not None:
             per_row = per_row * weights
-        return LossSum(per_row.sum(), self.compute_denominator(labels, weights))
+        return LossSum(per_row.sum(), self._compute_denominator(host_labels, host_weights))
 
     def compute_denominator(self, labels: tuple[torch.Tensor, ...], weights: torch.Tensor | None) -> float:
-        """The denominator that `__call__` returns, without the model's output."""
+        """The denominator that `__call__` returns, without the model's output. Both are on the host."""
+        return self._compute_denominator(self._convert_classes(labels), weights)
+
+    def _compute_denominator(self, labels: tuple[torch.Tensor, ...], weights: torch.Tensor | None) -> float:
+        """labels: converted."""
         if self._summed:
             return 0.0
-        labels = self._convert_classes(labels)
         if weights is None and not self._divides_by_class(labels[0]):
             return float(len(labels[0]))
         divisors = torch.ones(len(labels[0]), dtype=torch.float64)
@@ -240,9 +260,9 @@ class RowLoss:
         loss = self._loss
         assert isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
         counted = label != loss.ignore_index
-        if loss.weight is None:
+        if self._class_weights is None:
             return counted.to(torch.float64)
-        weights = loss.weight.to(torch.float64)
+        weights = self._class_weights
         return torch.where(counted, weights[torch.where(counted, label, 0)], 0.0)
 
 
@@ -261,8 +281,8 @@ class LossResult:
     denominator: float
     # The model's outputs, detached, one for each label or one for all; (): only the loss is known.
     outputs: tuple[torch.Tensor, ...] = ()
-    # Means over these rows of other numbers, by name.
-    logged: Mapping[str, float] = field(default_factory=dict)
+    # Means over these rows of other numbers, by name; tensors () where a device computes them.
+    logged: Mapping[str, float | torch.Tensor] = field(default_factory=dict)
 
 
 class LossFn(Protocol):
@@ -329,7 +349,7 @@ class ModelLoss:
 
     def __call__(self, model: torch.nn.Module, part: LocalBatch[torch.Tensor]) -> LossResult:
         output = self._forward(model, part)
-        summed = self._loss(output, part.labels, part.weights)
+        summed = self._loss(output, part.labels, part.weights, part.on_host)
         return LossResult(summed.total, summed.denominator, _detach(output_parts(output)))
 
 
@@ -371,20 +391,22 @@ class MultiOutputLoss:
                 f"loss has {len(self._losses)} losses, but the model returned {len(outputs)}: return one output for "
                 "each."
             )
+        host_labels, host_weights = part.on_host or (part.labels, part.weights)
         each = [
-            loss(output, (label,), part.weights).total.to(torch.float64) * scale
-            for loss, output, label, scale in zip(
-                self._losses, outputs, part.labels, self._scales, strict=True
+            loss(output, (label,), part.weights, ((host,), host_weights)).total.to(torch.float64) * scale
+            for loss, output, label, host, scale in zip(
+                self._losses, outputs, part.labels, host_labels, self._scales, strict=True
             )
         ]
         total = torch.stack([w * own for w, own in zip(self._loss_weights, each, strict=True)]).sum()
-        logged = {name: float(own.detach()) / len(part) for name, own in zip(self._names, each, strict=True)}
+        logged = {name: own.detach() / len(part) for name, own in zip(self._names, each, strict=True)}
         return LossResult(total, float(len(part)), _detach(outputs), logged)
 
     def _compute_denominators(self, part: LocalBatch[torch.Tensor]) -> list[float]:
+        labels, weights = part.on_host or (part.labels, part.weights)
         return [
-            loss.compute_denominator((label,), part.weights) if len(part) else 0.0
-            for loss, label in zip(self._losses, part.labels, strict=True)
+            loss.compute_denominator((label,), weights) if len(part) else 0.0
+            for loss, label in zip(self._losses, labels, strict=True)
         ]
 
 
@@ -404,7 +426,7 @@ class FunctionLoss:
     def __call__(self, model: torch.nn.Module, part: LocalBatch[torch.Tensor]) -> LossResult:
         with autocast(self._precision):
             value = self._function(model, part.features, part.labels)
-        summed = self._loss(to_float32(value), part.labels, part.weights)
+        summed = self._loss(to_float32(value), part.labels, part.weights, part.on_host)
         return LossResult(summed.total, summed.denominator)
 
 
@@ -430,7 +452,10 @@ class _Forward:
 
 
 def autocast(precision: str | None) -> AbstractContextManager[Any]:
-    return nullcontext() if precision is None else torch.autocast("cpu", dtype=DTYPES[precision])
+    """precision: "bf16", "fp16", or None: no autocast."""
+    if precision is None:
+        return nullcontext()
+    return torch.autocast(get_process_context().device, dtype=DTYPES[precision])
 
 
 def return_loss(value: Any, *labels: torch.Tensor) -> Any:

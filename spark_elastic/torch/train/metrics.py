@@ -15,6 +15,7 @@ import torch
 
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
+from spark_elastic.torch.devices import HostCopy
 from spark_elastic.torch.train.loss import LossResult, is_elementwise, to_float32
 from spark_elastic.training.batch import MetricRows
 
@@ -40,6 +41,8 @@ class Metrics:
         self._sums: dict[str, tuple[float, int]] = {}  # (sum over rows, rows) of functions and logged numbers
         self._updates = 0
         self._part = MetricRows()
+        # What `add` was given, on its way to the host: rows, logged numbers and columns of each part.
+        self._coming: list[tuple[int, list[str], HostCopy, HostCopy | None]] = []
 
     def add(self, result: LossResult, labels: Sequence[torch.Tensor]) -> None:
         """Add a part of this rank's rows."""
@@ -48,20 +51,28 @@ class Metrics:
                 "metrics need the model's outputs, and found no tensor among them: return tensors, or a tuple, list or "
                 "dict of them, or leave metrics out."
             )
-        rows = len(labels[0])
-        logged = {name: value * rows for name, value in result.logged.items()}
+        if not (self._given or self._logs):
+            return
+        logged = [torch.as_tensor(value, dtype=torch.float64) for value in result.logged.values()]
         columns = (
-            [to_float32(tensor).numpy() for tensor in (*result.outputs, *labels)] if self._given else None
+            HostCopy([to_float32(tensor) for tensor in (*result.outputs, *labels)]) if self._given else None
         )
-        self._part.add(rows, logged, columns)
+        self._coming.append((len(labels[0]), list(result.logged), HostCopy(logged), columns))
 
     def gather(self, group: Group) -> None:
         """Exchange the step's rows. Collective: ranks without rows call it, too."""
+        coming, self._coming = self._coming, []
+        for rows, names, numbers, columns in coming:
+            logged = {name: float(number) * rows for name, number in zip(names, numbers.wait(), strict=True)}
+            self._part.add(
+                rows, logged, None if columns is None else [column.numpy() for column in columns.wait()]
+            )
         if self._given or self._logs:
             self._part.gather(group)
 
     def discard(self) -> None:
         """Drop the rows of a step that was aborted."""
+        self._coming = []
         self._part.discard()
 
     def commit(self) -> None:

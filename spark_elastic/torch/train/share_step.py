@@ -18,6 +18,7 @@ from elastic_collectives import Group
 from spark_elastic.data.loader import StepRows
 from spark_elastic.data.plan import share_bounds
 from spark_elastic.torch.determinism import is_aligned
+from spark_elastic.torch.devices import CPU
 from spark_elastic.torch.generators import seeded_rng
 from spark_elastic.torch.train.forward import BufferSnapshot, has_buffers
 from spark_elastic.torch.train.share_check import GradientDigest, ShareCheck, ShareChecker
@@ -56,16 +57,18 @@ class ShareStep(TrainStep):
                 losses.append(self._backward(parts))
             self._exchange.end_share()
             if is_checked:
-                digest.loss = losses[-1]
+                digest.loss = losses[-1][0].compute(), losses[-1][1]
             if self._written is not None:
                 self._written.take(before, len(share) / batch.planned)
+        self.on_launched()
         self._worked = self.work.take()
         self._exchange.finish()
         if check is not None:
             assert self.checker is not None
             takes_part = group.rank in (check.owner, *check.witnesses)
             self.checker.judge(check, group, digest if takes_part else None)
-        total, denominator = sum_over_shares(group, losses)
+        own = [(loss.compute(), denominator) for loss, denominator in losses]
+        total, denominator = sum_over_shares(group, own)
         # All ranks have the same sums, so the step summary has them once.
         return (total, denominator) if group.rank == 0 else (0.0, 0.0)
 
@@ -76,7 +79,8 @@ class ShareStep(TrainStep):
         self._exchange.clear()
         share = self.checker.read(check, position)
         with seeded_rng(config.seed, position.epoch, position.phase, position.step, check.share):
-            digest.loss = self._backward(list(share.micro_batches(config.batch_size)))
+            loss, denominator = self._backward(list(share.micro_batches(config.batch_size)))
+        digest.loss = loss.compute(), denominator
         for index, parameter in enumerate(self._exchange.parameters):
             digest.add(index, parameter.grad)
         self._metrics.discard()
@@ -106,8 +110,10 @@ class WrittenBuffers:
     def take(self, before: BufferSnapshot, factor: float) -> None:
         """Keep what the newest share wrote, and put the buffers before the step back. factor: of the share in means."""
         self._factors.append(factor)
+        named = list(self._list())
+        changed = before.find_changed(named)
         self._written.append(
-            {name: buffer.clone() for name, buffer in self._list() if before.has_changed(name, buffer)}
+            {name: buffer.clone() for (name, buffer), flag in zip(named, changed, strict=True) if flag}
         )
         before.restore()
 
@@ -136,7 +142,7 @@ class WrittenBuffers:
             row = torch.cat(values)
             if floats:  # zeros, not values times zero, which are NaN where a mask holds infinities
                 row = row * factor if factor else torch.zeros_like(row)
-            rows.append(row.numpy())
+            rows.append(row.cpu().numpy())
         gathered = np.concatenate(group.allgatherv(np.stack(rows)))
         whole = torch.from_numpy(_sum_rows(gathered) if floats else gathered.max(axis=0))
         parts = torch.split(whole, [buffer.numel() for buffer in buffers.values()])
@@ -179,7 +185,7 @@ def build_shares(builder: BatchBuilder, rows: StepRows, rank: int) -> LocalBatch
 
 def _align(batch: LocalBatch[torch.Tensor]) -> LocalBatch[torch.Tensor]:
     def align(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if is_aligned(tensor) else tensor.clone()
+        return tensor if tensor.device != CPU or is_aligned(tensor) else tensor.clone()
 
     return replace(
         batch,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ import torch
 from spark_elastic.data.loader import StepRows
 from spark_elastic.data.manifest import Column
 from spark_elastic.torch.callbacks import BestWeights, Callback, EarlyStopping, LearningRateSchedule
+from spark_elastic.torch.devices import DeviceCopier
 from spark_elastic.torch.optimizers import TrainerPlan, build_optimizer
 from spark_elastic.torch.train.lightning import LightningLoss
 from spark_elastic.torch.train.loss import (
@@ -194,7 +195,8 @@ def trainer_plan(spec: TrainSpec) -> TrainerPlan:
 
 
 class BatchBuilder:
-    """Converts a step's columns to the tensors that model and loss receive, without a copy if shape and dtype fit."""
+    """Converts a step's columns to the tensors that model and loss receive, without a copy if shape and dtype fit. On
+    another device than the CPU the tensors are still arriving when `build` returns."""
 
     def __init__(
         self,
@@ -204,6 +206,7 @@ class BatchBuilder:
         dtype: torch.dtype,
         label_shapes: tuple[tuple[int, ...], ...] | None = None,
         reshapes: bool = True,
+        copier: DeviceCopier | None = None,
     ) -> None:
         """
         Args:
@@ -211,7 +214,9 @@ class BatchBuilder:
             labels: names of the label columns; weight: name of the column with sample weights.
             dtype: of the model's floating point parameters; floating point columns are cast to it.
             reshapes: whether feature columns get these shapes; what a transformation made of them keeps its own.
+            copier: copies to the device of the model; None: that is the CPU.
         """
+        self._copier = copier
         self._features = features
         self._labels = labels
         self._weight = weight
@@ -221,17 +226,31 @@ class BatchBuilder:
         self._reshapes = reshapes
 
     def build(self, rows: StepRows) -> LocalBatch[torch.Tensor]:
-        columns = rows.columns
-        return LocalBatch(
+        columns, copier = rows.columns, self._copier
+        labels = self._label_tensors(columns)
+        weights = None if self._weight is None else self._tensor(columns[self._weight]).to(self._dtype)
+        batch = LocalBatch(
             planned=rows.planned,
             row_ids=rows.row_ids,
             features=tuple(self._feature(columns[c.name], c.shape) for c in self._features),
-            labels=self._label_tensors(columns),
-            weights=None if self._weight is None else self._tensor(columns[self._weight]).to(self._dtype),
+            labels=labels,
+            weights=weights,
+        )
+        if copier is None:
+            return batch
+        return replace(
+            batch,
+            labels=tuple(copier.copy(label, label.dtype) for label in labels),
+            weights=None if weights is None else copier.copy(weights, weights.dtype),
+            on_host=(labels, weights),
         )
 
     def _feature(self, array: npt.NDArray[Any], shape: tuple[int, ...]) -> torch.Tensor:
-        tensor = self._tensor(array)
+        if self._copier is None:
+            tensor = self._tensor(array)
+        else:
+            given = torch.from_numpy(array)
+            tensor = self._copier.copy(given, self._choose_dtype(given))
         return tensor.reshape(-1, *shape) if self._reshapes else tensor
 
     def _label_tensors(self, columns: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
@@ -246,15 +265,23 @@ class BatchBuilder:
         return tensor.clone() if name in self._shared else tensor
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
-        """Floating point numbers in the model's dtype; integers, which are class labels or indices, as int64."""
         tensor = torch.from_numpy(array)
+        return tensor.to(self._choose_dtype(tensor))
+
+    def _choose_dtype(self, tensor: torch.Tensor) -> torch.dtype:
+        """Floating point numbers get the model's dtype; integers, which are class labels or indices, become int64."""
         if tensor.is_floating_point():
-            return tensor.to(self._dtype)
-        return tensor if tensor.dtype is torch.bool else tensor.to(torch.int64)
+            return self._dtype
+        return tensor.dtype if tensor.dtype is torch.bool else torch.int64
 
 
-def make_batch_builder(spec: TrainSpec, objects: TorchUserObjects, model: torch.nn.Module) -> BatchBuilder:
-    """The builder of the batches that this model, or a copy of it, trains on."""
+def make_batch_builder(
+    spec: TrainSpec,
+    objects: TorchUserObjects,
+    model: torch.nn.Module,
+    copier: DeviceCopier | None = None,
+) -> BatchBuilder:
+    """The builder of the batches that this model, or a copy of it, trains on. copier: to a device but the CPU."""
     return BatchBuilder(
         spec.features,
         spec.config.label_cols,
@@ -262,4 +289,5 @@ def make_batch_builder(spec: TrainSpec, objects: TorchUserObjects, model: torch.
         input_dtype(model.parameters(), torch.get_default_dtype()),
         spec.config.label_shapes,
         reshapes=objects.transformation is None,
+        copier=copier,
     )

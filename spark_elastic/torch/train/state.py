@@ -20,12 +20,21 @@ import torch
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import START, Position
 from spark_elastic.state.snapshot import Bytes, Extent, Snapshot, SnapshotBuilder
+from spark_elastic.torch.devices import HostCopy
 from spark_elastic.torch.train.forward import rng_state, set_rng_state
 from spark_elastic.training.progress import TrainingProgress
 
 # Keys of dicts of one entry that stand for ...
 ARRAY = "numpy array"  # a numpy array, given as a tensor
 TENSOR = "tensor in memory"  # a tensor in the snapshot's memory: [offset, nbytes, dtype, shape]
+
+
+def move_to_device(model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Move a model, whose parameters stay the same objects, and the state of its optimizer."""
+    if all(tensor.device == device for tensor in (*model.parameters(), *model.buffers())):
+        return
+    model.to(device)
+    _load_optimizer(optimizer, optimizer.state_dict())
 
 
 class TorchTrainingState:
@@ -64,8 +73,13 @@ class TorchTrainingState:
             "rng": rng_state(),
         }
 
+        # The device copies all its tensors one after the other, and this thread waits for it once.
+        tensors = [tensor for _, tensor in _iter_tensors(live, "")]
+        on_host = HostCopy([tensor.detach() for tensor in tensors]).wait()
+        copies = {id(tensor): copy for tensor, copy in zip(tensors, on_host, strict=True)}
+
         def add(tensor: torch.Tensor) -> dict[str, Any]:
-            offset, nbytes = builder.add(_bytes_of(tensor))
+            offset, nbytes = builder.add(_bytes_of(copies[id(tensor)]))
             return {TENSOR: [offset, nbytes, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]}
 
         # The copy of what is no tensor; of dicts, lists and tuples these are copies already.
@@ -112,8 +126,9 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, values: dict[str, Any]) ->
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=True):
         for key, value in values["state"].get(number, {}).items():
-            if isinstance(value, torch.Tensor) and optimizer.state[parameter][key].dtype != value.dtype:
-                optimizer.state[parameter][key] = value.clone()
+            current = optimizer.state[parameter][key]
+            if isinstance(value, torch.Tensor) and current.dtype != value.dtype:
+                optimizer.state[parameter][key] = value.to(current.device, copy=True)
 
 
 def _replace(value: Any, matches: Callable[[Any], bool], change: Callable[[Any], Any]) -> Any:
@@ -158,7 +173,8 @@ class TorchCodec:
 
 def dump_values(values: Mapping[str, Any]) -> bytes:
     """Encode tensors and plain values, such as a module's state dict with what `get_extra_state` returned."""
-    return _save(_simplify(values, "the state"))
+    on_host = _replace(values, lambda v: isinstance(v, torch.Tensor), lambda tensor: tensor.cpu())
+    return _save(_simplify(on_host, "the state"))
 
 
 def load_values(data: bytes) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import torch
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import MembershipVersion, Position
+from spark_elastic.torch.devices import CPU, HostSum
 from spark_elastic.torch.generators import seeded_rng
 from spark_elastic.torch.gradients.exchange import GradientExchange
 from spark_elastic.torch.layers import RowDropout, draw_rows
@@ -43,13 +44,14 @@ class GradientScaling:
         InvalidInput: `precision` is fp16, and torch is older than 2.3.
     """
 
-    def __init__(self, precision: str | None = None) -> None:
+    def __init__(self, precision: str | None = None, device: torch.device = CPU) -> None:
         if precision == "fp16" and not hasattr(torch.amp, "GradScaler"):
             raise InvalidInput(
                 f"precision='fp16' needs torch 2.3 or newer, and this is {torch.__version__}: update it, or set "
                 "precision to 'bf16'."
             )
-        self._scaler = torch.amp.GradScaler("cpu") if precision == "fp16" else None
+        self._device = device
+        self._scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
         # Steps since training began that were not applied.
         self.skipped = 0
 
@@ -63,7 +65,8 @@ class GradientScaling:
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscale the gradients, once they are summed over all ranks."""
         if self._scaler is not None:
-            self._scaler.scale(torch.zeros(()))  # a rank without rows has not initialized its scale yet
+            # A rank without rows has not initialized its scale yet.
+            self._scaler.scale(torch.zeros((), device=self._device))
             self._scaler.unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -113,6 +116,10 @@ class TrainStep:
         self._metrics = metrics
         self._scaling = scaling
         self.work, self._worked = WorkClock(), 0.0
+        # The buffers before the newest step.
+        self._before: BufferSnapshot | None = None
+        # Called while the device computes, before the ranks exchange.
+        self.on_launched: Callable[[], None] = lambda: None
 
     def run(
         self,
@@ -133,7 +140,7 @@ class TrainStep:
             FloatingPointError: the loss is not finite, and `terminate_on_nan`; the state is as before the step.
         """
         state, position = self._state, self._state.position
-        before = BufferSnapshot(state.model, self._modules)
+        before = self._before = BufferSnapshot(state.model, self._modules, self._before)
         try:
             loss, denominator = self._compute_gradients(group, batch, before)
             sends_buffers = self._send_buffers(group, batch, before)
@@ -176,9 +183,10 @@ class TrainStep:
         # Each rank draws its own dropout (R9, scope of P2), while what an optimizer draws is the same on all.
         with seeded_rng(self._config.seed, position.epoch, position.phase, position.step, group.rank):
             loss, denominator = self._backward(parts)
+        self.on_launched()
         self._worked = self.work.take()
         self._exchange.finish()
-        return loss, denominator
+        return loss.compute(), denominator
 
     def _send_buffers(self, group: Group, batch: LocalBatch[torch.Tensor], before: BufferSnapshot) -> bool:
         """Exchange the buffers that the step wrote. Returns whether there is something to apply."""
@@ -212,9 +220,9 @@ class TrainStep:
             seconds=self._worked,
         )
 
-    def _backward(self, parts: Sequence[LocalBatch[torch.Tensor]]) -> tuple[float, float]:
+    def _backward(self, parts: Sequence[LocalBatch[torch.Tensor]]) -> tuple[HostSum, float]:
         """Accumulate the gradients of (sum of losses / planned rows). Returns that sum and its denominator."""
-        loss, denominator = 0.0, 0.0
+        loss, denominator = HostSum(), 0.0
         position = self._state.position
         for part in parts:
             if self._has_row_dropout:
@@ -228,9 +236,9 @@ class TrainStep:
                 torch.autograd.backward([out.sum() for out in tensors if out.requires_grad])
                 continue
             result = self._loss_fn(self._state.model, part)
-            self._scaling.backward(result.total, part.planned)
+            loss.add(result.total)
             self._metrics.add(result, part.labels)
-            loss += float(result.total.detach())
+            self._scaling.backward(result.total, part.planned)
             denominator += result.denominator
         return loss, denominator
 

@@ -7,7 +7,8 @@ Both are shipped by cloudpickle with the user's model, optimizer and loss inside
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,15 @@ from spark_elastic.data.loader import StepRows
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import MembershipVersion, Position
 from spark_elastic.torch.determinism import align_tensors, describe_arithmetic, use_deterministic_arithmetic
+from spark_elastic.torch.devices import (
+    CPU,
+    Arrival,
+    DeviceCopier,
+    HostSum,
+    explain_exhausted_memory,
+    initialize_device,
+    select_device,
+)
 from spark_elastic.torch.generators import seeded_rng
 from spark_elastic.torch.gradients.exchange import GradientExchange
 from spark_elastic.torch.gradients.exchange_options import options_from_env
@@ -28,9 +38,10 @@ from spark_elastic.torch.train.metrics import Metrics, is_accumulator
 from spark_elastic.torch.train.share_check import ShareChecker
 from spark_elastic.torch.train.share_step import ShareStep, build_shares, sum_over_shares
 from spark_elastic.torch.train.spec import TorchUserObjects, make_batch_builder, trainer_plan
-from spark_elastic.torch.train.state import TorchTrainingState, dump_values
+from spark_elastic.torch.train.state import TorchTrainingState, dump_values, move_to_device
 from spark_elastic.torch.train.step import GradientScaling, TrainStep
 from spark_elastic.training.batch import LocalBatch
+from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.loop import TrainingLoop
 from spark_elastic.training.progress import TrainingProgress
@@ -48,17 +59,47 @@ class TorchTrainProgram(TrainingLoop):
         super().__init__(spec, TorchTrainer(spec, objects), objects.transformation)
 
 
+@dataclass(frozen=True)
+class ArrivingBatch:
+    """A batch on its way to the device."""
+
+    # What it is made of.
+    rows: StepRows
+    batch: LocalBatch[torch.Tensor]
+    # None: the device is the CPU, and everything is there.
+    arrival: Arrival | None
+
+
+def _list_tensors(batch: LocalBatch[torch.Tensor]) -> list[torch.Tensor]:
+    arrays = [(*part.features, *part.labels, part.weights) for part in batch.shares or (batch,)]
+    return [tensor for each in arrays for tensor in each if tensor is not None]
+
+
+def _advise_on_memory(config: FitConfig) -> str:
+    return (
+        f"lower batch_size={config.batch_size} and raise backward_passes_per_step by as much, set precision='bf16', or "
+        "see that no other process uses this GPU"
+    )
+
+
 class TorchTrainer:
     """Model, optimizer, loss and metrics of one worker. See `training.trainer.ModelTrainer`."""
 
     def __init__(self, spec: TrainSpec, objects: TorchUserObjects) -> None:
         self._spec = spec
         self._objects = objects
+        # None until `move_to_device`.
+        self._exchange: GradientExchange | None = None
+        # The next step's batch, on its way to the device; None: it is built when its step begins.
+        self._coming: ArrivingBatch | None = None
 
     def prepare(self, progress: TrainingProgress, ledger: Ledger) -> None:
         spec, config, objects = self._spec, self._spec.config, self._objects
         if config.shares:
             use_deterministic_arithmetic()
+        self._device = select_device()
+        initialize_device(self._device)
+        self._copier = None if self._device == CPU else DeviceCopier(self._device)
         torch.manual_seed(config.seed)
         model = objects.model
         if (
@@ -70,7 +111,7 @@ class TorchTrainer:
         optimizer, schedules = build_optimizer(
             model, objects.optimizer, config.learning_rate, spec.lr_scale, trainer_plan(spec)
         )
-        self._loss_fn, self._scaling = objects.loss_fn(spec), GradientScaling(config.precision)
+        self._loss_fn, self._scaling = objects.loss_fn(spec), GradientScaling(config.precision, self._device)
         metrics = [
             Metrics(objects.metrics, config.label_cols, self._loss_fn.logs, prefix) for prefix in ("", "val_")
         ]
@@ -79,6 +120,15 @@ class TorchTrainer:
         self.state = TorchTrainingState(
             model, optimizer, [self._scaling, *metrics, *self.callbacks.callbacks], progress
         )
+        self._ledger = ledger
+        self._batches = make_batch_builder(spec, objects, model, self._copier)
+
+    def move_to_device(self) -> None:
+        if self._exchange is not None:
+            return
+        config, model = self._spec.config, self.state.model
+        with explain_exhausted_memory(_advise_on_memory(config)):
+            move_to_device(model, self.state.optimizer, self._device)
         options = options_from_env(
             wire=config.gradient_compression,
             shares=config.shares,
@@ -86,16 +136,15 @@ class TorchTrainer:
         )
         self._exchange = GradientExchange(model.named_parameters(), options, get_thread=get_collective_thread)
         self._train_step = (ShareStep if config.shares else TrainStep)(
-            self.state, self._loss_fn, self._exchange, config, ledger, metrics[0], self._scaling
+            self.state, self._loss_fn, self._exchange, config, self._ledger, self._metrics[0], self._scaling
         )
         if config.verify_steps and isinstance(self._train_step, ShareStep):
             self._train_step.checker = ShareChecker(
-                spec,
+                self._spec,
                 config.verify_steps,
-                bind_transformation(config, objects.transformation),
-                lambda rows, rank: build_shares(self._batches, rows, rank),
+                bind_transformation(config, self._objects.transformation),
+                self._build_checked_shares,
             )
-        self._batches = make_batch_builder(spec, objects, model)
 
     @property
     def work(self) -> WorkClock:
@@ -108,9 +157,13 @@ class TorchTrainer:
         version: MembershipVersion,
         account: Callable[[StepDecision], Position],
         before_apply: Callable[[], None],
+        get_next_rows: Callable[[], StepRows | None] = lambda: None,
     ) -> StepDecision:
-        batch, stop = self._build(rows, group), self.callbacks.wants_stop()
-        return self._train_step.run(group, batch, version, account, before_apply, stop)
+        with explain_exhausted_memory(_advise_on_memory(self._spec.config)):
+            batch, stop = self._build(rows, group), self.callbacks.wants_stop()
+            if self._copier is not None:
+                self._train_step.on_launched = lambda: self._build_ahead(get_next_rows, group)
+            return self._train_step.run(group, batch, version, account, before_apply, stop)
 
     @contextmanager
     def validation_mode(self) -> Iterator[None]:
@@ -124,15 +177,23 @@ class TorchTrainer:
             for part in in_eval_mode:
                 part.training = False
 
-    def validation_step(self, group: Group, rows: StepRows, version: MembershipVersion) -> StepDecision:
+    def validation_step(
+        self,
+        group: Group,
+        rows: StepRows,
+        version: MembershipVersion,
+        get_next_rows: Callable[[], StepRows | None] = lambda: None,
+    ) -> StepDecision:
         config, position, metrics = self._spec.config, self.state.position, self._metrics[1]
         batch = self._build(rows, group)
         first = batch.first_share if config.shares else group.rank
         try:
             self._loss_fn.begin(group, batch, position)
-            sums = [
+            losses = [
                 self._validate(part, number) for number, part in enumerate(batch.shares or [batch], first)
             ]
+            self._build_ahead(get_next_rows, group)
+            sums = [(total.compute(), denominator) for total, denominator in losses]
             loss, denominator = sums[0]
             if config.shares:  # all ranks have the same sums, so the step summary has them once
                 loss, denominator = sum_over_shares(group, sums)
@@ -149,19 +210,44 @@ class TorchTrainer:
         return decision
 
     def _build(self, rows: StepRows, group: Group) -> LocalBatch[torch.Tensor]:
-        if self._spec.config.shares:
-            return build_shares(self._batches, rows, group.rank)
-        return self._batches.build(rows)
+        """The batch of these rows, for the computation that is launched from now on."""
+        coming, self._coming = self._coming, None
+        if coming is None or coming.rows.row_ids is not rows.row_ids:
+            coming = self._start_build(rows, group)
+        if coming.arrival is not None:
+            coming.arrival.wait(_list_tensors(coming.batch))
+        return coming.batch
 
-    def _validate(self, batch: LocalBatch[torch.Tensor], part_number: int) -> tuple[float, float]:
+    def _build_ahead(self, get_next_rows: Callable[[], StepRows | None], group: Group) -> None:
+        """Start to copy the next step's batch to the device, which computes meanwhile."""
+        if self._copier is None or self._coming is not None:
+            return
+        with suppress(Exception):  # what the user's function raises is raised again when its step begins
+            rows = get_next_rows()
+            self._coming = None if rows is None else self._start_build(rows, group)
+
+    def _start_build(self, rows: StepRows, group: Group) -> ArrivingBatch:
+        if self._spec.config.shares:
+            batch = build_shares(self._batches, rows, group.rank)
+        else:
+            batch = self._batches.build(rows)
+        return ArrivingBatch(rows, batch, None if self._copier is None else self._copier.record())
+
+    def _build_checked_shares(self, rows: StepRows, rank: int) -> LocalBatch[torch.Tensor]:
+        batch = build_shares(self._batches, rows, rank)
+        if self._copier is not None:
+            self._copier.record().wait(_list_tensors(batch))
+        return batch
+
+    def _validate(self, batch: LocalBatch[torch.Tensor], part_number: int) -> tuple[HostSum, float]:
         """Returns the loss of these rows and its denominator. part_number: their rank or virtual share."""
-        config, position, loss, denominator = self._spec.config, self.state.position, 0.0, 0.0
+        config, position, loss, denominator = self._spec.config, self.state.position, HostSum(), 0.0
         key = (config.seed, position.epoch, position.phase, position.step, part_number)
         with torch.no_grad(), seeded_rng(*key):
             for part in batch.micro_batches(config.validation_batch):
                 result = self._loss_fn(self.state.model, part)
                 self._metrics[1].add(result, part.labels)
-                loss += float(result.total)
+                loss.add(result.total)
                 denominator += result.denominator
         return loss, denominator
 
@@ -184,6 +270,8 @@ class TorchTrainer:
         return dump_values(self.state.model.state_dict())
 
     def close(self) -> None:
+        if self._exchange is None:
+            return
         self._exchange.close()
         if isinstance(self._train_step, ShareStep) and self._train_step.checker is not None:
             self._train_step.checker.close()
