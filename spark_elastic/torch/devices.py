@@ -92,6 +92,11 @@ def _start_copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pins).copy_(tensor, non_blocking=True)
 
 
+def read_later(number: torch.Tensor) -> float | torch.Tensor:
+    """A tensor of one number as a float; where a device has yet to compute it, as a tensor ()."""
+    return float(number) if number.device == CPU else number.detach().reshape(())
+
+
 class HostSum:
     """The sum of numbers that a device computes, added on the host in the order of `add`."""
 

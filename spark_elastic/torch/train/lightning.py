@@ -13,6 +13,7 @@ from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.topology import local_rank
 from spark_elastic.protocol.types import START, Position
+from spark_elastic.torch.devices import read_later
 from spark_elastic.torch.optimizers import TrainerPlan, TrainerStandIn, attach_trainer
 from spark_elastic.torch.train.loss import LossResult, RowLoss, autocast, return_loss, to_float32
 from spark_elastic.training.batch import LocalBatch
@@ -128,8 +129,8 @@ class LightningLoss:
                 f"self.log({name!r}, ...) was given reduce_fx={reduce_fx!r}, and what is logged is averaged over the "
                 "rows of all workers: log a mean, or leave it out."
             )
-        on_device = isinstance(value, torch.Tensor) and value.device.type != "cpu" and value.numel() == 1
-        self._logged[name] = value.detach().reshape(()) if on_device else float(value)
+        is_number = isinstance(value, torch.Tensor) and value.numel() == 1
+        self._logged[name] = read_later(value) if is_number else float(value)
 
     def _log_all(self, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         for name, value in values.items():

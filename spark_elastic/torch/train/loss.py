@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_map_only
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import ElasticError, InvalidInput
 from spark_elastic.protocol.types import Position
+from spark_elastic.torch.devices import read_later
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.model_io import output_parts
 from spark_elastic.worker.context import get_process_context
@@ -399,7 +400,9 @@ class MultiOutputLoss:
             )
         ]
         total = torch.stack([w * own for w, own in zip(self._loss_weights, each, strict=True)]).sum()
-        logged = {name: own.detach() / len(part) for name, own in zip(self._names, each, strict=True)}
+        logged = {
+            name: read_later(own.detach() / len(part)) for name, own in zip(self._names, each, strict=True)
+        }
         return LossResult(total, float(len(part)), _detach(outputs), logged)
 
     def _compute_denominators(self, part: LocalBatch[torch.Tensor]) -> list[float]:

@@ -52,7 +52,8 @@ def training(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Exception | Posi
             return outcome
 
         monkeypatch.setattr(module, "sync_state", sync)
-        loop: Any = TrainingLoop(SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
+        trainer: Any = SimpleNamespace(move_to_device=lambda: None)
+        loop: Any = TrainingLoop(SimpleNamespace(), trainer)  # type: ignore[arg-type]
         loop._snapshot_reader = SnapshotReader(make_memory_store(), "r", PickleCodec())
         loop._state = SimpleNamespace(load=lambda snapshot: None, position=KEPT)
         loop._callbacks = SimpleNamespace(on_fit_begin=lambda group: None)
