@@ -1,0 +1,281 @@
+"""Estimators train on a device as they do on the CPU: the same bodies on the CPU, the pretend accelerator and a GPU."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_collectives import Group
+from spark_elastic.data.manifest import Manifest
+from spark_elastic.data.store import Store
+from spark_elastic.errors import InvalidInput
+from spark_elastic.protocol.types import INITIAL_VERSION
+from spark_elastic.torch.devices import DeviceCopier, select_device
+from spark_elastic.torch.train.trainer import TorchTrainProgram
+from tests.checkpoints import reload_from_checkpoint
+from tests.component.torch.bitwise import BitwiseJob, everything, hash_state
+from tests.component.torch.hooked_job import check_history, make_job, train_hooked_plain
+from tests.component.torch.job import CLASSES, WIDTH, Job, difference, make_data, train_plain
+from tests.devices import DEVICES, use_device
+from tests.unit.torch.worlds import run_in_world
+
+pytestmark = [pytest.mark.native, pytest.mark.timeout(180)]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    use_device(request.param, monkeypatch)
+    return select_device()
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> tuple[Store, Manifest]:
+    return make_data(tmp_path)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+def net(*layers: torch.nn.Module) -> torch.nn.Module:
+    torch.manual_seed(3)
+    return torch.nn.Sequential(
+        torch.nn.Linear(WIDTH, 20), *layers, torch.nn.Tanh(), torch.nn.Linear(20, CLASSES)
+    ).double()
+
+
+def train(
+    task: TorchTrainProgram, group: Group, then: Callable[[TorchTrainProgram], None] = lambda task: None
+) -> tuple[dict[str, torch.Tensor], Any]:
+    """The weights that a rank has at the end, on the CPU, and the training's outcome. Leaves out checkpoints."""
+    world: Any = SimpleNamespace(version=INITIAL_VERSION, fence=(1, 1), source=0, resume=(), receivers=())
+    handle: Any = SimpleNamespace(
+        membership_version=lambda: INITIAL_VERSION,
+        report_position=lambda position: None,
+        report_metrics=lambda numbers: None,
+    )
+    task._spec = replace(task._spec, checkpoints=None)
+    task.prepare()
+    outcome = task.run(world, group, handle)
+    then(task)
+    weights = {name: value.cpu() for name, value in task._trainer.state.model.state_dict().items()}
+    task.close()
+    return weights, outcome
+
+
+def test_p2_losses_metrics_schedules_callbacks_and_validation(
+    device: torch.device, data: tuple[Store, Manifest]
+) -> None:
+    job = make_job()
+
+    def work(group: Group) -> tuple[dict[str, torch.Tensor], Any]:
+        task = job.task(*data)
+
+        def check(task: TorchTrainProgram) -> None:
+            assert {tensor.device for tensor in task._trainer.state.model.state_dict().values()} == {device}
+            reload_from_checkpoint(task._state)  # all of it goes into a checkpoint and back
+
+        return train(task, group, check)
+
+    (ours, outcome), *_ = run_in_world(2, work)
+    theirs, history = train_hooked_plain(job, *data)
+    assert difference(ours, theirs) < 1e-9
+    check_history(SimpleNamespace(results=[outcome.result]), history)
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job(net(), adam, torch.nn.CrossEntropyLoss(), gradient_clip_norm=0.05, batch_size=8, workers=2),
+        Job(net(), sgd, torch.nn.CrossEntropyLoss(ignore_index=1), batch_size=24, workers=1),
+        Job(net(), sgd, torch.nn.CrossEntropyLoss(), weight="w", batch_size=8, workers=2),
+    ],
+    ids=["clipped", "ignored class, one worker", "row weights"],
+)
+def test_p2_weights_equal_a_plain_loop_of_the_cpu(
+    device: torch.device, data: tuple[Store, Manifest], job: Job
+) -> None:
+    replicas = run_in_world(job.workers, lambda group: train(job.task(*data), group)[0])
+    assert len({hash_state(weights) for weights in replicas}) == 1, "replicas differ (P4)"
+    expected = train_plain(replace(job, weight=job.weight), *data)
+    assert difference(replicas[0], expected) < 1e-9
+
+
+def test_statistics_of_batch_norm_are_the_same_on_all_ranks(
+    device: torch.device, data: tuple[Store, Manifest]
+) -> None:
+    job = Job(net(torch.nn.BatchNorm1d(20)), sgd, torch.nn.CrossEntropyLoss(), workers=2, epochs=1)
+    with pytest.warns(UserWarning, match="BatchNorm1d: statistics of each worker's own rows"):
+        replicas = run_in_world(2, lambda group: train(job.task(*data), group)[0])
+    assert len({hash_state(weights) for weights in replicas}) == 1
+    name = next(name for name in replicas[0] if name.endswith("running_mean"))
+    assert replicas[0][name].abs().max() > 0
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_forward_passes_under_autocast(
+    device: torch.device, data: tuple[Store, Manifest], precision: str
+) -> None:
+    class Recording(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net().float()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            output: torch.Tensor = self.net(x)
+            seen.add((output.device, output.dtype))
+            return output
+
+    seen: set[tuple[torch.device, torch.dtype]] = set()
+    job = Job(Recording(), sgd, torch.nn.CrossEntropyLoss(), workers=2, epochs=1)
+
+    def work(group: Group) -> dict[str, torch.Tensor]:
+        task = job.task(*data)
+        spec = replace(task._spec, config=replace(task._spec.config, precision=precision))
+        return train(TorchTrainProgram(spec, job.objects()), group)[0]
+
+    replicas = run_in_world(2, work)
+    assert seen == {(device, {"bf16": torch.bfloat16, "fp16": torch.float16}[precision])}
+    assert len({hash_state(weights) for weights in replicas}) == 1
+    seen.clear()
+    full, *_ = run_in_world(2, lambda group: train(job.task(*data), group)[0])
+    assert 0 < difference(replicas[0], full) < 0.1
+
+
+def test_bitwise_mode_gives_the_same_bits_for_one_and_two_workers(
+    device: torch.device, tmp_path: Path
+) -> None:
+    store, manifest = make_data(tmp_path)
+    model = everything() if device.type == "cpu" else without_dropout(everything())
+    job = BitwiseJob(model, sgd, torch.nn.CrossEntropyLoss(), shape=(1, 6, 6), epochs=1)
+    try:
+        found = [
+            hash_state(weights)
+            for size in (1, 2)
+            for weights in run_in_world(size, lambda group: train(job.task(store, manifest), group)[0])
+        ]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(set(found)) == 1
+
+
+def without_dropout(model: torch.nn.Module) -> torch.nn.Module:
+    """Ranks are threads here, which share the generator of a device; processes have one each."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def test_a_newcomer_takes_over_the_state_and_the_generator(
+    device: torch.device, data: tuple[Store, Manifest]
+) -> None:
+    job = Job(net(torch.nn.Dropout(0.5)), adam, torch.nn.CrossEntropyLoss(), workers=1, epochs=1)
+    world: Any = SimpleNamespace(version=INITIAL_VERSION, fence=(1, 1), source=0, resume=(), receivers=(1,))
+
+    def train_first(group: Group) -> Any:
+        task = job.task(*data)
+        train(task, group)
+        return task
+
+    (trained,) = run_in_world(1, train_first)
+
+    def work(group: Group) -> tuple[str, torch.Tensor]:
+        task: Any = trained if group.rank == 0 else job.task(*data)
+        if group.rank == 1:
+            task.prepare()
+        task.sync(world, group)
+        return task._state.digest(), torch.rand(3, device=device) if device.type != "cpu" else torch.zeros(3)
+
+    (first, _), (second, _) = run_in_world(2, work)
+    assert first == second
+
+
+def test_the_next_batch_is_on_its_way_while_the_device_computes(
+    device: torch.device, data: tuple[Store, Manifest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    record = DeviceCopier.record
+
+    def note(copier: DeviceCopier) -> Any:
+        events.append("copy")
+        return record(copier)
+
+    monkeypatch.setattr(DeviceCopier, "record", note)
+    job = Job(net(), sgd, torch.nn.CrossEntropyLoss(), workers=1, batch_size=24, epochs=1)
+    task = job.task(*data)
+    finish = task._trainer.train_step
+
+    def step(*arguments: Any) -> Any:
+        events.append("begin")
+        decision = finish(*arguments)
+        events.append("end")
+        return decision
+
+    monkeypatch.setattr(task._trainer, "train_step", step)
+    run_in_world(1, lambda group: train(task, group))
+    steps = events.count("begin")
+    if device.type == "cpu":
+        assert "copy" not in events
+    else:
+        assert events.count("copy") == steps, "each batch is copied once"
+        ahead = sum(pair == ("copy", "end") for pair in zip(events, events[1:], strict=False))
+        assert ahead > steps / 2
+
+
+def test_exhausted_memory_is_one_sentence(device: torch.device, data: tuple[Store, Manifest]) -> None:
+    class Greedy(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.device.type == "cuda":
+                torch.empty(1 << 50, dtype=torch.uint8, device=x.device)
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 PiB. More.")
+
+    job = Job(Greedy(WIDTH, CLASSES).double(), sgd, torch.nn.CrossEntropyLoss(), workers=1, epochs=1)
+    with pytest.raises(
+        InvalidInput, match=r"memory of the GPU is exhausted \(CUDA out of memory\): lower batch_size=8"
+    ):
+        run_in_world(1, lambda group: train(job.task(*data), group))
+
+
+@pytest.mark.parametrize("weight", [None, "w"])
+def test_a_step_does_not_wait_for_the_device(
+    device: torch.device, data: tuple[Store, Manifest], weight: str | None
+) -> None:
+    """But where the ranks exchange. On a GPU torch itself raises at any other wait."""
+    if device.type != "cuda":
+        pytest.skip("only CUDA tells where the host waits")
+    job = Job(net(), sgd, torch.nn.CrossEntropyLoss(), weight=weight, workers=1, batch_size=24, epochs=1)
+    task = job.task(*data)
+    step = task._trainer.train_step
+
+    def watched(*arguments: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return step(*arguments)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    task._trainer.train_step = watched  # type: ignore[method-assign]
+    run_in_world(1, lambda group: train(task, group))
+
+
+def test_results_are_loaded_without_the_device(device: torch.device, data: tuple[Store, Manifest]) -> None:
+    job = Job(net(), sgd, torch.nn.CrossEntropyLoss(), workers=1, epochs=1)
+    store, _ = data
+    weights, outcome = run_in_world(1, lambda group: train(job.task(*data), group))[0]
+    saved = torch.load(store.path(json.loads(outcome.result)["model"]), weights_only=True)
+    assert {tensor.device.type for tensor in saved.values()} == {"cpu"}
+    assert all(torch.equal(saved[name], weights[name]) for name in weights)
+    copy.deepcopy(job.model).load_state_dict(saved)
