@@ -69,6 +69,7 @@ _LEAST = {
     "checkpoint_steps": (1, "1 or more, or None"),
     "cpus_per_worker": (1, "1 or more, or None"),
     "checkpoints_kept": (1, "1 or more"),
+    "slots_per_gpu": (1, "1 or more"),
     "failure_budget": (0, "0 or more"),
     "reset_limit": (0, "0 or more, or None"),
     "log_bytes": (0, "0, to keep nothing, or more"),
@@ -118,6 +119,9 @@ class ElasticConfig:
     ledger: workers of a fit write which rows they trained in which step, and when.
     ship: send this package (not numpy or the framework) to executors that lack it.
     cpus_per_worker: threads that a worker computes with (OMP_NUM_THREADS); None: `spark.task.cpus`.
+    device: what workers train on: auto, a GPU where Spark gave one to the slot; cuda, also where Spark knows of none;
+        cpu, and the job takes no GPU. A worker sees its own GPU alone, as `cuda:0`. See docs/gpu.md.
+    slots_per_gpu: slots that share a GPU. They exchange gradients through the host.
     show_logs: print the workers' output, prefixed with their rank.
     log_bytes: how much of what workers print is kept in the run's store, under `runs/RUN/logs`, the newest; 0: nothing.
     status_page: the driver serves a page that shows the job; the log shows its address once.
@@ -155,6 +159,8 @@ class ElasticConfig:
     ledger: bool = False
     ship: bool = False
     cpus_per_worker: int | None = None
+    device: str = "auto"
+    slots_per_gpu: int = 1
     show_logs: bool = True
     log_bytes: int = 64 << 20
     status_page: bool = True
@@ -181,6 +187,8 @@ class ElasticConfig:
             raise InvalidInput(
                 f"collective_timeout must be seconds from 0.001 to 1e9; got {self.collective_timeout!r}."
             )
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise InvalidInput(f"device must be 'auto', 'cpu' or 'cuda'; got {self.device!r}.")
         if not 0 <= self.spare_after < math.inf:
             raise InvalidInput(f"spare_after must be 0 seconds or more; got {self.spare_after!r}.")
         lower, upper = self.cooldown_range

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 
 from tests import scenarios
+from tests.devices import initialize_cuda, use_device
 from tests.leaks import SETTLE_SECONDS, SessionOwned, find_marked, leaked, take
 
 # The same examples in each run, and no deadline: a busy machine is no failure.
@@ -59,6 +60,13 @@ def pytest_runtest_makereport(
 
 
 @pytest.fixture
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A device of `DEVICES`, given as an indirect parameter, on which this process trains. Name it before `fault`."""
+    use_device(request.param, monkeypatch)
+    return str(request.param)
+
+
+@pytest.fixture
 def fault(request: pytest.FixtureRequest) -> Iterator[scenarios.Fault]:
     """What a scenario does to a job goes through this: `fault(os.kill, pid, SIGKILL)`."""
     yield from scenarios.provide_fault(request)
@@ -89,8 +97,10 @@ def no_orphan_of_the_session() -> Iterator[str]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind(session_owned: SessionOwned) -> Iterator[None]:
+def nothing_left_behind(request: pytest.FixtureRequest, session_owned: SessionOwned) -> Iterator[None]:
     """Fail a test that leaves a thread, a child process or a descriptor; closing ones get a moment to end."""
+    if request.node.get_closest_marker("gpu"):
+        initialize_cuda()  # the driver's threads and descriptors stay
     before = take(session_owned)
     yield
     found = leaked(before, session_owned)

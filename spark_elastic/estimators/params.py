@@ -112,6 +112,8 @@ def _getter(name: str) -> Callable[[Any], Any]:
 
 # Horovod's name -> ours.
 ALIASES = {"num_proc": "num_workers", "random_seed": "seed"}
+# Horovod's names for whether workers use GPUs where there are some: `device` is then auto, else cpu.
+GPU_NAMES = ("use_gpu", "num_gpus")
 
 _PARTITIONS = "row groups are sized for the workers' memory, and rows are shared out one by one"
 _READERS = (
@@ -138,7 +140,6 @@ REFUSED = {
     "logger": "use callbacks, which see every step; on_progress, on the driver, is called four times a second",
     "loss_constructors": "pass the losses themselves as loss",
     "mp_start_method": _READERS,
-    "num_gpus": "estimators train on the CPU",
     "partitions_per_process": _PARTITIONS,
     "profiler": "use callbacks",
     "reader_pool_type": _READERS,
@@ -151,8 +152,6 @@ REFUSED = {
     "trainer_args": "there is no Trainer; the parameters of this estimator say the same",
     "transformation_edit_fields": "transformation_fn returns its columns undeclared",
     "transformation_removed_fields": "transformation_fn returns its columns undeclared",
-    "use_gpu": "estimators train on the CPU, transform predicts on the GPU that Spark gives to its task, and loops "
-    "under spark_elastic.run may use GPUs; use_gpu=False is understood",
     "val_async_data_loader_queue_size": _READERS,
     "val_reader_num_workers": _READERS,
     "validation_steps_per_epoch": "validation looks at every row exactly once",
@@ -189,6 +188,10 @@ def translate_names(
         if name in refused and not own(name):
             if not any(value is nothing for nothing in _NOTHING):
                 raise InvalidInput(f"{name} has no meaning here: {refused[name]}.")
+            continue
+        if name in GPU_NAMES and not own(name):
+            if value is not None:
+                ours["device"] = "auto" if value else "cpu"
             continue
         known = ALIASES.get(name, name)
         if known != name and values.get(known) is not None:
@@ -519,7 +522,7 @@ class KerasParams(EstimatorParams):
 
 def with_horovod_names(owner: T) -> T:
     """Add setters and getters for Horovod's names; those of refused names raise InvalidInput with the reason."""
-    for name in (*ALIASES, *owner.refused):
+    for name in (*ALIASES, *GPU_NAMES, *owner.refused):
         camel = "".join(part.capitalize() for part in name.split("_"))
         setattr(owner, f"set{camel}", _horovod_setter(name, owner.refused))
         if name in ALIASES:
@@ -531,5 +534,6 @@ def _horovod_setter(name: str, refused: Mapping[str, str]) -> Any:
     def set_param(self: Any, value: Any) -> Any:
         return self.setParams(**{name: value})
 
-    set_param.__doc__ = f"Horovod's `{name}`: {ALIASES.get(name) or refused[name]}."
+    meaning = "`device`" if name in GPU_NAMES else ALIASES.get(name) or refused[name]
+    set_param.__doc__ = f"Horovod's `{name}`: {meaning}."
     return set_param

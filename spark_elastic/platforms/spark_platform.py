@@ -99,9 +99,10 @@ class SparkPlatform(ABC):
             application = settings.get("spark.app.name", "fit")
             job = replace(job, name=f"{application}-{secrets.token_hex(2)}")
         warn_about_settings(settings, self._get_application(), self._find_plaintext_server())
-        memory = read_executor_memory(settings)
+        config = self._config
+        memory = read_executor_memory(settings, config.device, config.slots_per_gpu)
         with self._ship(job.program) as program:
-            profile = make_slot_profile(settings, self._check_profile)
+            profile = make_slot_profile(settings, self._check_profile, config.device, config.slots_per_gpu)
             launcher = self._make_launcher(
                 lambda spec: SlotTask(job.complete(spec), program, memory), profile
             )

@@ -46,6 +46,8 @@ class SlotSpec:
     fork_workers: bool = _SETTINGS.fork_workers
     worker_port_range: tuple[int, int] | None = _SETTINGS.worker_port_range
     cpus_per_worker: int | None = _SETTINGS.cpus_per_worker
+    device: str = _SETTINGS.device
+    slots_per_gpu: int = _SETTINGS.slots_per_gpu
 
     @classmethod
     def from_config(cls, config: ElasticConfig, **known: Any) -> Self:
@@ -67,6 +69,8 @@ class SlotIdentity:
     address: str = "127.0.0.1"
     # What Spark gave to the slot: addresses by the name of the resource, such as {"gpu": ("0",)}.
     resources: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    # Why the slot has no GPU although the job asks for one; "": nothing is wrong.
+    device_problem: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

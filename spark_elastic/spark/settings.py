@@ -1,4 +1,4 @@
-"""What Spark's settings mean for a job: settings that harm it, the memory beside an executor, a GPU for each slot.
+"""What Spark's settings mean for a job: settings that harm it, the memory beside an executor, the GPUs of slots.
 
 docs/spark-settings.md says what each setting does, and which do not matter. Imports no py4j.
 """
@@ -176,14 +176,24 @@ def explain_shortage(
     )
 
 
-def read_executor_memory(settings: Mapping[str, str]) -> ExecutorMemory:
-    """What the settings of an application grant. YARN and Kubernetes limit the overhead, other managers do not."""
+EXECUTOR_GPUS = "spark.executor.resource.gpu.amount"
+TASK_GPUS = "spark.task.resource.gpu.amount"
+
+
+def read_executor_memory(
+    settings: Mapping[str, str], device: str = "auto", slots_per_gpu: int = 1
+) -> ExecutorMemory:
+    """What the settings of an application grant. YARN and Kubernetes limit the overhead, other managers do not.
+
+    Args:
+        device, slots_per_gpu: of the job's `ElasticConfig`.
+    """
     heap = parse_size(settings.get("spark.executor.memory", "1g"))
     cores, cpus = settings.get("spark.executor.cores", "1"), settings.get("spark.task.cpus", "1")
     slots = max(1, int(cores) // max(1, int(cpus)))
-    gpus = int(settings.get("spark.executor.resource.gpu.amount", "0"))
-    if gpus:  # each slot takes a whole one
-        slots = min(slots, gpus)
+    gpus = int(settings.get(EXECUTOR_GPUS, "0"))
+    if gpus and device != "cpu":
+        slots = min(slots, gpus * slots_per_gpu)
     master = settings.get("spark.master", "")
     if master != "yarn" and not master.startswith("k8s://"):
         return ExecutorMemory(heap, None, slots)
@@ -213,29 +223,43 @@ def _mib(amount: int) -> str:
     return f"{amount // MEBIBYTE}m"
 
 
-# ---- a whole GPU for each slot, by a stage-level resource profile, where Spark's own tasks do not get one
-
-EXECUTOR_GPUS = "spark.executor.resource.gpu.amount"
-TASK_GPUS = "spark.task.resource.gpu.amount"
+# ---- the GPUs of slots, by a stage-level resource profile where Spark's own tasks get others
 
 
-def needs_whole_gpu(settings: Mapping[str, str]) -> bool:
-    """Whether executors have GPUs, and a task gets none of them or a part of one."""
-    return int(settings.get(EXECUTOR_GPUS, "0")) > 0 and float(settings.get(TASK_GPUS, "0")) < 1
+def choose_gpus_of_slot(settings: Mapping[str, str], device: str, slots_per_gpu: int) -> float | None:
+    """The GPUs that a slot asks Spark for; None: as many as Spark's own tasks get, which is right.
+
+    A slot takes a whole GPU, or the part that the job asks for, also where Spark's own tasks get none or share them.
+    """
+    if int(settings.get(EXECUTOR_GPUS, "0")) == 0:
+        return None
+    wanted = 0.0 if device == "cpu" else 1 / slots_per_gpu
+    given = float(settings.get(TASK_GPUS, "0"))
+    enough = given == wanted or (wanted == 1.0 and given > 1)
+    return None if enough else wanted
 
 
 def make_slot_profile(
-    settings: Mapping[str, str], take: Callable[[ResourceProfile], object]
+    settings: Mapping[str, str],
+    take: Callable[[ResourceProfile], object],
+    device: str = "auto",
+    slots_per_gpu: int = 1,
 ) -> ResourceProfile | None:
     """The resource profile of slots; None: the application's own.
 
     Args:
         take: makes Spark accept a profile, or raises.
+        device, slots_per_gpu: of the job's `ElasticConfig`.
     """
-    if not needs_whole_gpu(settings):
+    if device == "cpu" and int(settings.get(EXECUTOR_GPUS, "0")):
+        log.warning("executors have GPUs, which this job leaves idle: it trains on the CPU (device='cpu')")
+    gpus = choose_gpus_of_slot(settings, device, slots_per_gpu)
+    if gpus is None:
         return None
-    cpus = int(settings.get("spark.task.cpus", "1"))
-    requests = TaskResourceRequests().cpus(cpus).resource("gpu", 1)
+    requests = TaskResourceRequests().cpus(int(settings.get("spark.task.cpus", "1")))
+    if gpus:
+        requests = requests.resource("gpu", gpus)
+    share = {0.0: "no GPU", 1.0: "a whole GPU each"}.get(gpus, f"1/{slots_per_gpu} of a GPU each")
     try:
         profile: ResourceProfile = ResourceProfileBuilder().require(requests).build
         take(profile)
@@ -243,10 +267,12 @@ def make_slot_profile(
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = next((line for line in lines if "upported" in line), lines[0] if lines else repr(error))
         log.warning(
-            "slots take no whole GPU each, since this cluster has no stage-level resources (%s): set %s=1",
+            "slots cannot take %s, since this cluster has no stage-level resources (%s): set %s=%g",
+            share,
             reason[:200],
             TASK_GPUS,
+            gpus,
         )
         return None
-    log.info("slots take a whole GPU each, by a stage-level resource profile")
+    log.info("slots take %s, by a stage-level resource profile", share)
     return profile

@@ -33,6 +33,7 @@ from spark_elastic.protocol.types import WorkerId
 from spark_elastic.rendezvous import codec
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.messages import DriverClient
+from spark_elastic.worker.devices import apply_device
 from spark_elastic.worker.exits import exit_forks, exit_process, get_exit_code
 from spark_elastic.worker.imports import import_followers
 from spark_elastic.worker.loop import DriverWatch, GroupConnector, MetricsReporter, WorkerLoop
@@ -85,7 +86,7 @@ def main(fds: ChildFds | None = None) -> int:
     sampler = StackSampler(fds.activity, fds.stacks, clock)
     sampler.start()
     payload = channel.read(header.payload_bytes)
-    program, failure = _load_program(payload, header.spec.preload)
+    program, failure = _load_program(payload, header)
     os.write(fds.status, b"warm\n")
     os.close(fds.status)
     activation = channel.readline()
@@ -126,16 +127,17 @@ def stop_ignoring_interrupts() -> None:
         signal.signal(signal.SIGINT, lambda number, frame: None)
 
 
-def _load_program(payload: bytes, preload: tuple[str, ...]) -> tuple[Program | None, tuple[str, str]]:
+def _load_program(payload: bytes, header: Header) -> tuple[Program | None, tuple[str, str]]:
     """(the prepared program, ("", "")), or None with the fingerprint and traceback of what its loading raised."""
     gc.disable()  # visiting the many lasting objects of an import again and again takes a tenth of its time
     try:
         with exit_forks():
+            apply_device(header.spec, header.identity, os.environ)
             program: Program = cloudpickle.loads(payload)
             os.environ.update(get_environment(program))  # before preloaded modules read it
             _log_to_stderr(operations_from_env().log_level)
             import_followers()
-            for module in preload:
+            for module in header.spec.preload:
                 importlib.import_module(module)
             program.prepare()
     except Exception as error:  # reported once this process is a worker; the driver decides

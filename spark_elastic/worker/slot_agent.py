@@ -6,6 +6,7 @@ driver: one polls for commands, one sends heartbeats, one sends lines. A failure
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable, Mapping
@@ -25,6 +26,7 @@ from spark_elastic.rendezvous.messages import (
     WatchSlot,
 )
 from spark_elastic.worker.child import LINE_AT_MOST, Child, OomKillCounter
+from spark_elastic.worker.devices import GpuClaims
 from spark_elastic.worker.forking import fork_server_cache
 
 MEMORY_CHECK_EVERY = 30.0  # seconds between two checks of the memory of the slot's processes
@@ -59,6 +61,7 @@ class SlotAgent:
                 the memory that the executor will lack, or None.
         """
         self._spec = spec
+        self._gpu_claims = GpuClaims()
         self._identity = identity
         self._payload = payload
         self._facts = dict(facts or {})
@@ -87,7 +90,7 @@ class SlotAgent:
         Raises:
             DriverUnreachable: the driver did not answer the registration.
         """
-        me = self._identity
+        me = self._identity = self._gpu_claims.assign(self._spec, self._identity, os.environ)
         node = str(self._facts.get("host", ""))
         answer = self._client.ask(RegisterSlot(me.slot, me.host, me.slot.launch, node, facts=self._facts))
         self._heartbeat_every = answer.heartbeat_interval
@@ -201,6 +204,7 @@ class SlotAgent:
         for child in (self._active, self._spare):
             if child is not None:
                 child.close()
+        self._gpu_claims.close()
         self._lines_complete.set()
         self._line_sender.join(LAST_LINES_WAIT)
         self._client.close()

@@ -17,7 +17,7 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.ports import Post
 from spark_elastic.protocol.events import DrainRequested
 from spark_elastic.running.call import Call, prepare
-from spark_elastic.testing.fakes import ProcessLauncher
+from tests.component.torch.job import DeviceLauncher
 
 STEPS = 20
 PACE = 0.05  # seconds a step takes at least
@@ -33,7 +33,8 @@ def train(steps: int, holds: dict[int, int | str]) -> dict[str, Any]:
 
     hvd.init()
     torch.manual_seed(hvd.rank() + 7)  # what rank 0 begins with counts, for newcomers too
-    model = torch.nn.Linear(4, 1).double()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = torch.nn.Linear(4, 1).double().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     trained: list[int] = []
@@ -47,7 +48,7 @@ def train(steps: int, holds: dict[int, int | str]) -> dict[str, Any]:
                 6, 4, generator=torch.Generator().manual_seed(state.step), dtype=torch.float64
             )
             optimizer.zero_grad()
-            model(batch).pow(2).mean().backward()
+            model(batch.to(device)).pow(2).mean().backward()
             optimizer.step()
             trained.append(state.step)
             state.step += 1
@@ -62,6 +63,7 @@ def train(steps: int, holds: dict[int, int | str]) -> dict[str, Any]:
         "momentum": [optimizer.state[p]["momentum_buffer"].flatten().tolist() for p in model.parameters()],
         "trained": trained,
         "initial": state.initial.tolist(),
+        "device": device,
     }
 
 
@@ -138,17 +140,19 @@ class Run:
     spares: whether slots start warm spares, at once.
     """
 
-    def __init__(self, fn: Any, *given: Any, room: int, spares: bool = False, **arguments: Any) -> None:
+    def __init__(
+        self, fn: Any, *given: Any, room: int, spares: bool = False, device: str = "cpu", **arguments: Any
+    ) -> None:
         self._waiting: list[tuple[int, Callable[[], object]]] = []
         self._threads: list[threading.Thread] = []
         self.lines = io.StringIO()
         config = ElasticConfig(gather_timeout=60.0, lease=3.0)
         arguments = {"min_workers": 1, "stdout": self, **arguments}
         self.call: Call = prepare(fn, given, arguments, config)
-        self.cluster = ProcessLauncher(
+        self.cluster = DeviceLauncher(
+            device,
             self.call.program,
-            SystemClock(),
-            self.call.preload,
+            preload=self.call.preload,
             room=room,
             spare_after=0.0 if spares else NEVER,
         )

@@ -28,6 +28,7 @@ from spark_elastic.data.store import Store
 from spark_elastic.driver.ports import Discovery, Post
 from spark_elastic.launch.job import DriverOptions, LaunchResult, supervise
 from spark_elastic.monitoring.listener import JobListener
+from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.protocol.types import Limits, Phase
 from spark_elastic.state.checkpoint import CheckpointPolicy
 from spark_elastic.state.run_lease import RunLease
@@ -210,11 +211,23 @@ def train_elastic(
     return torch.load(io.BytesIO(store.read_bytes("final.pt")), weights_only=True), result
 
 
-def launcher(task: TorchTrainProgram, room: int, spares: bool = False) -> ProcessLauncher:
+class DeviceLauncher(ProcessLauncher):
+    """`ProcessLauncher` whose workers train on a device, which all of them share."""
+
+    def __init__(self, device: str, program: object, **options: Any) -> None:
+        super().__init__(program, SystemClock(), **options)
+        self._device = device
+
+    def start(self, spec: SlotSpec, post: Post) -> None:
+        super().start(replace(spec, device=self._device, slots_per_gpu=8), post)
+
+
+def launcher(
+    task: TorchTrainProgram, room: int, spares: bool = False, device: str = "cpu"
+) -> ProcessLauncher:
     """spares: whether slots start warm spares, at once. Tests that kill whole slots need none."""
-    return ProcessLauncher(
-        task, SystemClock(), preload=("torch",), room=room, spare_after=0.0 if spares else 3600.0
-    )
+    preload = ("torch", "tests.pretend_device") if device == "pretend" else ("torch",)
+    return DeviceLauncher(device, task, preload=preload, room=room, spare_after=0.0 if spares else 3600.0)
 
 
 def train_plain(

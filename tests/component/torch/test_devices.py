@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -265,7 +266,9 @@ def test_a_step_does_not_wait_for_the_device(
     step = task._trainer.train_step
 
     def watched(*arguments: Any) -> Any:
-        torch.cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it is a prototype, it says
+            torch.cuda.set_sync_debug_mode("error")
         try:
             return step(*arguments)
         finally:

@@ -121,18 +121,24 @@ def test_p2_undisturbed_training_equals_a_plain_loop(data: tuple[Store, Manifest
 @pytest.mark.scenario("G1", "G2", "G3")
 @pytest.mark.parametrize(
     # The others say which part is wrong where all at once are.
-    "name",
-    [pytest.param(name, marks=[pytest.mark.faults] * (name != TOGETHER)) for name in JOBS],
+    ("name", "device"),
+    [pytest.param(name, "cpu", marks=[pytest.mark.faults] * (name != TOGETHER)) for name in JOBS]
+    + [(TOGETHER, "pretend"), pytest.param(TOGETHER, "cuda", marks=pytest.mark.gpu)],
+    indirect=["device"],
 )
 def test_p1_p2_p3_p4_hold_under_two_kills(
-    name: str, data: tuple[Store, Manifest], tmp_path: Path, fault: Fault
+    name: str,
+    device: str,
+    data: tuple[Store, Manifest],
+    tmp_path: Path,
+    fault: Fault,
 ) -> None:
     job = JOBS[name]
     made: list[ProcessLauncher] = []
     killed: list[int] = []
 
     def make(task: TorchTrainProgram) -> ProcessLauncher:
-        made.append(launcher(task, room=3))
+        made.append(launcher(task, room=3, device=device))
         return made[0]
 
     def inject_fault(which: int) -> None:

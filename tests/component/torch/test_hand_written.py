@@ -21,13 +21,17 @@ for name in (__name__, train.__module__):
 
 
 @pytest.mark.scenario("G2")
-def test_g02_a_newcomer_holds_the_same_weights_and_a_loss_costs_no_committed_step(fault: Fault) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+def test_g02_a_newcomer_holds_the_same_weights_and_a_loss_costs_no_committed_step(
+    device: str, fault: Fault
+) -> None:
     holds = {6: 2, 15: 3} if fault.on else {}
-    run = Run(train, (STEPS, holds), room=2, num_workers=2, max_workers=3)
+    run = Run(train, (STEPS, holds), room=2, device=device, num_workers=2, max_workers=3)
     run.at(3, lambda: fault(run.cluster.add_room, 1))
     run.at(10, lambda: fault(run.cluster.kill, min(run.cluster.slots())))
     results = run.results()
     assert_exact(results)
+    assert {result["device"] for result in results} == {device}
     assert [result["rank"] for result in results] == list(range(len(results)))
     assert run.sizes()[:3] == [2, 3, 2]
     steps = max((result["trained"] for result in results), key=len)

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("pyspark")
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.params import ALIASES, REFUSED, translate_names
+from spark_elastic.estimators.params import ALIASES, GPU_NAMES, REFUSED, translate_names
 from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
 
 HOROVOD = """
@@ -35,7 +35,7 @@ def test_no_name_of_horovod_is_ignored(name: str) -> None:
         assert ElasticTorchEstimator(**{name: None}).extractParamMap()
     else:
         assert setter(3 if name not in ("feature_cols", "label_cols") else ["x"]) is estimator
-        assert estimator.hasParam(ALIASES.get(name, name))
+        assert name in GPU_NAMES or estimator.hasParam(ALIASES.get(name, name))
 
 
 def test_a_mapped_name_is_the_same_parameter() -> None:
@@ -46,7 +46,15 @@ def test_a_mapped_name_is_the_same_parameter() -> None:
 
 
 def test_arguments_of_horovod_without_effect_are_accepted() -> None:
-    assert translate_names({"use_gpu": False, "train_steps_per_epoch": None}) == {}
+    assert translate_names({"num_gpus": None, "train_steps_per_epoch": None}) == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "device"), [({"use_gpu": True}, "auto"), ({"use_gpu": False}, "cpu"), ({"num_gpus": 1}, "auto")]
+)
+def test_names_of_gpus_choose_the_device(given: dict[str, object], device: str) -> None:
+    assert translate_names(given) == {"device": device}
+    assert ElasticTorchEstimator(**given).getSettings() == {"device": device}
 
 
 def test_a_copy_trains_the_same_objects() -> None:

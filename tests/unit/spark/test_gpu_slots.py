@@ -9,18 +9,30 @@ import pytest
 pytest.importorskip("pyspark")
 
 from spark_elastic.spark import settings
-from spark_elastic.spark.settings import EXECUTOR_GPUS, TASK_GPUS, make_slot_profile, needs_whole_gpu
+from spark_elastic.spark.settings import EXECUTOR_GPUS, TASK_GPUS, choose_gpus_of_slot, make_slot_profile
 
 
 @pytest.mark.parametrize(
-    ("executor", "task", "asked"),
-    [(None, None, False), ("2", "1", False), ("2", "0.25", True), ("1", None, True), ("0", None, False)],
+    ("executor", "task", "device", "sharing", "asked"),
+    [
+        (None, None, "auto", 1, None),
+        ("2", "1", "auto", 1, None),
+        ("2", "2", "cuda", 1, None),
+        ("2", "0.25", "auto", 1, 1.0),
+        ("1", None, "cuda", 1, 1.0),
+        ("0", None, "auto", 1, None),
+        ("2", "1", "auto", 2, 0.5),
+        ("2", "0.5", "auto", 2, None),
+        ("2", "1", "cpu", 1, 0.0),
+        ("2", None, "cpu", 1, None),
+    ],
 )
-def test_a_slot_asks_for_a_gpu_if_tasks_get_none_or_a_part(
-    executor: str | None, task: str | None, asked: bool
+def test_a_slot_asks_for_the_gpus_that_spark_would_not_give_it(
+    executor: str | None, task: str | None, device: str, sharing: int, asked: float | None
 ) -> None:
     conf = {EXECUTOR_GPUS: executor, TASK_GPUS: task}
-    assert needs_whole_gpu({name: value for name, value in conf.items() if value is not None}) is asked
+    given = {name: value for name, value in conf.items() if value is not None}
+    assert choose_gpus_of_slot(given, device, sharing) == asked
 
 
 def test_a_cluster_without_resource_profiles_is_logged_with_its_reason(
@@ -56,5 +68,9 @@ def test_a_cluster_without_resource_profiles_is_logged_with_its_reason(
     conf = {EXECUTOR_GPUS: "1", "spark.task.cpus": "2"}
     assert make_slot_profile(conf, refuse) is None
     assert "no stage-level resources (SparkException: TaskResourceProfiles are only supported" in caplog.text
+    assert f"set {TASK_GPUS}=1" in caplog.text
+    assert "leaves idle" not in caplog.text
     assert make_slot_profile(conf, lambda profile: None) == "profile"  # type: ignore[comparison-overlap]
     assert make_slot_profile({}, refuse) is None
+    assert make_slot_profile(conf, refuse, device="cpu") is None
+    assert "executors have GPUs, which this job leaves idle" in caplog.text

@@ -175,25 +175,6 @@ def test_adasum_leaves_parameters_as_they_were_when_the_exchange_breaks(here: Cu
     run_in_world(2, work)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no accelerator")
-def test_gradients_of_a_gpu_go_through_pinned_memory(here: CurrentWorker) -> None:
-    def work(group: Group) -> torch.Tensor:
-        enter(here, group)
-        model = net().cuda()
-        opt: Any = DistributedOptimizer(adam(model.parameters()), model.named_parameters())
-        for _ in range(3):
-            opt.zero_grad()
-            model(X[group.rank * 6 :][:6].cuda()).pow(2).mean().backward()
-            opt.step()
-        opt.close()
-        return weights(model).cpu()
-
-    replicas = run_in_world(2, work)
-    assert torch.equal(*replicas)
-    assert torch.allclose(replicas[0], train_plain([X] * 3, adam), rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize(("chosen", "expected"), [(None, [0.3] * 3), ([0, 2], [0.2, 0.1, 0.2])])
 def test_learning_rates_are_scaled_by_the_ranks_of_the_process_set(
     here: CurrentWorker, chosen: list[int] | None, expected: list[float]

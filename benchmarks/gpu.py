@@ -1,0 +1,290 @@
+"""How fast does the estimator's training run on a GPU, beside a plain loop of torch on the same device?
+
+    python benchmarks/gpu.py --json benchmarks/results/gpu.json
+
+One worker, a world of one, whole epochs over the same rows in the same order; the two take turns, medians over the
+rounds, after one that does not count. Plain: the rows in pinned memory, copied with non_blocking=True, zero_grad,
+forward, backward, step; its loss stays on the device. Ours: rows from a Parquet file, step summary, ledger and all.
+rows/s: more is better. Commit: what a copy of the state to the host takes of the training, beside a bare copy of each
+tensor. `--device cpu` runs the same on the CPU, to see that it works.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from benchmarks.parts.report import Row, finish, parser
+from elastic_collectives import Endpoint, Group, connect
+from spark_elastic.data.existing_parquet import describe_parquet
+from spark_elastic.data.manifest import Column
+from spark_elastic.data.plan import DataPlan
+from spark_elastic.data.store import Store
+from spark_elastic.protocol.types import INITIAL_VERSION
+from spark_elastic.state.snapshot import build_snapshot
+from spark_elastic.torch.train.spec import TorchUserObjects
+from spark_elastic.torch.train.trainer import TorchTrainProgram
+from spark_elastic.training.fit_config import FitConfig
+from spark_elastic.training.spec import Rows, TrainSpec
+from spark_elastic.worker.context import get_process_context
+
+CLASSES, TOKENS, VOCABULARY = 10, 128, 1000
+
+
+class Encoder(torch.nn.Module):
+    """A transformer of 6 layers over 128 tokens, 19 M parameters."""
+
+    def __init__(self, width: int = 512) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(VOCABULARY, width)
+        layer = torch.nn.TransformerEncoderLayer(width, 8, 4 * width, dropout=0.0, batch_first=True)
+        self.layers = torch.nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
+        self.head = torch.nn.Linear(width, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.head(self.layers(self.embed(x)).mean(1))
+        return output
+
+
+class ConvNet(torch.nn.Module):
+    """Convolutions with BatchNorm over pictures of uint8, 2.8 M parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[torch.nn.Module] = []
+        for before, after in ((3, 64), (64, 128), (128, 256), (256, 512)):
+            layers += [
+                torch.nn.Conv2d(before, after, 3, padding=1, stride=2 if before > 3 else 1),
+                torch.nn.BatchNorm2d(after),
+                torch.nn.ReLU(),
+                torch.nn.Conv2d(after, after, 3, padding=1, groups=4),
+                torch.nn.ReLU(),
+            ]
+        self.layers = torch.nn.Sequential(*layers, torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
+        self.head = torch.nn.Linear(512, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.head(self.layers(x.float() / 255))
+        return output
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    build: Callable[[], torch.nn.Module]
+    # (rows, ...)
+    features: Callable[[int], npt.NDArray[Any]]
+    batch: int
+    steps: int
+    precision: str | None = None
+
+
+def draw_tokens(rows: int) -> npt.NDArray[Any]:
+    return np.random.default_rng(0).integers(0, VOCABULARY, (rows, TOKENS), dtype=np.int32)
+
+
+def draw_pictures(rows: int) -> npt.NDArray[Any]:
+    return np.random.default_rng(0).integers(0, 256, (rows, 3, 64, 64), dtype=np.uint8)
+
+
+def draw_numbers(rows: int) -> npt.NDArray[Any]:
+    return np.random.default_rng(0).normal(size=(rows, 64)).astype(np.float32)
+
+
+def build_small() -> torch.nn.Module:
+    return torch.nn.Sequential(
+        torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 512), torch.nn.ReLU(),
+        torch.nn.Linear(512, CLASSES),
+    )  # fmt: skip
+
+
+CASES = [
+    Case("transformer of 19 M parameters, bf16, 128 rows", Encoder, draw_tokens, 128, 60, "bf16"),
+    Case("transformer of 19 M parameters, float32, 64 rows", Encoder, draw_tokens, 64, 60),
+    Case("convolutions and BatchNorm, float32, 256 rows", ConvNet, draw_pictures, 256, 60),
+    Case("three linear layers, float32, 1024 rows", build_small, draw_numbers, 1024, 200),
+]
+
+
+def build_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-4)
+
+
+def autocast(case: Case, device: torch.device) -> AbstractContextManager[Any]:
+    if case.precision is None:
+        return nullcontext()
+    return torch.autocast(device.type, dtype=torch.bfloat16)
+
+
+def write_rows(case: Case, folder: Path) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    rows = case.batch * case.steps
+    x, y = case.features(rows), np.random.default_rng(1).integers(0, CLASSES, rows)
+    flat = x.reshape(rows, -1)
+    column = pa.FixedSizeListArray.from_arrays(pa.array(flat.ravel()), flat.shape[1])
+    table = pa.table({"x": column, "y": y})
+    pq.write_table(
+        table, folder / "0.parquet", row_group_size=rows // 8, compression="none", use_dictionary=False
+    )
+    return x, y
+
+
+class Ours:
+    """The estimator's training, epoch by epoch, in this process."""
+
+    def __init__(
+        self, case: Case, model: torch.nn.Module, folder: Path, shape: tuple[int, ...], group: Group
+    ) -> None:
+        store = Store.open(str(folder))
+        manifest = describe_parquet(store, ["x", "y"])
+        plan = DataPlan.for_run(
+            manifest.group_rows, case.batch, 3, 1, manifest.max_decoded_group_bytes(), 1 << 30
+        )
+        column = manifest.column("x")
+        config = FitConfig(
+            feature_cols=("x",),
+            label_cols=("y",),
+            batch_size=case.batch,
+            epochs=1000,
+            precision=case.precision,
+        )
+        spec = TrainSpec(
+            config=config,
+            rows=Rows(store, manifest, plan),
+            features=(Column("x", column.dtype, shape),),
+            store=store,
+            result="final.pt",
+        )
+        objects = TorchUserObjects(model, build_optimizer, (torch.nn.CrossEntropyLoss(),))
+        self.program = TorchTrainProgram(spec, objects)
+        self.program.prepare()
+        self._group = group
+        world: Any = SimpleNamespace(version=INITIAL_VERSION, fence=(1, 1), source=0, resume=(), receivers=())
+        self._world = world
+        self._handle: Any = SimpleNamespace(
+            membership_version=lambda: INITIAL_VERSION,
+            report_position=lambda position: None,
+            report_metrics=lambda numbers: None,
+        )
+
+    def run_epoch(self) -> float:
+        """Seconds until the device has finished."""
+        program: Any = self.program
+        epoch = program._state.position.epoch
+        program._spec.config.__dict__["epochs"] = epoch + 1
+        program._finish = lambda group: ""
+        begin = time.perf_counter()
+        program.run(self._world, self._group, self._handle)
+        synchronize()
+        return time.perf_counter() - begin
+
+
+class Plain:
+    """What the same training is as a loop of one's own."""
+
+    def __init__(
+        self,
+        case: Case,
+        model: torch.nn.Module,
+        x: npt.NDArray[Any],
+        y: npt.NDArray[Any],
+        device: torch.device,
+    ) -> None:
+        pins = device.type == "cuda"
+        self._x, self._y = torch.from_numpy(x), torch.from_numpy(y)
+        self._x, self._y = (each.pin_memory() if pins else each for each in (self._x, self._y))
+        self._case, self._device = case, device
+        self._model = model.to(device).train()
+        self._optimizer = build_optimizer(self._model.parameters())
+
+    def run_epoch(self) -> float:
+        """Seconds until the device has finished."""
+        case, loss_fn = self._case, torch.nn.CrossEntropyLoss()
+        begin = time.perf_counter()
+        for step in range(case.steps):
+            rows = slice(step * case.batch, (step + 1) * case.batch)
+            x = self._x[rows].to(self._device, non_blocking=True)
+            y = self._y[rows].to(self._device, non_blocking=True)
+            x = x if x.is_floating_point() else x.to(torch.int64)
+            self._optimizer.zero_grad()
+            with autocast(case, self._device):
+                output = self._model(x)
+            loss_fn(output.float(), y).backward()
+            self._optimizer.step()
+        synchronize()
+        return time.perf_counter() - begin
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def measure_commit(ours: Ours) -> tuple[float, float]:
+    """Milliseconds of a snapshot of the whole state, and of a bare copy of each tensor to memory of the host."""
+    state: Any = ours.program._state
+    found: list[tuple[float, float]] = []
+    for _ in range(7):
+        synchronize()
+        begin = time.perf_counter()
+        build_snapshot(state.position, state.capture)
+        middle = time.perf_counter()
+        tensors = [*state.model.state_dict().values()]
+        tensors += [t for each in state.optimizer.state.values() for t in each.values()]
+        copies = [tensor.cpu() for tensor in tensors]
+        found.append((1e3 * (middle - begin), 1e3 * (time.perf_counter() - middle)))
+        del copies
+    return statistics.median(a for a, _ in found), statistics.median(b for _, b in found)
+
+
+def measure(case: Case, rounds: int, device: torch.device) -> list[Row]:
+    with tempfile.TemporaryDirectory() as folder, Endpoint(b"a benchmark's key") as endpoint:
+        x, y = write_rows(case, Path(folder))
+        torch.manual_seed(0)
+        model = case.build()
+        with connect(endpoint, 0, 1, (1, 1), lambda blob: [blob], 60.0) as group:
+            ours = Ours(case, copy.deepcopy(model), Path(folder), x.shape[1:], group)
+            plain = Plain(case, model, x, y, device)
+            figures = [(ours.run_epoch(), plain.run_epoch()) for _ in range(rounds + 1)][1:]
+            rows = case.batch * case.steps
+            speeds = [rows / statistics.median(each) for each in zip(*figures, strict=True)]
+            found = [Row(case.name, *speeds, "rows/s")]
+            if "float32, 64 rows" in case.name:
+                found.append(
+                    Row("commit of a transformer of 19 M parameters with AdamW", *measure_commit(ours), "ms")
+                )
+            ours.program.close()
+    return found
+
+
+def main() -> None:
+    made = parser("Rows per second of the estimator's training on a GPU, beside a plain loop of torch.")
+    made.add_argument("--rounds", type=int, default=5)
+    made.add_argument("--device", default="cuda")
+    made.add_argument(
+        "--cases", type=int, nargs="*", default=range(len(CASES)), help="which cases, by number"
+    )
+    arguments = made.parse_args()
+    get_process_context().device = arguments.device
+    device = torch.device(arguments.device)
+    rows = [row for number in arguments.cases for row in measure(CASES[number], arguments.rounds, device)]
+    if device.type == "cuda":
+        print(f"on {torch.cuda.get_device_name()}, torch {torch.__version__}")
+    finish("gpu", rows, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
