@@ -332,6 +332,11 @@ class OperationConfig:
     wait_at_most: float | None = None
     # After this time the log names ranks that all wait for different operations.
     stuck_after: float = 3.0
+    # What sums gradients on GPUs: auto, NCCL where each worker has a GPU of its own; host, the engine, through the
+    # memory of the host; or a backend of torch.distributed.
+    bulk_backend: str = "auto"
+    # Whether a new world trains through the host while its NCCL communicator is built; False: its first step waits.
+    hybrid_recovery: bool = True
     # File of a trace that begins with the process; None: no trace.
     timeline: str | None = None
     # Rounds are marked in the trace.

@@ -28,6 +28,7 @@ from spark_elastic.data.plan import Division
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.timeline import Timeline
 from spark_elastic.torch.gradients.buckets import Bucket, build_buckets, hash_layout
+from spark_elastic.torch.gradients.bulk_plane import BulkPlane, find_bulk_plane
 from spark_elastic.torch.gradients.exchange_options import (
     DEFAULT_OPTIONS,
     ExchangeOptions,
@@ -125,6 +126,7 @@ class GradientExchange:
         self._get_thread, self._get_timeline = get_thread, timeline
         self._own_thread = CollectiveThread()
         self._group: Group | None = None  # of the newest step
+        self._plane: BulkPlane | None = None  # of this group; None: gradients travel through host memory
         self._compared: Group | None = None  # the group whose ranks have compared parameters and options
         self._sparse: frozenset[int] = frozenset()  # parameters that lie in no bucket; the same on all ranks
         self._memory: BucketMemory | None = None  # None: alone, and gradients stay where autograd puts them
@@ -209,6 +211,11 @@ class GradientExchange:
         thread = self._get_thread() or self._own_thread
         if group is not self._group:  # newcomers do not know what the former world agreed on
             self._sparse = frozenset()
+            self._plane = None
+            if group is not None:
+                self._plane = find_bulk_plane(group, self._parameters[0].device, self._options)
+            if self._plane is not None and not self._plane.is_settled and not self._options.hybrid_recovery:
+                thread.run(self._plane.require)
         self._lay_out_buckets(group, division)
         self._group = group
         self._step = self._make_step(passes, thread)
@@ -221,7 +228,10 @@ class GradientExchange:
         if self._memory is not None and thread is not None:
             buckets = self._memory.buckets
             if self._memory.group is not None:
-                reducer = StepReducer(self._memory, self._names, self._options, thread, self._get_timeline())
+                plane = self._plane if self._plane is not None and self._plane.is_active else None
+                reducer = StepReducer(
+                    self._memory, self._names, self._options, thread, self._get_timeline(), plane
+                )
         shares = self._memory.share_count if isinstance(self._memory, ShareMemory) else 0
         return _Step(
             passes,
@@ -328,6 +338,11 @@ class GradientExchange:
         values = torch.cat([part.values() for part in parts])
         return torch.sparse_coo_tensor(rows, values, parameter.shape, check_invariants=False)
 
+    def _settle_plane(self, thread: CollectiveThread) -> None:
+        """Once every rank can sum on its device, the next step does; all ranks agree at the end of a step."""
+        if self._plane is not None and not self._plane.is_settled:
+            thread.run(self._plane.agree)
+
     # ---- a step
 
     def clear(self) -> None:
@@ -372,8 +387,8 @@ class GradientExchange:
             step.reducer.reduce_last_bucket()
             if not self._options.shares:
                 self._launch_sparse(step.reducer)
-            step.reducer.wait()
-            self._memory.copy_from_host()
+            step.reducer.complete_buckets()
+            self._settle_plane(self._get_thread() or self._own_thread)
             for index, gradient in step.reducer.sparse_results.items():
                 self._parameters[index].grad = gradient
         if self._options.shares:

@@ -36,6 +36,8 @@ class ExchangeOptions:
     arithmetic: str = ""
     warn_after: float = math.inf  # seconds; see `ops.stall.watch_collective`
     wait_at_most: float | None = None  # seconds; likewise
+    bulk_backend: str = "host"  # what sums gradients on GPUs: see `OperationConfig`
+    hybrid_recovery: bool = True  # likewise
 
     def factors(self, size: int) -> tuple[float, float]:
         """Return the factors (before, after) the sum."""
@@ -60,12 +62,14 @@ DEFAULT_OPTIONS = ExchangeOptions()  # gradients are summed as they are
 
 
 def options_from_env(**others: Any) -> ExchangeOptions:
-    """Return options with the bucket size and the stall check of this process's settings."""
+    """Return options with the bucket size, the stall check and the bulk plane of this process's settings."""
     limits = operations_from_env()
     return ExchangeOptions(
         bucket_bytes=limits.bucket_bytes,
         warn_after=limits.warn_after,
         wait_at_most=limits.wait_at_most,
+        bulk_backend=limits.bulk_backend,
+        hybrid_recovery=limits.hybrid_recovery,
         **others,
     )
 
@@ -86,9 +90,9 @@ def find_trainable(
         if not parameter.requires_grad:
             frozen.append((name, parameter))
             continue
-        if parameter.device.type not in ("cpu", "cuda"):
+        if parameter.device.type == "meta":
             raise InvalidInput(
-                f"parameter {name!r} is on {parameter.device}: only CPU and CUDA parameters can be trained."
+                f"parameter {name!r} is on {parameter.device}, and has no values: give the model some first."
             )
         if parameter.dtype not in DTYPES:
             raise InvalidInput(

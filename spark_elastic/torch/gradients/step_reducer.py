@@ -26,7 +26,9 @@ from spark_elastic.ops.flat_allreduce import allocate_aligned
 from spark_elastic.ops.reduction import Compressor
 from spark_elastic.ops.stall import watch_collective
 from spark_elastic.ops.timeline import Timeline
+from spark_elastic.torch.devices import get_device_module
 from spark_elastic.torch.gradients.buckets import Bucket, ParameterSpec
+from spark_elastic.torch.gradients.bulk_plane import BulkPlane, BulkStep
 from spark_elastic.torch.gradients.exchange_options import ExchangeOptions
 from spark_elastic.torch.tensors import array_of, get_dtype_name, to_host, warn_about_gpus
 from spark_elastic.worker.context import CollectiveThread
@@ -76,6 +78,10 @@ class BucketMemory:
         """Return a count that grows with every change in place by torch of any gradient in the bucket."""
         return self._flat[number]._version
 
+    def flat(self, number: int) -> torch.Tensor:
+        """Return a bucket where its gradients are."""
+        return self._flat[number]
+
     def copy_to_host(self, number: int) -> None:
         """Start to copy a complete bucket to where `array` is; one that lies there already is not copied."""
         if number in self._staging:
@@ -122,12 +128,12 @@ class _Staging:
     """A bucket of a GPU on its way through pinned memory."""
 
     def __init__(self, flat: torch.Tensor) -> None:
-        self.host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
-        self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=flat.device.type == "cuda")
+        self.copied = get_device_module(flat.device).Event()
 
     def copy_to_host(self, flat: torch.Tensor) -> None:
         self.host.copy_(flat, non_blocking=True)
-        self.copied.record(torch.cuda.current_stream(flat.device))
+        self.copied.record(get_device_module(flat.device).current_stream())
 
 
 class StepReducer:
@@ -143,11 +149,13 @@ class StepReducer:
         options: ExchangeOptions,
         thread: CollectiveThread,
         timeline: Timeline | None,
+        plane: BulkPlane | None = None,
     ) -> None:
         """
         Args:
             names: of all parameters, for messages.
             timeline: where to write the exchanges.
+            plane: sums the buckets on their device; None: the engine does, in memory of the host.
         """
         # After `wait`, by number of parameter: what `launch_sparse` summed or `launch_gather` gathered.
         self.sparse_results: dict[int, torch.Tensor] = {}
@@ -161,6 +169,7 @@ class StepReducer:
         self._clock = SystemClock()
         self._newest: Future[None] | None = None  # of the newest work; each waits for the one before
         self._last_bucket: Callable[[], None] | None = None
+        self._bulk = None if plane is None else BulkStep(plane, memory.group, options)
 
     def compare(self, layout_hash: int, specs: Sequence[ParameterSpec]) -> None:
         """Check that all ranks train the same parameters with the same options, before any gradient travels."""
@@ -174,6 +183,9 @@ class StepReducer:
     def launch_bucket(self, number: int) -> None:
         """Sum a complete bucket. The last one of the layout waits for `reduce_last_bucket`."""
         memory, group = self._memory, self._group
+        if self._bulk is not None:
+            self._bulk.launch(memory.flat(number))
+            return
         memory.copy_to_host(number)
         array, dtype = memory.array(number), memory.buckets[number].dtype
         wire = self._options.wire if dtype == "float32" else None
@@ -241,10 +253,20 @@ class StepReducer:
         if self._newest is not None:
             self._newest.result()
 
+    def complete_buckets(self) -> None:
+        """Wait for the sums of all buckets, and have them where the gradients are."""
+        self.wait()
+        if self._bulk is None:
+            self._memory.copy_from_host()
+        else:
+            self._thread.run(self._bulk.finish)
+
     def drain(self) -> None:
         """Wait until all work is done or has failed."""
         if self._newest is not None:
             self._newest.exception()
+        if self._bulk is not None:
+            self._bulk.abandon("a step was given up in the middle of its exchange")
 
     def _watch(self, indices: Sequence[int]) -> AbstractContextManager[None]:
         options = self._options

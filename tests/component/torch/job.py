@@ -223,10 +223,14 @@ class DeviceLauncher(ProcessLauncher):
 
 
 def launcher(
-    task: TorchTrainProgram, room: int, spares: bool = False, device: str = "cpu"
+    task: TorchTrainProgram, room: int, spares: bool = False, device: str = "cpu", *modules: str
 ) -> ProcessLauncher:
-    """spares: whether slots start warm spares, at once. Tests that kill whole slots need none."""
-    preload = ("torch", "tests.pretend_device") if device == "pretend" else ("torch",)
+    """
+    Args:
+        spares: whether slots start warm spares, at once. Tests that kill whole slots need none.
+        modules: that workers import, beside torch.
+    """
+    preload = ("torch", *modules, *["tests.pretend_device"] * (device == "pretend"))
     return DeviceLauncher(device, task, preload=preload, room=room, spare_after=0.0 if spares else 3600.0)
 
 

@@ -29,6 +29,7 @@ from tests.component.torch.job import (
     train_plain,
 )
 from tests.component.torch.nets import add_pace, mlp, sgd
+from tests.devices import DEVICES
 from tests.scenarios import Fault
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(180)]
@@ -121,19 +122,23 @@ def test_p2_undisturbed_training_equals_a_plain_loop(data: tuple[Store, Manifest
 @pytest.mark.scenario("G1", "G2", "G3")
 @pytest.mark.parametrize(
     # The others say which part is wrong where all at once are.
-    ("name", "device"),
-    [pytest.param(name, "cpu", marks=[pytest.mark.faults] * (name != TOGETHER)) for name in JOBS]
-    + [(TOGETHER, "pretend"), pytest.param(TOGETHER, "cuda", marks=pytest.mark.gpu)],
-    indirect=["device"],
+    "name",
+    [pytest.param(name, marks=[pytest.mark.faults] * (name != TOGETHER)) for name in JOBS],
 )
 def test_p1_p2_p3_p4_hold_under_two_kills(
-    name: str,
-    device: str,
-    data: tuple[Store, Manifest],
-    tmp_path: Path,
-    fault: Fault,
+    name: str, data: tuple[Store, Manifest], tmp_path: Path, fault: Fault
 ) -> None:
-    job = JOBS[name]
+    kill_two(JOBS[name], data, tmp_path, fault, "cpu")
+
+
+@pytest.mark.parametrize("device", DEVICES[1:], indirect=True)
+def test_p1_p2_p3_p4_hold_under_two_kills_on_a_device(
+    device: str, data: tuple[Store, Manifest], tmp_path: Path, fault: Fault
+) -> None:
+    kill_two(JOBS[TOGETHER], data, tmp_path, fault, device)
+
+
+def kill_two(job: Job, data: tuple[Store, Manifest], tmp_path: Path, fault: Fault, device: str) -> None:
     made: list[ProcessLauncher] = []
     killed: list[int] = []
 

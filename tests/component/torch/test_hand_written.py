@@ -21,10 +21,17 @@ for name in (__name__, train.__module__):
 
 
 @pytest.mark.scenario("G2")
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
-def test_g02_a_newcomer_holds_the_same_weights_and_a_loss_costs_no_committed_step(
-    device: str, fault: Fault
-) -> None:
+def test_g02_a_newcomer_holds_the_same_weights_and_a_loss_costs_no_committed_step(fault: Fault) -> None:
+    join_and_lose("cpu", fault)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+def test_a_newcomer_holds_the_same_weights_on_a_gpu(device: str, fault: Fault) -> None:
+    join_and_lose(device, fault)
+
+
+def join_and_lose(device: str, fault: Fault) -> None:
     holds = {6: 2, 15: 3} if fault.on else {}
     run = Run(train, (STEPS, holds), room=2, device=device, num_workers=2, max_workers=3)
     run.at(3, lambda: fault(run.cluster.add_room, 1))

@@ -1,0 +1,172 @@
+"""Trainings whose gradients travel by a simulated NCCL, undisturbed and under faults: P1, P2, P3, P4 and P5."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from spark_elastic.data.manifest import Manifest
+from spark_elastic.data.store import Store
+from spark_elastic.testing.fakes import ProcessLauncher
+from spark_elastic.torch.train.trainer import TorchTrainProgram
+from tests import simulated_nccl
+from tests.component.injected_faults import inject_faults, kill
+from tests.component.torch.job import (
+    ROWS,
+    Follower,
+    Job,
+    difference,
+    launcher,
+    ledger_of,
+    make_data,
+    train_elastic,
+    train_plain,
+)
+from tests.component.torch.test_elastic_training import JOBS, TOGETHER
+from tests.scenarios import Fault
+
+pytestmark = [pytest.mark.native, pytest.mark.timeout(180)]
+
+SWITCHED = f"gradients travel by {simulated_nccl.NAME} from now on"
+SLOW = 30.0  # seconds that a communicator takes
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> tuple[Store, Manifest]:
+    return make_data(tmp_path)
+
+
+class Training:
+    """One training over the simulated NCCL, and what a test does to it."""
+
+    def __init__(
+        self, job: Job, data: tuple[Store, Manifest], folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("SPARK_ELASTIC_BULK_BACKEND", simulated_nccl.NAME)
+        self.follower = Follower()
+        self._job, self._data, self._folder = job, data, folder
+        self._launchers: list[ProcessLauncher] = []
+
+    @property
+    def cluster(self) -> ProcessLauncher:
+        return self._launchers[0]
+
+    def count_switches(self) -> int:
+        return sum(SWITCHED in line for line in self.follower.lines)
+
+    def await_switches(self, count: int) -> None:
+        """Until so many worlds sum by the simulated NCCL. The training stands still meanwhile, and takes a step more
+        than that at its end, so the line comes before."""
+        deadline = time.monotonic() + 30
+        while self.count_switches() < count:
+            assert time.monotonic() < deadline, self.follower.lines
+            time.sleep(0.01)
+
+    def run(self, acts: dict[str, Callable[[], object]], lease: float = 5.0) -> Any:
+        """Check P1, P2 and P4 at the end. Returns what the launch returned."""
+
+        def make(task: TorchTrainProgram) -> ProcessLauncher:
+            self._launchers.append(launcher(task, 3, False, "cpu", simulated_nccl.__name__))
+            return self._launchers[0]
+
+        ledger = self._folder / "ledger"
+        with inject_faults(self._folder / "faults", acts):
+            ours, result = train_elastic(
+                self._job, *self._data, str(ledger), self.follower, make, lease=lease
+            )
+        assert difference(ours, train_plain(self._job, *self._data)) < 1e-9
+        assert ledger_of(ledger) == {
+            (epoch, row): 1 for epoch in range(self._job.epochs) for row in range(ROWS)
+        }
+        return result
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.faults] * (name != TOGETHER)) for name in JOBS]
+)
+def test_p1_p2_p3_p4_hold_under_two_kills(
+    name: str, data: tuple[Store, Manifest], tmp_path: Path, fault: Fault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(JOBS[name], data, tmp_path, monkeypatch)
+
+    def inject_fault(which: int, switches: int) -> None:
+        training.await_switches(switches)
+        fault(kill, training.cluster, sorted(training.cluster.slots())[which])
+
+    result = training.run({"epoch 0": lambda: inject_fault(1, 1), "epoch 1": lambda: inject_fault(0, 2)})
+    assert len(result.worlds) > 1, "nobody was lost"
+
+
+@pytest.mark.parametrize("name", ["mlp"])
+def test_training_goes_on_while_the_next_communicator_takes_half_a_minute(
+    name: str, data: tuple[Store, Manifest], tmp_path: Path, fault: Fault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(simulated_nccl.BUILD_SECONDS, str(SLOW))
+    training = Training(JOBS[name], data, tmp_path, monkeypatch)
+    began: list[float] = []
+
+    def inject_fault() -> None:
+        began.append(time.monotonic())
+        fault(kill, training.cluster, sorted(training.cluster.slots())[1])
+
+    training.run({"epoch 0": inject_fault})
+    assert time.monotonic() - began[0] < SLOW, "it waited for the communicator"
+    assert training.count_switches() == 0
+
+
+def test_a_stopped_worker_is_evicted(
+    data: tuple[Store, Manifest], tmp_path: Path, fault: Fault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It breaks no connection; the simulated NCCL would wait for it for ever."""
+    training = Training(JOBS["mlp"], data, tmp_path, monkeypatch)
+    stopped: list[psutil.Process] = []
+
+    def inject_fault() -> None:
+        training.await_switches(1)
+        slot = psutil.Process(training.cluster.slots()[sorted(training.cluster.slots())[1]])
+        stopped.extend([slot, *slot.children(recursive=True)])
+        for process in stopped:
+            fault(os.kill, process.pid, signal.SIGSTOP)
+
+    try:
+        result = training.run({"epoch 0": inject_fault}, lease=1.5)
+    finally:
+        for process in stopped:
+            if process.is_running():
+                process.kill()
+    assert len(result.worlds) > 1
+
+
+def test_an_error_that_is_reported_late_costs_a_step_and_no_worker(
+    data: tuple[Store, Manifest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = tmp_path / "late"
+    late.write_text("1 6")
+    monkeypatch.setenv(simulated_nccl.LATE_ERROR, str(late))
+    monkeypatch.setenv("SPARK_ELASTIC_BUCKET_BYTES", "1000")  # several sums a step
+    training = Training(JOBS["mlp"], data, tmp_path, monkeypatch)
+    result = training.run({})
+    assert not late.exists()
+    assert [world.size for world in result.worlds] == [3, 3]
+
+
+def test_without_hybrid_recovery_every_step_is_summed_by_the_communicator(
+    data: tuple[Store, Manifest], tmp_path: Path, fault: Fault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARK_ELASTIC_HYBRID_RECOVERY", "0")
+    monkeypatch.setenv(simulated_nccl.BUILD_SECONDS, "1")
+    training = Training(JOBS["mlp"], data, tmp_path, monkeypatch)
+
+    def inject_fault() -> None:
+        training.await_switches(1)
+        fault(kill, training.cluster, sorted(training.cluster.slots())[1])
+
+    result = training.run({"epoch 0": inject_fault})
+    assert training.count_switches() == len(result.worlds)
