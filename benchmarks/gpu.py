@@ -7,11 +7,20 @@ rounds, after one that does not count. Plain: the rows in pinned memory, copied 
 forward, backward, step; its loss stays on the device. Ours: rows from a Parquet file, step summary, ledger and all.
 rows/s: more is better. Commit: what a copy of the state to the host takes of the training, beside a bare copy of each
 tensor. `--device cpu` runs the same on the CPU, to see that it works.
+
+    python benchmarks/gpu.py --recovery cuda --json benchmarks/results/gpu_recovery.json
+    python benchmarks/gpu.py --recovery simnccl --json benchmarks/results/bulk_recovery.json
+
+From SIGKILL of a training process to the next applied step of the slowest survivor, as benchmarks/recovery.py has it:
+three workers as plain processes, a step of 30 ms. `cuda`: all three on one GPU, through the host. `simnccl`: on CPUs,
+where gradients travel by the simulated NCCL of tests/simulated_nccl.py, whose communicator takes 30 s, beside the
+engine alone in the same run.
 """
 
 from __future__ import annotations
 
 import copy
+import os
 import statistics
 import tempfile
 import time
@@ -29,18 +38,24 @@ import pyarrow.parquet as pq
 import torch
 
 from benchmarks.parts.report import Row, finish, parser
+from benchmarks.recovery import BATCH, ROWS, WORKERS, Killer, Ledger, SlowNet, recoveries
 from elastic_collectives import Endpoint, Group, connect
+from spark_elastic.config import ElasticConfig
 from spark_elastic.data.existing_parquet import describe_parquet
 from spark_elastic.data.manifest import Column
 from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.store import Store
-from spark_elastic.protocol.types import INITIAL_VERSION
+from spark_elastic.launch.job import DriverOptions, supervise
+from spark_elastic.monitoring.listener import JobListener
+from spark_elastic.protocol.types import INITIAL_VERSION, Limits
 from spark_elastic.state.snapshot import build_snapshot
 from spark_elastic.torch.train.spec import TorchUserObjects
 from spark_elastic.torch.train.trainer import TorchTrainProgram
 from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.spec import Rows, TrainSpec
 from spark_elastic.worker.context import get_process_context
+from tests import simulated_nccl
+from tests.component.torch.job import DeviceLauncher, NoDiscovery
 
 CLASSES, TOKENS, VOCABULARY = 10, 128, 1000
 
@@ -270,6 +285,76 @@ def measure(case: Case, rounds: int, device: torch.device) -> list[Row]:
     return found
 
 
+# ---- recovery
+
+
+def measure_recovery(device: str, backend: str, kills: int) -> tuple[float, float]:
+    """Seconds to the next step of the slowest survivor: median and the worst. The step is part of it."""
+    os.environ["SPARK_ELASTIC_BULK_BACKEND"] = backend
+    os.environ[simulated_nccl.BUILD_SECONDS] = "30"
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        rng = np.random.default_rng(1)
+        column = pa.FixedSizeListArray.from_arrays(
+            pa.array(rng.normal(size=ROWS * 20).astype(np.float32)), 20
+        )
+        (folder / "rows").mkdir()
+        pq.write_table(pa.table({"x": column, "y": rng.normal(size=ROWS)}), folder / "rows" / "0.parquet")
+        slow = folder / "slow"
+        slow.touch()
+        ledger = Ledger(folder / "ledger")
+        store = Store.open(str(folder / "rows"))
+        manifest = describe_parquet(store, ["x", "y"])
+        plan = DataPlan.for_run(manifest.group_rows, BATCH * WORKERS, 3, WORKERS, 1 << 20, 1 << 30)
+        config = FitConfig(feature_cols=("x",), label_cols=("y",), batch_size=BATCH, epochs=20 * kills)
+        spec = TrainSpec(
+            config=config,
+            rows=Rows(store, manifest, plan),
+            features=(Column("x", "float32", (20,)),),
+            store=store,
+            result="final.pt",
+            ledger=str(ledger.folder),
+        )
+        objects = TorchUserObjects(SlowNet(str(slow)), build_optimizer, (compute_loss,))
+        modules = ("torch", "benchmarks.gpu", simulated_nccl.__name__)
+        program = TorchTrainProgram(spec, objects)
+        launcher = DeviceLauncher(device, program, preload=modules, room=WORKERS, spare_after=0.0)
+        limits = Limits(WORKERS, 1, WORKERS, gather_timeout=60.0, max_global_batch=BATCH * WORKERS)
+        killer = Killer("child", kills, ledger, slow)
+        killer.start()
+        settings = ElasticConfig(failure_budget=kills + 10)
+        supervise(launcher, NoDiscovery(), DriverOptions(), limits, settings, "gpu", JobListener())
+        totals, _ = recoveries(ledger.read(), killer.kills)
+    return statistics.median(totals), max(totals)
+
+
+def compute_loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return (output[:, 0] - label) ** 2
+
+
+def compare_recoveries(device: str, kills: int) -> list[Row]:
+    what = "a worker killed"
+    if device == "cuda":
+        median, worst = measure_recovery("cuda", "auto", kills)
+        return [
+            Row(f"{what}, 3 workers on one GPU: p50 to the next step", median),
+            Row(f"{what}, 3 workers on one GPU: the longest of {kills}", worst),
+        ]
+    ours, engine = (measure_recovery("cpu", backend, kills) for backend in (simulated_nccl.NAME, "host"))
+    return [
+        Row(
+            f"{what}, a communicator takes 30 s: p50 to the next step, beside the engine alone",
+            ours[0],
+            engine[0],
+        ),
+        Row(
+            f"{what}, a communicator takes 30 s: the longest of {kills}, beside the engine alone",
+            ours[1],
+            engine[1],
+        ),
+    ]
+
+
 def main() -> None:
     made = parser("Rows per second of the estimator's training on a GPU, beside a plain loop of torch.")
     made.add_argument("--rounds", type=int, default=5)
@@ -277,7 +362,13 @@ def main() -> None:
     made.add_argument(
         "--cases", type=int, nargs="*", default=range(len(CASES)), help="which cases, by number"
     )
+    made.add_argument("--recovery", choices=("cuda", "simnccl"), help="measure recovery instead")
+    made.add_argument("--kills", type=int, default=20)
     arguments = made.parse_args()
+    if arguments.recovery:
+        name = {"cuda": "gpu_recovery", "simnccl": "bulk_recovery"}[arguments.recovery]
+        finish(name, compare_recoveries(arguments.recovery, arguments.kills), arguments.json)
+        return
     get_process_context().device = arguments.device
     device = torch.device(arguments.device)
     rows = [row for number in arguments.cases for row in measure(CASES[number], arguments.rounds, device)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ import cloudpickle
 import pytest
 
 import spark_elastic
+from spark_elastic.errors import WorkerFailed
 from tests.spark.cluster import StandaloneCluster
 
 if TYPE_CHECKING:
@@ -25,10 +27,13 @@ GPUS = {
 
 
 def place() -> dict[str, object]:
-    import os
-
     names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
-    return {"gpu": spark_elastic.task_resources()["gpu"], **{name: os.environ[name] for name in names}}
+    found = {name: os.environ[name] for name in names}
+    return {
+        "gpu": spark_elastic.task_resources().get("gpu"),
+        "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        **found,
+    }
 
 
 @pytest.mark.parametrize(
@@ -51,6 +56,35 @@ def test_two_workers_of_an_executor_have_a_gpu_each(
         ("0", "0", "2"),
         ("1", "1", "2"),
     ]
-    assert {one["gpu"] for one in found} == {("0",), ("1",)}
+    assert {(one["gpu"], one["visible"]) for one in found} == {(("0",), "0"), (("1",), "1")}
     assert [one["OMP_NUM_THREADS"] for one in found] == ["2", "2"], "as many threads as spark.task.cpus"
     assert [one["OMP_NUM_THREADS"] for one in other] == ["3", "3"]
+
+
+def test_slots_share_a_gpu_on_request_and_take_none_for_the_cpu(
+    spark_with: Callable[[Mapping[str, str]], SparkSession],
+    standalone: StandaloneCluster,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Also where each task of Spark's own takes a whole one."""
+    standalone.start_worker(cores=4, gpus=1)
+    conf = {"spark.executor.resource.gpu.amount": "1", "spark.task.resource.gpu.amount": "1"}
+    spark = spark_with(GPUS | conf)
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    try:
+        shared = spark_elastic.run(place, num_workers=2, min_workers=2, slots_per_gpu=2, spark=spark)
+        without = spark_elastic.run(place, num_workers=2, min_workers=2, device="cpu", spark=spark)
+    finally:
+        cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+    assert [(one["gpu"], one["visible"]) for one in shared] == [(("0",), "0")] * 2
+    assert [(one["gpu"], one["visible"]) for one in without] == [(None, "")] * 2
+    assert "executors have GPUs, which this job leaves idle" in caplog.text
+
+
+def test_a_gpu_that_no_host_has_is_one_sentence(
+    spark_with: Callable[[Mapping[str, str]], SparkSession], standalone: StandaloneCluster
+) -> None:
+    standalone.start_worker(cores=2)
+    spark = spark_with({})
+    with pytest.raises(WorkerFailed, match="device='cuda', and this host shows no GPU: look at nvidia-smi"):
+        spark_elastic.run(os.getpid, num_workers=1, device="cuda", spark=spark)

@@ -170,3 +170,16 @@ def test_without_hybrid_recovery_every_step_is_summed_by_the_communicator(
 
     result = training.run({"epoch 0": inject_fault})
     assert training.count_switches() == len(result.worlds)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+def test_workers_that_share_a_gpu_exchange_through_the_host(
+    device: str, data: tuple[Store, Manifest]
+) -> None:
+    """NCCL builds no communicator for them."""
+    follower, job = Follower(), JOBS["mlp"]
+    ours, _ = train_elastic(job, *data, None, follower, lambda task: launcher(task, 3, False, device))
+    assert difference(ours, train_plain(job, *data)) < 1e-9
+    (line,) = {line for line in follower.lines if "through host memory" in line}
+    assert "ranks [0, 1, 2] share a GPU" in line

@@ -12,11 +12,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from elastic_collectives import Group
-from spark_elastic.data.manifest import Manifest
+from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import INITIAL_VERSION
@@ -286,3 +287,16 @@ def test_results_are_loaded_without_the_device(device: torch.device, data: tuple
     assert {tensor.device.type for tensor in saved.values()} == {"cpu"}
     assert all(torch.equal(saved[name], weights[name]) for name in weights)
     copy.deepcopy(job.model).load_state_dict(saved)
+
+
+def test_predictions_are_those_of_the_cpu(device: torch.device) -> None:
+    """A task of `transform` predicts on the GPU that Spark gave it."""
+    predictors = pytest.importorskip("spark_elastic.estimators.predictor")
+    from spark_elastic.estimators.saving import pack
+
+    model = net(torch.nn.BatchNorm1d(20), torch.nn.Dropout(0.5)).eval()
+    predictor = predictors.TorchPredictor(pack(model), (Column("x", "float64", (WIDTH,)),))
+    x = np.random.default_rng(0).normal(size=(1100, WIDTH))
+    (found,) = predictor.predict([list(x)], ("0",) if device.type == "cuda" else ())
+    assert next(predictor._loaded[0].parameters()).device.type == ("cuda" if device.type == "cuda" else "cpu")
+    np.testing.assert_allclose(found, model(torch.from_numpy(x)).detach().numpy(), rtol=1e-9, atol=1e-12)
