@@ -12,6 +12,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from elastic_collectives import Group
 from spark_elastic.data.loader import StepRows
@@ -32,6 +33,7 @@ from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.step_summary import StepDecision
 from spark_elastic.training.trainer import WorkClock
 from spark_elastic.training.transformation import Transformation, transform_columns
+from spark_elastic.worker.context import get_process_context
 
 # What the user brings to a training with Keras. Shipped to the workers; no thread.
 
@@ -108,6 +110,12 @@ class KerasTrainProgram(TrainingLoop):
         super().__init__(spec, KerasTrainer(spec, objects), objects.transformation)
 
 
+def let_gpu_memory_grow() -> None:
+    """Let TensorFlow take memory of the GPU as it needs it: a spare waits beside the worker on the same one."""
+    for gpu in tf.config.list_physical_devices("GPU"):
+        tf.config.experimental.set_memory_growth(gpu, True)
+
+
 class KerasTrainer:
     """Model, losses and metrics of one worker. See `training.trainer.ModelTrainer`."""
 
@@ -117,6 +125,8 @@ class KerasTrainer:
 
     def prepare(self, progress: TrainingProgress, ledger: Ledger) -> None:
         spec, config, objects = self._spec, self._spec.config, self._objects
+        if get_process_context().device == "cuda":
+            let_gpu_memory_grow()
         keras.utils.set_random_seed(config.seed)
         keras.config.set_floatx(objects.model.floatx)
         self.model = model = objects.model.load()

@@ -1,0 +1,146 @@
+"""The bulk plane alone: over the simulated NCCL, and over NCCL itself in a world of one, all that one GPU allows."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from elastic_collectives import CollectiveError, Group
+from spark_elastic.torch.gradients.bulk_plane import BulkPlane, BulkStep
+from spark_elastic.torch.gradients.exchange_options import DEFAULT_OPTIONS
+from tests import simulated_nccl
+from tests.devices import use_device
+from tests.unit.torch.worlds import run_in_world
+
+pytestmark = pytest.mark.native
+
+# (device, backend, ranks)
+PLANES = [
+    ("cpu", simulated_nccl.NAME, 3),
+    pytest.param("cuda", "nccl", 1, marks=pytest.mark.gpu),
+]
+
+
+def open_plane(group: Group, store: Any, device: str, backend: str) -> BulkPlane:
+    """Returns once all ranks have agreed."""
+    kind = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    plane = BulkPlane(group, kind, backend, lambda: (store,))
+    plane.start()
+    while not plane.is_settled:
+        plane.agree()
+        time.sleep(0.01)
+    return plane
+
+
+def await_threads() -> None:
+    """The simulation's threads end a moment after an abort."""
+    deadline = time.monotonic() + 5
+    while (
+        any(each.name == "simulated-nccl" for each in threading.enumerate()) and time.monotonic() < deadline
+    ):
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(("device", "backend", "size"), PLANES)
+@pytest.mark.parametrize("wire", [None, "bf16", "fp16"])
+def test_sums_are_divided_and_compressed_where_they_are(
+    device: str, backend: str, size: int, wire: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_device(device, monkeypatch)
+    store = dist.HashStore()  # type: ignore[attr-defined,unused-ignore]
+    options = replace(DEFAULT_OPTIONS, average=True, predivide=2.0, wire=wire)
+
+    def work(group: Group) -> list[float]:
+        plane = open_plane(group, store, device, backend)
+        assert plane.is_active
+        flats = [torch.full((5,), float(group.rank + 1 + number), device=device) for number in range(2)]
+        step = BulkStep(plane, group, options)
+        for flat in flats:
+            step.launch(flat)
+        step.finish()
+        plane.abort()
+        plane.wait_aborted()
+        return [float(flat[0]) for flat in flats]
+
+    found = run_in_world(size, work)
+    mean = sum(range(1, size + 1)) / size
+    assert found == [pytest.approx([mean, mean + 1], rel=1e-2 if wire else 1e-6)] * size
+    await_threads()
+
+
+@pytest.mark.parametrize(("device", "backend", "size"), PLANES)
+def test_an_aborted_plane_raises_on_every_rank(
+    device: str, backend: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_device(device, monkeypatch)
+    store = dist.HashStore()  # type: ignore[attr-defined,unused-ignore]
+
+    def work(group: Group) -> tuple[int, ...]:
+        plane = open_plane(group, store, device, backend)
+        if group.rank == 0:
+            plane.abort()
+            plane.wait_aborted()
+        step = BulkStep(plane, group, DEFAULT_OPTIONS)
+        step.launch(torch.ones(3, device=device))
+        with pytest.raises(CollectiveError, match=r"the bulk sums of ranks \[0\] failed") as error:
+            step.finish()
+        plane.abort()
+        plane.wait_aborted()
+        return tuple(error.value.ranks)
+
+    assert run_in_world(size, work) == [(0,)] * size
+    await_threads()
+
+
+def test_a_rank_whose_communicator_fails_leaves_all_with_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined,unused-ignore]
+
+    def work(group: Group) -> bool:
+        backend = simulated_nccl.NAME if group.rank else "no such backend"
+        plane = BulkPlane(group, torch.device("cpu"), backend, lambda: (store,))
+        plane.start()
+        while not plane.is_settled:
+            plane.agree()
+        if group.rank:  # its builder waits for rank 0, which never comes
+            store.set("port", "1")
+        plane._builder.join(10)
+        return plane.is_active
+
+    assert run_in_world(2, work) == [False, False]
+    assert "gradients travel through host memory in this world" in capsys.readouterr().err
+
+
+def test_late_ranks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spark_elastic.torch.gradients.bulk_plane.BUILD_TIMEOUT", 0.3)
+    done = threading.Event()
+
+    def work(group: Group) -> tuple[int, ...]:
+        plane = BulkPlane(group, torch.device("cpu"), simulated_nccl.NAME, lambda: (dist.HashStore(),))  # type: ignore[attr-defined,unused-ignore]
+        if group.rank == 1:
+            plane._build = done.wait  # type: ignore[method-assign,assignment]
+            plane._builder = threading.Thread(target=done.wait)
+        else:
+            plane._create = Alone  # type: ignore[method-assign]
+        plane.start()
+        with pytest.raises(
+            CollectiveError, match=r"ranks \[1\] have built no simnccl communicator in 0.3 s"
+        ) as error:
+            plane.require()
+        done.set()
+        plane._builder.join()
+        return tuple(error.value.ranks)
+
+    class Alone:
+        def allreduce(self, tensors: Any) -> Any:
+            tensors[0].fill_(2.0)
+            work = simulated_nccl.Work()
+            work.done.set()
+            return work
+
+    assert run_in_world(2, work) == [(1,), (1,)]
