@@ -173,8 +173,7 @@ class BulkPlane:
             plugin = dist.Backend._plugins[self._backend.upper()]
             self._process_group = plugin.creator_fn(store, rank, size, timedelta(seconds=BUILD_TIMEOUT))
             return self._process_group
-        for name, value in WATCHDOG.items():
-            os.environ.setdefault(name, value)
+        os.environ.update(WATCHDOG | dict(os.environ))
         options: Any = dist.ProcessGroupNCCL.Options()
         if hasattr(options, "config"):  # since torch 2.3
             options.config.blocking = 0  # abort is safe on no others
@@ -307,10 +306,9 @@ def _check_devices(store: Any, rank: int, size: int, device: torch.device) -> No
     """Refuse two ranks on one GPU, for which NCCL builds no communicator."""
     if device.type != "cuda":
         return
-    properties = torch.cuda.get_device_properties(device)
-    identity = (
-        f"{socket.gethostname()} {getattr(properties, 'uuid', os.environ.get('CUDA_VISIBLE_DEVICES', ''))}"
-    )
+    # Before torch 2.4 NCCL itself finds out.
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", f"of rank {rank}")
+    identity = f"{socket.gethostname()} {uuid}"
     store.set(f"device {rank}", identity)
     found = [store.get(f"device {each}").decode() for each in range(size)]
     shared = sorted({each for each in range(size) if found.count(found[each]) > 1})

@@ -18,6 +18,7 @@ from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.torch.train.trainer import TorchTrainProgram
 from tests import simulated_nccl
 from tests.component.injected_faults import inject_faults, kill
+from tests.component.torch.elastic_jobs import JOBS, TOGETHER
 from tests.component.torch.job import (
     ROWS,
     Follower,
@@ -29,7 +30,6 @@ from tests.component.torch.job import (
     train_elastic,
     train_plain,
 )
-from tests.component.torch.test_elastic_training import JOBS, TOGETHER
 from tests.scenarios import Fault
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(180)]
