@@ -1,6 +1,6 @@
 """How fast does the estimator's training run on a GPU, beside a plain loop of torch on the same device?
 
-    python benchmarks/gpu.py --json benchmarks/results/gpu.json
+    python -m benchmarks.gpu --json benchmarks/results/gpu.json
 
 One worker, a world of one, whole epochs over the same rows in the same order; the two take turns, medians over the
 rounds, after one that does not count. Plain: the rows in pinned memory, copied with non_blocking=True, zero_grad,
@@ -8,8 +8,8 @@ forward, backward, step; its loss stays on the device. Ours: rows from a Parquet
 rows/s: more is better. Commit: what a copy of the state to the host takes of the training, beside a bare copy of each
 tensor. `--device cpu` runs the same on the CPU, to see that it works.
 
-    python benchmarks/gpu.py --recovery cuda --json benchmarks/results/gpu_recovery.json
-    python benchmarks/gpu.py --recovery simnccl --json benchmarks/results/bulk_recovery.json
+    python -m benchmarks.gpu --recovery cuda --json benchmarks/results/gpu_recovery.json
+    python -m benchmarks.gpu --recovery simnccl --json benchmarks/results/bulk_recovery.json
 
 From SIGKILL of a training process to the next applied step of the slowest survivor, as benchmarks/recovery.py has it:
 three workers as plain processes, a step of 30 ms. `cuda`: all three on one GPU, through the host. `simnccl`: on CPUs,

@@ -56,8 +56,8 @@ two_hosts), its DDP over Gloo (training_step), our own step without bitwise mode
 MultiWorkerMirroredStrategy (training_step_tensorflow), a plain loop in one process, with the better of one and two
 threads, or DDP (estimator), torchrun (recovery), a deepcopy of the state (commit), torch's TCPStore (control_plane),
 pyarrow's reads of row groups (reader), torch's DataLoader (images), the table's own order (row_order), rows shuffled
-one by one, or 16 lanes (mixing), float32 where a row says so; ours and the peer ran in turns. Beside memory stands
-its bound.
+one by one, or 16 lanes (mixing), a plain loop on the same GPU (gpu), the engine alone (bulk_recovery), float32 where
+a row says so; ours and the peer ran in turns. Beside memory stands its bound.
 
 | benchmark | case | ours | peer | ratio |
 |---|---|---|---|---|
@@ -140,6 +140,15 @@ CASES = (
     ("recovery", "child killed: p50 to the next step"),
     ("recovery", "executor killed: p50 to the next step"),
     ("recovery", "executor killed: p99 to the next step"),
+    (
+        "bulk_recovery",
+        "a worker killed, a communicator takes 30 s: p50 to the next step, beside the engine alone",
+    ),
+    ("gpu", "transformer of 19 M parameters, bf16, 128 rows"),
+    ("gpu", "transformer of 19 M parameters, float32, 64 rows"),
+    ("gpu", "convolutions and BatchNorm, float32, 256 rows"),
+    ("gpu", "three linear layers, float32, 1024 rows"),
+    ("gpu_recovery", "a worker killed, 3 workers on one GPU: p50 to the next step"),
     ("commit", "pause of the training thread per commit"),
     ("control_plane", "128 workers: rendezvous (peer: TCPStore, a GET a pair)"),
 )

@@ -7,6 +7,7 @@ memory are the same. Training thread only.
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -26,6 +27,7 @@ def use_deterministic_arithmetic() -> None:
     """Let this process compute deterministically from now on: one thread for each operation, and an error for
     operations that have no deterministic kernel."""
     torch.set_num_threads(1)  # sums are divided by the number of threads
+    os.environ.update({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} | dict(os.environ))  # what cuBLAS needs for it
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # a pass over memory
     torch.backends.cudnn.benchmark = False  # it chooses kernels by their times
