@@ -148,7 +148,6 @@ CASES = (
     ("gpu", "transformer of 19 M parameters, float32, 64 rows"),
     ("gpu", "convolutions and BatchNorm, float32, 256 rows"),
     ("gpu", "three linear layers, float32, 1024 rows"),
-    ("gpu_recovery", "a worker killed, 3 workers on one GPU: p50 to the next step"),
     ("commit", "pause of the training thread per commit"),
     ("control_plane", "128 workers: rendezvous (peer: TCPStore, a GET a pair)"),
 )
