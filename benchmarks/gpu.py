@@ -106,6 +106,7 @@ class Case:
     batch: int
     steps: int
     precision: str | None = None
+    compiles: bool = False
 
 
 def draw_tokens(rows: int) -> npt.NDArray[Any]:
@@ -129,6 +130,15 @@ def build_small() -> torch.nn.Module:
 
 CASES = [
     Case("transformer of 19 M parameters, bf16, 128 rows", Encoder, draw_tokens, 128, 60, "bf16"),
+    Case(
+        "transformer of 19 M parameters, bf16, 128 rows, compiled",
+        Encoder,
+        draw_tokens,
+        128,
+        60,
+        "bf16",
+        True,
+    ),
     Case("transformer of 19 M parameters, float32, 64 rows", Encoder, draw_tokens, 64, 60),
     Case("convolutions and BatchNorm, float32, 256 rows", ConvNet, draw_pictures, 256, 60),
     Case("three linear layers, float32, 1024 rows", build_small, draw_numbers, 1024, 200),
@@ -175,6 +185,7 @@ class Ours:
             batch_size=case.batch,
             epochs=1000,
             precision=case.precision,
+            compile_model=case.compiles,
         )
         spec = TrainSpec(
             config=config,
@@ -223,6 +234,8 @@ class Plain:
         self._x, self._y = (each.pin_memory() if pins else each for each in (self._x, self._y))
         self._case, self._device = case, device
         self._model = model.to(device).train()
+        if case.compiles:
+            self._model.compile()
         self._optimizer = build_optimizer(self._model.parameters())
 
     def run_epoch(self) -> float:

@@ -165,6 +165,7 @@ KERAS_REFUSED = REFUSED | {
     "determinism": "only ElasticTorchEstimator can train with the same bits for any number of workers",
     "virtual_shares": "only ElasticTorchEstimator has determinism='bitwise'",
     "verify_steps": "only ElasticTorchEstimator has determinism='bitwise'",
+    "compile_model": "compile the Keras model with jit_compile=True",
 }
 _NOTHING: tuple[Any, ...] = (None, False, 0)
 
@@ -372,6 +373,9 @@ class TorchParams(EstimatorParams):
     precision: Param[str] = declare(
         "bf16 or fp16 for forward passes under autocast (fp16 with scaled gradients), or None"
     )
+    compile_model: Param[bool] = declare(
+        "whether each worker compiles the model's forward pass with torch.compile, in its first step"
+    )
     gradient_clip_norm: Param[float] = declare(
         "largest norm of all gradients together (clipped to it), or None"
     )
@@ -427,6 +431,7 @@ class TorchParams(EstimatorParams):
         virtual_shares: int = 8,
         verify_steps: int | None = None,
         precision: str | None = None,
+        compile_model: bool = False,
         gradient_compression: str | None = None,
         reader: str = "arrow",
         balance_rows: bool = False,

@@ -204,6 +204,8 @@ class FitConfig:
     gradient_clip_value: float | None = _param(_check_positive, None)
     # Forward passes under autocast: "bf16", "fp16" or None.
     precision: str | None = _param(_check_16_bit, None)
+    # Whether workers compile the model's forward pass.
+    compile_model: bool = _param(check_flag, False, may_change=True)
     # Type in which float32 gradients are sent: "bf16", "fp16" or None.
     gradient_compression: str | None = _param(_check_16_bit, None)
     # What reads the rows, a name of `data.reading.readers`.
@@ -299,6 +301,11 @@ class FitConfig:
             raise InvalidInput(
                 f"a step of {self.global_batch} rows cannot be cut into virtual_shares={self.shares}: raise "
                 "batch_size, or lower virtual_shares."
+            )
+        if self.compile_model:
+            raise InvalidInput(
+                "determinism='bitwise' cannot compile the model, since compiled code depends on the shapes that a "
+                "worker has seen: leave compile_model out."
             )
         if self.gradient_compression is not None:
             raise InvalidInput(

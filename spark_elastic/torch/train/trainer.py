@@ -129,6 +129,8 @@ class TorchTrainer:
         config, model = self._spec.config, self.state.model
         with explain_exhausted_memory(_advise_on_memory(config)):
             move_to_device(model, self.state.optimizer, self._device)
+        if config.compile_model:
+            model.compile()
         options = options_from_env(
             wire=config.gradient_compression,
             shares=config.shares,

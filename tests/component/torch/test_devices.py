@@ -321,3 +321,22 @@ def test_predictions_are_those_of_the_cpu(device: torch.device) -> None:
     (found,) = predictor.predict([list(x)], ("0",) if device.type == "cuda" else ())
     assert next(predictor._loaded[0].parameters()).device.type == ("cuda" if device.type == "cuda" else "cpu")
     np.testing.assert_allclose(found, model(torch.from_numpy(x)).detach().numpy(), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own
+def test_a_compiled_model_trains_the_same_weights(device: torch.device, data: tuple[Store, Manifest]) -> None:
+    if device.type == "pretend":
+        pytest.skip("the compiler knows no such device")
+    job = Job(
+        net(torch.nn.BatchNorm1d(20)), sgd, torch.nn.CrossEntropyLoss(), workers=1, batch_size=24, epochs=1
+    )
+
+    def work(group: Group, compiles: bool) -> dict[str, torch.Tensor]:
+        task = job.task(*data)
+        spec = replace(task._spec, config=replace(task._spec.config, compile_model=compiles))
+        return train(TorchTrainProgram(spec, job.objects()), group)[0]
+
+    (compiled,) = run_in_world(1, lambda group: work(group, True))
+    (plain,) = run_in_world(1, lambda group: work(group, False))
+    assert difference(compiled, plain) < 1e-9
