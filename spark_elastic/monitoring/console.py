@@ -40,6 +40,8 @@ POSITION_METRICS = (
     "loss",
     "world",
     "checkpoint_seconds",
+    "bulk_seconds",
+    "bulk_generation",
 )
 COMMIT_METRICS = {"step", "world"}  # what every job reports without the program's doing
 

@@ -136,6 +136,7 @@ class JobHistory(JobListener):
             if checkpoint_seconds < self._checkpoint_seconds:  # another process is rank 0 now
                 self._earlier_checkpoint_seconds += self._checkpoint_seconds
             self._checkpoint_seconds = checkpoint_seconds
+            self._add_bulk_seconds(metrics)
             self._metrics = dict(metrics)
             self._throughput.add(at, metrics)
             rate, world = self._throughput.rows_per_second, int(metrics.get("world", 0))
@@ -166,6 +167,13 @@ class JobHistory(JobListener):
             return HistoryView(now, self._state, self._metrics, self._throughput, tuple(self._entries), lost)
 
     # ---- under the lock
+
+    def _add_bulk_seconds(self, metrics: Metrics) -> None:
+        if metrics.get("bulk_seconds") is None or not self._changes:
+            return
+        newest = self._changes[-1]
+        if newest.generation == metrics.get("bulk_generation"):  # metrics may be those of the world before
+            self._changes[-1] = dataclasses.replace(newest, bulk_seconds=float(metrics["bulk_seconds"]))
 
     def _add_command(self, at: float, command: do.DriverCommand) -> None:
         match command:

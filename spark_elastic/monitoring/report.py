@@ -164,11 +164,17 @@ class WorldChange:
         None  # downtime until every member had built this world; None if it was never built
     )
     steps_lost: int | None = 0  # applied steps that have to be repeated; None: the program counts no steps
+    # From the beginning of this world until NCCL summed its gradients; None: it never did.
+    bulk_seconds: float | None = None
 
     def __str__(self) -> str:
         """One line: what happened and what it cost."""
         duration = "" if self.seconds is None else f" in {self.seconds:.2f} s"
-        return f"world of {self.size}: {self._describe_change()}{duration}{self._describe_steps_lost()} ({self.reason})"
+        bulk = "" if self.bulk_seconds is None else f", sums by NCCL after {self.bulk_seconds:.1f} s"
+        return (
+            f"world of {self.size}: {self._describe_change()}{duration}{self._describe_steps_lost()}{bulk} "
+            f"({self.reason})"
+        )
 
     def _describe_change(self) -> str:
         match self.kind:

@@ -367,8 +367,13 @@ class TrainingLoop:
                 "rows": rows,
                 "world": group.size,
                 "checkpoint_seconds": self._checkpointer.seconds if self._checkpointer is not None else 0.0,
+                **self._describe_bulk_plane(group),
             }
         )
+
+    def _describe_bulk_plane(self, group: Group) -> dict[str, Any]:
+        seconds = self._trainer.bulk_seconds
+        return {} if seconds is None else {"bulk_seconds": seconds, "bulk_generation": group.fence[1]}
 
     def _finish(self, group: Group) -> str:
         """Rank 0 writes the final model (R15, end). A later rank 0 holds the same model and would write it again."""

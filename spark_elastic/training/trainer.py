@@ -156,6 +156,11 @@ class ModelTrainer(Protocol):
         """Measures the training steps."""
         ...
 
+    @property
+    def bulk_seconds(self) -> float | None:
+        """From the beginning of this world until NCCL summed its gradients; None: it does not, or not yet."""
+        ...
+
     def prepare(self, progress: TrainingProgress, ledger: Ledger) -> None:
         """Build the state, with `progress` in it. A spare does so long before it becomes a worker."""
         ...

@@ -152,6 +152,10 @@ class KerasTrainer:
     def work(self) -> WorkClock:
         return self._train_step.work
 
+    @property
+    def bulk_seconds(self) -> None:
+        """Gradients travel through host memory."""
+
     def move_to_device(self) -> None:
         """Keras places variables when it makes them."""
 

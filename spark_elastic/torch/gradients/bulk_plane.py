@@ -68,6 +68,7 @@ class BulkPlane:
         """
         self.is_active = False  # all ranks have agreed to use it
         self.is_settled = False  # nothing is left to agree on
+        self.seconds: float | None = None  # from its construction until it became active
         self._group = group
         self._device = device
         self._backend = backend
@@ -135,6 +136,7 @@ class BulkPlane:
     def _settle(self, active: bool) -> None:
         self.is_settled, self.is_active = True, active
         seconds = self._clock.now() - self._began
+        self.seconds = seconds if active else None
         if active and self._group.rank == 0:
             sys.stderr.write(
                 f"gradients travel by {self._backend} from now on, {seconds:.1f} s after the world began\n"

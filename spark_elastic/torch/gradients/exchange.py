@@ -170,6 +170,11 @@ class GradientExchange:
         )
 
     @property
+    def bulk_seconds(self) -> float | None:
+        """From the beginning of this world until the bulk plane summed the gradients; None: it does not, or not yet."""
+        return None if self._plane is None else self._plane.seconds
+
+    @property
     def is_open(self) -> bool:
         """Whether a step was opened, and neither finished nor abandoned."""
         return self._step.is_open

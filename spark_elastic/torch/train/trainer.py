@@ -152,6 +152,10 @@ class TorchTrainer:
     def work(self) -> WorkClock:
         return self._train_step.work
 
+    @property
+    def bulk_seconds(self) -> float | None:
+        return None if self._exchange is None else self._exchange.bulk_seconds
+
     def train_step(
         self,
         group: Group,

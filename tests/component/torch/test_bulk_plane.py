@@ -170,6 +170,8 @@ def test_without_hybrid_recovery_every_step_is_summed_by_the_communicator(
 
     result = training.run({"epoch 0": inject_fault})
     assert training.count_switches() == len(result.worlds)
+    assert all(change.bulk_seconds >= 1 for change in result.report.world_changes)
+    assert "sums by NCCL after 1." in str(result.report.world_changes[0])
 
 
 @pytest.mark.gpu
