@@ -1,12 +1,24 @@
-"""The devices on which a test body runs: the CPU, the pretend accelerator, and a GPU where the machine has one."""
+"""The devices on which a test body runs: the CPU, and a GPU where the machine has one.
+
+A process whose environment has ONLY=pretend runs them on the pretend accelerator alone: once torch knows that, some
+libraries would choose it for everything.
+"""
 
 from __future__ import annotations
+
+import os
+from typing import Any
 
 import pytest
 
 from spark_elastic.worker.context import get_process_context
 
-DEVICES = ["cpu", "pretend", pytest.param("cuda", marks=pytest.mark.gpu)]
+ONLY = "SPARK_ELASTIC_TESTS_DEVICE"
+DEVICES: list[Any] = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+# Where workers are processes, which other tests of the CPU cover.
+ACCELERATORS: list[Any] = DEVICES[1:]
+if os.environ.get(ONLY) == "pretend":
+    DEVICES = ACCELERATORS = ["pretend"]
 
 
 def initialize_cuda() -> None:
@@ -24,6 +36,4 @@ def use_device(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     if kind == "cuda" and not torch.cuda.is_available():
         pytest.skip("no accelerator")
-    if kind == "pretend":
-        pytest.importorskip("tests.pretend_device", reason="no pretend device")
     monkeypatch.setattr(get_process_context(), "device", kind)

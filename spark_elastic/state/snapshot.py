@@ -80,8 +80,29 @@ class SnapshotBuilder:
         self.deferred: list[tuple[int, Bytes]] = []
         # One function for each deferred piece; its number changes with each change of the piece.
         self.change_counters: list[Callable[[], int]] = []
+        # (piece, function that copies it there) of what lies on another device.
+        self.remote: list[tuple[Extent, Callable[[Bytes], None]]] = []
+        # Waits until these copies are complete.
+        self.wait_remote: Callable[[], None] = lambda: None
+        # Returns memory of so many bytes, to which the other device copies quickly.
+        self.allocate: Callable[[int], Bytes] = lambda nbytes: np.empty(nbytes, np.uint8)
         # Bytes that the snapshot needs so far.
         self.size = 0
+
+    def add_remote(self, nbytes: int, copy: Callable[[Bytes], None]) -> Extent:
+        """Have memory of another device copied. copy: begins to copy it to a piece of that many bytes; `wait_remote`
+        waits for its end."""
+        extent = Extent(self.size, nbytes)
+        self.remote.append((extent, copy))
+        self.size += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return extent
+
+    def copy_to(self, memory: Bytes) -> None:
+        """Copy everything that is not deferred."""
+        for extent, copy in self.remote:
+            copy(extent.of(memory))
+        _copy(self.pieces, memory)
+        self.wait_remote()
 
     def add(self, memory: Bytes, change_counter: Callable[[], int] | None = None) -> Extent:
         """Have `memory` copied.
@@ -118,8 +139,9 @@ def build_snapshot(position: Position, capture: Capture) -> Snapshot:
     """
     builder = SnapshotBuilder()
     values = capture(builder)
-    memory = np.empty(builder.size, np.uint8)
-    _copy(builder.pieces + builder.deferred, memory)
+    memory = builder.allocate(builder.size)
+    builder.copy_to(memory)
+    _copy(builder.deferred, memory)
     return Snapshot(position, values, memory)
 
 
@@ -176,7 +198,7 @@ class SnapshotBuffer:
         builder = SnapshotBuilder()
         values = capture(builder)
         snapshot = Snapshot(position, values, self.get_free_memory(builder.size))
-        _copy(builder.pieces, snapshot.memory)
+        builder.copy_to(snapshot.memory)
         copy = _BackgroundCopy(snapshot, builder)
         if self._synchronous or not builder.deferred:
             copy.run()

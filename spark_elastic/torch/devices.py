@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from spark_elastic.errors import InvalidInput
@@ -90,6 +92,29 @@ def _start_copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     pins = tensor.device.type == "cuda"
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pins).copy_(tensor, non_blocking=True)
+
+
+class SnapshotCopy:
+    """Copies tensors of a device to the memory of a snapshot, for `SnapshotBuilder.add_remote`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Return pinned memory, to which a GPU copies without a pass over pages of the host."""
+        pins = self._device.type == "cuda"
+        memory: npt.NDArray[np.uint8] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pins).numpy()
+        return memory
+
+    def begin(self, tensor: torch.Tensor, memory: npt.NDArray[np.uint8]) -> None:
+        """Begin to copy a tensor to its piece of the memory."""
+        if tensor.numel():
+            target = torch.from_numpy(memory).view(tensor.dtype).view(tensor.shape)
+            target.copy_(tensor, non_blocking=True)
+
+    def wait(self) -> None:
+        """Wait for all copies that were begun."""
+        get_device_module(self._device).current_stream().synchronize()
 
 
 def read_later(number: torch.Tensor) -> float | torch.Tensor:

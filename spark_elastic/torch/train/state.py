@@ -12,6 +12,7 @@ import hashlib
 import io
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ import torch
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import START, Position
 from spark_elastic.state.snapshot import Bytes, Extent, Snapshot, SnapshotBuilder
-from spark_elastic.torch.devices import HostCopy
+from spark_elastic.torch.devices import CPU, SnapshotCopy
 from spark_elastic.torch.train.forward import rng_state, set_rng_state
 from spark_elastic.training.progress import TrainingProgress
 
@@ -73,13 +74,14 @@ class TorchTrainingState:
             "rng": rng_state(),
         }
 
-        # The device copies all its tensors one after the other, and this thread waits for it once.
-        tensors = [tensor for _, tensor in _iter_tensors(live, "")]
-        on_host = HostCopy([tensor.detach() for tensor in tensors]).wait()
-        copies = {id(tensor): copy for tensor, copy in zip(tensors, on_host, strict=True)}
-
         def add(tensor: torch.Tensor) -> dict[str, Any]:
-            offset, nbytes = builder.add(_bytes_of(copies[id(tensor)]))
+            if tensor.device == CPU:
+                offset, nbytes = builder.add(_bytes_of(tensor))
+            else:
+                # This thread waits once, for the copies of all tensors.
+                copied = SnapshotCopy(tensor.device)
+                builder.allocate, builder.wait_remote = copied.allocate, copied.wait
+                offset, nbytes = builder.add_remote(tensor.nbytes, partial(copied.begin, tensor.detach()))
             return {TENSOR: [offset, nbytes, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]}
 
         # The copy of what is no tensor; of dicts, lists and tuples these are copies already.

@@ -24,7 +24,7 @@ from tests.component.torch.job import (
     train_elastic,
     train_plain,
 )
-from tests.devices import DEVICES
+from tests.devices import ACCELERATORS
 from tests.scenarios import Fault
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(180)]
@@ -55,7 +55,7 @@ def test_p1_p2_p3_p4_hold_under_two_kills(
     kill_two(JOBS[name], data, tmp_path, fault, "cpu")
 
 
-@pytest.mark.parametrize("device", DEVICES[1:], indirect=True)
+@pytest.mark.parametrize("device", ACCELERATORS, indirect=True)
 def test_p1_p2_p3_p4_hold_under_two_kills_on_a_device(
     device: str, data: tuple[Store, Manifest], tmp_path: Path, fault: Fault
 ) -> None:

@@ -1,0 +1,38 @@
+"""The test bodies of devices on the pretend accelerator, in a process of their own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.devices import ONLY
+
+ROOT = Path(__file__).parents[3]
+TESTS = (
+    "tests/pretend_checks.py",
+    "tests/component/torch/test_devices.py",
+    "tests/component/torch/test_elastic_training.py::test_p1_p2_p3_p4_hold_under_two_kills_on_a_device",
+)
+
+
+@pytest.mark.native
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_trainings_on_the_pretend_accelerator() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS],
+        cwd=ROOT,
+        env=os.environ | {ONLY: "pretend"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-1000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None
+    assert int(passed[1]) >= 20
