@@ -27,6 +27,9 @@ def initialize_cuda() -> None:
 
     if torch.cuda.is_available():
         torch.nn.Linear(4, 4).cuda()(torch.ones(4, 4).pin_memory().cuda()).sum().backward()
+        if torch.distributed.is_nccl_available():
+            nccl: Any = torch.distributed.ProcessGroupNCCL
+            nccl(torch.distributed.HashStore(), 0, 1).allreduce([torch.ones(1, device="cuda")]).wait()
         torch.cuda.synchronize()
 
 

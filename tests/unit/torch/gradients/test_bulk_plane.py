@@ -81,20 +81,19 @@ def test_an_aborted_plane_raises_on_every_rank(
     use_device(device, monkeypatch)
     store = dist.HashStore()  # type: ignore[attr-defined,unused-ignore]
 
-    def work(group: Group) -> tuple[int, ...]:
+    def work(group: Group) -> None:
         plane = open_plane(group, store, device, backend)
         if group.rank == 0:
             plane.abort()
             plane.wait_aborted()
         step = BulkStep(plane, group, DEFAULT_OPTIONS)
         step.launch(torch.ones(3, device=device))
-        with pytest.raises(CollectiveError, match=r"the bulk sums of ranks \[0\] failed") as error:
+        with pytest.raises(CollectiveError, match=r"the bulk sums of ranks \[0\] failed"):
             step.finish()
         plane.abort()
         plane.wait_aborted()
-        return tuple(error.value.ranks)
 
-    assert run_in_world(size, work) == [(0,)] * size
+    run_in_world(size, work)
     await_threads()
 
 
