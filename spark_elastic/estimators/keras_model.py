@@ -22,6 +22,7 @@ from spark_elastic.estimators.predictor import Floats, choose_gpu, predict_in_ba
 from spark_elastic.estimators.transformer import ElasticModel, ModelReader
 from spark_elastic.keras.train.archive import Archive
 from spark_elastic.keras.train.batching import Inputs, order_labels
+from spark_elastic.tensorflow.devices import let_gpu_memory_grow
 from spark_elastic.training.transformation import transform_inputs
 
 PART, CUSTOM, TRANSFORMATION = "model.keras", "custom", "transformation"
@@ -68,6 +69,7 @@ class KerasPredictor:
         return [int(output.shape[1]) for output in outputs]
 
     def predict(self, columns: Sequence[Sequence[Any]], gpus: Sequence[str] = ()) -> list[Floats]:
+        let_gpu_memory_grow()
         number = choose_gpu(gpus, len(tf.config.list_physical_devices("GPU")))
         with tf.device("CPU:0" if number is None else f"GPU:{number}"):
             return predict_in_batches(self.columns, columns, self._forward, self.widths)

@@ -17,6 +17,7 @@ import tensorflow as tf
 from elastic_collectives import Group
 from spark_elastic.data.loader import StepRows
 from spark_elastic.data.reading.readers import read_sample_row
+from spark_elastic.errors import InvalidInput
 from spark_elastic.keras.train.archive import Archive, save_model
 from spark_elastic.keras.train.batching import BatchBuilder, Inputs, order_labels
 from spark_elastic.keras.train.callbacks import KerasCallbackList
@@ -24,6 +25,7 @@ from spark_elastic.keras.train.compiled import CompiledLosses, CompiledMetrics
 from spark_elastic.keras.train.state import KerasTrainingState
 from spark_elastic.keras.train.step import Structure, TrainStep, describe_world_dependence
 from spark_elastic.protocol.types import MembershipVersion, Phase, Position
+from spark_elastic.tensorflow.devices import let_gpu_memory_grow
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.identity import digest
 from spark_elastic.training.ledger import Ledger
@@ -110,10 +112,22 @@ class KerasTrainProgram(TrainingLoop):
         super().__init__(spec, KerasTrainer(spec, objects), objects.transformation)
 
 
-def let_gpu_memory_grow() -> None:
-    """Let TensorFlow take memory of the GPU as it needs it: a spare waits beside the worker on the same one."""
-    for gpu in tf.config.list_physical_devices("GPU"):
-        tf.config.experimental.set_memory_growth(gpu, True)
+def prepare_gpus(device: str) -> None:
+    """Let TensorFlow use what the worker trains on, and before it uses a GPU.
+
+    Raises:
+        InvalidInput: TensorFlow finds no GPU, and the slot was given one.
+    """
+    gpus = tf.config.list_physical_devices("GPU")
+    if device == "cuda" and not gpus:
+        raise InvalidInput(
+            f"this worker is to train on a GPU, and TensorFlow {tf.__version__} finds none: install "
+            "tensorflow[and-cuda] on the executors, look at nvidia-smi there for the driver, or set device='cpu'."
+        )
+    if device == "cpu":  # GPUs of the machine that Spark did not give to this slot
+        tf.config.set_visible_devices([], "GPU")
+    else:
+        let_gpu_memory_grow()
 
 
 class KerasTrainer:
@@ -125,8 +139,7 @@ class KerasTrainer:
 
     def prepare(self, progress: TrainingProgress, ledger: Ledger) -> None:
         spec, config, objects = self._spec, self._spec.config, self._objects
-        if get_process_context().device == "cuda":
-            let_gpu_memory_grow()
+        prepare_gpus(get_process_context().device)
         keras.utils.set_random_seed(config.seed)
         keras.config.set_floatx(objects.model.floatx)
         self.model = model = objects.model.load()
