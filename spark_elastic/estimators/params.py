@@ -192,7 +192,10 @@ def translate_names(
             continue
         if name in GPU_NAMES and not own(name):
             if value is not None:
-                ours["device"] = "auto" if value else "cpu"
+                device = _translate_gpus(name, value)
+                if ours.get("device", device) != device or values.get("device") is not None:
+                    raise InvalidInput("use_gpu, num_gpus and device say the same: give one of them.")
+                ours["device"] = device
             continue
         known = ALIASES.get(name, name)
         if known != name and values.get(known) is not None:
@@ -201,6 +204,18 @@ def translate_names(
             continue
         ours[known] = value
     return ours
+
+
+def _translate_gpus(name: str, value: Any) -> str:
+    """The `device` that Horovod's use_gpu or num_gpus stands for."""
+    if value in (0, 1):
+        return "auto" if value else "cpu"
+    wanted = (
+        "True or False"
+        if name == "use_gpu"
+        else "0 or 1: a worker trains on one GPU, and num_workers on several"
+    )
+    raise InvalidInput(f"{name} must be {wanted}; got {value!r}.")
 
 
 @with_accessors

@@ -34,7 +34,8 @@ def test_no_name_of_horovod_is_ignored(name: str) -> None:
             setter("something")
         assert ElasticTorchEstimator(**{name: None}).extractParamMap()
     else:
-        assert setter(3 if name not in ("feature_cols", "label_cols") else ["x"]) is estimator
+        values = {"use_gpu": True, "num_gpus": 1, "feature_cols": ["x"], "label_cols": ["x"]}
+        assert setter(values.get(name, 3)) is estimator
         assert name in GPU_NAMES or estimator.hasParam(ALIASES.get(name, name))
 
 
@@ -55,6 +56,23 @@ def test_arguments_of_horovod_without_effect_are_accepted() -> None:
 def test_names_of_gpus_choose_the_device(given: dict[str, object], device: str) -> None:
     assert translate_names(given) == {"device": device}
     assert ElasticTorchEstimator(**given).getSettings() == {"device": device}
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (
+            {"num_gpus": 2},
+            "num_gpus must be 0 or 1: a worker trains on one GPU, and num_workers on several; got 2",
+        ),
+        ({"use_gpu": "yes"}, "use_gpu must be True or False; got 'yes'"),
+        ({"use_gpu": True, "num_gpus": 0}, "use_gpu, num_gpus and device say the same: give one of them"),
+        ({"use_gpu": True, "device": "cpu"}, "use_gpu, num_gpus and device say the same: give one of them"),
+    ],
+)
+def test_names_of_gpus_that_say_nothing_clear_are_refused(given: dict[str, object], sentence: str) -> None:
+    with pytest.raises(InvalidInput, match=sentence):
+        translate_names(given)
 
 
 def test_a_copy_trains_the_same_objects() -> None:
