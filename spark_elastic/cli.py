@@ -19,7 +19,7 @@ import click
 
 import spark_elastic
 from spark_elastic.clock import SystemClock
-from spark_elastic.config import ElasticConfig, find_interface_address, from_env, log_level
+from spark_elastic.config import DEVICES, ElasticConfig, find_interface_address, from_env, log_level
 from spark_elastic.driver.discovery import FixedHosts, HostPoller, create_script_finder, parse_hosts
 from spark_elastic.driver.ports import Discovery
 from spark_elastic.errors import ElasticError, InvalidInput
@@ -104,6 +104,7 @@ SOME = click.IntRange(min=1)
 @click.option(
     "--gloo-timeout-seconds", type=float, help="Longest wait for peers in one collective, in seconds."
 )
+@click.option("--device", type=click.Choice(DEVICES), help="What workers train on; default auto.")
 @click.option(
     "--output-filename", type=click.Path(), help="Folder for the output of each rank: rank.N/stdout."
 )
@@ -159,6 +160,7 @@ class RunOptions:
     start_timeout: float | None = None
     blacklist_cooldown_range: tuple[float, float] | None = None
     gloo_timeout_seconds: float | None = None
+    device: str | None = None
     output_filename: str | None = None
     run_id: str | None = None
     store: str | None = None
@@ -285,6 +287,7 @@ def _make_config(options: RunOptions) -> ElasticConfig:
         gather_timeout=options.start_timeout,
         cooldown_range=tuple(cooldown) if cooldown else None,
         collective_timeout=options.gloo_timeout_seconds,
+        device=options.device,
     )
 
 

@@ -35,6 +35,7 @@ _HOROVODS = {
 
 # Horovod's name of the interface whose address executors dial, where `advertise_address` is unset.
 INTERFACE = "HOROVOD_GLOO_IFACE"
+DEVICES = ("auto", "cpu", "cuda")
 _SIOCGIFADDR = 0x8915  # Linux: asks for the address of an interface
 
 # The beginning of a setting's annotation -> of what kind its values are, and that in words.
@@ -187,7 +188,7 @@ class ElasticConfig:
             raise InvalidInput(
                 f"collective_timeout must be seconds from 0.001 to 1e9; got {self.collective_timeout!r}."
             )
-        if self.device not in ("auto", "cpu", "cuda"):
+        if self.device not in DEVICES:
             raise InvalidInput(f"device must be 'auto', 'cpu' or 'cuda'; got {self.device!r}.")
         if not 0 <= self.spare_after < math.inf:
             raise InvalidInput(f"spare_after must be 0 seconds or more; got {self.spare_after!r}.")

@@ -36,14 +36,14 @@ def test_horovods_options_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     line = (
         "-np 4 --min-np 2 --max-np 8 --host-discovery-script s.sh --slots-per-host 2 --reset-limit 3 --gloo "
         "--elastic-timeout 60 --start-timeout 5 --blacklist-cooldown-range 10 100 --output-filename out "
-        "--prefix-output-with-timestamp --verbose --gloo-timeout-seconds 7 python train.py --lr 0.1 -np 9"
+        "--prefix-output-with-timestamp --verbose --gloo-timeout-seconds 7 --device cpu python train.py --lr 0.1 -np 9"
     )
     wanted = _parse_options(monkeypatch, *line.split())
     assert (wanted.num_proc, wanted.min_np, wanted.max_np) == (4, 2, 8)
     assert wanted.command == ("python", "train.py", "--lr", "0.1", "-np", "9")
     config = cli._make_config(wanted)
     assert (config.cooldown_range, config.reset_limit, config.start_timeout) == ((10.0, 100.0), 3, 60.0)
-    assert (config.gather_timeout, config.collective_timeout) == (5.0, 7.0)
+    assert (config.gather_timeout, config.collective_timeout, config.device) == (5.0, 7.0, "cpu")
 
 
 @pytest.mark.parametrize("option", ["-np", "--min-np", "--max-np", "--slots-per-host", "--checkpoint-steps"])
