@@ -6,6 +6,7 @@ not once per batch or task. Knows pandas and torch; of Spark only what its calle
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -20,6 +21,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.saving import Packed
 from spark_elastic.training.model_io import input_dtype, output_parts
 from spark_elastic.training.transformation import Transformation, transform_inputs
+from spark_elastic.worker.devices import find_gpu_number, list_visible_gpus
 
 # Where a Python worker of Spark predicts: on the GPU that Spark assigned to its task, else on the CPU. Pure.
 
@@ -27,22 +29,15 @@ from spark_elastic.training.transformation import Transformation, transform_inpu
 def choose_gpu(addresses: Sequence[str], visible: int) -> int | None:
     """The GPU's number, as the framework counts them; None: the CPU.
 
-    addresses: of the GPUs that Spark gave to the task. visible: GPUs that the framework sees. An address counts the
-    host's GPUs; where a resource manager shows a process its own alone, that is number 0.
+    addresses: of the GPUs that Spark gave to the task. visible: how many GPUs the framework sees.
 
     Raises:
         InvalidInput: the framework sees several GPUs, and none of them has that address.
     """
     if not addresses or not visible:
         return None
-    if addresses[0].isdecimal() and int(addresses[0]) < visible:
-        return int(addresses[0])
-    if visible == 1:
-        return 0
-    raise InvalidInput(
-        f"Spark gave GPU {addresses[0]!r} to this task, and {visible} can be seen: let CUDA_VISIBLE_DEVICES show all "
-        "of the host's GPUs, or the task's alone."
-    )
+    names = list_visible_gpus(os.environ)
+    return find_gpu_number(addresses[0], names if len(names) == visible else [str(n) for n in range(visible)])
 
 
 # Rows as Spark hands them over, stacked to arrays and predicted in parts. Numpy only; any thread.

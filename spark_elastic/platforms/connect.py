@@ -27,8 +27,7 @@ from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.rendezvous.http_server import Bind
 from spark_elastic.spark import connect
 from spark_elastic.spark.payload import Payload, make_program_payload
-from spark_elastic.spark.probe import ProbeSpec, make_version_check
-from spark_elastic.spark.session import collect_host_facts
+from spark_elastic.spark.probe import ProbeSpec
 from spark_elastic.spark.settings import is_ssl_enabled
 from spark_elastic.state.store_channel import ChannelEnd
 
@@ -108,7 +107,7 @@ class ConnectPlatform(SparkPlatform):
             coordinator.check_config(self._config),
             job.name,
             is_ssl_enabled(settings),
-            make_version_check(collect_host_facts(), job.needs),
+            self._describe_hosts(job.needs).make_host_check(),
             None if run is None else (run.run_id, run.attempt, run.checkpoints),
         )
         attempt = FIRST_ATTEMPT if run is None else run.attempt

@@ -22,9 +22,9 @@ from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.rendezvous import auth
 from spark_elastic.rendezvous.http_server import Bind
 from spark_elastic.spark.payload import Payload
-from spark_elastic.spark.probe import ProbeSpec, make_version_check
-from spark_elastic.spark.session import collect_host_facts
+from spark_elastic.spark.probe import ProbeSpec
 from spark_elastic.spark.settings import (
+    EXECUTOR_GPUS,
     is_ssl_enabled,
     make_slot_profile,
     read_executor_memory,
@@ -91,7 +91,10 @@ class SparkPlatform(ABC):
         self, payload: bytes, store: Store | None, needs: tuple[str, ...], number: int, what: str
     ) -> None:
         encrypted = auth.is_tls_enabled(self._config, is_ssl_enabled(self._read_settings()))
-        self._probe(ProbeSpec(payload, store, needs, self._choose_bind(), what, encrypted), number)
+        spec = self._describe_hosts(needs)
+        bind = self._choose_bind()
+        spec = replace(spec, payload=payload, store=store, bind=bind, what=what, encrypted=encrypted)
+        self._probe(spec, number)
 
     def launch(self, job: JobSpec, listener: JobListener | None = None) -> LaunchResult:
         settings = self._read_settings()
@@ -126,9 +129,14 @@ class SparkPlatform(ABC):
             bind=bind.host,
             advertise=bind.advertise,
             encrypted=is_ssl_enabled(settings),
-            check_host=make_version_check(collect_host_facts(), job.needs),
+            check_host=self._describe_hosts(job.needs).make_host_check(),
             run=job.run,
             scheduler=scheduler,
         )
         discovery = self._discover(scheduler)
         return supervise(launcher, discovery, options, job.limits, self._config, job.name, listener)
+
+    def _describe_hosts(self, needs: tuple[str, ...]) -> ProbeSpec:
+        """What a job that uses these frameworks needs of its hosts."""
+        assigned = int(self._read_settings().get(EXECUTOR_GPUS, "0")) > 0
+        return ProbeSpec(b"", needs=needs, device=self._config.device, assigned=assigned)

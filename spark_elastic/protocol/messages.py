@@ -94,7 +94,8 @@ class RegisterSlot(SlotRequest[Admission]):
     launch: int
     # Name of its machine, by which discovery may list it.
     node: str = ""
-    # Why the host's software cannot take part, "" if it can. The server fills it in, from `facts`.
+    # Why the slot cannot take part, "" if it can: it has no device for its worker, or, as the server finds in `facts`,
+    # the host's software does not fit.
     unfit: str = ""
     # What the host runs: versions, pids, boot id; JSON values by name.
     facts: dict[str, Any] = field(default_factory=dict)

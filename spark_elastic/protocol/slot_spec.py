@@ -69,7 +69,7 @@ class SlotIdentity:
     address: str = "127.0.0.1"
     # What Spark gave to the slot: addresses by the name of the resource, such as {"gpu": ("0",)}.
     resources: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    # Why the slot has no GPU although the job asks for one; "": nothing is wrong.
+    # Why the slot has no GPU although the job asks for one, for which the driver refuses it; "": nothing is wrong.
     device_problem: str = ""
 
 

@@ -163,7 +163,7 @@ class Routes:
 
     async def _register(self, call: Call) -> messages.Admission:
         message: messages.RegisterSlot = call.message
-        unfit = self._callbacks.admit(message.facts) or ""
+        unfit = message.unfit or self._callbacks.admit(message.facts) or ""
         self._receive(dataclasses.replace(message, unfit=unfit))
         refusal = self._state.ended or unfit
         return messages.Admission(

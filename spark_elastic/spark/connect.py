@@ -32,11 +32,10 @@ from spark_elastic.spark.probe import (
     ProbeSpec,
     check_reports,
     make_probe_task,
-    make_version_check,
     open_probe,
     require_report,
 )
-from spark_elastic.spark.session import LOOPBACK, collect_host_facts, find_own_address
+from spark_elastic.spark.session import LOOPBACK, find_own_address
 from spark_elastic.spark.settings import EXECUTOR_GPUS, TASK_GPUS
 from spark_elastic.spark.slot_task import SlotTask, classify_error
 
@@ -165,9 +164,7 @@ def preflight(spark: SparkSession, spec: ProbeSpec, number: int, timeout: float)
         frame = _make_frame(spark, number).mapInArrow(body, "answer binary")
         rows = _collect_probes(spark, frame, f"spark_elastic-preflight-{probe.token}", timeout)
         reports = [require_report(pickle.loads(bytes(row["answer"]))) for row in rows]
-        check_reports(
-            reports, make_version_check(collect_host_facts(), spec.needs), spec.store, reached=False
-        )
+        check_reports(reports, spec.make_host_check(), spec.store, reached=False)
     unreached = next((report.unreached for report in reports if report.unreached is not None), None)
     if unreached is not None and spec.store is None:
         raise PreflightError(

@@ -21,11 +21,10 @@ from spark_elastic.spark.probe import (
     Task,
     check_reports,
     make_probe_task,
-    make_version_check,
     open_probe,
     require_report,
 )
-from spark_elastic.spark.session import collect_host_facts, set_description
+from spark_elastic.spark.session import set_description
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -49,7 +48,7 @@ def preflight(sc: SparkContext, spec: ProbeSpec, timeout: float) -> list[dict[st
         with open_probe(spec) as probe:
             tag = f"spark_elastic-preflight-{probe.token}"
             reports = _probe_executors(sc, make_probe_task(probe, program), tag, timeout)
-            check_reports(reports, make_version_check(collect_host_facts(), spec.needs), spec.store)
+            check_reports(reports, spec.make_host_check(), spec.store)
     finally:
         program.unpersist()
     return list({report.executor: report.facts for report in reports}.values())

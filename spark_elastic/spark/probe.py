@@ -24,6 +24,7 @@ from spark_elastic.errors import ElasticError, PreflightError, StoreError
 from spark_elastic.rendezvous.http_server import Bind, format_address, listen
 from spark_elastic.spark.payload import Payload
 from spark_elastic.spark.session import collect_host_facts, find_own_address
+from spark_elastic.worker.devices import check_host_device
 
 Task: TypeAlias = Callable[[Iterable[int]], Iterator[Any]]
 
@@ -51,6 +52,16 @@ class ProbeSpec:
     what: str = "the program"
     # Workers talk inside TLS.
     encrypted: bool = False
+    # The setting of the job.
+    device: str = "auto"
+    # Whether Spark gives GPUs to the job's slots.
+    assigned: bool = False
+
+    def make_host_check(self) -> Callable[[Mapping[str, Any]], str | None]:
+        """A check of hosts: given a host's facts, why it cannot take part in the job, or None."""
+        versions = make_version_check(collect_host_facts(), self.needs)
+        device, needs, assigned = self.device, self.needs, self.assigned
+        return lambda host: versions(host) or check_host_device(host, device, needs, assigned)
 
 
 @dataclass(frozen=True)
@@ -297,7 +308,7 @@ def check_reports(
     """Check what all hosts found.
 
     Args:
-        check_versions: as of `make_version_check`.
+        check_versions: as of `ProbeSpec.make_host_check`.
         reached: hosts must reach the driver.
 
     Raises:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import os
 import platform
 import socket
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import DriverUnreachable, InvalidInput
 from spark_elastic.rendezvous.addresses import find_address_towards
 from spark_elastic.rendezvous.http_server import Bind
+from spark_elastic.worker.devices import collect_gpu_facts
 
 if TYPE_CHECKING:
     from pyspark import SparkConf, SparkContext
@@ -104,7 +106,8 @@ def find_own_address(towards: str | None) -> str:
 
 
 def collect_host_facts() -> dict[str, str]:
-    """This process's host name and the versions of the installed packages; imports none of them."""
+    """This process's host name, the versions of the installed packages and what is known of its GPUs; imports none of
+    the packages."""
     found = {
         "host": socket.gethostname(),
         "python": platform.python_version(),
@@ -115,4 +118,4 @@ def collect_host_facts() -> dict[str, str]:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return found | collect_gpu_facts(os.environ)

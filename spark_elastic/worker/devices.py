@@ -14,9 +14,12 @@ which is then `cuda:0` to it, whatever its rank on the machine is.
 from __future__ import annotations
 
 import fcntl
+import importlib.util
+import itertools
 import os
+import re
 import tempfile
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +29,9 @@ from spark_elastic.worker.context import get_process_context
 
 GPU = "gpu"  # Spark's name of the resource
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+ORDER = "CUDA_DEVICE_ORDER"  # in which CUDA numbers the GPUs of a machine
 DEVICES = Path("/dev")
+IDS = ("GPU-", "MIG-")
 
 
 class GpuClaims:
@@ -47,9 +52,9 @@ class GpuClaims:
         if spec.device != "cuda" or identity.resources.get(GPU):
             return identity
         visible = list_visible_gpus(environment, self._devices)
-        for number, gpu in enumerate(visible):
-            for place in range(spec.slots_per_gpu):
-                if self._take(f"{number}-{place}"):
+        for place in range(spec.slots_per_gpu):  # a second slot of a GPU once each has one
+            for gpu in visible:
+                if self._take(f"{gpu}-{place}"):
                     return replace(identity, resources={**identity.resources, GPU: (gpu,)})
         return replace(identity, device_problem=_explain_missing_gpu(len(visible), spec.slots_per_gpu))
 
@@ -73,10 +78,11 @@ class GpuClaims:
 
 def list_visible_gpus(environment: Mapping[str, str], devices: Path = DEVICES) -> list[str]:
     """What names the GPUs that processes with this environment can see: numbers, or ids of GPUs and MIG parts."""
-    if VISIBLE in environment:
-        return [name.strip() for name in environment[VISIBLE].split(",") if name.strip()]
-    numbers = [path.name.removeprefix("nvidia") for path in devices.glob("nvidia[0-9]*")]
-    return sorted(filter(str.isdecimal, numbers), key=int)
+    if VISIBLE in environment:  # CUDA reads it up to the first name that it does not know, such as -1
+        names = (name.strip() for name in environment[VISIBLE].split(","))
+        return list(itertools.takewhile(lambda name: name.isdecimal() or name.startswith(IDS), names))
+    files = [path for path in devices.glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()]
+    return [str(number) for number in range(len(files))]  # a container has its host's numbers in their names
 
 
 def _explain_missing_gpu(gpus: int, slots_per_gpu: int) -> str:
@@ -109,6 +115,12 @@ def apply_device(spec: SlotSpec, identity: SlotIdentity, environment: MutableMap
         process.device = "cuda" if gpus else "cpu"
         if gpus:
             environment[VISIBLE] = ",".join(find_gpu(gpu, environment) for gpu in gpus)
+            environment.setdefault(ORDER, "PCI_BUS_ID")  # nvidia-smi's, which Spark's addresses are
+            if len(gpus) > 1 and "MIG-" in environment[VISIBLE]:
+                raise InvalidInput(
+                    f"a process can use one MIG instance, and Spark gave {len(gpus)} to a slot: set "
+                    "spark.task.resource.gpu.amount=1."
+                )
     else:
         process.device = spec.device  # of torch's names, for tests
 
@@ -125,13 +137,64 @@ def find_gpu(address: str, environment: Mapping[str, str]) -> str:
     if VISIBLE not in environment:
         return address
     visible = list_visible_gpus(environment)
+    return visible[find_gpu_number(address, visible)]
+
+
+def find_gpu_number(address: str, visible: Sequence[str]) -> int:
+    """The number of a GPU as frameworks count those that they see.
+
+    Args:
+        address: Spark's; visible: names of GPUs as in CUDA_VISIBLE_DEVICES.
+
+    Raises:
+        InvalidInput: as `find_gpu`.
+    """
     if address in visible:
-        return address
+        return visible.index(address)
     if address.isdecimal() and int(address) < len(visible):
-        return visible[int(address)]
+        return int(address)
     if len(visible) == 1:
-        return visible[0]
+        return 0
     raise InvalidInput(
-        f"Spark gave GPU {address!r} to this slot, and CUDA_VISIBLE_DEVICES shows {environment[VISIBLE]!r}: let it "
-        "show all of the host's GPUs, or the slot's alone."
+        f"Spark gave GPU {address!r} to this task, and CUDA shows {', '.join(visible) or 'none'}: let "
+        "CUDA_VISIBLE_DEVICES show all of the host's GPUs, or the task's alone."
     )
+
+
+# What hosts report before workers start; no framework is imported.
+
+
+def collect_gpu_facts(environment: Mapping[str, str], devices: Path = DEVICES) -> dict[str, str]:
+    """How many GPUs this process can see, and the CUDA or ROCm that torch is built for ("" for none)."""
+    found = {"gpus": str(len(list_visible_gpus(environment, devices)))}
+    torch = importlib.util.find_spec("torch")
+    if torch is not None and torch.origin is not None:
+        try:
+            text = (Path(torch.origin).parent / "version.py").read_text(encoding="utf-8")
+        except OSError:
+            return found
+        builds = re.findall(r"^(?:cuda|hip)\b.*= '([^']+)'", text, re.MULTILINE)
+        found["torch_cuda"] = "".join(builds[:1])
+    return found
+
+
+def check_host_device(
+    host: Mapping[str, object], device: str, needs: Sequence[str], assigned: bool
+) -> str | None:
+    """Why a host cannot give its slots the device of a job, or None.
+
+    Args:
+        host: its facts. device: the setting. needs: frameworks that the job uses.
+        assigned: Spark gives GPUs to slots, and its word is taken.
+    """
+    if device != "cuda":
+        return None
+    name = host.get("host", "unknown")
+    if "torch" in needs and host.get("torch_cuda") == "":
+        return (
+            f"device='cuda', and torch {host.get('torch', '')} on host {name} is built without CUDA: install torch for "
+            "CUDA there, or set device='cpu'."
+        )
+    if not assigned and host.get("gpus") == "0":
+        return f"host {name}: {_explain_missing_gpu(0, 1)}"
+    return None

@@ -92,11 +92,15 @@ class SlotAgent:
         """
         me = self._identity = self._gpu_claims.assign(self._spec, self._identity, os.environ)
         node = str(self._facts.get("host", ""))
-        answer = self._client.ask(RegisterSlot(me.slot, me.host, me.slot.launch, node, facts=self._facts))
+        answer = self._client.ask(
+            RegisterSlot(me.slot, me.host, me.slot.launch, node, me.device_problem, self._facts)
+        )
         self._heartbeat_every = answer.heartbeat_interval
         for thread in (self._line_sender, *self._threads):
             thread.start()
         try:
+            if me.device_problem:
+                self._lines.put((None, f"{SLOT_LINE_PREFIX}{me.device_problem}"))
             if answer.accepted:
                 self._promote()
             # A refused slot waits as well: a return would end the task's other attempts: R14 (duplicates).

@@ -11,7 +11,8 @@ import cloudpickle
 import pytest
 
 import spark_elastic
-from spark_elastic.errors import WorkerFailed
+from spark_elastic.errors import PreflightError
+from spark_elastic.worker.devices import collect_gpu_facts, list_visible_gpus
 from tests.spark.cluster import StandaloneCluster
 
 if TYPE_CHECKING:
@@ -81,10 +82,14 @@ def test_slots_share_a_gpu_on_request_and_take_none_for_the_cpu(
     assert "executors have GPUs, which this job leaves idle" in caplog.text
 
 
-def test_a_gpu_that_no_host_has_is_one_sentence(
+@pytest.mark.skipif(bool(list_visible_gpus(os.environ)), reason="this machine has GPUs")
+def test_a_gpu_that_no_host_has_is_one_sentence_before_a_worker_starts(
     spark_with: Callable[[Mapping[str, str]], SparkSession], standalone: StandaloneCluster
 ) -> None:
     standalone.start_worker(cores=2)
     spark = spark_with({})
-    with pytest.raises(WorkerFailed, match="device='cuda', and this host shows no GPU: look at nvidia-smi"):
+    with pytest.raises(PreflightError, match="device='cuda', and this host shows no GPU: look at nvidia-smi"):
         spark_elastic.run(os.getpid, num_workers=1, device="cuda", spark=spark)
+    if collect_gpu_facts(os.environ).get("torch_cuda") == "":  # this torch is for the CPU
+        with pytest.raises(PreflightError, match="is built without CUDA: install torch for CUDA there"):
+            spark_elastic.run(os.getpid, num_workers=1, device="cuda", spark=spark, preload="torch")

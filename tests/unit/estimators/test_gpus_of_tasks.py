@@ -26,5 +26,10 @@ def test_a_task_uses_the_gpu_that_spark_assigned(
 
 
 def test_an_assigned_gpu_that_is_not_visible_is_an_error() -> None:
-    with pytest.raises(InvalidInput, match="Spark gave GPU '7' to this task, and 2 can be seen"):
+    with pytest.raises(InvalidInput, match="Spark gave GPU '7' to this task, and CUDA shows 0, 1: let CUDA_"):
         choose_gpu(["7"], 2)
+
+
+def test_names_of_visible_gpus_count_as_for_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,MIG-5a1f")
+    assert [choose_gpu([address], 2) for address in ("2", "MIG-5a1f", "1")] == [0, 1, 1]

@@ -11,7 +11,15 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
 from spark_elastic.protocol.types import SlotId
 from spark_elastic.worker.context import get_process_context
-from spark_elastic.worker.devices import VISIBLE, GpuClaims, apply_device, find_gpu
+from spark_elastic.worker.devices import (
+    VISIBLE,
+    GpuClaims,
+    apply_device,
+    check_host_device,
+    collect_gpu_facts,
+    find_gpu,
+    list_visible_gpus,
+)
 
 
 def make_spec(device: str, slots_per_gpu: int = 1) -> SlotSpec:
@@ -68,7 +76,8 @@ def test_addresses_of_spark_are_names_of_cuda(address: str, visible: str | None,
 
 def test_a_gpu_that_is_not_visible_is_an_error() -> None:
     with pytest.raises(
-        InvalidInput, match="Spark gave GPU '7' to this slot, and CUDA_VISIBLE_DEVICES shows '0,1'"
+        InvalidInput,
+        match="Spark gave GPU '7' to this task, and CUDA shows 0, 1: let CUDA_VISIBLE_DEVICES show all",
     ):
         find_gpu("7", {VISIBLE: "0,1"})
 
@@ -105,6 +114,92 @@ def test_slots_share_a_gpu_on_request(tmp_path: Path) -> None:
     assert "its GPU is taken by 2 other slots" in slots[2].device_problem
     for each in claims:
         each.close()
+
+
+def test_slots_share_a_gpu_once_each_has_one(tmp_path: Path) -> None:
+    devices = make_devices(tmp_path, 2)
+    claims = [GpuClaims(tmp_path / "locks", devices) for _ in range(3)]
+    slots = [each.assign(make_spec("cuda", 2), make_slot(), {}) for each in claims]
+    assert [slot.resources["gpu"] for slot in slots] == [("0",), ("1",), ("0",)]
+    other = GpuClaims(tmp_path / "locks", devices)  # of an executor that is shown others
+    assert other.assign(make_spec("cuda"), make_slot(), {VISIBLE: "2,3"}).resources == {"gpu": ("2",)}
+    for each in (*claims, other):
+        each.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("", []),
+        ("2, 0", ["2", "0"]),
+        ("MIG-5a1f,GPU-7b", ["MIG-5a1f", "GPU-7b"]),
+        ("1,-1,2", ["1"]),  # CUDA, too, ends there
+        ("NoDevFiles", []),  # Slurm's word
+    ],
+)
+def test_visible_gpus_are_those_that_cuda_reads(text: str, names: list[str]) -> None:
+    assert list_visible_gpus({VISIBLE: text}) == names
+
+
+def test_a_container_has_the_numbers_of_its_host_in_the_names_of_files(tmp_path: Path) -> None:
+    for name in ("nvidia3", "nvidia5", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert list_visible_gpus({}, tmp_path) == ["0", "1"]
+    assert collect_gpu_facts({}, tmp_path)["gpus"] == "2"
+
+
+def test_gpus_are_numbered_as_sparks_addresses_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(get_process_context(), "device", "cpu")
+    unset: dict[str, str] = {}
+    apply_device(make_spec("auto"), make_slot("1"), unset)
+    assert unset == {VISIBLE: "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    chosen = {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
+    apply_device(make_spec("auto"), make_slot("1"), chosen)
+    assert chosen["CUDA_DEVICE_ORDER"] == "FASTEST_FIRST"
+
+
+def test_several_mig_instances_are_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(get_process_context(), "device", "cpu")
+    with pytest.raises(
+        InvalidInput, match="a process can use one MIG instance, and Spark gave 2 to a slot: set spark.task"
+    ):
+        apply_device(make_spec("auto"), make_slot("MIG-a", "MIG-b"), {})
+
+
+@pytest.mark.parametrize(
+    ("host", "device", "needs", "assigned", "sentence"),
+    [
+        ({"gpus": "0", "torch_cuda": ""}, "auto", ("torch",), True, None),
+        ({"gpus": "0", "torch_cuda": ""}, "cpu", ("torch",), False, None),
+        ({"gpus": "0", "torch_cuda": "13.0"}, "cuda", ("torch",), True, None),
+        ({"gpus": "2", "torch_cuda": ""}, "cuda", ("tensorflow",), False, None),
+        (
+            {"gpus": "2", "torch_cuda": ""},
+            "cuda",
+            ("torch",),
+            True,
+            "torch 2.13.0 on host h is built without CUDA",
+        ),
+        (
+            {"gpus": "0", "torch_cuda": "13.0"},
+            "cuda",
+            ("torch",),
+            False,
+            "host h: device='cuda', and this host",
+        ),
+        ({}, "cuda", ("torch",), False, None),  # a host that does not say
+    ],
+)
+def test_a_host_without_the_device_is_refused(
+    host: dict[str, str], device: str, needs: tuple[str, ...], assigned: bool, sentence: str | None
+) -> None:
+    said = check_host_device({"host": "h", "torch": "2.13.0", **host}, device, needs, assigned)
+    assert said is None if sentence is None else said is not None and sentence in said
+
+
+def test_facts_say_what_torch_is_built_for() -> None:
+    torch = pytest.importorskip("torch")
+    assert collect_gpu_facts({})["torch_cuda"] == (torch.version.cuda or torch.version.hip or "")
 
 
 def test_a_host_without_gpus_is_one_sentence(tmp_path: Path) -> None:
