@@ -92,9 +92,11 @@ def _explain_missing_gpu(gpus: int, slots_per_gpu: int) -> str:
             "executors GPUs (spark.executor.resource.gpu.amount), or set device='cpu'."
         )
     count = "its GPU is" if gpus == 1 else f"all of its {gpus} GPUs are"
+    slots = gpus * slots_per_gpu
+    others = "another slot" if slots == 1 else f"{slots} other slots"
     return (
-        f"device='cuda', and {count} taken by {gpus * slots_per_gpu} other slots of this host: lower num_workers, or "
-        f"let more slots share a GPU by slots_per_gpu (now {slots_per_gpu})."
+        f"device='cuda', and {count} taken by {others} of this host: lower num_workers, or let more slots share a GPU "
+        f"by slots_per_gpu (now {slots_per_gpu})."
     )
 
 

@@ -28,8 +28,8 @@ def executor() -> int:
     return slot
 
 
-def train(folder: str, whom: str) -> tuple[int, list[int], int]:
-    """Steps; in the tenth, rank 1 of the first world kills itself or its executor. Steps, sizes of worlds, secret."""
+def train(folder: str, whom: str) -> tuple[int, list[int], int, str]:
+    """Steps; in the tenth, rank 1 of the first world kills itself or its executor. Steps, worlds, secret, GPUs."""
     import numpy as np
 
     from spark_elastic.state.elastic_loop import elastic
@@ -62,7 +62,7 @@ def train(folder: str, whom: str) -> tuple[int, list[int], int]:
 
     state = ObjectState(step=0)
     elastic(loop, get_session)(state)
-    return state.step, sizes, len(os.environ["TOKEN"])
+    return state.step, sizes, len(os.environ["TOKEN"]), os.environ.get("CUDA_VISIBLE_DEVICES", "any")
 
 
 def fit(spark: Any, folder: str) -> dict[str, Any]:
@@ -124,6 +124,7 @@ def main(master: str, folder: str) -> None:
         num_workers=2,
         min_workers=1,
         env={"TOKEN": SECRET},
+        device="cpu",
         stdout=lines,
         gather_timeout=60.0,
     )

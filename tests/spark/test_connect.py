@@ -21,7 +21,7 @@ def test_a_run_over_spark_connect_survives_a_kill(tmp_path: Path, master: str) -
     assert seen["number"] == "over Spark Connect the number of workers cannot be looked up: give num_workers."
     assert seen["ship"].startswith("ship=True does not work over Spark Connect")
     assert [result[0] for result in seen["results"]] == [connect_job.STEPS] * 2
-    assert [result[2] for result in seen["results"]] == [len(connect_job.SECRET)] * 2
+    assert [result[2:] for result in seen["results"]] == [[len(connect_job.SECRET), ""]] * 2
     assert seen["fit"] == {"exact": True, "shown": True}
     survivor = seen["results"][0][1]
     assert len(survivor) >= 2, "it saw the world before the kill and one after it"

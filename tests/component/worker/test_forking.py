@@ -56,8 +56,9 @@ class ForkedChild:
         tell: Callable[[], object],
         threads: int | None = None,
         forked: bool | None = None,
+        gpus: tuple[str, ...] = (),
     ) -> None:
-        """forked: whether the process is forked; by default if there are imports."""
+        """gpus: of the slot. forked: whether the process is forked; by default if there are imports."""
         self._forked = bool(imports) if forked is None else forked
         cloudpickle.register_pickle_by_value(sys.modules[__name__])
         payload = cloudpickle.dumps(PrintingProgram(tell))
@@ -76,7 +77,7 @@ class ForkedChild:
         )
         self.child = Child.spawn(
             spec,
-            SlotIdentity(slot=SlotId("1-0")),
+            SlotIdentity(slot=SlotId("1-0"), resources={"gpu": gpus} if gpus else {}),
             payload,
             lambda child, line: self.lines.put(line),
             lambda child: self._warm.put(None),
@@ -347,6 +348,23 @@ def train() -> object:
         step.step()
         seen += float(batch.sum())
     return [[imported, seen, torch.get_num_threads()], random_numbers()]
+
+
+def tell_gpus() -> list[object]:
+    import torch
+
+    return [os.environ["CUDA_VISIBLE_DEVICES"], torch.cuda.is_initialized()]  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.native
+@pytest.mark.timeout(180)
+def test_forked_processes_see_the_gpus_of_their_slots() -> None:
+    """torch is imported before the fork, and has not asked CUDA for anything."""
+    with (
+        ForkedChild(TORCH, tell_gpus, gpus=("1",)) as first,
+        ForkedChild(TORCH, tell_gpus, gpus=("2",)) as second,
+    ):
+        assert [child.read_message() for child in (first, second)] == [["1", False], ["2", False]]
 
 
 @pytest.mark.native

@@ -161,7 +161,7 @@ def test_gpus_are_numbered_as_sparks_addresses_are(monkeypatch: pytest.MonkeyPat
 def test_several_mig_instances_are_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(get_process_context(), "device", "cpu")
     with pytest.raises(
-        InvalidInput, match="a process can use one MIG instance, and Spark gave 2 to a slot: set spark.task"
+        InvalidInput, match=r"a process can use one MIG instance, and Spark gave 2 to a slot: set spark.task"
     ):
         apply_device(make_spec("auto"), make_slot("MIG-a", "MIG-b"), {})
 

@@ -1,0 +1,68 @@
+"""Slots of a machine take its GPUs, one each. The GPUs are names here: nothing of CUDA is loaded."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.sources import PACKAGES
+
+pytestmark = [pytest.mark.native, pytest.mark.timeout(120)]
+
+SCRIPT = """
+import os, spark_elastic
+print("sees", os.environ["CUDA_VISIBLE_DEVICES"], spark_elastic.task_resources())
+"""
+GPUS = [f"GPU-{os.getpid()}-{number}" for number in range(2)]  # which no other test takes
+
+
+def _run(folder: Path, gpus: list[str], *options: str) -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(SCRIPT)
+    settings = {
+        "PYTHONPATH": os.pathsep.join(map(str, PACKAGES.values())),
+        "CUDA_VISIBLE_DEVICES": ",".join(gpus),
+        "SPARK_ELASTIC_FAILURE_BUDGET": "0",
+    }
+    return subprocess.run(
+        [sys.executable, "-m", "spark_elastic.cli", "-np", "2", *options, "train.py"],
+        capture_output=True,
+        text=True,
+        env=os.environ | settings,
+        cwd=folder,
+        timeout=100,
+        check=False,
+    )
+
+
+def test_workers_of_a_machine_see_a_gpu_each(tmp_path: Path) -> None:
+    done = _run(tmp_path, GPUS, "--min-np", "2", "--device", "cuda")
+    assert done.returncode == 0, done.stderr
+    for gpu in GPUS:
+        assert f"sees {gpu} {{'gpu': ('{gpu}',)}}" in done.stdout
+
+
+def test_a_job_goes_on_with_as_many_workers_as_there_are_gpus(tmp_path: Path) -> None:
+    """Nothing has failed: a slot without a GPU says so, and takes no part."""
+    done = _run(tmp_path, GPUS[:1], "--min-np", "1", "--start-timeout", "1", "--device", "cuda")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("sees") == 1
+    assert (
+        "device='cuda', and its GPU is taken by another slot of this host: lower num_workers" in done.stderr
+    )
+
+
+def test_fewer_gpus_than_workers_that_are_needed_are_one_sentence(tmp_path: Path) -> None:
+    done = _run(tmp_path, GPUS[:1], "--min-np", "2", "--elastic-timeout", "5", "--device", "cuda")
+    assert done.returncode == 1
+    assert "NotEnoughWorkers: 1 workers came within 5 s and 2 are needed" in done.stderr
+    assert "said: device='cuda', and its GPU is taken by another slot of this host" in done.stderr
+
+
+def test_workers_on_the_cpu_see_no_gpu(tmp_path: Path) -> None:
+    done = _run(tmp_path, GPUS, "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("sees  {}") == 2
