@@ -66,7 +66,8 @@ class GpuClaims:
 
     def _take(self, name: str) -> bool:
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        lock = os.open(self._folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        file = self._folder / name.replace("/", "_")  # MIG instances had names such as MIG-GPU-5a1f/1/0
+        lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -122,7 +122,8 @@ def test_slots_share_a_gpu_once_each_has_one(tmp_path: Path) -> None:
     slots = [each.assign(make_spec("cuda", 2), make_slot(), {}) for each in claims]
     assert [slot.resources["gpu"] for slot in slots] == [("0",), ("1",), ("0",)]
     other = GpuClaims(tmp_path / "locks", devices)  # of an executor that is shown others
-    assert other.assign(make_spec("cuda"), make_slot(), {VISIBLE: "2,3"}).resources == {"gpu": ("2",)}
+    for gpu in ("2", "MIG-GPU-5a1f/1/0"):
+        assert other.assign(make_spec("cuda"), make_slot(), {VISIBLE: gpu}).resources == {"gpu": (gpu,)}
     for each in (*claims, other):
         each.close()
 
