@@ -267,11 +267,10 @@ def make_slot_profile(
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = next((line for line in lines if "upported" in line), lines[0] if lines else repr(error))
         log.warning(
-            "slots cannot take %s, since this cluster has no stage-level resources (%s): set %s=%g",
+            "slots should take %s, and this cluster has no stage-level resources (%s): %s",
             share,
             reason[:200],
-            TASK_GPUS,
-            gpus,
+            f"set {TASK_GPUS}={gpus:g}" if gpus else f"unset {TASK_GPUS}",
         )
         return None
     log.info("slots take %s, by a stage-level resource profile", share)

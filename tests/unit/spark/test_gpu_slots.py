@@ -72,5 +72,7 @@ def test_a_cluster_without_resource_profiles_is_logged_with_its_reason(
     assert "leaves idle" not in caplog.text
     assert make_slot_profile(conf, lambda profile: None) == "profile"  # type: ignore[comparison-overlap]
     assert make_slot_profile({}, refuse) is None
-    assert make_slot_profile(conf, refuse, device="cpu") is None
+    assert f"unset {TASK_GPUS}" not in caplog.text
+    assert make_slot_profile(conf | {TASK_GPUS: "1"}, refuse, device="cpu") is None
+    assert f"unset {TASK_GPUS}" in caplog.text
     assert "executors have GPUs, which this job leaves idle" in caplog.text
