@@ -1,9 +1,9 @@
 """The memory of gradient buckets, and the collectives that sum them: in the same order on all ranks (R7, layout).
 
 Buckets lie in the group's shared memory, with a view for each gradient: the engine sums them where they are, without a
-copy in or out. Buckets on a GPU pass through pinned memory. The training thread owns everything here; the group's
-`CollectiveThread` runs the collectives, except that of the last bucket: no backward is left to overlap with it, so the
-training thread runs it itself.
+copy in or out. Buckets on a GPU pass through pinned memory, or are summed there by the bulk plane. The training thread
+owns everything here; the group's `CollectiveThread` runs the collectives, except that of the last bucket: no backward
+is left to overlap with it, so the training thread runs it itself.
 """
 
 from __future__ import annotations
@@ -258,7 +258,8 @@ class StepReducer:
         self.wait()
         if self._bulk is None:
             self._memory.copy_from_host()
-        else:
+            return
+        with self._watch(range(len(self._names))):
             self._thread.run(self._bulk.finish)
 
     def drain(self) -> None:

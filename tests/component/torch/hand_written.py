@@ -137,11 +137,18 @@ def count(
 class Run:
     """One call of `run` on plain processes. `at` does something once a worker says that it took a step.
 
-    spares: whether slots start warm spares, at once.
+    spares: whether slots start warm spares, at once. modules: that workers import in advance.
     """
 
     def __init__(
-        self, fn: Any, *given: Any, room: int, spares: bool = False, device: str = "cpu", **arguments: Any
+        self,
+        fn: Any,
+        *given: Any,
+        room: int,
+        spares: bool = False,
+        device: str = "cpu",
+        modules: tuple[str, ...] = (),
+        **arguments: Any,
     ) -> None:
         self._waiting: list[tuple[int, Callable[[], object]]] = []
         self._threads: list[threading.Thread] = []
@@ -152,7 +159,7 @@ class Run:
         self.cluster = DeviceLauncher(
             device,
             self.call.program,
-            preload=self.call.preload,
+            preload=(*self.call.preload, *modules),
             room=room,
             spare_after=0.0 if spares else NEVER,
         )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import psutil
 import pytest
 
@@ -19,6 +21,7 @@ from spark_elastic.torch.train.trainer import TorchTrainProgram
 from tests import simulated_nccl
 from tests.component.injected_faults import inject_faults, kill
 from tests.component.torch.elastic_jobs import JOBS, TOGETHER
+from tests.component.torch.hand_written import STEPS, Run, assert_exact, train
 from tests.component.torch.job import (
     ROWS,
     Follower,
@@ -34,6 +37,7 @@ from tests.scenarios import Fault
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(180)]
 
+cloudpickle.register_pickle_by_value(sys.modules[train.__module__])
 SWITCHED = f"gradients travel by {simulated_nccl.NAME} from now on"
 SLOW = 30.0  # seconds that a communicator takes
 
@@ -172,6 +176,16 @@ def test_without_hybrid_recovery_every_step_is_summed_by_the_communicator(
     assert training.count_switches() == len(result.worlds)
     assert all(change.bulk_seconds >= 1 for change in result.report.world_changes)
     assert "sums by NCCL after 1." in str(result.report.world_changes[0])
+
+
+def test_the_gradients_of_a_hand_written_loop(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARK_ELASTIC_BULK_BACKEND", simulated_nccl.NAME)
+    holds = {12: 2} if fault.on else {}
+    run = Run(train, (STEPS, holds), room=3, modules=(simulated_nccl.__name__,), num_workers=3)
+    run.at(9, lambda: fault(run.cluster.kill, min(run.cluster.slots())))
+    assert_exact(run.results())
+    assert run.sizes()[:2] == [3, 2]
+    assert run.lines.getvalue().count(SWITCHED) == 2
 
 
 @pytest.mark.gpu
