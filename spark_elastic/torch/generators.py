@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.random import mtrand
 
-from spark_elastic.torch.devices import CPU, get_device_module, select_device
+from spark_elastic.worker.context import get_process_context
 from spark_elastic.worker.stack_sampler import gc_paused
 
 
@@ -53,18 +53,24 @@ def seeded_rng(*key: int) -> Iterator[None]:
 
 def device_rng_state() -> torch.Tensor | None:
     """The state of the generator of the device that this process trains on; None: that is the CPU."""
-    device = select_device()
-    if device == CPU:
-        return None
-    state: torch.Tensor = get_device_module(device).get_rng_state()
+    module = _find_device_module()
+    state: torch.Tensor | None = None if module is None else module.get_rng_state()
     return state
 
 
 def set_device_rng_state(state: torch.Tensor | None) -> None:
     """Set what `device_rng_state` returned."""
-    device = select_device()
-    if device != CPU and state is not None:
-        get_device_module(device).set_rng_state(state)
+    module = _find_device_module()
+    if module is not None and state is not None:
+        module.set_rng_state(state)
+
+
+def _find_device_module() -> Any:
+    """torch's module of the worker's device; None: that is the CPU, or a GPU that this torch cannot use."""
+    kind = get_process_context().device
+    if kind == "cpu" or (kind == "cuda" and not torch.cuda.is_available()):
+        return None
+    return getattr(torch, kind)
 
 
 @contextmanager
@@ -84,9 +90,9 @@ def _seed(*key: int) -> None:
     numbers = b"%d," * len(key) % key  # formatting a member of an enum takes ten times as long
     seed = int.from_bytes(hashlib.sha256(numbers).digest()[:8], "little")
     torch.default_generator.manual_seed(seed)
-    device = select_device()
-    if device != CPU:
-        get_device_module(device).manual_seed(seed)
+    module = _find_device_module()
+    if module is not None:
+        module.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
 
