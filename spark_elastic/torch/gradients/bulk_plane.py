@@ -33,6 +33,9 @@ from spark_elastic.worker.context import WorkerContext, get_context
 NCCL = "nccl"
 BUILD_TIMEOUT = 600.0  # seconds: communicators of many ranks take minutes
 ABORT_TIMEOUT = 10.0  # seconds that the training thread waits for the end of an abort
+COMPUTE_TIMEOUTS = (
+    10  # times a collective's timeout that the devices may compute before the first sum is complete
+)
 POLL_EVERY = 5e-5  # seconds between two looks at a sum
 AGREE_EVERY = 5e-3  # seconds of waiting for a sum after which the ranks tell each other that they are alive
 # torch's watchdog of NCCL leaves every decision to this module.
@@ -230,8 +233,7 @@ class BulkStep:
         Raises:
             CollectiveError: a rank is lost, late, or its part failed; the buckets are void, and the plane is aborted.
         """
-        timeout = self._group.timeout
-        deadline = self._clock.now() + timeout
+        timeout, began = self._group.timeout, self._clock.now()
         try:
             while True:
                 state = self._poll(self._clock.now() + AGREE_EVERY)
@@ -242,10 +244,12 @@ class BulkStep:
                 if failed:
                     why = f": {self._error}" if self._error is not None else ""
                     raise CollectiveError(failed, f"the bulk sums of ranks {list(failed)} failed{why}")
-                if self._clock.now() > deadline:
+                # While no rank is complete, the devices may still compute what is to be summed.
+                limit = timeout if State.READY in states else COMPUTE_TIMEOUTS * timeout
+                if self._clock.now() - began > limit:
                     late = _list_ranks(states, State.PENDING)
                     raise CollectiveError(
-                        late, f"the bulk sums of ranks {list(late)} were not complete after {timeout:g} s"
+                        late, f"the bulk sums of ranks {list(late)} were not complete after {limit:g} s"
                     )
         except CollectiveError as error:
             self.abandon(str(error))
