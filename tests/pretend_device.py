@@ -1,7 +1,10 @@
 """A device of torch, "pretend", that catches forgotten copies without a GPU. Importing this module registers it.
 
-Its extension, pretend_device.cc, is compiled once per version of torch, into build/. Random numbers of the device are
-those of the CPU's generator. A process counts in `count_waits` how often it waited for the device.
+Its extension, pretend_device.cc, is compiled once per version of torch, into build/. A process counts in `count_waits`
+how often it waited for the device.
+
+Not as on a GPU: modules exchange the contents of their parameters when they move, so hooks that a parameter had before
+are lost, and nothing may hold a weak reference to it; LSTM, GRU, sparse gradients and torch.compile do not work.
 """
 
 from __future__ import annotations
@@ -11,8 +14,6 @@ import hashlib
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,38 +23,33 @@ SOURCE = Path(__file__).with_suffix(".cc")
 FOLDER = SOURCE.parents[1] / "build" / "pretend"
 
 
-class Stream:
-    """All work of the device is in order, whatever the stream."""
+class Stream(torch.Stream):
+    """A queue of work of the device."""
 
-    def wait_event(self, event: Event) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        synchronize()
+    def __new__(cls, device: Any = None, priority: int = 0, **options: Any) -> Any:
+        return super().__new__(cls, **(options or {"device": "pretend", "priority": priority}))
 
 
-class Event:
-    """A moment in the work of the device."""
+class Event(torch.Event):
+    """A moment in the work of a stream."""
 
-    def record(self, stream: Stream | None = None) -> None:
-        """Work is in order."""
-
-    def synchronize(self) -> None:
-        synchronize()
+    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Any:
+        return super().__new__(cls, "pretend", enable_timing=enable_timing, blocking=blocking)
 
 
-def synchronize(device: Any = None) -> None:
-    """Complete the copies to the host that do not block."""
-    torch.ops.pretend.synchronize()
+class device:
+    """A context in which a device is the current one; there is one."""
+
+    def __init__(self, device: Any) -> None:
+        self.idx = 0
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
 
 
 def count_waits() -> int:
     return int(torch.ops.pretend.count_waits())
-
-
-@contextmanager
-def stream(chosen: Stream) -> Iterator[None]:
-    yield
 
 
 def build() -> Path:
@@ -83,24 +79,33 @@ def _compile(library: Path) -> None:
 
 
 def _make_module() -> Any:
+    ops = torch.ops.pretend
     module: Any = types.ModuleType("torch.pretend")
-    module.Stream, module.Event, module.stream, module.synchronize = Stream, Event, stream, synchronize
-    module.current_stream = lambda device=None: Stream()
+    module.Stream, module.Event, module.device = Stream, Event, device
+    module.stream = lambda chosen: chosen  # a stream is a context
+    module.synchronize = lambda device=None: torch.accelerator.synchronize()
+    module.current_stream = lambda device=None: torch.accelerator.current_stream()
     module.is_available = module.is_initialized = lambda: True
     module.device_count = lambda: 1
     module.current_device = lambda: 0
+    module.set_device = lambda device: None
+    module.empty_cache = lambda: None
     module._is_in_bad_fork = lambda: False
-    module.get_rng_state = lambda device=None: torch.get_rng_state()
-    module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
-    module.manual_seed = module.manual_seed_all = lambda seed: None
+    module._lazy_init = lambda: None
+    module.get_rng_state = lambda device=None: ops.get_rng_state()
+    module.set_rng_state = lambda state, device=None: ops.set_rng_state(state)
+    module.get_rng_state_all = lambda: [ops.get_rng_state()]
+    module.set_rng_state_all = lambda states: ops.set_rng_state(states[0])
+    module.manual_seed = module.manual_seed_all = lambda seed: ops.manual_seed(seed % 2**63)
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     return module
 
 
 def _register() -> None:
     torch.utils.rename_privateuse1_backend("pretend")
-    torch._register_device_module("pretend", _make_module())
     torch.ops.load_library(str(build()))
+    torch._register_device_module("pretend", _make_module())
+    torch.utils.generate_methods_for_privateuse1_backend()
     # So that modules keep their parameters when they move, as they do on a GPU.
     torch.__future__.set_swap_module_params_on_conversion(True)
 
