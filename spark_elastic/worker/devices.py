@@ -25,7 +25,6 @@ from pathlib import Path
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
-from spark_elastic.worker.context import get_process_context
 
 GPU = "gpu"  # Spark's name of the resource
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -107,6 +106,10 @@ def apply_device(spec: SlotSpec, identity: SlotIdentity, environment: MutableMap
     Raises:
         InvalidInput: the slot could not be given what the job asks for.
     """
+    from spark_elastic.worker.context import (
+        get_process_context,
+    )  # imports the engine, which `transform` does without
+
     process = get_process_context()
     gpus = identity.resources.get(GPU, ())
     if spec.device == "cpu":
