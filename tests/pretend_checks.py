@@ -116,6 +116,10 @@ def test_pinned_memory_is_left_alone_until_its_copy_has_completed() -> None:
     torch.pretend.synchronize()  # type: ignore[attr-defined]
     pinned.zero_()
     assert torch.equal(there.cpu(), X)
+    copied = pinned.to("pretend", non_blocking=True)
+    pinned.copy_(there, non_blocking=True)  # after the copy before, in the order of the stream
+    assert copied.sum().item() == 0
+    assert torch.equal(pinned, X)
 
 
 def test_random_numbers_have_a_state_of_their_own() -> None:

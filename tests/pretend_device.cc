@@ -65,15 +65,25 @@ int64_t begin_work() {
   return ++known[current][current];
 }
 
-void reach(const Moment& moment, int waited) {
+bool overlap(const at::Tensor& one, const at::Tensor& other) {
+  const auto *first = static_cast<const char*>(one.const_data_ptr()),
+             *second = static_cast<const char*>(other.const_data_ptr());
+  return first < second + other.nbytes() && second < first + one.nbytes();
+}
+
+// Complete the copies up to a moment that the host waits for; with `of`, those alone that use this memory of the host.
+void reach(const Moment& moment, int waited, const at::Tensor* of = nullptr) {
   std::vector<Copy> done, left;
   bool intact = true;
   {
     std::lock_guard<std::mutex> held(lock);
     waits += waited;
-    for (auto& each : pending) (each.number <= moment[each.stream] ? done : left).push_back(std::move(each));
+    for (auto& each : pending) {
+      const bool completes = each.number <= moment[each.stream] && (of == nullptr || overlap(each.host, *of));
+      (completes ? done : left).push_back(std::move(each));
+    }
     pending.swap(left);
-    merge(host, moment);
+    if (of == nullptr) merge(host, moment);
     for (const auto& each : done) {
       const auto* contents = each.contents.const_data_ptr();
       if (each.to_host)
@@ -318,6 +328,8 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& into, bool non_bl
   const int64_t number = begin_work();
   if (is_pretend(self)) check_order(self);
   if (is_pretend(into)) check_order(into), mark_written(into, number);
+  const at::Tensor& here = is_pretend(self) ? into : self;
+  if (here.device().is_cpu() && here.is_contiguous()) reach(moment_of(current), 0, &here);  // in the order of the stream
   const auto source = on_host(self);
   if (into.device().is_cpu() && non_blocking && into.is_contiguous()) {
     const auto contents = source.to(into.scalar_type()).expand_as(into).clone(at::MemoryFormat::Contiguous);
