@@ -90,8 +90,7 @@ class HostCopy:
 def _start_copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device == CPU:
         return tensor
-    pins = tensor.device.type == "cuda"
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pins).copy_(tensor, non_blocking=True)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 class SnapshotCopy:
@@ -102,8 +101,7 @@ class SnapshotCopy:
 
     def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Return pinned memory, to which a GPU copies without a pass over pages of the host."""
-        pins = self._device.type == "cuda"
-        memory: npt.NDArray[np.uint8] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pins).numpy()
+        memory: npt.NDArray[np.uint8] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
         return memory
 
     def begin(self, tensor: torch.Tensor, memory: npt.NDArray[np.uint8]) -> None:
@@ -148,7 +146,6 @@ class DeviceCopier:
         self._device = device
         self._module = get_device_module(device)
         self._stream = self._module.Stream()
-        self._pins = device.type == "cuda"
 
     def copy(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Start to copy a tensor of the CPU to the device, as `dtype`; what is narrower travels.
@@ -156,7 +153,7 @@ class DeviceCopier:
         Another stream must not use the result before `Arrival.wait`.
         """
         narrow = dtype if dtype.itemsize <= tensor.dtype.itemsize else tensor.dtype
-        pinned = torch.empty(tensor.shape, dtype=narrow, pin_memory=self._pins).copy_(tensor)
+        pinned = torch.empty(tensor.shape, dtype=narrow, pin_memory=True).copy_(tensor)
         with self._module.stream(self._stream):
             return pinned.to(self._device, non_blocking=True).to(dtype)
 

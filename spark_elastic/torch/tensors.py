@@ -55,7 +55,8 @@ class _GpuWarning:
 
     def __init__(self) -> None:
         log.warning(
-            "tensors of GPUs are exchanged through the host, also among GPUs of one host: there is no NCCL."
+            "tensors of GPUs are exchanged through the host, also among GPUs of one host; gradients only until NCCL's "
+            "communicator is there, if each worker has a GPU of its own."
         )
 
 

@@ -1,7 +1,8 @@
 """Tensors and reductions of torch.distributed as the arrays and arguments that the engine takes.
 
-A contiguous tensor on the CPU is its own array; any other goes through a copy. Collectives that only move data take any
-dtype, reductions the engine's. No function communicates; any thread may call them.
+A contiguous tensor on the CPU is its own array; any other goes through a copy, one on a GPU through the host.
+Collectives that only move data take any dtype, reductions the engine's. No function communicates; any thread may call
+them.
 """
 
 from __future__ import annotations
@@ -41,9 +42,12 @@ class Operand:
     def __init__(self, tensor: torch.Tensor) -> None:
         """
         Raises:
-            InvalidInput: the tensor is not on the CPU, or is sparse.
+            InvalidInput: the tensor has no values, or is sparse.
         """
-        check_device(tensor)
+        if tensor.device.type == "meta":
+            raise InvalidInput(
+                "this collective got a tensor on meta, which has no values: give it some first."
+            )
         if tensor.layout is not torch.strided:
             raise InvalidInput(
                 f"this collective takes dense tensors and got {tensor.layout}: only all_reduce takes sparse ones."
@@ -52,7 +56,8 @@ class Operand:
         dense = self._tensor.resolve_conj().resolve_neg()
         if dense.is_complex():
             dense = torch.view_as_real(dense)
-        self.flat = dense.contiguous().view(-1)
+        # Waits for the device that computes the tensor.
+        self.flat = dense.cpu().contiguous().view(-1)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -82,23 +87,11 @@ class Operand:
 
     def write_back(self) -> None:
         """Copy the elements to the tensor, unless they are its own memory."""
-        if self.flat.data_ptr() != self._tensor.data_ptr():
+        if self._tensor.device.type != "cpu" or self.flat.data_ptr() != self._tensor.data_ptr():
             target = torch.view_as_real(self._tensor) if self._tensor.is_complex() else self._tensor
             # An inference tensor, too, may be changed in inference mode.
             with torch.inference_mode():
                 target.copy_(self.flat.view(target.shape))
-
-
-def check_device(tensor: torch.Tensor) -> None:
-    """
-    Raises:
-        InvalidInput: the tensor is not on the CPU.
-    """
-    if tensor.device.type != "cpu":
-        raise InvalidInput(
-            f"the backend 'elastic' carries CPU tensors and got one on {tensor.device}: move it to the CPU, or call "
-            "init_process_group with the backend of that device, such as 'nccl'."
-        )
 
 
 @dataclass(frozen=True)
@@ -180,7 +173,7 @@ class Reduction:
     def _multiply(self, operands: Sequence[Operand]) -> None:
         if isinstance(self.factor, torch.Tensor):
             for operand in operands:
-                operand.flat.mul_(self.factor.to(operand.dtype))
+                operand.flat.mul_(self.factor.to("cpu", operand.dtype))
 
     @staticmethod
     def _dtype(operand: Operand) -> str | None:

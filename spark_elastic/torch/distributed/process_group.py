@@ -183,7 +183,7 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _allreduce_sparse(self, tensor: torch.Tensor, reduction: Reduction) -> None:
         """Sum sparse tensors: every rank gathers the indices and values of all."""
-        own = tensor.detach().coalesce()
+        own = tensor.detach().cpu().coalesce()
         indices = self._group.allgatherv(own.indices().t().contiguous().numpy())
         values = self._group.allgatherv(Operand(own.values()).array.reshape(own.values().shape))
         whole = torch.sparse_coo_tensor(

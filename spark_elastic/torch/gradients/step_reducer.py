@@ -128,7 +128,7 @@ class _Staging:
     """A bucket of a GPU on its way through pinned memory."""
 
     def __init__(self, flat: torch.Tensor) -> None:
-        self.host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=flat.device.type == "cuda")
+        self.host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
         self.copied = get_device_module(flat.device).Event()
 
     def copy_to_host(self, flat: torch.Tensor) -> None:

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,11 @@ from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import INITIAL_VERSION
 from spark_elastic.torch.devices import DeviceCopier, select_device
+from spark_elastic.torch.distributed.process_group import ElasticProcessGroup
+from spark_elastic.torch.generators import seeded_rng
+from spark_elastic.torch.train.forward import rng_state, set_rng_state
 from spark_elastic.torch.train.trainer import TorchTrainProgram
+from spark_elastic.worker.context import WaitRecorder
 from tests.checkpoints import reload_from_checkpoint
 from tests.component.torch.bitwise import BitwiseJob, everything, hash_state
 from tests.component.torch.hooked_job import check_history, make_job, train_hooked_plain
@@ -340,3 +345,50 @@ def test_a_compiled_model_trains_the_same_weights(device: torch.device, data: tu
     (compiled,) = run_in_world(1, lambda group: work(group, True))
     (plain,) = run_in_world(1, lambda group: work(group, False))
     assert difference(compiled, plain) < 1e-9
+
+
+def test_generators_of_the_device_are_put_back(device: torch.device) -> None:
+    state = rng_state()
+    drawn = torch.rand(3, device=device).tolist()
+    with seeded_rng(1, 2):
+        seeded = torch.rand(3, device=device).tolist()
+    following = torch.rand(3, device=device).tolist()
+    set_rng_state(state)
+    assert torch.rand(3, device=device).tolist() == drawn
+    assert torch.rand(3, device=device).tolist() == following, "what was drawn inside does not count"
+    with seeded_rng(1, 2):
+        assert torch.rand(3, device=device).tolist() == seeded
+    assert seeded not in (drawn, following)
+
+
+def test_collectives_of_torch_distributed(device: torch.device) -> None:
+    """Of a process group of the backend `elastic`: tensors of a device go through the host."""
+
+    def work(group: Group) -> list[Any]:
+        def connect_pair(source: int, target: int) -> Group:
+            return group.subgroup(10 + 2 * source + target, sorted((source, target)))
+
+        pg: Any = ElasticProcessGroup(group.subgroup(1), timedelta(seconds=20), connect_pair, WaitRecorder())
+        rank, one = group.rank, torch.full((4,), group.rank + 1.0, device=device)
+        pg.allreduce([one]).wait()
+        whole = torch.zeros(4, device=device)
+        pg.all_gather_single(whole, torch.full((2,), float(rank), device=device)).wait()
+        part = torch.zeros(2, device=device)
+        pg.reduce_scatter_single(part, torch.arange(4.0, device=device)).wait()
+        sent = torch.full((3,), 5.0 + rank, device=device).t()
+        pg.broadcast([sent], 1).wait()
+        message = torch.full((2,), 7.0, device=device)
+        (pg.send([message], 1, 0) if rank == 0 else pg.recv([message.zero_()], 0, 0)).wait()
+        pg.shutdown()
+        assert {tensor.device for tensor in (one, whole, part, sent, message)} == {device}
+        return [tensor.tolist() for tensor in (one, whole, part, sent, message)]
+
+    found = run_in_world(2, work)
+    for rank, lists in enumerate(found):
+        assert lists == [
+            [3.0] * 4,
+            [0.0, 0.0, 1.0, 1.0],
+            [[0.0, 2.0], [4.0, 6.0]][rank],
+            [6.0] * 3,
+            [7.0] * 2,
+        ]
