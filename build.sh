@@ -246,11 +246,11 @@ three_streams() {
     # Longer than any of these tests may take: one that even its own limit cannot end, ends the run, with all stacks.
     set -- -o faulthandler_timeout=720 -o faulthandler_exit_on_timeout=true "$@"
     set -m # a process group for each one behind, in which Ctrl-C is not ignored
-    {
-        python -m pytest -m "($chosen) and not own_session" "$@" --ignore=tests/spark --ignore=tests/faults --ignore=tests/unit && verb_s3 -m "$chosen" "$@"
-    } >"$log-others.log" 2>&1 &
+    python -m pytest -m "($chosen) and not own_session" "$@" --ignore=tests/spark --ignore=tests/faults --ignore=tests/unit >"$log-others.log" 2>&1 &
     others=$!
-    python -m pytest -m "($chosen) and own_session" "$@" tests/spark tests/test_wheel.py >"$log-sessions.log" 2>&1 &
+    {
+        python -m pytest -m "($chosen) and own_session" "$@" tests/spark tests/test_wheel.py && verb_s3 -m "$chosen" "$@"
+    } >"$log-sessions.log" 2>&1 &
     own=$!
     trap "kill -INT -- -$others -$own 2>/dev/null; exit 130" INT TERM
     python -m pytest -m "($chosen) and not own_session" "$@" tests/spark tests/faults || failed=1
@@ -258,7 +258,7 @@ three_streams() {
     wait $own || failed=1
     wait $others || failed=1
     trap - INT TERM
-    say "the tests on Spark with sessions of their own"
+    say "the tests on Spark with sessions of their own, and those on S3"
     cat "$log-sessions.log"
     say "the tests without Spark"
     cat "$log-others.log"

@@ -125,6 +125,7 @@ def test_training_goes_on_while_the_next_communicator_takes_half_a_minute(
     assert training.count_switches() == 0
 
 
+@pytest.mark.faults
 def test_a_stopped_worker_is_evicted(
     data: tuple[Store, Manifest], tmp_path: Path, fault: Fault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +149,7 @@ def test_a_stopped_worker_is_evicted(
     assert len(result.worlds) > 1
 
 
+@pytest.mark.faults
 def test_an_error_that_is_reported_late_costs_a_step_and_no_worker(
     data: tuple[Store, Manifest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,6 +163,7 @@ def test_an_error_that_is_reported_late_costs_a_step_and_no_worker(
     assert [world.size for world in result.worlds] == [3, 3]
 
 
+@pytest.mark.faults
 def test_without_hybrid_recovery_every_step_is_summed_by_the_communicator(
     data: tuple[Store, Manifest], tmp_path: Path, fault: Fault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,6 +181,7 @@ def test_without_hybrid_recovery_every_step_is_summed_by_the_communicator(
     assert "sums by NCCL after 1." in str(result.report.world_changes[0])
 
 
+@pytest.mark.faults
 def test_the_gradients_of_a_hand_written_loop(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPARK_ELASTIC_BULK_BACKEND", simulated_nccl.NAME)
     holds = {12: 2} if fault.on else {}

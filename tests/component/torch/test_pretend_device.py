@@ -15,11 +15,8 @@ import torch
 from tests.devices import ONLY
 
 ROOT = Path(__file__).parents[3]
-TESTS = (
-    "tests/pretend_checks.py",
-    "tests/component/torch/test_devices.py",
-    "tests/component/torch/test_elastic_training.py::test_p1_p2_p3_p4_hold_under_two_kills_on_a_device",
-)
+BODIES = ("tests/pretend_checks.py", "tests/component/torch/test_devices.py")
+KILLS = ("tests/component/torch/test_elastic_training.py::test_p1_p2_p3_p4_hold_under_two_kills_on_a_device",)
 
 
 @pytest.mark.skipif(
@@ -30,9 +27,14 @@ TESTS = (
 @pytest.mark.native
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_trainings_on_the_pretend_accelerator() -> None:
+@pytest.mark.parametrize(
+    ("tests", "least"),
+    [(BODIES, 25), pytest.param(KILLS, 1, marks=pytest.mark.faults)],
+    ids=["bodies", "kills"],
+)
+def test_trainings_on_the_pretend_accelerator(tests: tuple[str, ...], least: int) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
         cwd=ROOT,
         env=os.environ | {ONLY: "pretend"},
         capture_output=True,
@@ -42,4 +44,4 @@ def test_trainings_on_the_pretend_accelerator() -> None:
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-1000:]
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None
-    assert int(passed[1]) >= 20
+    assert int(passed[1]) >= least
