@@ -1,11 +1,11 @@
 """A backend of torch.distributed that is as nasty as NCCL, for tensors of the CPU: `import` it, and ask for "simnccl".
 
-- Sums run in a thread, one after the other; until one is complete its tensor holds garbage.
+- Collectives run in a thread, one after the other; until one is complete its result holds garbage.
 - A peer's death is silent: what waits for it waits until `abort`.
 - `shutdown` never returns once a peer is gone; only `abort` ends a communicator.
 - Building takes BUILD_SECONDS, and needs every rank.
-- If there is a file LATE_ERROR, "RANK NUMBER", that sum of that rank never completes, once, and the rank hears of it
-  at its next call.
+- If there is a file LATE_ERROR, "RANK NUMBER", that collective of that rank never completes, once, and the rank hears
+  of it at its next call.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ import queue
 import socket
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -48,29 +50,48 @@ class Work:
         return True
 
 
+# From the values of all ranks, by rank, to a rank's result.
+Compute = Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]]
+
+
 class SimulatedNccl:
-    """One communicator of one rank. Rank 0 adds up what the others send it."""
+    """One communicator of one rank. Rank 0 tells all what each sent to it."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         time.sleep(float(os.environ.get(BUILD_SECONDS, "0")))
         self._rank, self._size = rank, size
         self._aborted = threading.Event()
-        self._sums: queue.SimpleQueue[tuple[torch.Tensor, Any, Work]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[torch.Tensor, Any, Compute, Work]] = queue.SimpleQueue()
         self._launched = 0
         self._fails_late = self._read_late_error()
         self._peers = self._connect(store)
         threading.Thread(target=self._run, name="simulated-nccl", daemon=True).start()
 
-    def allreduce(self, tensors: list[torch.Tensor]) -> Work:
+    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> Work:
+        reduce = _get_reduction(options)
+        return self._launch(tensors[0], tensors[0], reduce)
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Work:
+        return self._launch(tensors[0], tensors[0], lambda all_ranks: all_ranks[options.rootRank])
+
+    def _allgather_base(self, out: torch.Tensor, tensor: torch.Tensor, options: Any) -> Work:
+        return self._launch(out, tensor, lambda all_ranks: all_ranks)
+
+    def _reduce_scatter_base(self, out: torch.Tensor, tensor: torch.Tensor, options: Any) -> Work:
+        reduce = _get_reduction(options)
+        return self._launch(
+            out, tensor, lambda all_ranks: np.split(reduce(all_ranks), self._size)[self._rank]
+        )
+
+    def _launch(self, out: torch.Tensor, tensor: torch.Tensor, compute: Compute) -> Work:
         if self._aborted.is_set():
             raise RuntimeError("NCCL communicator was aborted")
         if 0 <= self._fails_late < self._launched:
             os.unlink(os.environ[LATE_ERROR])
-            raise RuntimeError("NCCL remote error, of a sum before")
-        (tensor,) = tensors
+            raise RuntimeError("NCCL remote error, of a collective before")
         work, values = Work(), tensor.detach().to(torch.float64).reshape(-1).numpy().copy()
-        tensor.data.fill_(float("nan"))  # nobody may look at it now
-        self._sums.put((tensor, values, work))
+        out.data.fill_(float("nan") if out.is_floating_point() else 99)  # nobody may look at it now
+        self._queue.put((out, values, compute, work))
         self._launched += 1
         return work
 
@@ -108,30 +129,39 @@ class SimulatedNccl:
         number = 0
         while not self._aborted.is_set():
             try:
-                tensor, values, work = self._sums.get(timeout=0.1)
+                out, values, compute, work = self._queue.get(timeout=0.1)
             except queue.Empty:
                 continue
             try:
                 if number == self._fails_late:
                     self._aborted.wait()
                     raise OSError("late")
-                self._sum(values)
-                tensor.data.copy_(torch.from_numpy(values).view(tensor.shape))
+                result = torch.from_numpy(np.ascontiguousarray(compute(self._gather(values))))
+                out.data.copy_(result.view(out.shape))
             except OSError:  # a peer is gone: NCCL says nothing
                 self._aborted.wait()
                 work.error = RuntimeError("NCCL communicator was aborted")
             work.done.set()
             number += 1
 
-    def _sum(self, values: Any) -> None:
+    def _gather(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        all_ranks = np.empty((self._size, len(values)))
         if self._rank != 0:
             self._peers[0].sendall(values.tobytes())
-            values[:] = np.frombuffer(_receive(self._peers[0], values.nbytes))
-            return
+            all_ranks[:] = np.frombuffer(_receive(self._peers[0], all_ranks.nbytes)).reshape(all_ranks.shape)
+            return all_ranks
+        all_ranks[0] = values
         for rank in sorted(self._peers):
-            values += np.frombuffer(_receive(self._peers[rank], values.nbytes))
+            all_ranks[rank] = np.frombuffer(_receive(self._peers[rank], values.nbytes))
         for peer in self._peers.values():
-            peer.sendall(values.tobytes())
+            peer.sendall(all_ranks.tobytes())
+        return all_ranks
+
+
+def _get_reduction(options: Any) -> Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]]:
+    name = "SUM" if options is None else options.reduceOp.__getstate__()[0].name
+    reduce = {"SUM": np.sum, "AVG": np.mean, "PRODUCT": np.prod, "MIN": np.min, "MAX": np.max}[name]
+    return lambda all_ranks: reduce(all_ranks, axis=0)
 
 
 def _receive(peer: socket.socket, count: int) -> bytes:

@@ -169,11 +169,13 @@ class JobHistory(JobListener):
     # ---- under the lock
 
     def _add_bulk_seconds(self, metrics: Metrics) -> None:
-        if metrics.get("bulk_seconds") is None or not self._changes:
+        """Metrics may arrive when the next world has begun."""
+        if metrics.get("bulk_seconds") is None:
             return
-        newest = self._changes[-1]
-        if newest.generation == metrics.get("bulk_generation"):  # metrics may be those of the world before
-            self._changes[-1] = dataclasses.replace(newest, bulk_seconds=float(metrics["bulk_seconds"]))
+        for number, change in enumerate(self._changes):
+            if change.generation == metrics.get("bulk_generation"):
+                seconds = float(metrics["bulk_seconds"])
+                self._changes[number] = dataclasses.replace(change, bulk_seconds=seconds)
 
     def _add_command(self, at: float, command: do.DriverCommand) -> None:
         match command:

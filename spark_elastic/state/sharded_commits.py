@@ -100,6 +100,12 @@ class ShardedCommits:
     def newest_complete(self) -> ShardedCommit | None:
         return self._held[0] if self._held else None
 
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that the commits' tensors occupy in this process, with the memory of the next commit."""
+        held = [memory for commit in self._held for memory in commit.memory]
+        return sum(memory.nbytes for memory in (*held, *self._free_memory))
+
     def clear(self) -> None:
         self._held, self._free_memory = [], []
 
@@ -113,7 +119,7 @@ class ShardedCommits:
         self._held.append(commit)
         self._exchange_copies(group, commit)
         group.barrier()
-        self._keep_only(commit)
+        self.keep_only(commit)
 
     def capture(self, rank: int, key: CommitKey, position: Position, capture: Capture) -> ShardedCommit:
         """A copy of the present state, which is not held."""
@@ -143,7 +149,8 @@ class ShardedCommits:
             _require_checksum(group, copy, checksums[rank], f"the copy of rank {rank}'s shard")
             commit.shards[rank], commit.checksums[rank] = copy, checksums[rank]
 
-    def _keep_only(self, commit: ShardedCommit) -> None:
+    def keep_only(self, commit: ShardedCommit) -> None:
+        """Drop all others; the newest one's memory serves the next commit."""
         dropped = [each for each in self._held if each is not commit]
         self._held = [commit]
         self._free_memory = [memory for each in dropped[-1:] for memory in each.memory]

@@ -20,6 +20,7 @@ from torch._compile import _disable_dynamo
 
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
+from spark_elastic.torch.distributed.bulk import BulkCollectives
 from spark_elastic.torch.distributed.operands import (
     Operand,
     Reduction,
@@ -89,6 +90,7 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._group.set_timeout(self._seconds)
         self._thread = CollectiveThread()
         self._messages = PointToPoint(group.rank, connect_pair, self._seconds, self._fail)
+        self._bulk = BulkCollectives(self._group)
         self._guard = BackwardGuard(self)
         self._closed = False
         self._names = ["", ""]  # of the group, and its description
@@ -168,6 +170,8 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
             if reduction.name not in ("SUM", "AVG"):
                 raise InvalidInput(f"all_reduce of sparse tensors knows SUM and AVG; got {reduction.name}.")
             return self._submit(partial(self._allreduce_sparse, given[0], reduction), given, options)
+        if len(given) == 1 and (work := self._submit_bulk("allreduce", given, options)):
+            return work
         operands = [Operand(tensor) for tensor in given]
         for operand in operands:
             reduction.check(operand)
@@ -232,7 +236,8 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce_scatter_single(
         self, out: torch.Tensor, tensor: torch.Tensor, options: Any = None
     ) -> dist.Work:
-        return self.reduce_scatter_single_coalesced([out], [tensor], options)
+        work = self._submit_bulk("_reduce_scatter_base", [out, tensor], options)
+        return work or self.reduce_scatter_single_coalesced([out], [tensor], options)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, options: Any = None
@@ -258,6 +263,8 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def broadcast(self, tensors: Tensors | torch.Tensor, options: Any = None) -> dist.Work:
         given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         root = options if isinstance(options, int) else getattr(options, "rootRank", 0)
+        if len(given) == 1 and (work := self._submit_bulk("broadcast", given, options)):
+            return work
         operands = [Operand(tensor) for tensor in given]
 
         def call() -> None:
@@ -296,7 +303,8 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
             _fill(part, array)
 
     def all_gather_single(self, out: torch.Tensor, tensor: torch.Tensor, options: Any = None) -> dist.Work:
-        return self.all_gather_single_coalesced([out], [tensor], options)
+        work = self._submit_bulk("_allgather_base", [out, tensor], options)
+        return work or self.all_gather_single_coalesced([out], [tensor], options)
 
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, options: Any = None
@@ -417,6 +425,23 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else -1.0
         return self._start(call, tensors, seconds, wait=getattr(options, "asyncOp", True) is False)
 
+    def _submit_bulk(self, name: str, tensors: Tensors, options: Any) -> dist.Work | None:
+        """Begin a collective of tensors on a GPU over NCCL; None: the engine carries it.
+
+        Args:
+            tensors: results and operands.
+        """
+        plane = self._bulk.find_plane(name, tensors, options)
+        if plane is None:
+            return None
+        if not plane.is_settled:
+            # All ranks must take the same way: they agree when everything before has ended.
+            self._start(partial(self._bulk.agree, plane), [], -1.0, wait=True)
+        if not plane.is_active or self.error is not None:
+            return None
+        sums = self._bulk.launch(plane, name, tensors, options)
+        return self._submit(sums.finish, tensors[:1], options)
+
     def _start(self, call: Call, tensors: list[Any], seconds: float, *, wait: bool) -> dist.Work:
         """
         Args:
@@ -455,6 +480,7 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _fail(self, error: BaseException) -> None:
         self.error = self.error or error
+        self._bulk.abort()
 
     def _check_usable(self) -> None:
         if self._closed:

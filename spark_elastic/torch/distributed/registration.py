@@ -77,9 +77,10 @@ def _make_backend_config(original: Any) -> Any:
         """torch's table of a process group's backends by device; in a worker, `elastic` carries the CPU's."""
 
         def __init__(self, backend: Any) -> None:
-            super().__init__(backend)
-            backends = self.get_device_backend_map()
-            if get_context() is not None and backends.get("cpu") == dist.Backend.GLOO:
+            is_worker = get_context() is not None
+            # Where there is a GPU, torch would choose its backend if the program names none.
+            super().__init__(NAME if is_worker and str(backend) == dist.Backend.UNDEFINED else backend)
+            if is_worker and self.get_device_backend_map().get("cpu") == dist.Backend.GLOO:
                 # The first entry decides: torch keeps no other beside a process group that is written in Python.
                 self.device_backend_map = {"cpu": dist.Backend(NAME)}
 

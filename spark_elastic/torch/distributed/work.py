@@ -136,9 +136,14 @@ class EngineWork(dist.Work):
 
     def get_future(self) -> TorchFuture[Any]:
         self._group.pending.remove(self)
-        future: TorchFuture[Any] = TorchFuture()
+        devices = {tensor.device for tensor in _list_tensors(self._tensors) if tensor.device.type != "cpu"}
+        future: TorchFuture[Any] = TorchFuture(devices=sorted(devices, key=str))
         self._running.add_done_callback(lambda running: future.set_result(self._tensors))
         return future
+
+
+def _list_tensors(given: list[Any]) -> list[torch.Tensor]:
+    return [tensor for each in given for tensor in (each if isinstance(each, list) else [each])]
 
 
 class LiveGroups:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from elastic_collectives import CollectiveError, Group
+from elastic_collectives import CollectiveError, Group, MismatchError
 from spark_elastic.clock import SystemClock
 from spark_elastic.errors import InvalidInput
 from spark_elastic.torch.gradients.exchange_options import ExchangeOptions
@@ -69,11 +69,11 @@ class BulkPlane:
             get_stores: returns the store over which the ranks of this group find each other, first of what is to live
                 as long as the plane. Called in the side thread.
         """
+        self.device = device
         self.is_active = False  # all ranks have agreed to use it
         self.is_settled = False  # nothing is left to agree on
         self.seconds: float | None = None  # from its construction until it became active
         self._group = group
-        self._device = device
         self._backend = backend
         self._get_stores = get_stores
         self._clock = SystemClock()
@@ -118,10 +118,13 @@ class BulkPlane:
                 f"ranks {list(ranks)} have built no {self._backend} communicator in {BUILD_TIMEOUT:g} s",
             )
 
-    def launch(self, tensor: torch.Tensor) -> Any:
-        """Begin to sum a tensor in place over the ranks. Any thread, in the same order on all ranks. Returns its
-        `Work`."""
-        return self._process_group.allreduce([tensor])
+    def launch(self, start: Callable[[Any], Any]) -> Any:
+        """Begin a collective. Any thread, in the same order on all ranks. Returns its `Work`.
+
+        Args:
+            start: takes the process group and returns the collective's `Work`.
+        """
+        return start(self._process_group)
 
     def abort(self) -> None:
         """Give the communicator up, whatever it is doing. Returns at once; any number of times."""
@@ -156,7 +159,7 @@ class BulkPlane:
             process_group = self._create()
             if self._aborting is not None:
                 raise RuntimeError("the world has ended")
-            tensor = torch.ones(1, device=self._device)
+            tensor = torch.ones(1, device=self.device)
             work = process_group.allreduce([tensor])  # communicators are made by their first collective
             _await_work(work, self._clock, BUILD_TIMEOUT)
             if float(tensor.cpu()) != self._group.size:
@@ -171,9 +174,9 @@ class BulkPlane:
 
         self._stores = self._get_stores()
         store, rank, size = self._stores[0], self._group.rank, self._group.size
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-        _check_devices(store, rank, size, self._device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        _check_devices(store, rank, size, self.device)
         if self._backend != NCCL:
             plugin = dist.Backend._plugins[self._backend.upper()]
             self._process_group = plugin.creator_fn(store, rank, size, timedelta(seconds=BUILD_TIMEOUT))
@@ -185,7 +188,7 @@ class BulkPlane:
         nccl: Any = dist.ProcessGroupNCCL
         self._process_group = nccl(store, rank, size, options)
         if hasattr(nccl, "eager_connect_single_device"):
-            self._process_group.eager_connect_single_device(self._device)
+            self._process_group.eager_connect_single_device(self.device)
         return self._process_group
 
     def _abort(self) -> None:
@@ -201,43 +204,51 @@ class BulkPlane:
                 return
 
 
-class BulkStep:
-    """The sums of one step over the bulk plane."""
+class BulkSums:
+    """Collectives of the bulk plane that the ranks confirm together: one of torch.distributed, or those of a step."""
 
-    def __init__(self, plane: BulkPlane, group: Group, options: ExchangeOptions) -> None:
+    def __init__(self, plane: BulkPlane, group: Group, signature: int = 0) -> None:
+        """
+        Args:
+            signature: what the collectives are, as a number of 31 bits; ranks that disagree are refused.
+        """
         self._plane = plane
         self._group = group
-        self._before, self._after = options.factors(group.size)
-        self._wire = None if options.wire is None else WIRES[options.wire]
+        self._signature = signature
         self._clock = SystemClock()
-        # Each sum in progress: its work, where the sum goes, and the tensor that travels.
-        self._sums: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
+        self._works: list[Any] = []
         self._error: Exception | None = None
 
-    def launch(self, flat: torch.Tensor) -> None:
-        """Begin to sum a complete bucket. In the thread that completed it, in the order of the layout."""
-        if self._error is not None:
-            return
-        try:
-            values = flat.data  # so that no change counts as one of the user's
-            if self._before != 1.0:
-                values.mul_(self._before)
-            sent = values if self._wire is None or values.dtype != torch.float32 else values.to(self._wire)
-            self._sums.append((self._plane.launch(sent), values, sent))
-        except Exception as error:  # the ranks hear of it in `finish`, where all of them are
-            self._error = error
+    def launch(self, start: Callable[[Any], Any]) -> None:
+        """Begin a collective. In the thread that completed its operands, in the same order on all ranks.
+
+        Args:
+            start: takes the process group of the plane, and returns the collective's `Work`.
+        """
+        if self._error is None:
+            try:
+                self._works.append(self._plane.launch(start))
+            except Exception as error:  # the ranks hear of it in `finish`, where all of them are
+                self._error = error
 
     def finish(self) -> None:
-        """Wait until every rank has all sums. Collective over the engine.
+        """Wait until every rank has all results. Collective over the engine.
 
         Raises:
-            CollectiveError: a rank is lost, late, or its part failed; the buckets are void, and the plane is aborted.
+            CollectiveError: a rank is lost, late, or its part failed; the results are void, and the plane is aborted.
         """
         timeout, began = self._group.timeout, self._clock.now()
         try:
             while True:
                 state = self._poll(self._clock.now() + AGREE_EVERY)
-                states = self._group.allgather(np.array([state], np.uint8)).reshape(-1).tolist()
+                told = self._group.allgather(np.array([state, self._signature], np.int32)).reshape(-1, 2)
+                states = told[:, 0].tolist()
+                other = np.flatnonzero(told[:, 1] != told[0, 1]).tolist()
+                if other:
+                    ranks = (0, other[0])
+                    raise MismatchError(
+                        ranks, f"ranks {list(ranks)} called collectives of different kinds, shapes or dtypes"
+                    )
                 if all(each == State.READY for each in states):
                     break
                 failed = _list_ranks(states, State.FAILED)
@@ -254,36 +265,70 @@ class BulkStep:
         except CollectiveError as error:
             self.abandon(str(error))
             raise
-        for _, values, sent in self._sums:
-            if sent is not values:
-                values.copy_(sent)
-            if self._after != 1.0:
-                values.mul_(self._after)
-        self._sums = []
+        self._works = []
 
     def abandon(self, reason: str) -> None:
-        """Give up sums that may not be complete, and the group with them."""
-        if self._sums or self._error is not None:
+        """Give up collectives that may not be complete, and the group with them."""
+        if self._works or self._error is not None:
             self._plane.abort()
             self._group.abort(reason)
             self._plane.wait_aborted()
-            self._sums = []
+            self._works = []
 
     def _poll(self, until: float) -> State:
-        """Wait for this rank's sums at most until then."""
+        """Wait for this rank's results at most until then."""
         if self._error is not None:
             return State.FAILED
         try:
-            while not all(work.is_completed() for work, _, _ in self._sums):
+            while not all(work.is_completed() for work in self._works):
                 if self._clock.now() > until:
                     return State.PENDING
                 self._clock.sleep(POLL_EVERY)
-            for work, _, _ in self._sums:
+            for work in self._works:
                 work.wait()  # raises its error; the device's later work follows the sum
         except Exception as error:
             self._error = error
             return State.FAILED
         return State.READY
+
+
+class BulkStep:
+    """The sums of one step's buckets over the bulk plane."""
+
+    def __init__(self, plane: BulkPlane, group: Group, options: ExchangeOptions) -> None:
+        self._sums = BulkSums(plane, group)
+        self._before, self._after = options.factors(group.size)
+        self._wire = None if options.wire is None else WIRES[options.wire]
+        # Each bucket, and the tensor that travels for it.
+        self._sent: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def launch(self, flat: torch.Tensor) -> None:
+        """Begin to sum a complete bucket. In the thread that completed it, in the order of the layout."""
+        values = flat.data  # so that no change counts as one of the user's
+
+        def start(process_group: Any) -> Any:
+            if self._before != 1.0:
+                values.mul_(self._before)
+            sent = values if self._wire is None or values.dtype != torch.float32 else values.to(self._wire)
+            self._sent.append((values, sent))
+            return process_group.allreduce([sent])
+
+        self._sums.launch(start)
+
+    def finish(self) -> None:
+        """Wait until every rank has all sums. Collective over the engine; raises what `BulkSums.finish` does."""
+        self._sums.finish()
+        for values, sent in self._sent:
+            if sent is not values:
+                values.copy_(sent)
+            if self._after != 1.0:
+                values.mul_(self._after)
+        self._sent = []
+
+    def abandon(self, reason: str) -> None:
+        """Give up sums that may not be complete, and the group with them."""
+        self._sums.abandon(reason)
+        self._sent = []
 
 
 def _list_ranks(states: Sequence[int], state: State) -> tuple[int, ...]:
@@ -323,11 +368,11 @@ class _Planes:
         self._planes: list[tuple[Group, BulkPlane]] = []
 
     def get_or_create(self, group: Group, create: Callable[[int], BulkPlane]) -> BulkPlane:
-        """create: called with how many planes there are, the same on all ranks."""
+        """create: called with how many planes of the same ranks there are, the same number on all of these."""
         for known, plane in self._planes:
             if known is group:
                 return plane
-        plane = create(len(self._planes))
+        plane = create(sum(known.members == group.members for known, _ in self._planes))
         self._planes.append((group, plane))
         plane.start()
         return plane

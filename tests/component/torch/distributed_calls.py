@@ -323,7 +323,7 @@ def make_mistakes(found: dict[str, Any], rank: int) -> None:
 STEPS, KILLED_AT = 12, 5
 
 
-def train_ddp() -> dict[str, Any]:
+def train_ddp(device: str = "cpu") -> dict[str, Any]:
     """DDP under `elastic.run`; rank 1 of the first world kills itself in the middle of a backward pass."""
     import os
     import signal
@@ -331,7 +331,7 @@ def train_ddp() -> dict[str, Any]:
     import spark_elastic.torch as hvd
 
     hvd.init()
-    model = build_model()
+    model = build_model().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     trained: list[int] = []
     errors: list[str] = []
@@ -343,7 +343,7 @@ def train_ddp() -> dict[str, Any]:
         while state.step < STEPS:
             optimizer.zero_grad()
             # All rows on each rank: the weights do not depend on the size of the world.
-            loss = ddp(batch(state.step)).square().mean()
+            loss = ddp(batch(state.step).to(device)).square().mean()
             if state.step == KILLED_AT and hvd.size() == 3 and hvd.rank() == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             try:

@@ -138,7 +138,7 @@ def train(
     for place, name in (
         ("copies", "_exchange_copies"),
         ("divide", "_redistribute"),
-        ("complete", "_keep_only"),
+        ("complete", "keep_only"),
     ):
         method = getattr(ShardedCommits, name)
 

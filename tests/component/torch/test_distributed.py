@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
 from datetime import timedelta
@@ -17,6 +18,7 @@ import torch
 
 from elastic_collectives import CollectiveTimeout
 from spark_elastic.torch.distributed.work import EngineWork, PendingWorks
+from tests import simulated_nccl
 from tests.component.torch import distributed_calls
 from tests.component.torch.distributed_calls import (
     MOVED,
@@ -29,17 +31,35 @@ from tests.component.torch.distributed_calls import (
     train_ddp,
 )
 from tests.component.torch.hand_written import Run
+from tests.devices import ACCELERATORS
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(300)]
+
+# What carries the tensors: the engine, or the simulated NCCL wherever NCCL would.
+CARRIERS = ["engine", simulated_nccl.NAME]
 
 for module in (__name__, distributed_calls.__name__):
     cloudpickle.register_pickle_by_value(sys.modules[module])
 
 
-@pytest.fixture(scope="module")
-def results() -> list[dict[str, Any]]:
+def run(train: Callable[..., Any], carrier: str) -> tuple[list[Any], list[int]]:
+    """On three workers. Returns the results, by rank, and the sizes of all worlds."""
+    with pytest.MonkeyPatch.context() as patch:
+        modules: tuple[str, ...] = ()
+        if carrier != "engine":
+            patch.setenv("SPARK_ELASTIC_BULK_BACKEND", carrier)
+            patch.setenv("SPARK_ELASTIC_HYBRID_RECOVERY", "0")
+            modules = (simulated_nccl.__name__,)
+        job = Run(train, room=3, num_workers=3, modules=modules)
+        results = job.results()
+    assert (f"gradients travel by {carrier}" in job.lines.getvalue()) == (carrier != "engine")
+    return results, job.sizes()
+
+
+@pytest.fixture(scope="module", params=CARRIERS)
+def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """Of all calls, by rank: one world makes them all."""
-    return Run(compare, room=3, num_workers=3).results()
+    return run(compare, request.param)[0]
 
 
 @pytest.mark.parametrize("call", [move.__name__ for move in MOVES])
@@ -130,10 +150,20 @@ def test_outside_of_a_job_there_is_no_elastic_backend() -> None:
     assert "the backend 'elastic' works inside of a job only: start the program with" in done.stderr
 
 
-def test_ddp_continues_at_the_step_in_flight_after_a_kill() -> None:
-    run = Run(train_ddp, room=3, num_workers=3)
-    results = run.results()
-    assert run.sizes()[:2] == [3, 2]
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_ddp_continues_at_the_step_in_flight_after_a_kill(carrier: str) -> None:
+    check_ddp(*run(train_ddp, carrier))
+
+
+@pytest.mark.parametrize("device", ACCELERATORS)
+def test_ddp_on_a_device_that_all_workers_share_continues_after_a_kill(device: str) -> None:
+    modules = ("tests.pretend_device",) if device == "pretend" else ()
+    job = Run(train_ddp, (device,), room=3, num_workers=3, device=device, modules=modules)
+    check_ddp(job.results(), job.sizes())
+
+
+def check_ddp(results: list[Any], sizes: list[int]) -> None:
+    assert sizes[:2] == [3, 2]
     whole = train_alone()
     for result in results:
         torch.testing.assert_close(torch.tensor(result["weights"]), torch.tensor(whole), rtol=0, atol=1e-12)

@@ -16,7 +16,10 @@ from tests.devices import ONLY
 
 ROOT = Path(__file__).parents[3]
 BODIES = ("tests/pretend_checks.py", "tests/component/torch/test_devices.py")
-KILLS = ("tests/component/torch/test_elastic_training.py::test_p1_p2_p3_p4_hold_under_two_kills_on_a_device",)
+KILLS = (
+    "tests/component/torch/test_elastic_training.py::test_p1_p2_p3_p4_hold_under_two_kills_on_a_device",
+    "tests/component/torch/test_distributed.py::test_ddp_on_a_device_that_all_workers_share_continues_after_a_kill",
+)
 
 
 @pytest.mark.skipif(
@@ -29,7 +32,7 @@ KILLS = ("tests/component/torch/test_elastic_training.py::test_p1_p2_p3_p4_hold_
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("tests", "least"),
-    [(BODIES, 25), pytest.param(KILLS, 1, marks=pytest.mark.faults)],
+    [(BODIES, 25), pytest.param(KILLS, 2, marks=pytest.mark.faults)],
     ids=["bodies", "kills"],
 )
 def test_trainings_on_the_pretend_accelerator(tests: tuple[str, ...], least: int) -> None:

@@ -61,6 +61,16 @@ def test_the_report_of_a_running_job_reaches_up_to_now() -> None:
     assert job.result.useful_hours * 3600 == pytest.approx(20.0)
 
 
+def test_the_bulk_planes_time_belongs_to_its_world_however_late_it_arrives() -> None:
+    job = SimulatedJob(3)
+    job.start([1, 2, 3])
+    first = job.world_changes[0].generation
+    job.lose_host(2, step=40, regroup=0.5)
+    job.form()
+    job.history.on_progress({"bulk_seconds": 12.0, "bulk_generation": first})
+    assert [change.bulk_seconds for change in job.result.world_changes] == [12.0, None]
+
+
 def test_a_joining_worker_is_a_planned_change_and_costs_no_step() -> None:
     job = SimulatedJob(3)
     job.start_worker(1)
