@@ -189,13 +189,13 @@ def _time_commits(net: Net, rounds: int, ours: Any, _: Any, barrier: Callable[[]
     def commit_alone() -> None:
         commit = uncopied.capture(group.rank, CommitKey(0, group.fence, group.size), START, capture)
         group.barrier()
-        uncopied._keep_only(commit)
+        uncopied.keep_only(commit)
 
     save = partial(commits.save, group, START, group.fence, capture)
     times = take_turns([step, save, commit_alone], barrier, rounds, WARM_UP)
-    kept = commits._held[0]
-    memory = sum(memory.nbytes for memory in (*kept.memory, *commits._spare))
-    return times, memory, kept.shards[group.rank].nbytes
+    kept = commits.newest_complete()
+    assert kept is not None
+    return times, commits.memory_bytes, kept.shards[group.rank].nbytes
 
 
 def measure_commits(size: int, net: Net, rounds: int) -> list[Row]:
