@@ -23,6 +23,7 @@ from spark_elastic.state.snapshot import Bytes, SnapshotBuilder
 from spark_elastic.torch.data_loader import ElasticDataLoader
 from spark_elastic.torch.elastic import TorchState, get_handler_registry, run
 from spark_elastic.torch.generators import get_generators, set_generators
+from spark_elastic.training.fit_config import check_choice
 
 
 def create_accelerator(**options: Any) -> Accelerator:
@@ -50,12 +51,21 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]
     optimizer: Any
     state: Any
 
-    def __init__(self, *args: Any, global_batch_size: int, commit_every: int = 1, **options: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        global_batch_size: int,
+        commit_every: int = 1,
+        determinism: str | None = None,
+        **options: Any,
+    ) -> None:
         """
         Args:
             args: those of `transformers.Trainer`.
             global_batch_size: rows of a batch over all ranks.
             commit_every: optimizer steps from commit to commit. A loss repeats the steps since the newest one.
+            determinism: "rows": what the data set draws for a row does not depend on the worker that reads it; see
+                `ElasticDataLoader`.
             options: those of `transformers.Trainer`.
 
         Raises:
@@ -67,6 +77,7 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]
             raise InvalidInput(f"commit_every is {commit_every}: give a number of steps, at least 1.")
         self.global_batch_size = global_batch_size
         self.commit_every = commit_every
+        self.determinism = check_choice("determinism", determinism, ("rows",))
         # The rows of all epochs; made by `train`.
         self._loader: ElasticDataLoader | None = None
         # What the worlds hand on; None outside of `train`.
@@ -223,6 +234,7 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]
             collate_fn=theirs.collate_fn,
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
+            determinism=self.determinism,
             **workers,
         )
 
@@ -230,6 +242,11 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]
         if trial is not None:
             raise InvalidInput(
                 "ElasticTrainer searches no hyperparameters: start one training for each trial."
+            )
+        if getattr(self.args, "train_sampling_strategy", "random") != "random":
+            raise InvalidInput(
+                "ElasticTrainer gives each row once per epoch in an order of its own: leave train_sampling_strategy of "
+                f"the TrainingArguments at 'random'; got {self.args.train_sampling_strategy!r}."
             )
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise InvalidInput(

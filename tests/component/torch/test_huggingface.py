@@ -210,6 +210,12 @@ def test_p2_a_loop_of_accelerate_continues_at_the_step_in_flight(fault: Fault) -
         ({"commit_every": 0}, {}, "at least 1"),
         ({}, {}, "train_dataset"),
         ({"train_dataset": [1]}, {"trial": object()}, "one training for each trial"),
+        ({"determinism": "bitwise"}, {}, "rows"),
+        (
+            {"train_sampling_strategy": "group_by_length"},
+            {},
+            "leave train_sampling_strategy of",
+        ),
     ],
 )
 def test_a_trainer_that_cannot_be_elastic_is_refused(
@@ -220,6 +226,7 @@ def test_a_trainer_that_cannot_be_elastic_is_refused(
     from spark_elastic.errors import InvalidInput
     from spark_elastic.torch.huggingface import ElasticTrainer
 
-    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    given = {name: options.pop(name) for name in ("train_sampling_strategy",) if name in options}
+    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", **given)
     with pytest.raises(InvalidInput, match=advice):
         ElasticTrainer(torch.nn.Linear(2, 1), args, global_batch_size=2, **options).train(**call)
