@@ -34,6 +34,7 @@ from spark_elastic.monitoring.listener import close_within_deadline
 from spark_elastic.monitoring.log_files import FileListener
 from spark_elastic.monitoring.log_forwarding import log_to_stream
 from spark_elastic.running.call import prepare
+from spark_elastic.worker.devices import require_gpus
 from spark_elastic.worker.script import Module
 
 LOCALHOST = "localhost"
@@ -245,6 +246,8 @@ def _execute(options: RunOptions) -> None:
             f"the hosts have {sum(fixed.values())} slots and the job needs {limits.min_workers} workers: give hosts "
             "more slots, or --min-np fewer workers."
         )
+    if not find_remote_hosts(fixed) and options.host_discovery_script is None:
+        require_gpus(config, limits.min_workers, {**os.environ, **_make_environment(options)})
     limit = LineRateLimiter() if sys.stdout.isatty() else None
     output = CommandOutput(
         sys.stdout, clock, options.prefix_output_with_timestamp, options.verbose, config.show_logs, limit

@@ -23,6 +23,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
 
@@ -204,3 +205,23 @@ def check_host_device(
     if not assigned and host.get("gpus") == "0":
         return f"host {name}: {_explain_missing_gpu(0, 1)}"
     return None
+
+
+def require_gpus(
+    config: ElasticConfig, workers: int, environment: Mapping[str, str], devices: Path = DEVICES
+) -> None:
+    """Refuse a job whose workers all run on this machine, if it shows fewer GPUs than they need.
+
+    Raises:
+        InvalidInput: there are too few; one sentence says what to change.
+    """
+    gpus = len(list_visible_gpus(environment, devices))
+    slots = gpus * config.slots_per_gpu
+    if config.device != "cuda" or slots >= workers:
+        return
+    if not gpus:
+        raise InvalidInput(_explain_missing_gpu(0, 1))
+    raise InvalidInput(
+        f"this host shows {gpus} GPUs, for {slots} slots, where the job needs {workers} workers: give "
+        "--min-np fewer workers, or let more slots share a GPU by SPARK_ELASTIC_SLOTS_PER_GPU."
+    )

@@ -95,6 +95,22 @@ def test_mistakes_end_with_1_and_one_sentence(line: str, sentence: str, script: 
     assert result.output.startswith("spark-elastic-run: ")
 
 
+@pytest.mark.parametrize(
+    ("visible", "sentence"),
+    [
+        ("", "device='cuda', and this host shows no GPU"),
+        ("0,1", "this host shows 2 GPUs, for 2 slots, where the job needs 3 workers: give --min-np fewer"),
+    ],
+)
+def test_too_few_gpus_end_with_one_sentence(
+    visible: str, sentence: str, script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    result = CliRunner().invoke(cli.run, ["-np", "3", "--device", "cuda", "python", script])
+    assert (result.exit_code, result.output.count("\n")) == (1, 1)
+    assert sentence in result.output
+
+
 @pytest.mark.parametrize("verbose", [False, True])
 def test_each_loss_each_join_and_how_a_process_ended_is_a_line(
     verbose: bool, capsys: pytest.CaptureFixture[str]
