@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import queue
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ import torch.distributed as dist
 
 NAME = "simnccl"
 BUILD_SECONDS = "SIMULATED_NCCL_BUILD_SECONDS"
+BUILDS = "the simulated NCCL builds a communicator"  # a line of each rank's
 LATE_ERROR = "SIMULATED_NCCL_LATE_ERROR"
 
 
@@ -58,7 +60,6 @@ class SimulatedNccl:
     """One communicator of one rank. Rank 0 tells all what each sent to it."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-        time.sleep(float(os.environ.get(BUILD_SECONDS, "0")))
         self._rank, self._size = rank, size
         self._aborted = threading.Event()
         self._queue: queue.SimpleQueue[tuple[torch.Tensor, Any, Compute, Work]] = queue.SimpleQueue()
@@ -114,16 +115,23 @@ class SimulatedNccl:
 
     def _connect(self, store: Any) -> dict[int, socket.socket]:
         if self._rank != 0:
-            peer = socket.create_connection(("127.0.0.1", int(store.get("port"))))
+            port = int(store.get("port"))
+            self._take_time()
+            peer = socket.create_connection(("127.0.0.1", port))
             peer.sendall(self._rank.to_bytes(4, "little"))
             return {0: peer}
         peers = {}
         with socket.create_server(("127.0.0.1", 0)) as server:
             store.set("port", str(server.getsockname()[1]))
+            self._take_time()
             while len(peers) < self._size - 1:
                 peer, _ = server.accept()
                 peers[int.from_bytes(_receive(peer, 4), "little")] = peer
         return peers
+
+    def _take_time(self) -> None:
+        sys.stderr.write(f"{BUILDS}\n")
+        time.sleep(float(os.environ.get(BUILD_SECONDS, "0")))
 
     def _run(self) -> None:
         number = 0

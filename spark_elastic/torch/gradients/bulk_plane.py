@@ -36,6 +36,7 @@ ABORT_TIMEOUT = 10.0  # seconds that the training thread waits for the end of an
 COMPUTE_TIMEOUTS = (
     10  # times a collective's timeout that the devices may compute before the first sum is complete
 )
+REQUIRE_EVERY = 0.02  # seconds between two looks at the ranks whose communicators are awaited
 POLL_EVERY = 5e-5  # seconds between two looks at a sum
 AGREE_EVERY = 5e-3  # seconds of waiting for a sum after which the ranks tell each other that they are alive
 # torch's watchdog of NCCL leaves every decision to this module.
@@ -93,30 +94,39 @@ class BulkPlane:
     def agree(self) -> None:
         """Tell all ranks how far this one is; switch if all are ready, and give the plane up if one has failed.
         Collective over the engine; not called again once `is_settled`."""
+        self._exchange_states()
+
+    def require(self) -> None:
+        """Wait until all ranks are ready, or until one has failed. Collective over the engine, which notices a rank
+        that is lost meanwhile; not called again once `is_settled`.
+
+        Raises:
+            CollectiveError: ranks are lost, or not ready in time; it names them.
+        """
+        deadline = self._clock.now() + BUILD_TIMEOUT
+        while True:
+            self._built.wait(REQUIRE_EVERY)
+            states = self._exchange_states()
+            if self.is_settled:
+                return
+            if self._clock.now() > deadline:
+                late = _list_ranks(states, State.PENDING)
+                raise CollectiveError(
+                    late,
+                    f"ranks {list(late)} have built no {self._backend} communicator in {BUILD_TIMEOUT:g} s",
+                )
+
+    def _exchange_states(self) -> list[int]:
+        """Settle, if the ranks' states allow it; returns these."""
         own = State.PENDING
         if self._built.is_set():
             own = State.FAILED if self._problem else State.READY
-        states = self._group.allgather(np.array([own], np.uint8)).reshape(-1).tolist()
+        states: list[int] = self._group.allgather(np.array([own], np.uint8)).reshape(-1).tolist()
         if State.FAILED in states:
             self._settle(False)
         elif all(state == State.READY for state in states):
             self._settle(True)
-
-    def require(self) -> None:
-        """Wait until all ranks are ready, or until one has failed. Collective over the engine.
-
-        Raises:
-            CollectiveError: ranks are not ready in time; it names them.
-        """
-        self._built.wait(BUILD_TIMEOUT)
-        self.agree()
-        if not self.is_settled:
-            late = self._group.allgather(np.array([not self._built.is_set()], np.uint8)).reshape(-1)
-            ranks = tuple(np.flatnonzero(late).tolist())
-            raise CollectiveError(
-                ranks,
-                f"ranks {list(ranks)} have built no {self._backend} communicator in {BUILD_TIMEOUT:g} s",
-            )
+        return states
 
     def launch(self, start: Callable[[Any], Any]) -> Any:
         """Begin a collective. Any thread, in the same order on all ranks. Returns its `Work`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -179,6 +180,27 @@ def test_without_hybrid_recovery_every_step_is_summed_by_the_communicator(
     assert training.count_switches() == len(result.worlds)
     assert all(change.bulk_seconds >= 1 for change in result.report.world_changes)
     assert "sums by NCCL after 1." in str(result.report.world_changes[0])
+
+
+@pytest.mark.faults
+def test_a_worker_that_is_lost_while_all_wait_for_the_communicator_breaks_the_wait(
+    data: tuple[Store, Manifest], tmp_path: Path, fault: Fault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The simulated NCCL would wait for it for ever."""
+    monkeypatch.setenv("SPARK_ELASTIC_HYBRID_RECOVERY", "0")
+    monkeypatch.setenv(simulated_nccl.BUILD_SECONDS, "3")
+    training = Training(JOBS["mlp"], data, tmp_path, monkeypatch)
+
+    def inject_fault() -> None:
+        while training.follower.lines.count(simulated_nccl.BUILDS) < 3:
+            time.sleep(0.01)
+        fault(kill, training.cluster, sorted(training.cluster.slots())[1])
+
+    thread = threading.Thread(target=inject_fault, daemon=True)
+    thread.start()
+    result = training.run({})
+    thread.join()
+    assert [world.size for world in result.worlds][:2] == [3, 2]
 
 
 @pytest.mark.faults
