@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import psutil
+import pytest
 import torch
 
 from spark_elastic.clock import SystemClock
@@ -17,6 +18,7 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.ports import Post
 from spark_elastic.protocol.events import DrainRequested
 from spark_elastic.running.call import Call, prepare
+from tests import simulated_nccl
 from tests.component.torch.job import DeviceLauncher
 
 STEPS = 20
@@ -242,3 +244,21 @@ def assert_exact(results: list[dict[str, Any]], steps: int = STEPS) -> None:
     expected = train_plain(results[0]["initial"], first_bias(), steps)
     got = torch.tensor(results[0]["weights"], dtype=torch.float64)
     assert float((got - expected).abs().max() / expected.abs().max()) < 1e-9
+
+
+# What carries the tensors of torch.distributed: the engine, or the simulated NCCL wherever NCCL would.
+CARRIERS = ["engine", simulated_nccl.NAME]
+
+
+def run_over(carrier: str, train: Any, size: int) -> tuple[list[Any], list[int]]:
+    """Call a function on that many workers. Returns the results, by rank, and the sizes of all worlds."""
+    with pytest.MonkeyPatch.context() as patch:
+        modules: tuple[str, ...] = ()
+        if carrier != "engine":
+            patch.setenv("SPARK_ELASTIC_BULK_BACKEND", carrier)
+            patch.setenv("SPARK_ELASTIC_HYBRID_RECOVERY", "0")
+            modules = (simulated_nccl.__name__,)
+        job = Run(train, room=size, num_workers=size, modules=modules)
+        results = job.results()
+    assert (f"gradients travel by {carrier}" in job.lines.getvalue()) == (carrier != "engine")
+    return results, job.sizes()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
 from datetime import timedelta
@@ -18,7 +17,6 @@ import torch
 
 from elastic_collectives import CollectiveTimeout
 from spark_elastic.torch.distributed.work import EngineWork, PendingWorks
-from tests import simulated_nccl
 from tests.component.torch import distributed_calls
 from tests.component.torch.distributed_calls import (
     MOVED,
@@ -30,36 +28,19 @@ from tests.component.torch.distributed_calls import (
     train_alone,
     train_ddp,
 )
-from tests.component.torch.hand_written import Run
+from tests.component.torch.hand_written import CARRIERS, Run, run_over
 from tests.devices import ACCELERATORS
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(300)]
-
-# What carries the tensors: the engine, or the simulated NCCL wherever NCCL would.
-CARRIERS = ["engine", simulated_nccl.NAME]
 
 for module in (__name__, distributed_calls.__name__):
     cloudpickle.register_pickle_by_value(sys.modules[module])
 
 
-def run(train: Callable[..., Any], carrier: str) -> tuple[list[Any], list[int]]:
-    """On three workers. Returns the results, by rank, and the sizes of all worlds."""
-    with pytest.MonkeyPatch.context() as patch:
-        modules: tuple[str, ...] = ()
-        if carrier != "engine":
-            patch.setenv("SPARK_ELASTIC_BULK_BACKEND", carrier)
-            patch.setenv("SPARK_ELASTIC_HYBRID_RECOVERY", "0")
-            modules = (simulated_nccl.__name__,)
-        job = Run(train, room=3, num_workers=3, modules=modules)
-        results = job.results()
-    assert (f"gradients travel by {carrier}" in job.lines.getvalue()) == (carrier != "engine")
-    return results, job.sizes()
-
-
 @pytest.fixture(scope="module", params=CARRIERS)
 def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """Of all calls, by rank: one world makes them all."""
-    return run(compare, request.param)[0]
+    return run_over(request.param, compare, 3)[0]
 
 
 @pytest.mark.parametrize("call", [move.__name__ for move in MOVES])
@@ -152,7 +133,7 @@ def test_outside_of_a_job_there_is_no_elastic_backend() -> None:
 
 @pytest.mark.parametrize("carrier", CARRIERS)
 def test_ddp_continues_at_the_step_in_flight_after_a_kill(carrier: str) -> None:
-    check_ddp(*run(train_ddp, carrier))
+    check_ddp(*run_over(carrier, train_ddp, 3))
 
 
 @pytest.mark.parametrize("device", ACCELERATORS)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.component.torch import distributed_programs
 from tests.component.torch.distributed_programs import PROGRAMS, SIZE, run_programs
-from tests.component.torch.hand_written import Run
+from tests.component.torch.hand_written import CARRIERS, run_over
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(300)]
 
@@ -18,10 +18,10 @@ for module in (__name__, distributed_programs.__name__):
     cloudpickle.register_pickle_by_value(sys.modules[module])
 
 
-@pytest.fixture(scope="module")
-def results() -> list[dict[str, Any]]:
+@pytest.fixture(scope="module", params=CARRIERS)
+def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """Of all programs, by rank: one world runs them all."""
-    return Run(run_programs, room=SIZE, num_workers=SIZE).results()
+    return run_over(request.param, run_programs, SIZE)[0]
 
 
 @pytest.mark.parametrize("program", [program.__name__ for program in PROGRAMS])
