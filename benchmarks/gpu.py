@@ -6,7 +6,9 @@ One worker, a world of one, whole epochs over the same rows in the same order; t
 rounds, after one that does not count. Plain: the rows in pinned memory, copied with non_blocking=True, zero_grad,
 forward, backward, step; its loss stays on the device. Ours: rows from a Parquet file, step summary, ledger and all.
 rows/s: more is better. Commit: what a copy of the state to the host takes of the training, beside a bare copy of each
-tensor. `--device cpu` runs the same on the CPU, to see that it works.
+tensor. On the CPU, what compiling gives there:
+
+    python -m benchmarks.gpu --device cpu --cases 4 5 --json benchmarks/results/compiled_cpu.json
 
     python -m benchmarks.gpu --recovery cuda --json benchmarks/results/gpu_recovery.json
     python -m benchmarks.gpu --recovery simnccl --json benchmarks/results/bulk_recovery.json
@@ -142,6 +144,14 @@ CASES = [
     Case("transformer of 19 M parameters, float32, 64 rows", Encoder, draw_tokens, 64, 60),
     Case("convolutions and BatchNorm, float32, 256 rows", ConvNet, draw_pictures, 256, 60),
     Case("three linear layers, float32, 1024 rows", build_small, draw_numbers, 1024, 200),
+    Case(
+        "three linear layers, float32, 1024 rows, compiled",
+        build_small,
+        draw_numbers,
+        1024,
+        200,
+        compiles=True,
+    ),
 ]
 
 
@@ -372,9 +382,7 @@ def main() -> None:
     made = parser("Rows per second of the estimator's training on a GPU, beside a plain loop of torch.")
     made.add_argument("--rounds", type=int, default=5)
     made.add_argument("--device", default="cuda")
-    made.add_argument(
-        "--cases", type=int, nargs="*", default=range(len(CASES)), help="which cases, by number"
-    )
+    made.add_argument("--cases", type=int, nargs="*", default=range(5), help="which cases, by number")
     made.add_argument("--recovery", choices=("cuda", "simnccl"), help="measure recovery instead")
     made.add_argument("--kills", type=int, default=20)
     arguments = made.parse_args()
@@ -387,7 +395,7 @@ def main() -> None:
     rows = [row for number in arguments.cases for row in measure(CASES[number], arguments.rounds, device)]
     if device.type == "cuda":
         print(f"on {torch.cuda.get_device_name()}, torch {torch.__version__}")
-    finish("gpu", rows, arguments.json)
+    finish("gpu" if device.type == "cuda" else "compiled_cpu", rows, arguments.json)
 
 
 if __name__ == "__main__":
