@@ -16,9 +16,11 @@ _EXPORTS = {
     "DistributedOptimizer": "spark_elastic.keras.optimizer",
     "PartialDistributedOptimizer": "spark_elastic.keras.optimizer",
     "allgather": "spark_elastic.keras.values",
+    "allgather_object": "spark_elastic.ops.operations",
     "allreduce": "spark_elastic.keras.values",
     "broadcast": "spark_elastic.keras.values",
     "broadcast_global_variables": "spark_elastic.keras.values",
+    "broadcast_object": "spark_elastic.ops.operations",
     "broadcast_variables": "spark_elastic.keras.values",
     "load_model": "spark_elastic.keras.optimizer",
     "reducescatter": "spark_elastic.keras.values",
@@ -39,15 +41,18 @@ if TYPE_CHECKING:
     )
     from spark_elastic.ops import horovod_names
     from spark_elastic.ops.horovod_names import *
+    from spark_elastic.ops.operations import allgather_object, broadcast_object
 
     __all__ = [
         "Compression",
         "DistributedOptimizer",
         "PartialDistributedOptimizer",
         "allgather",
+        "allgather_object",
         "allreduce",
         "broadcast",
         "broadcast_global_variables",
+        "broadcast_object",
         "broadcast_variables",
         "callbacks",
         "elastic",

@@ -37,6 +37,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         self._local = {id(variable) for variable in local_variables or ()}
         self._done = False
 
+    def register_local_var(self, var: Any) -> None:
+        """Do not broadcast that variable."""
+        self._local.add(id(var))
+
     def on_train_begin(self, logs: Any = None) -> None:
         self._done = False
 

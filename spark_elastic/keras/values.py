@@ -29,8 +29,13 @@ def allreduce(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     op: ReduceOp | None = None,
+    compression: Any = None,
 ) -> npt.NDArray[Any]:
-    """Return the average (default) or another reduction of all ranks' values: numbers, arrays or tensors."""
+    """Return the average (default) or another reduction of all ranks' values: numbers, arrays or tensors.
+
+    Args:
+        compression: not used; values travel as they are.
+    """
     mine = _copy(value)
     allreduce_arrays(
         [mine], qualify_name(ALLREDUCE, name), resolve_op(average, op), (prescale_factor, postscale_factor)

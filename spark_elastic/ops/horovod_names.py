@@ -4,7 +4,6 @@ Each framework's own names are in its package.
 """
 
 from elastic_collectives import CollectiveError as HorovodInternalError
-from spark_elastic.ops.operations import allgather_object, broadcast_object
 from spark_elastic.ops.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from spark_elastic.ops.reduction import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from spark_elastic.ops.timeline import start_timeline, stop_timeline
@@ -44,8 +43,6 @@ __all__ = [
     "ReduceOp",
     "Sum",
     "add_process_set",
-    "allgather_object",
-    "broadcast_object",
     "ccl_built",
     "cross_rank",
     "cross_size",

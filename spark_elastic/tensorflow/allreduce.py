@@ -60,9 +60,9 @@ def grouped_allreduce(  # noqa: PLR0913
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    name: str | None = None,
     process_set: ProcessSet = global_process_set,
     ignore_name_scope: bool = False,
+    name: str | None = None,
 ) -> list[Tensor]:
     """Allreduce several tensors as one operation. Differentiable."""
     options = ReduceOptions.from_args(

@@ -6,20 +6,24 @@ Gradients belong to the average of all ranks' losses, as in the last releases of
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import tensorflow as tf
 
 from elastic_collectives.group import Array
 from spark_elastic.errors import InvalidInput
+from spark_elastic.ops import operations
 from spark_elastic.ops.negotiation import ALLGATHER, BROADCAST, Request, qualify_name
-from spark_elastic.ops.operations import as_engine_array, broadcast_object, get_queue
+from spark_elastic.ops.operations import as_engine_array, get_queue
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set, root_index
 from spark_elastic.ops.reduction import Average, ReduceOptions
 from spark_elastic.state.handlers import unwrap_variable
 from spark_elastic.tensorflow.allreduce import allreduce_tensors
 from spark_elastic.tensorflow.arrays import Tensor, call, copy_arrays, get_dtype_name, no_autograph
 from spark_elastic.tensorflow.topology_ops import rank_in
+
+T = TypeVar("T")
 
 
 @no_autograph
@@ -129,12 +133,19 @@ def broadcast_(
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """Overwrite variables with those of rank `root_rank`, as one operation. Returns the same variables."""
-    inner = [unwrap_variable(variable) for variable in variables]
-    if inner:
-        values = [tf.convert_to_tensor(variable) for variable in inner]
-        for variable, value in zip(inner, broadcast_all(values, root_rank, name, process_set), strict=True):
-            variable.assign(value)
+    _overwrite(variables, root_rank, name, process_set)
     return list(variables)
+
+
+def _overwrite(
+    variables: Sequence[Any], root_rank: int, name: str | None, process_set: ProcessSet
+) -> list[Any]:
+    """Returns what the assignments return: in a graph, the operations that make them."""
+    inner = [unwrap_variable(variable) for variable in variables]
+    if not inner:
+        return []
+    values = broadcast_all([tf.convert_to_tensor(each) for each in inner], root_rank, name, process_set)
+    return [variable.assign(value) for variable, value in zip(inner, values, strict=True)]
 
 
 @no_autograph
@@ -143,9 +154,37 @@ def broadcast_variables(
     root_rank: int,
     process_set: ProcessSet = global_process_set,
     inplace: bool = False,
-) -> None:
-    """Overwrite variables, of TensorFlow or Keras, with those of `root_rank`. inplace: not used."""
-    broadcast_(list(variables), root_rank, "variables", process_set)
+) -> Any:
+    """Overwrite variables, of TensorFlow or Keras, with those of `root_rank`. inplace: not used.
+
+    Returns:
+        In a graph the operation that does so; None in eager mode.
+    """
+    assignments = _overwrite(list(variables), root_rank, "variables", process_set)
+    return None if tf.executing_eagerly() else tf.group(*assignments)
+
+
+def broadcast_object(
+    obj: T,
+    root_rank: int = 0,
+    session: object = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> T:
+    """Return the object of rank `root_rank`. session: only None, TensorFlow 2 has none."""
+    _refuse_session(session)
+    return operations.broadcast_object(obj, root_rank, name, process_set)
+
+
+def allgather_object(
+    obj: T,
+    session: object = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[T]:
+    """Return the objects of all ranks, in rank order. session: only None, TensorFlow 2 has none."""
+    _refuse_session(session)
+    return operations.allgather_object(obj, name, process_set)
 
 
 def broadcast_object_fn(
@@ -155,34 +194,43 @@ def broadcast_object_fn(
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[Any], Any]:
     """Return a function that broadcasts an object of `root_rank`. session: only None, TensorFlow 2 has none."""
+    _refuse_session(session)
+    return lambda obj: operations.broadcast_object(obj, root_rank, name, process_set)
+
+
+def _refuse_session(session: object) -> None:
     if session is not None:
         raise InvalidInput("there are no sessions in TensorFlow 2: leave session out.")
-    return lambda obj: broadcast_object(obj, root_rank, name, process_set)
 
 
-def broadcast_global_variables(root_rank: int) -> None:
-    """Broadcast the global variables of a TensorFlow 1 graph; eager variables are not global.
+def broadcast_global_variables(root_rank: int) -> Any:
+    """Return the operation that broadcasts the global variables of a TensorFlow 1 graph.
 
     Raises:
-        InvalidInput: in eager mode.
+        InvalidInput: in eager mode, whose variables are not global.
     """
     if tf.executing_eagerly():
         raise InvalidInput(
             "TensorFlow 2 has no global variables: call broadcast_variables(model.variables, root_rank)."
         )
-    broadcast_variables(tf.compat.v1.global_variables(), root_rank)
+    return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
 
 
-def join() -> int:
+@no_autograph
+def join() -> Tensor:
     """Take part in the reductions of the other ranks without contributing, until all ranks have joined.
 
     Averages still divide by the world's size. Allgather and broadcast need all ranks, and so do gradients with missing
     rows.
 
     Returns:
-        The rank that joined last.
+        The rank that joined last, as a scalar int32 tensor.
 
     Raises:
         CollectiveError: the world changed.
     """
-    return int(get_queue().join().wait()[0][0])
+
+    def body(arrays: list[Array]) -> list[Array]:
+        return [np.array(int(get_queue().join().wait()[0][0]), np.int32)]
+
+    return call(body, [], [tf.int32], [[]])[0]

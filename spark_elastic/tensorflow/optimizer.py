@@ -328,3 +328,14 @@ class _DistributedTape:
         flat = tf.nest.flatten(own, expand_composites=False)
         shared = exchange_gradients(flat, tf.nest.flatten(sources), self._options)
         return tf.nest.pack_sequence_as(own, shared, expand_composites=False)
+
+    @no_autograph
+    def get_local_and_global_gradients(
+        self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
+    ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
+        """Return pairs (source, gradient): those of `register_local_source`, and those that were exchanged."""
+        gradients = self.gradient(target, sources, output_gradients, use_generic_names)
+        own = {_key_of(variable) for variable in self._options.local}
+        pairs = list(zip(sources, gradients, strict=True))
+        local = [pair for pair in pairs if _key_of(pair[0]) in own]
+        return local, [pair for pair in pairs if _key_of(pair[0]) not in own]

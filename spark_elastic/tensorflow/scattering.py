@@ -77,32 +77,35 @@ def _alltoall(
 
 
 @no_autograph
-def reducescatter(
+def reducescatter(  # noqa: PLR0913 - name and arguments are Horovod's
     tensor: Tensor,
-    name: str | None = None,
+    device_dense: str = "",
     compression: Any = Compression.none,
     op: ReduceOp = Average,
+    name: str | None = None,
     process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
     """Return this rank's part of the reduced tensor, cut along dimension 0; the first ranks get one row more if the
-    rows cannot be divided evenly. Differentiable for Average and Sum."""
+    rows cannot be divided evenly. Differentiable for Average and Sum. device_dense, ignore_name_scope: not used."""
     scale = prescale_factor, postscale_factor
-    return grouped_reducescatter([tensor], name, compression, op, process_set, *scale)[0]
+    return grouped_reducescatter([tensor], "", compression, op, process_set, *scale, name)[0]
 
 
 @no_autograph
-def grouped_reducescatter(
+def grouped_reducescatter(  # noqa: PLR0913
     tensors: Sequence[Tensor],
-    name: str | None = None,
+    device_dense: str = "",
     compression: Any = Compression.none,
     op: ReduceOp = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    name: str | None = None,
 ) -> list[Tensor]:
-    """Reducescatter several tensors as one operation. Differentiable for Average and Sum."""
+    """Reducescatter several tensors as one operation. Differentiable for Average and Sum. device_dense: not used."""
     scale = prescale_factor, postscale_factor
     options = ReduceOptions.from_reducescatter_args(len(tensors), op, scale, process_set, compression)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduction import ReduceOptions, Sum
 from spark_elastic.tensorflow.allreduce import allreduce_tensors
@@ -25,6 +26,8 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
 
     def __init__(self, *args: Any, process_set: ProcessSet = global_process_set, **kwargs: Any) -> None:
         kwargs.pop("synchronized", None)  # of tf.distribute, which this replaces
+        if kwargs.pop("fused", False):  # an argument of Keras 2, which Horovod's scripts set to False
+            raise InvalidInput("SyncBatchNormalization is never fused: leave fused out.")
         super().__init__(*args, **kwargs)
         self._process_set = process_set
 

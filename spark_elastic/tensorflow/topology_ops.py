@@ -9,14 +9,14 @@ import tensorflow as tf
 
 from elastic_collectives.group import Array
 from spark_elastic.ops import topology
-from spark_elastic.ops.process_sets import ProcessSet, get_process_set, global_process_set
+from spark_elastic.ops.process_sets import ProcessSet, get_process_set
 from spark_elastic.tensorflow.arrays import Tensor, call, no_autograph
 
 
 @no_autograph
-def size_op(process_set: ProcessSet | int = global_process_set, name: str | None = None) -> Tensor:
+def size_op(process_set_id: ProcessSet | int = 0, name: str | None = None) -> Tensor:
     """Return the number of ranks in the set. All functions here return scalar int32 tensors."""
-    return _evaluate(_as_set(process_set).size)
+    return _evaluate(_as_set(process_set_id).size)
 
 
 @no_autograph
@@ -43,9 +43,9 @@ def local_rank_op(name: str | None = None) -> Tensor:
 
 
 @no_autograph
-def process_set_included_op(process_set: ProcessSet | int = 0, name: str | None = None) -> Tensor:
+def process_set_included_op(process_set_id: ProcessSet | int = 0, name: str | None = None) -> Tensor:
     """Return 1 if this process is in the set, else 0."""
-    return _evaluate(_as_set(process_set).included)
+    return _evaluate(_as_set(process_set_id).included)
 
 
 def _evaluate(get: Callable[[], int]) -> Tensor:

@@ -3,7 +3,7 @@
 from spark_elastic.errors import PreflightError as HorovodVersionMismatchError
 from spark_elastic.ops import horovod_names
 from spark_elastic.ops.horovod_names import *
-from spark_elastic.ops.operations import barrier
+from spark_elastic.ops.operations import allgather_object, barrier, broadcast_object
 from spark_elastic.ops.process_sets import get_process_set_ids_and_ranks, is_process_set_included
 from spark_elastic.ops.topology import check_extension
 from spark_elastic.torch import elastic
@@ -54,6 +54,7 @@ __all__ = [
     "SyncBatchNorm",
     "allgather",
     "allgather_async",
+    "allgather_object",
     "allreduce",
     "allreduce_",
     "allreduce_async",
@@ -65,6 +66,7 @@ __all__ = [
     "broadcast_",
     "broadcast_async",
     "broadcast_async_",
+    "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "check_extension",

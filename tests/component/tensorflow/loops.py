@@ -103,6 +103,16 @@ def check_graph() -> None:
         assert np.allclose(got["group"][1], all_rows[:, 0, 0].mean())
         assert np.array_equal(got["narrow"].astype(np.float32), all_rows[-1])
         assert np.array_equal(got["given"], all_rows[rank])
+    join = tf.function(hvd.join)
+    for last in range(2):  # each run of the graph joins
+        if rank == last:
+            assert hvd.allreduce(tf.constant(2.0), op=hvd.Sum, name=f"by {last}").numpy() == 2.0
+        assert join().numpy() == last
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        variable = tf.compat.v1.get_variable("v", initializer=float(rank))
+        session.run(tf.compat.v1.global_variables_initializer())
+        session.run(hvd.broadcast_global_variables(1))
+        assert session.run(variable) == 1.0
 
 
 def net() -> Any:

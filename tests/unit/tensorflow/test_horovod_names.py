@@ -14,29 +14,30 @@ from tests.sources import ROOT
 _DEVICES = "device_dense device_sparse compression"
 _FACTORS = "op gradient_predivide_factor"
 _GROUPS = "num_groups groups process_set scale_local_gradients"
-_REDUCE = f"average {_DEVICES} op prescale_factor postscale_factor name process_set ignore_name_scope"
+_SCALE = "prescale_factor postscale_factor"
+_REDUCE = f"average {_DEVICES} op {_SCALE}"
 OF_TENSORFLOW = {
-    "allreduce": f"tensor {_REDUCE}",
-    "grouped_allreduce": f"tensors {_REDUCE}",
+    "allreduce": f"tensor {_REDUCE} name process_set ignore_name_scope",
+    "grouped_allreduce": f"tensors {_REDUCE} process_set ignore_name_scope name",
     "allgather": "tensor name ignore_name_scope process_set",
     "grouped_allgather": "tensors name ignore_name_scope process_set",
     "broadcast": "tensor root_rank name ignore_name_scope process_set",
     "broadcast_": "variables root_rank name process_set",
     "alltoall": "tensor splits name ignore_name_scope process_set",
-    "reducescatter": "tensor",
-    "grouped_reducescatter": "tensors",
+    "reducescatter": f"tensor device_dense compression op name process_set ignore_name_scope {_SCALE}",
+    "grouped_reducescatter": f"tensors device_dense compression op process_set {_SCALE}",
     "join": "",
     "barrier": "process_set",
-    "size_op": "process_set",
+    "size_op": "process_set_id",
     "rank_op": "",
     "local_size_op": "",
     "local_rank_op": "",
-    "process_set_included_op": "process_set",
+    "process_set_included_op": "process_set_id",
     "broadcast_variables": "variables root_rank process_set inplace",
     "broadcast_global_variables": "root_rank",
-    "broadcast_object": "obj root_rank",
+    "broadcast_object": "obj root_rank session name process_set",
     "broadcast_object_fn": "root_rank session name process_set",
-    "allgather_object": "obj",
+    "allgather_object": "obj session name process_set",
     "DistributedGradientTape": f"gradtape {_DEVICES} sparse_as_dense {_FACTORS} {_GROUPS}",
     "PartialDistributedGradientTape": "gradtape",
     "DistributedOptimizer": f"optimizer name use_locking {_DEVICES} sparse_as_dense backward_passes_per_step "
@@ -48,7 +49,7 @@ OF_TENSORFLOW = {
     "elastic.TensorFlowKerasState": "model optimizer backend",
 }
 OF_KERAS = {
-    "allreduce": "value name average prescale_factor postscale_factor op",
+    "allreduce": f"value name average {_SCALE} op compression",
     "allgather": "value name",
     "broadcast": "value root_rank name",
     "DistributedOptimizer": f"optimizer name {_DEVICES} sparse_as_dense gradient_predivide_factor op "

@@ -66,7 +66,21 @@ def test_averages_factors_groups_and_compression(world: World) -> None:
         assert hvd.broadcast_object_fn(0)([group.rank]) == [0]
         assert hvd.allgather_object(group.rank) == [0, 1]
         assert (hvd.size_op().numpy(), hvd.rank_op().numpy()) == (2, group.rank)
-        assert hvd.join() in (0, 1)
+        assert hvd.join().numpy() in (0, 1)
+
+    world(2, work)
+
+
+def test_a_tape_tells_local_gradients_from_those_that_were_exchanged(world: World) -> None:
+    def work(group: Group) -> None:
+        own, shared = tf.Variable(1.0), tf.Variable(1.0)
+        with tf.GradientTape() as tape:
+            loss = (own + shared) * (group.rank + 1.0)
+        tape = hvd.DistributedGradientTape(tape, scale_local_gradients=False)
+        tape.register_local_source(own)
+        local, exchanged = tape.get_local_and_global_gradients(loss, [own, shared])
+        assert [(source is own, gradient.numpy()) for source, gradient in local] == [(True, group.rank + 1)]
+        assert [(source is shared, gradient.numpy()) for source, gradient in exchanged] == [(True, 1.5)]
 
     world(2, work)
 
