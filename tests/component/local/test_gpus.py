@@ -56,7 +56,20 @@ def test_a_job_goes_on_with_as_many_workers_as_there_are_gpus(tmp_path: Path) ->
 
 
 def test_fewer_gpus_than_workers_that_are_needed_are_one_sentence(tmp_path: Path) -> None:
-    done = _run(tmp_path, GPUS[:1], "--min-np", "2", "--elastic-timeout", "5", "--device", "cuda")
+    done = _run(tmp_path, GPUS[:1], "--min-np", "2", "--device", "cuda")
+    assert done.returncode == 1
+    assert "this host shows 1 GPUs, for 1 slots, where the job needs 2 workers" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_fewer_gpus_on_hosts_that_come_later_are_named_when_time_is_up(tmp_path: Path) -> None:
+    script = tmp_path / "hosts.sh"
+    script.write_text("#!/bin/sh\necho localhost:2\n")
+    script.chmod(0o755)
+    done = _run(
+        tmp_path, GPUS[:1], "--min-np", "2", "--elastic-timeout", "5", "--device", "cuda",
+        "--host-discovery-script", str(script),
+    )  # fmt: skip
     assert done.returncode == 1
     assert "NotEnoughWorkers: 1 workers came within 5 s and 2 are needed" in done.stderr
     assert "said: device='cuda', and its GPU is taken by another slot of this host" in done.stderr

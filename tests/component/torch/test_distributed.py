@@ -136,7 +136,7 @@ def test_ddp_continues_at_the_step_in_flight_after_a_kill(carrier: str) -> None:
     check_ddp(*run_over(carrier, train_ddp, 3))
 
 
-@pytest.mark.parametrize("device", ACCELERATORS)
+@pytest.mark.parametrize("device", ACCELERATORS, indirect=True)
 def test_ddp_on_a_device_that_all_workers_share_continues_after_a_kill(device: str) -> None:
     modules = ("tests.pretend_device",) if device == "pretend" else ()
     job = Run(train_ddp, (device,), room=3, num_workers=3, device=device, modules=modules)
