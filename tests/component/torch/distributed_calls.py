@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 
 MOVED = ("bool", "uint8", "int16", "int64", "float16", "bfloat16", "float32", "complex64", "float8_e5m2")
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
