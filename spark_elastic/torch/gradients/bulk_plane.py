@@ -22,6 +22,7 @@ from enum import IntEnum
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from elastic_collectives import CollectiveError, Group, MismatchError
@@ -253,18 +254,12 @@ class BulkSums:
                 state = self._poll(self._clock.now() + AGREE_EVERY)
                 told = self._group.allgather(np.array([state, self._signature], np.int32)).reshape(-1, 2)
                 states = told[:, 0].tolist()
-                other = np.flatnonzero(told[:, 1] != told[0, 1]).tolist()
-                if other:
-                    ranks = (0, other[0])
-                    raise MismatchError(
-                        ranks, f"ranks {list(ranks)} called collectives of different kinds, shapes or dtypes"
-                    )
-                if all(each == State.READY for each in states):
+                if all(each == State.READY for each in states) and len(set(told[:, 1].tolist())) == 1:
+                    self._works = []
+                    return
+                shared = self._find_shared_failure(told)
+                if shared is not None:
                     break
-                failed = _list_ranks(states, State.FAILED)
-                if failed:
-                    why = f": {self._error}" if self._error is not None else ""
-                    raise CollectiveError(failed, f"the bulk sums of ranks {list(failed)} failed{why}")
                 # While no rank is complete, the devices may still compute what is to be summed.
                 limit = timeout if State.READY in states else COMPUTE_TIMEOUTS * timeout
                 if self._clock.now() - began > limit:
@@ -275,7 +270,25 @@ class BulkSums:
         except CollectiveError as error:
             self.abandon(str(error))
             raise
+        # All ranks see it, so that none has to hear of it by an abort, whose error would be another one.
+        self._plane.abort()
+        self._plane.wait_aborted()
         self._works = []
+        raise shared
+
+    def _find_shared_failure(self, told: npt.NDArray[np.int32]) -> CollectiveError | None:
+        """What is wrong by what all ranks have told each other: (state, signature) of each."""
+        other = np.flatnonzero(told[:, 1] != told[0, 1]).tolist()
+        if other:
+            ranks = (0, other[0])
+            return MismatchError(
+                ranks, f"ranks {list(ranks)} called collectives of different kinds, shapes or dtypes"
+            )
+        failed = _list_ranks(told[:, 0].tolist(), State.FAILED)
+        if failed:
+            why = f": {self._error}" if self._error is not None else ""
+            return CollectiveError(failed, f"the bulk sums of ranks {list(failed)} failed{why}")
+        return None
 
     def abandon(self, reason: str) -> None:
         """Give up collectives that may not be complete, and the group with them."""
