@@ -9,6 +9,7 @@ from typing import Any
 
 PEERS = {
     "spark_elastic": ("spark_elastic", "#1b7f4d"),
+    "spark_elastic_bitwise": ("spark_elastic, bitwise", "#7fbf7b"),
     "torchrun": ("torchrun", "#d1641b"),
     "ray": ("Ray Train", "#2a6fb0"),
     "torchft": ("torchft", "#8c4f9f"),
@@ -60,8 +61,9 @@ starts them. Their authors are welcome to correct them.
   memory, SGD with momentum, {batch} rows per step over all workers. A worker that is alone takes the whole step
   (torchft: half of it).
 - **spark_elastic**: `ElasticDataLoader`, `DistributedOptimizer` and a commit per step under `spark-elastic-run` with a
-  discovery script, default settings. No Spark is involved.
-- **torchrun**: an agent per host, `--nnodes=1:2`, c10d rendezvous, default timeouts; a checkpoint every
+  discovery script, default settings. No Spark is involved. **bitwise** is the same loop with
+  `determinism="bitwise"` and a virtual share per host: the final weights have the same bits after any faults.
+- **torchrun**: an agent per host, `--nnodes=1:2`, c10d rendezvous on host 0, default timeouts; a checkpoint every
   {checkpoint_steps} steps, and a restart continues at the checkpoint's row. `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`,
   since without it restarted workers dial addresses of the world before.
 - **Ray Train**: a node per host, `num_workers=(1, 2)`, `max_failures=-1`, a reported checkpoint every
@@ -165,14 +167,14 @@ def plot_goodput(record: dict[str, Any], path: Path) -> None:
     for index, (peer, (label, color)) in enumerate(PEERS.items()):
         points = [goodputs(record, peer, plan) for plan in plans]
         heights = [statistics.median(values) if values else 0.0 for values in points]
-        at = [position + (index - 1.5) * width for position in range(len(plans))]
+        at = [position + (index - (len(PEERS) - 1) / 2) * width for position in range(len(plans))]
         axes.bar(at, heights, width * 0.9, label=label, color=color)
         for x, values in zip(at, points, strict=True):
             axes.plot([x] * len(values), values, "k.", markersize=3)
     axes.axhline(1.0, color="#888888", linewidth=0.8)
     axes.set_xticks(range(len(plans)), [PLANS[plan].replace(" and ", "\nand ") for plan in plans], fontsize=7)
     axes.set_ylabel("rows/s over own undisturbed")
-    axes.legend(fontsize=7, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
+    axes.legend(fontsize=7, ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
     _save(figure, path)
 
 

@@ -96,6 +96,7 @@ class SparkElastic(Launcher):
     """`spark-elastic-run`, whose discovery script lists one or two slots of this machine."""
 
     name = "spark_elastic"
+    script = "elastic_loop.py"
 
     def start(self) -> None:
         self._list(HOSTS)
@@ -104,7 +105,7 @@ class SparkElastic(Launcher):
         script.chmod(0o755)
         code = "import sys; from spark_elastic.cli import main; sys.exit(main())"
         command = [self._python, "-c", code, "-np", HOSTS, "--min-np", 1, "--max-np", HOSTS, "--verbose"]
-        command += ["--host-discovery-script", script, "python", PEERS / "elastic_loop.py"]
+        command += ["--host-discovery-script", script, "python", PEERS / self.script]
         path = os.pathsep.join(map(str, (ROOT, ROOT / "python", PEERS)))
         self._run("driver", command, PYTHONPATH=path)
 
@@ -131,6 +132,13 @@ class SparkElastic(Launcher):
         os.replace(self.folder / "hosts.new", self.folder / "hosts")
 
 
+class SparkElasticBitwise(SparkElastic):
+    """The same, with the same bits after any faults."""
+
+    name = "spark_elastic_bitwise"
+    script = "bitwise_loop.py"
+
+
 class Torchrun(Launcher):
     """An agent per host, `--nnodes=1:2`, rendezvous by c10d on host 0."""
 
@@ -139,7 +147,9 @@ class Torchrun(Launcher):
     def add_host(self, host: int) -> None:
         command = [self._python, "-m", "torch.distributed.run", f"--nnodes=1:{HOSTS}", "--nproc-per-node=1"]
         command += ["--max-restarts=100", "--rdzv-id=job", "--rdzv-backend=c10d"]
-        command += ["--rdzv-endpoint=127.0.0.1:29544", "--local-addr=127.0.0.1", PEERS / "torchrun_ddp.py"]
+        command += ["--rdzv-endpoint=127.0.0.1:29544", "--local-addr=127.0.0.1"]
+        # All hosts have this machine's name, so that torchrun would let whoever comes first keep the store.
+        command += [f"--rdzv-conf=is_host={str(host == 0).lower()}", PEERS / "torchrun_ddp.py"]
         # Without it, restarted workers dial the addresses of the world before and the job does not recover.
         self._run(f"host-{host}", command, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
 
@@ -206,7 +216,7 @@ class Torchft(Launcher):
         )
 
 
-LAUNCHERS: dict[str, type[Launcher]] = {made.name: made for made in (SparkElastic, Torchrun, Ray, Torchft)}
+LAUNCHERS: dict[str, type[Launcher]] = {made.name: made for made in (SparkElastic, SparkElasticBitwise, Torchrun, Ray, Torchft)}
 
 
 def kill_tree(pid: int, number: int = signal.SIGKILL) -> None:
