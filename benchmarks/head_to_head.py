@@ -197,10 +197,7 @@ def record(path: Path, runs: list[dict[str, Any]], steps: int, note: str) -> Non
         "name": "head_to_head",
         "machine": machine(),
         "versions": {
-            **dict.fromkeys(
-                ("spark_elastic", "spark_elastic_bitwise"),
-                [f"spark_elastic=={spark_elastic.__version__}", pinned_torch],
-            ),
+            "spark_elastic": [f"spark_elastic=={spark_elastic.__version__}", pinned_torch],
             "torchrun": [pinned_torch],
             **{name: list(pinned) for name, pinned in REQUIREMENTS.items()},
         },

@@ -216,7 +216,9 @@ class Torchft(Launcher):
         )
 
 
-LAUNCHERS: dict[str, type[Launcher]] = {made.name: made for made in (SparkElastic, SparkElasticBitwise, Torchrun, Ray, Torchft)}
+LAUNCHERS: dict[str, type[Launcher]] = {
+    launcher.name: launcher for launcher in (SparkElastic, SparkElasticBitwise, Torchrun, Ray, Torchft)
+}
 
 
 def kill_tree(pid: int, number: int = signal.SIGKILL) -> None:
