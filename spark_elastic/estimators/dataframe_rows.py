@@ -19,9 +19,10 @@ from urllib.parse import unquote
 import numpy as np
 
 from spark_elastic.data.existing_parquet import describe_files, find_data_files
-from spark_elastic.data.footers import DataFile
+from spark_elastic.data.footers import DataFile, Footers
 from spark_elastic.data.lake_tables import read_snapshot
 from spark_elastic.data.manifest import Column, Manifest
+from spark_elastic.data.predicate import Predicate
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators.fit_rows import FileRows, Request, TableRows, choose_group_bytes
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 log = logging.getLogger("spark_elastic")
+
+# What `FileScan.kind` "parquet" is called in messages.
+PLAIN_FILES = "files of Parquet"
 
 
 class DataFrameRows:
@@ -146,7 +150,7 @@ class ScannedRows(FileRows):
         if scan.kind == "parquet":
             columns = list(scan.columns.values())
             files, parts = find_data_files(scan.urls, columns, request.storage_options)
-            kind = "files of Parquet"
+            kind = PLAIN_FILES
         else:
             (url,) = scan.urls
             snapshot = read_snapshot(url, scan.version, request.storage_options)
@@ -175,9 +179,20 @@ class ScannedRows(FileRows):
             columns,
             transformed,
             choose_group_bytes(request),
-            collect=make_footer_collector(self.session),
+            collect=self._collect_footers,
         )
         return replace(found, columns=tuple(map(self._convert, found.columns))), None
+
+    def _collect_footers(
+        self, store: Store, parts: Sequence[DataFile], columns: Sequence[str], where: Predicate | None = None
+    ) -> Footers:
+        """Raises NoFileScan for a column of plain files whose paths tell of it, too: Spark takes the path's value."""
+        found = make_footer_collector(self.session)(store, parts, columns, where)
+        for name in columns if self._kind == PLAIN_FILES else ():
+            in_files = any(schema.find_type(name) is not None for schema in found.schemas)
+            if in_files and any(name in part.constants for part in parts):
+                raise NoFileScan(f"column {name!r} is in the files and in their paths, too")
+        return found
 
     def _convert(self, column: Column) -> Column:
         """The column in the DataFrame's type. Raises NoFileScan if reading does not give that."""

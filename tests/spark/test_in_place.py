@@ -118,6 +118,19 @@ def test_p1_p2_a_fit_in_place_loses_an_executor_while_a_file_is_added(
         est.fit(read(spark, folder).where("y > 0"))
 
 
+def test_a_column_that_is_in_the_files_and_in_their_paths_is_written_as_spark_reads_it(
+    spark: SparkSession, folder: Path, tmp_path: Path
+) -> None:
+    partition = tmp_path / "partitioned" / "price=3"
+    partition.parent.mkdir()
+    folder.rename(partition)
+    df = read(spark, partition.parent)
+    assert df.select("y").distinct().collect() == [(3,)]
+    est = estimator(tmp_path / "store", epochs=1, row_order="table", materialize="never")
+    with pytest.raises(InvalidInput, match="column 'y' is in the files and in their paths, too"):
+        est.fit(df)
+
+
 class Overwrites(logging.Handler):
     """Writes other rows to a file once the log says that a fit reads it where it is."""
 
