@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -41,6 +42,8 @@ from spark_elastic.worker.program import Program, compute_fingerprint, format_tr
 from spark_elastic.worker.stack_sampler import StackSampler, WaitRecordingClient
 
 PR_SET_PDEATHSIG = 1
+_HOST_POLL = 10  # milliseconds between two looks at the executor's JVM; a look takes 0.02 ms
+_PF_EXITING = 0x4  # the kernel's flag of a thread that has begun to exit
 
 
 @dataclass(frozen=True)
@@ -204,10 +207,11 @@ def _exit_with_slot(pipe: int) -> None:
 
 
 def exit_with_process(pid: int) -> None:
-    """Wait for the end of that process, the executor's JVM; then end this one, its connections first.
+    """Wait until that process ends, the executor's JVM; then end this one, its connections first.
 
     Without this, peers would hear of the executor's end only after Spark's Python daemon, the slot task and then this
-    process had ended one after the other, each after the kernel has freed its memory.
+    process had ended one after the other, each after the kernel has freed its memory. For the JVM's memory the kernel
+    takes 0.1 s, and reports its end only then; so this looks whether its threads have begun to exit.
     """
     try:
         process = os.pidfd_open(pid)
@@ -215,9 +219,32 @@ def exit_with_process(pid: int) -> None:
         return  # Linux before 5.3: the kernel ends this process with its slot
     waiter = select.poll()
     waiter.register(process, select.POLLIN)
-    waiter.poll()
+    while not waiter.poll(_HOST_POLL) and not is_exiting(pid):
+        pass
     shut_down_connections()
     os._exit(1)
+
+
+def is_exiting(pid: int) -> bool:
+    """Whether all threads of a process exit or have exited, as after SIGKILL."""
+    try:
+        if not _is_thread_exiting(f"/proc/{pid}/stat"):  # of its first thread
+            return False
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return False  # not shown to this process, or gone
+    for thread in threads:
+        with suppress(OSError):  # this one is gone
+            if not _is_thread_exiting(f"/proc/{pid}/task/{thread}/stat"):
+                return False
+    return True
+
+
+def _is_thread_exiting(path: str) -> bool:
+    with open(path, "rb") as file:
+        state = file.read()
+    flags = state[state.rindex(b")") :].split()[7]  # the name before may have any characters
+    return bool(int(flags) & _PF_EXITING)
 
 
 def shut_down_connections() -> None:

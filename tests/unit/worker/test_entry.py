@@ -11,7 +11,8 @@ import pytest
 
 from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
 from spark_elastic.protocol.types import SlotId
-from spark_elastic.worker.entry import ChildFds, Header
+from spark_elastic.worker.entry import ChildFds, Header, is_exiting
+from tests.patience import until
 
 
 @pytest.mark.parametrize("span", [None, (7000, 7010)])
@@ -62,6 +63,24 @@ entry.exit_with_process(int(sys.argv[1]))
                 worker.wait(1)
             host.kill()
             assert worker.communicate(timeout=30)[0] == "1 b''\n"
+
+
+def test_a_process_exits_once_all_of_its_threads_do() -> None:
+    program = """
+import ctypes, threading, time
+threading.Thread(target=time.sleep, args=(60,)).start()
+print("ready", flush=True)
+ctypes.PyDLL(None).pthread_exit(None)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        stat = Path(f"/proc/{process.pid}/stat")
+        until(lambda: b") Z " in stat.read_bytes())  # its first thread has ended
+        assert not is_exiting(process.pid)
+        process.kill()
+        until(lambda: is_exiting(process.pid))
+    assert not is_exiting(process.pid)
 
 
 SCRIPT = """
