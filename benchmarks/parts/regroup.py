@@ -12,7 +12,7 @@ import signal
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,10 @@ class StepUntilStopped:
 
 
 class RegroupTrial(threading.Thread):
-    """Plays its acts one after the other, each in a world of all workers, then ends the job."""
+    """Plays its acts one after the other, each in a world of all workers, then ends the job.
+
+    It runs beside the driver and shares the interpreter with it, so it reads each line of the workers once.
+    """
 
     def __init__(self, folder: Path, size: int, acts: list[Callable[[RegroupTrial], float]]) -> None:
         super().__init__(daemon=True)
@@ -91,6 +94,9 @@ class RegroupTrial(threading.Thread):
         self.post: Post = lambda event: None
         self.done: list[tuple[float, int]] = []  # when an act was done, and in which generation
         self.failed: BaseException | None = None
+        self._lines: list[Line] = []  # of all processes, as far as they were read
+        self._read: dict[Path, int] = {}  # bytes of each file that are among these
+        self._applied: dict[tuple[int, int], int] = {}  # (generation, process id) -> steps
 
     def run(self) -> None:
         try:
@@ -107,23 +113,28 @@ class RegroupTrial(threading.Thread):
     def members(self) -> list[int]:
         """Process ids of the newest generation."""
         newest, _ = self._newest()
-        return sorted({line["pid"] for line in self.lines() if line["generation"] == newest})
+        return sorted(pid for generation, pid in self._applied if generation == newest)
 
-    def lines(self) -> Iterator[Line]:
+    def lines(self) -> list[Line]:
+        """All complete lines of all processes."""
         for path in self.folder.glob("*.lines"):
-            for text in path.read_text().splitlines():
-                if text.endswith("}"):
-                    yield json.loads(text)
+            with path.open("rb") as file:
+                file.seek(self._read.get(path, 0))
+                whole, newline, _ = file.read().rpartition(b"\n")
+            self._read[path] = self._read.get(path, 0) + len(whole) + len(newline)
+            for line in map(json.loads, whole.splitlines()):
+                self._lines.append(line)
+                key = line["generation"], line["pid"]
+                self._applied[key] = self._applied.get(key, 0) + (line["event"] == "applied")
+        return self._lines
 
     def start_discovery(self, post: Post) -> None:
         self.post = post
 
     def _newest(self) -> tuple[int, int]:
         """Generation and how many of its members took three steps in it."""
-        steps: dict[tuple[int, int], int] = {}
-        for line in self.lines():
-            key = line["generation"], line["pid"]
-            steps[key] = steps.get(key, 0) + (line["event"] == "applied")
+        self.lines()
+        steps = self._applied
         newest = max((generation for generation, _ in steps), default=0)
         return newest, sum(count >= 3 for (generation, _), count in steps.items() if generation == newest)
 
