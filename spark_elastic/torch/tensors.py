@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 
 from elastic_collectives.group import Array
@@ -63,6 +64,43 @@ class _GpuWarning:
 def warn_about_gpus() -> None:
     """Warn once per process that tensors on GPUs are exchanged through the host."""
     get_process_context().get_or_create(_GpuWarning)
+
+
+# An integer of the same size stands for a dtype that numpy lacks.
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@cache
+def _find_numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    empty = torch.empty(0, dtype=dtype)
+    try:
+        return empty.numpy().dtype
+    except TypeError:
+        return empty.view(_SAME_SIZE[empty.element_size()]).numpy().dtype
+
+
+class _Memory:
+    """The memory of a tensor, for numpy."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor  # which keeps the memory
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": tuple(tensor.shape),
+            "typestr": _find_numpy_dtype(tensor.dtype).str,
+            "data": (tensor.data_ptr(), False),
+        }
+
+
+def view_memory(tensor: torch.Tensor) -> Array:
+    """Return the memory of a contiguous tensor on the CPU; dtypes that numpy lacks as integers of their size.
+
+    `Tensor.numpy` would do nearly the same, but a storage that it has shown to numpy cannot be resized any more, as
+    FullyShardedDataParallel does with its own.
+    """
+    if not tensor.numel():
+        return np.empty(tuple(tensor.shape), _find_numpy_dtype(tensor.dtype))
+    return np.asarray(_Memory(tensor))
 
 
 def array_of(tensor: torch.Tensor) -> Array:

@@ -41,12 +41,20 @@ class CollectiveThread:
         self._lock = threading.Lock()  # owns _thread, _last and the order of _work
         self._thread: threading.Thread | None = None
         self._last: Future[Any] | None = None
+        self._runner = 0  # identifies the thread that runs a piece of work; 0: none does
         self._pid = os.getpid()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Run `work` after everything submitted before; the future has its result or exception."""
+        """Run `work` after everything submitted before; the future has its result or exception.
+
+        What a callback of a future submits, in the thread that completed this one, runs at once: the callback may wait
+        for it, as some of DDP's communication hooks do.
+        """
         future: Future[T] = Future()
         refuse_forks(self._pid)
+        if self._runner == threading.get_ident():
+            _complete(future, work)
+            return future
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(
@@ -68,7 +76,8 @@ class CollectiveThread:
 
     def run(self, work: Callable[[], T]) -> T:
         """Run `work` in the calling thread after everything submitted. No other thread may submit meanwhile."""
-        self.drain()
+        if self._runner != threading.get_ident():
+            self.drain()
         return work()
 
     def drain(self) -> None:
@@ -98,14 +107,21 @@ class CollectiveThread:
 
         wait: until no other thread runs one.
         """
+        if self._runner == threading.get_ident():  # a callback of a future waits for later work
+            if not self._work:
+                return False
+            self._work.popleft()()
+            return True
         if not self._run_lock.acquire(blocking=wait):
             return False
         try:
             if not self._work:
                 return False
+            self._runner = threading.get_ident()
             self._work.popleft()()
             return True
         finally:
+            self._runner = 0
             self._run_lock.release()
 
 

@@ -19,7 +19,7 @@ from elastic_collectives import Group
 from elastic_collectives.group import Array
 from elastic_collectives.operands import DTYPES
 from spark_elastic.errors import InvalidInput
-from spark_elastic.torch.tensors import get_dtype_name
+from spark_elastic.torch.tensors import get_dtype_name, view_memory
 
 # torch's name of a reduction -> the engine's.
 ENGINE_OPS = {
@@ -32,8 +32,6 @@ ENGINE_OPS = {
 }
 # Those that the engine lacks: numpy reduces what all ranks gathered.
 BITWISE_OPS = {"BAND": np.bitwise_and, "BOR": np.bitwise_or, "BXOR": np.bitwise_xor}
-# An integer of the same size stands for a dtype that numpy lacks.
-SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Operand:
@@ -53,6 +51,8 @@ class Operand:
                 f"this collective takes dense tensors and got {tensor.layout}: only all_reduce takes sparse ones."
             )
         self._tensor = tensor.detach()
+        # Whether the elements are pairs of real and imaginary parts.
+        self.is_complex = tensor.is_complex()
         dense = self._tensor.resolve_conj().resolve_neg()
         if dense.is_complex():
             dense = torch.view_as_real(dense)
@@ -66,11 +66,7 @@ class Operand:
     @property
     def array(self) -> Array:
         """The elements for a collective that moves them."""
-        try:
-            found: Array = self.flat.numpy()
-        except TypeError:
-            found = self.flat.view(SAME_SIZE[self.flat.element_size()]).numpy()
-        return found
+        return view_memory(self.flat)
 
     @property
     def numbers(self) -> Array:
@@ -130,6 +126,10 @@ class Reduction:
             raise InvalidInput(
                 f"tensors of {operand.dtype} cannot be reduced: convert them to torch.float32 first."
             )
+        if operand.is_complex and self.name not in ("SUM", "AVG", "PREMUL_SUM"):
+            raise InvalidInput(
+                f"ReduceOp.{self.name} takes no complex numbers: use SUM or AVG, or gather the tensors."
+            )
         if self.name in BITWISE_OPS and operand.dtype.is_floating_point:
             raise InvalidInput(f"ReduceOp.{self.name} takes integers and bool; got {operand.dtype}.")
         if dtype == "bool" and self.name in ("AVG", "PREMUL_SUM"):
@@ -144,11 +144,14 @@ class Reduction:
                 BITWISE_OPS[self.name].reduce(group.allgather(operand.array), axis=0, out=operand.array)
             return
         self._multiply(operands)
-        arrays, dtype = [operand.numbers for operand in operands], self._dtype(operands[0])
-        if len(arrays) == 1:
-            group.allreduce(arrays[0], ENGINE_OPS[self.name], dtype=dtype, scale=self._scale)
-        else:
-            group.grouped_allreduce(arrays, ENGINE_OPS[self.name], dtype=dtype, scale=self._scale)
+        by_dtype: dict[str | None, list[Array]] = {}  # the engine sums arrays of one dtype together
+        for operand in operands:
+            by_dtype.setdefault(self._dtype(operand), []).append(operand.numbers)
+        for dtype, arrays in by_dtype.items():
+            if len(arrays) == 1:
+                group.allreduce(arrays[0], ENGINE_OPS[self.name], dtype=dtype, scale=self._scale)
+            else:
+                group.grouped_allreduce(arrays, ENGINE_OPS[self.name], dtype=dtype, scale=self._scale)
 
     def reducescatter(self, group: Group, operand: Operand, out: Operand) -> None:
         """Reduce equal parts of the operand, one for each rank; `out` receives this rank's."""
@@ -183,4 +186,6 @@ class Reduction:
 def concatenate(tensors: Sequence[torch.Tensor]) -> tuple[Operand, list[int]]:
     """The elements of all tensors in a row, and how many each of them has."""
     parts = [Operand(tensor).flat for tensor in tensors]
-    return Operand(torch.cat(parts)), [part.numel() for part in parts]
+    whole = Operand(torch.cat(parts))
+    whole.is_complex = any(tensor.is_complex() for tensor in tensors)
+    return whole, [part.numel() for part in parts]

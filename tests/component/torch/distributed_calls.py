@@ -225,6 +225,8 @@ def compare() -> dict[str, Any]:
                 expected = _reduce(reduction, dtype, op, rank, size)
                 found[f"{reduction.__name__} {dtype} {op}"] = ours, expected
     found["ddp over elastic"], found["ddp over gloo"] = train_wrapped(None), train_wrapped(gloo)
+    if VERSION >= (2, 7):
+        found["first fsdp over elastic"] = train_first_fsdp()
     if hasattr(torch.distributed.fsdp, "fully_shard") and not torch.__version__.startswith(
         "2.6."
     ):  # not on CPUs
@@ -267,6 +269,20 @@ def train_wrapped(group: Group, shard: bool = False, steps: int = 3) -> list[flo
     return flatten(model)
 
 
+def train_first_fsdp(steps: int = 3) -> list[float]:
+    """The same under FullyShardedDataParallel, the first FSDP, which resizes the memory that it exchanges."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = FullyShardedDataParallel(build_model(), device_id=torch.device("cpu"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(batch(step)[dist.get_rank() :: dist.get_world_size()]).square().mean().backward()
+        optimizer.step()
+    with FullyShardedDataParallel.summon_full_params(model):
+        return flatten(model)
+
+
 def try_other_calls(found: dict[str, Any], rank: int, size: int) -> None:
     import torch.distributed._functional_collectives as functional
     from torch.distributed.device_mesh import init_device_mesh
@@ -281,6 +297,11 @@ def try_other_calls(found: dict[str, Any], rank: int, size: int) -> None:
     dist.all_reduce(number, dist._make_nccl_premul_sum(0.5))
     found["premultiplied"] = number.item()
     found["functional"] = functional.all_reduce(torch.full((1,), float(rank)), "sum", dist.group.WORLD).item()
+    mixed = [torch.full((3,), rank + 0.5, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+    sums = functional.all_reduce_coalesced(mixed, "sum", dist.group.WORLD)
+    found["of two dtypes"] = [part.float().tolist() for part in sums]
+    future = dist.all_reduce(torch.full((1,), float(rank)), async_op=True).get_future()
+    found["in a callback"] = future.then(reduce_again).wait().item()
     mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("rows", "columns"))
     sums = [torch.full((1,), float(rank)) for _ in range(2)]
     for number, name in zip(sums, ("rows", "columns"), strict=True):
@@ -303,6 +324,13 @@ def try_other_calls(found: dict[str, Any], rank: int, size: int) -> None:
     dist.barrier()
 
 
+def reduce_again(future: Any) -> torch.Tensor:
+    """A callback that waits for a collective of its own, as torch's PowerSGD hook does."""
+    (total,) = future.value()
+    again: torch.Tensor = dist.all_reduce(total.clone(), async_op=True).get_future().wait()[0]
+    return again
+
+
 def make_mistakes(found: dict[str, Any], rank: int) -> None:
     groups = [dist.new_group() for _ in range(3)]
     found["another size"] = attempt(lambda: dist.all_reduce(torch.ones(rank + 1), group=groups[0]))
@@ -316,6 +344,8 @@ def make_mistakes(found: dict[str, Any], rank: int) -> None:
     found["an ended group"] = attempt(lambda: ended.allreduce([torch.ones(1)]))
     ones = torch.ones(1)
     found["bool average"] = attempt(lambda: dist.all_reduce(ones.bool(), dist.ReduceOp.AVG))
+    pairs = torch.ones(2, dtype=torch.complex64)
+    found["complex product"] = attempt(lambda: dist.reduce(pairs, 0, dist.ReduceOp.PRODUCT))
     found["too few tensors"] = attempt(lambda: dist.all_gather([torch.ones(1)], ones))
     found["a shorter tensor"] = attempt(lambda: dist.all_gather([torch.ones(6)] * 3, ones))
     found["a tensor elsewhere"] = attempt(lambda: dist.all_reduce(torch.ones(1, device="meta")))

@@ -69,7 +69,7 @@ def test_ddp_and_fsdp_train_as_over_gloo(results: list[Any]) -> None:
     for of_rank in results:
         weights = of_rank["ddp over elastic"]
         assert weights == results[0]["ddp over elastic"]
-        for other in {"ddp over gloo", "fsdp over elastic"} & of_rank.keys():
+        for other in {"ddp over gloo", "fsdp over elastic", "first fsdp over elastic"} & of_rank.keys():
             torch.testing.assert_close(
                 torch.tensor(of_rank[other]), torch.tensor(weights), rtol=0, atol=1e-12
             )
@@ -81,6 +81,8 @@ def test_other_calls_of_torch_distributed_agree_with_gloo(results: list[Any]) ->
         assert of_rank["sparse"] == [6.0, 0.0, 6.0]
         assert of_rank["premultiplied"] == 3.0
         assert of_rank["functional"] == 3.0
+        assert of_rank["of two dtypes"] == [[4.5] * 3] * 2
+        assert of_rank["in a callback"] == 9.0
         assert of_rank["mesh"] == [3.0, float(rank)]
         assert of_rank["pair"] == (None if rank == 1 else 2.0)
         assert of_rank["backend names"] == ("undefined", "gloo", "gloo")
@@ -97,6 +99,7 @@ def test_other_calls_of_torch_distributed_agree_with_gloo(results: list[Any]) ->
             r"InvalidInput: this process group has ended.*call init_process_group in each world",
         ),
         ("bool average", r"InvalidInput: ReduceOp.AVG takes no bool: convert"),
+        ("complex product", r"InvalidInput: ReduceOp.PRODUCT takes no complex numbers"),
         ("too few tensors", r"InvalidInput: all_gather takes a tensor for each of 3 ranks; got 1"),
         ("a shorter tensor", r"InvalidInput: all_gather puts 1 elements into this rank's tensor .* has 6"),
         (
