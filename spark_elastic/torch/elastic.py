@@ -33,7 +33,7 @@ from spark_elastic.state.handlers import (
 from spark_elastic.state.snapshot import Bytes, Extent, SnapshotBuilder
 from spark_elastic.state.state import State
 from spark_elastic.torch.data_loader import DataLoaderStateHandler, ElasticDataLoader
-from spark_elastic.torch.optimizer import has_unapplied
+from spark_elastic.torch.optimizer import has_unapplied, is_distributed, mark_applied
 from spark_elastic.worker.context import get_process_context
 from spark_elastic.worker.notification import WorkerNotificationManager, notification_manager
 from spark_elastic.worker.session import ObjectState, get_session
@@ -109,14 +109,23 @@ class TorchState(ObjectState):
         self._hooked: set[int] = set()
         given = {"model": model, "optimizer": optimizer}
         super().__init__(**{name: value for name, value in given.items() if value is not None}, **values)
+        self._watch_optimizers()
 
     @property
     def registry(self) -> Registry:  # type: ignore[override] # looked up when the state is made
         return get_handler_registry()
 
     def in_mid_step(self) -> bool:
-        """Whether there are gradients that no optimizer step has applied."""
-        found = any(has_unapplied(optimizer) for optimizer in self._optimizers())
+        """Whether there are gradients that no optimizer step has applied.
+
+        Where several optimizers take turns, the backward pass of one may leave gradients to another's parameters: so
+        with plain optimizers a step is under way only if all of them have such gradients.
+        """
+        optimizers = self._watch_optimizers()
+        plain = [optimizer for optimizer in optimizers if not is_distributed(optimizer)]
+        found = any(has_unapplied(optimizer) for optimizer in optimizers if is_distributed(optimizer)) or (
+            bool(plain) and all(has_unapplied(optimizer) for optimizer in plain)
+        )
         if found:
             _warn_unapplied_gradients()
         return found
@@ -129,14 +138,22 @@ class TorchState(ObjectState):
         values = [handler.value for handler in self._handlers.values()]
         return [value for value in values if isinstance(value, torch.optim.Optimizer)]
 
-    def _defer(self) -> None:
-        """Let the parameters that an optimizer of this state trains be copied in the background: only its `step`, which
-        waits for the copy, changes them (R20, copies)."""
+    def _watch_optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers, whose steps wait for copies in the background and mark the gradients that they apply."""
         optimizers = self._optimizers()
         for optimizer in optimizers:
             if id(optimizer) not in self._hooked:
                 optimizer.register_step_pre_hook(lambda *step: self._snapshots.wait())
+                if not is_distributed(optimizer):
+                    mark_applied(optimizer)
+                    optimizer.register_step_post_hook(lambda optimizer, *step: mark_applied(optimizer))
                 self._hooked.add(id(optimizer))
+        return optimizers
+
+    def _defer(self) -> None:
+        """Let the parameters that an optimizer of this state trains be copied in the background: only its `step`, which
+        waits for the copy, changes them (R20, copies)."""
+        optimizers = self._watch_optimizers()
         trained = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
         for handler in self._handlers.values():
             if isinstance(handler, ModelStateHandler):
@@ -158,6 +175,11 @@ class _Frozen(NamedTuple):
     place: Extent  # its bytes in the memory of the snapshot
     dtype: torch.dtype
     shape: tuple[int, ...]
+    on_host: bool  # False: it was on the device that the process trains on
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, place: Extent) -> _Frozen:
+        return cls(place, tensor.dtype, tuple(tensor.shape), tensor.device.type == "cpu")
 
 
 class _Views:
@@ -165,15 +187,20 @@ class _Views:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[torch.Tensor, int, Bytes, Callable[[], int]]] = {}
+        self._former = self._known
+
+    def begin(self) -> None:
+        """A capture begins; only tensors of this and of the former one stay known."""
+        self._former, self._known = self._known, {}
 
     def put(self, builder: SnapshotBuilder, tensor: torch.Tensor, *, later: bool) -> Extent:
-        known = self._known.get(id(tensor))
+        known = self._former.get(id(tensor)) or self._known.get(id(tensor))
         if known is None or known[0] is not tensor or known[1] != tensor.data_ptr():
             memory, shared = _bytes_of(tensor)
             if not shared:
                 return builder.add(memory)
             known = tensor, tensor.data_ptr(), memory, lambda: tensor._version
-            self._known[id(tensor)] = known
+        self._known[id(tensor)] = known
         return builder.add(known[2], known[3] if later else None)
 
 
@@ -197,11 +224,11 @@ class ModelStateHandler(SnapshotHandler):
 
     def capture(self, builder: SnapshotBuilder) -> Any:
         put, trained = self._views.put, self.trained
+        self._views.begin()
         return {
             "parameters": {n: put(builder, p, later=id(p) in trained) for n, p in self.parameters()},
             "buffers": {
-                n: _Frozen(put(builder, b, later=False), b.dtype, tuple(b.shape))
-                for n, b in self.value.named_buffers()
+                n: _Frozen.of(b, put(builder, b, later=False)) for n, b in self.value.named_buffers()
             },
             "extra": {name: copy.deepcopy(module.get_extra_state()) for name, module in self._extra},
         }
@@ -212,13 +239,16 @@ class ModelStateHandler(SnapshotHandler):
         with torch.no_grad():
             for name, place in values["parameters"].items():
                 target = parameters[name]
-                target.copy_(_tensor(_Frozen(place, target.dtype, tuple(target.shape)), memory))
+                target.copy_(_tensor(_Frozen.of(target, place), memory))
             for name, frozen in values["buffers"].items():
                 if name in buffers and buffers[name].shape == frozen.shape:
                     buffers[name].copy_(_tensor(frozen, memory))
                 else:
                     owner, _, own = name.rpartition(".")
-                    self.value.get_submodule(owner)._buffers[own] = _tensor(frozen, memory).clone()
+                    tensors = (*parameters.values(), *buffers.values())
+                    self.value.get_submodule(owner)._buffers[own] = _thaw(
+                        frozen, None, memory, _find_device(tensors)
+                    )
         for name, module in self._extra:
             module.set_extra_state(copy.deepcopy(values["extra"][name]))
 
@@ -228,33 +258,57 @@ class ModelStateHandler(SnapshotHandler):
 
 
 class OptimizerStateHandler(SnapshotHandler):
-    """Settings and state of an optimizer."""
+    """Settings and state of an optimizer; what `state_dict` returns, if its class has one of its own."""
 
     def __init__(self, value: torch.optim.Optimizer) -> None:
         super().__init__(value)
         self._views = _Views()
 
+    @property
+    def has_own_format(self) -> bool:
+        """Whether the optimizer's class has a `state_dict` or `load_state_dict` of its own."""
+        kind = type(self.value)
+        return any(
+            not method.__module__.startswith(("torch.", "accelerate."))
+            for method in (kind.state_dict, kind.load_state_dict)
+        )
+
     def capture(self, builder: SnapshotBuilder) -> Any:
+        self._views.begin()
+        if self.has_own_format:
+            return self._freeze(self.value.state_dict(), builder, later=False)
         groups = self.value.param_groups
         settings = [
             {k: self._freeze(v, builder, later=False) for k, v in g.items() if k != "params"} for g in groups
         ]
         state = self.value.state
-        return settings, [
-            self._freeze(state.get(p), builder, later=True) for g in groups for p in g["params"]
-        ]
+        others = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
+        return (
+            settings,
+            [self._freeze(state.get(p), builder, later=True) for g in groups for p in g["params"]],
+            self._freeze(others, builder, later=False),
+        )
 
     def load(self, values: Any, memory: Bytes) -> None:
-        settings, states = values
+        parameters = [p for group in self.value.param_groups for p in group["params"]]
+        device = _find_device(parameters)
+        if self.has_own_format:
+            self.value.load_state_dict(_thaw(values, None, memory, device))
+            return
+        settings, states, others = values
         for group, saved in zip(self.value.param_groups, settings, strict=True):
             for key, value in saved.items():
-                group[key] = _thaw(value, group.get(key), memory)
-        parameters = [p for group in self.value.param_groups for p in group["params"]]
+                group[key] = _thaw(value, group.get(key), memory, device)
+        state = self.value.state
         for parameter, saved in zip(parameters, states, strict=True):
             if saved is None:
-                self.value.state.pop(parameter, None)
+                state.pop(parameter, None)
             else:
-                self.value.state[parameter] = _thaw(saved, self.value.state.get(parameter), memory)
+                state[parameter] = _thaw(saved, state.get(parameter), memory, parameter.device)
+        for key in [key for key in state if not isinstance(key, torch.Tensor) and key not in others]:
+            del state[key]
+        for key, saved in others.items():
+            state[key] = _thaw(saved, state.get(key), memory, device)
 
     def reset(self) -> None:
         """Drop the gradients of the former world."""
@@ -262,7 +316,7 @@ class OptimizerStateHandler(SnapshotHandler):
 
     def _freeze(self, value: Any, builder: SnapshotBuilder, *, later: bool) -> Any:
         if isinstance(value, torch.Tensor):
-            return _Frozen(self._views.put(builder, value, later=later), value.dtype, tuple(value.shape))
+            return _Frozen.of(value, self._views.put(builder, value, later=later))
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, dict):
@@ -272,19 +326,28 @@ class OptimizerStateHandler(SnapshotHandler):
         return copy.deepcopy(value)
 
 
-def _thaw(saved: Any, live: Any, memory: Bytes) -> Any:
-    """Return the value that was frozen, in the live tensor if shape and dtype fit."""
+def _find_device(tensors: Iterable[torch.Tensor]) -> torch.device:
+    """Where they are that are not on the host."""
+    return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
+
+
+def _thaw(saved: Any, live: Any, memory: Bytes, device: torch.device) -> Any:
+    """Return the value that was frozen, in the live tensor if shape and dtype fit.
+
+    Args:
+        device: for tensors that were not on the host.
+    """
     if isinstance(saved, _Frozen):
         arrived = _tensor(saved, memory)
         if isinstance(live, torch.Tensor) and live.shape == arrived.shape and live.dtype == arrived.dtype:
             with torch.no_grad():
                 return live.copy_(arrived)
-        return arrived.clone()
+        return arrived.clone() if saved.on_host else arrived.to(device)
     if isinstance(saved, dict):
         known = live if isinstance(live, dict) else {}
-        return {key: _thaw(item, known.get(key), memory) for key, item in saved.items()}
+        return {key: _thaw(item, known.get(key), memory, device) for key, item in saved.items()}
     if type(saved) in (list, tuple):
-        return type(saved)(_thaw(item, None, memory) for item in saved)
+        return type(saved)(_thaw(item, None, memory, device) for item in saved)
     return copy.deepcopy(saved)
 
 
@@ -298,7 +361,7 @@ def _tensor(frozen: _Frozen, memory: Bytes) -> torch.Tensor:
 
 def _bytes_of(tensor: torch.Tensor) -> tuple[Bytes, bool]:
     """Return (its bytes, whether they are the tensor's own memory and not a copy)."""
-    dense = tensor.detach().cpu().contiguous().reshape(-1)
+    dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     if not dense.numel():
         return np.empty(0, np.uint8), False
     return dense.view(torch.uint8).numpy(), dense.data_ptr() == tensor.data_ptr()

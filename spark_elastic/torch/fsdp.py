@@ -147,6 +147,8 @@ class DividedModelHandler(ModelStateHandler, DividedHandler):
 class DividedOptimizerHandler(OptimizerStateHandler, DividedHandler):
     """An optimizer of divided parameters, whose state is divided as they are; other optimizers as well."""
 
+    has_own_format = False
+
     def load(self, values: Any, memory: Bytes) -> None:
         super().load(values, memory)
         for group in self.value.param_groups:

@@ -402,11 +402,44 @@ class _Distributed(DistributedBase):
         sync.is_synchronized = False
 
 
+def is_distributed(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it knows which gradients its steps have applied."""
+    return isinstance(optimizer, _Distributed)
+
+
+def mark_applied(optimizer: torch.optim.Optimizer) -> None:
+    """Note that a step of a plain optimizer has applied the gradients that are there, as they are now."""
+    for gradient in _list_gradients(optimizer):
+        gradient._applied_version = gradient._version  # type: ignore[attr-defined]
+
+
 def has_unapplied(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a `DistributedOptimizer` has gradients that its newest step has not applied."""
-    return isinstance(optimizer, _Distributed) and (
-        optimizer._sync.has_unsynced_gradients or optimizer._sync.is_synchronized
+    """Whether an optimizer has gradients that its newest step has not applied; a plain one if `mark_applied` was called
+    after each step."""
+    if isinstance(optimizer, _Distributed):
+        return optimizer._sync.has_unsynced_gradients or optimizer._sync.is_synchronized
+    changed = (
+        gradient
+        for gradient in _list_gradients(optimizer)
+        if getattr(gradient, "_applied_version", None) != gradient._version
     )
+    return any(_has_values(gradient) for gradient in changed)  # `zero_grad` may leave zeros
+
+
+def _list_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [
+        parameter.grad
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None
+    ]
+
+
+def _has_values(gradient: torch.Tensor) -> bool:
+    own: Any = gradient
+    if hasattr(own, "to_local"):  # of a DTensor, whose own `any` would be a collective
+        own = own.to_local()
+    return bool((own._values() if own.is_sparse else own).any())
 
 
 def _rebind_step(optimizer: Any) -> None:

@@ -25,6 +25,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import INITIAL_VERSION
 from spark_elastic.torch.devices import DeviceCopier, select_device
 from spark_elastic.torch.distributed.process_group import ElasticProcessGroup
+from spark_elastic.torch.elastic import OptimizerStateHandler
 from spark_elastic.torch.generators import seeded_rng
 from spark_elastic.torch.train.forward import rng_state, set_rng_state
 from spark_elastic.torch.train.trainer import TorchTrainProgram
@@ -359,6 +360,27 @@ def test_generators_of_the_device_are_put_back(device: torch.device) -> None:
     with seeded_rng(1, 2):
         assert torch.rand(3, device=device).tolist() == seeded
     assert seeded not in (drawn, following)
+
+
+def test_an_optimizers_state_arrives_at_a_newcomer_where_it_was(device: torch.device) -> None:
+    def make() -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
+        model = torch.nn.Linear(4, 1).to(device)
+        optimizer = adam(model.parameters())
+        return model, optimizer, OptimizerStateHandler(optimizer)
+
+    model, optimizer, handler = make()
+    model(torch.ones(2, 4, device=device)).sum().backward()
+    optimizer.step()
+    handler.save()
+    snapshot = handler._snapshots.newest()
+    assert snapshot is not None
+    other, newcomer, its_handler = make()
+    its_handler.load(snapshot.values, snapshot.memory)
+    for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        for name, value in optimizer.state[theirs].items():
+            assert newcomer.state[mine][name].device == value.device, name
+            assert torch.equal(newcomer.state[mine][name].cpu(), value.cpu()), name
+    newcomer.step()
 
 
 def test_collectives_of_torch_distributed(device: torch.device) -> None:

@@ -173,6 +173,62 @@ def test_layouts_and_dtypes_survive() -> None:
     assert model.weight.is_contiguous(memory_format=torch.channels_last)
 
 
+def test_a_buffer_that_each_step_replaces_is_saved_and_the_former_one_forgotten() -> None:
+    model = torch.nn.Linear(1, 1)
+    handler = ModelStateHandler(model)
+    for number in range(5):
+        model.register_buffer("phase", torch.full((2,), complex(number, 1.0)).conj())
+        handler.save()
+    assert torch.equal(model.phase, torch.full((2,), complex(4, -1.0)))
+    model.phase = torch.zeros(2, dtype=torch.complex64)
+    handler.restore()
+    assert torch.equal(model.phase, torch.full((2,), complex(4, -1.0)))
+    assert len(handler._views._known) < 5
+
+
+class CountingSgd(torch.optim.SGD):
+    """Its state has a number that belongs to no parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["count"] = self.state.get("count", 0) + 1  # type: ignore[index]
+        return super().step(closure)
+
+
+class OwnFormatSgd(torch.optim.SGD):
+    """Its `state_dict` has an entry of its own."""
+
+    count = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        return super().step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        given = dict(state_dict)
+        self.count = given.pop("count")
+        super().load_state_dict(given)
+
+
+@pytest.mark.parametrize("kind", [CountingSgd, OwnFormatSgd])
+@pytest.mark.parametrize("distributed", [False, True])
+def test_all_of_an_optimizers_state_is_restored(kind: Any, distributed: bool) -> None:
+    model = net()
+    optimizer = kind(model.parameters(), lr=0.1, momentum=0.9)
+    if distributed:
+        optimizer = hvd.DistributedOptimizer(optimizer)
+    state: Any = hvd.elastic.TorchState(model, optimizer)
+    step(model, optimizer)
+    state.commit()
+    kept = copy_states(optimizer)
+    step(model, optimizer)
+    state.restore()
+    assert_same(copy_states(optimizer), kept)
+    assert 1 in (optimizer.state.get("count"), getattr(optimizer, "count", None))
+
+
 def test_several_models_and_optimizers_by_name() -> None:
     one, two = net(), net()
     first, second = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (one, two))
@@ -334,6 +390,36 @@ class LoneSession:
     def next_world(self, error: CollectiveError | None) -> None:
         self.persistent["generation"] = self.persistent.get("generation", 0) + 1
         enter_group(FakeFabric(1, fence=(1, self.persistent["generation"])).group(0))
+
+
+def test_a_plain_optimizers_step_is_under_way_from_its_first_gradient_to_its_step() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state: Any = hvd.elastic.TorchState(model, optimizer)
+
+    def backward() -> None:
+        model(torch.randn(8, 4)).square().mean().backward()
+
+    def list_answers() -> Iterator[bool]:
+        for act in (lambda: None, backward, backward, optimizer.step, lambda: optimizer.zero_grad(False)):
+            act()
+            yield state.in_mid_step()
+        for act in (backward, optimizer.step, optimizer.zero_grad, backward):
+            act()
+            yield state.in_mid_step()
+
+    assert list(list_answers()) == [False, True, True, False, False, True, False, False, True]
+
+
+def test_gradients_that_one_optimizers_loss_leaves_to_another_do_not_count() -> None:
+    generator, judge = net(), torch.nn.Linear(1, 1)
+    first, second = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (generator, judge))
+    state: Any = hvd.elastic.TorchState(generator=generator, judge=judge, first=first, second=second)
+    first.zero_grad()
+    judge(generator(torch.randn(8, 4))).mean().backward()
+    assert state.in_mid_step()
+    first.step()
+    assert not state.in_mid_step()
 
 
 @pytest.mark.parametrize("loss", [False, True], ids=["a newcomer", "a loss"])
