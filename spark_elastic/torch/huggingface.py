@@ -109,6 +109,7 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]
         self.create_optimizer_and_scheduler(num_training_steps=max_steps)
         optimizer, self._created_lr_scheduler = self.optimizer, False
         model_init, self.model_init = self.model_init, None  # the model lives through all worlds
+        forward = self.model.__dict__.get("forward")
         state = _TrainingState(
             self.model,
             optimizer,
@@ -119,6 +120,7 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]
 
         @run
         def train_in_world(state: TorchState) -> Any:
+            self._undo_preparation(forward)
             self.model_wrapped, self.optimizer = self.model, optimizer
             self.args.__dict__.pop(
                 "_setup_devices", None
@@ -137,6 +139,21 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]
             return train_in_world(state)
         finally:
             self._elastic_state, self.model_init = None, model_init
+
+    def _undo_preparation(self, forward: Any) -> None:
+        """Take away what the Trainer has made for a former world, which may have ended in the middle of its work.
+
+        Args:
+            forward: the model's attribute before the first world; None: it had none of its own.
+        """
+        self.__dict__.pop("_eval_dataloaders", None)  # they have the rows of this rank in that world
+        noise = self.__dict__.pop("neftune_hook_handle", None)
+        if noise is not None:
+            noise.remove()
+        if forward is None:
+            self.model.__dict__.pop("forward", None)  # that of mixed precision
+        else:
+            self.model.forward = forward
 
     def get_train_dataloader(self) -> Any:
         return super().get_train_dataloader() if self._loader is None else self._loader

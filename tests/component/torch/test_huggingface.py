@@ -153,6 +153,80 @@ def test_p1_p2_a_trainer_continues_at_the_step_in_flight(
     assert len(trained) - len(set(trained)) <= 1, "more than the step in flight was taken again"
 
 
+def train_and_evaluate(folder: str, holds: dict[int, int | str]) -> dict[str, Any]:
+    """With noise on the embedding and mixed precision, which the Trainer puts on the model for the time of its `train`,
+    and with an evaluation after each epoch, whose loader it keeps."""
+    import transformers
+
+    import spark_elastic.torch as hvd
+    from spark_elastic.torch.huggingface import ElasticTrainer
+
+    hvd.init()
+    x = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(3))
+    rows = [{"x": x[i], "labels": x[i].sum()} for i in range(ROWS)]
+    evaluated: list[int] = []  # rows of each evaluation
+    noises: list[int] = []  # hooks on the embedding at each step
+    trainers: list[Any] = []
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.embedding = torch.nn.Linear(4, 1), torch.nn.Embedding(2, 4)
+
+        def get_input_embeddings(self) -> torch.nn.Module:
+            return self.embedding
+
+        def forward(self, x: Any, labels: Any) -> dict[str, Any]:
+            there = self.embedding(torch.zeros(len(x), 1, dtype=torch.long)).squeeze(1)
+            output = self.linear(x + there).squeeze(1)
+            return {"loss": (output - labels).pow(2).mean(), "logits": output}
+
+    class Watch(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+            noises.append(len(net.embedding._forward_hooks))
+            print(f"step {state.global_step}", flush=True)  # noqa: T201 - what the test waits for
+            if state.global_step in holds:
+                hold(trainers[0]._elastic_state, holds[state.global_step])
+
+    def count_rows(prediction: Any) -> dict[str, float]:
+        evaluated.append(len(prediction.predictions))
+        return {}
+
+    torch.manual_seed(7)
+    net = Net()
+    args = transformers.TrainingArguments(
+        folder, num_train_epochs=EPOCHS, eval_strategy="epoch", save_strategy="no", report_to="none",
+        use_cpu=True, disable_tqdm=True, remove_unused_columns=False, bf16=True, neftune_noise_alpha=5.0,
+        dataloader_num_workers=1, dataloader_persistent_workers=True,
+    )  # fmt: skip
+    trainers.append(
+        ElasticTrainer(
+            net, args, train_dataset=rows, eval_dataset=rows, global_batch_size=BATCH, callbacks=[Watch()],
+            compute_metrics=count_rows,
+        )
+    )  # fmt: skip
+    trainers[0].train()
+    wrappers, forward = 0, net.__dict__.get("forward")
+    while forward is not None:
+        forward, wrappers = getattr(forward, "__wrapped__", None), wrappers + 1
+    return {"evaluated": evaluated, "noises": set(noises), "wrappers": wrappers}
+
+
+def test_a_trainer_evaluates_all_rows_in_every_world_and_prepares_the_model_once(
+    fault: Fault, tmp_path: Path
+) -> None:
+    alone = train_and_evaluate(str(tmp_path), {})
+    assert alone["evaluated"] == [ROWS] * EPOCHS
+    run = Run(train_and_evaluate, (str(tmp_path), {9: 2, 11: 3}), room=2, num_workers=2, max_workers=2)
+    run.at(5, lambda: fault(run.workers()[0].kill))
+    results = run.results()
+    assert len(run.sizes()) >= 3, "no worker was lost, or none took its place"
+    for result in results:
+        assert set(result["evaluated"]) == {ROWS}
+        assert result["noises"] == {1}
+        assert result["wrappers"] == alone["wrappers"]
+
+
 def train_by_accelerate(steps: int, holds: dict[int, int | str]) -> list[float]:
     """A loop of Accelerate's documentation, which prepares model and optimizer again in each world."""
     import time
