@@ -143,10 +143,13 @@ class TorchState(ObjectState):
         optimizers = self._optimizers()
         for optimizer in optimizers:
             if id(optimizer) not in self._hooked:
-                optimizer.register_step_pre_hook(lambda *step: self._snapshots.wait())
+                # Accelerate's wrapper has no hooks of its own.
+                given: Any = optimizer
+                inner = given if hasattr(given, "_optimizer_step_pre_hooks") else given.optimizer
+                inner.register_step_pre_hook(lambda *step: self._snapshots.wait())
                 if not is_distributed(optimizer):
                     mark_applied(optimizer)
-                    optimizer.register_step_post_hook(lambda optimizer, *step: mark_applied(optimizer))
+                    inner.register_step_post_hook(lambda optimizer, *step: mark_applied(optimizer))
                 self._hooked.add(id(optimizer))
         return optimizers
 

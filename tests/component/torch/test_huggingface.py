@@ -278,6 +278,24 @@ def test_p2_a_loop_of_accelerate_continues_at_the_step_in_flight(fault: Fault) -
         torch.testing.assert_close(torch.tensor(result), expected, rtol=1e-9, atol=0)
 
 
+def test_a_state_takes_the_optimizer_that_accelerate_has_prepared() -> None:
+    import spark_elastic.torch as hvd
+    from spark_elastic.torch.huggingface import create_accelerator
+
+    model = torch.nn.Linear(2, 1)
+    prepared, optimizer = create_accelerator(cpu=True).prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+    state: Any = hvd.elastic.TorchState(prepared, optimizer)
+    before = model.weight.detach().clone()
+    prepared(torch.ones(1, 2)).sum().backward()
+    assert state.in_mid_step()
+    optimizer.step()
+    assert not state.in_mid_step()
+    state.restore()
+    assert torch.equal(model.weight, before)
+
+
 @pytest.mark.parametrize(
     ("options", "call", "advice"),
     [
