@@ -43,6 +43,8 @@ class DataFile:
     stored_names: Mapping[str, str] = field(default_factory=dict)
     # Column -> the id of its field in the file, for tables that know columns by ids.
     field_ids: Mapping[str, int] = field(default_factory=dict)
+    # Column -> the names that it may have in files whose fields have no ids; {}: its own.
+    mapped_names: Mapping[str, Sequence[str]] = field(default_factory=dict)
     # Of each row in the file, whether the table has it no more; None: it has all of them.
     deleted: Mask | None = None
     # Whether nobody writes a file of this name again, as in tables whose log names their files.
@@ -61,7 +63,10 @@ class DataFile:
         constants = {name: self.constants[own] for name, own in columns.items() if own in self.constants}
         if self.field_ids:
             ids = {name: self.field_ids[own] for name, own in columns.items() if own in self.field_ids}
-            return replace(self, constants=constants, field_ids=ids)
+            mapped = {
+                name: self.mapped_names[own] for name, own in columns.items() if own in self.mapped_names
+            }
+            return replace(self, constants=constants, field_ids=ids, mapped_names=mapped)
         stored = {name: self.stored_names.get(own, own) for name, own in columns.items()}
         return replace(self, constants=constants, stored_names=stored)
 
@@ -209,14 +214,19 @@ class FileFooter:
         self.rows = self.footer.num_rows - (0 if data.deleted is None else int(data.deleted.sum()))
 
     def _find_by_id(self, ids: Mapping[str, int]) -> dict[str, str]:
-        """Column -> its name in the file, by the ids in the file's schema."""
+        """Column -> its name in the file, by the ids in the file's schema, or else by the table's mapping of names."""
         names: dict[int, str] = {}
         for each in self.schema if ids else ():
             number = (each.metadata or {}).get(b"PARQUET:field_id")
             if number is not None:
                 names[int(number)] = each.name
         # A column that came after the file is not in it, even if an older one had its name.
-        return {name: names.get(number, f"(no field {number})") for name, number in ids.items() if names}
+        found = {name: names.get(number, f"(no field {number})") for name, number in ids.items()}
+        if names:
+            return found
+        for column, mapped in self.data.mapped_names.items():
+            found[column] = next((name for name in mapped if name in self.schema.names), found[column])
+        return found if self.data.mapped_names else {}
 
     def stored_name(self, column: str) -> str:
         """The column's name in the file."""

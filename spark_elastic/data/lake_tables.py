@@ -231,11 +231,15 @@ def _read_iceberg(
     is_newest = snapshot.snapshot_id == table.metadata.current_snapshot_id
     schema = table.schema() if is_newest else table.scan(snapshot_id=snapshot.snapshot_id).projection()
     ids = {field.name: field.field_id for field in schema.fields}
+    mapping = table.name_mapping()
+    names_by_id = {each.field_id: tuple(each.names) for each in mapping.root} if mapping else {}
+    mapped = {name: names_by_id.get(number, ()) for name, number in ids.items()} if mapping else {}
     files = [
         DataFile(
             ObjectInfo(name, each.data_file.file_size_in_bytes, None),
             _find_partition_values(table, schema, each.data_file),
             field_ids=ids,
+            mapped_names=mapped,
         )
         for name, each in zip(names, data, strict=True)
     ]

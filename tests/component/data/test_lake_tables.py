@@ -258,6 +258,17 @@ def test_an_iceberg_snapshot_is_read_whatever_is_written_to_the_table_later(
         read_snapshot(table, 5, {})
 
 
+def test_files_without_ids_are_read_by_the_mapping_of_names(catalog: Any, tmp_path: Path) -> None:
+    pq.write_table(make_rows(0, 3), tmp_path / "given.parquet")
+    table = catalog.create_table("n.t", make_rows(0).schema)
+    table.add_files([str(tmp_path / "given.parquet")])
+    for old, new in (("x", "z"), ("y", "x"), ("z", "y")):
+        with table.update_schema() as change:
+            change.rename_column(old, new)
+    found = read_rows(catalog.load_table("n.t"), ["x", "y"])
+    assert found == expect(table.scan().to_arrow(), ["x", "y"]) == [(0.0, 0), (0.5, 1), (1.0, 2)]
+
+
 def commit_deletes(
     table: Any, content: DataFileContent, path: Path, rows: pa.Table | None = None, **facts: Any
 ) -> None:
