@@ -18,7 +18,7 @@ from spark_elastic.ops.distributed_optimizer import (
     get_exchange,
     wrap_optimizer,
 )
-from spark_elastic.ops.process_sets import ProcessSet, global_process_set
+from spark_elastic.ops.process_sets import ProcessSet, global_process_set, is_single_process
 from spark_elastic.ops.reduction import Average, ReduceOp, ReduceOptions, Sum
 from spark_elastic.torch.allreduce import start
 
@@ -71,6 +71,8 @@ class _Exchange:
     def exchange(self, gradients: list[Any], variables: Sequence[Any]) -> list[Any]:
         """Return the gradients of all ranks, in the order of `variables`."""
         results = list(gradients)
+        if is_single_process(self._options.process_set):
+            return results
         by_dtype: dict[torch.dtype, list[int]] = {}
         for i, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
             if gradient is None:

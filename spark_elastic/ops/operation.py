@@ -258,23 +258,25 @@ def _execute_allreduces(group: Group, batch: Sequence[Task]) -> None:
 def make_neutral_arrays(request: Request) -> tuple[Array, ...]:
     """Return what a rank that has joined contributes: arrays that do not change the result of the reduction."""
     return tuple(
-        narrow(np.full(shape, _neutral_element(request.op, name), _numpy_name(name)), name)
+        narrow(np.full(shape, _neutral_element(request.op, name, request.scale[0]), _numpy_name(name)), name)
         for name, shape in zip(request.dtypes, request.shapes, strict=True)
     )
 
 
-def _neutral_element(op: str, name: str) -> float:
-    if op not in ("min", "max", "product"):
+def _neutral_element(op: str, name: str, factor: float) -> float:
+    """factor: by which every contribution is multiplied before the reduction."""
+    if op not in ("min", "max", "product") or factor == 0:  # 0: all others contribute zeros, too
         return 0
-    if op == "product":
-        return 1
     kind = np.dtype(_numpy_name(name))
+    if op == "product":
+        return 1 / factor if kind.kind == "f" else 1
+    largest = (op == "min") == (factor > 0)
     if kind.kind == "f":
-        return np.inf if op == "min" else -np.inf
+        return np.inf if largest else -np.inf
     limits = np.iinfo(kind) if kind.kind in "iu" else None
     if limits is None:  # bool: min is "and", max is "or"
-        return op == "min"
-    return int(limits.max if op == "min" else limits.min)
+        return largest
+    return int(limits.max if largest else limits.min)
 
 
 def _numpy_name(name: str) -> str:

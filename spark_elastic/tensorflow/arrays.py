@@ -145,6 +145,17 @@ def no_autograph(function: F) -> F:
 
 
 @no_autograph
+def append_to_graph(build: Callable[[], list[Tensor]]) -> list[Tensor]:
+    """Build operations that run after those of the call before in this graph, and before those of the next one."""
+    graph = tf.compat.v1.get_default_graph()
+    former = getattr(graph, LAST, None)
+    with tf.control_dependencies([] if former is None else [former]):
+        results = build()
+    setattr(graph, LAST, results[0].op)
+    return results
+
+
+@no_autograph
 def call(body: Body, tensors: Sequence[Tensor], dtypes: Sequence[Any], shapes: Sequence[Any]) -> list[Tensor]:
     """Run `body` now in eager mode, or as one `tf.numpy_function` of the graph. Calls of one graph run in the order in
     which they were traced, so that unnamed operations match.
@@ -167,10 +178,9 @@ def call(body: Body, tensors: Sequence[Tensor], dtypes: Sequence[Any], shapes: S
         raise InvalidInput(
             "XLA cannot compile an exchange between workers: pass jit_compile=False to model.compile() or tf.function."
         )
-    former = getattr(graph, LAST, None)
-    with tf.control_dependencies([] if former is None else [former]):
-        results = tf.numpy_function(_remember_errors(body, dtypes), list(tensors), list(dtypes))
-    setattr(graph, LAST, results[0].op)
+    results = append_to_graph(
+        lambda: tf.numpy_function(_remember_errors(body, dtypes), list(tensors), list(dtypes))
+    )
     for result, shape in zip(results, shapes, strict=True):
         result.set_shape(shape)
     return list(results)

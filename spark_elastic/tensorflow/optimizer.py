@@ -29,7 +29,14 @@ from spark_elastic.ops.process_sets import ProcessSet, global_process_set, is_si
 from spark_elastic.ops.reduction import Adasum, Average, ReduceOp, ReduceOptions
 from spark_elastic.state.handlers import trainable_weights_of, unwrap_variable
 from spark_elastic.tensorflow.allreduce import allreduce_slices, compress_tensors
-from spark_elastic.tensorflow.arrays import Tensor, call, copy_arrays, get_dtype_name, no_autograph
+from spark_elastic.tensorflow.arrays import (
+    Tensor,
+    append_to_graph,
+    call,
+    copy_arrays,
+    get_dtype_name,
+    no_autograph,
+)
 from spark_elastic.tensorflow.compression import Compression
 from spark_elastic.tensorflow.topology_ops import size_op
 
@@ -248,7 +255,11 @@ class _Distributed(WrappedOptimizer):
             own.apply(exchange_gradients(sums, variables, options), trainable_variables)
             return tf.constant(True)
 
-        tf.cond(complete, step, lambda: tf.constant(False))
+        def apply_complete() -> list[Any]:
+            return [tf.cond(complete, step, lambda: tf.constant(False))]
+
+        # In a graph, another optimizer's exchange must wait until this one's is over.
+        apply_complete() if tf.executing_eagerly() else append_to_graph(apply_complete)
 
 
 def DistributedGradientTape(  # noqa: PLR0913 - name and arguments are Horovod's

@@ -41,7 +41,7 @@ def test_a_local_gradient_is_divided_as_an_average(
     monkeypatch: pytest.MonkeyPatch, scaled: bool, expected: list[float]
 ) -> None:
     monkeypatch.setattr(torch_optimizer, "start", lambda tensors, *how, **when: lambda: tensors)
-    four: Any = SimpleNamespace(size=lambda: 4)
+    four: Any = SimpleNamespace(size=lambda: 4, included=lambda: True)
     optimizer: Any = DistributedOptimizer(
         RecordingOptimizer(), process_set=four, scale_local_gradients=scaled
     )
@@ -49,6 +49,13 @@ def test_a_local_gradient_is_divided_as_an_average(
     optimizer.register_local_var(mine)
     optimizer.apply([torch.tensor(8.0), torch.tensor(8.0)], [mine, shared])
     assert optimizer.applied == [expected]
+
+
+def test_a_rank_outside_of_the_process_set_trains_alone() -> None:
+    others: Any = SimpleNamespace(size=lambda: 4, included=lambda: False)
+    optimizer: Any = DistributedOptimizer(RecordingOptimizer(), process_set=others)
+    optimizer.apply([torch.tensor(8.0)], [object()])
+    assert optimizer.applied == [[8.0]]
 
 
 @pytest.mark.parametrize(

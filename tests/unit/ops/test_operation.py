@@ -50,6 +50,16 @@ def test_the_neutral_arrays_of_a_joined_rank_change_no_result(op: str, dtype: st
     group.close()
 
 
+@pytest.mark.parametrize(("op", "factor"), [("min", -1.0), ("max", -2.0), ("product", 2.0), ("min", 0.0)])
+def test_what_a_joined_rank_contributes_is_neutral_after_the_prescale(op: str, factor: float) -> None:
+    from elastic_collectives.arithmetic import reduce_parts
+
+    request = Request(ALLREDUCE, "x", ("float32",), ((3,),), op, (factor, 1.0))
+    (added,) = make_neutral_arrays(request)
+    own = np.array([1.0, -3.0, 0.5], np.float32) * np.float32(factor)
+    assert reduce_parts([own, added * np.float32(factor)], "float32", op, 1.0).tolist() == own.tolist()
+
+
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_a_world_of_one_scales_as_a_group_does(dtype: str) -> None:
     kind = "uint16" if dtype == "bfloat16" else dtype

@@ -193,6 +193,29 @@ def test_a_graph_of_a_single_process_returns_its_input() -> None:
     assert (size.numpy(), gathered.numpy().tolist()) == (1, [1, 2])
 
 
+def test_the_optimizers_of_one_graph_exchange_one_after_the_other() -> None:
+    variables = [tf.Variable(tf.zeros([3])) for _ in range(2)]
+    optimizers = [
+        hvd.DistributedOptimizer(tf.keras.optimizers.SGD(1.0), backward_passes_per_step=2) for _ in variables
+    ]
+    for optimizer, variable in zip(optimizers, variables, strict=True):
+        optimizer.build([variable])
+
+    @tf.function
+    def step() -> None:
+        for optimizer, variable in zip(optimizers, variables, strict=True):
+            optimizer.apply_gradients([(tf.ones([3]), variable)])
+
+    operations = step.get_concrete_function().graph.get_operations()
+    first, second = [each for each in operations if each.type in ("If", "StatelessIf")]
+    before, found = [second], set()
+    while before:
+        each = before.pop()
+        found.add(each.name)
+        before += [*each.control_inputs, *(tensor.op for tensor in each.inputs)]
+    assert first.name in found
+
+
 def test_an_error_within_a_graph_is_raised_to_its_caller() -> None:
     def raise_error(arrays: Any) -> Any:
         raise hvd.HorovodInternalError((1,), "rank 1 is gone")
