@@ -323,7 +323,10 @@ def _parse_fixed_hosts(options: RunOptions) -> dict[str, int]:
             text = Path(options.hostfile).read_text(encoding="utf-8")
         except OSError as error:
             raise InvalidInput(f"the host file {options.hostfile} cannot be read: {error}.") from error
-    return parse_hosts(text, options.slots_per_host)
+    found = parse_hosts(text, options.slots_per_host)
+    if not found and (options.hosts or options.hostfile):
+        raise InvalidInput(f"{options.hostfile or '-H'} names no host: write one, as in node1:2.")
+    return found
 
 
 def _make_driver_options(

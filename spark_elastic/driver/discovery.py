@@ -5,7 +5,10 @@ One thread polls the function. Each call runs in a thread of its own, so a call 
 
 from __future__ import annotations
 
+import ipaddress
 import logging
+import os
+import signal
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -41,16 +44,25 @@ def parse_hosts(text: str, default_slots: int | None = None) -> dict[str, int]:
 
 
 def _parse(entry: str, default_slots: int | None) -> tuple[str, int]:
-    host, _, slots = (
-        entry.replace(" slots=", ":").rpartition(":")
-        if ":" in entry or " slots=" in entry
-        else (entry, "", "")
-    )
-    if not slots and default_slots is not None:
+    host, named, slots = entry.partition(" slots=")
+    if not named and ":" in host and not _is_ipv6(host) and not host.endswith("]"):
+        host, _, slots = host.rpartition(":")
+    host, slots = host.strip(), slots.strip()
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    is_host = bool(host) and " " not in host and (":" not in host or _is_ipv6(host))
+    if is_host and not slots and default_slots is not None:
         return host, default_slots
-    if not slots.strip().isdigit() or not host.strip() or " " in host.strip():
+    if not is_host or not slots.isdigit():
         raise InvalidInput(f"{entry!r} is no host with a number of slots: write host:slots, as in node1:2.")
-    return host.strip(), int(slots)
+    return host, int(slots)
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        return isinstance(ipaddress.ip_address(text), ipaddress.IPv6Address)
+    except ValueError:
+        return False
 
 
 class JobHandle:
@@ -243,18 +255,23 @@ def create_script_finder(command: Sequence[str], parse: Callable[[str], Mapping[
     """A function that runs an executable and reads the hosts off its output, one `host[:slots]` a line."""
 
     def find() -> Mapping[str, int]:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         try:
-            done = subprocess.run(
-                list(command), check=False, capture_output=True, text=True, timeout=ANSWER_TIMEOUT
-            )
+            # A session of its own, so that a script that takes too long ends with all that it has started.
+            with subprocess.Popen(list(command), text=True, start_new_session=True, **pipes) as script:  # type: ignore[call-overload]
+                try:
+                    output, errors = script.communicate(timeout=ANSWER_TIMEOUT)
+                except BaseException:
+                    os.killpg(script.pid, signal.SIGKILL)
+                    raise
         except (OSError, subprocess.TimeoutExpired) as error:
             raise InvalidInput(f"the host discovery script {command[0]} did not run: {error}") from error
-        if done.returncode != 0:
-            said = (done.stderr.strip() or done.stdout.strip())[-500:]
+        if script.returncode != 0:
+            said = (errors.strip() or output.strip())[-500:]
             raise InvalidInput(
-                f"the host discovery script {command[0]} ended with code {done.returncode}: {said or 'no output'}"
+                f"the host discovery script {command[0]} ended with code {script.returncode}: {said or 'no output'}"
             )
-        return parse(done.stdout)
+        return parse(output)
 
     return find
 

@@ -79,7 +79,11 @@ class ThreadPerSlotLauncher(ABC):
     def _run_and_post(self, launch: int) -> None:
         if self._closing.is_set():
             return
-        end = self.run_slot(launch)
+        end: SlotEnd | None
+        try:
+            end = self.run_slot(launch)
+        except Exception as error:  # the driver launches the slot again
+            end = SlotEnd(f"it could not be started: {type(error).__name__}: {error}")
         if end is not None and not self._closing.is_set():
             assert self._post is not None
             self._post(LaunchEnded(self._clock.now(), launch, *end))

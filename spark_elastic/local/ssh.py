@@ -10,6 +10,7 @@ import json
 import os
 import selectors
 import shlex
+import signal
 import subprocess
 import sys
 from collections import deque
@@ -206,8 +207,9 @@ class SshProcess:
                         selector.unregister(key.fileobj)
                         del readers[key.fileobj]  # type: ignore[arg-type]
                 if not self._was_ready and self.clock.now() >= deadline and process.poll() is None:
-                    process.kill()
+                    os.killpg(process.pid, signal.SIGKILL)  # with a helper, which may hold the pipes
                     self._errors.append(f"its login timed out after {ready_within:g} s")
+                    break
         output = bytes(self._output).decode(errors="replace") if self._was_ready else ""
         return RemoteEnd(process.wait(), self._was_ready, output, tuple(self._errors))
 

@@ -35,8 +35,8 @@ def is_own_address(host: str) -> bool:
     """Whether a name or an address is one of this machine's."""
     try:
         answers = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except OSError:
-        return False  # the name is unknown
+    except (OSError, UnicodeError):
+        return False  # the name is unknown, or none
     for family, kind, protocol, _, address in answers:
         try:
             with socket.socket(family, kind, protocol) as probe:

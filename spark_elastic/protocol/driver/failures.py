@@ -94,8 +94,8 @@ def record_exit(tx: Transition, event: WorkerExited, took_part: bool, alive: boo
 
 
 def _is_chosen(exit_code: int) -> bool:
-    """Whether the function chose the code (`os._exit(5)`), which is like an exception."""
-    return exit_code > 0 and exit_code not in WORKER_EXIT_CODES
+    """Whether the function chose the code (`os._exit(5)`, or 0 before its end), which is like an exception."""
+    return exit_code >= 0 and exit_code not in WORKER_EXIT_CODES
 
 
 def _count(tx: Transition, failure: Failure) -> None:

@@ -286,7 +286,8 @@ def on_heartbeat(tx: Transition, event: Heartbeat) -> None:
         return
     evicted = state.workers.evicted.get(event.worker)
     if evicted is not None:
-        tx.emit(StopWorker(f"worker {event.worker} was evicted: {evicted.reason}", event.worker, kill=True))
+        reason = f"worker {event.worker} was evicted: {evicted.reason}"
+        tx.emit(StopWorker(reason, event.worker, kill=not evicted.reported_end))
     else:
         if event.worker not in state.workers:
             adopt_worker(tx, slot, event.worker)

@@ -297,6 +297,7 @@ class EvictedWorker:
     # Its slot has not reported the exit of its process yet. If the exit failed, it counts as a failure then.
     exit_unreported: bool = False
     took_part: bool = False  # it had been in a world
+    reported_end: bool = False  # by itself: its process has a moment for its functions of `atexit`
 
 
 @dataclass

@@ -149,6 +149,7 @@ def on_worker_failed(tx: Transition, event: WorkerFailed) -> None:
     if worker is not None:
         what = _last_line(event.traceback)
         evict(tx, worker, f"it raised an exception at {format_position(event.position)}: {what}")
+        state.workers.evict(event.worker, replace(state.workers.evicted[event.worker], reported_end=True))
     elif evicted is not None and evicted.exit_unreported:
         state.workers.evict(event.worker, replace(evicted, exit_unreported=False))
     else:

@@ -142,6 +142,7 @@ def test_a_discovery_script_is_run(tmp_path: Path) -> None:
         ("a:2\n# none\nb slots=3  # three\n\n", {"a": 2, "b": 3}),
         ("a,b:1", {"a": 4, "b": 1}),
         ("", {}),
+        ("fd00::12,[fd00::13]:2,[fd00::14]", {"fd00::12": 4, "fd00::13": 2, "fd00::14": 4}),
     ],
 )
 def test_hosts_are_parsed(text: str, hosts: dict[str, int]) -> None:
@@ -152,6 +153,27 @@ def test_hosts_are_parsed(text: str, hosts: dict[str, int]) -> None:
 def test_a_malformed_list_of_hosts_is_refused(text: str) -> None:
     with pytest.raises(InvalidInput):
         parse_hosts(text)
+
+
+@pytest.mark.parametrize("text", ["No hosts found", ":", "a:b:2"])
+def test_what_is_no_host_is_refused_where_slots_have_a_default(text: str) -> None:
+    with pytest.raises(InvalidInput, match="is no host with a number of slots"):
+        parse_hosts(text, 4)
+
+
+def test_a_discovery_script_that_takes_too_long_ends_with_what_it_has_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spark_elastic.driver.discovery.ANSWER_TIMEOUT", 0.5)
+    path = tmp_path / "hosts.sh"
+    path.write_text(f"#!/bin/sh\nsleep 60 &\necho $! >{tmp_path}/started\nwait\n")
+    path.chmod(0o755)
+    with pytest.raises(InvalidInput, match=r"did not run: .* timed out"):
+        create_script_finder([str(path)], parse_hosts)()
+    child = (tmp_path / "started").read_text().strip()
+    until(
+        lambda: not Path(f"/proc/{child}/cmdline").exists() or not Path(f"/proc/{child}/cmdline").read_bytes()
+    )
 
 
 def test_a_job_handle_passes_requests_on_even_those_before_the_start() -> None:

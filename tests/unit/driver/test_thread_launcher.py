@@ -43,6 +43,18 @@ def test_the_end_of_a_slot_is_posted_with_its_launch() -> None:
     assert slots.cancels == 0
 
 
+def test_a_slot_that_could_not_be_started_ends_with_the_error() -> None:
+    class FailingSlots(Slots):
+        def run_slot(self, launch: int) -> SlotEnd:
+            raise UnicodeError("label too long")
+
+    slots = FailingSlots()
+    slots.launch(2)
+    end = slots.posted.get(timeout=20.0)
+    assert isinstance(end, LaunchEnded)
+    assert end.reason == "it could not be started: UnicodeError: label too long"
+
+
 def test_close_cancels_running_slots_until_they_end_and_posts_nothing() -> None:
     slots = Slots()
     slots.launch(1)

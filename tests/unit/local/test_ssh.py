@@ -1,9 +1,10 @@
-"""What is said to ssh and to other hosts, and how the end of either is told. No process is started."""
+"""What is said to ssh and to other hosts, and how the end of either is told. Only the last test starts a process."""
 
 from __future__ import annotations
 
 import json
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ import pytest
 from spark_elastic.clock import SystemClock
 from spark_elastic.errors import PreflightError
 from spark_elastic.local.launcher import HostSlots
-from spark_elastic.local.ssh import BOOTSTRAP, RemoteEnd, SshOptions, export_environment
+from spark_elastic.local.ssh import BOOTSTRAP, RemoteEnd, SshOptions, SshProcess, export_environment
 from spark_elastic.local.ssh_launcher import SshLauncher
 from spark_elastic.protocol.slot_spec import SlotSpec
+from tests.patience import until
 
 KEY = b"7" * 32
 
@@ -101,3 +103,15 @@ def test_a_job_begins_without_a_host_only_if_the_others_are_enough(
     with pytest.raises(PreflightError, match="it is off; the other hosts have 2 slots, and the job needs 3"):
         launcher.check_hosts(listed, 3)
     launcher.check_hosts({"b.invalid": 2}, 3)  # more hosts are to come
+
+
+def test_a_login_that_takes_too_long_ends_with_what_ssh_has_started() -> None:
+    """A ProxyCommand, for instance, which holds the standard error of ssh."""
+    login = SshProcess.start(
+        ["/bin/sh", "-c", "sleep 60 </dev/null >/dev/null & echo $! >&2; exec sleep 60"], SystemClock()
+    )
+    end = login.run(b"x", ready_within=1.0)
+    child, reason = end.errors
+    assert reason == "its login timed out after 1 s"
+    commands = Path(f"/proc/{child}/cmdline")
+    until(lambda: not commands.exists() or not commands.read_bytes())

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from spark_elastic.protocol.commands import AbortWorld, AnnounceChange, End, Outcome, PublishWorld
-from spark_elastic.protocol.messages import WorkerDone, WorkerExited, WorkerFailed, WorkerStarted
+from spark_elastic.protocol.commands import AbortWorld, AnnounceChange, End, Outcome, PublishWorld, StopWorker
+from spark_elastic.protocol.messages import Heartbeat, WorkerDone, WorkerExited, WorkerFailed, WorkerStarted
 from spark_elastic.protocol.types import SlotId
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
 
@@ -116,7 +116,9 @@ def test_r15_a_failed_rank_is_not_waited_for_if_its_slot_cools_down_for_longer()
     assert bench.members() == [name(1)]
 
 
-@pytest.mark.parametrize(("code", "outcome"), [(5, Outcome.USER_ERROR), (1, None), (-11, None)])
+@pytest.mark.parametrize(
+    ("code", "outcome"), [(5, Outcome.USER_ERROR), (0, Outcome.USER_ERROR), (1, None), (-11, None)]
+)
 def test_r13_a_code_that_the_function_chose_is_like_an_exception(code: int, outcome: Outcome | None) -> None:
     bench = Bench(replace(WHOLE, num_workers=2, max_workers=2))
     bench.start(1, 2)
@@ -134,6 +136,16 @@ def test_r15_in_the_middle_of_an_elastic_training_no_failed_rank_is_waited_for()
     _raise(bench, name(2), 7)
     bench.join(name(1), bench.fence, at(7))
     assert bench.members() == [name(1)]
+
+
+def test_a_worker_that_raised_is_not_killed_while_its_process_ends() -> None:
+    bench = Bench(replace(WHOLE, num_workers=2, max_workers=2))
+    bench.start(1, 2)
+    bench.on(WorkerFailed(name(2), bench.fence, at(3), "print", "Traceback\nValueError: rank 1"))
+    bench.on(Heartbeat(name(2).slot, name(2), "T"))
+    stops = [stop for stop in bench.find_commands(StopWorker) if stop.worker == name(2)]
+    assert stops
+    assert not any(stop.kill for stop in stops)
 
 
 def test_r13_equal_exit_codes_with_progress_between_do_not_end_the_job() -> None:
