@@ -80,6 +80,9 @@ def test_plans_of_real_dataframes_are_recognised(spark: SparkSession, folder: Pa
     for change, says in OTHERS:
         with pytest.raises(NoFileScan, match=says):
             find_file_scan(change(df), ["x", "y"])
+    for path in (folder, folder / "0.parquet"):
+        with pytest.raises(NoFileScan, match="it reads a file several times"):
+            find_file_scan(spark.read.parquet(str(folder), str(path)), ["features", "price"])
     spark.catalog.clearCache()
 
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
@@ -135,9 +136,9 @@ def _shorten(node: str) -> str:
 
 def _find_files(df: DataFrame, columns: Mapping[str, str], index: str) -> FileScan:
     """The files of a relation of version 1."""
-    if index in _PLAIN_INDEXES:
-        return FileScan("parquet", columns, tuple(sorted(df.inputFiles())))
     frame: Any = getattr(df, "_jdf", None)
+    if index in _PLAIN_INDEXES:
+        return FileScan("parquet", columns, tuple(sorted(_list_files(df, frame))))
     if frame is None:
         raise NoFileScan(
             f"its files are those of a {index}, whose version Spark Connect does not tell (fit_on_table takes one)"
@@ -150,6 +151,22 @@ def _find_files(df: DataFrame, columns: Mapping[str, str], index: str) -> FileSc
             raise NoFileScan(f"its files are those of a {index}, which is not known here")
         url = unquote(str(location.path().toUri().toString())).removeprefix("file:")
         return FileScan("delta", columns, (url,), int(location.version()))
+
+
+def _list_files(df: DataFrame, frame: Any) -> Sequence[str]:
+    """Raises NoFileScan if a file is there twice, as its rows then are: `DataFrame.inputFiles` names it once."""
+    if frame is None:  # Spark Connect has no list with repetitions
+        found = re.search(r"Location: \w+\s?\(\d+ paths\)\[(.*?)\], PartitionFilters", _explain(df))
+        names = sorted(path.rstrip("/") + "/" for path in found[1].split(", ")) if found else []
+        repeats = any(after.startswith(before) for before, after in pairwise(names))
+        files = list(df.inputFiles())
+    else:
+        with _describe_failure("the cluster does not show its files"):
+            files = list(_find_leaf(frame).relation().location().inputFiles())
+        repeats = len(set(files)) < len(files)
+    if repeats:
+        raise NoFileScan("it reads a file several times")
+    return files
 
 
 def _find_iceberg(df: DataFrame, columns: Mapping[str, str]) -> FileScan:

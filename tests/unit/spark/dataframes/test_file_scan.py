@@ -94,6 +94,30 @@ def test_columns_that_are_selected_and_renamed_leave_a_scan(
 PROJECT = f"Project [x#5L, y#6]\n+- {LEAF}"
 
 
+def test_a_file_that_is_read_twice_has_its_rows_twice_and_is_no_scan() -> None:
+    explained = explain(PROJECT, PROJECT, FILES.format("InMemoryFileIndex"))
+
+    def classic(*files: str) -> Any:
+        location = named("InMemoryFileIndex", inputFiles=list(files))
+        return Frame(explained, named("", relation=named("", location=location)))
+
+    def client(*roots: str) -> Any:
+        shown = f"({len(roots)} paths)[{', '.join(roots)}]"
+        return Frame(explained.replace("(1 paths)[file:/data/t]", shown))
+
+    alone: list[Any] = [classic("file:///b", "file:///a"), client("file:/data/t", "file:/data/t2", "file:/u")]
+    for frame in alone:
+        assert len(find_file_scan(frame, ["x", "y"]).urls) == 2
+    twice = [
+        classic("file:///a", "file:///a"),
+        client("file:/data/t", "file:/u", "file:/data/t"),
+        client("file:/data/t", "file:/data/t2", "file:/data/t/a.parquet"),
+    ]
+    for frame in twice:
+        with pytest.raises(NoFileScan, match="it reads a file several times"):
+            find_file_scan(frame, ["x", "y"])
+
+
 @pytest.mark.parametrize(
     ("analyzed", "optimized", "says"),
     [
