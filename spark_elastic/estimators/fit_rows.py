@@ -230,6 +230,11 @@ class FileRows:
         self._described = self._describe(request)
         _check_equal_columns(*self._described, self.validation_argument)
 
+    @property
+    def _place(self) -> str:
+        """Where the rows are, as the run's record has it."""
+        return self._files.url
+
     def has_validation(self, request: Request) -> bool:
         return bool(self._validation_names)
 
@@ -241,7 +246,7 @@ class FileRows:
         before = record.load_validation()
         if (record.load_manifest(), None if before is None else before[0]) != self._described:
             raise InvalidInput(
-                f"run_id {run_id!r} began with other files than those now in {self._files.url}, or on a table: bring "
+                f"run_id {run_id!r} began with other files than those now in {self._place}, or on a table: bring "
                 "them back, or use another run_id."
             )
 
@@ -253,7 +258,7 @@ class FileRows:
         assert self._described is not None
         record = RunRecord.load(store, run.run_id)
         if record is None:
-            record = build_record(request, self._files.url, *self._described)
+            record = build_record(request, self._place, *self._described)
             run.check()
             record.save(store, run.run_id)
         else:
@@ -351,6 +356,11 @@ class SnapshotRows(FileRows):
         assert snapshot is not None
         return cls(session, snapshot, validation, version is None, selection)
 
+    @property
+    def _place(self) -> str:
+        """The url of each table: the store that holds both is a folder that may hold others, too."""
+        return " and ".join(each.store.url for each in self._snapshots)
+
     def has_validation(self, request: Request) -> bool:
         return len(self._snapshots) > 1
 
@@ -361,7 +371,7 @@ class SnapshotRows(FileRows):
         return f"a version older than {self._snapshots[0].name}"  # with which the run began
 
     def check_same_rows(self, request: Request, record: RunRecord, run_id: str) -> None:
-        if not (self._is_newest and record.data == self._files.url):
+        if not (self._is_newest and record.data == self._place):
             super().check_same_rows(request, record, run_id)
         elif record.load_manifest().fingerprint != self._selection.digest:
             raise InvalidInput(

@@ -32,7 +32,7 @@ PlannedRows = tuple[Manifest, DataPlan]
 class RunRecord:
     """Everything that stays the same when a run is resumed, whatever the number of workers then is."""
 
-    # Where the rows are: a folder of the store ("": its root), or the url of existing files.
+    # Where the rows are: a folder of the store ("": its root), or the url of existing files, or those of two tables.
     data: str
     # The manifest of the rows that are trained on, as JSON, and its hash.
     manifest: str

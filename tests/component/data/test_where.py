@@ -230,3 +230,28 @@ def test_a_run_keeps_to_its_version_its_columns_and_its_where(tmp_path: Path) ->
             other.check_same_rows(asked, record, "mine")
     with pytest.raises(InvalidInput, match="columns must be a dict"):
         Selection.parse(["id"], None)
+
+
+def test_a_run_keeps_to_its_tables_of_which_several_lie_in_one_folder(tmp_path: Path) -> None:
+    for name in ("a", "b", "seen"):
+        write_deltalake(str(tmp_path / name), make_table())
+    asked = request(feature_cols=("id",), label_cols=("same",))
+
+    def open_rows(table: str, seen: str) -> SnapshotRows:
+        session: Any = SimpleNamespace()
+        tables = str(tmp_path / table), None, str(tmp_path / seen)
+        rows = SnapshotRows.open(session, *tables, {}, Selection.parse(None, None))
+        rows.check(asked)
+        return rows
+
+    store = Store.open(str(tmp_path / "store"))
+    with open_rows("a", "seen").materialize_rows(asked, store, RunLease.acquire(store, "mine")) as (
+        record,
+        _,
+    ):
+        pass
+    write_deltalake(str(tmp_path / "a"), make_table(), mode="append")
+    open_rows("a", "seen").check_same_rows(asked, record, "mine")
+    for other in (open_rows("b", "seen"), open_rows("a", "b"), open_rows("seen", "a")):
+        with pytest.raises(InvalidInput, match="'mine' began with other files than those now in file:"):
+            other.check_same_rows(asked, record, "mine")
