@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import date, datetime
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -154,6 +155,14 @@ def _judge(comparison: Comparison, find_bounds: FindBounds) -> bool | None:
 
 def _judge_value(operator: str, value: Any, bounds: Bounds) -> bool | None:
     low, high = bounds.low, bounds.high
+    if isinstance(value, np.floating):
+        value = value.item()  # as numpy compares, the bounds would get its precision
+    if (
+        isinstance(value, Decimal | float)
+        and isinstance(low, Decimal | float)
+        and type(value) is not type(low)
+    ):
+        return None  # Arrow compares decimals with floating point numbers inexactly
     try:
         if operator == "==":
             return False if value < low or value > high else True if low == high else None
@@ -173,7 +182,11 @@ def _match(values: pa.Array, comparison: Comparison) -> Mask:
             values = values.dictionary_decode()
         positive = _OPPOSITES.get(operator, operator)
         if positive == "in":
-            found = pc.is_in(values, value_set=pa.array(list(value)).cast(values.type))
+            among = pa.array(list(value))
+            is_real = types.is_floating(values.type) or types.is_decimal(values.type)
+            if is_real and types.is_floating(among.type):  # as "==" does: a cast of 0.1 would change it
+                values = values.cast(pa.float64())
+            found = pc.is_in(values, value_set=among.cast(values.type))
         else:
             found = _COMPARE[positive](values, value)
         if operator in _OPPOSITES:

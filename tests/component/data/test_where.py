@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import date, datetime, timezone
+from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -114,6 +115,45 @@ def test_the_rows_that_match_are_those_that_pyarrow_has(
         assert read_ids(store, found) == expect(table, where), where
     with pytest.raises(InvalidInput, match="have no rows that match where"):
         describe_files(store, files, ["id"], where=Predicate.parse([("id", "<", 0)]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "where", "ids"),
+    [
+        (pa.decimal128(10, 2), ("k", "==", 0.1), [0]),
+        (pa.decimal128(10, 2), ("k", "!=", 0.1), [1, 2, 3]),
+        (pa.decimal128(10, 2), ("k", ">=", 0.1), [0, 2, 3]),
+        (pa.decimal128(10, 2), ("k", "in", [0.1, 0.301]), [0]),
+        (pa.decimal128(10, 2), ("k", "in", [Decimal("0.1")]), [0]),
+        (pa.decimal128(10, 2), ("k", "<=", Decimal("0.3")), [0, 1, 2]),
+        (pa.float32(), ("k", "in", [0.1, 0.5]), [3]),
+        (pa.float32(), ("k", "not in", [0.1, 0.5]), [0, 1, 2]),
+        (pa.float32(), ("k", "==", 0.1), []),
+        (pa.float32(), ("k", "in", [np.float32(0.1)]), [0]),
+        (pa.float64(), ("k", "==", np.float32(0.1)), []),
+        (pa.float64(), ("k", "==", Decimal("0.1")), [0]),
+        (pa.float64(), ("k", "in", np.array([0.1, 0.5])), [0, 3]),
+    ],
+)
+def test_numbers_match_alike_whatever_the_statistics_of_a_file_say(
+    tmp_path: Path, kind: pa.DataType, where: Any, ids: list[int]
+) -> None:
+    values = [Decimal(each) for each in ("0.1", "0.05", "0.3", "0.5")]
+    keys = pa.array(values if pa.types.is_decimal(kind) else [float(each) for each in values], kind)
+    assert find_in_layouts(tmp_path, keys, where) == [ids] * 3
+
+
+def find_in_layouts(folder: Path, keys: pa.Array, where: Any) -> list[list[int]]:
+    """The numbers of the rows that match: by statistics of each row, by those of all rows, and by values alone."""
+    found: list[list[int]] = []
+    # One row matches in any case, since files without rows that match are refused.
+    table = pa.table({"id": [*range(len(keys)), -1], "k": pa.concat_arrays([keys, pa.nulls(1, keys.type)])})
+    for size, statistics in ((1, True), (len(table), True), (len(table), False)):
+        pq.write_table(table, folder / "0.parquet", size, write_statistics=statistics)
+        store, files = find_data_files([f"{folder}/0.parquet"], [], {})
+        either = Predicate.parse([[where], [("id", "==", -1)]])
+        found.append(read_ids(store, describe_files(store, files, ["id"], where=either))[1:])
+    return found
 
 
 def test_files_and_row_groups_without_rows_match_nothing(tmp_path: Path) -> None:
