@@ -289,7 +289,8 @@ class FileFooter:
         nulls = statistics.null_count if statistics.has_null_count else None
         if nulls == group.num_rows:
             return Bounds(None, None, may_be_null=True, may_be_nan=False)
-        if not statistics.has_min_max:
+        # Writers that count NaN among the values leave no bounds of the others.
+        if not statistics.has_min_max or statistics.min != statistics.min or statistics.max != statistics.max:
             return None
         return Bounds(statistics.min, statistics.max, nulls != 0, pa.types.is_floating(arrow))
 

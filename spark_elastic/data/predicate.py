@@ -39,7 +39,7 @@ _OPERATORS = (*_COMPARE, *_OPPOSITES, "in")
 class Bounds:
     """What is known of the values of a column in some rows."""
 
-    # Values that all others but nulls and NaN lie between, these two included; None: all are null.
+    # Values that all others but nulls and NaN lie between, these two included; None: all are null, NaN: all are NaN.
     low: Any
     high: Any
     # Whether there may be nulls or NaN.
@@ -155,14 +155,12 @@ def _judge(comparison: Comparison, find_bounds: FindBounds) -> bool | None:
 
 def _judge_value(operator: str, value: Any, bounds: Bounds) -> bool | None:
     low, high = bounds.low, bounds.high
+    if value != value or low != low:  # NaN, which no comparison but the opposite ones matches
+        return False
     if isinstance(value, np.floating):
         value = value.item()  # as numpy compares, the bounds would get its precision
-    if (
-        isinstance(value, Decimal | float)
-        and isinstance(low, Decimal | float)
-        and type(value) is not type(low)
-    ):
-        return None  # Arrow compares decimals with floating point numbers inexactly
+    if {type(value), type(low)} == {Decimal, float}:
+        return None  # Arrow compares these inexactly
     try:
         if operator == "==":
             return False if value < low or value > high else True if low == high else None
@@ -182,7 +180,7 @@ def _match(values: pa.Array, comparison: Comparison) -> Mask:
             values = values.dictionary_decode()
         positive = _OPPOSITES.get(operator, operator)
         if positive == "in":
-            among = pa.array(list(value))
+            among = pa.array([each for each in value if each == each])  # in Arrow's lists NaN equals itself
             is_real = types.is_floating(values.type) or types.is_decimal(values.type)
             if is_real and types.is_floating(among.type):  # as "==" does: a cast of 0.1 would change it
                 values = values.cast(pa.float64())

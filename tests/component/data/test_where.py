@@ -215,6 +215,53 @@ def test_partitions_by_time_and_by_bool_are_compared_or_refused(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
+    ("where", "ids"),
+    [
+        (("k", "==", np.nan), []),
+        (("k", "!=", np.nan), [0, 1, 2, 3]),
+        (("k", "in", [1.0, np.nan]), [0]),
+        (("k", "not in", [1.0, np.nan]), [1, 2, 3]),
+        (("k", "<", np.nan), []),
+    ],
+)
+def test_nan_in_where_equals_nothing_in_partitions_and_in_columns(
+    tmp_path: Path, where: Any, ids: list[int]
+) -> None:
+    keys = pa.array([1.0, 2.0, 3.0, np.nan])
+    assert find_in_layouts(tmp_path, keys, where) == [ids] * 3
+    assert find_in_partitions(tmp_path / "floats", keys, where) == ids
+    assert find_in_partitions(tmp_path / "whole", pa.array([1, 2, 3]), where) == [
+        each for each in ids if each < 3
+    ]
+
+
+@pytest.mark.parametrize(
+    ("where", "ids"),
+    [
+        (("k", "!=", 1.5), [1, 2, 3]),
+        (("k", ">", 1.0), [0, 2, 3]),
+        (("k", "<=", 100.0), [0, 2]),
+        (("k", "in", [2.5]), [2]),
+        (("k", "not in", [2.5]), [0, 1, 3]),
+    ],
+)
+def test_a_partition_of_nan_matches_the_opposite_comparisons_only(
+    tmp_path: Path, where: Any, ids: list[int]
+) -> None:
+    keys = pa.array([1.5, np.nan, 2.5, np.inf])
+    assert find_in_partitions(tmp_path / "t", keys, where) == ids == find_in_layouts(tmp_path, keys, where)[0]
+
+
+def find_in_partitions(folder: Path, keys: pa.Array, where: Any) -> list[int]:
+    """The numbers of the rows that match, in a table that is partitioned by the keys."""
+    table = pa.table({"id": [*range(len(keys)), -1], "k": pa.concat_arrays([keys, pa.nulls(1, keys.type)])})
+    write_deltalake(str(folder), table, partition_by=["k"])
+    snapshot = read_snapshot(folder, None, {})
+    either = Predicate.parse([[where], [("id", "==", -1)]])
+    return read_ids(snapshot.store, describe_files(snapshot.store, snapshot.files, ["id"], where=either))[1:]
+
+
+@pytest.mark.parametrize(
     ("where", "says"),
     [
         ("id > 3", "where must be a list of comparisons"),
