@@ -180,23 +180,31 @@ def _match(values: pa.Array, comparison: Comparison) -> Mask:
             values = values.dictionary_decode()
         positive = _OPPOSITES.get(operator, operator)
         if positive == "in":
-            among = pa.array([each for each in value if each == each])  # in Arrow's lists NaN equals itself
+            given = [each for each in value if each == each]  # in Arrow's lists NaN equals itself
+            kind = values.type if types.is_uint64(values.type) and all(map(_is_unsigned, given)) else None
+            among = pa.array(given, kind)
             is_real = types.is_floating(values.type) or types.is_decimal(values.type)
             if is_real and types.is_floating(among.type):  # as "==" does: a cast of 0.1 would change it
                 values = values.cast(pa.float64())
             found = pc.is_in(values, value_set=among.cast(values.type))
         else:
-            found = _COMPARE[positive](values, value)
+            is_exact = types.is_uint64(values.type) and _is_unsigned(value)
+            found = _COMPARE[positive](values, pa.scalar(int(value), values.type) if is_exact else value)
         if operator in _OPPOSITES:
             found = pc.invert(found)
         return np.asarray(
             pc.and_(pc.fill_null(found, False), values.is_valid()).to_numpy(zero_copy_only=False)
         )
-    except (pa.ArrowException, TypeError) as error:
+    except (pa.ArrowException, TypeError, OverflowError) as error:
         raise InvalidInput(
             f"where compares column {name!r}, which is {values.type}, with {value!r} ({type(value).__name__}), which "
             "cannot be: give a value of the column's type."
         ) from error
+
+
+def _is_unsigned(value: Any) -> bool:
+    """Whether it is a whole number that uint64 has. Arrow takes it for int64, which it does not compare with uint64."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and 0 <= value < 2**64
 
 
 def parse_constant(text: str, like: Any) -> Any:

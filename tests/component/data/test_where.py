@@ -217,6 +217,22 @@ def test_partitions_by_time_and_by_bool_are_compared_or_refused(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("where", "ids"),
     [
+        (("k", ">=", 2**63), [1, 2]),
+        (("k", "!=", 2**64 - 1), [0, 1, 3]),
+        (("k", "<", np.int32(5)), [0]),
+        (("k", "==", np.uint64(2**63)), [1]),
+        (("k", "in", [5, 2**63]), [1, 3]),
+        (("k", "in", [2**64 - 1]), [2]),
+    ],
+)
+def test_unsigned_numbers_are_compared_with_whole_numbers(tmp_path: Path, where: Any, ids: list[int]) -> None:
+    keys = pa.array([1, 2**63, 2**64 - 1, 5], pa.uint64())
+    assert find_in_layouts(tmp_path, keys, where) == [ids] * 3
+
+
+@pytest.mark.parametrize(
+    ("where", "ids"),
+    [
         (("k", "==", np.nan), []),
         (("k", "!=", np.nan), [0, 1, 2, 3]),
         (("k", "in", [1.0, np.nan]), [0]),
