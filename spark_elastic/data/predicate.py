@@ -204,7 +204,7 @@ def _match(values: pa.Array, comparison: Comparison) -> Mask:
 
 def _is_unsigned(value: Any) -> bool:
     """Whether it is a whole number that uint64 has. Arrow takes it for int64, which it does not compare with uint64."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool) and 0 <= value < 2**64
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(0 <= value < 2**64)
 
 
 def parse_constant(text: str, like: Any) -> Any:
