@@ -51,6 +51,16 @@ def to_list(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
+def to_numbers(value: Any) -> Any:
+    """The same for weights or shapes, with Python's own numbers: a saved model has them as JSON."""
+    if not isinstance(value, tuple | list):
+        return value
+    return [
+        tuple(map(to_python_number, each)) if isinstance(each, tuple | list) else to_python_number(each)
+        for each in value
+    ]
+
+
 class HiddenOptions(dict[str, Any]):
     """Options that may hold credentials; its repr hides the values."""
 
@@ -228,7 +238,7 @@ class ColumnParams(Params):
     input_shapes: Param[Any] = declare(
         "shape of one row of each feature column, such as [(1, 28, 28)], or None; with transformation_fn, of what it "
         "returns",
-        to_list,
+        to_numbers,
     )
     prediction_col: Param[str] = declare(
         "column that `transform` adds: a double for one number per row, else an array; the class with probability_col"
@@ -260,7 +270,7 @@ class EstimatorParams(ColumnParams):
         "whether to multiply all learning rates by num_workers, once, as Horovod does"
     )
     loss_weights: Param[Sequence[float]] = declare(
-        "weight of each of several losses; None: 1/n each", to_list
+        "weight of each of several losses; None: 1/n each", to_numbers
     )
     transformation_fn: Param[Any] = declare(
         "function of the columns of a part (a dict of arrays) to those that model and loss take, on the workers; of "
@@ -272,7 +282,7 @@ class EstimatorParams(ColumnParams):
     transformation_pool: Param[str] = declare(
         "process, or thread for a transformation_fn that releases the interpreter's lock"
     )
-    label_shapes: Param[Any] = declare("shape of one row of each label column, or None", to_list)
+    label_shapes: Param[Any] = declare("shape of one row of each label column, or None", to_numbers)
     validation: Param[Any] = declare(
         "fraction of the rows, or a column that marks them (true or above 0), for validation after each epoch"
     )

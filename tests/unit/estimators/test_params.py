@@ -60,6 +60,10 @@ def test_numbers_of_numpy_are_pythons_own_in_grids_too() -> None:
     rate = ElasticTorchEstimator.learning_rate
     grid = ParamGridBuilder().addGrid(rate, np.float32([0.5, 0.25])).build()
     assert [type(point[rate]) for point in grid] == [float, float]
+    shaped = ElasticTorchEstimator(input_shapes=[(np.int64(2),)], label_shapes=((np.int64(1), 3),))
+    shaped.setLossWeights(list(np.float32([0.5, 1])))
+    found = shaped.getInputShapes(), shaped.getLabelShapes(), shaped.getLossWeights()
+    assert json.dumps(found) == "[[[2]], [[1, 3]], [0.5, 1.0]]"
 
 
 def test_a_copy_with_other_values_leaves_the_original() -> None:
