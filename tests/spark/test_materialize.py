@@ -222,6 +222,16 @@ def test_a_nondeterministic_table_is_never_reused(spark: SparkSession, condition
     assert (one == other) == same
 
 
+def test_rows_that_are_marked_with_nan_or_null_do_not_validate(spark: SparkSession, store: Store) -> None:
+    from spark_elastic.spark.dataframes.materialize import ValidationSplit, materialize
+
+    marks = [0.0, 1.0, float("nan"), None, -1.0, 0.5]
+    df = spark.createDataFrame([(float(n), mark) for n, mark in enumerate(marks)], "x double, mark double")
+    rows, validation = materialize(df, ["x"], store, split=ValidationSplit(column="mark"))
+    assert validation is not None
+    assert (rows.rows, validation.rows) == (4, 2)
+
+
 def test_a_feature_named_as_the_validation_column_is_refused(spark: SparkSession, store: Store) -> None:
     from spark_elastic.spark.dataframes.materialize import ValidationSplit
     from spark_elastic.spark.dataframes.materialize import materialize as write

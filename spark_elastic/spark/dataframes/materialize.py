@@ -145,7 +145,9 @@ class ValidationSplit:
         """The columns as they are written, and whether a row validates."""
         if self.column is not None:
             check_validation_column(df.schema, self.column)
-            marked = F.coalesce(get_column(self.column).cast("double") > 0, F.lit(False))
+            number = get_column(self.column).cast("double")
+            # In Spark NaN is above all numbers.
+            marked = F.coalesce((number > 0) & ~F.isnan(number), F.lit(False))
             return select_prepared(df, types, {_SPLIT: marked})
         if not 0 < self.fraction < 1:
             raise InvalidInput(f"The validation fraction is {self.fraction}: it must be between 0 and 1.")
