@@ -25,7 +25,7 @@ from pyspark.ml.util import (
 )
 from pyspark.sql import Row, SparkSession
 from pyspark.sql import functions as F
-from pyspark.sql.types import ArrayType, DataType, DateType, TimestampType
+from pyspark.sql.types import ArrayType, DataType, DateType, TimestampNTZType, TimestampType
 
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
@@ -320,6 +320,8 @@ def _numbers(reference: SparkColumn, spark_type: DataType) -> SparkColumn:
     change: Callable[[SparkColumn], SparkColumn]
     if isinstance(element, TimestampType):
         change = F.unix_micros
+    elif isinstance(element, TimestampNTZType):
+        change = _count_micros
     elif isinstance(element, DateType):
         change = F.unix_date
     else:
@@ -327,6 +329,12 @@ def _numbers(reference: SparkColumn, spark_type: DataType) -> SparkColumn:
     for _ in range(depth):
         change = _apply_to_elements(change)
     return change(reference)
+
+
+def _count_micros(time: SparkColumn) -> SparkColumn:
+    """Microseconds since 1970 of a time without a zone: `unix_micros` would take it for one of the session's zone."""
+    passed = time - F.lit("1970-01-01").cast("timestamp_ntz")
+    return (passed.cast("interval second").cast("decimal(20, 6)") * 1_000_000).cast("long")
 
 
 def _apply_to_elements(change: Callable[[SparkColumn], SparkColumn]) -> Callable[[SparkColumn], SparkColumn]:

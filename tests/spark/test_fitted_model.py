@@ -177,6 +177,28 @@ def test_the_module_handed_out_is_a_copy() -> None:
     assert not model.getModel().training
 
 
+def test_times_without_a_zone_come_as_in_training_whenever_they_are(spark: SparkSession) -> None:
+    """Pandas holds 1677 to 2262 only, and 02:30 of that day is no time in New York."""
+
+    def read_micros(columns: dict[str, Any]) -> dict[str, Any]:
+        return {"time": columns["time"].astype("int64").astype("float64")[:, None]}
+
+    texts = "1500-01-01 00:00:00", "2024-03-10 02:30:00.123456", "3000-12-31 23:59:59"
+    module = ModuleWithTransformation(torch.nn.Identity(), read_micros)
+    model = ElasticTorchModel(TorchPredictor(pack(module), (Column("time", "datetime64[us]"),)), SUMMARY)
+    df = spark.createDataFrame([(text,) for text in texts], "text string").selectExpr(
+        "cast(text as timestamp_ntz) time"
+    )
+    before = str(spark.conf.get("spark.sql.session.timeZone"))
+    spark.conf.set("spark.sql.session.timeZone", "America/New_York")
+    try:
+        got = [row.prediction for row in model.transform(df).collect()]
+    finally:
+        spark.conf.set("spark.sql.session.timeZone", before)
+    expected = [np.datetime64(text, "us").astype("int64").item() for text in texts]
+    assert sorted(got) == pytest.approx(expected, rel=5e-7)
+
+
 def test_a_transformation_is_applied_to_rows_of_transform(spark: SparkSession, tmp_path: Path) -> None:
     """Bytes, a day and a moment come as in training, whatever the session's time zone."""
 
