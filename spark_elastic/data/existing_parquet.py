@@ -57,7 +57,7 @@ def locate_files(paths: Sequence[str], storage_options: Mapping[str, Any]) -> tu
     Raises:
         InvalidInput: they lie in different file systems.
     """
-    stores = [Store.open(path, **storage_options) for path in paths]
+    stores = [_drop_dots(Store.open(path, **storage_options)) for path in paths]
     first = stores[0]
     for path, other in zip(paths, stores, strict=True):
         if other.filesystem != first.filesystem:
@@ -70,6 +70,15 @@ def locate_files(paths: Sequence[str], storage_options: Mapping[str, Any]) -> tu
     url = first.url[: len(first.url) - len(first.root) + len(common)]
     names = tuple(store.root[len(common) :].strip("/") for store in stores)
     return replace(first, url=url, root=common), names
+
+
+def _drop_dots(store: Store) -> Store:
+    """A local store without `.` and `//` in its path, by which a file would have two names."""
+    root = store.root
+    if not store.is_local or ".." in root.split("/"):  # which links give another meaning
+        return store
+    plain = posixpath.normpath(root)
+    return replace(store, url=store.url[: len(store.url) - len(root)] + plain, root=plain)
 
 
 def describe_parquet(
@@ -90,6 +99,7 @@ def describe_parquet(
         InvalidInput: no such column, other types in other files, nulls (with their number), arrays of different
             lengths, no rows, a table of Delta, Iceberg or Hudi. StoreError: no Parquet files, or unreadable ones.
     """
+    _refuse_parts_of_tables(store, names)
     # A file that several of the names lead to is there once.
     found = {each.name: each for name in names for each in _parquet(store, name)}.values()
     files = [DataFile(each, partition_values(each.name), is_fixed=False) for each in found]
@@ -280,6 +290,27 @@ def _refuse_table_formats(store: Store, name: str, listed: Sequence[ObjectInfo])
                 f"{store.join(name)} holds a table of {kind}, in whose files there may be rows that it has no more: "
                 f"train with {way}."
             )
+
+
+def _refuse_parts_of_tables(store: Store, names: Sequence[str]) -> None:
+    """As the table's own folder, whose log lies above these names. What the store does not show counts as no log."""
+    folders = {parent for name in names for parent in _find_parents(store.path(name))}
+    for folder in sorted(folders):
+        url = store.url[: len(store.url) - len(store.root)] + folder
+        try:
+            found = replace(store, url=url, root=folder).exists("_delta_log")
+        except StoreError:
+            continue
+        if found:
+            raise InvalidInput(
+                f"The paths lie in {url}, a table of delta, in whose files there may be rows that it has no more: "
+                "train with fit_on_table."
+            )
+
+
+def _find_parents(path: str) -> Iterator[str]:
+    while path.strip("/") and (path := posixpath.dirname(path)).strip("/"):
+        yield path
 
 
 def _find_fields(store: Store, names: Sequence[str]) -> dict[str, Field]:

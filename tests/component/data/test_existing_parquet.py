@@ -236,6 +236,15 @@ def test_files_and_folders_are_found_in_one_store(tmp_path: Path) -> None:
         locate_files([str(tmp_path), "memory://rows"], {})
 
 
+def test_a_folder_that_paths_spell_differently_is_read_once(tmp_path: Path) -> None:
+    write(tmp_path, "a/1.parquet", columns_of(0, 3))
+    write(tmp_path, "a/b/2.parquet", columns_of(3, 2))
+    paths = [f"{tmp_path}/a", f"{tmp_path}/a/.", f"{tmp_path}/./a/./b", f"{tmp_path}/a//b/2.parquet"]
+    store, names = locate_files(paths, {})
+    assert (store.url, names) == (f"file://{tmp_path}/a", ("", "", "b", "b/2.parquet"))
+    assert describe_parquet(store, ["id"], names=names).files == ("1.parquet", "b/2.parquet")
+
+
 def test_rows_of_100_000_numbers_are_read_in_pieces(tmp_path: Path) -> None:
     rows = np.random.default_rng(1).random((12, 100_000), dtype=np.float32)
     values = pa.FixedSizeListArray.from_arrays(pa.array(rows.ravel()), 100_000)

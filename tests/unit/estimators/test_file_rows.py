@@ -146,3 +146,17 @@ def test_a_folder_of_a_table_format_with_a_log_is_refused(
     (tmp_path / "t" / entry).write_text("{}")
     with pytest.raises(InvalidInput, match=rf"holds a table of {kind}, .* train with {way}"):
         locate(train)
+
+
+def test_a_part_of_a_table_with_a_log_is_refused_too(tmp_path: Path) -> None:
+    (tmp_path / "table" / "year=1").mkdir(parents=True)
+    part = write(tmp_path / "table" / "year=1" / "month=2", 3)
+    locate(part)
+    (tmp_path / "table" / "_delta_log").mkdir()
+    (tmp_path / "table" / "_delta_log" / "00000000000000000000.json").write_text("{}")
+    for path in (part, f"{part}/a.parquet"):
+        with pytest.raises(
+            InvalidInput, match=rf"lie in file://{tmp_path}/table, a table of delta, .* fit_on_table"
+        ):
+            locate(path)
+    locate(write(tmp_path / "beside", 3))
