@@ -41,6 +41,8 @@ class TableSnapshot:
     # Holds all files.
     store: Store
     files: tuple[DataFile, ...]
+    # The names of its columns.
+    columns: tuple[str, ...]
 
 
 def read_snapshot(table: Any, version: Version | None, storage_options: Mapping[str, Any]) -> TableSnapshot:
@@ -153,8 +155,10 @@ def _read_delta(
         }
         info = ObjectInfo(path, action["size_bytes"], action["modification_time"] / 1000)
         files.append(DataFile(info, constants, stored_names, deleted=vectors.get(path)))
-    number = table.version()
-    return TableSnapshot(f"version {number} of the Delta table {store.url}", number, store, tuple(files))
+    number, columns = table.version(), tuple(field.name for field in table.schema().fields)
+    return TableSnapshot(
+        f"version {number} of the Delta table {store.url}", number, store, tuple(files), columns
+    )
 
 
 def _read_deletion_vectors(table: Any, paths: Collection[str]) -> dict[str, npt.NDArray[np.bool_]]:
@@ -246,7 +250,7 @@ def _read_iceberg(
     deletes = [each for each in entries if each.data_file.content.name != "DATA"]
     deleted = DeletedRows(table.specs(), deletes, storage_options).find(store, data, files)
     found = tuple(replace(file, deleted=mask) for file, mask in zip(files, deleted, strict=True))
-    return TableSnapshot(_name_iceberg(table, snapshot), snapshot.snapshot_id, store, found)
+    return TableSnapshot(_name_iceberg(table, snapshot), snapshot.snapshot_id, store, found, tuple(ids))
 
 
 def _list_entries(table: Any, snapshot: Any) -> list[Any]:

@@ -30,7 +30,7 @@ from spark_elastic.data.plan import DataPlan, count_affordable_lanes
 from spark_elastic.data.predicate import Predicate
 from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES
 from spark_elastic.data.store import Store
-from spark_elastic.errors import InvalidInput, StoreError
+from spark_elastic.errors import InvalidInput, StoreError, format_columns
 from spark_elastic.estimators.run_record import RunRecord
 from spark_elastic.estimators.validation import FitRequest
 from spark_elastic.spark.dataframes.footers import make_footer_collector
@@ -310,6 +310,15 @@ class Selection:
         compared = [] if self.where is None else self.where.columns
         return file.rename_columns({name: self.columns.get(name, name) for name in [*used, *compared]})
 
+    def check(self, snapshot: TableSnapshot) -> None:
+        """Raises InvalidInput for a name in `columns` that the table does not have."""
+        for own in self.columns.values():
+            if own not in snapshot.columns:
+                raise InvalidInput(
+                    f"columns names {own!r}, which {snapshot.name} does not have: it has "
+                    f"{format_columns(own, snapshot.columns)}."
+                )
+
     @cached_property
     def digest(self) -> str:
         """Another one for another selection."""
@@ -381,6 +390,7 @@ class SnapshotRows(FileRows):
 
     def _describe(self, request: Request) -> tuple[Manifest, Manifest | None]:
         columns, transformed = request.config.used_cols, request.objects.transformation is not None
+        self._selection.check(self._snapshots[0])
         described: list[Manifest] = []
         collect = make_footer_collector(self.session)
         for snapshot, files in zip(self._snapshots, self._parts, strict=True):

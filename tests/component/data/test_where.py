@@ -331,6 +331,8 @@ def test_a_run_keeps_to_its_version_its_columns_and_its_where(tmp_path: Path) ->
     for other in (open_rows(columns, where[:1]), open_rows({"feature": "maybe"}, [("maybe", ">", 20)])):
         with pytest.raises(InvalidInput, match="'mine' began with other values of columns or where"):
             other.check_same_rows(asked, record, "mine")
+    with pytest.raises(InvalidInput, match=r"columns names 'maybee', which version 2 of .* has .*'maybe'"):
+        open_rows({"feature": "maybee"}, None)
     with pytest.raises(InvalidInput, match="columns must be a dict"):
         Selection.parse(["id"], None)
 
