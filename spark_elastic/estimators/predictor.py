@@ -19,7 +19,7 @@ import torch
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.saving import Packed
-from spark_elastic.training.model_io import input_dtype, output_parts
+from spark_elastic.training.model_io import input_dtype, output_parts, refuse_large_numbers
 from spark_elastic.training.transformation import Transformation, transform_inputs
 from spark_elastic.worker.devices import find_gpu_number, list_visible_gpus
 
@@ -206,7 +206,7 @@ class TorchPredictor:
 
     def make_tensor(self, values: npt.NDArray[Any]) -> torch.Tensor:
         """As in training: floating point numbers in the model's dtype, whole ones as int64."""
-        tensor = torch.from_numpy(np.array(values))
+        tensor = torch.from_numpy(refuse_large_numbers(np.array(values)))
         if tensor.is_floating_point():
             return tensor.to(self._dtype)
         return tensor if tensor.dtype is torch.bool else tensor.to(torch.int64)

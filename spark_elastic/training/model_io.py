@@ -9,6 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from spark_elastic.errors import InvalidInput
+
+
+def refuse_large_numbers(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The array, whose whole numbers become int64. Raises InvalidInput for those that would become others."""
+    if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
+        raise InvalidInput(
+            f"a column of uint64 has {array.max()}, and the model's whole numbers are int64: give numbers below 2**63, "
+            "or cast the column to double."
+        )
+    return array
+
 
 def input_dtype(parameters: Iterable[Any], default: Any) -> Any:
     """The dtype in which a model is given its columns: that of the first parameter that is trained, since a frozen one

@@ -34,7 +34,7 @@ from spark_elastic.torch.train.loss import (
 )
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.identity import NUMBERS, PLAIN, WEIGHTS, digest, is_comparable, to_text
-from spark_elastic.training.model_io import input_dtype
+from spark_elastic.training.model_io import input_dtype, refuse_large_numbers
 from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.transformation import Transformation
 
@@ -249,7 +249,7 @@ class BatchBuilder:
         if self._copier is None:
             tensor = self._tensor(array)
         else:
-            given = torch.from_numpy(array)
+            given = torch.from_numpy(refuse_large_numbers(array))
             tensor = self._copier.copy(given, self._choose_dtype(given))
         return tensor.reshape(-1, *shape) if self._reshapes else tensor
 
@@ -265,7 +265,7 @@ class BatchBuilder:
         return tensor.clone() if name in self._shared else tensor
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
+        tensor = torch.from_numpy(refuse_large_numbers(array))
         return tensor.to(self._choose_dtype(tensor))
 
     def _choose_dtype(self, tensor: torch.Tensor) -> torch.dtype:

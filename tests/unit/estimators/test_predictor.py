@@ -263,3 +263,12 @@ def test_a_transformed_module_saved_from_a_former_place_loads(monkeypatch: Any) 
         packed = pack(ModuleWithTransformation(torch.nn.Linear(1, 1), dict))
     assert former.encode() in packed.architecture
     assert TorchPredictor(packed, ()).model()(torch.ones(1)).shape == (1,)
+
+
+def test_numbers_that_int64_does_not_hold_are_refused() -> None:
+    predictor = TorchPredictor(pack(torch.nn.Identity()), (Column("id", "uint64"),))
+    assert predictor.make_tensor(np.array([2**63 - 1], np.uint64)).tolist() == [2**63 - 1]
+    with pytest.raises(
+        InvalidInput, match="uint64 has 9223372036854775813, and the model's whole numbers are int64"
+    ):
+        predictor.make_tensor(np.array([2**63 + 5], np.uint64))
