@@ -166,6 +166,8 @@ def describe_files(  # noqa: PLR0913 - what callers know of the files
 ) -> Manifest:
     """As `describe_parquet`, of these files. fields: what petastorm says of columns. where: which rows are taken."""
     names = list(dict.fromkeys(columns))
+    if where is not None:
+        _refuse_text_for_numbers(store, data_files, where)
     read = [each for each in data_files if where is None or where.judge(each.find_bounds) is not False]
     files = _Files.select(store, read, collect(store, read, names, where))
     if not files.data:
@@ -186,6 +188,28 @@ def describe_files(  # noqa: PLR0913 - what callers know of the files
     return Manifest(
         described, tuple(each.info.name for each in files.data), groups, digest, digest, known, states
     )
+
+
+def _refuse_text_for_numbers(store: Store, data_files: Sequence[DataFile], where: Predicate) -> None:
+    """Refuse texts for a partition column of numbers alone: as texts 10 comes before 9."""
+    for name, _, value in (comparison for group in where.groups for comparison in group):
+        if not any(isinstance(each, str) for each in (value if isinstance(value, list | tuple) else [value])):
+            continue
+        found = {each.constants.get(name) for each in data_files} - {NO_VALUE}
+        is_number = bool(found) and all(text is not None and _is_number(text) for text in found)
+        # Tables whose files have the column, too, say that digits are texts.
+        if is_number and FileFooter(store, data_files[0]).find_type(name) is None:
+            raise InvalidInput(
+                f"where compares partition column {name!r}, whose values are numbers, with {value!r}: give numbers."
+            )
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)

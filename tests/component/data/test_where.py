@@ -268,6 +268,18 @@ def test_a_partition_of_nan_matches_the_opposite_comparisons_only(
     assert find_in_partitions(tmp_path / "t", keys, where) == ids == find_in_layouts(tmp_path, keys, where)[0]
 
 
+def test_texts_are_compared_with_partitions_of_texts_and_refused_for_those_of_numbers(tmp_path: Path) -> None:
+    months, mixed = pa.array([1, 9, 10, 12]), pa.array(["1", "9", "10", "b"])
+    for number, (operator, value) in enumerate([(">=", "9"), ("==", "9"), ("in", ["9"])]):
+        where = "k", operator, value
+        with pytest.raises(
+            InvalidInput, match=r"column 'k', whose values are numbers, with .*9.*: give numbers"
+        ):
+            find_in_partitions(tmp_path / f"months{number}", months, where)
+        assert 1 in find_in_partitions(tmp_path / f"mixed{number}", mixed, where)
+    assert find_in_partitions(tmp_path / "months", months, ("k", ">=", 9)) == [1, 2, 3]
+
+
 def find_in_partitions(folder: Path, keys: pa.Array, where: Any) -> list[int]:
     """The numbers of the rows that match, in a table that is partitioned by the keys."""
     table = pa.table({"id": [*range(len(keys)), -1], "k": pa.concat_arrays([keys, pa.nulls(1, keys.type)])})
