@@ -19,6 +19,7 @@ from spark_elastic.torch.allreduce import (
 )
 from spark_elastic.torch.callbacks import Progress, progress
 from spark_elastic.torch.compression import Compression
+from spark_elastic.torch.devices import SlotGpuSelection
 from spark_elastic.torch.gathering import (
     allgather,
     allgather_async,
@@ -44,6 +45,7 @@ from spark_elastic.torch.scattering import (
     reducescatter_async,
 )
 from spark_elastic.torch.tensors import poll, synchronize
+from spark_elastic.worker.context import get_process_context
 
 __all__ = [
     "Compression",
@@ -91,3 +93,5 @@ __all__ = [
     "synchronize",
 ]
 __all__ += horovod_names.__all__
+
+get_process_context().get_or_create(SlotGpuSelection)

@@ -6,6 +6,8 @@ else: what it needs on the host is copied in the order of the stream, and read a
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.worker.context import get_process_context
+from spark_elastic.worker.devices import list_visible_gpus
 
 CPU = torch.device("cpu")
 
@@ -44,6 +47,23 @@ def _explain_missing_gpu() -> str:
         f"this worker is to train on a GPU, and torch {torch.__version__} (CUDA {torch.version.cuda}) finds none: "
         "look at nvidia-smi on its host for the driver, or set device='cpu'."
     )
+
+
+class SlotGpuSelection:
+    """Wraps `torch.cuda.set_device`: any number selects the GPU of a worker that sees one.
+
+    Horovod's scripts begin with `torch.cuda.set_device(hvd.local_rank())`. Created once in a process.
+    """
+
+    def __init__(self) -> None:
+        select = torch.cuda.set_device
+
+        @functools.wraps(select)
+        def set_device(device: Any) -> None:
+            own = get_process_context().device == "cuda" and len(list_visible_gpus(os.environ)) == 1
+            select(0 if own and isinstance(device, int) and device > 0 else device)
+
+        torch.cuda.set_device = set_device
 
 
 def get_device_module(device: torch.device) -> Any:

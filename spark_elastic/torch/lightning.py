@@ -25,6 +25,7 @@ from spark_elastic.ops.topology import local_rank, rank, size
 from spark_elastic.state.handlers import Registry, SnapshotHandler
 from spark_elastic.state.snapshot import Bytes, SnapshotBuilder, pickle_value
 from spark_elastic.torch.data_loader import ElasticDataLoader
+from spark_elastic.torch.devices import CPU
 from spark_elastic.torch.elastic import (
     ModelStateHandler,
     OptimizerStateHandler,
@@ -62,7 +63,7 @@ _DDP_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters.ke
 
 
 class ElasticStrategy(_DDPStrategy):  # type: ignore[misc]
-    """`Trainer(strategy=ElasticStrategy(), accelerator="cpu")`: a `fit` that survives the loss of workers.
+    """`Trainer(strategy=ElasticStrategy())`: a `fit` that survives the loss of workers, on CPUs or on GPUs.
 
     The rows come from one `ElasticDataLoader`, so that each comes once per epoch and weights do not depend on the
     world. `training_step` returns the mean loss of its rows; the gradients are then those of the mean over the rows of
@@ -106,7 +107,8 @@ class ElasticStrategy(_DDPStrategy):  # type: ignore[misc]
 
     @property
     def root_device(self) -> torch.device:
-        return torch.device("cpu")
+        device: torch.device = (self.parallel_devices or [CPU])[0]
+        return device
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -115,12 +117,16 @@ class ElasticStrategy(_DDPStrategy):  # type: ignore[misc]
     def _configure_launcher(self) -> None:
         """Called by the Trainer's constructor, with all that it knows of devices."""
         devices = self.parallel_devices or []
-        if any(device.type != "cpu" for device in devices):
-            raise InvalidInput("ElasticStrategy trains on CPUs: pass Trainer(accelerator='cpu').")
+        if any(device.type not in ("cpu", "cuda") for device in devices):
+            raise InvalidInput(
+                "ElasticStrategy trains on CPUs and on GPUs of CUDA: pass Trainer(accelerator='cpu') or "
+                "Trainer(accelerator='gpu')."
+            )
         if len(devices) > 1 or self.num_nodes > 1:
             raise InvalidInput(
                 "with ElasticStrategy each worker is one process, and the job says how many there are: leave devices "
-                "and num_nodes out of the Trainer, and give num_workers to spark_elastic.run."
+                "and num_nodes out of the Trainer, and give num_workers to spark_elastic.run, and device='cuda' where "
+                "a worker is to see its own GPU alone."
             )
         self._launcher = _ElasticLauncher(self)
 

@@ -18,6 +18,7 @@ from elastic_collectives import Group
 from spark_elastic.data.store import scratch_folder
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import World
+from spark_elastic.worker.context import get_process_context
 from spark_elastic.worker.exits import exit_forks
 
 # Outside the range that systems use for outgoing connections, one of which could take the port before the user does.
@@ -149,14 +150,16 @@ def set_dist_env(world: World, group: Group, address: str, ports: tuple[int, int
     mine = f"{address} {find_free_port(address, ports or PORTS)}".encode() if group.rank == 0 else b""
     master, _, port = group.allgather_bytes(mine)[0].decode().partition(" ")
     me = world.members[group.rank]
+    # Programs of torch take LOCAL_RANK for the number of their device, and a worker sees the GPU of its slot alone.
+    has_own_gpu = get_process_context().device == "cuda"
     os.environ.update(
         {
             "MASTER_ADDR": master,
             "MASTER_PORT": port,
             "RANK": str(me.rank),
             "WORLD_SIZE": str(world.size),
-            "LOCAL_RANK": str(me.local_rank),
-            "LOCAL_WORLD_SIZE": str(me.local_size),
+            "LOCAL_RANK": "0" if has_own_gpu else str(me.local_rank),
+            "LOCAL_WORLD_SIZE": "1" if has_own_gpu else str(me.local_size),
             "HOROVOD_RANK": str(me.rank),
             "HOROVOD_SIZE": str(world.size),
             "HOROVOD_LOCAL_RANK": str(me.local_rank),

@@ -1,6 +1,7 @@
 """Programs of the kinds that torch's users write, each with a ledger that is trained with the model.
 
-All take the same rows in the same steps, so all end with the weights of `train_plain`, which nothing disturbs.
+All take the same rows in the same steps, so all end with the weights of `train_plain`, which nothing disturbs. They
+train on the worker's GPU where it has one.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ class Net(torch.nn.Module):
         return (self.linear(x).squeeze(1) - y).pow(2).mean() - self.ledger[row].mean() * rows
 
 
+def find_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def make_rows() -> torch.utils.data.TensorDataset:
     x = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     return torch.utils.data.TensorDataset(torch.arange(ROWS), x, x.sum(dim=1).sin())
@@ -42,7 +47,9 @@ def make_optimizer(net: Any) -> torch.optim.Optimizer:
 
 
 def read_weights(net: Any) -> dict[str, list[float]]:
-    whole = {name: getattr(p, "full_tensor", lambda p=p: p)().detach() for name, p in net.named_parameters()}
+    whole = {
+        name: getattr(p, "full_tensor", lambda p=p: p)().detach().cpu() for name, p in net.named_parameters()
+    }
     ledger = whole.pop("ledger")
     return {"weights": torch.cat([p.reshape(-1) for p in whole.values()]).tolist(), "ledger": ledger.tolist()}
 
@@ -78,7 +85,8 @@ def train_loop(folder: str) -> dict[str, list[float]]:
     """`elastic.run` around DDP."""
     import spark_elastic.torch as hvd
 
-    net = Net()
+    device = find_device()
+    net = Net().to(device)
     optimizer, loader = make_optimizer(net), hvd.elastic.ElasticDataLoader(make_rows(), BATCH, SEED)
 
     @hvd.elastic.run
@@ -88,6 +96,7 @@ def train_loop(folder: str) -> dict[str, list[float]]:
         while loader.epoch < EPOCHS:
             for batch in loader:
                 optimizer.zero_grad()
+                batch = [part.to(device) for part in batch]
                 (ddp(*batch, loader.global_rows) * loader.loss_weight).backward()
                 optimizer.step()
                 state.step += 1
@@ -105,11 +114,12 @@ def train_by_fsdp(folder: str) -> dict[str, list[float]]:
     import spark_elastic.torch as hvd
     from spark_elastic.torch.fsdp import FSDPState
 
+    device = find_device()
     loader = hvd.elastic.ElasticDataLoader(make_rows(), BATCH, SEED)
 
     def build(state: Any) -> dict[str, Any]:
-        torch.distributed.init_process_group()
-        net = Net()
+        torch.distributed.init_process_group("nccl" if device == "cuda" else None)
+        net = Net().to(device)
         fully_shard(net.linear)
         fully_shard(net)
         return {"net": net, "optimizer": make_optimizer(net)}
@@ -119,6 +129,7 @@ def train_by_fsdp(folder: str) -> dict[str, list[float]]:
         while loader.epoch < EPOCHS:
             for batch in loader:
                 state.optimizer.zero_grad()
+                batch = [part.to(device) for part in batch]
                 (state.net(*batch, loader.global_rows) * loader.loss_weight).backward()
                 state.optimizer.step()
                 state.step += 1
@@ -133,16 +144,17 @@ def train_by_accelerate(folder: str) -> dict[str, list[float]]:
     import spark_elastic.torch as hvd
     from spark_elastic.torch.huggingface import create_accelerator
 
-    net = Net()
+    net = Net().to(find_device())
     optimizer, loader = make_optimizer(net), hvd.elastic.ElasticDataLoader(make_rows(), BATCH, SEED)
 
     @hvd.elastic.run
     def loop(state: Any) -> None:
-        accelerator = create_accelerator(cpu=True)
+        accelerator = create_accelerator(cpu=find_device() == "cpu")
         prepared, stepper = accelerator.prepare(net, optimizer)
         while loader.epoch < EPOCHS:
             for batch in loader:
                 stepper.zero_grad()
+                batch = [part.to(accelerator.device) for part in batch]
                 accelerator.backward(prepared(*batch, loader.global_rows) * loader.loss_weight)
                 stepper.step()
                 state.step += 1
@@ -174,12 +186,12 @@ def train_by_trainer(folder: str) -> dict[str, list[float]]:
         max_grad_norm=0.0,
         save_strategy="no",
         report_to="none",
-        use_cpu=True,
+        use_cpu=find_device() == "cpu",
         disable_tqdm=True,
         remove_unused_columns=False,
         seed=SEED,
     )
-    net = TrainerNet()
+    net = TrainerNet().to(args.device)
     optimizer = make_optimizer(net)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     rows = [{"row": row, "x": x, "y": y} for row, x, y in make_rows()]
@@ -215,7 +227,7 @@ def train_by_lightning(folder: str) -> dict[str, list[float]]:
 
     module = LightningNet()
     trainer = pl.Trainer(
-        accelerator="cpu",
+        accelerator="gpu" if find_device() == "cuda" else "cpu",
         strategy=Held(),
         max_epochs=EPOCHS,
         logger=False,

@@ -16,8 +16,9 @@ from spark_elastic.local.launcher import LocalLauncher
 from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.testing.fakes import ProcessLauncher
 from tests.component.torch.hand_written import Run
+from tests.devices import ACCELERATORS
 from tests.faults import killed_programs
-from tests.faults.killed_programs import KILLS, PROGRAMS, STEPS
+from tests.faults.killed_programs import KILLS, PROGRAMS, STEPS, train_by_fsdp
 from tests.faults.killer import Killer, assert_exact, assert_resumed
 from tests.sources import ROOT
 
@@ -29,13 +30,17 @@ cloudpickle.register_pickle_by_value(killed_programs)
 class ForkingLauncher(ProcessLauncher):
     """Forks workers from a process that has imported torch, as jobs of users do."""
 
+    device = "cpu"
+
     def start(self, spec: SlotSpec, post: Post) -> None:
-        LocalLauncher.start(self, replace(spec, driver_timeout=20.0, spare_after=0.0), post)
+        spec = replace(spec, driver_timeout=20.0, spare_after=0.0, device=self.device, slots_per_gpu=8)
+        LocalLauncher.start(self, spec, post)
 
 
-def make_run(program: Any, *given: Any) -> Run:
+def make_run(program: Any, *given: Any, device: str = "cpu") -> Run:
     run = Run(program, *given, room=3, num_workers=3, max_workers=3)
-    run.cluster = ForkingLauncher(run.call.program, SystemClock(), run.call.preload, room=3)
+    cluster = ForkingLauncher(run.call.program, SystemClock(), run.call.preload, room=3)
+    cluster.device, run.cluster = device, cluster
     return run
 
 
@@ -43,8 +48,20 @@ def make_run(program: Any, *given: Any) -> Run:
 def test_loops_and_integrations_are_exact_after_twenty_kills(
     train: Callable[[str], Any], tmp_path: Path
 ) -> None:
-    run = make_run(train, (str(tmp_path),))
-    with Killer(tmp_path, run.lines, holders=2) as killer:
+    check_exact(train, tmp_path)
+
+
+@pytest.mark.parametrize("device", ACCELERATORS, indirect=True)
+@pytest.mark.parametrize("train", [*PROGRAMS, train_by_fsdp])
+def test_loops_and_integrations_that_share_a_device_are_exact_after_twenty_kills(
+    train: Callable[[str], Any], device: str, tmp_path: Path
+) -> None:
+    check_exact(train, tmp_path, device)
+
+
+def check_exact(train: Callable[[str], Any], tmp_path: Path, device: str = "cpu") -> None:
+    run = make_run(train, (str(tmp_path),), device=device)
+    with Killer(tmp_path, run.lines, holders=2, after_a_step=train is train_by_fsdp) as killer:
         results = run.results()
     assert_exact(results, killer)
 

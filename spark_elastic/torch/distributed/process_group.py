@@ -136,6 +136,7 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     # torch 2.15 asks a group for its devices and for the backend of each before it exchanges messages in a batch.
     supports_coalescing = False
+    supports_splitting = False  # asked where a program gives init_process_group its device_id
 
     @property
     def _device_types(self) -> list[torch.device]:

@@ -2,7 +2,7 @@
 
 `register` is called once per process, when this package is imported. From then on, in a worker,
 
-- `init_process_group()` and the device `cpu` of any backend string that names `gloo` mean `elastic`;
+- `init_process_group()`, `"nccl"` and the device `cpu` of any backend string that names `gloo` mean `elastic`;
 - `env://`, torch's default, gives this worker's rank, its world's size and the driver's key-value store.
 
 In a process that is no worker, torch.distributed behaves as it does without this package. Main thread only.
@@ -78,8 +78,10 @@ def _make_backend_config(original: Any) -> Any:
 
         def __init__(self, backend: Any) -> None:
             is_worker = get_context() is not None
-            # Where there is a GPU, torch would choose its backend if the program names none.
-            super().__init__(NAME if is_worker and str(backend) == dist.Backend.UNDEFINED else backend)
+            # Where there is a GPU, torch would choose its backend if the program names none. NCCL alone knows of no
+            # losses; `elastic` uses it for tensors of GPUs.
+            means_elastic = is_worker and str(backend) in (dist.Backend.UNDEFINED, dist.Backend.NCCL)
+            super().__init__(NAME if means_elastic else backend)
             if is_worker and self.get_device_backend_map().get("cpu") == dist.Backend.GLOO:
                 # The first entry decides: torch keeps no other beside a process group that is written in Python.
                 self.device_backend_map = {"cpu": dist.Backend(NAME)}

@@ -207,7 +207,10 @@ def compare() -> dict[str, Any]:
         "another rank": attempt(lambda: dist.init_process_group("elastic", rank=5, world_size=9))
     }
     dist.init_process_group("cpu:gloo,cuda:nccl")
-    found["named"] = "gloo" if "gloo" in dist.get_backend() else dist.get_backend()
+    found["named"] = ["gloo" if "gloo" in dist.get_backend() else dist.get_backend()]
+    dist.destroy_process_group()
+    dist.init_process_group("nccl")
+    found["named"] += [dist.get_backend(), dist.group.WORLD.name()]
     dist.destroy_process_group()
     dist.init_process_group()
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -314,7 +317,7 @@ def try_other_calls(found: dict[str, Any], rank: int, size: int) -> None:
     found["pair"] = None if rank == 1 else number.item()
     every = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
     dist.monitored_barrier(every)
-    found["backend names"] = dist.get_backend(), dist.get_backend(every), found.pop("named")
+    found["backend names"] = dist.get_backend(), dist.get_backend(every), *found.pop("named")
     store = dist.distributed_c10d._get_default_store()
     first = store.compare_set("chosen", "", "by one rank")
     store.add("count", 1)
@@ -369,7 +372,9 @@ def train_ddp(device: str = "cpu") -> dict[str, Any]:
 
     @hvd.elastic.run
     def loop(state: Any) -> None:
-        dist.init_process_group()
+        # As programs for GPUs say it.
+        named = {} if device == "cpu" else {"backend": "nccl", "device_id": torch.device(device, 0)}
+        dist.init_process_group(**named)
         ddp = torch.nn.parallel.DistributedDataParallel(model)
         while state.step < STEPS:
             optimizer.zero_grad()

@@ -186,3 +186,17 @@ def test_a_trainer_that_cannot_be_elastic_is_refused(
             **quiet,
             **options,
         ).fit(Net(), torch.utils.data.DataLoader([1, 2]))
+
+
+def test_the_trainer_uses_the_gpu_that_the_worker_sees() -> None:
+    from spark_elastic.errors import InvalidInput
+    from spark_elastic.torch.lightning import ElasticStrategy
+
+    strategy = ElasticStrategy()
+    strategy.parallel_devices = [torch.device("cuda", 0)]
+    strategy._configure_launcher()
+    assert strategy.root_device == torch.device("cuda", 0)
+    assert strategy.determine_ddp_device_ids() == [0]
+    strategy.parallel_devices = [torch.device("mps", 0)]
+    with pytest.raises(InvalidInput, match="on CPUs and on GPUs of CUDA"):
+        strategy._configure_launcher()

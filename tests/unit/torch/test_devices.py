@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.torch.devices import select_device
+from spark_elastic.torch.devices import SlotGpuSelection, select_device
 from spark_elastic.worker.context import get_process_context
 
 
@@ -43,3 +43,17 @@ def test_a_gpu_that_torch_does_not_find_is_an_error(
         select_device()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert select_device() == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("visible", "asked", "selected"), [("3", 2, 0), ("3", "cuda:0", "cuda:0"), ("3,4", 1, 1)]
+)
+def test_a_local_rank_selects_the_gpu_of_a_worker_that_sees_one(
+    on_a_gpu: None, monkeypatch: pytest.MonkeyPatch, visible: str, asked: object, selected: object
+) -> None:
+    calls: list[object] = []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    SlotGpuSelection()
+    torch.cuda.set_device(asked)
+    assert calls == [selected]
