@@ -136,15 +136,17 @@ def _any(judged: Any) -> bool | None:
 def _judge(comparison: Comparison, find_bounds: FindBounds) -> bool | None:
     name, operator, value = comparison
     positive = _OPPOSITES.get(operator, operator)
+    given = value if positive == "in" else [value]
     found: bool | None = False
     bounds = None
-    for each in value if positive == "in" else [value]:
+    for each in given or [""]:  # whatever is compared, no null matches: also where the list is empty
         bounds = find_bounds(name, each)
         if bounds is None:
             return None
         if bounds.low is None:
             return False
-        found = _any([found, _judge_value("==" if positive == "in" else positive, each, bounds)])
+        if given:
+            found = _any([found, _judge_value("==" if positive == "in" else positive, each, bounds)])
     if bounds is None or found is None:
         return None
     matches_nan = operator in _OPPOSITES

@@ -251,6 +251,13 @@ def test_nan_in_where_equals_nothing_in_partitions_and_in_columns(
     ]
 
 
+@pytest.mark.parametrize("keys", [pa.array([1, 2, None]), pa.array(["a", "b", None])])
+def test_an_empty_list_matches_nothing_in_partitions_and_in_columns(tmp_path: Path, keys: pa.Array) -> None:
+    for operator, ids in ("in", []), ("not in", [0, 1]):
+        assert find_in_layouts(tmp_path, keys, ("k", operator, [])) == [ids] * 3
+        assert find_in_partitions(tmp_path / f"{operator} partitions", keys, ("k", operator, [])) == ids
+
+
 @pytest.mark.parametrize(
     ("where", "ids"),
     [
