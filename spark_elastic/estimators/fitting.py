@@ -39,6 +39,7 @@ from spark_elastic.protocol.types import Limits
 from spark_elastic.state.checkpoint import CheckpointPolicy, CheckpointStore
 from spark_elastic.state.run_lease import RunLease
 from spark_elastic.training.spec import Rows, TrainSpec
+from spark_elastic.worker.forking import select_fork_imports
 from spark_elastic.worker.program import Program
 
 log = logging.getLogger("spark_elastic")
@@ -101,7 +102,9 @@ def train_model(rows: RowSource, request: FitRequest[O], framework: Framework[O]
             ledger = _ledger_folder(request, store, run_id)
             payload = cloudpickle.dumps(request.objects)
             with _show_progress(request) as listener:
-                platform.preflight(payload, store, framework.packages, request.config.num_workers, PAYLOAD)
+                workers = request.config.num_workers
+                imports = select_fork_imports(None, framework.preload, request.elastic.fork_workers)
+                platform.preflight(payload, store, framework.packages, workers, PAYLOAD, imports)
                 training = Training(platform, rows, request, framework, store, run_id, ledger, listener)
                 run = resume_after_coordinator_loss(
                     training.run, CheckpointStore(store, run_id).read_published

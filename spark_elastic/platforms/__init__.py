@@ -72,13 +72,20 @@ class Platform(Protocol):
         ...
 
     def preflight(
-        self, payload: bytes, store: Store | None, needs: tuple[str, ...], number: int, what: str
+        self,
+        payload: bytes,
+        store: Store | None,
+        needs: tuple[str, ...],
+        number: int,
+        what: str,
+        imports: tuple[str, ...] = (),
     ) -> None:
         """Check that hosts can run the job: see `spark.preflight`.
 
         Args:
             payload: the pickled program; what: the same in words, for errors.
             number: of workers.
+            imports: modules of the fork servers from which workers will come; the checks start these servers.
         """
         ...
 

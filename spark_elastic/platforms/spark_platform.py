@@ -88,12 +88,19 @@ class SparkPlatform(ABC):
     # ---- what is the same
 
     def preflight(
-        self, payload: bytes, store: Store | None, needs: tuple[str, ...], number: int, what: str
+        self,
+        payload: bytes,
+        store: Store | None,
+        needs: tuple[str, ...],
+        number: int,
+        what: str,
+        imports: tuple[str, ...] = (),
     ) -> None:
         encrypted = auth.is_tls_enabled(self._config, is_ssl_enabled(self._read_settings()))
         spec = self._describe_hosts(needs)
         bind = self._choose_bind()
         spec = replace(spec, payload=payload, store=store, bind=bind, what=what, encrypted=encrypted)
+        spec = replace(spec, imports=imports, threads=self._config.cpus_per_worker)
         self._probe(spec, number)
 
     def launch(self, job: JobSpec, listener: JobListener | None = None) -> LaunchResult:

@@ -34,6 +34,7 @@ from spark_elastic.running import captures, options
 from spark_elastic.state.checkpoint import CheckpointPolicy, CheckpointStore
 from spark_elastic.state.run_lease import RunLease
 from spark_elastic.worker.context import get_context
+from spark_elastic.worker.forking import select_fork_imports
 from spark_elastic.worker.function_program import FunctionProgram
 from spark_elastic.worker.program import decode_result
 from spark_elastic.worker.script import Module, Script
@@ -146,7 +147,8 @@ class Call:
         what = "the function or its arguments"
         run_id, store = self.options.run_id, self.open_store()
         with self.open_output(as_spark=True) as listener:
-            platform.preflight(self.program.pickled_call, store, job.needs, limits.num_workers, what)
+            imports = select_fork_imports(self.program, self.preload, self.options.config.fork_workers)
+            platform.preflight(self.program.pickled_call, store, job.needs, limits.num_workers, what, imports)
             if run_id is None or store is None:
                 return decode_results(platform.launch(job, listener))
             return resume_after_coordinator_loss(

@@ -32,10 +32,11 @@ if TYPE_CHECKING:
 ROUNDS = 3  # jobs of probes to reach every executor; busy ones are checked when their slot registers
 
 
-def preflight(sc: SparkContext, spec: ProbeSpec, timeout: float) -> list[dict[str, str]]:
+def preflight(sc: SparkContext, spec: ProbeSpec, number: int, timeout: float) -> list[dict[str, str]]:
     """Probe the live executors; returns the facts of each.
 
     Args:
+        number: of workers, whose imports probes begin where they can.
         timeout: seconds in which executors must answer; they do not count while another job of the application trains.
 
     Raises:
@@ -47,19 +48,23 @@ def preflight(sc: SparkContext, spec: ProbeSpec, timeout: float) -> list[dict[st
     try:
         with open_probe(spec) as probe:
             tag = f"spark_elastic-preflight-{probe.token}"
-            reports = _probe_executors(sc, make_probe_task(probe, program), tag, timeout)
+            least = min(number, sc.defaultParallelism) if spec.imports else 1
+            reports = _probe_executors(sc, make_probe_task(probe, program), least, tag, timeout)
             check_reports(reports, spec.make_host_check(), spec.store)
     finally:
         program.unpersist()
     return list({report.executor: report.facts for report in reports}.values())
 
 
-def _probe_executors(sc: SparkContext, task: Task, tag: str, timeout: float) -> list[ProbeReport]:
-    """Spark assigns tasks to executors in turns: as many tasks as executors reach each idle executor."""
+def _probe_executors(sc: SparkContext, task: Task, least: int, tag: str, timeout: float) -> list[ProbeReport]:
+    """Spark assigns tasks to executors in turns: as many tasks as executors reach each idle executor.
+
+    least: number of probes.
+    """
     reports: list[ProbeReport] = []
     for attempt in range(1, ROUNDS + 1):
         executors = _live_executors(sc)
-        for answer in _run_probes(sc, task, executors * attempt, tag, timeout):
+        for answer in _run_probes(sc, task, max(executors * attempt, least), tag, timeout):
             reports.append(require_report(answer))
         if len({report.executor for report in reports}) >= executors or any(
             r.fault or r.unreached for r in reports

@@ -15,8 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import cloudpickle
-
 import spark_elastic
 from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.data.store import Store
@@ -25,6 +23,7 @@ from spark_elastic.rendezvous.http_server import Bind, format_address, listen
 from spark_elastic.spark.payload import Payload
 from spark_elastic.spark.session import collect_host_facts, find_own_address
 from spark_elastic.worker.devices import check_host_device
+from spark_elastic.worker.load_check import find_load_error, find_load_error_in_fork
 
 Task: TypeAlias = Callable[[Iterable[int]], Iterator[Any]]
 
@@ -56,6 +55,9 @@ class ProbeSpec:
     device: str = "auto"
     # Whether Spark gives GPUs to the job's slots.
     assigned: bool = False
+    # `SlotSpec.imports` and `SlotSpec.cpus_per_worker` of the job's slots.
+    imports: tuple[str, ...] = ()
+    threads: int | None = None
 
     def make_host_check(self) -> Callable[[Mapping[str, Any]], str | None]:
         """A check of hosts: given a host's facts, why it cannot take part in the job, or None."""
@@ -161,6 +163,9 @@ class Probe:
     together: int = 0
     # A host that all executors reach: their own addresses are those on the way to it.
     towards: str | None = None
+    # As in `ProbeSpec`.
+    imports: tuple[str, ...] = ()
+    threads: int | None = None
 
     def report(self, number: int, program: bytes) -> ProbeReport:
         found = collect_host_facts()
@@ -196,14 +201,13 @@ class Probe:
         return refused and f"host {host}: {refused}, or set tls=False."
 
     def _check_program(self, host: str, program: bytes) -> str | None:
-        try:
-            cloudpickle.loads(program)
-        except Exception as error:  # whatever user classes raise while they are unpickled
-            return (
-                f"host {host} cannot load {self.what} ({_describe_error(error)}): ship their modules with "
-                "--py-files or install them there."
-            )
-        return None
+        if self.imports:
+            error = find_load_error_in_fork(program, self.imports, self.threads)
+        else:
+            error = find_load_error(program)
+        return error and (
+            f"host {host} cannot load {self.what} ({error}): ship their modules with --py-files or install them there."
+        )
 
     def _check_driver(self, host: str) -> str | None:
         if self.driver is None:
@@ -267,7 +271,15 @@ def open_probe(spec: ProbeSpec) -> Iterator[Probe]:
     listener = listen(bind) if bind is not None else None  # the kernel accepts connections by itself
     try:
         driver = format_address(bind, listener) if bind is not None and listener is not None else None
-        yield Probe(store, token, spec.what, driver, spec.encrypted)
+        yield Probe(
+            store,
+            token,
+            spec.what,
+            driver,
+            spec.encrypted,
+            imports=spec.imports,
+            threads=spec.threads,
+        )
     finally:
         if listener is not None:
             listener.close()
