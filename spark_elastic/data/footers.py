@@ -273,8 +273,9 @@ class FileFooter:
             return np.full(group.num_rows, judged)
 
         def read(column: str) -> pa.Array:
-            found = file.read_row_group(index, columns=[self.stored_name(column)], use_threads=False)
-            return pa.concat_arrays(found.column(0).chunks)
+            name = self.stored_name(column)
+            found = file.read_row_group(index, columns=[name], use_threads=False)
+            return pa.concat_arrays(found[name].chunks)
 
         return where.match(find_bounds, read, group.num_rows)
 
@@ -340,9 +341,10 @@ class FileFooter:
         """The rows of a column that the table has, by so many in the file."""
         with self.store.open_read(self.name) as source:
             file = open_parquet(source, buffer_size=buffer_size)
-            begin = 0
-            for batch in file.iter_batches(rows, columns=[self.stored_name(column)], use_threads=False):
-                values, end = batch.column(0), begin + batch.num_rows
+            begin, name = 0, self.stored_name(column)
+            for batch in file.iter_batches(rows, columns=[name], use_threads=False):
+                # Not the first one: by a name with a dot, Arrow reads the field of a struct as well.
+                values, end = batch[name], begin + batch.num_rows
                 if self.data.deleted is not None:
                     values = values.filter(pa.array(~self.data.deleted[begin:end]))
                 yield values

@@ -161,9 +161,9 @@ class ArrowReader(GroupReader):
             if entry.keep_mask is not None:
                 rows = rows.filter(pa.array(entry.keep_mask))
             names = self._names[entry.file]
-            columns = {
-                names[name]: column for name, column in zip(rows.schema.names, rows.columns, strict=True)
-            }
+            found = zip(rows.schema.names, rows.columns, strict=True)
+            # By a name with a dot, Arrow reads the field of a struct as well.
+            columns = {names[name]: column for name, column in found if name in names}
             constants = self.columns_of(entry.file).constants
             return decode_columns(columns, entry.rows, self.columns, constants)
         except StoreError:

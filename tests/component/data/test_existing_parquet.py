@@ -23,6 +23,7 @@ from spark_elastic.data.existing_parquet import (
 from spark_elastic.data.loader import StepLoader
 from spark_elastic.data.manifest import Column, Manifest, RowGroups
 from spark_elastic.data.plan import DataPlan
+from spark_elastic.data.predicate import Predicate
 from spark_elastic.data.reading.readers import open_reader
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
@@ -134,6 +135,24 @@ def test_timestamps_of_all_years_as_spark_writes_them(
     )
     np.testing.assert_array_equal(found["t"], np.array(when, "datetime64[us]"))
     assert [found[name].tolist() for name in beside] == [list(range(40)) for _ in beside]
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
+def test_a_column_with_a_dot_in_its_name_beside_a_struct_with_that_field(
+    tmp_path: Path, piece_bytes: int
+) -> None:
+    """Parquet has one path for both. The struct has no part in what is read of the column."""
+    values = np.arange(9.0)
+    struct = [{"b": None if i % 2 else i} for i in range(9)]
+    write(tmp_path, "a.parquet", {"a": struct, "a.b": values, "z": values}, write_statistics=False)
+    store = Store.open(str(tmp_path))
+    manifest = describe_parquet(store, ["a.b", "z"], piece_bytes=piece_bytes)
+    assert manifest.columns == (Column("a.b", "float64"), Column("z", "float64"))
+    for found in read_columns(store, manifest).values():
+        assert np.array_equal(found, values)
+    where = Predicate.parse([("a.b", ">", 3.5)])
+    files = find_data_files([f"file://{tmp_path}/a.parquet"], ["a.b"], {})
+    assert describe_files(*files, ["a.b"], where=where).rows == 5
 
 
 def test_vectors_as_spark_writes_them(tmp_path: Path) -> None:
