@@ -28,6 +28,7 @@ from spark_elastic.state.handlers import (
     Registry,
     SamplerStateHandler,
     SnapshotHandler,
+    StateDictHandler,
     StateHandler,
 )
 from spark_elastic.state.snapshot import Bytes, Extent, SnapshotBuilder
@@ -61,6 +62,8 @@ log = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
+_GradScaler = getattr(torch.amp, "GradScaler", torch.cuda.amp.GradScaler)  # the former since torch 2.3
+
 
 def run(func: Callable[..., R]) -> Callable[..., R]:
     """Decorator: call `func(state, ...)` again in each world, from where its state stands, until it returns."""
@@ -83,6 +86,7 @@ def _registry() -> Registry:
         (torch.nn.Module, ModelStateHandler),
         (torch.optim.Optimizer, OptimizerStateHandler),
         (ElasticDataLoader, DataLoaderStateHandler),
+        (_GradScaler, GradScalerStateHandler),
         *REGISTRY,
     )
 
@@ -327,6 +331,14 @@ class OptimizerStateHandler(SnapshotHandler):
         if type(value) in (list, tuple):
             return type(value)(self._freeze(item, builder, later=later) for item in value)
         return copy.deepcopy(value)
+
+
+class GradScalerStateHandler(StateDictHandler):
+    """A `GradScaler`, which a world may leave between `unscale_` and `update`."""
+
+    def load(self, values: Any, memory: Bytes) -> None:
+        super().load(values, memory)
+        self.value._per_optimizer_states.clear()  # what it has found in gradients that are void now
 
 
 def _find_device(tensors: Iterable[torch.Tensor]) -> torch.device:

@@ -229,6 +229,27 @@ def test_all_of_an_optimizers_state_is_restored(kind: Any, distributed: bool) ->
     assert 1 in (optimizer.state.get("count"), getattr(optimizer, "count", None))
 
 
+@pytest.mark.skipif(not hasattr(torch.amp, "GradScaler"), reason="torch before 2.3 scales on CUDA alone")
+def test_a_scaler_forgets_the_gradients_of_a_step_that_broke() -> None:
+    model = net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    state = hvd.elastic.TorchState(model, optimizer, scaler=scaler)
+
+    def take_step(factor: float, *, breaks: bool) -> None:
+        optimizer.zero_grad()
+        scaler.scale(model(factor * torch.ones(8, 4)).mean()).backward()
+        scaler.unscale_(optimizer)
+        if not breaks:  # in a collective of the clipping, say
+            scaler.step(optimizer)
+            scaler.update()
+
+    take_step(float("inf"), breaks=True)
+    state.restore()
+    take_step(1.0, breaks=False)
+    assert scaler.get_scale() == 4.0, "an infinity that is void has changed the scale"
+
+
 def test_several_models_and_optimizers_by_name() -> None:
     one, two = net(), net()
     first, second = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (one, two))
