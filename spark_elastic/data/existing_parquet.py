@@ -197,11 +197,18 @@ def _refuse_text_for_numbers(store: Store, data_files: Sequence[DataFile], where
             continue
         found = {each.constants.get(name) for each in data_files} - {NO_VALUE}
         is_number = bool(found) and all(text is not None and _is_number(text) for text in found)
-        # Tables whose files have the column, too, say that digits are texts.
-        if is_number and FileFooter(store, data_files[0]).find_type(name) is None:
+        if is_number and not _has_texts(store, data_files[0], name):
             raise InvalidInput(
                 f"where compares partition column {name!r}, whose values are numbers, with {value!r}: give numbers."
             )
+
+
+def _has_texts(store: Store, file: DataFile, column: str) -> bool:
+    """Whether a partition column has texts: by the table's schema, or else since the files have the column, too."""
+    declared = file.types.get(column)
+    if declared is not None:
+        return bool(pa.types.is_string(declared))
+    return FileFooter(store, file).find_type(column) is not None
 
 
 def _is_number(text: str) -> bool:
@@ -395,6 +402,9 @@ def _partition_column(name: str, files: _Files, transformed: bool) -> Column:
     nulls = int(files.footers.rows[np.array([value == NO_VALUE for value in found])].sum())
     if nulls:
         raise _null_error(name, nulls, files)
+    declared = files.data[0].types.get(name)
+    if declared is not None:
+        return Column(name, _dtype(name, declared, transformed))
     values = set(found)
     if {str(value).lower() for value in values} <= {"true", "false"}:
         return Column(name, "bool")

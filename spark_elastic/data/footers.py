@@ -45,6 +45,8 @@ class DataFile:
     field_ids: Mapping[str, int] = field(default_factory=dict)
     # Column -> the names that it may have in files whose fields have no ids; {}: its own.
     mapped_names: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    # Column -> its type in the table's schema; a column that is not in here is what the files say.
+    types: Mapping[str, pa.DataType] = field(default_factory=dict)
     # Of each row in the file, whether the table has it no more; None: it has all of them.
     deleted: Mask | None = None
     # Whether nobody writes a file of this name again, as in tables whose log names their files.
@@ -55,20 +57,22 @@ class DataFile:
         text = self.constants.get(column)
         if text is None:
             return None
-        value = None if text == NO_VALUE else parse_constant(text, like)
+        is_text = pa.types.is_string(self.types.get(column, pa.null()))
+        value = None if text == NO_VALUE else parse_constant(text, like, is_text)
         return Bounds(value, value, may_be_null=False, may_be_nan=False)
 
     def rename_columns(self, columns: Mapping[str, str]) -> DataFile:
         """The file with these columns alone. columns: name of a column -> the name that it has here."""
         constants = {name: self.constants[own] for name, own in columns.items() if own in self.constants}
+        types = {name: self.types[own] for name, own in columns.items() if own in self.types}
         if self.field_ids:
             ids = {name: self.field_ids[own] for name, own in columns.items() if own in self.field_ids}
             mapped = {
                 name: self.mapped_names[own] for name, own in columns.items() if own in self.mapped_names
             }
-            return replace(self, constants=constants, field_ids=ids, mapped_names=mapped)
+            return replace(self, constants=constants, types=types, field_ids=ids, mapped_names=mapped)
         stored = {name: self.stored_names.get(own, own) for name, own in columns.items()}
-        return replace(self, constants=constants, stored_names=stored)
+        return replace(self, constants=constants, types=types, stored_names=stored)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import operator
 import posixpath
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import date, datetime, timedelta, timezone
@@ -28,6 +29,21 @@ from spark_elastic.errors import InvalidInput
 
 Version = int | str | datetime
 """A version of Delta or the id of a snapshot of Iceberg, or the time of which the state is wanted."""
+
+# By the names that Delta or Iceberg has for them.
+_TYPES: Mapping[str, pa.DataType] = {
+    "boolean": pa.bool_(),
+    "byte": pa.int8(),
+    "short": pa.int16(),
+    "int": pa.int32(),
+    "integer": pa.int32(),
+    "long": pa.int64(),
+    "float": pa.float32(),
+    "double": pa.float64(),
+    "string": pa.string(),
+    "date": pa.date32(),
+    **dict.fromkeys(("timestamp", "timestamptz", "timestamp_ntz"), pa.timestamp("us")),
+}
 
 
 @dataclass(frozen=True)
@@ -93,6 +109,18 @@ def _parse_version(version: Any) -> int | datetime | None:
     )
 
 
+def _find_types(fields: Iterable[tuple[str, Any]]) -> dict[str, pa.DataType]:
+    """Column -> its type, for those of single values. fields: names and types, as the table's schema has them."""
+    found = {}
+    for name, kind in fields:
+        decimal = re.fullmatch(r"decimal\((\d+), ?(\d+)\)", str(kind))
+        if decimal:
+            found[name] = pa.decimal128(int(decimal[1]), int(decimal[2]))
+        elif str(kind) in _TYPES:
+            found[name] = _TYPES[str(kind)]
+    return found
+
+
 def join_stores(snapshots: Sequence[TableSnapshot]) -> tuple[Store, list[tuple[DataFile, ...]]]:
     """One store that holds the files of all snapshots, and their files by their names in it."""
     first = snapshots[0].store
@@ -137,7 +165,9 @@ def _read_delta(
         raise InvalidInput(
             f"The Delta table {uri} cannot be read{which}: {str(error).splitlines()[0]}"
         ) from error
-    stored_names = _find_physical_names(json.loads(table.schema().to_json()))
+    schema = json.loads(table.schema().to_json())
+    stored_names = _find_physical_names(schema)
+    types = _find_types((field["name"], field["type"]) for field in schema["fields"])
     store = Store.open(uri, **storage_options)
     files = []
     for action in sorted(actions, key=lambda each: str(each["path"])):
@@ -154,7 +184,7 @@ def _read_delta(
             if own in values
         }
         info = ObjectInfo(path, action["size_bytes"], action["modification_time"] / 1000)
-        files.append(DataFile(info, constants, stored_names, deleted=vectors.get(path)))
+        files.append(DataFile(info, constants, stored_names, types=types, deleted=vectors.get(path)))
     number, columns = table.version(), tuple(field.name for field in table.schema().fields)
     return TableSnapshot(
         f"version {number} of the Delta table {store.url}", number, store, tuple(files), columns
@@ -238,12 +268,14 @@ def _read_iceberg(
     mapping = table.name_mapping()
     names_by_id = {each.field_id: tuple(each.names) for each in mapping.root} if mapping else {}
     mapped = {name: names_by_id.get(number, ()) for name, number in ids.items()} if mapping else {}
+    types = _find_types((field.name, str(field.field_type)) for field in schema.fields)
     files = [
         DataFile(
             ObjectInfo(name, each.data_file.file_size_in_bytes, None),
             _find_partition_values(table, schema, each.data_file),
             field_ids=ids,
             mapped_names=mapped,
+            types=types,
         )
         for name, each in zip(names, data, strict=True)
     ]

@@ -209,9 +209,14 @@ def _is_unsigned(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(0 <= value < 2**64)
 
 
-def parse_constant(text: str, like: Any) -> Any:
-    """A value from the text of a partition, of the kind that another value is. Raises InvalidInput if it is no such."""
+def parse_constant(text: str, like: Any, is_text: bool = False) -> Any:
+    """A value from the text of a partition, of the kind that another value is. Raises InvalidInput if it is no such.
+
+    is_text: the column's values are texts, whatever they look like.
+    """
     try:
+        if is_text and not isinstance(like, str):
+            raise TypeError(type(like))
         value = _parse_as(text, like)
         value < like  # noqa: B015 - times with and without a zone cannot be compared
     except (ValueError, KeyError, TypeError, ArithmeticError) as error:

@@ -197,9 +197,13 @@ class ScannedRows(FileRows):
     def _convert(self, column: Column) -> Column:
         """The column in the DataFrame's type. Raises NoFileScan if reading does not give that."""
         kind = self._types[column.name]
+        in_paths = all(column.name in part.constants for part in self._parts)
+        if in_paths and column.dtype == "datetime64[us]":
+            raise NoFileScan(
+                f"column {column.name!r} has times in the files' paths, whose zone Spark decides"
+            )
         if (column.dtype, len(column.shape)) == (kind.dtype, kind.dimensions):
             return column
-        in_paths = all(column.name in part.constants for part in self._parts)
         if in_paths and not kind.dimensions and np.dtype(kind.dtype).kind in "iuf":
             return replace(column, dtype=kind.dtype)
         raise NoFileScan(

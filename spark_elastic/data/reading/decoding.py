@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timezone
 from typing import Any, Protocol
 from urllib.parse import unquote
 
@@ -111,6 +112,10 @@ def repeat_constant(text: str, column: Column, rows: int) -> Array:
     """The array of a column that has one value in all rows."""
     if column.dtype == "bool":
         return np.full(rows, text.lower() == "true")
+    if column.dtype == "datetime64[us]":
+        moment = datetime.fromisoformat(text)
+        utc = moment.astimezone(timezone.utc).replace(tzinfo=None) if moment.tzinfo else moment
+        return np.full(rows, np.datetime64(utc))
     return np.full(rows, text).astype(column.dtype)
 
 
