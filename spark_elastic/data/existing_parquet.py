@@ -265,6 +265,11 @@ class _Files:
         first, found = next(((place, each) for place, each in types if each is not None), (0, None))
         if found is None:
             return None
+        declared = self.data[0].types.get(column)
+        kinds = {each for _, each in types if each is not None}
+        if declared is not None and len(kinds) > 1 and all(_widens(each, declared) for each in kinds):
+            # The table's type became a wider one, and the files that it had then were left as they are.
+            types, found = [], declared
         for place, other in types:
             if other is not None and other != found:
                 raise self._different_types(column, first, found, place, other)
@@ -291,6 +296,16 @@ class _Files:
         stored = [dict(schema.stored_names) for schema in self.footers.schemas]
         for data, schema in zip(self.data, self.footers.schema.tolist(), strict=True):
             yield FileColumns(data.constants, stored[schema]).restrict(used)
+
+
+def _widens(stored: pa.DataType, declared: pa.DataType) -> bool:
+    """Whether all values of a type in files are values of the table's, by the changes of types that Iceberg has."""
+    for is_kind in (pa.types.is_signed_integer, pa.types.is_floating):
+        if is_kind(stored) and is_kind(declared):
+            return bool(stored.bit_width <= declared.bit_width)
+    if pa.types.is_decimal(stored) and pa.types.is_decimal(declared):
+        return bool(stored.scale == declared.scale and stored.precision <= declared.precision)
+    return bool(stored == declared)
 
 
 def _parquet(store: Store, name: str) -> list[ObjectInfo]:

@@ -24,7 +24,7 @@ from deltalake.schema import Field, PrimitiveType, Schema
 from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.manifest import DataFile, DataFileContent, FileFormat, ManifestContent, ManifestWriterV2
 from pyiceberg.typedef import Record
-from pyiceberg.types import LongType
+from pyiceberg.types import DecimalType, DoubleType, LongType
 from pyiceberg.utils.concurrent import ExecutorFactory
 from pyroaring import BitMap
 
@@ -510,6 +510,26 @@ def test_files_that_came_from_hive_have_their_partitions_values(catalog: Any, tm
     snapshot = read_snapshot(table, None, {})
     manifest = describe_files(snapshot.store, snapshot.files, ["x"], where=where)
     assert manifest.rows == 1
+
+
+def test_files_from_before_a_column_got_a_wider_type_are_read_beside_later_ones(catalog: Any) -> None:
+    price = pa.array([Decimal("1.50"), Decimal("2.25")], pa.decimal128(5, 2))
+    rows = make_rows(0, 2, n=pa.array([1, 2], pa.int32()), f=pa.array([0.5, 0.25], pa.float32()), price=price)
+    table = catalog.create_table("n.t", rows.schema)
+    table.append(rows)
+    with table.update_schema() as change:
+        change.update_column("n", LongType())
+        change.update_column("f", DoubleType())
+        change.update_column("price", DecimalType(12, 2))
+    later = make_rows(2, 2, n=[3, 1 << 40], f=[0.1, 1e300], price=price.cast(pa.decimal128(12, 2)))
+    table.append(later)
+    columns = ["x", "n", "f", "price"]
+    snapshot = read_snapshot(table, None, {})
+    described = describe_files(snapshot.store, snapshot.files, columns).columns
+    assert [each.dtype for each in described] == ["int64", "int64", "float64", "float64"]
+    assert read_rows(table, columns) == expect(table.scan().to_arrow(), columns)
+    where = Predicate.parse([("n", ">", 1), ("f", "<=", 0.25)])
+    assert read_rows(table, ["n"], where=where) == [(2,), (3,)]
 
 
 # ---- what is no table
