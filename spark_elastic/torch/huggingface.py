@@ -132,6 +132,8 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]
             # these numbers, so all ranks need one dtype.
             self.current_flos = float(self.current_flos)
             begun = self._committed is not None
+            if self._committed is not None and self.accelerator.scaler is not None:
+                self.accelerator.scaler.load_state_dict(self._committed["scaler"])
             return super(ElasticTrainer, self).train(None if begun else resume_from_checkpoint, **options)
 
         self._elastic_state = state
@@ -300,7 +302,7 @@ class _Progress:
 
 
 class _ProgressHandler(SnapshotHandler):
-    """Counters, logs, exportable callbacks and random generators of a Trainer."""
+    """Counters, logs, the scale of fp16, exportable callbacks and random generators of a Trainer."""
 
     def capture(self, builder: SnapshotBuilder) -> Any:
         trainer: ElasticTrainer = self.value.trainer
@@ -308,8 +310,10 @@ class _ProgressHandler(SnapshotHandler):
             return None  # before the first step
         state = copy.copy(trainer.state)
         state.log_history = list(state.log_history)  # its entries stay as they are
+        scaler = trainer.accelerator.scaler
         trainer._committed = {
             "state": state,
+            "scaler": None if scaler is None else scaler.state_dict(),
             "loss": float(trainer._tr_loss),
             "logged loss": trainer._total_loss_scalar,
             "logged step": trainer._globalstep_last_logged,

@@ -227,6 +227,54 @@ def test_a_trainer_evaluates_all_rows_in_every_world_and_prepares_the_model_once
         assert result["wrappers"] == alone["wrappers"]
 
 
+class Lost(Exception):
+    """Stands for the error of a broken world."""
+
+
+def test_the_scale_of_fp16_continues_in_the_next_world(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import transformers
+
+    from spark_elastic.torch import huggingface
+
+    def run_in_two_worlds(function: Any) -> Any:
+        def call(state: Any) -> Any:
+            with pytest.raises(Lost):
+                function(state)
+            state.restore()
+            return function(state)
+
+        return call
+
+    class Trainer(huggingface.ElasticTrainer):
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            # What Accelerate makes on a GPU.
+            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=1)
+
+    class Loss(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        is_due = True
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+            if state.global_step == 2 and self.is_due:
+                self.is_due = False
+                raise Lost
+
+    class Net(torch.nn.Linear):
+        def forward(self, x: Any) -> dict[str, Any]:  # type: ignore[override]
+            return {"loss": super().forward(x).pow(2).mean()}
+
+    monkeypatch.setattr(huggingface, "run", run_in_two_worlds)
+    args = transformers.TrainingArguments(
+        str(tmp_path), max_steps=4, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True
+    )
+    rows = [{"x": torch.ones(4)} for _ in range(8)]
+    trainer = Trainer(Net(4, 1), args, train_dataset=rows, global_batch_size=2, callbacks=[Loss()])
+    trainer.train()
+    assert trainer.accelerator.scaler.get_scale() == 2.0 * 2**4, "each step that is applied doubles it"
+
+
 def train_by_accelerate(steps: int, holds: dict[int, int | str]) -> list[float]:
     """A loop of Accelerate's documentation, which prepares model and optimizer again in each world."""
     import time
