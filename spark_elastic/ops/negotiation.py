@@ -278,7 +278,9 @@ class Negotiation:
     def _make_deadlock_responses(self) -> list[Response]:
         """Return an error for every pending operation: each rank waits for one that the others do not request."""
         waits = "; ".join(
-            f"{label!r} for rank(s) {_format_ranks(missing)}" for label, missing in self.pending.items()
+            f"rank(s) {_format_ranks(sorted(entry.requests))} for {label!r}, which rank(s) "
+            f"{_format_ranks(self._missing_ranks(entry))} did not request"
+            for label, entry in self._pending.items()
         )
         ranks = sorted({rank for missing in self.pending.values() for rank in missing})
         reason = f"the ranks wait for different operations: {waits}."

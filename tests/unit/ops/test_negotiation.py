@@ -123,7 +123,9 @@ def test_deadlocked_operations_fail_with_an_error_that_names_them() -> None:
     assert ranks.machines[0].all_ranks_wait
     first, second = ranks.say([], [], deadlocked=True).responses
     assert (first.label, second.label) == ("x", "y")
-    assert "'x' for rank(s) 1; 'y' for rank(s) 0" in str(first.error)
+    assert "operations: rank(s) 0 for 'x', which rank(s) 1 did not request; rank(s) 1 for 'y', which" in str(
+        first.error
+    )
 
 
 def test_joined_ranks_are_not_waited_for_and_all_learn_the_last_one() -> None:
