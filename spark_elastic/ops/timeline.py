@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from spark_elastic.clock import SystemClock
 from spark_elastic.config import operations_from_env
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.operation import Operation
@@ -44,6 +45,10 @@ class Timeline:
         self._rows: dict[str, int] = {}  # row number by name
         if self._file.tell() == 0:
             self._put("[")
+            clock = SystemClock()
+            zero = round((clock.wall() - clock.now()) * 1e6)  # when the timestamps of the events begin
+            about = {"start_time_since_epoch_in_micros": zero}
+            self._write({"name": "process_name", "ph": "M", "pid": 0, "args": about})
 
     def operation(self, operation: Operation, begin: float, end: float) -> None:
         """Write an operation that ran from `begin` to `end`, in seconds of the clock of its handle."""

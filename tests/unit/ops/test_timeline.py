@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import numpy as np
@@ -31,11 +32,14 @@ def test_rank_0_writes_the_phases_of_each_operation(monkeypatch: pytest.MonkeyPa
     run_in_fake_world(2, work)
     assert [path.name for path in tmp_path.iterdir()] == ["0.json"]
     events = [event for event in json.loads((tmp_path / "0.json").read_text()) if event]
-    rows = {event["args"]["name"]: event["pid"] for event in events if event["ph"] == "M"}
+    about, *_ = events
+    zero = about["args"]["start_time_since_epoch_in_micros"]
+    rows = {event["args"]["name"]: event["pid"] for event in events[1:] if event["ph"] == "M"}
     assert {"a", "b"} <= rows.keys()
     spans = [event for event in events if event["ph"] == "X" and event["pid"] == rows["a"]]
     assert [span["name"] for span in spans] == ["QUEUE", "NEGOTIATE_ALLREDUCE", "ALLREDUCE"] * 2
     assert all(span["dur"] >= 0 for span in spans)
+    assert all(abs(zero + span["ts"] - time.time() * 1e6) < 600e6 for span in spans)
     assert [span["ts"] for span in spans] == sorted(span["ts"] for span in spans)
     assert any(event["name"] == "CYCLE_START" for event in events)
 
