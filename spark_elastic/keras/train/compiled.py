@@ -7,6 +7,7 @@ of the state. Main thread only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,24 @@ class _OutputLoss:
     name: str
     # The reduction that the user chose.
     reduction: str
+    # The class whose labels do not count, not in a mean's divisor either (Keras's ignore_class); None: all count.
+    ignored: int | None
+    # Which of the outputs it is, in their order.
+    place: int
+
+    def find_divisor(self, batch: LocalBatch[npt.NDArray[Any]]) -> float | None:
+        """What these rows add to the divisor of the mean; None: it does not depend on what is in the rows."""
+        weighted = self.reduction == "mean_with_sample_weight" and batch.weights is not None
+        if self.reduction == "sum" or not (weighted or self.ignored is not None):
+            return None
+        counted = np.ones((len(batch), 1))
+        if self.ignored is not None:
+            labels = batch.labels[self.place]
+            counted = (labels != self.ignored).reshape(len(batch), math.prod(labels.shape[1:]))
+        if weighted:
+            assert batch.weights is not None
+            counted = counted * batch.weights.astype(np.float64)[:, None]
+        return float(counted.sum())
 
 
 class CompiledLosses:
@@ -59,7 +78,10 @@ class CompiledLosses:
             except (KeyError, TypeError, ValueError) as error:
                 raise InvalidInput(f"the loss does not fit the model's outputs: {error}") from error
         self._dtype = compiled.dtype
-        self._parts = [_part(*found) for found in compiled._flat_losses]
+        places = keras.tree.pack_sequence_as(outputs, list(range(len(keras.tree.flatten(outputs)))))
+        self._parts = [
+            _part(path, loss, weight, name, places) for path, loss, weight, name in compiled._flat_losses
+        ]
         for part in self._parts:
             if getattr(_get_at(part.path, outputs), "_keras_mask", None) is not None:
                 raise InvalidInput(
@@ -78,13 +100,15 @@ class CompiledLosses:
         return [f"{part.name}_loss" for part in self._parts] if len(self._parts) > 1 else []
 
     def factors(self, group: Group, batch: LocalBatch[npt.NDArray[Any]]) -> list[float]:
-        """What the sum of each loss is to be multiplied with. The ranks agree on it where row weights divide a loss."""
-        everywhere = float(batch.planned)
-        if batch.weights is not None and any(p.reduction == "mean_with_sample_weight" for p in self._parts):
-            own = np.array([batch.weights.sum(dtype=np.float64)])
-            everywhere = float(group.allgather(own).sum()) or 1.0
-        divisors = {"sum": 1.0, "mean_with_sample_weight": everywhere}
-        return [1.0 / divisors.get(part.reduction, float(batch.planned)) for part in self._parts]
+        """What the sum of each loss is to be multiplied with. The ranks agree on it where weights or labels of rows
+        make a divisor."""
+        divisors = [1.0 if part.reduction == "sum" else float(batch.planned) for part in self._parts]
+        own = {k: found for k, p in enumerate(self._parts) if (found := p.find_divisor(batch)) is not None}
+        if own:
+            totals = group.allgather(np.array([*own.values()])).sum(0)
+            for k, total in zip(own, totals, strict=True):
+                divisors[k] = float(total) or 1.0
+        return [1.0 / divisor for divisor in divisors]
 
     def total(
         self, labels: Any, outputs: Any, weights: Any, factors: Any, part: Any
@@ -110,19 +134,23 @@ class CompiledLosses:
         if values.shape.rank == 0:  # the user's function takes the mean itself
             return values * rows if part.reduction in MEANS else values
         summed = tf.reduce_sum(values)
-        if part.reduction == "sum" or (part.reduction == "mean_with_sample_weight" and weights is not None):
+        if part.reduction == "sum" or part.ignored is not None:
+            return summed
+        if part.reduction == "mean_with_sample_weight" and weights is not None:
             return summed
         return summed * rows / tf.cast(tf.size(values), part.loss.dtype)
 
 
-def _part(path: tuple[Any, ...], loss: Any, weight: float | None, name: str) -> _OutputLoss:
+def _part(path: tuple[Any, ...], loss: Any, weight: float | None, name: str, places: Any) -> _OutputLoss:
     chosen = loss.reduction
     if chosen not in (*MEANS, "sum"):
         raise InvalidInput(f"loss {name!r} has reduction={chosen!r}: choose sum_over_batch_size or sum.")
     # A copy: the model's own loss stays as the user compiled it. Keras's `copy` would look up functions by name.
     summed = object.__new__(type(loss))
     vars(summed).update(vars(loss), reduction="none")
-    return _OutputLoss(path, summed, 1.0 if weight is None else float(weight), name, chosen)
+    ignored = getattr(loss, "_fn_kwargs", {}).get("ignore_class")
+    weight = 1.0 if weight is None else float(weight)
+    return _OutputLoss(path, summed, weight, name, chosen, ignored, _get_at(path, places))
 
 
 def _get_at(path: Sequence[Any], structure: Any) -> Any:

@@ -55,6 +55,15 @@ def build_two_heads() -> Any:
     return model
 
 
+def build_ignoring() -> Any:
+    """Labels of one class do not count, so that the ranks' rows have different numbers of labels that do."""
+    x = keras.Input((WIDTH,), name="x")
+    model = keras.Model(x, keras.layers.Dense(CLASSES)(x))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=1)
+    model.compile(keras.optimizers.SGD(0.1), loss)
+    return model
+
+
 @dataclass(frozen=True)
 class Job:
     """What is trained; everything float64."""
@@ -119,6 +128,7 @@ JOBS = {
     "one output": Job(build_dense, validates=True),
     "row weights": Job(build_dense, weight="w", class_weight={1: 3.0, 2: 0.5}, validates=True),
     "two outputs": Job(build_two_heads, features=("x", "y"), labels=("w", "id")),
+    "ignored labels": Job(build_ignoring),
 }
 
 

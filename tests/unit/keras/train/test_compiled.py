@@ -1,0 +1,44 @@
+"""Losses of a compiled model, summed over parts of a step's rows: what Keras computes of all rows at once."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from spark_elastic.keras.train.compiled import CompiledLosses
+from spark_elastic.training.batch import LocalBatch
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+WIDTH, CLASSES = 5, 3
+# Of two ranks: nine labels of the first one count, and four of the second one.
+LABELS = [np.array([[0, 2, 1, 2, 0], [2, 2, 0, 0, 0]]), np.array([[1, 1, 1, 0, 2], [1, 1, 1, 2, 0]])]
+
+
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight", "sum"])
+@pytest.mark.parametrize("labels", [LABELS, [np.ones_like(each) for each in LABELS]], ids=["some", "none"])
+def test_labels_that_do_not_count_are_not_divided_by(reduction: str, labels: list[Any]) -> None:
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=1, reduction=reduction)
+    model = keras.Sequential([keras.Input((WIDTH, CLASSES)), keras.layers.Activation("linear")])
+    model.compile("sgd", loss)
+    outputs = [np.random.default_rng(r).normal(size=(2, WIDTH, CLASSES)).astype("f") for r in range(2)]
+    compiled = CompiledLosses(model, labels[0][:1], model(outputs[0][:1]))
+    batches = [
+        LocalBatch(4, np.arange(2), (each,), (own,), None) for each, own in zip(outputs, labels, strict=True)
+    ]
+    divisors: list[Any] = []
+
+    def find_factors(batch: Any) -> list[float]:
+        group: Any = SimpleNamespace(allgather=lambda own: divisors.append(own) or np.stack(divisors))
+        return compiled.factors(group, batch)
+
+    find_factors(batches[0])
+    factors = find_factors(batches[1])  # knows of both ranks
+    parts = [
+        float(compiled.total(own, each, None, factors, 0.5)[0])
+        for each, own in zip(outputs, labels, strict=True)
+    ]
+    assert sum(parts) == pytest.approx(float(loss(np.concatenate(labels), np.concatenate(outputs))), rel=1e-6)
