@@ -57,7 +57,7 @@ class ClassicPlatform(SparkPlatform):
 
     def _probe(self, spec: ProbeSpec, number: int) -> None:
         self._ship_package()
-        preflight(self._get_application(), spec, number, self._config.start_timeout)
+        preflight(self._get_application(), spec, self._config.start_timeout, number)
 
     def _find_plaintext_server(self) -> None:
         return None

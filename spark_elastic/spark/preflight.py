@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 ROUNDS = 3  # jobs of probes to reach every executor; busy ones are checked when their slot registers
 
 
-def preflight(sc: SparkContext, spec: ProbeSpec, number: int, timeout: float) -> list[dict[str, str]]:
+def preflight(sc: SparkContext, spec: ProbeSpec, timeout: float, number: int = 1) -> list[dict[str, str]]:
     """Probe the live executors; returns the facts of each.
 
     Args:
-        number: of workers, whose imports probes begin where they can.
         timeout: seconds in which executors must answer; they do not count while another job of the application trains.
+        number: of workers, whose imports probes begin where they can.
 
     Raises:
         InvalidInput: the program is too large for Spark's driver.
