@@ -13,6 +13,7 @@ import cloudpickle
 import keras
 from pyspark.ml.util import MLReadable, MLReader
 
+from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.elastic_estimator import ElasticEstimator, EstimatorReader
 from spark_elastic.estimators.fit_rows import RowSource
 from spark_elastic.estimators.fitting import Framework, train_model
@@ -93,12 +94,21 @@ class ElasticKerasEstimator(  # type: ignore[misc,unused-ignore]
         """The model as a `.keras` file, optimizer, loss and metrics as JSON; functions and callbacks by cloudpickle."""
         objects, parts = dict(objects), {}
         configured = {name: objects.pop(name) for name in _CONFIGURED if name in objects}
+        optimizer = configured.get("optimizer")
+        names = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern")
+        if any(getattr(optimizer, name, None) for name in names):
+            raise InvalidInput(
+                "the optimizer's exclude_from_weight_decay is not saved with an estimator: compile the model with this "
+                "optimizer, and leave the parameter out."
+            )
         check_lambdas(iter_leaves(configured))
         plain = {name: keras.saving.serialize_keras_object(value) for name, value in configured.items()}
         custom = {**select_user_objects(iter_leaves(configured)), **(objects.get("custom_objects") or {})}
         if isinstance(objects.get("model"), keras.Model):
             archive = Archive.of(objects.pop("model"), custom)
             parts = {"model.keras": archive.content, "floatx": archive.floatx.encode()}
+            if archive.undecayed:
+                parts["undecayed"] = json.dumps(archive.undecayed).encode()
             custom = cloudpickle.loads(archive.custom)
         if custom:
             parts["custom"] = cloudpickle.dumps(custom)
@@ -116,7 +126,8 @@ class ElasticKerasEstimator(  # type: ignore[misc,unused-ignore]
         safe = "custom" not in parts  # what runs code comes from the same path
         if "model.keras" in parts:
             content, floatx = parts["model.keras"], parts["floatx"].decode()
-            found["model"] = Archive(content, cloudpickle.dumps(custom), floatx, safe).load()
+            undecayed = tuple(json.loads(parts.get("undecayed", b"[]")))
+            found["model"] = Archive(content, cloudpickle.dumps(custom), floatx, safe, undecayed).load()
         plain = json.loads(parts["configured"])
         load = keras.saving.deserialize_keras_object
         found.update({name: load(value, custom, safe_mode=safe) for name, value in plain.items()})

@@ -23,7 +23,12 @@ from spark_elastic.estimators.two_rows import (
     has_hook,
     transform_rows,
 )
-from spark_elastic.keras.train.archive import Archive, iter_model_parts
+from spark_elastic.keras.train.archive import (
+    Archive,
+    exclude_from_decay,
+    find_undecayed,
+    iter_model_parts,
+)
 from spark_elastic.keras.train.batching import BatchBuilder, order_features, order_labels
 from spark_elastic.keras.train.compiled import CompiledLosses
 from spark_elastic.keras.train.trainer import ConnectedModel, KerasUserObjects
@@ -103,6 +108,8 @@ def compile_model(values: Mapping[str, Any]) -> Any:
         if optimizer is None or given.get("loss", before.get("loss")) is None:
             raise InvalidInput("the model is not compiled: give the estimator an optimizer and a loss.")
         given["optimizer"] = _copy_optimizer(optimizer) if "optimizer" in given else optimizer
+        undecayed = find_undecayed(optimizer, model.trainable_variables)
+        exclude_from_decay(given["optimizer"], copy.trainable_variables, undecayed)
         copy.compile(**{**before, **given})
         return copy
     if not model.compiled or model._compile_loss is None:

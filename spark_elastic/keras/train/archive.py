@@ -12,7 +12,7 @@ import io
 import re
 import warnings
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -36,24 +36,33 @@ _PARTS = (keras.initializers.Initializer, keras.regularizers.Regularizer, keras.
 class Archive:
     """content: the `.keras` file. custom: cloudpickle of classes and functions by name. floatx: Keras's default dtype.
 
-    safe: the file may come from anywhere, so that Keras refuses lambdas in it.
+    safe: the file may come from anywhere, so that Keras refuses lambdas in it. undecayed: numbers of the trainable
+    variables that are excluded from the optimizer's weight decay, which the file does not say.
     """
 
     content: bytes
     custom: bytes
     floatx: str = "float32"
     safe: bool = False
+    undecayed: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, model: Any, custom_objects: Mapping[str, Any] | None = None) -> Archive:
         custom = {**collect_custom_objects(model), **(custom_objects or {})}
-        return cls(save_model(model), cloudpickle.dumps(custom), keras.config.floatx())
+        undecayed = find_undecayed(getattr(model, "optimizer", None), model.trainable_variables)
+        return cls(
+            save_model(model),
+            cloudpickle.dumps(custom),
+            keras.config.floatx(),
+            undecayed=undecayed,
+        )
 
     def identity(self) -> str:
         """What the model is and is compiled with, as text; no weights, nor the numbers that Keras counts names by."""
         with zipfile.ZipFile(io.BytesIO(self.content)) as file:
             found = file.read("config.json").decode()
-        return _COUNTED.sub('"', _SHARED.sub("", found)) + to_text(cloudpickle.loads(self.custom))
+        undecayed = str(self.undecayed) if self.undecayed else ""
+        return _COUNTED.sub('"', _SHARED.sub("", found)) + to_text(cloudpickle.loads(self.custom)) + undecayed
 
     def places(self) -> dict[str, list[str]]:
         """Module and name of each class and function that others can import."""
@@ -71,7 +80,11 @@ class Archive:
             with warnings.catch_warnings():
                 # An optimizer that has not taken a step has nothing to load.
                 warnings.filterwarnings("ignore", "Skipping variable loading for optimizer")
-                return keras.saving.load_model(path, custom_objects=custom, compile=True, safe_mode=self.safe)
+                model = keras.saving.load_model(
+                    path, custom_objects=custom, compile=True, safe_mode=self.safe
+                )
+            exclude_from_decay(getattr(model, "optimizer", None), model.trainable_variables, self.undecayed)
+            return model
 
     @contextmanager
     def default_dtype(self) -> Iterator[None]:
@@ -118,6 +131,19 @@ def save_model(model: Any) -> bytes:
         model.save(path)
         with open(path, "rb") as file:
             return file.read()
+
+
+def find_undecayed(optimizer: Any, variables: Sequence[Any]) -> tuple[int, ...]:
+    """Numbers of the variables that were excluded from the weight decay of a Keras optimizer."""
+    if getattr(optimizer, "weight_decay", None) is None:
+        return ()
+    return tuple(number for number, v in enumerate(variables) if not optimizer._use_weight_decay(v))
+
+
+def exclude_from_decay(optimizer: Any, variables: Sequence[Any], undecayed: Sequence[int]) -> None:
+    """Exclude what `find_undecayed` found; `variables` may be those of a copy."""
+    if undecayed:
+        optimizer.exclude_from_weight_decay(var_list=[variables[number] for number in undecayed])
 
 
 def collect_custom_objects(model: Any) -> dict[str, Any]:

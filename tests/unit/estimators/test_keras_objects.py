@@ -120,6 +120,20 @@ def test_a_model_compiled_anew_is_a_copy() -> None:
     assert again.loss == "mae"
 
 
+def test_an_optimizers_exclusions_from_weight_decay_are_those_of_the_trained_model() -> None:
+    optimizer = keras.optimizers.AdamW(0.1, weight_decay=0.5)
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    objects = check_keras_objects(values(model=net(), optimizer=optimizer, loss="mse"))
+    trained = objects.model.load()
+    assert [trained.optimizer._use_weight_decay(v) for v in trained.trainable_variables] == [True, False]
+    estimator = ElasticKerasEstimator()
+    with pytest.raises(InvalidInput, match="exclude_from_weight_decay is not saved with an estimator"):
+        estimator._pack_objects({"model": net(), "optimizer": optimizer})
+    packed = estimator._pack_objects({"model": net(optimizer=optimizer, loss="mse")})
+    found = estimator._unpack_objects(packed)["model"]
+    assert [found.optimizer._use_weight_decay(v) for v in found.trainable_variables] == [True, False]
+
+
 @pytest.mark.parametrize(
     ("loss", "activation"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import keras
@@ -62,3 +63,14 @@ def test_a_trained_model_is_compiled_as_the_user_compiled_it() -> None:
 def test_loading_leaves_keras_default_dtype_as_it_is() -> None:
     Archive(save_model(net()), Archive.of(net()).custom, "float64").load()
     assert keras.config.floatx() == "float32"
+
+
+def test_variables_without_weight_decay_stay_without_it() -> None:
+    model = net()
+    optimizer = keras.optimizers.AdamW(0.1, weight_decay=0.5)
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    model.compile(optimizer, "mse")
+    archive = Archive.of(model)
+    for loaded in (archive.load(), archive.with_weights(save_model(archive.load())).load()):
+        assert [loaded.optimizer._use_weight_decay(v) for v in loaded.trainable_variables] == [True, False]
+    assert archive.identity() != dataclasses.replace(archive, undecayed=()).identity()
