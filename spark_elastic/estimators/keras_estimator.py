@@ -106,6 +106,11 @@ class ElasticKerasEstimator(  # type: ignore[misc,unused-ignore]
         custom = {**select_user_objects(iter_leaves(configured)), **(objects.get("custom_objects") or {})}
         if isinstance(objects.get("model"), keras.Model):
             archive = Archive.of(objects.pop("model"), custom)
+            if archive.adapters:
+                raise InvalidInput(
+                    "a model with LoRA layers is not saved with an estimator, since Keras reads their matrices back as "
+                    "zeros: give the estimator a function that makes the model."
+                )
             parts = {"model.keras": archive.content, "floatx": archive.floatx.encode()}
             if archive.undecayed:
                 parts["undecayed"] = json.dumps(archive.undecayed).encode()

@@ -14,11 +14,12 @@ import warnings
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import cloudpickle
 import keras
+import numpy.typing as npt
 
 from spark_elastic.data.store import scratch_folder
 from spark_elastic.errors import StoreError
@@ -37,7 +38,8 @@ class Archive:
     """content: the `.keras` file. custom: cloudpickle of classes and functions by name. floatx: Keras's default dtype.
 
     safe: the file may come from anywhere, so that Keras refuses lambdas in it. undecayed: numbers of the trainable
-    variables that are excluded from the optimizer's weight decay, which the file does not say.
+    variables that are excluded from the optimizer's weight decay, which the file does not say. adapters: the first
+    matrix of each LoRA layer, of which a file has the merged kernel alone.
     """
 
     content: bytes
@@ -45,6 +47,7 @@ class Archive:
     floatx: str = "float32"
     safe: bool = False
     undecayed: tuple[int, ...] = ()
+    adapters: tuple[npt.NDArray[Any], ...] = field(default=(), compare=False)
 
     @classmethod
     def of(cls, model: Any, custom_objects: Mapping[str, Any] | None = None) -> Archive:
@@ -55,6 +58,7 @@ class Archive:
             cloudpickle.dumps(custom),
             keras.config.floatx(),
             undecayed=undecayed,
+            adapters=tuple(keras.ops.convert_to_numpy(v) for v in _find_adapters(model)),
         )
 
     def identity(self) -> str:
@@ -84,6 +88,9 @@ class Archive:
                     path, custom_objects=custom, compile=True, safe_mode=self.safe
                 )
             exclude_from_decay(getattr(model, "optimizer", None), model.trainable_variables, self.undecayed)
+            # Keras sets both matrices of a LoRA layer to zero, which then have no gradient: they would never learn.
+            for variable, value in zip(_find_adapters(model), self.adapters, strict=False):
+                variable.assign(value)
             return model
 
     @contextmanager
@@ -131,6 +138,12 @@ def save_model(model: Any) -> bytes:
         model.save(path)
         with open(path, "rb") as file:
             return file.read()
+
+
+def _find_adapters(model: Any) -> list[Any]:
+    layers = [layer for layer in model._flatten_layers() if getattr(layer, "lora_enabled", False)]
+    names = ("lora_kernel_a", "lora_embeddings_a")
+    return [getattr(layer, name) for layer in layers for name in names if hasattr(layer, name)]
 
 
 def find_undecayed(optimizer: Any, variables: Sequence[Any]) -> tuple[int, ...]:

@@ -134,6 +134,13 @@ def test_an_optimizers_exclusions_from_weight_decay_are_those_of_the_trained_mod
     assert [found.optimizer._use_weight_decay(v) for v in found.trainable_variables] == [True, False]
 
 
+def test_an_estimator_is_not_saved_with_adapters_that_would_be_zeros() -> None:
+    model = net(optimizer="sgd", loss="mse")
+    model.layers[0].enable_lora(1)
+    with pytest.raises(InvalidInput, match="LoRA layers is not saved with an estimator"):
+        ElasticKerasEstimator()._pack_objects({"model": model})
+
+
 @pytest.mark.parametrize(
     ("loss", "activation"),
     [

@@ -74,3 +74,22 @@ def test_variables_without_weight_decay_stay_without_it() -> None:
     for loaded in (archive.load(), archive.with_weights(save_model(archive.load())).load()):
         assert [loaded.optimizer._use_weight_decay(v) for v in loaded.trainable_variables] == [True, False]
     assert archive.identity() != dataclasses.replace(archive, undecayed=()).identity()
+
+
+def test_a_layer_with_adapters_still_learns() -> None:
+    model = net()
+    model.layers[0].enable_lora(1)
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    archive = Archive.of(model)
+    trained = archive.load()
+    np.testing.assert_array_equal(trained(X), model(X))
+    kernel, before = trained.layers[0]._kernel.numpy(), trained(X).numpy()
+    for _ in range(3):
+        trained.train_on_batch(X, Y)
+    np.testing.assert_array_equal(trained.layers[0]._kernel, kernel)
+    assert np.abs(trained(X) - before - (trained.layers[0].bias.numpy())).max() > 0.01, (
+        "the bias alone learned"
+    )
+    found = archive.with_weights(save_model(trained)).load()
+    np.testing.assert_allclose(found(X), trained(X), rtol=1e-5, atol=1e-6)
+    assert np.any(found.layers[0].lora_kernel_a.numpy())
