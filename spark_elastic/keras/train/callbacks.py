@@ -16,7 +16,7 @@ import keras
 import numpy as np
 
 from elastic_collectives import Group
-from spark_elastic.keras.train.state import from_json_tree, is_plain, to_json_tree
+from spark_elastic.keras.train.state import from_json_tree, is_plain, to_json_tree, value_of
 from spark_elastic.protocol.types import START
 from spark_elastic.state.snapshot import build_snapshot
 
@@ -100,7 +100,9 @@ class KerasCallbackList:
     def on_epoch_end(self, group: Group, logs: Mapping[str, Any]) -> str | None:
         if not self._callbacks:
             return None
-        before, rate, stop = _decode(_encode(self.capture())), self._rate(), self._model.stop_training
+        before, stop = _decode(_encode(self.capture())), self._model.stop_training
+        variables = [*self._model.weights, *self._model.optimizer.variables]  # SwapEMAWeights writes to them
+        values = [np.array(value_of(variable)) for variable in variables]
         try:
             if self._tested == self._epoch >= 0:
                 self._call_each("on_test_end", validation_logs(logs))
@@ -109,7 +111,8 @@ class KerasCallbackList:
         except BaseException:
             self.load(before)
             self._model.stop_training = stop
-            self._set_rate(rate)
+            for variable, value in zip(variables, values, strict=True):
+                variable.assign(value)
             raise
         return "a callback set stop_training" if self._model.stop_training else None
 

@@ -125,6 +125,35 @@ def test_an_epochs_end_that_breaks_leaves_callbacks_as_they_were() -> None:
     assert float(np.asarray(model.optimizer.learning_rate)) == 0.25
 
 
+def test_an_epochs_end_that_breaks_leaves_weights_that_a_callback_swaps_as_they_were() -> None:
+    swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+    callback_list, model = make(swap)
+    model.compile(keras.optimizers.SGD(0.5, use_ema=True), "mse")
+    model.optimizer.build(model.trainable_variables)
+    for variable, average in zip(
+        model.trainable_variables, model.optimizer._model_variables_moving_average, strict=True
+    ):
+        variable.assign(np.full(variable.shape, 1.0))
+        average.assign(np.full(variable.shape, 2.0))
+
+    def find_weights() -> set[float]:
+        return {float(value) for weights in model.get_weights() for value in weights.ravel()}
+
+    def break_gather(mine: bytes) -> list[bytes]:
+        raise CollectiveError([1], "a peer is gone")
+
+    callback_list.on_world_begin(make_group())
+    callback_list.on_epoch_begin(0)
+    broken: Any = SimpleNamespace(rank=0, size=2, allgather_bytes=break_gather)
+    with pytest.raises(CollectiveError):
+        callback_list.on_epoch_end(broken, {"epoch": 0, "loss": 2.0})
+    assert find_weights() == {1.0}
+    callback_list.on_epoch_end(make_group(), {"epoch": 0, "loss": 2.0})
+    assert find_weights() == {2.0}
+    callback_list.on_epoch_begin(1)
+    assert find_weights() == {1.0}
+
+
 def test_the_next_rank_0_appends_to_the_csv_log(tmp_path: Path) -> None:
     path = tmp_path / "log.csv"
     said: list[bytes] = []
