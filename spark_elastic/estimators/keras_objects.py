@@ -266,6 +266,11 @@ def _check_rate(model: Any, rate: Any, scales: Any) -> None:
         raise InvalidInput(
             "the optimizer has a schedule of learning rates: leave learning_rate and scale_lr out."
         )
+    if not hasattr(model.optimizer, "learning_rate"):
+        raise InvalidInput(
+            f"a {type(model.optimizer).__name__} has no learning rate of its own: leave learning_rate and scale_lr "
+            "out, and give its optimizers their rates."
+        )
 
 
 def _callbacks(callbacks: Any) -> tuple[Any, ...]:

@@ -117,7 +117,7 @@ class KerasCallbackList:
         return "a callback set stop_training" if self._model.stop_training else None
 
     def on_fit_end(self, history: list[dict[str, Any]]) -> None:
-        if history and self._model.optimizer.use_ema:
+        if history:
             self._model.optimizer.finalize_variable_values(self._model.trainable_variables)
         self._call_each("on_train_end", keras_logs(history[-1]) if history else {})
 
@@ -160,10 +160,12 @@ class KerasCallbackList:
             _set_attributes(callback, attributes)
 
     def _rate(self) -> float | None:
-        """The learning rate; None: the optimizer has a schedule of its own, which callbacks cannot set."""
+        """The learning rate; None: the optimizer has a schedule of its own, which callbacks cannot set, or is a
+        MultiOptimizer, which has no rate of its own."""
         optimizer = self._model.optimizer
         scheduled = isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule)
-        return None if scheduled else float(np.asarray(optimizer.learning_rate))
+        rate = None if scheduled else getattr(optimizer, "learning_rate", None)
+        return None if rate is None else float(np.asarray(rate))
 
     def _set_rate(self, rate: float | None) -> None:
         if rate is not None and rate != self._rate():

@@ -212,7 +212,8 @@ class KerasTrainer:
         return decision
 
     def epoch_metrics(self) -> dict[str, Any]:
-        found = {"learning_rate": float(np.asarray(self.model.optimizer.learning_rate))}
+        rate = getattr(self.model.optimizer, "learning_rate", None)  # a MultiOptimizer has none of its own
+        found = {} if rate is None else {"learning_rate": float(np.asarray(rate))}
         found.update(self.state.progress.train_metrics)
         if self._spec.validation is not None:
             found.update({f"val_{name}": value for name, value in self._metrics.results().items()})

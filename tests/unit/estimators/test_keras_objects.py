@@ -141,6 +141,17 @@ def test_an_estimator_is_not_saved_with_adapters_that_would_be_zeros() -> None:
         ElasticKerasEstimator()._pack_objects({"model": model})
 
 
+@pytest.mark.skipif(
+    not hasattr(keras.optimizers, "MultiOptimizer"), reason="this Keras has no MultiOptimizer"
+)
+def test_several_optimizers_take_no_common_rate() -> None:
+    optimizers = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1))
+    given = {"model": net(), "optimizer": keras.optimizers.MultiOptimizer(optimizers), "loss": "mse"}
+    assert check_keras_objects(values(**given)).model.load().optimizer.optimizers
+    with pytest.raises(InvalidInput, match="MultiOptimizer has no learning rate of its own"):
+        check_keras_objects(values(**given, learning_rate=0.1))
+
+
 @pytest.mark.parametrize(
     ("loss", "activation"),
     [

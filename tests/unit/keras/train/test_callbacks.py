@@ -154,6 +154,24 @@ def test_an_epochs_end_that_breaks_leaves_weights_that_a_callback_swaps_as_they_
     assert find_weights() == {1.0}
 
 
+@pytest.mark.skipif(
+    not hasattr(keras.optimizers, "MultiOptimizer"), reason="this Keras has no MultiOptimizer"
+)
+def test_several_optimizers_have_no_common_rate_and_end_with_their_averages() -> None:
+    callback_list, model = make(keras.callbacks.EarlyStopping("loss"))
+    averaging = keras.optimizers.SGD(0.1, use_ema=True)
+    optimizers = keras.optimizers.OptimizerMap(averaging, {".*bias": keras.optimizers.Adam(0.01)})
+    model.compile(keras.optimizers.MultiOptimizer(optimizers), "mse")
+    model.train_on_batch(np.ones((4, 2), "f"), np.ones((4, 1), "f"))
+    (average,) = averaging._model_variables_moving_average
+    average.assign(np.full(average.shape, 2.0))
+    callback_list.on_world_begin(make_group())
+    callback_list.on_epoch_begin(0)
+    assert callback_list.on_epoch_end(make_group(), {"epoch": 0, "loss": 1.0}) is None
+    callback_list.on_fit_end([{"epoch": 0, "loss": 1.0}])
+    assert model.get_weights()[0].tolist() == [[2.0], [2.0]]
+
+
 def test_the_next_rank_0_appends_to_the_csv_log(tmp_path: Path) -> None:
     path = tmp_path / "log.csv"
     said: list[bytes] = []
