@@ -182,6 +182,9 @@ class ElasticStrategy(_DDPStrategy):  # type: ignore[misc]
                 id(p) for o in self.optimizers for group in o.param_groups for p in group["params"]
             }
             self._state._hooked.clear()
+            scaler = getattr(self.precision_plugin, "scaler", None)
+            if scaler is not None:
+                scaler._per_optimizer_states.clear()  # what it has found in gradients of the former world
 
     def process_dataloader(self, dataloader: Any) -> Any:
         if self._state is not None and self._trainer.training:

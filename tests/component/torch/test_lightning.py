@@ -200,3 +200,62 @@ def test_the_trainer_uses_the_gpu_that_the_worker_sees() -> None:
     strategy.parallel_devices = [torch.device("mps", 0)]
     with pytest.raises(InvalidInput, match="on CPUs and on GPUs of CUDA"):
         strategy._configure_launcher()
+
+
+class Lost(Exception):
+    """Stands for the error of a broken world."""
+
+
+def test_the_scaler_of_fp16_forgets_the_gradients_of_a_step_that_broke(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import lightning.pytorch as pl
+
+    from spark_elastic.torch import lightning
+    from spark_elastic.torch.data_loader import ElasticDataLoader
+
+    def run_in_two_worlds(function: Any) -> Any:
+        def call(state: Any) -> Any:
+            with pytest.raises(Lost):
+                function(state)
+            return function(state)
+
+        return call
+
+    class Net(pl.LightningModule):  # type: ignore[misc]
+        breaks = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(4, 1)
+
+        def training_step(self, batch: Any) -> Any:
+            is_broken = self.breaks and self.global_step == 2
+            return self.linear(batch[0]).mean() * (float("inf") if is_broken else 1.0)
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            """After the scaler has looked at the gradients: here a program may call collectives."""
+            if self.breaks and self.global_step == 2:
+                self.breaks = False
+                raise Lost
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    monkeypatch.setattr(lightning, "run", run_in_two_worlds)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        strategy=lightning.ElasticStrategy(),
+        plugins=pl.plugins.MixedPrecision("16-mixed", "cpu", scaler),
+        max_epochs=1,
+        default_root_dir=tmp_path,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+    )
+    rows = torch.utils.data.TensorDataset(torch.ones(8, 4))
+    trainer.fit(Net(), ElasticDataLoader(rows, global_batch_size=2))
+    assert trainer.global_step == 4
+    assert scaler.get_scale() == 4.0, "an infinity that is void has changed the scale"
