@@ -17,7 +17,7 @@ from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
 from spark_elastic.protocol.types import SlotId
 from spark_elastic.worker.child import Child
 
-LOAD_SECONDS = 300.0  # the caller's own limit for a preflight is shorter
+LOAD_SECONDS = 300.0  # for the imports and for loading
 FAILED = "spark_elastic cannot load: "  # what the process prints before the error
 
 
