@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import keras
 
 from spark_elastic.errors import InvalidInput
+from spark_elastic.ops.distributed_optimizer import WrappedOptimizer
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduction import Average, ReduceOp
 from spark_elastic.state.handlers import trainable_weights_of
@@ -74,11 +75,12 @@ def load_model(
 ) -> Any:
     """Load a model as `keras.models.load_model` does, with its optimizer in its saved state and distributed again.
 
-    custom_optimizers: classes of optimizers that Keras does not know. legacy_opts: not used.
+    custom_optimizers: classes of optimizers that Keras does not know. legacy_opts: not used. An optimizer that
+    `custom_objects` makes a distributed one stays as it is.
     """
     known = {kind.__name__: kind for kind in custom_optimizers or []}
     model = keras.models.load_model(filepath, custom_objects={**known, **(custom_objects or {})})
-    if model.optimizer is not None:
+    if model.optimizer is not None and not isinstance(model.optimizer, WrappedOptimizer):
         model.optimizer = DistributedOptimizer(model.optimizer, compression=compression)
     return model
 

@@ -191,6 +191,20 @@ def test_an_optimizer_registered_with_keras_is_found_by_its_name(tmp_path: Path)
     assert type(keras.models.load_model(tmp_path / "model.keras").optimizer) is Registered
 
 
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras, as it saves
+def test_a_class_of_custom_objects_that_exchanges_gradients_is_not_wrapped_again(tmp_path: Path) -> None:
+    optimizer = hvd.DistributedOptimizer(Unregistered(0.1), backward_passes_per_step=2)
+    build_compiled(optimizer).save(tmp_path / "model.keras")
+    loaded = hvd.load_model(tmp_path / "model.keras", custom_objects={"Unregistered": type(optimizer)})
+    assert type(loaded.optimizer) is type(optimizer)
+    loaded.fit(X, Y, verbose=0, batch_size=len(X), epochs=2)
+    assert int(loaded.optimizer.iterations.numpy()) == 1
+
+
+class Unregistered(keras.optimizers.SGD):  # type: ignore[misc] # untyped
+    """An optimizer of the user's that Keras does not know."""
+
+
 def test_an_optimizer_made_from_its_configuration_exchanges_gradients() -> None:
     first = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=2)
     second = type(first).from_config(first.get_config())
