@@ -9,7 +9,6 @@ import keras
 import numpy as np
 import numpy.typing as npt
 
-from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.negotiation import ALLGATHER, ALLREDUCE, BROADCAST, REDUCESCATTER, qualify_name
 from spark_elastic.ops.operations import (
     allgather_array,
@@ -76,9 +75,9 @@ def broadcast_global_variables(root_rank: int) -> None:
     """Refuse: global variables belong to graphs of TensorFlow 1, which Keras 3 does not have.
 
     Raises:
-        InvalidInput: always; it says what to use instead.
+        RuntimeError: always, as in Horovod's eager mode; it says what to use instead.
     """
-    raise InvalidInput(
+    raise RuntimeError(
         "Keras 3 has no global variables: give broadcast_variables the model's and the optimizer's variables, or use "
         "callbacks.BroadcastGlobalVariablesCallback."
     )

@@ -207,10 +207,10 @@ def broadcast_global_variables(root_rank: int) -> Any:
     """Return the operation that broadcasts the global variables of a TensorFlow 1 graph.
 
     Raises:
-        InvalidInput: in eager mode, whose variables are not global.
+        RuntimeError: in eager mode, whose variables are not global; Horovod's error, too.
     """
     if tf.executing_eagerly():
-        raise InvalidInput(
+        raise RuntimeError(
             "TensorFlow 2 has no global variables: call broadcast_variables(model.variables, root_rank)."
         )
     return broadcast_variables(tf.compat.v1.global_variables(), root_rank)

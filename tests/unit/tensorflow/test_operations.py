@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import spark_elastic.keras as hvd_keras
 import spark_elastic.tensorflow as hvd
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
@@ -180,6 +181,12 @@ def test_wrong_arguments_are_refused_in_a_sentence() -> None:
         hvd.allreduce(tf.constant("a"))
     with pytest.raises(InvalidInput, match="jit_compile=False"):
         tf.function(hvd.allreduce, jit_compile=True)(tf.ones(2))
+
+
+@pytest.mark.parametrize("module", [hvd, hvd_keras], ids=["tensorflow", "keras"])
+def test_without_global_variables_broadcasting_them_is_a_runtime_error(module: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"no global variables.* broadcast_variables"):
+        module.broadcast_global_variables(0)
 
 
 def test_a_graph_of_a_single_process_returns_its_input() -> None:
