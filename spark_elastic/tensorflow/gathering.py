@@ -132,9 +132,13 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Overwrite variables with those of rank `root_rank`, as one operation. Returns the same variables."""
-    _overwrite(variables, root_rank, name, process_set)
-    return list(variables)
+    """Overwrite variables with those of rank `root_rank`, as one operation.
+
+    Returns:
+        The same variables; in a graph, what their assignments return: a session runs nothing that is not asked for.
+    """
+    assignments = _overwrite(variables, root_rank, name, process_set)
+    return list(variables) if tf.executing_eagerly() else assignments
 
 
 def _overwrite(

@@ -13,6 +13,7 @@ import spark_elastic.keras as hvd_keras
 import spark_elastic.tensorflow as hvd
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
+from spark_elastic.tensorflow import gathering
 from spark_elastic.tensorflow.arrays import call, copy_arrays
 from tests.unit.ops.workers import run_in_fake_world, use_context_per_thread
 
@@ -187,6 +188,17 @@ def test_wrong_arguments_are_refused_in_a_sentence() -> None:
 def test_without_global_variables_broadcasting_them_is_a_runtime_error(module: Any) -> None:
     with pytest.raises(RuntimeError, match=r"no global variables.* broadcast_variables"):
         module.broadcast_global_variables(0)
+
+
+def test_a_session_that_reads_a_broadcast_variable_broadcasts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        gathering, "broadcast_all", lambda tensors, *how: [tensor + 6.0 for tensor in tensors]
+    )
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        variable = tf.compat.v1.get_variable("weight", initializer=1.0)
+        (received,) = hvd.broadcast_([variable], 0)
+        session.run(variable.initializer)
+        assert session.run(received) == session.run(variable) == 7.0
 
 
 def test_a_graph_of_a_single_process_returns_its_input() -> None:
