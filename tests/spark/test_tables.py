@@ -86,7 +86,8 @@ def test_p1_p2_a_fit_on_a_version_loses_an_executor_while_others_delete_append_a
     (ledger,) = {path.parent for path in (tmp_path / "store").rglob("*.jsonl")}
     assert ledger_of(ledger) == Counter((epoch, row) for epoch in range(EPOCHS) for row in range(ROWS))
     assert not list((tmp_path / "store").rglob("*.parquet"))
-    assert len({each.name for each in processes.iterdir()} - {str(os.getpid())}) >= 2 * 3
+    # Of the worker that is killed, one of the two may not have had its turn.
+    assert len({each.name for each in processes.iterdir()} - {str(os.getpid())}) >= 2 * 2 + 1
 
 
 def change_table(folder: str, rows: pa.Table) -> None:

@@ -137,7 +137,7 @@ def poll_until_done(operation: Operation) -> None:
 @pytest.mark.parametrize("end", [Operation.wait, poll_until_done])
 def test_ranks_that_wait_for_different_operations_get_an_error_soon(end: Callable[[Operation], Any]) -> None:
     def work(queue: OperationQueue) -> None:
-        with pytest.raises(MismatchError, match=r"'of 0' for rank\(s\) 1"):
+        with pytest.raises(MismatchError, match=r"rank\(s\) 0 for 'of 0', which rank\(s\) 1 did not request"):
             end(submit_sum(queue, f"of {queue.group.rank}", np.ones(1)))
 
     assert on_ranks(2, work, OperationConfig(stuck_after=0.1)) == [None, None]
