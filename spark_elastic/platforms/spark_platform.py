@@ -99,8 +99,10 @@ class SparkPlatform(ABC):
         encrypted = auth.is_tls_enabled(self._config, is_ssl_enabled(self._read_settings()))
         spec = self._describe_hosts(needs)
         bind = self._choose_bind()
-        spec = replace(spec, payload=payload, store=store, bind=bind, what=what, encrypted=encrypted)
-        spec = replace(spec, imports=imports, threads=self._config.cpus_per_worker)
+        slot = SlotSpec.from_config(self._config, address="", key=b"", attempt=0, imports=imports)
+        spec = replace(
+            spec, payload=payload, store=store, bind=bind, what=what, encrypted=encrypted, slot=slot
+        )
         self._probe(spec, number)
 
     def launch(self, job: JobSpec, listener: JobListener | None = None) -> LaunchResult:

@@ -48,7 +48,8 @@ def preflight(sc: SparkContext, spec: ProbeSpec, timeout: float, number: int = 1
     try:
         with open_probe(spec) as probe:
             tag = f"spark_elastic-preflight-{probe.token}"
-            least = min(number, sc.defaultParallelism) if spec.imports else 1
+            has_imports = spec.slot is not None and spec.slot.imports
+            least = min(number, sc.defaultParallelism) if has_imports else 1
             reports = _probe_executors(sc, make_probe_task(probe, program), least, tag, timeout)
             check_reports(reports, spec.make_host_check(), spec.store)
     finally:

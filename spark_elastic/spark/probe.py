@@ -19,6 +19,7 @@ import spark_elastic
 from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.data.store import Store
 from spark_elastic.errors import ElasticError, PreflightError, StoreError
+from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.rendezvous.http_server import Bind, format_address, listen
 from spark_elastic.spark.payload import Payload
 from spark_elastic.spark.session import collect_host_facts, find_own_address
@@ -55,9 +56,8 @@ class ProbeSpec:
     device: str = "auto"
     # Whether Spark gives GPUs to the job's slots.
     assigned: bool = False
-    # `SlotSpec.imports` and `SlotSpec.cpus_per_worker` of the job's slots.
-    imports: tuple[str, ...] = ()
-    threads: int | None = None
+    # How the job's slots start workers, without the driver's address and the job's key; None: not known.
+    slot: SlotSpec | None = None
 
     def make_host_check(self) -> Callable[[Mapping[str, Any]], str | None]:
         """A check of hosts: given a host's facts, why it cannot take part in the job, or None."""
@@ -164,8 +164,7 @@ class Probe:
     # A host that all executors reach: their own addresses are those on the way to it.
     towards: str | None = None
     # As in `ProbeSpec`.
-    imports: tuple[str, ...] = ()
-    threads: int | None = None
+    slot: SlotSpec | None = None
 
     def report(self, number: int, program: bytes) -> ProbeReport:
         found = collect_host_facts()
@@ -201,8 +200,8 @@ class Probe:
         return refused and f"host {host}: {refused}, or set tls=False."
 
     def _check_program(self, host: str, program: bytes) -> str | None:
-        if self.imports:
-            error = find_load_error_in_fork(program, self.imports, self.threads)
+        if self.slot is not None and self.slot.imports:
+            error = find_load_error_in_fork(program, self.slot)
         else:
             error = find_load_error(program)
         return error and (
@@ -271,15 +270,7 @@ def open_probe(spec: ProbeSpec) -> Iterator[Probe]:
     listener = listen(bind) if bind is not None else None  # the kernel accepts connections by itself
     try:
         driver = format_address(bind, listener) if bind is not None and listener is not None else None
-        yield Probe(
-            store,
-            token,
-            spec.what,
-            driver,
-            spec.encrypted,
-            imports=spec.imports,
-            threads=spec.threads,
-        )
+        yield Probe(store, token, spec.what, driver, spec.encrypted, slot=spec.slot)
     finally:
         if listener is not None:
             listener.close()

@@ -44,38 +44,34 @@ def find_load_error(payload: bytes) -> str | None:
     return None
 
 
-def find_load_error_in_fork(payload: bytes, imports: tuple[str, ...], threads: int | None) -> str | None:
+def find_load_error_in_fork(payload: bytes, spec: SlotSpec) -> str | None:
     """Load the object in a process that this one's fork server forks. Main thread only; blocks for its imports.
 
     Args:
-        imports, threads: `SlotSpec.imports` and `SlotSpec.cpus_per_worker` of the slots to come.
+        spec: of the slots to come.
     """
     lines: list[str] = []
-    codes: list[int] = []
-    ended = threading.Event()
+    codes: list[int] = []  # the exit code, if it ended before it was warm
+    ready = threading.Event()
 
     def record_exit(child: Child, code: int) -> None:
         codes.append(code)
-        ended.set()
+        ready.set()
 
-    spec = SlotSpec(address="", key=b"", attempt=0, imports=imports, cpus_per_worker=threads)
     child = Child.spawn(
         spec,
         SlotIdentity(slot=SlotId.build(0, 0)),
         pickle.dumps(LoadingProgram(payload)),
         lambda child, line: lines.append(line),
-        lambda child: ended.set(),
+        lambda child: ready.set(),
         record_exit,
     )
-    try:
-        if not ended.wait(LOAD_SECONDS):
-            return f"loading did not end within {LOAD_SECONDS:.0f} s"
-    finally:
-        was_running = not codes
-        child.close()
-    if was_running:
+    in_time = ready.wait(LOAD_SECONDS)
+    ended = list(codes)  # before it is killed
+    child.close()  # its last lines are here afterwards
+    if not in_time:
+        return f"loading did not end within {LOAD_SECONDS:.0f} s"
+    if not ended:
         return None
-    said = next((line for line in reversed(lines) if line.startswith(FAILED)), None)
-    if said is not None:
-        return said.removeprefix(FAILED)
-    return f"the process that loads it ended with {codes[0]}"
+    said = (line.removeprefix(FAILED) for line in reversed(lines) if line.startswith(FAILED))
+    return next(said, f"the process that loads it ended with {ended[0]}")

@@ -262,3 +262,19 @@ def run_over(carrier: str, train: Any, size: int) -> tuple[list[Any], list[int]]
         results = job.results()
     assert (f"gradients travel by {carrier}" in job.lines.getvalue()) == (carrier != "engine")
     return results, job.sizes()
+
+
+class Lost(Exception):
+    """Stands for the error of a broken world."""
+
+
+def run_in_two_worlds(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """In place of `elastic.run`, in this process: the first world breaks by `Lost`, the second one ends the loop."""
+
+    def call(state: Any) -> Any:
+        with pytest.raises(Lost):
+            function(state)
+        state.restore()
+        return function(state)
+
+    return call

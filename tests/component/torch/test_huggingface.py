@@ -10,7 +10,7 @@ import cloudpickle
 import pytest
 import torch
 
-from tests.component.torch.hand_written import Run, hold
+from tests.component.torch.hand_written import Lost, Run, hold, run_in_two_worlds
 from tests.scenarios import Fault
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(240)]
@@ -227,25 +227,12 @@ def test_a_trainer_evaluates_all_rows_in_every_world_and_prepares_the_model_once
         assert result["wrappers"] == alone["wrappers"]
 
 
-class Lost(Exception):
-    """Stands for the error of a broken world."""
-
-
 def test_the_scale_of_fp16_continues_in_the_next_world(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     import transformers
 
     from spark_elastic.torch import huggingface
-
-    def run_in_two_worlds(function: Any) -> Any:
-        def call(state: Any) -> Any:
-            with pytest.raises(Lost):
-                function(state)
-            state.restore()
-            return function(state)
-
-        return call
 
     class Trainer(huggingface.ElasticTrainer):
         def create_accelerator_and_postprocess(self) -> None:

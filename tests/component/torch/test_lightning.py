@@ -10,7 +10,7 @@ import cloudpickle
 import pytest
 import torch
 
-from tests.component.torch.hand_written import Run, hold
+from tests.component.torch.hand_written import Lost, Run, hold, run_in_two_worlds
 from tests.scenarios import Fault
 
 pytestmark = [
@@ -202,10 +202,6 @@ def test_the_trainer_uses_the_gpu_that_the_worker_sees() -> None:
         strategy._configure_launcher()
 
 
-class Lost(Exception):
-    """Stands for the error of a broken world."""
-
-
 def test_the_scaler_of_fp16_forgets_the_gradients_of_a_step_that_broke(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -213,14 +209,6 @@ def test_the_scaler_of_fp16_forgets_the_gradients_of_a_step_that_broke(
 
     from spark_elastic.torch import lightning
     from spark_elastic.torch.data_loader import ElasticDataLoader
-
-    def run_in_two_worlds(function: Any) -> Any:
-        def call(state: Any) -> Any:
-            with pytest.raises(Lost):
-                function(state)
-            return function(state)
-
-        return call
 
     class Net(pl.LightningModule):  # type: ignore[misc]
         breaks = True
