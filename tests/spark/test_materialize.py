@@ -82,8 +82,11 @@ def test_every_kind_of_column_comes_back_as_arrays(spark: SparkSession, store: S
     assert np.array_equal(found["k"][order], np.stack([ids, -ids], axis=1))
 
 
-@pytest.mark.parametrize(("row_order", "jobs"), [("table", 1), ("hash", 2)])
-def test_a_table_is_read_by_one_job(spark: SparkSession, store: Store, row_order: str, jobs: int) -> None:
+@pytest.mark.parametrize(("row_order", "small", "jobs"), [("table", 0, 1), ("hash", 0, 2), ("hash", 1 << 20, 1)])
+def test_a_table_is_read_by_one_job(
+    spark: SparkSession, store: Store, monkeypatch: pytest.MonkeyPatch, row_order: str, small: int, jobs: int
+) -> None:
+    monkeypatch.setattr("spark_elastic.spark.dataframes.row_order.SMALL_BYTES", small)
     context, group = spark.sparkContext, uuid.uuid4().hex
     context.setJobGroup(group, "writes rows")
     read = context.accumulator(0)

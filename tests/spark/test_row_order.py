@@ -107,6 +107,21 @@ def test_p2_the_same_rows_are_in_the_same_order_whatever_partitions_they_come_in
     assert write(other, COLUMNS, tmp_path / "other", split, rows_per_group=50)[0][0].hash != manifests[0].hash
 
 
+@pytest.mark.usefixtures("small_files")
+@pytest.mark.parametrize("split", [None, ValidationSplit(0.2, seed=3)])
+def test_p2_the_driver_sorts_a_small_table_as_spark_sorts_a_large_one(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: ValidationSplit | None
+) -> None:
+    df = rows_of_every_kind(spark).where("id < 800").withColumn("at", F.expr("timestamp_micros(id - 400)"))
+    manifests, rows = write(df, [*COLUMNS, "at"], tmp_path / "small", split, rows_per_group=50)
+    assert len(manifests[0].files) > 2
+    monkeypatch.setattr(row_order, "SMALL_BYTES", 0)
+    others, found = write(df, [*COLUMNS, "at"], tmp_path / "large", split, rows_per_group=50)
+    assert "-c000" in others[0].files[0], "Spark has not written it"
+    assert [each.hash for each in others] == [each.hash for each in manifests]
+    assert all(map(equal, found, rows))
+
+
 def test_p2_the_order_is_the_same_on_every_spark(spark: SparkSession, tmp_path: Path) -> None:
     _, (rows, validation) = write(spark.range(1000), ["id"], tmp_path, ValidationSplit(0.1, seed=3))
     assert rows[0]["id"][:8].tolist() == [922, 745, 459, 565, 411, 964, 468, 199]
@@ -159,6 +174,7 @@ def test_a_key_goes_to_the_partition_for_which_it_was_found(spark: SparkSession)
 def test_fit_refuses_a_spark_that_partitions_otherwise(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(row_order, "SMALL_BYTES", 0)
     keys = find_partition_keys(2)
     monkeypatch.setattr(row_order, "find_partition_keys", lambda count: keys[::-1])
     with pytest.raises(InvalidInput, match=r"put 100 rows into other partitions than .* row_order='table'"):

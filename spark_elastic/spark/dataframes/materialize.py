@@ -3,7 +3,8 @@
 Spark writes to a folder of a random name; the driver reads the footers once and publishes the data set by writing its
 manifest. The job that writes also counts nulls and array lengths; a job of its own runs only to name the row of an
 error. Rows in the order of their hash are written twice: the first time as they come, so that the DataFrame is computed
-once, and counted; then sorted, into files and row groups whose sizes follow from these counts.
+once, and counted; then sorted, into files and row groups whose sizes follow from these counts. The driver itself sorts
+small tables, else Spark does.
 
 `fingerprint` identifies what was written from what: the logical plan, the columns, how they are written, and the state
 of the files that the plan reads. Where that state cannot be seen (other databases, Spark Connect, clusters that deny
@@ -31,7 +32,7 @@ from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.reading.decoding import read_footers
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
-from spark_elastic.spark.dataframes.row_order import HashOrder
+from spark_elastic.spark.dataframes.row_order import HashOrder, add_hashes
 from spark_elastic.spark.dataframes.scan import (
     MissingValues,
     RowFilter,
@@ -252,6 +253,8 @@ def _write(
     scan = TableScan(types, nans, None if split is None else _SPLIT, placed=not sorts)
     row_filter = RowFilter(types, target.options.missing)
     rows = scan.observe(row_filter.apply(select_columns(df, types, split)))
+    if sorts:
+        rows = add_hashes(rows, types)
     folders = [""] if split is None else [f"/{_SPLIT}=false", f"/{_SPLIT}=true"]
     first = target.open("unordered") if sorts else target
     first.write(rows, compute_row_bytes(types.values()), None if sorts or split is None else _SPLIT)
@@ -263,7 +266,7 @@ def _write(
     # Each partition makes a file in each folder for which it has rows.
     warn_about_small_partitions(sum(counts.values()), max(map(len, files)))
     if sorts:
-        files = _sort(first.read(df.sparkSession, rows.schema), types, columns, target, scan)
+        files = _sort(first, first.read(df.sparkSession, rows.schema), types, columns, target, scan)
     manifests = tuple(
         Manifest(columns, *read_footers(target.store, names), target.fingerprint, scan.digest() + folder)
         for folder, names in zip(folders, files, strict=True)
@@ -292,6 +295,7 @@ def _check_counts(scan: TableScan, split: ValidationSplit | None) -> dict[bool, 
 
 
 def _sort(
+    first: _Target,
     rows: DataFrame,
     types: Mapping[str, ColumnType],
     columns: Sequence[Column],
@@ -300,19 +304,27 @@ def _sort(
 ) -> Sequence[Sequence[str]]:
     """Write the rows again, in the order of their hash; the files of each data set.
 
-    rows: as they came. scan: what was counted of them.
+    Args:
+        first: where they were written as they came.
+        rows: what was written there.
+        scan: what was counted of them.
     """
     counts = scan.count_rows()
     row_bytes = sum(column.row_bytes for column in columns) + scan.count_bytes() // sum(counts.values())
     number = target.options.count_group_rows(row_bytes)
     order = HashOrder(types, counts, scan.count_distinct(), number)
     last = replace(target.open("ordered"), options=replace(target.options, rows_per_group=number))
-    last.write(order.apply(rows, _SPLIT if True in counts else None), row_bytes)
+    split = _SPLIT if True in counts else None
+    if order.is_small(row_bytes):
+        files = order.sort_small_table(target.store, first.list_files(), last.folder, split)
+    else:
+        last.write(order.apply(rows, split), row_bytes)
+        files = order.group_files(last.list_files())
     try:
-        target.store.remove_tree(target.open("unordered").folder)
+        target.store.remove_tree(first.folder)
     except StoreError as error:
         log.warning("%s Remove it by hand.", error)
-    return order.group_files(last.list_files())
+    return files
 
 
 def find_column_types(df: DataFrame, names: Sequence[str], options: WriteOptions) -> dict[str, ColumnType]:

@@ -1,7 +1,8 @@
 """The order of rows by their hash: it depends on the rows alone, not on partitions, cores or lost executors.
 
 The hash of a row says which file it is in and where. How many files there are follows from the number of rows, and each
-is written by one task, so that files and row groups are the same on every cluster. Runs in the caller's thread.
+is written by one task, so that files and row groups are the same on every cluster. `sort_small_table` writes the same
+files in the driver: for a small table a second job of Spark takes longer. Runs in the caller's thread.
 """
 
 from __future__ import annotations
@@ -10,14 +11,21 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from pyspark.sql import Column, DataFrame, Observation
 from pyspark.sql import functions as F
 
+from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
 from spark_elastic.spark.dataframes.scan import count_where, get_column, hash_row
 from spark_elastic.spark.dataframes.schema import ColumnType
 
 GROUPS_PER_FILE = 16
+# A table of at most so many bytes is small: the driver holds it twice while it sorts it.
+SMALL_BYTES = 64 << 20
 # With a smaller share of distinct rows, copies of a row are spread over the table; else they lie side by side.
 _DISTINCT = 0.9
 _COPIES_PER_ARRAY = 1 << 16
@@ -26,8 +34,19 @@ _HASH, _EXACT_HASH, _COPY = "__spark_elastic_hash", "__spark_elastic_exact", "__
 _WORD = (1 << 32) - 1
 
 
+def add_hashes(rows: DataFrame, types: Mapping[str, ColumnType], *salts: Column) -> DataFrame:
+    """The rows with the two columns that decide on their order.
+
+    Sums of float64 after a shuffle differ in their last bits from run to run: float32 decides, float64 only among rows
+    that are equal in it. Rows that differ only in the sign of a zero are equal in both.
+    """
+    exact = F.xxhash64(F.lit(1), *salts, *(get_column(name) for name in types))
+    return rows.withColumn(_HASH, hash_row(types, *salts)).withColumn(_EXACT_HASH, exact)
+
+
 class HashOrder:
-    """Puts the rows of a table in order for one write, and knows in which files they then are."""
+    """Puts the rows of a table, which have the columns of `add_hashes`, in order for one write, and knows in which
+    files they then are."""
 
     def __init__(
         self, types: Mapping[str, ColumnType], counts: Mapping[bool, int], distinct: int, rows_per_group: int
@@ -40,9 +59,11 @@ class HashOrder:
             rows_per_group: rows of a row group.
         """
         self._types = types
+        self._rows_per_group = rows_per_group
+        self._rows = sum(counts.values())
         rows_per_file = rows_per_group * GROUPS_PER_FILE
         self._files = {validates: -(-count // rows_per_file) for validates, count in counts.items()}
-        self._spreads_copies = distinct < _DISTINCT * sum(counts.values())
+        self._spreads_copies = distinct < _DISTINCT * self._rows
         self._observation = Observation()
 
     def apply(self, rows: DataFrame, split: str | None) -> DataFrame:
@@ -51,12 +72,8 @@ class HashOrder:
         split: the column that says which rows validate, if some do.
         """
         if self._spreads_copies:
-            rows = _number_copies(rows)
-        salts = [get_column(_COPY)] if self._spreads_copies else []
-        # Sums of float64 after a shuffle differ in their last bits from run to run: float32 decides, float64 only
-        # among rows that are equal in it. Rows that differ only in the sign of a zero are equal in both.
-        exact = F.xxhash64(F.lit(1), *salts, *(get_column(name) for name in self._types))
-        rows = rows.withColumn(_HASH, hash_row(self._types, *salts)).withColumn(_EXACT_HASH, exact)
+            numbered = _number_copies(rows.drop(_HASH, _EXACT_HASH))
+            rows = add_hashes(numbered, self._types, get_column(_COPY))
         rows = rows.withColumn(_FILE, self._number_file(split))
         total = sum(self._files.values())
         if total == 1:
@@ -67,6 +84,43 @@ class HashOrder:
         rows = rows.sortWithinPartitions(_HASH, _EXACT_HASH).withColumn(_PARTITION, F.spark_partition_id())
         misplaced = count_where(get_column(_FILE) != get_column(_PARTITION)).alias("misplaced")
         return rows.observe(self._observation, misplaced).select(*(get_column(name) for name in self._types))
+
+    def is_small(self, row_bytes: int) -> bool:
+        """Whether `sort_small_table` is to write the rows, of so many bytes each on average."""
+        return not self._spreads_copies and self._rows * row_bytes <= SMALL_BYTES
+
+    def sort_small_table(
+        self, store: Store, names: Sequence[str], folder: str, split: str | None
+    ) -> list[list[str]]:
+        """Write the rows of these files as Spark does after `apply`; returns the files of each data set.
+
+        Args:
+            folder: where to write, in the store.
+            split: as in `apply`.
+        """
+        # Spark's timestamps have microseconds; Arrow would read nanoseconds.
+        parts = [
+            pq.read_table(pa.BufferReader(store.read_bytes(name)), coerce_int96_timestamp_unit="us")
+            for name in names
+        ]
+        table = pa.concat_tables(parts).replace_schema_metadata(None)
+        files: list[list[str]] = []
+        for validates, count in self._files.items():
+            rows = table if split is None else table.filter(pc.equal(table[split], validates))
+            hashes, exact = (rows[name].to_numpy() for name in (_HASH, _EXACT_HASH))
+            numbers = (hashes.view(np.uint64) >> 32) * count >> 32  # as `_locate` does
+            rows = rows.select(list(self._types)).take(pa.array(np.lexsort((exact, hashes, numbers))))
+            ends = np.cumsum(np.bincount(numbers.astype(np.int64), minlength=count)).tolist()
+            files.append([])
+            for begin, end in pairwise([0, *ends]):
+                out = pa.BufferOutputStream()
+                pq.write_table(
+                    rows.slice(begin, end - begin), out, row_group_size=self._rows_per_group,
+                    version="2.6", compression="snappy", use_dictionary=False,
+                )  # fmt: skip
+                files[-1].append(f"{folder}/part-{sum(map(len, files)):05d}.parquet")
+                store.write_bytes(files[-1][-1], out.getvalue().to_pybytes())
+        return files
 
     def group_files(self, names: Sequence[str]) -> list[list[str]]:
         """The written files of each data set, in order; call it after the write.
