@@ -29,7 +29,7 @@ from spark_elastic.worker.load_check import find_load_error, find_load_error_in_
 Task: TypeAlias = Callable[[Iterable[int]], Iterator[Any]]
 
 PROBES = "probes"  # folder of the store
-HOLD_SECONDS = 0.2  # for which a probe keeps its core, so that the next one goes to another executor
+HOLD_SECONDS = 0.2  # for which a probe keeps its core at least, so that the next one goes to another executor
 REACH_SECONDS = 5.0  # for a connection to the driver
 PEERS_SECONDS = 5.0  # for probes that have not come, and for those that have not finished
 DIAL_SECONDS = 3.0  # for a connection to another probe
@@ -167,7 +167,8 @@ class Probe:
     slot: SlotSpec | None = None
 
     def report(self, number: int, program: bytes) -> ProbeReport:
-        found = collect_host_facts()
+        clock = SystemClock()
+        began, found = clock.now(), collect_host_facts()
         name = f"{PROBES}/{self.token}/{found['host']}-{os.getpid()}-{number}"
         host = found["host"]
         fault = (
@@ -177,7 +178,7 @@ class Probe:
             or self._check_peers(host)
         )
         unreached = self._check_driver(host)
-        SystemClock().sleep(HOLD_SECONDS)
+        clock.sleep(max(0.0, began + HOLD_SECONDS - clock.now()))
         # The parent is the executor's Python daemon: one per executor.
         return ProbeReport(found, os.getppid(), name, fault, unreached)
 
