@@ -146,7 +146,7 @@ def collect_footers(
         if not file.rows:
             continue
         part = file.describe_groups()
-        groups.append(np.insert(part, 0, place, axis=0))
+        groups.append(np.concatenate([np.full((1, part.shape[1]), place), part]))
         for name, _ in found.types:
             nulls[name][place] = file.count_nulls(name)
         for name in columns:
