@@ -19,7 +19,14 @@ import pyarrow.parquet as pq
 
 from spark_elastic.data.manifest import FileColumns
 from spark_elastic.data.predicate import Bounds, Predicate, parse_constant
-from spark_elastic.data.reading.decoding import is_list, is_vector, open_parquet, read_footer
+from spark_elastic.data.reading.decoding import (
+    drop_views,
+    is_list,
+    is_vector,
+    open_parquet,
+    read_footer,
+    to_plain_type,
+)
 from spark_elastic.data.store import ObjectInfo, Store
 from spark_elastic.errors import InvalidInput, StoreError, format_columns
 
@@ -244,11 +251,11 @@ class FileFooter:
                 yield column, found
 
     def find_type(self, column: str) -> pa.DataType | None:
-        """None: the column is not in the file. A table that gives names knows all columns of its files."""
+        """The plain type; None: the column is not in the file. A table that gives names knows all columns of a file."""
         name, known = self.stored_name(column), self.columns.stored_names
         if name not in self.schema.names or (known and column not in known):
             return None
-        return self.schema.field(name).type
+        return to_plain_type(self.schema.field(name).type)
 
     def keep_matching(self, where: Predicate) -> None:
         """Count the other rows among those that the table has no more. Raises InvalidInput as `collect_footers`."""
@@ -279,7 +286,7 @@ class FileFooter:
         def read(column: str) -> pa.Array:
             name = self.stored_name(column)
             found = file.read_row_group(index, columns=[name], use_threads=False)
-            return pa.concat_arrays(found[name].chunks)
+            return drop_views(pa.concat_arrays(found[name].chunks))
 
         return where.match(find_bounds, read, group.num_rows)
 
@@ -348,7 +355,7 @@ class FileFooter:
             begin, name = 0, self.stored_name(column)
             for batch in file.iter_batches(rows, columns=[name], use_threads=False):
                 # Not the first one: by a name with a dot, Arrow reads the field of a struct as well.
-                values, end = batch[name], begin + batch.num_rows
+                values, end = drop_views(batch[name]), begin + batch.num_rows
                 if self.data.deleted is not None:
                     values = values.filter(pa.array(~self.data.deleted[begin:end]))
                 yield values

@@ -68,6 +68,30 @@ def is_list(arrow: pa.DataType) -> bool:
     return bool(types.is_list(arrow) or types.is_large_list(arrow) or types.is_fixed_size_list(arrow))
 
 
+def to_plain_type(arrow: pa.DataType) -> pa.DataType:
+    """The type without what the files of one column may differ in: how Arrow keeps the values in memory, whether there
+    may be nulls, and the unit and the name of the zone of times."""
+    if types.is_dictionary(arrow):
+        return to_plain_type(arrow.value_type)
+    if is_list(arrow):
+        return pa.list_(to_plain_type(arrow.value_type))
+    if types.is_timestamp(arrow):
+        return pa.timestamp("us", None if arrow.tz is None else "UTC")
+    if types.is_large_string(arrow) or str(arrow) == "string_view":  # pyarrow 14 has no name for views
+        return pa.string()
+    return pa.binary() if types.is_large_binary(arrow) or str(arrow) == "binary_view" else arrow
+
+
+def drop_views(values: Any) -> Any:
+    """A column without views of strings and bytes, which Arrow neither filters nor compares. Files of deltalake have
+    them after an update or a deletion."""
+    return values.cast(to_plain_type(values.type)) if _has_views(values.type) else values
+
+
+def _has_views(arrow: pa.DataType) -> bool:
+    return _has_views(arrow.value_type) if is_list(arrow) else str(arrow) in ("string_view", "binary_view")
+
+
 def dtype_of(arrow: pa.DataType) -> str | None:
     """Numpy's dtype of a scalar type, `object` and `datetime64` for types that need a transformation; else None."""
     if types.is_dictionary(arrow):

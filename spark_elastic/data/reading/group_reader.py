@@ -22,7 +22,13 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 
 from spark_elastic.data.manifest import Column, FileColumns, Manifest, RowGroup
-from spark_elastic.data.reading.decoding import ColumnArrays, decode_columns, open_parquet, partition_values
+from spark_elastic.data.reading.decoding import (
+    ColumnArrays,
+    decode_columns,
+    drop_views,
+    open_parquet,
+    partition_values,
+)
 from spark_elastic.data.reading.remote_groups import RemoteGroups
 from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES, RowGroupCache
 from spark_elastic.data.store import Store
@@ -176,7 +182,8 @@ class ArrowReader(GroupReader):
 
     def _read_whole(self, group: int, entry: RowGroup) -> pa.Table:
         with self._open(group, entry) as (file, _):
-            return file.read_row_group(entry.index, list(self._names[entry.file]), use_threads=False)
+            rows = file.read_row_group(entry.index, list(self._names[entry.file]), use_threads=False)
+        return pa.table(list(map(drop_views, rows.columns)), rows.schema.names)
 
     def _read_part(self, group: int, entry: RowGroup) -> pa.RecordBatch:
         """One part of a split row group. All parts but the last are equally long."""
@@ -308,7 +315,7 @@ class SplitRowGroup:
         writer: pa.ipc.RecordBatchFileWriter | None = None
         waiting: list[pa.RecordBatch] = []
         batches = file.iter_batches(rows, row_groups=[index], columns=columns, use_threads=False)
-        for batch in map(_decode_dictionaries, batches):
+        for batch in map(_make_plain, batches):
             if writer is None:
                 writer = pa.ipc.new_file(self._file, batch.schema)
             waiting.append(batch)
@@ -331,12 +338,12 @@ class SplitRowGroup:
         return [joined] if joined.num_rows else []
 
 
-def _decode_dictionaries(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The batch with values in place of their numbers: Arrow's files have one dictionary for all batches."""
-    if not any(map(pa.types.is_dictionary, batch.schema.types)):
-        return batch
+def _make_plain(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The batch without views, and with values in place of their numbers: Arrow's files have one dictionary for all
+    batches."""
     columns = [
-        each.dictionary_decode() if pa.types.is_dictionary(each.type) else each for each in batch.columns
+        each.dictionary_decode() if pa.types.is_dictionary(each.type) else drop_views(each)
+        for each in batch.columns
     ]
     return pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
 

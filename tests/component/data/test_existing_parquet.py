@@ -210,6 +210,37 @@ def test_differing_schemas_and_empty_folders_are_refused(tmp_path: Path) -> None
         describe_parquet(Store.open(str(tmp_path)), ["x"])
 
 
+NOON = datetime(2024, 5, 6, 12)
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (pa.array(["a", "b"]), pa.array(["c", "d"], pa.large_string())),
+        (pa.array(["a", "b"]), pa.array(["c", "d"]).dictionary_encode()),
+        (pa.array([b"a", b"b"]), pa.array([b"c", b"d"], pa.large_binary())),
+        (pa.array([[1.0], [2.0]]), pa.array([[3.0], [4.0]], pa.large_list(pa.float64()))),
+        (pa.array([[1.0], [2.0]]), pa.array([[3.0], [4.0]], pa.list_(pa.float64(), 1))),
+        # As Spark writes arrays of a query and those of rows.
+        (
+            pa.array([[1], [2]]),
+            pa.array([[3], [4]], pa.list_(pa.field("element", pa.int64(), nullable=False))),
+        ),
+        # As pandas 2 and pandas 3 write times.
+        (pa.array([NOON, NOON], pa.timestamp("ns")), pa.array([NOON, NOON], pa.timestamp("us"))),
+    ],
+)
+def test_files_that_keep_the_same_values_in_other_ways_are_read_together(
+    first: pa.Array, second: pa.Array, piece_bytes: int, tmp_path: Path
+) -> None:
+    write(tmp_path, "a.parquet", {"x": first})
+    write(tmp_path, "b.parquet", {"x": second})
+    store = Store.open(str(tmp_path))
+    manifest = describe_parquet(store, ["x"], True, piece_bytes)
+    assert read_columns(store, manifest)["x"].tolist() == [*first.to_pylist(), *second.to_pylist()]
+
+
 @pytest.mark.parametrize(
     ("name", "says"), [("avro", "choose one of arrow, petastorm"), ("petastorm", "needs pyarrow 14")]
 )

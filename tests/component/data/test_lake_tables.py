@@ -220,6 +220,25 @@ def test_a_deletion_vector_counts_for_one_of_several_files_of_a_name(tmp_path: P
     assert read_rows(folder, ["x"]) == [(x,) for x in (1, 2, 3, 4, 5, 7)]
 
 
+@pytest.mark.parametrize("piece_bytes", [1 << 30, 10])
+def test_texts_of_delta_are_read_after_an_update_that_leaves_views_of_them(
+    tmp_path: Path, piece_bytes: int
+) -> None:
+    values = {"s": ["a", "b", "c", "d"], "b": [b"1", b"2", b"3", b"4"], "l": [["x"], ["y"], ["z"], ["w"]]}
+    write_deltalake(str(tmp_path), make_rows(0, 4, **values))
+    DeltaTable(tmp_path).update(predicate="x < 2", updates={"s": "'new'"})
+    write_deltalake(str(tmp_path), make_rows(4, 4, **values), mode="append")
+    kinds = {str(pq.read_schema(path).field("s").type) for path in tmp_path.glob("*.parquet")}
+    assert kinds == {"string", "string_view"}
+    columns = ["x", "s", "b", "l"]
+    expected = expect(DeltaTable(tmp_path).to_pyarrow_table(), columns)
+    options: dict[str, Any] = {"transformed": True, "piece_bytes": piece_bytes}
+    assert read_rows(tmp_path, columns, **options) == expected
+    where = Predicate.parse([("s", "in", ["new", "d"]), ("b", "!=", b"2")])
+    found = read_rows(tmp_path, columns, where=where, **options)
+    assert found == [expected[x] for x in (0, 3, 7)]
+
+
 def test_columns_of_delta_are_found_by_their_physical_names(tmp_path: Path) -> None:
     """A table as Databricks writes it after a column was renamed."""
     write_deltalake(str(tmp_path), make_rows(0).rename_columns(["col-1", "y"]))
