@@ -305,6 +305,8 @@ def _widens(stored: pa.DataType, declared: pa.DataType) -> bool:
             return bool(stored.bit_width <= declared.bit_width)
     if pa.types.is_decimal(stored) and pa.types.is_decimal(declared):
         return bool(stored.scale == declared.scale and stored.precision <= declared.precision)
+    if is_list(stored) and is_list(declared):
+        return _widens(stored.value_type, declared.value_type)
     return bool(stored == declared)
 
 

@@ -110,15 +110,19 @@ def _parse_version(version: Any) -> int | datetime | None:
 
 
 def _find_types(fields: Iterable[tuple[str, Any]]) -> dict[str, pa.DataType]:
-    """Column -> its type, for those of single values. fields: names and types, as the table's schema has them."""
-    found = {}
-    for name, kind in fields:
-        decimal = re.fullmatch(r"decimal\((\d+), ?(\d+)\)", str(kind))
-        if decimal:
-            found[name] = pa.decimal128(int(decimal[1]), int(decimal[2]))
-        elif str(kind) in _TYPES:
-            found[name] = _TYPES[str(kind)]
-    return found
+    """Column -> its type, for those of single values and, in Iceberg, arrays of them. fields: names and types, as the
+    table's schema has them."""
+    found = ((name, _find_type(str(kind))) for name, kind in fields)
+    return {name: kind for name, kind in found if kind is not None}
+
+
+def _find_type(kind: str) -> pa.DataType | None:
+    if decimal := re.fullmatch(r"decimal\((\d+), ?(\d+)\)", kind):
+        return pa.decimal128(int(decimal[1]), int(decimal[2]))
+    if elements := re.fullmatch(r"list<(.*)>", kind):
+        inner = _find_type(elements[1])
+        return None if inner is None else pa.list_(inner)
+    return _TYPES.get(kind)
 
 
 def join_stores(snapshots: Sequence[TableSnapshot]) -> tuple[Store, list[tuple[DataFile, ...]]]:

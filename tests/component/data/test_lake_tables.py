@@ -533,19 +533,24 @@ def test_files_that_came_from_hive_have_their_partitions_values(catalog: Any, tm
 
 def test_files_from_before_a_column_got_a_wider_type_are_read_beside_later_ones(catalog: Any) -> None:
     price = pa.array([Decimal("1.50"), Decimal("2.25")], pa.decimal128(5, 2))
-    rows = make_rows(0, 2, n=pa.array([1, 2], pa.int32()), f=pa.array([0.5, 0.25], pa.float32()), price=price)
+    arrays = pa.array([[[1, 2]], [[3, 4]]], pa.list_(pa.list_(pa.int32())))
+    rows = make_rows(
+        0, 2, n=pa.array([1, 2], pa.int32()), f=pa.array([0.5, 0.25], pa.float32()), price=price, a=arrays
+    )
     table = catalog.create_table("n.t", rows.schema)
     table.append(rows)
     with table.update_schema() as change:
         change.update_column("n", LongType())
         change.update_column("f", DoubleType())
         change.update_column("price", DecimalType(12, 2))
-    later = make_rows(2, 2, n=[3, 1 << 40], f=[0.1, 1e300], price=price.cast(pa.decimal128(12, 2)))
+        change.update_column("a.element.element", LongType())
+    arrays = pa.array([[[5, 1 << 40]], [[7, 8]]])
+    later = make_rows(2, 2, n=[3, 1 << 40], f=[0.1, 1e300], price=price.cast(pa.decimal128(12, 2)), a=arrays)
     table.append(later)
-    columns = ["x", "n", "f", "price"]
+    columns = ["x", "n", "f", "price", "a"]
     snapshot = read_snapshot(table, None, {})
     described = describe_files(snapshot.store, snapshot.files, columns).columns
-    assert [each.dtype for each in described] == ["int64", "int64", "float64", "float64"]
+    assert [each.dtype for each in described] == ["int64", "int64", "float64", "float64", "int64"]
     assert read_rows(table, columns) == expect(table.scan().to_arrow(), columns)
     where = Predicate.parse([("n", ">", 1), ("f", "<=", 0.25)])
     assert read_rows(table, ["n"], where=where) == [(2,), (3,)]
