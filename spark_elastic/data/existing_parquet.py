@@ -420,6 +420,11 @@ def _partition_column(name: str, files: _Files, transformed: bool) -> Column:
     if nulls:
         raise _null_error(name, nulls, files)
     declared = files.data[0].types.get(name)
+    if declared is not None and pa.types.is_binary(declared):
+        raise InvalidInput(
+            f"The column {name!r} is binary, and the table is partitioned by it: its log has such values as texts, "
+            "whose form depends on who wrote them. Fit on a DataFrame, or on a column that is in the files."
+        )
     if declared is not None:
         return Column(name, _dtype(name, declared, transformed))
     values = set(found)

@@ -41,6 +41,7 @@ _TYPES: Mapping[str, pa.DataType] = {
     "float": pa.float32(),
     "double": pa.float64(),
     "string": pa.string(),
+    "binary": pa.binary(),
     "date": pa.date32(),
     **dict.fromkeys(("timestamp", "timestamptz", "timestamp_ntz"), pa.timestamp("us")),
 }

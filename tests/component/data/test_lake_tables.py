@@ -181,6 +181,13 @@ def test_the_table_s_schema_decides_what_a_partition_column_of_delta_is(tmp_path
         read_rows(tmp_path / "month", ["x", "month"])
 
 
+def test_bytes_that_a_table_is_partitioned_by_are_refused(tmp_path: Path) -> None:
+    write_deltalake(str(tmp_path), make_rows(0, 2, key=[b"ab", b"\xff"]), partition_by=["key"])
+    with pytest.raises(InvalidInput, match="The column 'key' is binary, and the table is partitioned by it"):
+        read_rows(tmp_path, ["x", "key"], transformed=True)
+    assert len(read_rows(tmp_path, ["x"])) == 2
+
+
 def test_numbers_are_refused_in_where_for_partitions_of_texts_and_texts_are_compared(tmp_path: Path) -> None:
     write_deltalake(str(tmp_path), make_rows(0, 3, month=["01", "1", "12"]), partition_by=["month"])
     for comparison, rows in ((">=", "1"), 2), (("==", "01"), 1), (("in", ["1", "12"]), 2):
