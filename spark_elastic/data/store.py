@@ -120,13 +120,20 @@ class StoreFull(StoreError):
 
 # What file systems and servers without room answer.
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
-_NO_ROOM_WORDS = ("StorageFull", "QuotaExceeded")  # MinIO and Ceph; HDFS (DSQuotaExceededException)
+_NO_ROOM_WORDS = (
+    *map(os.strerror, _NO_ROOM),
+    "StorageFull",  # MinIO
+    "QuotaExceeded",  # Ceph; HDFS (DSQuotaExceededException)
+)
+
+
+def lacks_room(description: str) -> bool:
+    """Whether an error of a file system says that there is no room."""
+    return any(word in description for word in _NO_ROOM_WORDS)
 
 
 def _is_full(error: Exception) -> bool:
-    return getattr(error, "errno", None) in _NO_ROOM or any(
-        word in f"{type(error).__name__} {error}" for word in _NO_ROOM_WORDS
-    )
+    return getattr(error, "errno", None) in _NO_ROOM or lacks_room(f"{type(error).__name__} {error}")
 
 
 MOST_RETRY_SECONDS = 240.0

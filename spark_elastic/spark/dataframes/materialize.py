@@ -19,6 +19,7 @@ import hashlib
 import json
 import logging
 import posixpath
+import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,7 +31,7 @@ from pyspark.sql.types import StructType
 
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.reading.decoding import read_footers
-from spark_elastic.data.store import Store
+from spark_elastic.data.store import Store, StoreFull, lacks_room
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.spark.dataframes.row_order import HashOrder, add_hashes
 from spark_elastic.spark.dataframes.scan import (
@@ -207,7 +208,16 @@ class _Target:
         """Write the rows into the folder, or into one for each value of the column `folders`."""
         counts_rows = int(rows.sparkSession.version.partition(".")[0]) >= 4
         writer = rows.write.options(**self.options.to_spark_options(row_bytes, counts_rows)).mode("error")
-        (writer if folders is None else writer.partitionBy(folders)).parquet(self._url)
+        try:
+            (writer if folders is None else writer.partitionBy(folders)).parquet(self._url)
+        except Exception as error:  # of py4j or Spark Connect, around any exception of the JVM
+            *_, cause = re.findall(r"^Caused by: (.*)$", str(error), re.MULTILINE) or [""]
+            if not lacks_room(cause):
+                raise
+            raise StoreFull(
+                f"Spark cannot write the rows to the store {self.store.url} ({cause}): "
+                "make room in the store, or in the executors' own folders (spark.local.dir) if these are full."
+            ) from error
 
     def read(self, spark: SparkSession, schema: StructType) -> DataFrame:
         """What `write` wrote."""

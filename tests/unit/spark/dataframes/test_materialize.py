@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
-from spark_elastic.spark.dataframes.materialize import warn_about_small_partitions
+from spark_elastic.data.store import Store, StoreFull
+from spark_elastic.spark.dataframes.materialize import WriteOptions, _Target, warn_about_small_partitions
 
 
 @pytest.mark.parametrize(
@@ -23,3 +26,33 @@ def test_many_small_partitions_are_logged(
     with caplog.at_level(logging.WARNING, "spark_elastic"):
         warn_about_small_partitions(rows, partitions)
     assert [message.partition(", and Spark")[0] for message in caplog.messages] == says
+
+
+@pytest.mark.parametrize(
+    ("causes", "raises", "says"),
+    [
+        # Of a local folder, as py4j gives it.
+        (
+            "org.apache.hadoop.fs.FSError: java.io.IOException: No space left on device",
+            StoreFull,
+            r"^Spark cannot write the rows to the store .* \(org.* No space left on device\): make room .*\.$",
+        ),
+        ("java.io.IOException: Disk quota exceeded", StoreFull, "Disk quota exceeded"),
+        # A Python function of the user ended.
+        (
+            "org.apache.spark.api.python.PythonException: Traceback:\nOSError: No space left on device",
+            ValueError,
+            "^An error",
+        ),
+    ],
+)
+def test_spark_s_failure_for_lack_of_room_is_one_sentence(
+    causes: str, raises: type[Exception], says: str
+) -> None:
+    rows: Any = MagicMock()
+    rows.sparkSession.version = "4.0.0"
+    writer = rows.write.options.return_value.mode.return_value
+    writer.parquet.side_effect = ValueError(f"An error occurred.\n\tat x.Y\nCaused by: {causes}\n\tat x.Y")
+    target = _Target(Store.open("memory://rows"), "data", "", WriteOptions())
+    with pytest.raises(raises, match=says):
+        target.write(rows, None)
