@@ -26,7 +26,7 @@ pytestmark = pytest.mark.spark
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    return Store.open(f"file://{tmp_path}/store")
+    return Store.open(f"file://{tmp_path}/the store of [1]")  # Spark takes brackets for a pattern
 
 
 def materialize(

@@ -221,7 +221,8 @@ class _Target:
 
     def read(self, spark: SparkSession, schema: StructType) -> DataFrame:
         """What `write` wrote."""
-        return spark.read.schema(schema).parquet(self._url)
+        exactly = re.sub(r"([{}\[\]*?\\])", r"\\\1", self._url)  # Spark takes it for a pattern
+        return spark.read.schema(schema).parquet(exactly)
 
     def open(self, folder: str) -> _Target:
         """A folder in this one."""
