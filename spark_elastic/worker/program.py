@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import os
@@ -18,7 +19,7 @@ from typing import Any, Protocol, TypeAlias
 import cloudpickle
 
 from elastic_collectives import CollectiveError, Group
-from spark_elastic.errors import ElasticError, InvalidInput
+from spark_elastic.errors import ElasticError, InvalidInput, StoreError
 from spark_elastic.protocol.types import Checkpoint, MembershipVersion, Position, World
 from spark_elastic.rendezvous import codec
 from spark_elastic.rendezvous.messages import MAX_BODY_BYTES
@@ -26,8 +27,11 @@ from spark_elastic.rendezvous.messages import MAX_BODY_BYTES
 CHANGE = "the membership changes"
 LINE_AT_MOST = 2000  # characters of a line of a traceback; longer lines are cut in the middle
 TRACEBACK_AT_MOST = 64 << 10  # characters of a traceback, likewise
-# Files whose frames call user code: this package's, and those of `runpy`.
-CALLERS = (f"{Path(__file__).parents[1]}{os.sep}", runpy.run_path.__code__.co_filename)
+# Files whose frames call user code: this package's, and those of `runpy` and `contextlib`.
+CALLERS = (
+    f"{Path(__file__).parents[1]}{os.sep}",
+    *(function.__code__.co_filename for function in (runpy.run_path, contextlib.contextmanager)),
+)
 # Bytes of a pickled result, which travels in one message as text that is a third longer.
 RESULT_AT_MOST = 5 << 20
 ENVELOPE = 4096  # bytes that the rest of that message needs at most
@@ -138,7 +142,9 @@ def format_traceback(error: BaseException) -> str:
     trace = _skip_callers(error.__traceback__)
     if trace is None and not isinstance(error, ElasticError | FloatingPointError):
         trace = error.__traceback__
-    formatted = traceback.format_exception(type(error), error, trace)
+    # The sentence of a StoreError has what its cause says, whose frames are those of a file system.
+    chain = trace is not None or not isinstance(error, StoreError)
+    formatted = traceback.format_exception(type(error), error, trace, chain=chain)
     if sys.version_info < (3, 11):  # which does not print them
         formatted += [f"{note}\n" for note in getattr(error, "__notes__", ())]
     lines = "".join(formatted).split("\n")

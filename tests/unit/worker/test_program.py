@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spark_elastic.errors import InvalidInput, add_note
+from spark_elastic.data.store import Store
+from spark_elastic.errors import InvalidInput, StoreError, add_note
 from spark_elastic.protocol.types import INITIAL_VERSION, START
 from spark_elastic.rendezvous.auth_middleware import RequestLimits
 from spark_elastic.training.step_summary import StepDecision
@@ -97,6 +98,17 @@ def test_a_loss_that_is_not_finite_is_reported_in_one_sentence_without_our_frame
     assert ours is not None
     text = format_traceback(caught.value.with_traceback(ours.tb_next))  # without this test's own frame
     assert text.startswith("FloatingPointError: the loss became nan in step 0 of epoch 1: ")
+    assert text.count("\n") == 1
+
+
+def test_a_store_that_cannot_be_written_is_reported_in_one_sentence_without_frames(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError) as caught:
+        Store.open(str(tmp_path / "file")).write_bytes("model.pt", b"")
+    ours = caught.value.__traceback__
+    assert ours is not None
+    text = format_traceback(caught.value.with_traceback(ours.tb_next))  # without this test's own frame
+    assert text.startswith("spark_elastic.errors.StoreError: Cannot write 'model.pt' in the store file:///")
     assert text.count("\n") == 1
 
 
