@@ -25,6 +25,7 @@ import numpy as np
 from spark_elastic.clock import Clock
 from spark_elastic.data.store import Store, StoreFull
 from spark_elastic.errors import ElasticError, StoreError
+from spark_elastic.protocol.driver.failures import format_position
 from spark_elastic.protocol.types import START, Checkpoint, Fence, Phase, Position
 from spark_elastic.state.snapshot import Codec, Snapshot
 
@@ -229,9 +230,9 @@ class CheckpointWriter:
             except ElasticError as error:
                 self._failures += 1
                 level = logging.WARNING if self._failures == 1 else logging.DEBUG
-                log.log(level, "checkpoint at %s not written: %s", task[1], error)
+                log.log(level, "checkpoint at %s not written: %s", format_position(task[1]), error)
             except Exception:  # raised by whatever made the bytes; the next checkpoint may succeed
-                log.exception("checkpoint at %s not written", task[1])
+                log.exception("checkpoint at %s not written", format_position(task[1]))
             with self._changed:
                 self._writing = False
                 self._changed.notify_all()

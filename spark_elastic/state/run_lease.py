@@ -59,8 +59,13 @@ class RunLease:
         return lease
 
     def check(self) -> None:
-        """Raises JobCancelled if another driver owns the run."""
+        """Raises JobCancelled if another driver owns the run, or the run was removed from the store."""
         owner = self._find_owner()
+        if owner < self.attempt:
+            raise JobCancelled(
+                f"run {self.run_id!r} was removed from the store {self.store.url} while this driver trained it: its "
+                f"attempt {self.attempt} is not there any more"
+            )
         if owner != self.attempt:
             taken_by = describe_owner(self.store, self.run_id, owner)
             raise JobCancelled(

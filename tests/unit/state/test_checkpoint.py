@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from spark_elastic.data.store import Store
-from spark_elastic.errors import StoreError
+from spark_elastic.errors import JobCancelled, StoreError
 from spark_elastic.protocol.commands import PublishCheckpoint
 from spark_elastic.protocol.messages import CheckpointStoreFull, CheckpointWritten
 from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
@@ -196,6 +196,15 @@ def test_r10_a_driver_that_lost_the_run_publishes_nothing_and_names_the_holder(s
     assert CheckpointStore(store, "r").read_published() == ()
 
 
+def test_a_run_that_somebody_removed_is_not_said_to_be_another_drivers(store: Store) -> None:
+    lease = RunLease.acquire(store, "r")
+    store.remove_tree("runs/r")
+    with pytest.raises(
+        JobCancelled, match=r"run 'r' was removed from the store .* while this driver trained it"
+    ):
+        lease.check()
+
+
 def test_a_newer_checkpoint_replaces_one_that_waits(store: Store) -> None:
     told: list[Checkpoint] = []
     free, busy = threading.Event(), threading.Event()
@@ -269,7 +278,7 @@ def test_a_full_store_keeps_checkpointing_the_oldest_gives_way(caplog: pytest.Lo
     assert all(CheckpointStore(store, "r").read(each) for each in published)
     assert told.count(None) == 1
     refused, again = (record.getMessage() for record in caplog.records)
-    assert refused.startswith(f"checkpoint at {at(4)} not written: Cannot write ")
+    assert refused.startswith("checkpoint at epoch 2, train, step 4 not written: Cannot write ")
     assert "No space left" in refused
     assert refused.endswith("Older checkpoints give way to the next ones; the newest stays.")
     assert again == "checkpoints are written again, after 1 that failed."
