@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -266,8 +267,7 @@ class FileFooter:
                     f"where compares column {name!r}, which is {found or 'missing'} in {self.name!r}: name one of "
                     f"single values, among {format_columns(name, [*self.schema.names, *self.data.constants])}."
                 )
-        with self.store.open_read(self.name) as source:
-            file = open_parquet(source)
+        with self._open() as file:
             masks = [self._match(where, file, index) for index in range(self.footer.num_row_groups)]
         left_out = ~np.concatenate([np.ones(0, np.bool_), *masks])
         if left_out.any():
@@ -350,8 +350,7 @@ class FileFooter:
 
     def _read(self, column: str, rows: int, buffer_size: int) -> Iterator[pa.Array]:
         """The rows of a column that the table has, by so many in the file."""
-        with self.store.open_read(self.name) as source:
-            file = open_parquet(source, buffer_size=buffer_size)
+        with self._open(buffer_size) as file:
             begin, name = 0, self.stored_name(column)
             for batch in file.iter_batches(rows, columns=[name], use_threads=False):
                 # Not the first one: by a name with a dot, Arrow reads the field of a struct as well.
@@ -360,6 +359,17 @@ class FileFooter:
                     values = values.filter(pa.array(~self.data.deleted[begin:end]))
                 yield values
                 begin = end
+
+    @contextmanager
+    def _open(self, buffer_size: int = 0) -> Iterator[pq.ParquetFile]:
+        """The file, to read rows of it in the block. Raises StoreError if they cannot be read."""
+        try:
+            with self.store.open_read(self.name) as source:
+                yield open_parquet(source, buffer_size=buffer_size)
+        except (pa.ArrowException, OSError) as error:
+            raise StoreError(
+                f"{self.name!r} in the store {self.store.url} cannot be read: {' '.join(str(error).split())}"
+            ) from error
 
     def _read_nulls(self, name: str) -> int:
         total = 0

@@ -280,7 +280,7 @@ def read_footer(store: Store, name: str) -> pq.FileMetaData:
     """One file's footer; StoreError if it is not Parquet."""
     try:
         return pq.read_metadata(pa.BufferReader(_footer(store, name)))
-    except pa.ArrowException as error:
+    except (pa.ArrowException, OSError) as error:  # OSError: of a footer that is encrypted
         raise StoreError(f"{name!r} in the store {store.url} is no Parquet file: {error}") from error
 
 

@@ -12,10 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from spark_elastic.data import footers
-from spark_elastic.data.existing_parquet import describe_parquet
+from spark_elastic.data.existing_parquet import describe_files, describe_parquet
 from spark_elastic.data.footers import DataFile, Footers, collect_footers, collect_footers_in_threads
 from spark_elastic.data.manifest import Column, FileColumns, Manifest, RowGroup, RowGroups
 from spark_elastic.data.plan import DataPlan
+from spark_elastic.data.predicate import Predicate
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
 
@@ -63,6 +64,20 @@ def test_an_error_of_a_thread_names_the_file(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(footers, "FILES_PER_THREAD", 3)
     with pytest.raises(StoreError, match=r"'007.parquet' .* is no Parquet file"):
         collect_footers_in_threads(Store.open(str(tmp_path)), files, ["id"])
+
+
+def test_an_encrypted_footer_and_damaged_pages_are_one_sentence_with_the_file(tmp_path: Path) -> None:
+    store, path = Store.open(str(tmp_path)), tmp_path / "000.parquet"
+    path.write_bytes(b"x" * 100 + (50).to_bytes(4, "little") + b"PARE")
+    with pytest.raises(StoreError, match=r"^'000\.parquet' in the store .* is no Parquet file: .* encrypted"):
+        describe_parquet(store, ["id"])
+    write_files(tmp_path, 1)
+    content = path.read_bytes()
+    path.write_bytes(content[:4] + b"\xff" * 200 + content[204:])
+    where = Predicate.parse([("id", "==", 2)])
+    for columns, condition in (["x"], None), (["id"], where):
+        with pytest.raises(StoreError, match=r"^'000\.parquet' in the store .* cannot be read: .*$"):
+            describe_files(store, [DataFile(store.describe("000.parquet"))], columns, where=condition)
 
 
 def test_the_first_file_of_another_type_is_named(tmp_path: Path) -> None:
