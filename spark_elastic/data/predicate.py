@@ -188,6 +188,8 @@ def _match(values: pa.Array, comparison: Comparison) -> Mask:
             is_real = types.is_floating(values.type) or types.is_decimal(values.type)
             if is_real and types.is_floating(among.type):  # as "==" does: a cast of 0.1 would change it
                 values = values.cast(pa.float64())
+            if types.is_floating(values.type):  # in Arrow's lists 0.0 and -0.0 differ
+                values, among = pc.add(values, 0.0), pc.add(among.cast(values.type), 0.0)
             found = pc.is_in(values, value_set=among.cast(values.type))
         else:
             is_exact = types.is_uint64(values.type) and _is_unsigned(value)

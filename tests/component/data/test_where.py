@@ -143,6 +143,14 @@ def test_numbers_match_alike_whatever_the_statistics_of_a_file_say(
     assert find_in_layouts(tmp_path, keys, where) == [ids] * 3
 
 
+@pytest.mark.parametrize("kind", [pa.float32(), pa.float64()])
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+def test_zero_is_in_a_list_whatever_its_sign(tmp_path: Path, kind: pa.DataType, zero: float) -> None:
+    keys = pa.array([0.0, -0.0, 1.5], kind)
+    for where, ids in (("k", "in", [zero, 7.0]), [0, 1]), (("k", "not in", [zero]), [2]):
+        assert find_in_layouts(tmp_path, keys, where) == [ids] * 3
+
+
 def find_in_layouts(folder: Path, keys: pa.Array, where: Any) -> list[list[int]]:
     """The numbers of the rows that match: by statistics of each row, by those of all rows, and by values alone."""
     found: list[list[int]] = []
