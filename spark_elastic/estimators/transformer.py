@@ -164,7 +164,7 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
         wanted = {name: self.getOrDefault(name) for name in names}
         wanted["labels"] = self.getOrDefault("label_cols")
         _check_new(dataset, Outputs.find_known_columns(**wanted))  # before `_widths`, which may run a job
-        inputs = [model_input(dataset, column) for column in self._predictor.columns]
+        inputs = self._find_inputs(dataset)
         activation = self.getOrDefault("activation")
         outputs = Outputs.of(self._widths(dataset, inputs), activation=activation, **wanted)
         _check_new(dataset, outputs.columns)
@@ -179,6 +179,21 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
             field = restore_nan(F.col(_ALL).getField(name), width)
             added = added.withColumn(name, array_to_vector(field) if name in vectors else field)
         return added.drop(_ALL)
+
+    def _find_inputs(self, dataset: DataFrame) -> list[SparkColumn]:
+        """The columns that `feature_cols` names now, each in the place of one that was trained on."""
+        trained = self._predictor.columns
+        before = [column.name for column in trained]
+        names = self.getOrDefault("feature_cols") if self.isDefined("feature_cols") else before
+        if len(names) != len(trained):
+            raise InvalidInput(
+                f"feature_cols names {', '.join(names) or 'no column'}, and the model was trained on "
+                f"{', '.join(before)}: name one column for each of these, in that order."
+            )
+        return [
+            model_input(dataset, replace(column, name=name))
+            for column, name in zip(trained, names, strict=True)
+        ]
 
     def _widths(self, dataset: DataFrame, inputs: list[SparkColumn]) -> list[int]:
         if self._known_widths is not None:

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("pyspark")
 
+from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators import transformer
 from spark_elastic.estimators.transformer import ElasticModel, _check_new, try_widths
@@ -34,6 +35,24 @@ def test_a_column_that_is_there_already_is_named_before_any_job(wanted: dict[str
     model._set(**wanted)
     with pytest.raises(InvalidInput, match=f"the table has a column {column!r} already"):
         model._transform(table(["x", column]))
+
+
+def test_columns_of_another_table_take_the_places_of_those_in_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As `setFeaturesCol` of Spark ML's own models does."""
+    trained = (Column("a", "float32", (2,)), Column("b", "int64", ()))
+    predictor: Any = SimpleNamespace(columns=trained)
+    model = ElasticModel(predictor, SimpleNamespace())  # type: ignore[arg-type]
+    monkeypatch.setattr(transformer, "model_input", lambda dataset, column: column)
+    assert tuple(model._find_inputs(table([]))) == trained  # a model that was made without an estimator
+    renamed = model.copy({model.feature_cols: ["c", "a"]})
+    assert renamed._find_inputs(table([])) == [Column("c", "float32", (2,)), Column("a", "int64", ())]
+    model.setFeatureCols("c")
+    with pytest.raises(
+        InvalidInput, match="feature_cols names c, and the model was trained on a, b: name one"
+    ):
+        model._find_inputs(table([]))
 
 
 def test_outputs_are_tried_on_a_row_of_the_training() -> None:
