@@ -35,7 +35,7 @@ from spark_elastic.monitoring.listener import AsyncNotifier, close_within_deadli
 from spark_elastic.monitoring.log_forwarding import log_to_listener
 from spark_elastic.monitoring.report import JobReport, WorldSpan
 from spark_elastic.platforms import JobSpec, Platform, make_platform, resume_after_coordinator_loss
-from spark_elastic.protocol.types import Limits
+from spark_elastic.protocol.types import Limits, Phase, Position
 from spark_elastic.state.checkpoint import CheckpointPolicy, CheckpointStore
 from spark_elastic.state.run_lease import RunLease
 from spark_elastic.training.spec import Rows, TrainSpec
@@ -127,9 +127,21 @@ def _load_finished_run(
             f"run_id {run_id!r} ended after {result.epochs} epochs and this fit wants {request.config.epochs}: use "
             "another run_id."
         )
+    if record is not None and result is None:
+        _check_epochs_left(request, CheckpointStore(store, run_id), run_id)
     if record is not None:
         rows.check_same_rows(request, record, run_id)
     return FinishedRun(record, result) if record is not None and result is not None else None
+
+
+def _check_epochs_left(request: FitRequest[Any], checkpoints: CheckpointStore, run_id: str) -> None:
+    """Raises InvalidInput if the run's newest checkpoint has steps of an epoch that this fit does not want."""
+    wanted, published = request.config.epochs, checkpoints.read_published()
+    if published and published[0].position > Position(wanted, Phase.TRAIN, 0):
+        raise InvalidInput(
+            f"run_id {run_id!r} is in epoch {published[0].position.epoch + 1} already and this fit wants {wanted} "
+            "epochs: ask for more, or use another run_id."
+        )
 
 
 def _summarize(run: FinishedRun, run_id: str, seconds: float, data: str) -> FitSummary:

@@ -18,8 +18,10 @@ from spark_elastic.estimators.fit_rows import TableRows, build_record
 from spark_elastic.estimators.fitting import _load_finished_run
 from spark_elastic.estimators.run_record import RunRecord, RunResult
 from spark_elastic.estimators.validation import FitRequest
+from spark_elastic.protocol.types import Fence, Phase, Position
 from spark_elastic.spark.dataframes.materialize import compare_digests
 from spark_elastic.spark.dataframes.scan import MissingValues
+from spark_elastic.state.checkpoint import CheckpointStore
 from spark_elastic.training.identity import WEIGHTS
 from tests.memory_store import make_memory_store
 from tests.unit.estimators.requests import request as file_request
@@ -121,6 +123,23 @@ def test_r19_a_run_of_files_refuses_a_table(monkeypatch: pytest.MonkeyPatch) -> 
     build_record(request(), "s3://bucket/files", ROWS, None).save(store, "r")
     with pytest.raises(InvalidInput, match="began on the files in s3://bucket/files"):
         _load_finished_run(TableRows(None), request(), store, "r")  # type: ignore[arg-type]
+
+
+def test_r19_a_run_refuses_fewer_epochs_than_it_has_trained() -> None:
+    """It would end with steps of an epoch that the fit did not ask for."""
+    store = make_memory_store()
+    build_record(request(), "rows", ROWS, None).save(store, "r")
+    rows: Any = SimpleNamespace(check_same_rows=lambda *given: None)
+    checkpoints = CheckpointStore(store, "r")
+    checkpoints.publish(1, [checkpoints.write(Fence(1, 1), Position(2, Phase.TRAIN, 0), {})])
+    for epochs in (2, 3):
+        assert _load_finished_run(rows, request(epochs=epochs), store, "r") is None
+    checkpoints.publish(1, [checkpoints.write(Fence(1, 2), Position(2, Phase.TRAIN, 1), {})])
+    assert _load_finished_run(rows, request(epochs=3), store, "r") is None
+    with pytest.raises(
+        InvalidInput, match="run_id 'r' is in epoch 3 already and this fit wants 2 epochs: ask"
+    ):
+        _load_finished_run(rows, request(epochs=2), store, "r")
 
 
 @pytest.mark.parametrize(
