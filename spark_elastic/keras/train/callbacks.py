@@ -19,6 +19,7 @@ from elastic_collectives import Group
 from spark_elastic.keras.train.state import from_json_tree, is_plain, to_json_tree, value_of
 from spark_elastic.protocol.types import START
 from spark_elastic.state.snapshot import build_snapshot
+from spark_elastic.training.callback_states import name_classes, pair_states
 
 _WRITERS = ("ModelCheckpoint", "CSVLogger", "TensorBoard", "RemoteMonitor", "ProgbarLogger")
 WRITERS = tuple(getattr(keras.callbacks, name) for name in _WRITERS if hasattr(keras.callbacks, name))
@@ -54,11 +55,12 @@ class KerasCallbackList:
     def capture(self) -> dict[str, Any]:
         """Attributes of all callbacks that are plain values and arrays."""
         progress = {"epoch": self._epoch, "step": list(self._step), "tested": self._tested}
-        return {**progress, "attributes": [_attributes_of(callback) for callback in self._callbacks]}
+        attributes = [_attributes_of(callback) for callback in self._callbacks]
+        return {**progress, "classes": name_classes(self._callbacks), "attributes": attributes}
 
     def load(self, values: Mapping[str, Any]) -> None:
         self._epoch, self._step, self._tested = values["epoch"], values["step"], values["tested"]
-        for callback, attributes in zip(self._callbacks, values["attributes"], strict=True):
+        for callback, attributes in pair_states(self._callbacks, values["classes"], values["attributes"]):
             _set_attributes(callback, attributes)
 
     def on_fit_begin(self, group: Group) -> None:

@@ -23,6 +23,7 @@ from spark_elastic.protocol.types import START, Position
 from spark_elastic.state.snapshot import Bytes, Extent, Snapshot, SnapshotBuilder
 from spark_elastic.torch.devices import CPU, SnapshotCopy
 from spark_elastic.torch.train.forward import rng_state, set_rng_state
+from spark_elastic.training.callback_states import name_classes, pair_states
 from spark_elastic.training.progress import TrainingProgress
 
 # Keys of dicts of one entry that stand for ...
@@ -70,6 +71,7 @@ class TorchTrainingState:
             "unsaved": {n: b for n, b in self.model.named_buffers() if n not in model},  # persistent=False
             "optimizer": self.optimizer.state_dict(),
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
+            "classes": name_classes(self.schedulers),
             "progress": self.progress.to_values(),
             "rng": rng_state(),
         }
@@ -105,7 +107,7 @@ class TorchTrainingState:
             for name, value in values["unsaved"].items():
                 buffers[name].copy_(value)
         _load_optimizer(self.optimizer, values["optimizer"])
-        for scheduler, state in zip(self.schedulers, values["schedulers"], strict=True):
+        for scheduler, state in pair_states(self.schedulers, values["classes"], values["schedulers"]):
             scheduler.load_state_dict(state)
         self.progress = TrainingProgress.from_values(values["progress"])
         set_rng_state(values["rng"])

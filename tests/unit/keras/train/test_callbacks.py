@@ -84,6 +84,23 @@ def test_a_newcomer_takes_over_the_state_of_callbacks() -> None:
     np.testing.assert_array_equal(other.best_weights[0], model.get_weights()[0])
 
 
+def test_a_resumed_run_may_have_other_callbacks() -> None:
+    before, _ = make(CallCounter(), keras.callbacks.EarlyStopping("loss", patience=5))
+    before.on_world_begin(make_group())
+    before.on_epoch_begin(0)
+    before.on_epoch_end(make_group(), {"epoch": 0, "loss": 1.0})
+    stopping, added, counts = (
+        keras.callbacks.EarlyStopping("loss", patience=5),
+        SilentModelCheckpoint(),
+        CallCounter(),
+    )
+    after, _ = make(stopping, added, counts, CallCounter())
+    after.load(before.capture())
+    after.on_world_begin(make_group())
+    assert (stopping.best, added.calls) == (1.0, 0)
+    assert counts.calls == ["begin", "epoch 0", "end 0 ['loss']"]
+
+
 def test_writing_callbacks_run_on_rank_0_and_their_state_goes_to_all_ranks() -> None:
     said: list[bytes] = []
     leader, follower = SilentModelCheckpoint(), SilentModelCheckpoint()

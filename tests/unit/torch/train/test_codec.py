@@ -94,3 +94,24 @@ def test_p4_the_synced_state_replaces_values_that_a_newcomer_set() -> None:
     reload_from_checkpoint(old, new)
     callback_lists[1].on_world_begin(WorldOfOne)  # type: ignore[arg-type]
     assert new.optimizer.param_groups[0]["lr"] == 0.04
+
+
+class OtherCallback(StatefulCallback):
+    """Another class with an attribute of the same name."""
+
+
+def test_a_resumed_run_may_have_other_callbacks() -> None:
+    """Each continues the one of its class; a user has mended one, or added a logger."""
+    net = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    rate = LearningRateSchedule(lambda o: torch.optim.lr_scheduler.StepLR(o, 1))
+    before = TorchCallbackList([StatefulCallback(1), rate, StatefulCallback(2), Callback()], net, optimizer)
+    state = TorchTrainingState(net, optimizer, before.callbacks)
+    optimizer.step()
+    rate.on_epoch_end(None, {})  # type: ignore[arg-type]
+    again = LearningRateSchedule(lambda o: torch.optim.lr_scheduler.StepLR(o, 1))
+    after = [OtherCallback(3), StatefulCallback(), StatefulCallback(), StatefulCallback(4), again]
+    resumed = TorchTrainingState(net, optimizer, TorchCallbackList(after, net, optimizer).callbacks)
+    reload_from_checkpoint(state, resumed)
+    assert [each.kept for each in resumed.schedulers[:4]] == [3, 1, 2, 4]
+    assert again.state_dict()["last_epoch"] == 1
