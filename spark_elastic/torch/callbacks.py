@@ -122,7 +122,8 @@ class _Monitor(Callback):
 
 
 class EarlyStopping(_Monitor):
-    """Ends the training once `monitor` has not improved by more than `min_delta` for `patience` epochs."""
+    """Ends the training once `monitor` has not improved by more than `min_delta` for `patience` epochs, or for one if
+    that is 0."""
 
     def __init__(
         self,
@@ -137,7 +138,7 @@ class EarlyStopping(_Monitor):
 
     def on_epoch_end(self, training: Training, logs: Logs) -> None:
         self.waited = 0 if self.update_best(logs) else self.waited + 1
-        if self.waited >= self.patience:
+        if self.waited and self.waited >= self.patience:
             training.stop(f"{self.monitor} has not improved for {self.waited} epochs")
 
 

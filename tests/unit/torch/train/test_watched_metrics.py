@@ -1,4 +1,4 @@
-"""A number that no epoch will have is named before the first job, with those that there are."""
+"""A number that no epoch will have is named before the first job, with those that there are; and what watches it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from spark_elastic.torch.callbacks import (
     Callback,
     EarlyStopping,
     LearningRateSchedule,
+    Training,
     get_monitored,
 )
 from spark_elastic.torch.train.spec import TorchUserObjects
@@ -83,3 +84,20 @@ def test_metrics_that_callbacks_may_add_are_checked_at_the_end_of_the_epoch() ->
 def test_validation_metrics_need_validation_rows() -> None:
     with pytest.raises(InvalidInput, match="a callback watches 'val_loss', but nothing is validated"):
         check_watched(make_objects("loss", "val_loss"), ["y"], validates=False)
+
+
+@pytest.mark.parametrize(("patience", "ends_after"), [(0, 3), (1, 3), (2, 6)])
+def test_a_training_ends_after_as_many_epochs_without_progress_as_patience_says(
+    patience: int, ends_after: int
+) -> None:
+    """Epochs that improve never end it."""
+    stopping = EarlyStopping("loss", patience)
+    model = torch.nn.Linear(1, 1)
+    training = Training(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    losses = [3.0, 2.0, 2.0, 1.0, 1.0, 1.0]
+    for epoch, loss in enumerate(losses):
+        stopping.on_epoch_end(training, {"epoch": epoch, "loss": loss})
+        if training.stopped:
+            break
+    assert epoch + 1 == ends_after
+    assert training.stopped == f"loss has not improved for {max(1, patience)} epochs"
