@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from pyspark.ml import Estimator
 from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, MLWritable, MLWriter
-from pyspark.sql import SparkSession
 
 from spark_elastic.data.lake_tables import Version
 from spark_elastic.errors import InvalidInput
@@ -21,6 +20,7 @@ from spark_elastic.estimators.dataframe_rows import DataFrameRows
 from spark_elastic.estimators.fit_rows import FileRows, RowSource, Selection, SnapshotRows
 from spark_elastic.estimators.params import EstimatorParams, to_names
 from spark_elastic.estimators.transformer import ElasticModel
+from spark_elastic.spark.session import find_session
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -38,7 +38,7 @@ class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ig
         return _Writer(self)
 
     def fit_on_parquet(self, paths: Paths, validation_paths: Paths | None = None) -> Any:
-        """Train on existing Parquet files without a copy. Needs an active Spark session.
+        """Train on existing Parquet files without a copy. Needs a Spark session.
 
         paths: files or folders, local or fsspec urls that driver and executors share, read with `storage_options`.
         Row groups of any size, further columns and folders by partition are fine. validation_paths: of rows to look at
@@ -50,9 +50,7 @@ class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ig
         """
         options = self.getOrDefault("storage_options") or {}
         seen = [] if validation_paths is None else to_names(validation_paths)
-        return self._fit_rows(
-            FileRows.locate(SparkSession.getActiveSession(), to_names(paths), seen, options)
-        )
+        return self._fit_rows(FileRows.locate(find_session(), to_names(paths), seen, options))
 
     def fit_on_table(
         self,
@@ -63,7 +61,7 @@ class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ig
         where: Any = None,
     ) -> Any:
         """Train on one version of a table of Delta Lake or Iceberg without a copy, each of its rows once per epoch,
-        whatever is written to it meanwhile. Needs an active Spark session, and the package `deltalake` or `pyiceberg`.
+        whatever is written to it meanwhile. Needs a Spark session, and the package `deltalake` or `pyiceberg`.
 
         Args:
             table: a name in Spark's catalog, a path or url that driver and executors share, an Iceberg table's
@@ -84,10 +82,9 @@ class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ig
             StoreError: a file of that version was vacuumed, or cannot be read.
         """
         options = self.getOrDefault("storage_options") or {}
-        session = SparkSession.getActiveSession()
         selection = Selection.parse(columns, where)
         return self._fit_rows(
-            SnapshotRows.open(session, table, version, validation_table, options, selection)
+            SnapshotRows.open(find_session(), table, version, validation_table, options, selection)
         )
 
     def fitMultiple(self, dataset: DataFrame, paramMaps: Sequence[Any]) -> Any:

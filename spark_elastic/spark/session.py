@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from pyspark.errors import PySparkRuntimeError
 from pyspark.sql import SparkSession
 
 import spark_elastic
@@ -37,13 +38,22 @@ DESCRIPTION = (
 # ---- the session
 
 
+def find_session() -> SparkSession | None:
+    """The session that is active in this thread, or else that of the process: it is active only in the thread that made
+    it."""
+    try:
+        return SparkSession.active()
+    except PySparkRuntimeError:
+        return None
+
+
 def get_session(given: SparkSession | None) -> SparkSession:
-    """The given session, or the active one.
+    """The given session, or the one that `find_session` finds.
 
     Raises:
         InvalidInput: there is none.
     """
-    chosen = given or SparkSession.getActiveSession()
+    chosen = given or find_session()
     if chosen is None:
         raise InvalidInput("there is no active SparkSession: create one, or pass it as spark=.")
     return chosen

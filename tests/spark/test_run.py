@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import pytest
 
 import spark_elastic
 from spark_elastic.errors import InvalidInput, PreflightError
+from spark_elastic.spark.session import get_session
 from tests.component.torch.hand_written import count
 from tests.scenarios import Fault
 from tests.spark.cluster import StandaloneCluster
@@ -71,6 +73,13 @@ def test_w3_uncommitted_steps_are_counted_once_although_an_executor_dies_and_ano
     assert results.report.recoveries
     ends = {tuple(result["trained"][-(STEPS - 8) :]) for result in results}
     assert ends == {tuple(range(8, STEPS)), tuple(range(14, STEPS))}
+
+
+def test_other_threads_than_the_one_that_made_the_session_find_it(spark: SparkSession) -> None:
+    """Spark knows an active session only in the thread that made it; parallel jobs are started by others."""
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(get_session, None).result()
+    assert found.sparkContext is spark.sparkContext
 
 
 def test_a_captured_session_broadcast_or_frame_is_refused_by_its_name(spark: SparkSession) -> None:
