@@ -34,43 +34,81 @@ _SEED = "seed_generator_state"
 
 
 class RunningStats:
-    """Variables that layers themselves write, such as BatchNorm's statistics (R3, aborted forward).
+    """Variables that a forward pass writes, such as BatchNorm's statistics (R3, aborted forward).
 
-    A step that is applied averages them over the ranks, weighted by rows; an aborted step puts them back. Seeds of
-    random layers follow from a key alone, so they need not be kept.
+    Each pass of a step begins with the values from before the step. A step that is applied adds to them the mean of
+    what the passes changed, weighted by rows; of whole numbers and truth values, such as a layer's counter of steps, it
+    takes the largest. Seeds of random layers follow from a key alone, so they need not be kept.
     """
 
     def __init__(self, model: Any) -> None:
-        frozen = {id(v) for layer in model._flatten_layers() if not layer.trainable for v in layer.weights}
-        self.variables = [
-            v
-            for v in model.non_trainable_variables
-            if id(v) not in frozen and np.dtype(_numpy_dtype(v)).kind == "f" and not v.path.endswith(_SEED)
+        layers = model._flatten_layers()
+        frozen = {id(v) for layer in layers if not layer.trainable for v in layer.weights}
+        written = [
+            v for v in model.non_trainable_variables if id(v) not in frozen and not v.path.endswith(_SEED)
         ]
+        self.variables = [v for v in written if np.dtype(_numpy_dtype(v)).kind == "f"]
+        self.variables += _find_normalized(layers)
+        self._counters = [v for v in written if np.dtype(_numpy_dtype(v)).kind in "iub"]
         self._seeds = [v for v in model.variables if v.path.endswith(_SEED)]
+        # Of `variables` and `_counters`, before the step.
         self._before: list[Array] = []
+        self._changes: list[Array | None] = []
+        self._counts: list[Array] = []
 
     def begin(self, *key: int) -> None:
         """Keep the values as they are, and let random layers draw by `key` from here on."""
-        self._before = [np.array(value_of(v)) for v in self.variables]
+        self._before = [np.array(value_of(v)) for v in [*self.variables, *self._counters]]
+        self._changes = [None] * len(self.variables)
+        self._counts = self._before[len(self.variables) :]
         for number, seed in enumerate(self._seeds):
             digest = hashlib.sha256(repr((*key, number)).encode()).digest()
             seed.assign(np.array([int.from_bytes(digest[:4], "little") >> 1, 0]))
 
-    def weighted_values(self, weight: float) -> tuple[list[Array | None], list[bool]]:
-        """Each variable times `weight`, this rank's part of the step's rows, and whether the step has changed it."""
-        now = [np.asarray(value_of(v)) for v in self.variables]
-        changed = [not np.array_equal(a, b) for a, b in zip(now, self._before, strict=True)]
-        return [value * np.asarray(weight, value.dtype) if weight else None for value in now], changed
+    def end_pass(self, weight: float) -> None:
+        """Take what a pass over `weight` of the step's rows changed, and put the values back."""
+        for number, (variable, before) in enumerate(zip(self.variables, self._before, strict=False)):
+            now = np.asarray(value_of(variable))
+            if not np.array_equal(now, before):
+                change, earlier = (now - before) * np.asarray(weight, before.dtype), self._changes[number]
+                self._changes[number] = change if earlier is None else earlier + change
+                variable.assign(before)
+        self._counts = [
+            np.maximum(count, np.asarray(value_of(v)))
+            for count, v in zip(self._counts, self._counters, strict=True)
+        ]
+        for variable, before in zip(self._counters, self._before[len(self.variables) :], strict=True):
+            variable.assign(before)
+
+    def take_changes(self, group: Group) -> list[Array | None]:
+        """This rank's part of each variable's change; None: the step has not changed it. Collective."""
+        if self._counts:
+            flat = np.concatenate([count.ravel() for count in self._counts]).astype(np.int64)
+            group.allreduce(flat, op="max")
+            ends = np.cumsum([count.size for count in self._counts])[:-1]
+            parts = zip(np.split(flat, ends), self._counts, strict=True)
+            self._counts = [part.reshape(count.shape).astype(count.dtype) for part, count in parts]
+        return self._changes
 
     def restore(self) -> None:
-        for variable, value in zip(self.variables, self._before, strict=True):
+        for variable, value in zip([*self.variables, *self._counters], self._before, strict=True):
             variable.assign(value)
 
-    def apply(self, means: list[Array], changed: Array) -> None:
-        for variable, mean, has_changed in zip(self.variables, means, changed, strict=True):
+    def apply(self, changes: list[Array], changed: Array) -> None:
+        """Add the changes of all ranks."""
+        for variable, before, change, has_changed in zip(
+            self.variables, self._before, changes, changed, strict=False
+        ):
             if has_changed:
-                variable.assign(mean)
+                variable.assign(before + change)
+        for variable, count in zip(self._counters, self._counts, strict=True):
+            variable.assign(count)
+
+
+def _find_normalized(layers: Sequence[Any]) -> list[Any]:
+    """Trainable weights that a forward pass writes."""
+    kinds = keras.layers.SpectralNormalization
+    return [layer.kernel for layer in layers if isinstance(layer, kinds) and layer.kernel.trainable]
 
 
 def describe_world_dependence(model: Any) -> str | None:
@@ -223,9 +261,9 @@ class TrainStep:
             factors = self._losses.factors(group, batch)
             self._ledger.write_ahead(group.fence, position, batch.row_ids)
             gradients, loss = self._backward(batch, factors)
-            stats, changed = self._running_stats.weighted_values(len(batch) / batch.planned)
             worked = self.work.take()
-            sums = self._exchange.allreduce(group, [*gradients, *stats], self._config.gradient_compression)
+            sent = [*gradients, *self._running_stats.take_changes(group)]
+            sums = self._exchange.allreduce(group, sent, self._config.gradient_compression)
             self._metrics.gather(group)
             summary = StepSummary(
                 position,
@@ -234,7 +272,7 @@ class TrainStep:
                 rows=len(batch),
                 loss=loss * batch.planned,
                 denominator=float(len(batch)),
-                present=np.array([*(g is not None for g in gradients), *changed]),
+                present=np.array([each is not None for each in sent]),
                 wants_stop=wants_stop,
                 seconds=worked,
             )
@@ -248,8 +286,9 @@ class TrainStep:
             raise
         with defer_interrupts():
             before_apply()
-            self._optimizer_step(sums[: self._count], decision.present[: self._count])
+            # First: the optimizer's step begins at the weights of which the gradients were computed.
             self._running_stats.apply(sums[self._count :], decision.present[self._count :])
+            self._optimizer_step(sums[: self._count], decision.present[: self._count])
             self._metrics.commit()
             state.position = account(decision)
             self._ledger.record_applied(group.fence, position, group.size)
@@ -285,6 +324,7 @@ class TrainStep:
         loss = 0.0
         for part in batch.micro_batches(self._config.batch_size):
             gradients, losses, outputs = self._gradients(part, factors)
+            self._running_stats.end_pass(len(part) / part.planned)
             total = [
                 g if t is None else t if g is None else t + g for t, g in zip(total, gradients, strict=True)
             ]

@@ -64,6 +64,29 @@ def build_ignoring() -> Any:
     return model
 
 
+@keras.saving.register_keras_serializable("tests")
+class Written(keras.layers.Layer):
+    """Counts its training passes."""
+
+    def build(self, shape: Any) -> None:
+        kind: Any = {"dtype": "int32", "initializer": "zeros", "trainable": False}
+        self.passes = self.add_weight(name="passes", shape=(), **kind)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if training:
+            self.passes.assign_add(1)
+        return x
+
+
+def build_written() -> Any:
+    """Layers that write their weights in training."""
+    x = keras.Input((WIDTH,), name="x")
+    coded = keras.layers.SpectralNormalization(keras.layers.Dense(8))(x)
+    model = keras.Model(x, keras.layers.Dense(1)(Written()(coded)))
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    return model
+
+
 @dataclass(frozen=True)
 class Job:
     """What is trained; everything float64."""
@@ -129,6 +152,7 @@ JOBS = {
     "row weights": Job(build_dense, weight="w", class_weight={1: 3.0, 2: 0.5}, validates=True),
     "two outputs": Job(build_two_heads, features=("x", "y"), labels=("w", "id")),
     "ignored labels": Job(build_ignoring),
+    "weights written in training": Job(build_written, labels=("w",)),
 }
 
 
