@@ -178,7 +178,9 @@ class Gradients:
     def _differentiate(self, inputs: Any, labels: Any, weights: Any, factors: Any, part: Any) -> Any:
         with tf.GradientTape() as tape:
             losses, outputs = self._forward(inputs, labels, weights, factors, part, training=True)
-        gradients = tape.gradient(losses[0], self._variables)
+            # The optimizer divides by its loss_scale_factor.
+            scaled = self._model.optimizer.scale_loss(losses[0])
+        gradients = tape.gradient(scaled, self._variables)
         # Dense, as in a plain loop. Of an embedding's row that a batch has twice Keras lists two entries, and Adam and
         # `global_clipnorm` square each of them: the result would depend on which rows share a batch. The sum does not.
         dense = [None if g is None else tf.convert_to_tensor(g) for g in gradients]

@@ -79,11 +79,11 @@ class Written(keras.layers.Layer):
 
 
 def build_written() -> Any:
-    """Layers that write their weights in training."""
+    """Layers that write their weights in training; a scaled loss."""
     x = keras.Input((WIDTH,), name="x")
     coded = keras.layers.SpectralNormalization(keras.layers.Dense(8))(x)
     model = keras.Model(x, keras.layers.Dense(1)(Written()(coded)))
-    model.compile(keras.optimizers.Adam(0.01), "mse")
+    model.compile(keras.optimizers.Adam(0.01, loss_scale_factor=1e6), "mse")
     return model
 
 
