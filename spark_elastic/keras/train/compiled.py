@@ -7,8 +7,10 @@ of the state. Main thread only.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,8 +125,9 @@ class CompiledLosses:
             for k, p in enumerate(self._parts)
         ]
         total = sum(tf.cast(o, self._dtype) * p.weight for o, p in zip(own, self._parts, strict=True))
-        for extra in self._model.losses:  # means over rows, and weight penalties
-            total += tf.reduce_sum(tf.cast(extra, self._dtype)) * tf.cast(part, self._dtype)
+        rows = tf.shape(tf.nest.flatten(outputs)[0])[0]
+        for extra in self._model.losses:
+            total += _weight_by_rows(tf.cast(extra, self._dtype), rows, tf.cast(part, self._dtype))
         return total, own
 
     def _sum(self, part: _OutputLoss, labels: Any, outputs: Any, weights: Any) -> Any:
@@ -151,6 +154,39 @@ def _part(path: tuple[Any, ...], loss: Any, weight: float | None, name: str, pla
     ignored = getattr(loss, "_fn_kwargs", {}).get("ignore_class")
     weight = 1.0 if weight is None else float(weight)
     return _OutputLoss(path, summed, weight, name, chosen, ignored, _get_at(path, places))
+
+
+def _weight_by_rows(extra: Any, rows: Any, part: Any) -> Any:
+    """What a loss of `add_loss` adds to the step's loss: a number for each row its sum, as in Keras; another one, a
+    mean over rows or a weight penalty, the rows' part of it."""
+    summed = tf.reduce_sum(extra)
+    if extra.shape.rank == 0:
+        return summed * part
+    return tf.where(tf.shape(extra)[0] == rows, summed, summed * part)
+
+
+# Until Keras 3.13 an activity penalty is the sum over the rows; later it is their mean.
+SUMS_ACTIVITY = tuple(map(int, keras.__version__.split(".")[:2])) < (3, 14)
+
+
+@contextmanager
+def activity_by_row(model: Any, rows: Any) -> Iterator[None]:
+    """Let penalties of layers' activity that are sums over rows be a number for each of the `rows` of this call, which
+    `CompiledLosses.total` sums; it takes a single number for a mean."""
+    layers = [each for each in model._flatten_layers() if each.activity_regularizer is not None]
+    own = [(each, each.activity_regularizer) for each in layers if SUMS_ACTIVITY]
+    for layer, regularizer in own:
+        layer.activity_regularizer = functools.partial(_spread, regularizer, rows)
+    try:
+        yield
+    finally:
+        for layer, regularizer in own:
+            layer.activity_regularizer = regularizer
+
+
+def _spread(regularizer: Callable[[Any], Any], rows: Any, output: Any) -> Any:
+    penalty = regularizer(output)
+    return tf.fill([rows], penalty / tf.cast(rows, penalty.dtype))
 
 
 def _get_at(path: Sequence[Any], structure: Any) -> Any:

@@ -17,7 +17,11 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from elastic_collectives import Group
-from spark_elastic.keras.train.compiled import CompiledLosses, CompiledMetrics
+from spark_elastic.keras.train.compiled import (
+    CompiledLosses,
+    CompiledMetrics,
+    activity_by_row,
+)
 from spark_elastic.keras.train.state import KerasTrainingState, value_of
 from spark_elastic.ops.flat_allreduce import FlatAllreduce
 from spark_elastic.protocol.types import MembershipVersion, Position
@@ -192,7 +196,8 @@ class Gradients:
     def _forward(
         self, inputs: Any, labels: Any, weights: Any, factors: Any, part: Any, *, training: bool
     ) -> tuple[list[Any], list[Any]]:
-        outputs = self._model(self._structure.inputs(inputs), training=training)
+        with activity_by_row(self._model, tf.shape(inputs[0])[0]):
+            outputs = self._model(self._structure.inputs(inputs), training=training)
         total, own = self._losses.total(self._structure.outputs(labels), outputs, weights, factors, part)
         return [total, *own], keras.tree.flatten(outputs)
 

@@ -66,7 +66,7 @@ def build_ignoring() -> Any:
 
 @keras.saving.register_keras_serializable("tests")
 class Written(keras.layers.Layer):
-    """Counts its training passes."""
+    """Counts its training passes, and has a loss for each row."""
 
     def build(self, shape: Any) -> None:
         kind: Any = {"dtype": "int32", "initializer": "zeros", "trainable": False}
@@ -75,13 +75,14 @@ class Written(keras.layers.Layer):
     def call(self, x: Any, training: bool = False) -> Any:
         if training:
             self.passes.assign_add(1)
+        self.add_loss(0.01 * keras.ops.mean(keras.ops.square(x), axis=-1))
         return x
 
 
 def build_written() -> Any:
-    """Layers that write their weights in training; a scaled loss."""
+    """Layers that write their weights in training; losses that layers add; a scaled loss."""
     x = keras.Input((WIDTH,), name="x")
-    coded = keras.layers.SpectralNormalization(keras.layers.Dense(8))(x)
+    coded = keras.layers.SpectralNormalization(keras.layers.Dense(8, activity_regularizer="l2"))(x)
     model = keras.Model(x, keras.layers.Dense(1)(Written()(coded)))
     model.compile(keras.optimizers.Adam(0.01, loss_scale_factor=1e6), "mse")
     return model

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 
-from spark_elastic.keras.train.compiled import CompiledLosses
+from spark_elastic.keras.train.compiled import SUMS_ACTIVITY, CompiledLosses, activity_by_row
 from spark_elastic.training.batch import LocalBatch
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -42,3 +42,39 @@ def test_labels_that_do_not_count_are_not_divided_by(reduction: str, labels: lis
         for each, own in zip(outputs, labels, strict=True)
     ]
     assert sum(parts) == pytest.approx(float(loss(np.concatenate(labels), np.concatenate(outputs))), rel=1e-6)
+
+
+def test_activity_penalties_that_older_keras_sums_are_a_number_for_each_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("spark_elastic.keras.train.compiled.SUMS_ACTIVITY", True)
+    layer = keras.layers.Dense(2, activity_regularizer="l2")
+    model, rows, own = (
+        keras.Sequential([keras.Input((3,)), layer]),
+        np.ones((4, 3), "f"),
+        layer.activity_regularizer,
+    )
+    penalty = float(own(layer(rows)))
+    with activity_by_row(model, 4):
+        model(rows)
+    assert layer.activity_regularizer is own
+    (spread,) = model.losses
+    assert spread.shape == (4,)
+    assert float(np.sum(spread)) * (1 if SUMS_ACTIVITY else 4) == pytest.approx(
+        penalty
+    )  # later Keras divides
+
+
+def test_a_loss_that_a_layer_has_for_each_row_is_summed_as_in_keras() -> None:
+    class PerRow(keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            self.add_loss(keras.ops.sum(x, axis=-1))
+            self.add_loss(keras.ops.mean(x))
+            return x
+
+    model, rows = keras.Sequential([keras.Input((2,)), PerRow()]), np.arange(12, dtype="f").reshape(6, 2)
+    model.compile("sgd", "mse")
+    compiled = CompiledLosses(model, rows[:1], model(rows[:1]))
+    parts = [rows[:2], rows[2:]]
+    totals = [float(compiled.total(p, model(p), None, [0.0], len(p) / 6)[0]) for p in parts]
+    assert sum(totals) == pytest.approx(rows.sum() + rows.mean())
