@@ -144,6 +144,11 @@ class CompiledLosses:
         return summed * rows / tf.cast(tf.size(values), part.loss.dtype)
 
 
+def loss_arguments(loss: Any) -> dict[str, Any]:
+    """What a Keras loss gives the function that it stands for."""
+    return getattr(loss, "_fn_kwargs", {})
+
+
 def _part(path: tuple[Any, ...], loss: Any, weight: float | None, name: str, places: Any) -> _OutputLoss:
     chosen = loss.reduction
     if chosen not in (*MEANS, "sum"):
@@ -151,7 +156,7 @@ def _part(path: tuple[Any, ...], loss: Any, weight: float | None, name: str, pla
     # A copy: the model's own loss stays as the user compiled it. Keras's `copy` would look up functions by name.
     summed = object.__new__(type(loss))
     vars(summed).update(vars(loss), reduction="none")
-    ignored = getattr(loss, "_fn_kwargs", {}).get("ignore_class")
+    ignored = loss_arguments(loss).get("ignore_class")
     weight = 1.0 if weight is None else float(weight)
     return _OutputLoss(path, summed, weight, name, chosen, ignored, _get_at(path, places))
 

@@ -21,6 +21,7 @@ from spark_elastic.keras.train.compiled import (
     CompiledLosses,
     CompiledMetrics,
     activity_by_row,
+    loss_arguments,
 )
 from spark_elastic.keras.train.state import KerasTrainingState, value_of
 from spark_elastic.ops.flat_allreduce import FlatAllreduce
@@ -116,8 +117,9 @@ def _find_normalized(layers: Sequence[Any]) -> list[Any]:
 
 
 def describe_world_dependence(model: Any) -> str | None:
-    """A sentence on the layers that make the weights depend on the number of workers (R9, scope of P2), or None."""
-    return describe_dependent_layers(_dependent_layers(model))
+    """A sentence on the layers and losses that make the weights depend on the number of workers (R9, scope of P2), or
+    None."""
+    return describe_dependent_layers([*_dependent_layers(model), *_dependent_losses(model)])
 
 
 def _dependent_layers(model: Any) -> Iterator[tuple[str, str]]:
@@ -127,7 +129,19 @@ def _dependent_layers(model: Any) -> Iterator[tuple[str, str]]:
         if type(layer).__name__ == "BatchNormalization":
             yield layer.name, "BatchNormalization: statistics of each worker's own rows"
         elif any(v.path.endswith(_SEED) for v in layer.variables) and not list(layer._layers):
-            yield layer.name, f"{type(layer).__name__}: random in each worker"
+            # Cells of RNNs have a seed even if they drop nothing.
+            rates = [getattr(layer, name, None) for name in ("dropout", "recurrent_dropout")]
+            if rates != [0, 0]:
+                yield layer.name, f"{type(layer).__name__}: random in each worker"
+
+
+def _dependent_losses(model: Any) -> Iterator[tuple[str, str]]:
+    """Keras's losses that are no sum over rows."""
+    for _, loss, _, name in model._compile_loss._flat_losses:
+        kind, axis = getattr(getattr(loss, "fn", None), "__name__", ""), loss_arguments(loss).get("axis")
+        mixes = axis is None or 0 in np.atleast_1d(axis)
+        if kind == "circle" or (kind in ("dice", "tversky") and mixes):
+            yield f"the loss of {name}", f"{kind}: computed of each worker's own rows"
 
 
 def _numpy_dtype(variable: Any) -> str:
