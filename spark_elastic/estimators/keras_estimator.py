@@ -22,6 +22,7 @@ from spark_elastic.estimators.keras_objects import (
     check_keras_objects,
     check_lambdas,
     check_on_two_rows,
+    check_watched,
     compile_model,
     find_activation,
 )
@@ -46,6 +47,7 @@ KERAS = Framework(PACKAGES, PACKAGES, ".keras", _build_program)
 def fit_keras(rows: RowSource, request: FitRequest[KerasUserObjects]) -> ElasticKerasModel:
     """Train on `rows`; the request's model is only read."""
     objects = request.objects
+    check_watched(objects, rows.has_validation(request))
     result = train_model(rows, request, KERAS)
     archive = objects.model.with_weights(result.weights)
     transformation = None if objects.transformation is None else cloudpickle.dumps(objects.transformation)

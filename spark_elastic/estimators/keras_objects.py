@@ -39,6 +39,12 @@ from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.transformation import check_transformation
 
 _BACKUP_CALLBACK = "BackupAndRestore"
+# Callbacks with a `monitor`.
+_WATCHING = (
+    keras.callbacks.EarlyStopping,
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.ReduceLROnPlateau,
+)
 
 
 def check_keras_objects(values: Mapping[str, Any]) -> KerasUserObjects:
@@ -94,6 +100,52 @@ def _run_on_rows(objects: KerasUserObjects, spec: TrainSpec, rows: StepRows) -> 
         )
         losses = found.losses
         losses.total(found.labels, found.outputs, weights, [1.0] * losses.count, 1.0)
+
+
+def check_watched(objects: KerasUserObjects, validates: bool) -> None:
+    """Check that each number that a callback watches will exist, before the first job.
+
+    Args:
+        validates: each epoch is followed by a validation.
+
+    Raises:
+        InvalidInput: a callback watches a number that no epoch will have.
+    """
+    watched = [
+        callback.monitor
+        for callback in objects.callbacks
+        if isinstance(callback, _WATCHING) and getattr(callback, "save_best_only", True)
+    ]
+    # The user's own callbacks may add any number in `on_epoch_end`.
+    if not watched or has_hook(objects.callbacks, ("on_epoch_end",), ("keras.", "spark_elastic.")):
+        return
+    known = _list_epoch_numbers(objects.model.load())
+    for name in watched:
+        if name.startswith("val_") and not validates:
+            raise InvalidInput(
+                f"a callback watches {name!r}, but nothing is validated: set validation (validation_paths of "
+                "fit_on_parquet), or the callback's monitor='loss'."
+            )
+        if known is not None and name.removeprefix("val_") not in (*known, "learning_rate"):
+            names = [*known, *(f"val_{each}" for each in known if validates)]
+            raise InvalidInput(
+                f"a callback watches {name!r}, which no epoch will have: set its monitor to one of {', '.join(names)}."
+            )
+
+
+def _list_epoch_numbers(model: Any) -> list[str] | None:
+    """Names of the losses and metrics of each epoch; None: they cannot be known before the model is called."""
+    if not getattr(model, "outputs", None):
+        return None
+    outputs = getattr(model, "output", model.outputs[0])
+    losses = CompiledLosses(model, outputs, outputs)
+    if model._compile_metrics is None:
+        return ["loss", *losses.names]
+    try:
+        model._compile_metrics.build(outputs, outputs)
+        return ["loss", *losses.names, *model._compile_metrics.result()]
+    except Exception:  # a metric of the user's may have no result without rows
+        return None
 
 
 def compile_model(values: Mapping[str, Any]) -> Any:

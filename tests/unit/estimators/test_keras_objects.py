@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from contextlib import nullcontext
 from typing import Any
 
 import cloudpickle
@@ -14,7 +15,12 @@ from spark_elastic import ElasticKerasEstimator
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.keras_model import ElasticKerasModel, KerasPredictor
-from spark_elastic.estimators.keras_objects import check_keras_objects, compile_model, find_activation
+from spark_elastic.estimators.keras_objects import (
+    check_keras_objects,
+    check_watched,
+    compile_model,
+    find_activation,
+)
 from spark_elastic.estimators.predictor import Outputs
 from spark_elastic.keras.train.archive import Archive, collect_custom_objects
 from spark_elastic.keras.train.batching import order_labels
@@ -92,6 +98,32 @@ def values(**changes: Any) -> dict[str, Any]:
 def test_mistakes_are_one_sentence(changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InvalidInput, match=sentence):
         check_keras_objects(values(**changes))
+
+
+class AddsNumber(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        logs["own"] = 1.0
+
+
+STOP, BEST = keras.callbacks.EarlyStopping, keras.callbacks.ModelCheckpoint
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "validates", "sentence"),
+    [
+        ([STOP()], False, "watches 'val_loss', but nothing is validated: set validation"),
+        ([STOP("los", mode="min")], True, "one of loss, mae, AUC, val_loss, val_mae, val_AUC"),
+        ([BEST("m.keras", "own", save_best_only=True)], True, "'own', which no epoch will have"),
+        ([BEST("m.keras")], False, None),
+        ([STOP("val_AUC", mode="max"), STOP("learning_rate", mode="min")], True, None),
+        ([AddsNumber(), STOP("own", mode="min")], False, None),
+    ],
+)
+def test_what_callbacks_watch_must_exist(callbacks: Any, validates: bool, sentence: str | None) -> None:
+    model = net(optimizer="sgd", loss="mse", metrics=["mae", keras.metrics.AUC(name="AUC")])
+    objects = check_keras_objects(values(model=model, callbacks=callbacks))
+    with nullcontext() if sentence is None else pytest.raises(InvalidInput, match=sentence):
+        check_watched(objects, validates)
 
 
 def test_inputs_and_columns_are_counted() -> None:
