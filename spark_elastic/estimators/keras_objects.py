@@ -249,6 +249,11 @@ def _check_steps(model: Any) -> None:
             "without it."
         )
     for layer in model._flatten_layers():
+        if getattr(layer, "stateful", False):
+            raise InvalidInput(
+                f"layer {layer.name!r} is stateful, but no row of a step goes on from one of the step before: build it "
+                "with stateful=False, and give it whole sequences."
+            )
         if isinstance(layer, SyncBatchNormalization):
             raise InvalidInput(
                 f"layer {layer.name!r} is a SyncBatchNormalization, whose forward passes wait for those of the other "

@@ -61,6 +61,13 @@ def build_synchronised() -> Any:
     return model
 
 
+def build_stateful() -> Any:
+    sequences = keras.Input(batch_shape=(8, 3, 1))
+    model = keras.Model(sequences, keras.layers.LSTM(1, stateful=True)(sequences))
+    model.compile("sgd", "mse")
+    return model
+
+
 def values(**changes: Any) -> dict[str, Any]:
     estimator = ElasticKerasEstimator(feature_cols="x", label_cols="y", num_workers=1, **changes)
     return estimator._values
@@ -87,6 +94,7 @@ def values(**changes: Any) -> dict[str, Any]:
         ),
         ({"model": lambda: net(optimizer="sgd", loss="mse"), "class_weight": 3}, "class_weight must be"),
         ({"model": build_synchronised}, "SyncBatchNormalization, whose forward passes wait"),
+        ({"model": build_stateful}, "is stateful, but no row of a step goes on"),
         ({"model": build_masked}, "carries a mask"),
         ({"model": net, "optimizer": "sgd", "loss": {"none": "mse"}}, "the loss does not fit the model's"),
         (
