@@ -46,7 +46,6 @@ class KerasCallbackList:
         model.stop_training = False
         for callback in self._callbacks:
             callback.set_params(dict(params))
-            callback.set_model(model)
         # This comes before a state is taken over, which holds what the other workers' callbacks have seen since.
         for number, callback in enumerate(self._callbacks):
             if not isinstance(callback, WRITERS):
@@ -125,6 +124,7 @@ class KerasCallbackList:
 
     def _begin(self, number: int, callback: Any) -> None:
         self._started.add(number)
+        callback.set_model(self._model)  # TensorBoard writes the graph
         callback.on_train_begin({})
 
     def _take_over(self, number: int, callback: Any) -> None:

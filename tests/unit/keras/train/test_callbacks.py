@@ -225,6 +225,15 @@ def test_a_writing_callback_of_keras_continues_in_the_middle_of_an_epoch(name: s
     callback_list.on_fit_end([{"epoch": 0, "loss": 1.0}])
 
 
+def test_only_rank_0_writes_the_graph_for_tensorboard(tmp_path: Path) -> None:
+    callback_list, _ = make(keras.callbacks.TensorBoard(str(tmp_path)))
+    callback_list.on_world_begin(make_group(rank=1))
+    assert not list(tmp_path.iterdir())
+    callback_list.on_world_begin(make_group())  # rank 0 was lost
+    callback_list.on_fit_end([])
+    assert len(list((tmp_path / "train").iterdir())) == 1
+
+
 def test_callbacks_begin_an_interrupted_step_once_and_are_called_for_validation() -> None:
     class BatchRecorder(keras.callbacks.Callback):
         calls = ""
