@@ -22,7 +22,7 @@ import keras
 import numpy.typing as npt
 
 from spark_elastic.data.store import scratch_folder
-from spark_elastic.errors import StoreError
+from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.training.identity import to_text
 
 _SHARED = re.compile(r', "shared_object_id": \d+')  # an address
@@ -78,7 +78,16 @@ class Archive:
         return {name: own for name, own in cloudpickle.loads(self.custom).items() if _is_inner(own)}
 
     def load(self) -> Any:
-        """The model, compiled as it was saved."""
+        """The model, compiled as it was saved.
+
+        Raises:
+            InvalidInput: Keras runs on another backend here than on the driver.
+        """
+        if keras.backend.backend() != "tensorflow":
+            raise InvalidInput(
+                f"Keras runs on {keras.backend.backend()} in this process: set KERAS_BACKEND=tensorflow in the "
+                "environment of the executors (spark.executorEnv.KERAS_BACKEND), too."
+            )
         with self.default_dtype(), _temporary_file(self.content) as path:
             custom = cloudpickle.loads(self.custom)
             with warnings.catch_warnings():

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 
-from spark_elastic.errors import StoreError
+from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.keras.train.archive import Archive, save_model
 from spark_elastic.keras.train.compiled import CompiledLosses
 
@@ -63,6 +63,15 @@ def test_a_trained_model_is_compiled_as_the_user_compiled_it() -> None:
 def test_loading_leaves_keras_default_dtype_as_it_is() -> None:
     Archive(save_model(net()), Archive.of(net()).custom, "float64").load()
     assert keras.config.floatx() == "float32"
+
+
+def test_a_worker_whose_keras_runs_on_another_backend_says_what_to_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    archive = Archive.of(net())
+    monkeypatch.setattr(keras.backend, "backend", lambda: "torch")
+    with pytest.raises(InvalidInput, match="on torch in this process: set KERAS_BACKEND=tensorflow"):
+        archive.load()
 
 
 def test_variables_without_weight_decay_stay_without_it() -> None:
