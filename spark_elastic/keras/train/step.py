@@ -52,8 +52,8 @@ class RunningStats:
         written = [
             v for v in model.non_trainable_variables if id(v) not in frozen and not v.path.endswith(_SEED)
         ]
-        self.variables = [v for v in written if np.dtype(_numpy_dtype(v)).kind == "f"]
-        self.variables += _find_normalized(layers)
+        floats = [v for v in written if np.dtype(_numpy_dtype(v)).kind == "f"]
+        self.variables = list({id(v): v for v in [*floats, *_find_normalized(layers)]}.values())
         self._counters = [v for v in written if np.dtype(_numpy_dtype(v)).kind in "iub"]
         self._seeds = [v for v in model.variables if v.path.endswith(_SEED)]
         # Of `variables` and `_counters`, before the step.
@@ -111,9 +111,9 @@ class RunningStats:
 
 
 def _find_normalized(layers: Sequence[Any]) -> list[Any]:
-    """Trainable weights that a forward pass writes."""
-    kinds = keras.layers.SpectralNormalization
-    return [layer.kernel for layer in layers if isinstance(layer, kinds) and layer.kernel.trainable]
+    """Weights that a forward pass writes although they are trainable, or although their layer is frozen."""
+    normalized = [layer for layer in layers if isinstance(layer, keras.layers.SpectralNormalization)]
+    return [variable for layer in normalized for variable in (layer.kernel, layer.vector_u)]
 
 
 def describe_world_dependence(model: Any) -> str | None:
