@@ -27,7 +27,9 @@ from spark_elastic.keras.train.archive import (
     Archive,
     exclude_from_decay,
     find_undecayed,
+    iter_leaves,
     iter_model_parts,
+    select_user_objects,
 )
 from spark_elastic.keras.train.batching import BatchBuilder, order_features, order_labels
 from spark_elastic.keras.train.compiled import CompiledLosses
@@ -62,7 +64,7 @@ def check_keras_objects(values: Mapping[str, Any]) -> KerasUserObjects:
     _check_columns(model, values)
     _check_rate(model, values["learning_rate"], values["scale_lr"])
     check_lambdas(iter_model_parts(model))
-    archive = Archive.of(model, values["custom_objects"])
+    archive = _make_archive(model, values["custom_objects"])
     _check_losses(_read_back(archive))
     return KerasUserObjects(
         model=archive,
@@ -154,12 +156,13 @@ def compile_model(values: Mapping[str, Any]) -> Any:
     names = ("optimizer", "loss", "loss_weights", "metrics")
     given = {name: values[name] for name in names if values[name] is not None}
     if given:
-        copy = Archive.of(model, values["custom_objects"]).load()
+        copy = _make_archive(model, values["custom_objects"]).load()
         before = dict(getattr(getattr(copy, "_compile_config", None), "config", {}))
         optimizer = given.get("optimizer", before.get("optimizer"))
         if optimizer is None or given.get("loss", before.get("loss")) is None:
             raise InvalidInput("the model is not compiled: give the estimator an optimizer and a loss.")
-        given["optimizer"] = _copy_optimizer(optimizer) if "optimizer" in given else optimizer
+        copied = _copy_optimizer(optimizer, values["custom_objects"]) if "optimizer" in given else optimizer
+        given["optimizer"] = copied
         undecayed = find_undecayed(optimizer, model.trainable_variables)
         exclude_from_decay(given["optimizer"], copy.trainable_variables, undecayed)
         copy.compile(**{**before, **given})
@@ -220,13 +223,31 @@ def _model(model: Any, seed: Any) -> Any:
     return model
 
 
-def _copy_optimizer(optimizer: Any) -> Any:
+def _make_archive(model: Any, custom_objects: Mapping[str, Any] | None) -> Archive:
+    try:
+        return Archive.of(model, custom_objects)
+    except NotImplementedError as error:  # a class of the user's without get_config()
+        raise InvalidInput(
+            f"the model cannot be written to a .keras file: {_first_sentence(error)}"
+        ) from error
+
+
+def _first_sentence(error: Exception) -> str:
+    return " ".join(str(error).split()).partition(". ")[0]
+
+
+def _copy_optimizer(optimizer: Any, custom_objects: Mapping[str, Any] | None) -> Any:
     """A new optimizer with the same settings."""
     try:
         found = keras.optimizers.get(optimizer)
     except (ValueError, TypeError) as error:
         raise InvalidInput(f"optimizer must be a Keras optimizer or its name: {error}") from error
-    return type(found).from_config(found.get_config())
+    custom = {**select_user_objects(iter_leaves(found)), **(custom_objects or {})}
+    try:
+        with keras.saving.custom_object_scope(custom):
+            return type(found).from_config(found.get_config())
+    except NotImplementedError as error:
+        raise InvalidInput(f"the optimizer cannot be copied: {_first_sentence(error)}") from error
 
 
 def _check_steps(model: Any) -> None:

@@ -160,6 +160,44 @@ def test_a_model_compiled_anew_is_a_copy() -> None:
     assert again.loss == "mae"
 
 
+class Warmup(keras.optimizers.schedules.LearningRateSchedule):
+    def __init__(self, peak: float) -> None:
+        self.peak = peak
+
+    def __call__(self, step: Any) -> Any:
+        return self.peak * keras.ops.minimum(1.0, keras.ops.cast(step, "float32") / 10)
+
+    def get_config(self) -> dict[str, Any]:
+        return {"peak": self.peak}
+
+
+class WarmupWithoutConfig(Warmup):
+    get_config = keras.optimizers.schedules.LearningRateSchedule.get_config
+
+
+def test_an_optimizer_may_have_a_schedule_of_the_users() -> None:
+    estimator = ElasticKerasEstimator(
+        model=net(),
+        optimizer=keras.optimizers.Adam(Warmup(0.5)),
+        loss="mse",
+        feature_cols="x",
+        label_cols="y",
+    )
+    trained = check_keras_objects(estimator._values).model.load()
+    assert trained.optimizer._learning_rate.peak == 0.5
+    given = {name: estimator._values[name] for name in ("model", "optimizer", "loss")}
+    found = estimator._unpack_objects(estimator._pack_objects(given))
+    assert found["optimizer"]._learning_rate.peak == 0.5
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_schedule_that_cannot_be_saved_is_refused(compiled: bool) -> None:
+    parts = {"optimizer": keras.optimizers.Adam(WarmupWithoutConfig(0.5)), "loss": "mse"}
+    given = {"model": net(**parts)} if compiled else {"model": net(), **parts}
+    with pytest.raises(InvalidInput, match="'WarmupWithoutConfig' must override"):
+        check_keras_objects(values(**given))
+
+
 def test_an_optimizers_exclusions_from_weight_decay_are_those_of_the_trained_model() -> None:
     optimizer = keras.optimizers.AdamW(0.1, weight_decay=0.5)
     optimizer.exclude_from_weight_decay(var_names=["bias"])
