@@ -8,9 +8,11 @@ written any more, the trace ends and training continues.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import threading
+import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,8 +23,10 @@ from spark_elastic.config import operations_from_env
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.operation import Operation
 from spark_elastic.ops.process_sets import world
-from spark_elastic.worker.context import get_process_context
+from spark_elastic.rendezvous.messages import CompareAndSet
+from spark_elastic.worker.context import get_context, get_process_context
 
+SCOPE = "timelines"  # of the driver's key-value store: which timelines the job has begun, by path
 log = logging.getLogger(__name__)
 
 
@@ -123,15 +127,24 @@ class _TimelineState:
     def get_open(self) -> Timeline | None:
         """Return the open file on rank 0. A worker that has become rank 0 continues the file if it can write there."""
         if self.path is not None and self.timeline is None and world().rank == 0:
-            is_continued = world().fence[1] > 1
+            is_first_world = world().fence[1] == 1
             try:
-                self.timeline = Timeline(self.path, self.mark_cycles, is_continued)
+                self.timeline = Timeline(self.path, self.mark_cycles, not _record_begin(self.path))
             except InvalidInput as error:
-                if not is_continued:
+                if is_first_world:
                     raise
                 log.warning("%s It ends here; training continues.", error)
                 self.path = None
         return self.timeline
+
+
+def _record_begin(path: str) -> bool:
+    """Whether no rank 0 of this job has begun that timeline before: a file that exists is then an older job's."""
+    worker = get_context()
+    if worker is None or worker.driver is None:
+        return world().fence[1] <= 1
+    key = hashlib.sha256(path.encode()).hexdigest()
+    return worker.driver.ask(CompareAndSet(SCOPE, key, None, b"begun", uuid.uuid4().hex)).changed
 
 
 def _get_state() -> _TimelineState:
@@ -163,6 +176,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
         raise InvalidInput("a timeline is being written: stop_timeline() first.")
     if world().rank == 0:
         state.timeline = Timeline(file_path, mark_cycles)
+        _record_begin(file_path)
     state.path, state.mark_cycles = file_path, mark_cycles
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,8 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.negotiation import ALLREDUCE, BARRIER, Request
 from spark_elastic.ops.operations import get_queue
 from spark_elastic.ops.timeline import start_timeline, stop_timeline
+from spark_elastic.rendezvous.server_state import KeyValueStore
+from spark_elastic.worker import context
 from tests.unit.ops.workers import enter_group, run_in_fake_world, use_context_per_thread
 
 
@@ -70,6 +74,45 @@ def test_a_new_rank_0_continues_the_timeline(monkeypatch: pytest.MonkeyPatch, tm
         {"name": "of the former rank 0", "ph": "i"},
         {},
     ]
+
+
+def test_a_new_rank_0_does_not_continue_the_timeline_of_an_older_job(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The former rank 0 was lost before its first operation."""
+    use_context_per_thread(monkeypatch)
+    path, driver = tmp_path / "trace.json", _Driver()
+    path.write_text('[{"name": "of an older job", "ph": "i"},\n{}]\n')
+    monkeypatch.setenv("HOROVOD_TIMELINE", str(path))
+    for generation in (2, 3):
+        use_context_per_thread(monkeypatch)  # another process
+        enter_group(FakeFabric(1, fence=(1, generation)).group(0))
+        worker = context.get_context()
+        assert worker is not None
+        context.set_context(dataclasses.replace(worker, driver=driver))
+        timeline = get_queue().timeline
+        assert timeline is not None
+        timeline.gradients(f"of {generation}", 8, 0.0, 1.0, 2.0)
+        stop_timeline()
+    text = path.read_text()
+    assert all(f"of {generation}" in text for generation in (2, 3))
+    assert "of an older job" not in text
+
+
+class _Driver:
+    """The driver's key-value store, in this process."""
+
+    def __init__(self) -> None:
+        self._values = KeyValueStore()
+
+    def ask(self, request: Any, hold: float = 0.0, within: float | None = None) -> Any:
+        return self._values.compare_and_set(request)
+
+    def now(self) -> float:
+        return 0.0
+
+    def last_answered_at(self) -> float:
+        return 0.0
 
 
 def test_a_new_rank_0_that_cannot_write_the_timeline_continues_without_it(
