@@ -297,16 +297,25 @@ class OptimizerStateHandler(SnapshotHandler):
         )
 
     def load(self, values: Any, memory: Bytes) -> None:
-        parameters = [p for group in self.value.param_groups for p in group["params"]]
-        device = _find_device(parameters)
+        groups, state = self.value.param_groups, self.value.state
+        device = _find_device(p for group in groups for p in group["params"])
         if self.has_own_format:
             self.value.load_state_dict(_thaw(values, None, memory, device))
             return
         settings, states, others = values
-        for group, saved in zip(self.value.param_groups, settings, strict=True):
+        while len(groups) > len(settings):  # those that were added after the snapshot
+            for parameter in groups.pop()["params"]:
+                state.pop(parameter, None)
+        parameters = [p for group in groups for p in group["params"]]
+        if (len(groups), len(parameters)) != (len(settings), len(states)):
+            raise InvalidInput(
+                f"the workers' optimizers differ ({len(parameters)} parameters in {len(groups)} groups here, "
+                f"{len(states)} in {len(settings)} there): add all groups before the state is made, as a newcomer does "
+                "not take the steps that added one, and set requires_grad=False until its parameters are trained."
+            )
+        for group, saved in zip(groups, settings, strict=True):
             for key, value in saved.items():
                 group[key] = _thaw(value, group.get(key), memory, device)
-        state = self.value.state
         for parameter, saved in zip(parameters, states, strict=True):
             if saved is None:
                 state.pop(parameter, None)

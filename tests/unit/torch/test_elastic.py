@@ -16,7 +16,7 @@ from elastic_collectives.fakes import FakeFabric
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import HostUpdateResult
 from spark_elastic.state.elastic_loop import elastic
-from spark_elastic.torch.elastic import ModelStateHandler
+from spark_elastic.torch.elastic import ModelStateHandler, OptimizerStateHandler
 from spark_elastic.worker.context import get_context, get_process_context
 from tests.unit.ops.workers import enter_group, run_in_fake_world, use_context_per_thread
 
@@ -267,6 +267,29 @@ def test_loading_the_state_of_another_model_is_an_error_of_one_sentence() -> Non
     other = ModelStateHandler(torch.nn.Linear(2, 2))
     with pytest.raises(InvalidInput, match="different parameters"):
         other.load(kept.values["model"], kept.memory)
+
+
+def test_a_group_added_after_the_commit_is_dropped_and_one_that_a_newcomer_lacks_is_an_error() -> None:
+    body, head = torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)
+    model = torch.nn.Sequential(body, head)
+
+    def make() -> torch.optim.SGD:
+        return torch.optim.SGD(head.parameters(), lr=0.1, momentum=0.9)
+
+    optimizer = make()
+    state = hvd.elastic.TorchState(model, optimizer)
+    committed = copy_states(model, optimizer)
+    group = {"params": list(body.parameters()), "lr": 0.01}
+    for _ in range(2):  # the loop adds the group again
+        optimizer.add_param_group(group)
+        model(torch.randn(5, 3)).sum().backward()
+        optimizer.step()
+        state.restore()
+        assert_same(copy_states(model, optimizer), committed)
+    optimizer.add_param_group(group)
+    kept: Any = hvd.elastic.TorchState(model, optimizer)._snapshots.newest()
+    with pytest.raises(InvalidInput, match="2 parameters in 1 groups here, 4 in 2 there"):
+        OptimizerStateHandler(make()).load(kept.values["optimizer"], kept.memory)
 
 
 class CountingHandler(ModelStateHandler):
