@@ -269,7 +269,7 @@ class ObjectState(State):
     """Values by name, as attributes: `state = ObjectState(epoch=0, sampler=sampler)`, then `state.epoch += 1`.
 
     Values without a handler must pickle. Assigning to the attribute of a value with a handler makes the handler use the
-    new value.
+    new value; `restore` brings back the one of the commit.
     """
 
     registry: Registry = REGISTRY
@@ -280,6 +280,8 @@ class ObjectState(State):
         self._handlers: dict[str, StateHandler] = {}
         # Names of the values that are pickled.
         self._plain: list[str] = []
+        # Values of the newest commit by name, in whose place others were assigned since then.
+        self._replaced: dict[str, Any] = {}
         super().__init__()
         self._snapshots = SnapshotBuffer()
         for name, value in values.items():
@@ -301,6 +303,9 @@ class ObjectState(State):
         # Private attributes are set before `_handlers` exists.
         handler = None if name.startswith("_") else self._handlers.get(name)
         if handler is not None and value is not handler.value:
+            self._snapshots.wait()  # the new value may change what is being copied: an optimizer the parameters
+            if isinstance(handler, SnapshotHandler):
+                self._replaced.setdefault(name, handler.value)
             handler.set_value(value)
         object.__setattr__(self, name, value)
 
@@ -330,6 +335,8 @@ class ObjectState(State):
         """Put everything back to the newest complete snapshot."""
         snapshot = self._snapshots.newest()
         assert snapshot is not None
+        for name, value in dict(self._replaced).items():
+            setattr(self, name, value)
         self._load(snapshot)
         for handler in self._own_handlers():
             handler.restore()
@@ -435,6 +442,7 @@ class ObjectState(State):
                 "the function made a state of other names than when it was called before: make the same one each time."
             )
         self._snapshots.replace(snapshot)
+        self._replaced = {}
         self.restore()
 
     def _fits(self, snapshot: Snapshot) -> bool:
@@ -450,6 +458,7 @@ class ObjectState(State):
     def _capture(self, builder: SnapshotBuilder) -> dict[str, Any]:
         values: dict[str, Any] = {name: h.capture(builder) for name, h in self._snapshot_handlers().items()}
         values[""] = self._pickle_plain()
+        self._replaced = {}
         return values
 
     def _pickle_plain(self) -> bytes:
@@ -467,6 +476,7 @@ class ObjectState(State):
         for name, value in pickle.loads(snapshot.values[""]).items():
             object.__setattr__(self, name, value)
         self._number = snapshot.position.step
+        self._replaced = {}
 
 
 def _position_of(commits: int) -> Position:

@@ -292,6 +292,26 @@ def test_a_group_added_after_the_commit_is_dropped_and_one_that_a_newcomer_lacks
         OptimizerStateHandler(make()).load(kept.values["optimizer"], kept.memory)
 
 
+def test_an_optimizer_that_another_replaced_after_the_commit_comes_back_as_it_was() -> None:
+    model = net()
+    adam = OPTIMIZERS["adam"](model.parameters())
+    state: Any = hvd.elastic.TorchState(model, adam)
+    step(model, adam)
+    state.commit()
+    committed = copy_states(model, adam)
+    sgd = state.optimizer = OPTIMIZERS["sgd"](model.parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the commit counts, though its copy was under way
+        step(model, sgd)
+        state.restore()
+    assert state.optimizer is adam
+    assert_same(copy_states(model, adam), committed)
+    state.optimizer = sgd
+    state.commit()
+    state.restore()
+    assert state.optimizer is sgd
+
+
 class CountingHandler(ModelStateHandler):
     saves = 0
 
