@@ -233,7 +233,9 @@ class ModelStateHandler(SnapshotHandler):
         put, trained = self._views.put, self.trained
         self._views.begin()
         return {
-            "parameters": {n: put(builder, p, later=id(p) in trained) for n, p in self.parameters()},
+            "parameters": {
+                n: _Frozen.of(p, put(builder, p, later=id(p) in trained)) for n, p in self.parameters()
+            },
             "buffers": {
                 n: _Frozen.of(b, put(builder, b, later=False)) for n, b in self.value.named_buffers()
             },
@@ -242,11 +244,10 @@ class ModelStateHandler(SnapshotHandler):
 
     def load(self, values: Any, memory: Bytes) -> None:
         parameters, buffers = dict(self.parameters()), dict(self.value.named_buffers())
-        _same_names(parameters, values["parameters"])
+        _check_same(parameters, values["parameters"])
         with torch.no_grad():
-            for name, place in values["parameters"].items():
-                target = parameters[name]
-                target.copy_(_tensor(_Frozen.of(target, place), memory))
+            for name, frozen in values["parameters"].items():
+                parameters[name].copy_(_tensor(frozen, memory))
             for name, frozen in values["buffers"].items():
                 if name in buffers and buffers[name].shape == frozen.shape:
                     buffers[name].copy_(_tensor(frozen, memory))
@@ -391,9 +392,20 @@ def _bytes_of(tensor: torch.Tensor) -> tuple[Bytes, bool]:
     return dense.view(torch.uint8).numpy(), dense.data_ptr() == tensor.data_ptr()
 
 
-def _same_names(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+def _check_same(mine: dict[str, torch.nn.Parameter], theirs: dict[str, _Frozen]) -> None:
     if mine.keys() != theirs.keys():
         odd = sorted(mine.keys() ^ theirs.keys())
         raise InvalidInput(
             f"the workers' models have different parameters ({odd[0]!r} is in one alone): build the same model on each."
         )
+    for name, frozen in theirs.items():
+        here, there = (mine[name].dtype, tuple(mine[name].shape)), (frozen.dtype, frozen.shape)
+        if here != there:
+            raise InvalidInput(
+                f"parameter {name!r} is {_describe(*here)} here and {_describe(*there)} in the state that was saved: "
+                "build the same model on each worker, and use another run_id for another model."
+            )
+
+
+def _describe(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    return f"{dtype} {list(shape)}"

@@ -269,6 +269,26 @@ def test_loading_the_state_of_another_model_is_an_error_of_one_sentence() -> Non
         other.load(kept.values["model"], kept.memory)
 
 
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (torch.nn.Linear(2, 5), r"'weight' is torch.bfloat16 \[5, 2\] here and torch.bfloat16 \[5, 3\]"),
+        (torch.nn.Linear(3, 5).half(), r"'weight' is torch.float16 \[5, 3\] here and torch.bfloat16"),
+    ],
+)
+def test_a_model_whose_parameters_differ_is_refused_before_anything_is_loaded(
+    other: torch.nn.Linear, says: str
+) -> None:
+    state: Any = hvd.elastic.TorchState(torch.nn.Linear(3, 5).bfloat16())
+    kept = state._snapshots.newest()
+    if other.weight.dtype == torch.float32:
+        other.bfloat16()
+    before = copy_states(other)
+    with pytest.raises(InvalidInput, match=says):
+        ModelStateHandler(other).load(kept.values["model"], kept.memory)
+    assert_same(copy_states(other), before)
+
+
 def test_a_group_added_after_the_commit_is_dropped_and_one_that_a_newcomer_lacks_is_an_error() -> None:
     body, head = torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)
     model = torch.nn.Sequential(body, head)
