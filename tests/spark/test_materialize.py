@@ -82,7 +82,9 @@ def test_every_kind_of_column_comes_back_as_arrays(spark: SparkSession, store: S
     assert np.array_equal(found["k"][order], np.stack([ids, -ids], axis=1))
 
 
-@pytest.mark.parametrize(("row_order", "small", "jobs"), [("table", 0, 1), ("hash", 0, 2), ("hash", 1 << 20, 1)])
+@pytest.mark.parametrize(
+    ("row_order", "small", "jobs"), [("table", 0, 1), ("hash", 0, 2), ("hash", 1 << 20, 1)]
+)
 def test_a_table_is_read_by_one_job(
     spark: SparkSession, store: Store, monkeypatch: pytest.MonkeyPatch, row_order: str, small: int, jobs: int
 ) -> None:

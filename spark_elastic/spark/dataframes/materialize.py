@@ -2,9 +2,8 @@
 
 Spark writes to a folder of a random name; the driver reads the footers once and publishes the data set by writing its
 manifest. The job that writes also counts nulls and array lengths; a job of its own runs only to name the row of an
-error. Rows in the order of their hash are written twice: the first time as they come, so that the DataFrame is computed
-once, and counted; then sorted, into files and row groups whose sizes follow from these counts. The driver itself sorts
-small tables, else Spark does.
+error. Rows in the order of their hash are written twice: as they come, so that the DataFrame is computed once, and
+counted; then sorted, by the driver if they are few, into files and row groups whose sizes follow from these counts.
 
 `fingerprint` identifies what was written from what: the logical plan, the columns, how they are written, and the state
 of the files that the plan reads. Where that state cannot be seen (other databases, Spark Connect, clusters that deny
