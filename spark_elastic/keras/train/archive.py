@@ -174,13 +174,32 @@ def collect_custom_objects(model: Any) -> dict[str, Any]:
 
 
 def select_user_objects(things: Iterable[Any]) -> dict[str, Any]:
-    """The same of objects, functions and classes."""
+    """The same of objects, functions and classes.
+
+    Raises:
+        InvalidInput: two of them have one name, so that Keras would take one for both.
+    """
     found: dict[str, Any] = {}
     for thing in things:
         known = thing if inspect.isclass(thing) or inspect.isfunction(thing) else type(thing)
         if _is_users(known):
-            found[keras.saving.get_registered_name(known)] = known
+            name = keras.saving.get_registered_name(known)
+            if not _are_equal(found.setdefault(name, known), known):
+                raise InvalidInput(
+                    f"the model, its losses or its metrics have two different functions or classes named {name!r}, "
+                    "which a .keras file tells apart by their names: give each a name of its own (function.__name__ = "
+                    "...)."
+                )
+            found[name] = known
     return found
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if one.__name__ == "<lambda>":  # a file has its code
+        return True
+    if inspect.isfunction(one) and inspect.isfunction(other):
+        return one is other or to_text(one) == to_text(other)
+    return (one.__module__, one.__qualname__) == (other.__module__, other.__qualname__)
 
 
 def iter_model_parts(model: Any) -> Iterator[Any]:
@@ -204,8 +223,16 @@ def _arguments_of(layer: Any, makers: tuple[str, ...]) -> Iterator[Any]:
     for name, part in vars(layer).items():
         is_method = inspect.isfunction(getattr(type(layer), name, None))
         is_given = inspect.isfunction(part) and not is_method and not part.__qualname__.startswith(makers)
-        if is_given or isinstance(part, _PARTS):
+        if (is_given and _is_saved(part, layer)) or isinstance(part, _PARTS):
             yield part
+
+
+def _is_saved(function: Any, layer: Any) -> bool:
+    """Whether the layer's configuration names the function; a layer may also make functions of its own."""
+    try:
+        return function.__name__ == "<lambda>" or repr(function.__name__) in repr(layer.get_config())
+    except NotImplementedError:  # the layer cannot be saved, which another check says
+        return True
 
 
 def _is_users(known: Any) -> bool:

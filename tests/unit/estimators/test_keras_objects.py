@@ -417,6 +417,69 @@ def test_a_layer_of_the_users_travels_as_its_class(layer: type) -> None:
     np.testing.assert_allclose(archive.load().predict(x, verbose=0), model.predict(x, verbose=0))
 
 
+def make_quantile(part: float, name: str = "loss") -> Any:
+    def loss(label: Any, output: Any) -> Any:
+        error = label - output
+        return keras.ops.maximum(part * error, (part - 1) * error)
+
+    loss.__name__ = name
+    return loss
+
+
+def compile_quantiles(losses: list[Any]) -> Any:
+    taken = keras.Input((2,), name="x")
+    model = keras.Model(taken, [keras.layers.Dense(1, name=f"q{n}")(taken) for n in range(2)])
+    model.compile("sgd", losses)
+    return values(model=model) | {"label_cols": ["a", "b"]}
+
+
+def test_different_functions_of_one_name_are_refused() -> None:
+    with pytest.raises(InvalidInput, match="two different functions or classes named 'loss'"):
+        check_keras_objects(compile_quantiles([make_quantile(0.1), make_quantile(0.9)]))
+    x, y = np.ones((4, 2)), [np.full((4, 1), 9.0)] * 2
+    for losses in (
+        [make_quantile(0.1, "low"), make_quantile(0.9, "high")],
+        [make_quantile(0.5), make_quantile(0.5)],
+    ):
+        given = compile_quantiles(losses)
+        loaded = check_keras_objects(given).model.load()
+        assert loaded.evaluate(x, y, verbose=0) == pytest.approx(given["model"].evaluate(x, y, verbose=0))
+
+
+class ScaledBy(keras.layers.Layer):
+    """Makes its function itself."""
+
+    def __init__(self, factor: float, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.factor, self.function = factor, make_scale(factor)
+
+    def call(self, x: Any) -> Any:
+        return self.function(x)
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "factor": self.factor}
+
+
+def make_scale(factor: float) -> Any:
+    def scale(x: Any) -> Any:
+        return x * factor
+
+    return scale
+
+
+def test_functions_that_layers_make_themselves_may_have_one_name() -> None:
+    model = keras.Sequential([keras.Input((2,)), ScaledBy(2.0), keras.layers.Dense(1), ScaledBy(5.0)])
+    model.compile("sgd", "mse")
+    x = np.array([[1.0, 2.0]])
+    loaded = check_keras_objects(values(model=model)).model.load()
+    np.testing.assert_allclose(loaded.predict(x, verbose=0), model.predict(x, verbose=0))
+    activated = [keras.layers.Dense(2, activation=make_scale(n)) for n in (2.0, 5.0)]
+    other = keras.Sequential([keras.Input((2,)), *activated])
+    other.compile("sgd", "mse")
+    with pytest.raises(InvalidInput, match="named 'scale'"):
+        check_keras_objects(values(model=other))
+
+
 class Model:
     """Of the name of a class of Keras."""
 
