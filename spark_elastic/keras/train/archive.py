@@ -244,9 +244,12 @@ def _is_inner(own: Any) -> bool:
 
 
 def iter_leaves(configured: Any) -> Iterator[Any]:
-    """Objects and functions among what a model is compiled with, at any depth, and an optimizer's schedule of rates."""
+    """Objects and functions among what a model is compiled with, at any depth, and what these are made of: the schedule
+    of an optimizer, the function of a MeanMetricWrapper."""
     for leaf in keras.tree.flatten(configured):
         if leaf is not None and not isinstance(leaf, str | float | int | bool):
             yield leaf
             if hasattr(leaf, "_learning_rate"):
                 yield leaf._learning_rate
+            if type(leaf) is keras.metrics.MeanMetricWrapper:
+                yield leaf._fn

@@ -341,7 +341,12 @@ def build_of_own_functions(factor: float) -> Any:
 
     layers = [keras.layers.Lambda(lambda x: x * 2), keras.layers.Dense(1, activation=scale)]
     model = keras.Sequential([keras.Input((2,)), *layers])
-    model.compile("sgd", compute_squared_error, metrics=[compute_squared_error])
+
+    def compute_error(label: Any, output: Any) -> Any:
+        return keras.ops.abs(label - output)
+
+    wrapped = keras.metrics.MeanMetricWrapper(compute_error, name="error")
+    model.compile("sgd", compute_squared_error, metrics=[compute_squared_error, wrapped])
     return model
 
 
