@@ -128,7 +128,7 @@ class CallbackList(Protocol):
         """Whether a callback wants training to end after the step under way."""
         ...
 
-    def on_epoch_end(self, group: Group, logs: Mapping[str, Any]) -> str | None:
+    def on_epoch_end(self, group: Group, logs: dict[str, Any]) -> str | None:
         """Why training is to end, or None.
 
         Raises:

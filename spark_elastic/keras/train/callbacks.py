@@ -98,7 +98,8 @@ class KerasCallbackList:
     def wants_stop(self) -> bool:
         return bool(self._model.stop_training)
 
-    def on_epoch_end(self, group: Group, logs: Mapping[str, Any]) -> str | None:
+    def on_epoch_end(self, group: Group, logs: dict[str, Any]) -> str | None:
+        """Numbers that callbacks of rank 0 add to their `logs` are added to `logs`, too."""
         if not self._callbacks:
             return None
         before, stop = _decode(_encode(self.capture())), self._model.stop_training
@@ -107,8 +108,11 @@ class KerasCallbackList:
         try:
             if self._tested == self._epoch >= 0:
                 self._call_each("on_test_end", validation_logs(logs))
-            self._call_each("on_epoch_end", logs["epoch"], keras_logs(logs))
-            self._follow_rank_0(group)
+            seen = keras_logs(logs)
+            self._call_each("on_epoch_end", logs["epoch"], seen)
+            added = {name: _to_plain(value) for name, value in seen.items() if name not in logs}
+            added = {name: value for name, value in added.items() if is_plain(value)}
+            logs.update(self._follow_rank_0(group, added))
         except BaseException:
             self.load(before)
             self._model.stop_training = stop
@@ -147,9 +151,11 @@ class KerasCallbackList:
     def _runs(self, callback: Any) -> bool:
         return self._rank == 0 or not isinstance(callback, WRITERS)
 
-    def _follow_rank_0(self, group: Group) -> None:
-        """Take over rank 0's stop, learning rate and attributes of the callbacks that write."""
+    def _follow_rank_0(self, group: Group, added: Mapping[str, Any]) -> dict[str, Any]:
+        """Take over rank 0's stop, learning rate and attributes of the callbacks that write. Returns what its callbacks
+        added to the logs."""
         decided = {
+            "added": added,
             "stop": bool(self._model.stop_training),
             "rate": self._rate(),
             "attributes": [_attributes_of(c) if isinstance(c, WRITERS) else {} for c in self._callbacks],
@@ -160,6 +166,7 @@ class KerasCallbackList:
             self._set_rate(theirs["rate"])
         for callback, attributes in zip(self._callbacks, theirs["attributes"], strict=True):
             _set_attributes(callback, attributes)
+        return dict(theirs["added"])
 
     def _rate(self) -> float | None:
         """The learning rate; None: the optimizer has a schedule of its own, which callbacks cannot set, or is a
@@ -183,6 +190,11 @@ def keras_logs(logs: Mapping[str, Any]) -> dict[str, float]:
 def validation_logs(logs: Mapping[str, Any]) -> dict[str, float]:
     """The `logs` of a validation: losses and metrics, without val_ before their names."""
     return {n.removeprefix("val_"): v for n, v in keras_logs(logs).items() if n.startswith("val_")}
+
+
+def _to_plain(value: Any) -> Any:
+    """A tensor or variable as numbers; anything else as it is."""
+    return np.asarray(value).tolist() if hasattr(value, "__array__") else value
 
 
 def _encode(values: Mapping[str, Any]) -> bytes:

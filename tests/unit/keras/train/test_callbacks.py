@@ -225,6 +225,24 @@ def test_a_writing_callback_of_keras_continues_in_the_middle_of_an_epoch(name: s
     callback_list.on_fit_end([{"epoch": 0, "loss": 1.0}])
 
 
+def test_numbers_that_callbacks_add_are_in_the_history_as_rank_0_has_them() -> None:
+    def make_adding(number: float) -> KerasCallbackList:
+        def add(epoch: int, logs: Any) -> None:
+            logs.update(own=number, tensor=keras.ops.convert_to_tensor(number), no_number=make)
+
+        adding = keras.callbacks.LambdaCallback(on_epoch_end=add)
+        callback_list, _ = make(adding)
+        callback_list.on_world_begin(make_group())
+        return callback_list
+
+    said: list[bytes] = []
+    told = SimpleNamespace(rank=0, size=2, allgather_bytes=lambda mine: said.append(mine) or [mine, b""])
+    logs: list[dict[str, Any]] = [{"epoch": 0, "loss": 1.0} for _ in range(2)]
+    make_adding(2.0).on_epoch_end(told, logs[0])
+    make_adding(3.0).on_epoch_end(make_group(rank=1, theirs=said[0]), logs[1])
+    assert logs == [{"epoch": 0, "loss": 1.0, "own": 2.0, "tensor": 2.0}] * 2
+
+
 def test_only_rank_0_writes_the_graph_for_tensorboard(tmp_path: Path) -> None:
     callback_list, _ = make(keras.callbacks.TensorBoard(str(tmp_path)))
     callback_list.on_world_begin(make_group(rank=1))
