@@ -169,8 +169,21 @@ def exclude_from_decay(optimizer: Any, variables: Sequence[Any], undecayed: Sequ
 
 
 def collect_custom_objects(model: Any) -> dict[str, Any]:
-    """Classes and functions of the user's in a model, by the names under which Keras looks for them."""
-    return select_user_objects(iter_model_parts(model))
+    """Classes and functions of the user's in a model, by the names under which Keras looks for them.
+
+    Raises:
+        InvalidInput: two of them have one name, or one has the name of a function of Keras that the model uses, too.
+    """
+    found = select_user_objects(iter_model_parts(model))
+    compiled = keras.tree.flatten(getattr(getattr(model, "_compile_config", None), "config", {}))
+    named = {each for each in compiled if isinstance(each, str)}  # such as "mse"
+    for own in filter(inspect.isfunction, found.values()):
+        if own.__name__ in named or hasattr(keras.activations, own.__name__):
+            raise InvalidInput(
+                f"the model has a function of yours named {own.__name__!r}, as Keras names one of its own, and a "
+                ".keras file tells functions apart by their names: give yours another name."
+            )
+    return found
 
 
 def select_user_objects(things: Iterable[Any]) -> dict[str, Any]:

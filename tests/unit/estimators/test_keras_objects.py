@@ -451,6 +451,31 @@ def test_different_functions_of_one_name_are_refused() -> None:
         assert loaded.evaluate(x, y, verbose=0) == pytest.approx(given["model"].evaluate(x, y, verbose=0))
 
 
+def relu(x: Any) -> Any:
+    return keras.ops.minimum(x, 0.0)
+
+
+def mse(label: Any, output: Any) -> Any:
+    return keras.ops.abs(label - output)
+
+
+@pytest.mark.parametrize(
+    ("activation", "compiled_with", "sentence"),
+    [
+        (relu, {"loss": "mse"}, "a function of yours named 'relu'"),
+        ("relu", {"loss": "mse", "metrics": [mse]}, "a function of yours named 'mse'"),
+        ("relu", {"loss": mse, "metrics": ["mae"]}, None),
+    ],
+)
+def test_functions_named_as_those_of_keras_are_refused(
+    activation: Any, compiled_with: dict[str, Any], sentence: str | None
+) -> None:
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, activation=activation)])
+    model.compile("sgd", **compiled_with)
+    with nullcontext() if sentence is None else pytest.raises(InvalidInput, match=sentence):
+        check_keras_objects(values(model=model))
+
+
 class ScaledBy(keras.layers.Layer):
     """Makes its function itself."""
 
