@@ -137,7 +137,7 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
     def history_frame(self) -> DataFrame:
         """`history` as a DataFrame, a row per epoch."""
         columns = self.getHistory()  # epochs need not have the same numbers
-        rows = list(zip(*columns.values(), strict=True))
+        rows = list(zip(*map(_widen, columns.values()), strict=True))
         return SparkSession.active().createDataFrame(rows, list(columns))
 
     def worlds_frame(self) -> DataFrame:
@@ -206,6 +206,12 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
                 "the table has no rows: with a transformation_fn the model's outputs are tried on its first one."
             )
         return self._predictor.widths([[value] for value in row])
+
+
+def _widen(values: Sequence[Any]) -> list[Any]:
+    """Whole numbers as floats where there are floats among them, since a column of Spark has one type."""
+    mixed = any(isinstance(value, float) for value in values)
+    return [float(value) if mixed and type(value) is int else value for value in values]
 
 
 def try_widths(predictor: Predictor, sample: Sequence[Any] | None) -> list[int] | None:

@@ -83,7 +83,16 @@ def test_the_history_is_a_dict_of_lists_as_horovods() -> None:
 
 
 def test_epochs_of_different_numbers_are_rows_of_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    epochs = ({"epoch": 0, "loss": 2.0, "rows": 5}, {"epoch": 1, "aux": 9.0, "loss": 1.0, "rows": 5})
+    epochs = (
+        {"epoch": 0, "loss": 2.0, "rows": 5, "gap": 0.5},
+        {
+            "epoch": 1,
+            "aux": 9.0,
+            "loss": 1.0,
+            "rows": 5,
+            "gap": 1,
+        },  # a callback's numbers need not be of one type
+    )
     summary: Any = SimpleNamespace(epochs=epochs)
     fitted = ElasticModel(SimpleNamespace(columns=()), summary)  # type: ignore[arg-type]
     session = SimpleNamespace(
@@ -93,3 +102,4 @@ def test_epochs_of_different_numbers_are_rows_of_one_table(monkeypatch: pytest.M
     first, second = fitted.history_frame()
     assert first == {**epochs[0], "aux": None}
     assert second == epochs[1]
+    assert [type(value) for value in second.values()] == [int, float, int, float, float]
