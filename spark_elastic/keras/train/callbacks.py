@@ -217,3 +217,7 @@ def _set_attributes(callback: Any, attributes: Mapping[str, Any]) -> None:
     """None does not replace an attribute that is no plain value, such as a file that the callback has opened since."""
     live = vars(callback)
     live.update({n: v for n, v in attributes.items() if v is not None or is_plain(live.get(n))})
+    if "monitor_op" in live and isinstance(live.get("min_delta"), int | float):
+        # Keras turns its sign once, when a callback finds in its first epoch that it watches for a minimum.
+        delta = abs(live["min_delta"])
+        live["min_delta"] = -delta if live["monitor_op"] is keras.ops.less else delta

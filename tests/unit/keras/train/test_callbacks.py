@@ -84,6 +84,33 @@ def test_a_newcomer_takes_over_the_state_of_callbacks() -> None:
     np.testing.assert_array_equal(other.best_weights[0], model.get_weights()[0])
 
 
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("kind", [keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau])
+def test_what_counts_as_progress_stays_the_same_where_a_callback_is_taken_over(
+    kind: Any, breaks: bool
+) -> None:
+    """Keras makes min_delta negative in the first epoch that a process sees, so it would become positive in a newcomer,
+    or where that epoch's end breaks: every epoch would count as progress."""
+    first = kind("loss", patience=2, min_delta=0.1)
+    callback_list, _ = make(first)
+    callback_list.on_world_begin(make_group())
+    callback_list.on_epoch_begin(0)
+    if breaks:
+        broken = make_group()
+        broken.allgather_bytes = lambda mine: (_ for _ in ()).throw(CollectiveError("rank 1 is gone"))
+        with pytest.raises(CollectiveError):
+            callback_list.on_epoch_end(broken, {"epoch": 0, "loss": 1.0})
+    callback_list.on_epoch_end(make_group(), {"epoch": 0, "loss": 1.0})
+    second = kind("loss", patience=2, min_delta=0.1)
+    joined, _ = make(second)
+    joined.load(callback_list.capture())
+    for each, callback in ((callback_list, first), (joined, second)):
+        each.on_world_begin(make_group())
+        each.on_epoch_begin(1)
+        each.on_epoch_end(make_group(), {"epoch": 1, "loss": 0.95})
+        assert (callback.wait, callback.best) == (1, 1.0)
+
+
 def test_a_resumed_run_may_have_other_callbacks() -> None:
     before, _ = make(CallCounter(), keras.callbacks.EarlyStopping("loss", patience=5))
     before.on_world_begin(make_group())
