@@ -78,12 +78,14 @@ def read_snapshot(table: Any, version: Version | None, storage_options: Mapping[
     if package == "pyiceberg":
         return _read_iceberg(table, version, storage_options)
     if package == "deltalake":
-        return _read_delta(table.table_uri, version, storage_options, table._storage_options)
+        # deltalake quotes its uri: a folder "my tables" is "my%20tables" there.
+        store = Store.open(unquote(table.table_uri), **storage_options)
+        return _read_delta(table.table_uri, version, store, table._storage_options)
     store = Store.open(str(table), **storage_options)
     if store.root.endswith(".metadata.json"):
         return _read_iceberg(_open_iceberg(store.url), version, storage_options)
     if store.exists("_delta_log"):
-        return _read_delta(str(table), version, storage_options, None)
+        return _read_delta(str(table), version, store, None)
     metadata = [name for name in store.list("metadata") if name.endswith(".metadata.json")]
     if metadata:
         newest = max(metadata, key=lambda name: _number_metadata(store, name))
@@ -148,9 +150,8 @@ def join_stores(snapshots: Sequence[TableSnapshot]) -> tuple[Store, list[tuple[D
 # ---- Delta
 
 
-def _read_delta(
-    uri: str, version: int | datetime | None, storage_options: Mapping[str, Any], delta_options: Any
-) -> TableSnapshot:
+def _read_delta(uri: str, version: int | datetime | None, store: Store, delta_options: Any) -> TableSnapshot:
+    """uri, delta_options: for deltalake. store: of the table's folder."""
     try:
         from deltalake import DeltaTable
         from deltalake.exceptions import DeltaError
@@ -173,7 +174,6 @@ def _read_delta(
     schema = json.loads(table.schema().to_json())
     stored_names = _find_physical_names(schema)
     types = _find_types((field["name"], field["type"]) for field in schema["fields"])
-    store = Store.open(uri, **storage_options)
     files = []
     for action in sorted(actions, key=lambda each: str(each["path"])):
         path = paths[action["path"]]

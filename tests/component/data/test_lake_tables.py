@@ -270,6 +270,12 @@ def test_columns_of_delta_are_found_by_their_physical_names(tmp_path: Path) -> N
         read_rows(tmp_path, ["col-1"])
 
 
+@pytest.mark.parametrize("name", ["my tables", "100%", "ünï", "a#b?c"])
+def test_a_table_of_delta_that_is_open_may_lie_in_any_folder(tmp_path: Path, name: str) -> None:
+    write_deltalake(str(tmp_path / name), make_rows(0, 2))
+    assert read_rows(DeltaTable(tmp_path / name), ["x"]) == [(0,), (1,)]
+
+
 def test_two_tables_are_read_from_the_folder_that_holds_both(tmp_path: Path) -> None:
     for name in ("train", "seen"):
         write_deltalake(str(tmp_path / name), make_rows(0, 3))
