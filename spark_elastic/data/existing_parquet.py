@@ -65,7 +65,7 @@ def locate_files(paths: Sequence[str], storage_options: Mapping[str, Any]) -> tu
                 f"{path!r} and {paths[0]!r} lie in different file systems: read one at a time."
             )
     common = posixpath.commonpath([store.root for store in stores])
-    if common.endswith(_PARQUET) and first.filesystem.isfile(common):
+    if _may_be_parquet(common) and first.filesystem.isfile(common):
         common = posixpath.dirname(common)
     url = first.url[: len(first.url) - len(first.root) + len(common)]
     names = tuple(store.root[len(common) :].strip("/") for store in stores)
@@ -311,18 +311,24 @@ def _widens(stored: pa.DataType, declared: pa.DataType) -> bool:
 
 
 def _parquet(store: Store, name: str) -> list[ObjectInfo]:
-    """What Spark and others take for data: names that begin with _ or . are not."""
+    """What Spark and others take for data: names that begin with _ or . are not. Nor are texts beside the files."""
     listed = store.find(name)
     _refuse_table_formats(store, name, listed)
     found = [
         each
         for each in listed
-        if each.name.endswith(_PARQUET)
+        if _may_be_parquet(each.name)
+        and (each.bytes or each.name.endswith(_PARQUET))  # some clients list empty objects for folders
         and not any(part.startswith(("_", ".")) for part in each.name[len(name) :].split("/"))
     ]
     if not found:
         raise StoreError(f"There is no Parquet file under {store.join(name)}.")
     return found
+
+
+def _may_be_parquet(name: str) -> bool:
+    """By the name of a file: those of Hive, Athena and Flink have no suffix."""
+    return name.endswith(_PARQUET) or "." not in posixpath.basename(name)
 
 
 def _refuse_table_formats(store: Store, name: str, listed: Sequence[ObjectInfo]) -> None:

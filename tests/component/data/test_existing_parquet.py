@@ -286,6 +286,24 @@ def test_files_and_folders_are_found_in_one_store(tmp_path: Path) -> None:
         locate_files([str(tmp_path), "memory://rows"], {})
 
 
+def test_files_without_a_suffix_are_read_as_hive_and_flink_write_them(tmp_path: Path) -> None:
+    """Beside files that Spark wrote into the same table, and a text."""
+    for number, name in enumerate(
+        ["year=2024/000000_0", "year=2024/part-0.snappy.parquet", "year=2025/part-0-1"]
+    ):
+        write(tmp_path, name, {"x": [number]})
+    (tmp_path / "README.md").write_text("of these files")
+    for name in ("_SUCCESS", "month=1_$folder$"):
+        (tmp_path / "year=2024" / name).write_text("")
+    store, names = locate_files([str(tmp_path)], {})
+    assert read_columns(store, describe_parquet(store, ["x"], names=names))["x"].tolist() == [0, 1, 2]
+    store, names = locate_files([str(tmp_path / "year=2024" / "000000_0")], {})
+    assert read_columns(store, describe_parquet(store, ["x"], names=names))["x"].tolist() == [0]
+    (tmp_path / "LICENSE").write_text("to use these files")
+    with pytest.raises(StoreError, match=r"'LICENSE' in the store .* is no Parquet file"):
+        describe_parquet(Store.open(str(tmp_path)), ["x"])
+
+
 def test_a_folder_that_paths_spell_differently_is_read_once(tmp_path: Path) -> None:
     write(tmp_path, "a/1.parquet", columns_of(0, 3))
     write(tmp_path, "a/b/2.parquet", columns_of(3, 2))
