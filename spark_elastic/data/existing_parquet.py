@@ -211,12 +211,12 @@ def _has_texts(store: Store, file: DataFile, column: str) -> bool:
     return FileFooter(store, file).find_type(column) is not None
 
 
-def _is_number(text: str) -> bool:
+def _is_number(text: str, kind: type[int] | type[float] = float) -> bool:
     try:
-        float(text)
+        kind(text)
     except ValueError:
         return False
-    return True
+    return "_" not in text  # Python takes 2024_01 for a number, and Spark for a text
 
 
 @dataclass(frozen=True)
@@ -436,13 +436,9 @@ def _partition_column(name: str, files: _Files, transformed: bool) -> Column:
     values = set(found)
     if {str(value).lower() for value in values} <= {"true", "false"}:
         return Column(name, "bool")
-    for dtype, number in (("int64", int), ("float64", float)):
-        try:
-            for value in values:
-                number(str(value))
-        except ValueError:
-            continue
-        return Column(name, dtype)
+    for dtype, kind in (("int64", int), ("float64", float)):
+        if all(_is_number(str(value), kind) for value in values):
+            return Column(name, dtype)
     return Column(name, _dtype(name, pa.string(), transformed))
 
 

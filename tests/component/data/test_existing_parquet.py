@@ -286,6 +286,16 @@ def test_files_and_folders_are_found_in_one_store(tmp_path: Path) -> None:
         locate_files([str(tmp_path), "memory://rows"], {})
 
 
+def test_months_that_are_written_with_an_underscore_are_texts(tmp_path: Path) -> None:
+    for month in ("2024_01", "2024_02"):
+        write(tmp_path, f"month={month}/0.parquet", {"x": [1]})
+    store = Store.open(str(tmp_path))
+    with pytest.raises(InvalidInput, match="'month' is string, which cannot be trained on"):
+        describe_parquet(store, ["x", "month"])
+    found = read_columns(store, describe_parquet(store, ["x", "month"], transformed=True))
+    assert found["month"].tolist() == ["2024_01", "2024_02"]
+
+
 def test_files_without_a_suffix_are_read_as_hive_and_flink_write_them(tmp_path: Path) -> None:
     """Beside files that Spark wrote into the same table, and a text."""
     for number, name in enumerate(
