@@ -262,7 +262,8 @@ class FileFooter:
         """Count the other rows among those that the table has no more. Raises InvalidInput as `collect_footers`."""
         for name in where.columns:
             found = self.find_type(name)
-            if (found is None and name not in self.data.constants) or (found and pa.types.is_nested(found)):
+            known = {*self.data.constants, *self.data.types}
+            if (found is None and name not in known) or (found and pa.types.is_nested(found)):
                 raise InvalidInput(
                     f"where compares column {name!r}, which is {found or 'missing'} in {self.name!r}: name one of "
                     f"single values, among {format_columns(name, [*self.schema.names, *self.data.constants])}."
@@ -293,6 +294,8 @@ class FileFooter:
     def _find_bounds(self, group: pq.RowGroupMetaData, column: str, like: Any) -> Bounds | None:
         """What a row group's statistics say of a column."""
         arrow = self.find_type(column)
+        if arrow is None and column not in self.data.constants:  # the table got the column after this file
+            return Bounds(None, None, may_be_null=True, may_be_nan=False)
         if arrow is None:
             return self.data.find_bounds(column, like)
         statistics = group.column(self.leaf(column)).statistics

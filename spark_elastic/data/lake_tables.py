@@ -273,7 +273,9 @@ def _read_iceberg(
     mapping = table.name_mapping()
     names_by_id = {each.field_id: tuple(each.names) for each in mapping.root} if mapping else {}
     mapped = {name: names_by_id.get(number, ()) for name, number in ids.items()} if mapping else {}
-    types = _find_types((field.name, str(field.field_type)) for field in schema.fields)
+    # A column with a default has that in the files that lack it, and is left to what the files say.
+    fields = [each for each in schema.fields if getattr(each, "initial_default", None) is None]
+    types = _find_types((field.name, str(field.field_type)) for field in fields)
     files = [
         DataFile(
             ObjectInfo(name, each.data_file.file_size_in_bytes, None),

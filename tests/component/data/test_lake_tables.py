@@ -270,6 +270,26 @@ def test_columns_of_delta_are_found_by_their_physical_names(tmp_path: Path) -> N
         read_rows(tmp_path, ["col-1"])
 
 
+def test_rows_from_before_a_column_match_no_comparison_with_it(catalog: Any, tmp_path: Path) -> None:
+    """As nulls: a file that lacks the column has none of its values."""
+    later = make_rows(3, 3, z=[0.5, 1.5, 2.5])
+    write_deltalake(str(tmp_path / "delta"), make_rows(0, 3))
+    write_deltalake(str(tmp_path / "delta"), later, mode="append", schema_mode="merge")
+    table = catalog.create_table("n.t", make_rows(0).schema)
+    table.append(make_rows(0, 3))
+    with table.update_schema() as change:
+        change.add_column("z", DoubleType())
+    table.append(later)
+    for source in (tmp_path / "delta", table):
+        for comparison, expected in ((">", 1.0), [4, 5]), (("!=", 1.5), [3, 5]), (("not in", []), [3, 4, 5]):
+            where = Predicate.parse([("z", *comparison)])
+            assert read_rows(source, ["x", "z"], where=where) == [(x, x - 2.5) for x in expected]
+        either = Predicate.parse([[("z", ">", 1.0)], [("x", "<", 2)]])
+        assert read_rows(source, ["x"], where=either) == [(0,), (1,), (4,), (5,)]
+        with pytest.raises(InvalidInput, match="where compares column 'w', which is missing in"):
+            read_rows(source, ["x"], where=Predicate.parse([("w", ">", 1.0)]))
+
+
 @pytest.mark.parametrize("name", ["my tables", "100%", "ünï", "a#b?c"])
 def test_a_table_of_delta_that_is_open_may_lie_in_any_folder(tmp_path: Path, name: str) -> None:
     write_deltalake(str(tmp_path / name), make_rows(0, 2))
