@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any
@@ -184,7 +185,7 @@ def _check(mine: dict[str, Any]) -> None:
         raise InvalidInput("storage_options must map the names of fsspec's options to their values.")
     if "run_id" in mine:
         run_lease.check_name(mine["run_id"])
-    if not hasattr(mine.get("stdout", _Writes), "write"):
+    if "stdout" in mine and not _takes_text(mine["stdout"]):
         raise InvalidInput(f"stdout must be an open text file; got {mine['stdout']!r}.")
 
 
@@ -202,5 +203,9 @@ def _check_modules(names: Any) -> tuple[str, ...]:
     return found
 
 
-class _Writes:
-    write = True
+def _takes_text(stream: Any) -> bool:
+    """Whether it is open and not known to take bytes. It need not be a file: notebooks have streams of their own."""
+    is_binary = isinstance(stream, io.RawIOBase | io.BufferedIOBase) or "b" in str(
+        getattr(stream, "mode", "")
+    )
+    return hasattr(stream, "write") and not is_binary and not getattr(stream, "closed", False)

@@ -209,3 +209,12 @@ def test_values_that_are_no_store_or_store_options_are_refused(wrong: dict[str, 
     with pytest.raises(InvalidInput, match=says) as raised:
         parse(wrong)
     assert "marked" not in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "binary file", "closed"])
+def test_a_stream_into_which_no_text_can_be_written_is_refused(kind: str, tmp_path: Path) -> None:
+    with open(tmp_path / "out", "wb" if kind == "binary file" else "w") as stream:
+        if kind == "closed":
+            stream.close()
+        with pytest.raises(InvalidInput, match="an open text file"):
+            parse({"stdout": io.BytesIO() if kind == "bytes" else stream})
