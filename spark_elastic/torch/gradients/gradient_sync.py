@@ -130,7 +130,9 @@ class GradientSync:
         """Drop all gradients."""
         if self.exchange.is_open and not self.is_stale():
             raise InvalidInput(
-                "zero_grad() was called between backward() and step(): call it after step(), or synchronize() first."
+                "zero_grad() was called between backward() and step(): call it after step(), or synchronize() first. "
+                "If another optimizer's loss left these gradients, as in a GAN, call requires_grad_(False) on their "
+                "parameters before its backward()."
             )
         self.exchange.clear()
         self.is_synchronized = False

@@ -292,6 +292,36 @@ def test_zero_grad_between_backward_and_step_is_an_error(alone: tuple[torch.nn.S
     opt.zero_grad()
 
 
+def train_gan(wrap: Callable[[Any, Any], Any], *, freeze: bool) -> torch.Tensor:
+    """The weights of the judge after two steps."""
+    maker, judge = torch.nn.Linear(5, 5).double(), torch.nn.Linear(5, 1).double()
+    for parameter in (*maker.parameters(), *judge.parameters()):
+        torch.nn.init.constant_(parameter, 0.1)
+    makers, judges = (wrap(torch.optim.SGD(m.parameters(), lr=0.1), m) for m in (maker, judge))
+    for _ in range(2):
+        judges.zero_grad()
+        (judge(maker(X).detach()).pow(2).mean() - judge(X).mean()).backward()
+        judges.step()
+        judge.requires_grad_(not freeze)
+        makers.zero_grad()
+        (-judge(maker(X)).mean()).backward()
+        makers.step()
+        judge.requires_grad_(True)
+    return torch.cat([parameter.detach().flatten() for parameter in judge.parameters()])
+
+
+def test_the_loop_of_a_gan_freezes_the_judge_while_the_maker_learns() -> None:
+    """The error of the usual loop, which leaves the judge's gradients to its next zero_grad(), says so."""
+
+    def distribute(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> torch.optim.Optimizer:
+        return DistributedOptimizer(optimizer, model.named_parameters())
+
+    with pytest.raises(InvalidInput, match=r"as in a GAN, call requires_grad_\(False\)"):
+        train_gan(distribute, freeze=False)
+    plain = train_gan(lambda optimizer, model: optimizer, freeze=False)
+    assert torch.equal(train_gan(distribute, freeze=True), plain)
+
+
 def test_more_backward_passes_than_announced_are_an_error(alone: tuple[torch.nn.Sequential, Any]) -> None:
     model, opt = alone
     model(X).sum().backward()
