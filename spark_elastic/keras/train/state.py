@@ -20,13 +20,14 @@ from spark_elastic.training.progress import TrainingProgress
 
 Array = npt.NDArray[Any]
 ARRAY = "__array__"  # the only key of a dict that stands for an array in the snapshot's memory
+ITEMS = "__items__"  # the only key of a dict that stands for one with numbers for keys, given as pairs
 
 
 def to_json_tree(value: Any, builder: SnapshotBuilder) -> Any:
     """The value as JSON; arrays go to the builder, with references in their place.
 
     Raises:
-        TypeError: it holds something else than numbers, text, lists, dicts with text for keys, and arrays.
+        TypeError: it holds something else than numbers, text, lists, dicts with text or numbers for keys, and arrays.
     """
     if isinstance(value, np.generic):
         return value.item()
@@ -37,6 +38,8 @@ def to_json_tree(value: Any, builder: SnapshotBuilder) -> Any:
         return [to_json_tree(item, builder) for item in value]
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {key: to_json_tree(item, builder) for key, item in value.items()}
+    if isinstance(value, dict) and all(isinstance(key, str | int | float | np.number) for key in value):
+        return {ITEMS: [to_json_tree(pair, builder) for pair in value.items()]}
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(f"a {type(value).__name__} is no plain value")
@@ -50,6 +53,8 @@ def from_json_tree(value: Any, memory: Bytes) -> Any:
         if set(value) == {ARRAY}:
             offset, nbytes, dtype, shape = value[ARRAY]
             return np.array(ArrayRef(Extent(offset, nbytes), dtype, tuple(shape)).of(memory))
+        if set(value) == {ITEMS}:
+            return dict(from_json_tree(pair, memory) for pair in value[ITEMS])
         return {key: from_json_tree(item, memory) for key, item in value.items()}
     return value
 

@@ -15,13 +15,15 @@ from spark_elastic.state.snapshot import SnapshotBuilder, build_snapshot
 
 def test_plain_values_survive_a_round_trip() -> None:
     given = {"a": [1, None, True, "x", 2.5], "b": {"c": np.arange(3.0)}, "d": np.float32(0.5), "e": (1, 2)}
+    given["by epoch"] = {0: 0.5, np.int64(1): {"last": np.float32(0.25)}}
     snapshot = build_snapshot(START, lambda builder: to_json_tree(given, builder))
     found = from_json_tree(json.loads(json.dumps(snapshot.values)), snapshot.memory)
     assert (found["a"], found["d"], found["e"]) == (given["a"], 0.5, [1, 2])
+    assert found["by epoch"] == {0: 0.5, 1: {"last": 0.25}}
     np.testing.assert_array_equal(found["b"]["c"], [0.0, 1.0, 2.0])
 
 
-@pytest.mark.parametrize("value", [object(), {1: 2}, [len], {"a": {3}}, np.array([object()])])
+@pytest.mark.parametrize("value", [object(), {(1, 2): 2}, [len], {"a": {3}}, np.array([object()])])
 def test_other_values_are_refused(value: Any) -> None:
     assert not is_plain(value)
     with pytest.raises(TypeError, match="no plain value"):
