@@ -171,6 +171,8 @@ def _read_delta(uri: str, version: int | datetime | None, store: Store, delta_op
         raise InvalidInput(
             f"The Delta table {uri} cannot be read{which}: {str(error).splitlines()[0]}"
         ) from error
+    if isinstance(version, datetime):
+        _check_not_before(table.version(), version, store)
     schema = json.loads(table.schema().to_json())
     stored_names = _find_physical_names(schema)
     types = _find_types((field["name"], field["type"]) for field in schema["fields"])
@@ -194,6 +196,22 @@ def _read_delta(uri: str, version: int | datetime | None, store: Store, delta_op
     return TableSnapshot(
         f"version {number} of the Delta table {store.url}", number, store, tuple(files), columns
     )
+
+
+def _check_not_before(number: int, moment: datetime, store: Store) -> None:
+    """Raises InvalidInput if that version, which deltalake takes for the state at a time, was written later: it takes
+    the oldest for any time before it."""
+    logged = f"_delta_log/{number:020d}.json"
+    written = store.describe(logged).modified if store.exists(logged) else None
+    if written is not None and written > _to_utc(moment).timestamp():
+        oldest = datetime.fromtimestamp(written, timezone.utc).isoformat(timespec="seconds")
+        raise InvalidInput(
+            f"The Delta table {store.url} had no version at {moment}: its oldest, {number}, is of {oldest}."
+        )
+
+
+def _to_utc(moment: datetime) -> datetime:
+    return moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
 
 
 def _read_deletion_vectors(table: Any, paths: Collection[str]) -> dict[str, npt.NDArray[np.bool_]]:
@@ -339,8 +357,7 @@ def _split_url(url: str) -> Place:
 
 def _find_snapshot(table: Any, version: int | datetime | None) -> Any:
     if isinstance(version, datetime):
-        moment = version if version.tzinfo else version.replace(tzinfo=timezone.utc)
-        found = table.snapshot_as_of_timestamp(int(moment.timestamp() * 1000))
+        found = table.snapshot_as_of_timestamp(int(_to_utc(version).timestamp() * 1000))
     else:
         found = table.current_snapshot() if version is None else table.snapshot_by_id(version)
     if found is None:

@@ -32,7 +32,7 @@ from spark_elastic.state.snapshot import Codec, Snapshot
 log = logging.getLogger("spark_elastic.state")
 
 MANIFEST = "manifest.json"
-VERSION = 2  # of the format of a checkpoint
+VERSION = 3  # of the format of a checkpoint
 VALUES, MEMORY = "values", "memory"  # the parts of a snapshot
 CHECKPOINTER = "checkpointer"  # key of `WorkerSession.persistent`: the Checkpointer of this process
 

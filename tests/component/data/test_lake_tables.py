@@ -131,6 +131,8 @@ def test_a_delta_version_is_read_whatever_is_written_to_the_table_later(tmp_path
     assert read_rows(folder, ["x", "y"]) == read_rows(DeltaTable(folder), ["x", "y"]) == newest != before
     with pytest.raises(InvalidInput, match=r"The Delta table .* cannot be read of version 99: "):
         read_snapshot(folder, 99, {})
+    with pytest.raises(InvalidInput, match="had no version at 1999-01-01 00:00:00: its oldest, 0, is of 20"):
+        read_snapshot(folder, "1999-01-01", {})
     DeltaTable(folder).vacuum(retention_hours=0, enforce_retention_duration=False, dry_run=False)
     with pytest.raises(StoreError, match=r"has no 'part-.*\.parquet'"):
         read_rows(folder, ["x", "y"], 1)
