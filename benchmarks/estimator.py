@@ -8,10 +8,10 @@ It ends after a minute without a fit: with the large net, whose peers run for lo
 Ours: `fit` with two workers of one thread each. Peer: one process, the same rows a step, batches by pyarrow in the
 files' order, with one and with two torch threads; the better of the two counts. They take turns; medians over the
 rounds. rows/s: while a world trained, the plain loop's from its first batch to its last step. Beside it the seconds of
-`fit` by phase, and what two plain loops reach side by side that share the rows and exchange nothing: the bound of
-training in parallel here; and what they reach as two workers of torch's DistributedDataParallel (over Gloo), the other
-peer. Beside the start of our workers stands that of two plain processes: Python, torch, the first
-batch and the first step.
+`fit` by phase, and what two plain loops reach side by side that share the rows and exchange nothing, or sum one flat
+gradient a step by our engine and do nothing else: the bounds of training in parallel here; and what they reach as two
+workers of torch's DistributedDataParallel (over Gloo), the other peer. Beside the start of our workers stands that of
+two plain processes: Python, torch, the first batch and the first step.
 On two cores a round takes half a minute with the small net and three minutes with the large one; `--nets` names one.
 """
 
@@ -32,11 +32,14 @@ from pyspark.ml.functions import array_to_vector
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
+from benchmarks.parts.ranks import make_exchange
 from benchmarks.parts.report import Row, finish, parser
+from elastic_collectives import Endpoint, connect
 from spark_elastic import ElasticTorchEstimator
 from spark_elastic.data.store import Store
 from spark_elastic.spark.dataframes.materialize import WriteOptions, materialize
 
+KEY = b"a benchmark's key"
 WORKERS, WIDTH = 2, 50
 NETS = {"small": (64,), "large": (1000, 1000)}
 
@@ -81,48 +84,74 @@ def batches(case: Case, part: int, parts: int) -> Iterator[tuple[torch.Tensor, t
                 yield x.view(-1, WIDTH), torch.from_numpy(batch.column("y").to_numpy().copy())
 
 
-def train_plain(pipe: Connection, case: Case, threads: int, part: int, parts: int, meet: str | None) -> None:
-    """Send the rows per second of all epochs, begun when asked to. meet: a new file, where the parts are to exchange
-    their gradients by torch's own means."""
+def train_plain(pipe: Connection, case: Case, threads: int, part: int, parts: int, sums: str) -> None:
+    """Send the rows per second of all epochs, begun when asked to.
+
+    Args:
+        sums: how the parts sum their gradients: "" (not at all), the name of a new file where torch's
+            DistributedDataParallel meets, or "engine": one call of our engine for one flat gradient, and nothing else.
+    """
     torch.set_num_threads(threads)
     model = case.build()
-    if meet is not None:
+    group, flat = None, torch.zeros(sum(p.numel() for p in model.parameters()))
+    if sums == "engine":
+        end = Endpoint(KEY)
+        group = connect(end, part, parts, (1, 1), make_exchange(pipe), local_ranks=range(parts))
+        flat = torch.from_numpy(group.buffer(4 * len(flat))).view(torch.float32)
+    elif sums:
         torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{meet}", rank=part, world_size=parts
+            "gloo", init_method=f"file://{sums}", rank=part, world_size=parts
         )
         model = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for x, y in batches(case, part, parts):  # touches everything once, outside of rows/s
+    begun = 0
+    for parameter in model.parameters() if group is not None else ():
+        parameter.grad = flat[begun : begun + parameter.numel()].view(parameter.shape)
+        begun += parameter.numel()
+
+    def take_step(x: torch.Tensor, y: torch.Tensor) -> None:
+        if group is None:
+            optimizer.zero_grad()
+        else:
+            flat.zero_()
         torch.nn.functional.mse_loss(model(x), y).backward()
+        if group is not None:
+            group.allreduce(flat.numpy(), scale=(1.0, 1.0 / parts))
         optimizer.step()
+
+    for x, y in batches(case, part, parts):  # touches everything once, outside of rows/s
+        take_step(x, y)
         break
     pipe.send("ready")
     pipe.recv()
     begin, rows = time.perf_counter(), 0
     for _ in range(case.epochs):
         for x, y in batches(case, part, parts):
-            optimizer.zero_grad()
-            torch.nn.functional.mse_loss(model(x), y).backward()
-            optimizer.step()
+            take_step(x, y)
             rows += len(y)
     pipe.send(rows / (time.perf_counter() - begin))
-    if meet is not None:
+    if group is not None:
+        group.close()
+        end.close()
+    elif sums:
         torch.distributed.destroy_process_group()
 
 
-def measure_plain_loop(
-    case: Case, threads: int, processes: int = 1, meet: str | None = None
-) -> tuple[float, float]:
+def measure_plain_loop(case: Case, threads: int, processes: int = 1, sums: str = "") -> tuple[float, float]:
     """(rows per second of all processes together, each with its part of the rows; seconds until all have begun)."""
     spawn = get_context("spawn")
     pipes, started = [], []
     begin = time.perf_counter()
     for part in range(processes):
         ours, theirs = spawn.Pipe()
-        started.append(spawn.Process(target=train_plain, args=(theirs, case, threads, part, processes, meet)))
+        started.append(spawn.Process(target=train_plain, args=(theirs, case, threads, part, processes, sums)))
         started[-1].start()
         theirs.close()
         pipes.append(ours)
+    if sums == "engine":
+        addresses = [pipe.recv() for pipe in pipes]
+        for pipe in pipes:
+            pipe.send(addresses)
     for pipe in pipes:
         pipe.recv()
     ready = time.perf_counter() - begin
@@ -164,10 +193,16 @@ def measure_fit(case: Case, df: DataFrame, store: str) -> dict[str, float]:
     }
 
 
+def check_files(case: Case) -> None:
+    """Raises ValueError if workers that exchange something would take other numbers of steps."""
+    if len({pq.read_metadata(name).num_rows for name in case.files}) > 1:
+        raise ValueError(
+            "workers that exchange gradients need as many steps each: let the files have as many rows"
+        )
+
+
 def measure_ddp(case: Case) -> float:
     """Rows per second of two workers of torch's own data parallelism."""
-    if len({pq.read_metadata(name).num_rows for name in case.files}) > 1:
-        raise ValueError("its workers need as many steps each: let the files have as many rows")
     with tempfile.TemporaryDirectory() as folder:
         return measure_plain_loop(case, 1, WORKERS, f"{folder}/meet")[0]
 
@@ -175,13 +210,16 @@ def measure_ddp(case: Case) -> float:
 def measure(case: Case, df: DataFrame, store: str, rounds: int) -> list[Row]:
     fits: list[dict[str, float]] = []
     parallel: list[float] = []
+    summed: list[float] = []
     bounds: list[tuple[float, float]] = []
+    check_files(case)
     peers: dict[int, list[float]] = {1: [], 2: []}
     for _ in range(rounds):
         fits.append(measure_fit(case, df, store))
         for threads, found in peers.items():
             found.append(measure_plain_loop(case, threads)[0])
         bounds.append(measure_plain_loop(case, 1, WORKERS))
+        summed.append(measure_plain_loop(case, 1, WORKERS, "engine")[0])
         parallel.append(measure_ddp(case))
     medians = {key: statistics.median(fit[key] for fit in fits) for key in fits[0]}
     best = max(statistics.median(found) for found in peers.values())
@@ -196,6 +234,12 @@ def measure(case: Case, df: DataFrame, store: str, rounds: int) -> list[Row]:
             "rows/s",
         ),
         Row(f"{case.name}: {WORKERS} plain loops that exchange nothing", bound, best, "rows/s"),
+        Row(
+            f"{case.name}: {WORKERS} plain loops that sum one flat gradient a step",
+            statistics.median(summed),
+            best,
+            "rows/s",
+        ),
         Row(f"{case.name}: workers start", medians.pop("workers start"), ready, "s"),
     ]
     return rows + [Row(f"{case.name}: {phase}", seconds, None, "s") for phase, seconds in medians.items()]

@@ -6,6 +6,7 @@ import dataclasses
 import io
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import IO, Any
 
 from spark_elastic.config import ElasticConfig, changes_setting, from_env
@@ -161,8 +162,10 @@ def parse(given: Mapping[str, Any], config: object = None) -> Options:
 def _check(mine: dict[str, Any]) -> None:
     for name in ("num_workers", "min_workers", "max_workers"):
         value = mine.get(name, 1)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
             raise InvalidInput(f"{name} must be a whole number of at least 1; got {value!r}.")
+        if name in mine:
+            mine[name] = int(value)  # numpy's, too
     env = mine.get("env", {})
     if not isinstance(env, Mapping) or not all(_is_variable(*pair) for pair in env.items()):
         raise InvalidInput(

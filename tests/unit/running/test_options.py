@@ -7,6 +7,7 @@ import io
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from spark_elastic.config import ElasticConfig
@@ -51,6 +52,12 @@ REFUSED_VALUES: dict[str, Any] = {
     "ssh_port": 22,
     "slots": 2,
 }
+
+
+def test_numpys_whole_numbers_are_numbers_of_workers() -> None:
+    found = parse({"num_workers": np.int64(3)}).num_workers
+    assert found == 3
+    assert type(found) is int
 
 
 def test_every_argument_of_horovod_is_mapped_or_refused() -> None:
