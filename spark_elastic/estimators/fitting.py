@@ -124,8 +124,8 @@ def _load_finished_run(
         record.check(request, run_id)
     if result is not None and result.epochs != request.config.epochs:
         raise InvalidInput(
-            f"run_id {run_id!r} has ended, with epochs={result.epochs}, and this fit wants {request.config.epochs}: use "
-            "another run_id."
+            f"run_id {run_id!r} has ended, with epochs={result.epochs}, and this fit wants {request.config.epochs}: "
+            "use another run_id."
         )
     if record is not None and result is None:
         _check_epochs_left(request, CheckpointStore(store, run_id), run_id)
