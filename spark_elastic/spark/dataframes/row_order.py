@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
+from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -107,10 +107,13 @@ class HashOrder:
         files: list[list[str]] = []
         for validates, count in self._files.items():
             rows = table if split is None else table.filter(pc.equal(table[split], validates))
-            hashes, exact = (rows[name].to_numpy() for name in (_HASH, _EXACT_HASH))
-            numbers = (hashes.view(np.uint64) >> 32) * count >> 32  # as `_locate` does
-            rows = rows.select(list(self._types)).take(pa.array(np.lexsort((exact, hashes, numbers))))
-            ends = np.cumsum(np.bincount(numbers.astype(np.int64), minlength=count)).tolist()
+            rows = rows.append_column(_FILE, _locate_in_arrow(rows[_HASH], count))
+            rows = rows.take(
+                pc.sort_indices(rows, [(key, "ascending") for key in (_FILE, _HASH, _EXACT_HASH)])
+            )
+            found = {each["values"]: each["counts"] for each in pc.value_counts(rows[_FILE]).to_pylist()}
+            ends = accumulate(found.get(number, 0) for number in range(count))
+            rows = rows.select(list(self._types))
             files.append([])
             for begin, end in pairwise([0, *ends]):
                 out = pa.BufferOutputStream()
@@ -151,6 +154,13 @@ class HashOrder:
         """The one of so many files for which the hash is, each for as large a range of hashes."""
         high = F.shiftrightunsigned(_HASH, 32)
         return F.shiftright(high * F.lit(files).cast("long"), 32) + F.lit(first)
+
+
+def _locate_in_arrow(hashes: Any, files: int) -> Any:
+    """As `HashOrder._locate`, of an Arrow column."""
+    shift = pa.scalar(32, pa.uint64())
+    high = pc.shift_right(hashes.cast(pa.uint64(), safe=False), shift)
+    return pc.shift_right(pc.multiply(high, pa.scalar(files, pa.uint64())), shift)
 
 
 def _number_copies(rows: DataFrame) -> DataFrame:
