@@ -49,7 +49,7 @@ from spark_elastic.spark.dataframes.schema import (
     find_column_type,
 )
 from spark_elastic.spark.dataframes.store_access import check_store_access, to_spark_url
-from spark_elastic.spark.session import describe_jobs
+from spark_elastic.spark.session import describe_jobs, has_context
 
 _FORM = 2  # of what is written; raise it when that changes
 # Leaves of a logical plan whose rows cannot change, and the relation whose files can be listed.
@@ -325,7 +325,8 @@ def _sort(
     order = HashOrder(types, counts, scan.count_distinct(), number)
     last = replace(target.open("ordered"), options=replace(target.options, rows_per_group=number))
     split = _SPLIT if True in counts else None
-    if order.is_small(row_bytes):
+    # A client of Spark Connect may be far from the store.
+    if order.is_small(row_bytes) and has_context(rows.sparkSession):
         files = order.sort_small_table(target.store, first.list_files(), last.folder, split)
     else:
         last.write(order.apply(rows, split), row_bytes)
