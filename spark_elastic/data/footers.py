@@ -18,6 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from spark_elastic.clock import SystemClock, read_thread_seconds
 from spark_elastic.data.manifest import FileColumns
 from spark_elastic.data.predicate import Bounds, Predicate, parse_constant
 from spark_elastic.data.reading.decoding import (
@@ -169,14 +170,22 @@ def collect_footers(
 def collect_footers_in_threads(
     store: Store, files: Sequence[DataFile], columns: Sequence[str], where: Predicate | None = None
 ) -> Footers:
-    """As `collect_footers`, with threads if there are many files."""
+    """As `collect_footers`, with threads if there are many files, and a folder that makes readers wait."""
     parts = [files[start : start + FILES_PER_THREAD] for start in range(0, len(files), FILES_PER_THREAD)]
     if len(parts) < 2:
         return collect_footers(store, files, columns, where)
+    done: list[Footers] = []
+    if store.is_local:  # which may be a network drive
+        clock = SystemClock()
+        began, busy = clock.now(), read_thread_seconds()
+        done.append(collect_footers(store, parts.pop(0), columns, where))
+        if 2 * (read_thread_seconds() - busy) > clock.now() - began:
+            # Threads would only wait for the interpreter's lock, and take twice as long.
+            rest = [each for part in parts for each in part]
+            return join_footers([*done, collect_footers(store, rest, columns, where)])
     with ThreadPoolExecutor(THREADS, "footers") as threads:
-        return join_footers(
-            list(threads.map(lambda part: collect_footers(store, part, columns, where), parts))
-        )
+        found = threads.map(lambda part: collect_footers(store, part, columns, where), parts)
+        return join_footers([*done, *found])
 
 
 def join_footers(parts: Sequence[Footers]) -> Footers:

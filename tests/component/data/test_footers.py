@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import threading
 import tracemalloc
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -23,9 +26,9 @@ from spark_elastic.errors import InvalidInput, StoreError
 MILLION = 1_000_000
 
 
-def write_files(folder: Path, count: int) -> list[DataFile]:
+def write_files(folder: Path, files: int) -> list[DataFile]:
     """In every third file the column y has another type; x has nulls."""
-    for number in range(count):
+    for number in range(files):
         ids = np.arange(number * 10, number * 10 + 10)
         x = pa.array([[i, 1] if i % 4 else [i, None] for i in ids], pa.list_(pa.float32()))
         kind = pa.float64() if number % 3 == 0 else pa.float32()
@@ -45,8 +48,9 @@ def assert_equal(first: Footers, second: Footers) -> None:
         assert np.array_equal(first.values[name], second.values[name])
 
 
-def test_threads_find_in_the_footers_what_one_thread_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("waits", [False, True])
+def test_threads_read_footers_where_reading_waits_and_find_what_one_thread_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: bool
 ) -> None:
     files = write_files(tmp_path, 10)
     store, columns = Store.open(str(tmp_path)), ["id", "x", "y"]
@@ -54,8 +58,17 @@ def test_threads_find_in_the_footers_what_one_thread_does(
     assert len(alone.schemas) == 2
     assert alone.group_rows.tolist() == [4, 4, 2] * 10
     assert alone.nulls["x"].sum() == 25
+    threads: set[str] = set()
+
+    def collect(*arguments: Any) -> Footers:
+        threads.add(threading.current_thread().name)
+        return collect_footers(*arguments)
+
     monkeypatch.setattr(footers, "FILES_PER_THREAD", 3)
+    monkeypatch.setattr(footers, "collect_footers", collect)
+    monkeypatch.setattr(footers, "read_thread_seconds", count(0, 0 if waits else 1000).__next__)
     assert_equal(collect_footers_in_threads(store, files, columns), alone)
+    assert (len(threads) > 1) is waits
 
 
 def test_an_error_of_a_thread_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
