@@ -4,7 +4,7 @@
 
 The files lie on this machine's disk, 10 small row groups in each. Each figure is of a process of its own, which
 describes the files, writes the manifest as the run's record does and reads it again, and permutes the first epoch.
-Ours: the footers read by a Spark job on local[*] and, for comparison, by threads of the driver. Peer: the same calls of
+Ours: the footers read by a Spark job on local[*] and, for comparison, by the driver alone. Peer: the same calls of
 an earlier checkout of this repository (--before), which reads footers one by one. Memory: how much the driver's Python
 process grew at its peak. Processor: of that process, which is what is left of a driver's time on a busy machine.
 """
@@ -93,8 +93,8 @@ def main() -> None:
         folder = Path(parent) / "files"
         folder.mkdir()
         write_files(folder, arguments.files)
-        ours = {how: measure(here, folder, how) for how in ("threads", "executors")}
-        before = measure(arguments.before.resolve(), folder, "threads") if arguments.before else {}
+        ours = {how: measure(here, folder, how) for how in ("the driver", "executors")}
+        before = measure(arguments.before.resolve(), folder, "the driver") if arguments.before else {}
     rows = []
     for how, found in ours.items():
         for name, value in found.items():
