@@ -162,7 +162,7 @@ def parse(given: Mapping[str, Any], config: object = None) -> Options:
 def _check(mine: dict[str, Any]) -> None:
     for name in ("num_workers", "min_workers", "max_workers"):
         value = mine.get(name, 1)
-        if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+        if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
             raise InvalidInput(f"{name} must be a whole number of at least 1; got {value!r}.")
         if name in mine:
             mine[name] = int(value)  # numpy's, too
