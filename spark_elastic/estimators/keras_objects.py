@@ -36,6 +36,7 @@ from spark_elastic.keras.train.compiled import CompiledLosses
 from spark_elastic.keras.train.trainer import ConnectedModel, KerasUserObjects
 from spark_elastic.tensorflow.sync_batch_norm import SyncBatchNormalization
 from spark_elastic.torch.generators import seeded_rng
+from spark_elastic.training.callbacks import check_watched_names
 from spark_elastic.training.fit_config import describe_type
 from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.transformation import check_transformation
@@ -122,17 +123,9 @@ def check_watched(objects: KerasUserObjects, validates: bool) -> None:
     if not watched or has_hook(objects.callbacks, ("on_epoch_end",), ("keras.", "spark_elastic.")):
         return
     known = _list_epoch_numbers(objects.model.load())
-    for name in watched:
-        if name.startswith("val_") and not validates:
-            raise InvalidInput(
-                f"a callback watches {name!r}, but nothing is validated: set validation (validation_paths of "
-                "fit_on_parquet), or the callback's monitor='loss'."
-            )
-        if known is not None and name.removeprefix("val_") not in (*known, "learning_rate"):
-            names = [*known, *(f"val_{each}" for each in known if validates)]
-            raise InvalidInput(
-                f"a callback watches {name!r}, which no epoch will have: set its monitor to one of {', '.join(names)}."
-            )
+    check_watched_names(
+        watched, known or ["loss"], validates, lambda name: known is None or name == "learning_rate"
+    )
 
 
 def _list_epoch_numbers(model: Any) -> list[str] | None:

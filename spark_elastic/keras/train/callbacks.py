@@ -19,7 +19,7 @@ from elastic_collectives import Group
 from spark_elastic.keras.train.state import from_json_tree, is_plain, to_json_tree, value_of
 from spark_elastic.protocol.types import START
 from spark_elastic.state.snapshot import build_snapshot
-from spark_elastic.training.callback_states import name_classes, pair_states
+from spark_elastic.training.callbacks import name_classes, pair_states
 
 _WRITERS = ("ModelCheckpoint", "CSVLogger", "TensorBoard", "RemoteMonitor", "ProgbarLogger")
 WRITERS = tuple(getattr(keras.callbacks, name) for name in _WRITERS if hasattr(keras.callbacks, name))

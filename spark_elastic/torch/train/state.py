@@ -23,7 +23,7 @@ from spark_elastic.protocol.types import START, Position
 from spark_elastic.state.snapshot import Bytes, Extent, Snapshot, SnapshotBuilder
 from spark_elastic.torch.devices import CPU, SnapshotCopy
 from spark_elastic.torch.train.forward import rng_state, set_rng_state
-from spark_elastic.training.callback_states import name_classes, pair_states
+from spark_elastic.training.callbacks import name_classes, pair_states
 from spark_elastic.training.progress import TrainingProgress
 
 # Keys of dicts of one entry that stand for ...

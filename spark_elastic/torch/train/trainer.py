@@ -16,7 +16,6 @@ import torch
 
 from elastic_collectives import Group
 from spark_elastic.data.loader import StepRows
-from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import MembershipVersion, Position
 from spark_elastic.torch.determinism import align_tensors, describe_arithmetic, use_deterministic_arithmetic
 from spark_elastic.torch.devices import (
@@ -41,6 +40,7 @@ from spark_elastic.torch.train.spec import TorchUserObjects, make_batch_builder,
 from spark_elastic.torch.train.state import TorchTrainingState, dump_values, move_to_device
 from spark_elastic.torch.train.step import GradientScaling, TrainStep
 from spark_elastic.training.batch import LocalBatch
+from spark_elastic.training.callbacks import check_watched_names
 from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.loop import TrainingLoop
@@ -303,18 +303,12 @@ def check_watched(objects: TorchUserObjects, labels: Sequence[str], validates: b
     prefixes = tuple(f"{name}_" for name, metric in objects.metrics.items() if is_accumulator(metric))
     # The user's own callbacks may add any number in `on_epoch_end`.
     may_add = any(not _is_own(callback.on_epoch_end) for callback in objects.callbacks)
-    for name in objects.watched:
-        plain = name.removeprefix("val_")
-        if not ({name, plain} & {*known, *NOT_METRICS} or may_add or plain.startswith(prefixes)):
-            names = [*known, *(f"val_{each}" for each in known if validates)]
-            raise InvalidInput(
-                f"a callback watches {name!r}, which no epoch will have: set its monitor to one of {', '.join(names)}."
-            )
-        if name.startswith("val_") and name not in known and not validates:
-            raise InvalidInput(
-                f"a callback watches {name!r}, but nothing is validated: set validation (validation_paths of "
-                "fit_on_parquet), or the callback's monitor='loss'."
-            )
+    check_watched_names(
+        objects.watched,
+        known,
+        validates,
+        lambda name: may_add or name in NOT_METRICS or name.startswith(prefixes),
+    )
 
 
 def list_epoch_numbers(objects: TorchUserObjects, labels: Sequence[str]) -> list[str]:
