@@ -12,6 +12,7 @@ another one aborts it: a communicator is never destroyed otherwise, since after 
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import sys
@@ -107,27 +108,30 @@ class BulkPlane:
         deadline = self._clock.now() + BUILD_TIMEOUT
         while True:
             self._built.wait(REQUIRE_EVERY)
-            states = self._exchange_states()
+            states, expired = self._exchange_states(deadline)
             if self.is_settled:
                 return
-            if self._clock.now() > deadline:
+            if expired:
                 late = _list_ranks(states, State.PENDING)
                 raise CollectiveError(
                     late,
                     f"ranks {list(late)} have built no {self._backend} communicator in {BUILD_TIMEOUT:g} s",
                 )
 
-    def _exchange_states(self) -> list[int]:
-        """Settle, if the ranks' states allow it; returns these."""
+    def _exchange_states(self, deadline: float = math.inf) -> tuple[list[int], bool]:
+        """Settle, if the ranks' states allow it. Returns these, and whether the deadline of a rank has passed: all
+        ranks see it in the same exchange, since one that gave up by its own clock would leave the others waiting."""
         own = State.PENDING
         if self._built.is_set():
             own = State.FAILED if self._problem else State.READY
-        states: list[int] = self._group.allgather(np.array([own], np.uint8)).reshape(-1).tolist()
+        expired = self._clock.now() > deadline
+        told = self._group.allgather(np.array([own, expired], np.uint8)).reshape(-1, 2)
+        states: list[int] = told[:, 0].tolist()
         if State.FAILED in states:
             self._settle(False)
         elif all(state == State.READY for state in states):
             self._settle(True)
-        return states
+        return states, bool(told[:, 1].any())
 
     def launch(self, start: Callable[[Any], Any]) -> Any:
         """Begin a collective. Any thread, in the same order on all ranks. Returns its `Work`.
@@ -252,7 +256,9 @@ class BulkSums:
         try:
             while True:
                 state = self._poll(self._clock.now() + AGREE_EVERY)
-                told = self._group.allgather(np.array([state, self._signature], np.int32)).reshape(-1, 2)
+                waited = int(1000 * (self._clock.now() - began))  # ms
+                own = np.array([state, self._signature, waited], np.int32)
+                told = self._group.allgather(own).reshape(-1, 3)
                 states = told[:, 0].tolist()
                 if all(each == State.READY for each in states) and len(set(told[:, 1].tolist())) == 1:
                     self._works = []
@@ -260,9 +266,10 @@ class BulkSums:
                 shared = self._find_shared_failure(told)
                 if shared is not None:
                     break
-                # While no rank is complete, the devices may still compute what is to be summed.
+                # While no rank is complete, the devices may still compute what is to be summed. All ranks decide by
+                # the one that waited longest: a rank that left by its own clock would look like one that is lost.
                 limit = timeout if State.READY in states else COMPUTE_TIMEOUTS * timeout
-                if self._clock.now() - began > limit:
+                if told[:, 2].max() > 1000 * limit:
                     late = _list_ranks(states, State.PENDING)
                     raise CollectiveError(
                         late, f"the bulk sums of ranks {list(late)} were not complete after {limit:g} s"
@@ -277,7 +284,7 @@ class BulkSums:
         raise shared
 
     def _find_shared_failure(self, told: npt.NDArray[np.int32]) -> CollectiveError | None:
-        """What is wrong by what all ranks have told each other: (state, signature) of each."""
+        """What is wrong by what all ranks have told each other: (state, signature, ms waited) of each."""
         other = np.flatnonzero(told[:, 1] != told[0, 1]).tolist()
         if other:
             ranks = (0, other[0])

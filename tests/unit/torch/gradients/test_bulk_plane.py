@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from elastic_collectives import CollectiveError, Group
-from spark_elastic.torch.gradients.bulk_plane import BulkPlane, BulkStep
+from spark_elastic.clock import SystemClock
+from spark_elastic.torch.gradients.bulk_plane import BulkPlane, BulkStep, BulkSums
 from spark_elastic.torch.gradients.exchange_options import DEFAULT_OPTIONS
 from tests import simulated_nccl
 from tests.devices import use_device
@@ -115,8 +116,15 @@ def test_a_rank_whose_communicator_fails_leaves_all_with_the_host(capsys: pytest
     assert "gradients travel through host memory in this world" in capsys.readouterr().err
 
 
-def test_late_ranks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spark_elastic.torch.gradients.bulk_plane.BUILD_TIMEOUT", 0.3)
+class FastClock(SystemClock):
+    """A hundred times as fast: that rank's deadlines pass first."""
+
+    def now(self) -> float:
+        return 100 * super().now()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_late_ranks_are_named_by_all_whoever_finds_them_late_first(first: int) -> None:
     done = threading.Event()
 
     def work(group: Group) -> tuple[int, ...]:
@@ -126,20 +134,48 @@ def test_late_ranks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
             plane._builder = threading.Thread(target=done.wait)
         else:
             plane._create = Alone  # type: ignore[method-assign]
+        if group.rank == first:
+            plane._clock = FastClock()
         plane.start()
         with pytest.raises(
-            CollectiveError, match=r"ranks \[1\] have built no simnccl communicator in 0.3 s"
+            CollectiveError, match=r"ranks \[1\] have built no simnccl communicator in 30 s"
         ) as error:
             plane.require()
         done.set()
         plane._builder.join()
         return tuple(error.value.ranks)
 
-    class Alone:
-        def allreduce(self, tensors: Any) -> Any:
-            tensors[0].fill_(2.0)
-            work = simulated_nccl.Work()
-            work.done.set()
-            return work
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("spark_elastic.torch.gradients.bulk_plane.BUILD_TIMEOUT", 30.0)
+        assert run_in_world(2, work) == [(1,), (1,)]
 
-    assert run_in_world(2, work) == [(1,), (1,)]
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_ranks_whose_sums_are_late_are_named_by_all_whoever_finds_them_late_first(first: int) -> None:
+    def work(group: Group) -> tuple[int, ...]:
+        plane = BulkPlane(group, torch.device("cpu"), simulated_nccl.NAME, lambda: (dist.HashStore(),))  # type: ignore[attr-defined,unused-ignore]
+        plane._process_group = Alone()
+        sums = BulkSums(plane, group)
+        if group.rank == first:
+            sums._clock = FastClock()
+        if group.rank == 1:
+            sums.launch(lambda _: simulated_nccl.Work())  # never complete
+        else:
+            sums.launch(lambda alone: alone.allreduce([torch.ones(1)]))
+        with pytest.raises(
+            CollectiveError, match=r"the bulk sums of ranks \[1\] were not complete after 30 s"
+        ) as error:
+            sums.finish()
+        return tuple(error.value.ranks)
+
+    assert run_in_world(2, work, timeout=30.0) == [(1,), (1,)]
+
+
+class Alone:
+    """A communicator whose collectives are complete at once."""
+
+    def allreduce(self, tensors: Any) -> Any:
+        tensors[0].fill_(2.0)
+        work = simulated_nccl.Work()
+        work.done.set()
+        return work
