@@ -42,8 +42,10 @@ from spark_elastic.worker.program import Program, compute_fingerprint, format_tr
 from spark_elastic.worker.stack_sampler import StackSampler, WaitRecordingClient
 
 PR_SET_PDEATHSIG = 1
-_HOST_POLL = 10  # milliseconds between two looks at the executor's JVM; a look takes 0.02 ms
-_PF_EXITING = 0x4  # the kernel's flag of a thread that has begun to exit
+_HOST_POLL = 5  # milliseconds between two looks at the executor's JVM; a look takes 0.02 ms
+# In the kernel's record of a thread: the flag of one that has begun to exit; the bit of a pending SIGKILL, which each
+# thread of a killed process has until it runs again and exits.
+_PF_EXITING, _SIGKILL_PENDING = 0x4, 1 << (signal.SIGKILL - 1)
 
 
 @dataclass(frozen=True)
@@ -226,7 +228,7 @@ def exit_with_process(pid: int) -> None:
 
 
 def is_exiting(pid: int) -> bool:
-    """Whether all threads of a process exit or have exited, as after SIGKILL."""
+    """Whether all threads of a process exit, have exited, or must exit next, as after SIGKILL."""
     try:
         if not _is_thread_exiting(f"/proc/{pid}/stat"):  # of its first thread
             return False
@@ -243,8 +245,8 @@ def is_exiting(pid: int) -> bool:
 def _is_thread_exiting(path: str) -> bool:
     with open(path, "rb") as file:
         state = file.read()
-    flags = state[state.rindex(b")") :].split()[7]  # the name before may have any characters
-    return bool(int(flags) & _PF_EXITING)
+    fields = state[state.rindex(b")") :].split()  # the name before may have any characters
+    return bool(int(fields[7]) & _PF_EXITING or int(fields[29]) & _SIGKILL_PENDING)
 
 
 def shut_down_connections() -> None:
