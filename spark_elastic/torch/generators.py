@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -43,12 +43,9 @@ def torch_rng_state() -> torch.Tensor:
         return torch.get_rng_state()
 
 
-@contextmanager
-def seeded_rng(*key: int) -> Iterator[None]:
+def seeded_rng(*key: int) -> AbstractContextManager[object]:
     """Inside, random numbers depend on `key` alone; afterwards the generators are as they were before."""
-    with borrow_rng() as seed:
-        seed(*key)
-        yield
+    return _BorrowedGenerators(key)
 
 
 def device_rng_state() -> torch.Tensor | None:
@@ -73,17 +70,35 @@ def _find_device_module() -> Any:
     return getattr(torch, kind)
 
 
-@contextmanager
-def borrow_rng() -> Iterator[Callable[..., None]]:
+def borrow_rng() -> AbstractContextManager[Callable[..., None]]:
     """Gives a function that seeds the generators by whole numbers; afterwards they are as they were before."""
-    saved = torch_rng_state(), random.getstate(), device_rng_state()
-    try:
-        with _borrow_numpy():
-            yield _seed
-    finally:
-        torch.set_rng_state(saved[0])
-        random.setstate(saved[1])
-        set_device_rng_state(saved[2])
+    return _BorrowedGenerators(())
+
+
+class _BorrowedGenerators:
+    """The context of `borrow_rng` and `seeded_rng`; each step enters one, so it is no generator function."""
+
+    def __init__(self, key: tuple[int, ...]) -> None:
+        """key: seeds the generators at the beginning; (): nothing does."""
+        self._key = key
+
+    def __enter__(self) -> Callable[..., None]:
+        self._torch, self._python, self._device = torch_rng_state(), random.getstate(), device_rng_state()
+        # Since numpy 1.24 the generator is exchanged for another one: getting and setting its state takes ten times as
+        # long.
+        self._exchanges = hasattr(mtrand, "set_bit_generator")
+        self._numpy: Any = mtrand.get_bit_generator() if self._exchanges else np.random.get_state()
+        if self._exchanges:
+            mtrand.set_bit_generator(_spare_generator())
+        if self._key:
+            _seed(*self._key)
+        return _seed
+
+    def __exit__(self, *error: object) -> None:
+        (mtrand.set_bit_generator if self._exchanges else np.random.set_state)(self._numpy)
+        torch.set_rng_state(self._torch)
+        random.setstate(self._python)
+        set_device_rng_state(self._device)
 
 
 def _seed(*key: int) -> None:
@@ -95,25 +110,6 @@ def _seed(*key: int) -> None:
         module.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
-
-
-@contextmanager
-def _borrow_numpy() -> Iterator[None]:
-    """`borrow_rng` for numpy's generator."""
-    if not hasattr(mtrand, "set_bit_generator"):  # before numpy 1.24
-        state: Any = np.random.get_state()
-        try:
-            yield
-        finally:
-            np.random.set_state(state)
-        return
-    # The generator is exchanged for another one, since getting and setting its state takes ten times as long.
-    saved = mtrand.get_bit_generator()
-    mtrand.set_bit_generator(_spare_generator())
-    try:
-        yield
-    finally:
-        mtrand.set_bit_generator(saved)
 
 
 @cache

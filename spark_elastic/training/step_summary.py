@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -99,8 +100,8 @@ def exchange_summaries(group: Group, mine: StepSummary) -> StepDecision:
         MismatchError: ranks stand at different positions or cut their gradients differently; on every rank alike.
         CollectiveError: the group broke.
     """
-    position = mine.position
-    header = _Header(
+    position, count = mine.position, len(mine.present)
+    header = _FORMAT.pack(
         *group.fence,
         position.epoch,
         position.phase,
@@ -113,28 +114,33 @@ def exchange_summaries(group: Group, mine: StepSummary) -> StepDecision:
         mine.seconds,
         mine.wants_stop,
     )
-    found_sparse = np.zeros_like(mine.present) if mine.found_sparse is None else mine.found_sparse
-    flags = np.concatenate([mine.present, found_sparse])
-    packed = np.packbits(flags).tobytes()
-    gathered = group.allgather(np.frombuffer(_FORMAT.pack(*header) + packed, np.uint8))
+    found_sparse = np.zeros(count, np.bool_) if mine.found_sparse is None else mine.found_sparse
+    packed = _pack_flags(mine.present.tobytes(), found_sparse.tobytes())
+    gathered = group.allgather(np.frombuffer(header + packed, np.uint8))
     blobs = [blob.tobytes() for blob in gathered]
     headers = [_Header(*_FORMAT.unpack_from(blob)) for blob in blobs]
     _check_agreement(group, headers)
-    count = len(mine.present)
-    flags_of_any = flags
+    present = mine.present
     if any(blob[_FORMAT.size :] != packed for blob in blobs):  # most steps have the same flags everywhere
         united = np.bitwise_or.reduce(gathered[:, _FORMAT.size :])
-        flags_of_any = np.unpackbits(united, count=2 * count).view(np.bool_)
+        flags = np.unpackbits(united, count=2 * count).view(np.bool_)
+        present, found_sparse = flags[:count], flags[count:]
     return StepDecision(
         version=MembershipVersion.decode(max(header.version for header in headers)),
         rows=sum(header.rows for header in headers),
         loss=_sum_in_order(header.loss for header in headers),
         denominator=_sum_in_order(header.denominator for header in headers),
-        present=flags_of_any[:count],
-        found_sparse=flags_of_any[count:],
+        present=present,
+        found_sparse=found_sparse,
         stops=headers[0].wants_stop,
         seconds=tuple(header.seconds for header in headers),
     )
+
+
+@lru_cache(maxsize=4)  # most steps have the flags of the step before
+def _pack_flags(present: bytes, found_sparse: bytes) -> bytes:
+    """Eight flags a byte; given one a byte."""
+    return np.packbits(np.frombuffer(present + found_sparse, np.bool_)).tobytes()
 
 
 def _check_agreement(group: Group, headers: Sequence[_Header]) -> None:

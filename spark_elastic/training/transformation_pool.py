@@ -52,7 +52,8 @@ class PendingStep:
     def finish(self) -> StepRows:
         """The rows as model and loss take them. Raises what the user's function raised."""
         if self._finished is None:
-            self._finished = replace(self.rows, columns=self._get_columns())
+            rows, columns = self.rows, self._get_columns()
+            self._finished = rows if columns is rows.columns else replace(rows, columns=columns)
         return self._finished
 
     def cancel(self) -> None:

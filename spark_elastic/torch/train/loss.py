@@ -116,10 +116,15 @@ class RowLoss:
         self._summed = reduction == "sum"
         self._per_row_sums = reduction in ("sum", "batchmean")
         self._loss = loss
+        # Computes the sum over rows at once, where each has one number; None: only `_loss` is known to.
+        self._sum_loss: Any = None
         # CTC's mean divides every row by the length of its own label, which its "none" does not.
         if isinstance(loss, _Loss) and not isinstance(loss, CTCLoss):
             self._loss = copy.deepcopy(loss)
             self._loss.reduction = "none"
+        if type(loss) in (*_ELEMENTWISE, nn.CrossEntropyLoss, nn.NLLLoss):  # a class of the user may do more
+            self._sum_loss = copy.deepcopy(loss)
+            self._sum_loss.reduction = "sum"
         self._of_classes = isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
         self._elementwise = is_elementwise(loss)
         # (C,) Weights of the classes, on the host.
@@ -158,7 +163,13 @@ class RowLoss:
         if isinstance(self._loss, nn.Module) and labels[0].device != self._device:
             self._device = labels[0].device
             self._loss.to(self._device)
-        value = self._loss(output, *self._match_label_shape(output, labels))
+            if self._sum_loss is not None:
+                self._sum_loss.to(self._device)
+        matched = self._match_label_shape(output, labels)
+        if self._sum_loss is not None and weights is None and self._has_one_number_per_row(output, matched):
+            total = self._sum_loss(output, *matched)
+            return LossSum(total, self._compute_denominator(host_labels, host_weights))
+        value = self._loss(output, *matched)
         self._check_value(value, output, labels)
         if value.ndim == 0:
             if self._weighted:
@@ -221,6 +232,15 @@ class RowLoss:
         if output.shape == (len(label), 1) and label.ndim == 1:
             label = label.unsqueeze(1)
         return label, *labels[1:]
+
+    def _has_one_number_per_row(self, output: Any, labels: tuple[torch.Tensor, ...]) -> bool:
+        """Whether the loss of each row is one number. labels: as the loss takes them."""
+        label = labels[0]
+        if not isinstance(output, torch.Tensor) or len(labels) > 1:
+            return False
+        if self._elementwise:
+            return output.shape == label.shape and output.numel() == len(label)
+        return self._of_classes and output.ndim == 2 and label.ndim == 1
 
     def _check_value(self, value: Any, output: Any, labels: tuple[torch.Tensor, ...]) -> None:
         rows = len(labels[0])

@@ -270,7 +270,7 @@ class BatchBuilder:
 
     def _choose_dtype(self, tensor: torch.Tensor) -> torch.dtype:
         """Floating point numbers get the model's dtype; integers, which are class labels or indices, become int64."""
-        if tensor.is_floating_point():
+        if tensor.dtype.is_floating_point:
             return self._dtype
         return tensor.dtype if tensor.dtype is torch.bool else torch.int64
 

@@ -38,6 +38,15 @@ def mean_of_rows(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     return compute_row_loss(output, label).mean()
 
 
+class FocalLoss(nn.CrossEntropyLoss):
+    """The user's own: it needs the loss of each row."""
+
+    def forward(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        each = F.cross_entropy(output, label, reduction="none")
+        rows = (1 - torch.exp(-each)) ** 2 * each
+        return rows if self.reduction == "none" else getattr(rows, self.reduction)()
+
+
 # name -> (the user's loss, what one process takes for the whole batch, label)
 Case = tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor], torch.Tensor]
 CASES: dict[str, Case] = {
@@ -55,6 +64,7 @@ CASES: dict[str, Case] = {
         ("partial nll_loss", partial(F.nll_loss, weight=BY_CLASS), CLASS),
         ("partial of squares, summed", partial(F.mse_loss, reduction="sum"), REAL),
         ("partial of another, summed", partial(F.soft_margin_loss, reduction="sum"), REAL),
+        ("the user's own class", FocalLoss(), FEW),
         ("mean squares", nn.MSELoss(), REAL),
         ("summed squares", nn.MSELoss(reduction="sum"), REAL),
         ("Huber", nn.HuberLoss(), REAL),
