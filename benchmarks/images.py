@@ -35,8 +35,7 @@ from spark_elastic.data.loader import StepLoader
 from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.reading.readers import open_reader
 from spark_elastic.data.store import Store
-from spark_elastic.training.row_random import RowRandom
-from spark_elastic.training.transformation import BatchTransformation
+from spark_elastic.training.transformation import BatchTransformation, RowRandom
 from spark_elastic.training.transformation_pool import TransformationPool
 
 SIDE, CROP, BATCH, WORKERS = 64, 56, 256, 2

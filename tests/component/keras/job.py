@@ -17,8 +17,8 @@ from spark_elastic.keras.train.archive import Archive
 from spark_elastic.keras.train.trainer import KerasTrainProgram, KerasUserObjects
 from spark_elastic.state.checkpoint import CheckpointPolicy
 from spark_elastic.training.fit_config import FitConfig
-from spark_elastic.training.row_random import RowRandom
 from spark_elastic.training.spec import Rows, TrainSpec
+from spark_elastic.training.transformation import RowRandom
 from tests.component.torch.job import CLASSES, RUN, SEED, WIDTH
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.training.row_random import RowRandom
+from spark_elastic.training.transformation import RowRandom
 
 ROWS = np.arange(5000)
 

@@ -13,10 +13,10 @@ import torch
 from spark_elastic.data.loader import StepRows
 from spark_elastic.data.plan import DataPlan, Division
 from spark_elastic.errors import InvalidInput
-from spark_elastic.training.row_random import RowRandom
 from spark_elastic.training.transformation import (
     BatchTransformation,
     RowBatch,
+    RowRandom,
     check_transformation,
     reshape_results,
     transform_columns,
