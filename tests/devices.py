@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from spark_elastic.worker.context import get_process_context
-
 ONLY = "SPARK_ELASTIC_TESTS_DEVICE"
 DEVICES: list[Any] = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # Where workers are processes, which other tests of the CPU cover.
@@ -36,6 +34,8 @@ def initialize_cuda() -> None:
 def use_device(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let this process train on a device, as a worker does whose slot was given it. Skips where there is none."""
     import torch
+
+    from spark_elastic.worker.context import get_process_context
 
     if kind == "cuda" and not torch.cuda.is_available():
         pytest.skip("no accelerator")
