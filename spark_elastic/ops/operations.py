@@ -25,7 +25,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.negotiation import ALLGATHER, ALLREDUCE, BARRIER, BROADCAST, REDUCESCATTER, Request
 from spark_elastic.ops.operation import CompletionSignal
 from spark_elastic.ops.operation_queue import OperationQueue
-from spark_elastic.ops.process_sets import ProcessSet, global_process_set, root_index, world
+from spark_elastic.ops.process_sets import ProcessSet, global_process_set, is_added, root_index, world
 from spark_elastic.ops.reduction import Average, ReduceOp
 from spark_elastic.ops.timeline import get_timeline
 from spark_elastic.state.snapshot import pickle_value
@@ -75,7 +75,7 @@ def get_queue(process_set: ProcessSet = global_process_set) -> OperationQueue:
     """
     if not isinstance(process_set, ProcessSet):
         raise InvalidInput(f"process_set must be a ProcessSet; got {type(process_set).__name__}.")
-    if process_set.process_set_id is None:
+    if not is_added(process_set):
         raise InvalidInput(f"{process_set} is not usable yet: add_process_set() first, on all ranks.")
     group = world()
     if group.rank not in process_set.ranks:

@@ -188,10 +188,19 @@ def reset_process_sets(process_sets: Iterable[ProcessSet | Sequence[int]] = ()) 
             add_process_set(process_set)
 
 
+def _get_sets() -> dict[int, ProcessSet]:
+    return {0: global_process_set, **_get_registry().added}
+
+
+def is_added(process_set: ProcessSet) -> bool:
+    """Whether this call of the user's function added the set, under the id that it has; true for the global set."""
+    number = process_set.process_set_id
+    return number is not None and _get_sets().get(number) == process_set
+
+
 def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
     """Return all sets by id, the global one (0) included, with those of their ranks that the current world has."""
-    everything = {0: global_process_set, **_get_registry().added}
-    return {number: process_set.ranks for number, process_set in everything.items()}
+    return {number: process_set.ranks for number, process_set in _get_sets().items()}
 
 
 def is_process_set_included(process_set_id: int) -> bool:
@@ -209,7 +218,7 @@ def get_process_set(process_set_id: int) -> ProcessSet:
     Raises:
         InvalidInput: there is no such set.
     """
-    found = {0: global_process_set, **_get_registry().added}.get(process_set_id)
+    found = _get_sets().get(process_set_id)
     if found is None:
         raise InvalidInput(f"there is no process set {process_set_id}: add it first.")
     return found

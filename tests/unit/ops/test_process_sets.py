@@ -79,6 +79,10 @@ def test_process_sets_are_added_removed_and_reset() -> None:
     assert not remove_process_set(global_process_set)
     with pytest.raises(InvalidInput, match="add_process_set"):
         get_queue(first)
+    unknown = ProcessSet([0, 1])
+    unknown.process_set_id = 10
+    with pytest.raises(InvalidInput, match="add_process_set"):
+        get_queue(unknown)
     with pytest.raises(InvalidInput, match="there is no process set 1"):
         is_process_set_included(1)
     assert add_process_set(first).process_set_id == 2
