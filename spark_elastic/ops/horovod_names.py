@@ -28,6 +28,7 @@ from spark_elastic.ops.topology import (
     rocm_built,
     shutdown,
     size,
+    sycl_built,
 )
 from spark_elastic.state.state import HostsUpdatedInterrupt
 
@@ -67,4 +68,5 @@ __all__ = [
     "size",
     "start_timeline",
     "stop_timeline",
+    "sycl_built",
 ]

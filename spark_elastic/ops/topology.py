@@ -128,6 +128,11 @@ def rocm_built() -> bool:
     return False
 
 
+def sycl_built() -> bool:
+    """False: the engine knows no GPU."""
+    return False
+
+
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: object) -> None:
     """Do nothing: no part of this interface is built for one framework."""
 

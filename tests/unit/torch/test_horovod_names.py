@@ -32,7 +32,7 @@ SIGNATURES = {
         ["size", "local_size", "cross_size", "rank", "local_rank", "cross_rank", "is_homogeneous"], ""
     ),
     **dict.fromkeys(["mpi_threads_supported", "mpi_enabled", "mpi_built", "gloo_enabled", "gloo_built"], ""),
-    **dict.fromkeys(["nccl_built", "ddl_built", "ccl_built", "cuda_built", "rocm_built"], ""),
+    **dict.fromkeys(["nccl_built", "ddl_built", "ccl_built", "cuda_built", "rocm_built", "sycl_built"], ""),
     "allreduce": f"tensor, {_SQUEEZED}",
     "allreduce_async": f"tensor, {_REDUCE}",
     "allreduce_": f"tensor, {_REDUCE}",
@@ -166,7 +166,7 @@ def test_build_queries_answer_as_horovods() -> None:
         hvd.ddl_built,
         hvd.ccl_built,
     )
-    assert not any(ask() for ask in (*no, hvd.cuda_built, hvd.rocm_built))
+    assert not any(ask() for ask in (*no, hvd.cuda_built, hvd.rocm_built, hvd.sycl_built))
     assert hvd.is_homogeneous()
     hvd.check_extension("spark_elastic.torch", "HOROVOD_WITH_PYTORCH", __file__, "x")
 
