@@ -133,6 +133,7 @@ class CompiledLosses:
     def _sum(self, part: _OutputLoss, labels: Any, outputs: Any, weights: Any) -> Any:
         label, output = _get_at(part.path, labels), _get_at(part.path, outputs)
         values = part.loss(label, output, sample_weight=weights)
+        _check_values(values, label, output)
         rows = tf.cast(tf.shape(tf.nest.flatten(output)[0])[0], part.loss.dtype)
         if values.shape.rank == 0:  # the user's function takes the mean itself
             return values * rows if part.reduction in MEANS else values
@@ -142,6 +143,23 @@ class CompiledLosses:
         if part.reduction == "mean_with_sample_weight" and weights is not None:
             return summed
         return summed * rows / tf.cast(tf.size(values), part.loss.dtype)
+
+
+def _check_values(values: Any, label: Any, output: Any) -> None:
+    """Refuse a loss of pairs of rows, such as (n, n) of a label (n,) and an output (n, 1). A later trace of TensorFlow
+    may not know the sizes; the first one does."""
+    labels, outputs = ([each.shape for each in keras.tree.flatten(tensors)] for tensors in (label, output))
+    if not all(shape.is_fully_defined() for shape in map(tf.TensorShape, [values.shape, *labels, *outputs])):
+        return
+    most = max(sum(map(math.prod, shapes)) for shapes in (labels, outputs))
+    if math.prod(values.shape) > most:
+        output_shapes, label_shapes = (
+            " and ".join(str(tuple(s)) for s in shapes) for shapes in (outputs, labels)
+        )
+        raise InvalidInput(
+            f"the loss made {tuple(values.shape)} out of the model's output {output_shapes} and labels {label_shapes}: "
+            "give output and label the same shape."
+        )
 
 
 def loss_arguments(loss: Any) -> dict[str, Any]:

@@ -49,6 +49,14 @@ def compute_wrong_loss(label: Any, output: Any) -> Any:
     return keras.ops.sum(output[:, 1:] - output, axis=-1)
 
 
+@keras.saving.register_keras_serializable("tests")
+class Squares(keras.losses.Loss):  # type: ignore[misc,unused-ignore]
+    """Of a class Keras does not bring the labels into the outputs' shape."""
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return keras.ops.square(y_true - y_pred)
+
+
 CROSS_ENTROPY = "sparse_categorical_crossentropy"
 
 
@@ -62,6 +70,10 @@ CROSS_ENTROPY = "sparse_categorical_crossentropy"
         (
             make(WIDTH, "categorical_crossentropy"),
             r"two rows of the data, .*'y' of int64 \(2,\), with ValueError: .*target",
+        ),
+        (
+            make(WIDTH, Squares(), 1),
+            r"made \(2, 2\) out of the model's output \(2, 1\) and labels \(2,\): give",
         ),
         (make(WIDTH, compute_wrong_loss), "with InvalidArgumentError: .*Incompatible shapes"),
     ],
