@@ -7,6 +7,7 @@ partitions have them, and `match` from the values. Values; any thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date, datetime
 from decimal import Decimal
@@ -184,6 +185,8 @@ def _match(values: pa.Array, comparison: Comparison) -> Mask:
         if positive == "in":
             given = [each for each in value if each == each]  # in Arrow's lists NaN equals itself
             kind = values.type if types.is_uint64(values.type) and all(map(_is_unsigned, given)) else None
+            if types.is_decimal(values.type) and all(map(_is_decimal, given)):
+                given, kind = _choose_decimals(given, values.type), values.type
             among = pa.array(given, kind)
             is_real = types.is_floating(values.type) or types.is_decimal(values.type)
             if is_real and types.is_floating(among.type):  # as "==" does: a cast of 0.1 would change it
@@ -209,6 +212,20 @@ def _match(values: pa.Array, comparison: Comparison) -> Mask:
 def _is_unsigned(value: Any) -> bool:
     """Whether it is a whole number that uint64 has. Arrow takes it for int64, which it does not compare with uint64."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(0 <= value < 2**64)
+
+
+def _is_decimal(value: Any) -> bool:
+    return isinstance(value, int | np.integer | Decimal) and not isinstance(value, bool)
+
+
+def _choose_decimals(given: list[Any], kind: pa.DataType) -> list[Any]:
+    """Those that the type of a decimal column has. Arrow refuses the others, which no row has, and casts int64 only to
+    19 digits."""
+    found = []
+    for each in given:
+        with suppress(pa.ArrowInvalid):
+            found.append(pa.scalar(each if isinstance(each, Decimal) else Decimal(int(each)), kind))
+    return found
 
 
 def parse_constant(text: str, like: Any, is_text: bool = False) -> Any:

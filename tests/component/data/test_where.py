@@ -121,13 +121,18 @@ def test_the_rows_that_match_are_those_that_pyarrow_has(
     ("kind", "where", "ids"),
     [
         (pa.decimal128(10, 2), ("k", "==", 0.1), [0]),
-        (pa.decimal128(10, 2), ("k", "!=", 0.1), [1, 2, 3]),
-        (pa.decimal128(10, 2), ("k", ">=", 0.1), [0, 2, 3]),
+        (pa.decimal128(10, 2), ("k", "!=", 0.1), [1, 2, 3, 4]),
+        (pa.decimal128(10, 2), ("k", ">=", 0.1), [0, 2, 3, 4]),
         (pa.decimal128(10, 2), ("k", "in", [0.1, 0.301]), [0]),
         (pa.decimal128(10, 2), ("k", "in", [Decimal("0.1")]), [0]),
         (pa.decimal128(10, 2), ("k", "<=", Decimal("0.3")), [0, 1, 2]),
+        (pa.decimal128(10, 2), ("k", "in", [Decimal("0.1"), Decimal("0.301"), Decimal(10) ** 12]), [0]),
+        (pa.decimal128(10, 2), ("k", "in", [0, np.int64(2), 10**30]), [4]),
+        (pa.decimal128(10, 2), ("k", "not in", [2, Decimal("0.3")]), [0, 1, 3]),
+        (pa.decimal128(10, 2), ("k", "==", 2), [4]),
+        (pa.decimal128(10, 2), ("k", "in", [2, 0.1]), [0, 4]),
         (pa.float32(), ("k", "in", [0.1, 0.5]), [3]),
-        (pa.float32(), ("k", "not in", [0.1, 0.5]), [0, 1, 2]),
+        (pa.float32(), ("k", "not in", [0.1, 0.5]), [0, 1, 2, 4]),
         (pa.float32(), ("k", "==", 0.1), []),
         (pa.float32(), ("k", "in", [np.float32(0.1)]), [0]),
         (pa.float64(), ("k", "==", np.float32(0.1)), []),
@@ -138,7 +143,7 @@ def test_the_rows_that_match_are_those_that_pyarrow_has(
 def test_numbers_match_alike_whatever_the_statistics_of_a_file_say(
     tmp_path: Path, kind: pa.DataType, where: Any, ids: list[int]
 ) -> None:
-    values = [Decimal(each) for each in ("0.1", "0.05", "0.3", "0.5")]
+    values = [Decimal(each) for each in ("0.1", "0.05", "0.3", "0.5", "2")]
     keys = pa.array(values if pa.types.is_decimal(kind) else [float(each) for each in values], kind)
     assert find_in_layouts(tmp_path, keys, where) == [ids] * 3
 
