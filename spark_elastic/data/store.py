@@ -17,7 +17,7 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -204,6 +204,11 @@ class Store:
             url = f"/{path}" if path.startswith("Volumes/") else f"/dbfs/{path}"
         if any(":" in urlsplit(part).netloc.rpartition("@")[0] for part in url.split("::")):
             raise InvalidInput("The store's url has a password in it: give credentials as storage_options.")
+        if scheme in ("file", "local") and rest.startswith("/") and not rest.startswith("//"):
+            raise InvalidInput(
+                f"The store's url {url} has no absolute path, which every process needs: write three slashes, as in "
+                "file:///mnt/jobs."
+            )
         try:
             filesystem, root = url_to_fs(url, **storage_options)
         except (ImportError, ValueError) as error:
@@ -362,6 +367,12 @@ class Store:
                 self._call("rm", self.path(name), longest=LISTING_SECONDS, recursive=True)
             except FileNotFoundError:
                 return
+
+    def remove_empty_folder(self, name: str) -> None:
+        """Delete a local folder that has nothing in it. An object store has no folders."""
+        if self.is_local:
+            with suppress(OSError):  # it has something in it
+                os.rmdir(self.path(name))
 
     @property
     def client(self) -> RetryingClient | None:

@@ -97,6 +97,7 @@ class RunLease:
         The record comes first: a run whose record names rows that are gone could not be resumed either.
         """
         self.delete_objects(f"runs/{self.run_id}/run.json", *names, attempts_folder(self.run_id))
+        self.store.remove_empty_folder(f"runs/{self.run_id}")
 
     def _find_owner(self) -> int:
         return find_highest_attempt(self.store, self.run_id)

@@ -98,6 +98,11 @@ def test_urls_of_stores_are_accepted(tmp_path: Path) -> None:
         assert store.is_local
 
 
+def test_a_url_of_a_relative_path_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="file://jobs/a has no absolute path"):
+        Store.open("file://jobs/a")
+
+
 def test_a_store_can_be_pickled(store: Store) -> None:
     store.write_bytes("x", b"1")
     assert pickle.loads(pickle.dumps(store)).read_bytes("x") == b"1"

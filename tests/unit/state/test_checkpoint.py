@@ -114,6 +114,7 @@ def test_r18_only_the_holder_removes_a_run_without_checkpoints(store: Store) -> 
     second.delete_run("runs/r/rows")
     assert run_lease.find_highest_attempt(store, "r") == 0
     assert not store.find("runs/r")
+    assert store.list("runs") == []
 
 
 def test_a_run_whose_files_cannot_be_deleted_keeps_its_record(caplog: pytest.LogCaptureFixture) -> None:
