@@ -235,12 +235,22 @@ def _copy_optimizer(optimizer: Any, custom_objects: Mapping[str, Any] | None) ->
         found = keras.optimizers.get(optimizer)
     except (ValueError, TypeError) as error:
         raise InvalidInput(f"optimizer must be a Keras optimizer or its name: {error}") from error
+    _check_rate_kind(found)
     custom = {**select_user_objects(iter_leaves(found)), **(custom_objects or {})}
     try:
         with keras.saving.custom_object_scope(custom):
             return type(found).from_config(found.get_config())
     except NotImplementedError as error:
         raise InvalidInput(f"the optimizer cannot be copied: {_first_sentence(error)}") from error
+
+
+def _check_rate_kind(optimizer: Any) -> None:
+    rate = getattr(optimizer, "_learning_rate", None)
+    if callable(rate) and not isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+        raise InvalidInput(
+            "the optimizer's learning_rate is a function, whose state no newcomer could take over: give a number, a "
+            "schedule of keras.optimizers.schedules, or a callback LearningRateScheduler."
+        )
 
 
 def _check_steps(model: Any) -> None:
@@ -274,6 +284,7 @@ def _check_steps(model: Any) -> None:
                 "workers, which here have different numbers of them: use BatchNormalization, whose running statistics "
                 "are averaged by rows, or LayerNormalization."
             )
+    _check_rate_kind(model.optimizer)
     if isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
         raise InvalidInput("float16 with scaled losses is not supported: use the policy mixed_bfloat16.")
     if model.optimizer.gradient_accumulation_steps:

@@ -82,6 +82,14 @@ def values(**changes: Any) -> dict[str, Any]:
         ({"model": net}, "the model is not compiled: call model.compile"),
         ({"model": net, "optimizer": "sgd"}, "give the estimator an optimizer and a loss"),
         ({"model": net, "optimizer": "nonsense", "loss": "mse"}, "optimizer must be a Keras optimizer"),
+        (
+            {"model": net, "optimizer": keras.optimizers.Adam(lambda: 0.1), "loss": "mse"},
+            "optimizer's learning_rate is a function",
+        ),
+        (
+            {"model": lambda: net(optimizer=keras.optimizers.Adam(lambda: 0.1), loss="mse")},
+            "optimizer's learning_rate is a function",
+        ),
         ({"model": build_own_step}, "OwnStep has a train_step"),
         ({"model": lambda: net(optimizer="sgd", loss="mse", steps_per_execution=4)}, "steps_per_execution"),
         ({"model": lambda: net(optimizer="sgd", loss="mse"), "callbacks": [3]}, "callbacks must be"),
