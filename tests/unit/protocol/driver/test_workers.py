@@ -128,6 +128,17 @@ def test_r13_a_code_that_the_function_chose_is_like_an_exception(code: int, outc
     bench.form()
     bench.on(WorkerExited(newcomer.slot, newcomer, code))
     assert [end.outcome for end in bench.find_commands(End)] == ([outcome] if outcome else [])
+    assert (
+        not outcome
+        or f"{newcomer} ended in world 2 with exit code {code}, as worker {name(2)} " in bench.end.reason
+    )
+
+
+def test_the_only_worker_did_not_raise_if_its_function_ended_the_process() -> None:
+    bench = Bench(replace(WHOLE, num_workers=1, max_workers=1))
+    bench.start(1)
+    bench.on(WorkerExited(name(1).slot, name(1), 0))
+    assert bench.end.reason == "the only worker of world 1 ended with exit code 0, at the beginning"
 
 
 def test_r15_in_the_middle_of_an_elastic_training_no_failed_rank_is_waited_for() -> None:
