@@ -25,6 +25,7 @@ from spark_elastic.estimators.keras_objects import (
     check_watched,
     compile_model,
     find_activation,
+    make_archive,
 )
 from spark_elastic.estimators.params import KerasParams, with_horovod_names
 from spark_elastic.estimators.transformer import try_widths
@@ -107,7 +108,7 @@ class ElasticKerasEstimator(  # type: ignore[misc,unused-ignore]
         plain = {name: keras.saving.serialize_keras_object(value) for name, value in configured.items()}
         custom = {**select_user_objects(iter_leaves(configured)), **(objects.get("custom_objects") or {})}
         if isinstance(objects.get("model"), keras.Model):
-            archive = Archive.of(objects.pop("model"), custom)
+            archive = make_archive(objects.pop("model"), custom)
             if archive.adapters:
                 raise InvalidInput(
                     "a model with LoRA layers is not saved with an estimator, since Keras reads their matrices back as "

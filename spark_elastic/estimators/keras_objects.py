@@ -65,7 +65,7 @@ def check_keras_objects(values: Mapping[str, Any]) -> KerasUserObjects:
     _check_columns(model, values)
     _check_rate(model, values["learning_rate"], values["scale_lr"])
     check_lambdas(iter_model_parts(model))
-    archive = _make_archive(model, values["custom_objects"])
+    archive = make_archive(model, values["custom_objects"])
     _check_losses(_read_back(archive))
     return KerasUserObjects(
         model=archive,
@@ -149,7 +149,7 @@ def compile_model(values: Mapping[str, Any]) -> Any:
     names = ("optimizer", "loss", "loss_weights", "metrics")
     given = {name: values[name] for name in names if values[name] is not None}
     if given:
-        copy = _make_archive(model, values["custom_objects"]).load()
+        copy = make_archive(model, values["custom_objects"]).load()
         before = dict(getattr(getattr(copy, "_compile_config", None), "config", {}))
         optimizer = given.get("optimizer", before.get("optimizer"))
         if optimizer is None or given.get("loss", before.get("loss")) is None:
@@ -216,10 +216,15 @@ def _model(model: Any, seed: Any) -> Any:
     return model
 
 
-def _make_archive(model: Any, custom_objects: Mapping[str, Any] | None) -> Archive:
+def make_archive(model: Any, custom_objects: Mapping[str, Any] | None) -> Archive:
+    """The model as its `.keras` file.
+
+    Raises:
+        InvalidInput: a class of the user's has no get_config().
+    """
     try:
         return Archive.of(model, custom_objects)
-    except NotImplementedError as error:  # a class of the user's without get_config()
+    except NotImplementedError as error:
         raise InvalidInput(
             f"the model cannot be written to a .keras file: {_first_sentence(error)}"
         ) from error

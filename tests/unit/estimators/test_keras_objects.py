@@ -220,6 +220,26 @@ def test_an_optimizers_exclusions_from_weight_decay_are_those_of_the_trained_mod
     assert [found.optimizer._use_weight_decay(v) for v in found.trainable_variables] == [True, False]
 
 
+class Unwritten(keras.Model):  # type: ignore[misc,unused-ignore]
+    """Keras cannot write what it is given, without get_config()."""
+
+    def __init__(self, names: set[str]) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(len(names))
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+
+def test_an_estimator_is_not_saved_with_a_model_that_keras_cannot_write() -> None:
+    model = Unwritten({"y"})
+    model(np.ones((1, 2)))
+    with pytest.raises(
+        InvalidInput, match=r"cannot be written to a .keras file: .*must override `get_config\(\)`"
+    ):
+        ElasticKerasEstimator()._pack_objects({"model": model})
+
+
 def test_an_estimator_is_not_saved_with_adapters_that_would_be_zeros() -> None:
     model = net(optimizer="sgd", loss="mse")
     model.layers[0].enable_lora(1)
