@@ -52,6 +52,14 @@ class LocalBatch(Generic[R]):
     def __len__(self) -> int:
         return len(self.row_ids)
 
+    @property
+    def has_weight(self) -> bool:
+        """Whether a row's sample weight is not 0; always where there are no weights."""
+        if self.shares:
+            return any(share.has_weight for share in self.shares)
+        weights: Any = self.weights if self.on_host is None else self.on_host[1]
+        return weights is None or bool(np.any(np.asarray(weights)))
+
     def micro_batches(self, rows: int) -> Iterator[LocalBatch[R]]:
         """Parts of at most `rows` rows, of sizes as equal as possible: BatchNorm cannot train on a single row."""
         parts = -(-len(self) // rows)

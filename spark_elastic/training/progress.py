@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,19 +32,24 @@ class StepSums:
     seconds: float = 0.0
     # Sizes of the worlds that took the steps, each once.
     world_sizes: list[int] = field(default_factory=list)
+    # A row had a sample weight other than 0, or rows have none.
+    has_weight: bool = False
 
     def add(self, decision: StepDecision, world_size: int, seconds: float) -> None:
         """Add a step that was applied."""
         self.loss += decision.loss
         self.divisor += decision.denominator
         self.rows += decision.rows
+        self.has_weight = self.has_weight or decision.has_weight
         self.steps += 1
         self.seconds += seconds
         if world_size not in self.world_sizes:
             self.world_sizes.append(world_size)
 
     def mean_loss(self) -> float:
-        """The mean over rows, or over steps where the loss has no divisor."""
+        """The mean over rows, or over steps where the loss has no divisor. NaN: no row counted."""
+        if not self.has_weight:
+            return math.nan
         return self.loss / (self.divisor or self.steps)
 
     def history_entry(self, epoch: int, planned: int) -> dict[str, Any]:

@@ -34,9 +34,10 @@ class _Header(NamedTuple):
     denominator: float
     seconds: float
     wants_stop: bool
+    has_weight: bool
 
 
-_FORMAT = struct.Struct("<QQqqqqQqddd?")
+_FORMAT = struct.Struct("<QQqqqqQqddd??")
 
 
 class StepSummary(NamedTuple):
@@ -62,6 +63,8 @@ class StepSummary(NamedTuple):
     wants_stop: bool = False
     # Seconds that the rank worked for the step without waiting for others; 0.0: not measured.
     seconds: float = 0.0
+    # A row of the rank has a sample weight other than 0, or rows have none.
+    has_weight: bool = True
 
 
 class StepDecision(NamedTuple):
@@ -83,6 +86,8 @@ class StepDecision(NamedTuple):
     stops: bool = False
     # By rank, `StepSummary.seconds`.
     seconds: tuple[float, ...] = ()
+    # A row of any rank has a sample weight other than 0, or rows have none.
+    has_weight: bool = True
 
     def check_finite(self, position: Position) -> None:
         """Raises FloatingPointError if the loss of the step at `position` is not finite; on every rank alike."""
@@ -113,6 +118,7 @@ def exchange_summaries(group: Group, mine: StepSummary) -> StepDecision:
         mine.denominator,
         mine.seconds,
         mine.wants_stop,
+        mine.has_weight,
     )
     found_sparse = np.zeros(count, np.bool_) if mine.found_sparse is None else mine.found_sparse
     packed = _pack_flags(mine.present.tobytes(), found_sparse.tobytes())
@@ -134,6 +140,7 @@ def exchange_summaries(group: Group, mine: StepSummary) -> StepDecision:
         found_sparse=found_sparse,
         stops=headers[0].wants_stop,
         seconds=tuple(header.seconds for header in headers),
+        has_weight=any(header.has_weight for header in headers),
     )
 
 

@@ -296,6 +296,7 @@ class TrainStep:
                 present=np.array([each is not None for each in sent]),
                 wants_stop=wants_stop,
                 seconds=worked,
+                has_weight=batch.has_weight,
             )
             decision = exchange_summaries(group, summary)
             self.work.begin()
@@ -327,7 +328,7 @@ class TrainStep:
             self._metrics.gather(group)
             no_gradients = np.zeros(0, np.bool_)
             summary = StepSummary(position, version, 0, rows, loss * batch.planned, float(rows), no_gradients)
-            decision = exchange_summaries(group, summary)
+            decision = exchange_summaries(group, summary._replace(has_weight=batch.has_weight))
         except BaseException:
             self._metrics.discard()
             raise

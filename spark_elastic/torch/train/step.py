@@ -218,6 +218,7 @@ class TrainStep:
             found_sparse=self._exchange.found_sparse,
             wants_stop=wants_stop,
             seconds=self._worked,
+            has_weight=batch.has_weight,
         )
 
     def _backward(self, parts: Sequence[LocalBatch[torch.Tensor]]) -> tuple[HostSum, float]:

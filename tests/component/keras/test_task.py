@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +13,11 @@ import keras
 import pytest
 
 from elastic_collectives import Group
+from spark_elastic.data.manifest import Manifest
+from spark_elastic.data.store import Store
 from spark_elastic.protocol.types import INITIAL_VERSION
 from tests.checkpoints import reload_from_checkpoint
-from tests.component.keras.job import JOBS, difference, train_plain, weights_of
+from tests.component.keras.job import JOBS, Job, difference, train_plain, weights_of
 from tests.component.torch.job import ROWS, make_data
 from tests.unit.torch.worlds import run_in_world
 
@@ -28,6 +31,23 @@ pytestmark = [
 @pytest.mark.parametrize("name", JOBS)
 def test_p2_a_world_of_two_equals_keras(name: str, tmp_path: Path) -> None:
     job, (store, manifest) = JOBS[name], make_data(tmp_path)
+    results = train_in_two(job, store, manifest)
+    assert len({result["digest"] for result in results}) == 1
+    theirs, losses = train_plain(job, store, manifest)
+    assert difference(weights_of(store), theirs) < 1e-9
+    history = results[0]["history"]
+    assert [epoch["loss"] for epoch in history] == pytest.approx(losses, rel=1e-9)
+    assert [epoch["rows"] for epoch in history] == [ROWS] * job.epochs
+    if job.validates:
+        assert all(epoch["val_rows"] == ROWS and 0 < epoch["val_accuracy"] <= 1 for epoch in history)
+
+
+def test_losses_are_nan_where_all_sample_weights_are_zero(tmp_path: Path) -> None:
+    results = train_in_two(replace(JOBS["row weights"], epochs=1), *make_data(tmp_path, weight=0.0))
+    assert [math.isnan(results[0]["history"][0][name]) for name in ("loss", "val_loss")] == [True, True]
+
+
+def train_in_two(job: Job, store: Store, manifest: Manifest) -> list[dict[str, Any]]:
     world: Any = SimpleNamespace(version=INITIAL_VERSION, fence=(1, 1), source=0, resume=(), receivers=())
     handle: Any = SimpleNamespace(
         membership_version=lambda: INITIAL_VERSION,
@@ -50,12 +70,4 @@ def test_p2_a_world_of_two_equals_keras(name: str, tmp_path: Path) -> None:
 
     outcomes = run_in_world(2, work, timeout=150.0)  # TensorFlow traces for seconds, in both threads
     keras.config.set_floatx("float32")
-    results = [json.loads(outcome.result) for outcome in outcomes]
-    assert len({result["digest"] for result in results}) == 1
-    theirs, losses = train_plain(job, store, manifest)
-    assert difference(weights_of(store), theirs) < 1e-9
-    history = results[0]["history"]
-    assert [epoch["loss"] for epoch in history] == pytest.approx(losses, rel=1e-9)
-    assert [epoch["rows"] for epoch in history] == [ROWS] * job.epochs
-    if job.validates:
-        assert all(epoch["val_rows"] == ROWS and 0 < epoch["val_accuracy"] <= 1 for epoch in history)
+    return [json.loads(outcome.result) for outcome in outcomes]

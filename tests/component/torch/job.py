@@ -92,8 +92,12 @@ class Follower(JobListener):
             self.formed.notify_all()
 
 
-def make_data(folder: Path) -> tuple[Store, Manifest]:
-    """A table of ROWS rows: id, features, class, weight; in row groups of 50."""
+def make_data(folder: Path, weight: float = 1.0) -> tuple[Store, Manifest]:
+    """A table of ROWS rows: id, features, class, weight; in row groups of 50.
+
+    Args:
+        weight: by which the weights are multiplied.
+    """
     rng = np.random.default_rng(7)
     features = rng.normal(size=(ROWS, WIDTH))
     table = pa.table(
@@ -101,7 +105,7 @@ def make_data(folder: Path) -> tuple[Store, Manifest]:
             "id": pa.array(np.arange(ROWS)),
             "x": pa.FixedSizeListArray.from_arrays(pa.array(features.ravel()), WIDTH),
             "y": pa.array((features[:, :CLASSES] + rng.normal(size=(ROWS, CLASSES))).argmax(1)),
-            "w": pa.array(rng.uniform(0.5, 2.0, size=ROWS)),
+            "w": pa.array(weight * rng.uniform(0.5, 2.0, size=ROWS)),
         }
     )
     (folder / "rows").mkdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +19,10 @@ from spark_elastic.state.checkpoint import CheckpointPolicy, CheckpointStore
 from spark_elastic.torch.callbacks import Callback, Training
 from spark_elastic.torch.train.trainer import NOT_METRICS, TorchTrainProgram, list_epoch_numbers
 from spark_elastic.training.loop import CHANGE
+from spark_elastic.training.spec import Rows
 from spark_elastic.worker.program import Stopped
 from tests.checkpoints import reload_from_checkpoint
+from tests.component.torch.elastic_jobs import JOBS
 from tests.component.torch.hooked_job import HookedJob, check_history, make_job, train_hooked_plain
 from tests.component.torch.job import ROWS, RUN, difference, make_data
 from tests.unit.torch.worlds import run_in_world
@@ -56,6 +59,30 @@ def test_p2_holds_with_schedules_weights_callbacks_and_validation(tmp_path: Path
     numbers = {name for name, value in entries[0].items() if isinstance(value, int | float)}
     known = list_epoch_numbers(job.task(store, manifest)._trainer._objects, ["y", "w"])
     assert {name.removeprefix("val_") for name in numbers} <= {*known, *NOT_METRICS}
+
+
+def test_losses_are_nan_where_all_sample_weights_are_zero(tmp_path: Path) -> None:
+    (store, manifest), job = make_data(tmp_path, weight=0.0), JOBS["row weights"]
+    world: Any = SimpleNamespace(version=INITIAL_VERSION, fence=(1, 1), source=0, resume=(), receivers=())
+    handle: Any = SimpleNamespace(
+        membership_version=lambda: INITIAL_VERSION,
+        report_position=lambda position: None,
+        report_metrics=lambda numbers: None,
+    )
+    seen = Rows(store, manifest, replace(job.plan(manifest), shuffle=False))
+
+    def work(group: Group) -> Any:
+        made = job.task(store, manifest)
+        trainer: Any = made._trainer
+        spec = replace(made._spec, validation=seen, checkpoints=None)
+        task = TorchTrainProgram(spec, trainer._objects)
+        task.prepare()
+        outcome = task.run(world, group, handle)
+        task.close()
+        return json.loads(outcome.result)["history"][0]
+
+    entry, _ = run_in_world(2, work)
+    assert [math.isnan(entry[name]) for name in ("loss", "val_loss")] == [True, True]
 
 
 def check_reports(told: list[Any], history: list[Any]) -> None:

@@ -26,6 +26,16 @@ def test_micro_batches_hold_every_row_once(made: Callable[[Any], Any]) -> None:
     assert {part.planned for part in parts} == {25}
 
 
+@pytest.mark.parametrize("made", [np.asarray, torch.from_numpy])
+def test_a_batch_has_weight_if_one_of_its_rows_has(made: Callable[[Any], Any]) -> None:
+    zeros, some = made(np.zeros(3)), made(np.array([0.0, 0.5, 0.0]))
+    batches = [LocalBatch(3, np.arange(3), (), (), each) for each in (zeros, some)]
+    assert [each.has_weight for each in batches] == [False, True]
+    assert LocalBatch(3, np.arange(3), (), (), zeros, shares=tuple(batches)).has_weight
+    assert not LocalBatch(3, np.arange(3), (), (), some, on_host=((), zeros)).has_weight
+    assert LocalBatch(3, np.arange(3), (), (), None).has_weight
+
+
 def test_a_batch_may_have_no_weights_and_no_rows() -> None:
     share = LocalBatch(25, np.arange(10), (ROWS,), (ROWS,), None)
     assert [part.weights for part in share.micro_batches(10)] == [None]
