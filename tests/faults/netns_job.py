@@ -59,7 +59,7 @@ def train(spark: SparkSession, folder: str, lease: float, epochs: int) -> dict[s
     for name in ("records", "phases"):
         Path(folder, "run", name).mkdir(parents=True, exist_ok=True)
     estimator = ElasticTorchEstimator(
-        model=nets.Recorded(case.net(), f"{folder}/run").double(),
+        model=nets.RecordingNet(case.net(), f"{folder}/run").double(),
         optimizer=case.optimizer(),
         loss=case.loss(),
         feature_cols=["id", "x"],

@@ -221,7 +221,7 @@ def is_alive(pid: int) -> bool:
 
 def fit(spark: Any, case: nets.Case, folder: str, run: str, epochs: int) -> tuple[torch.nn.Module, Any]:
     torch.manual_seed(1)
-    model = nets.Recorded(case.net(), f"{folder}/{run}").double()
+    model = nets.RecordingNet(case.net(), f"{folder}/{run}").double()
     for name in ("records", "phases"):
         Path(folder, run, name).mkdir(parents=True)
     estimator = ElasticTorchEstimator(
@@ -271,7 +271,7 @@ def train_plain(case: nets.Case, folder: str, epochs: int) -> dict[str, torch.Te
         DEFAULT_CACHE_BYTES,
     )
     torch.manual_seed(1)
-    model = nets.Recorded(case.net(), folder).double()
+    model = nets.RecordingNet(case.net(), folder).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=case.lr, momentum=0.9)
     for epoch in range(epochs):
         for step in range(plan.steps):
