@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map_only
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import ElasticError, InvalidInput
 from spark_elastic.protocol.types import Position
-from spark_elastic.torch.devices import read_later
+from spark_elastic.torch.devices import CPU, read_later
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.model_io import output_parts
 from spark_elastic.worker.context import get_process_context
@@ -116,7 +116,7 @@ class RowLoss:
         self._summed = reduction == "sum"
         self._per_row_sums = reduction in ("sum", "batchmean")
         self._loss = loss
-        # Computes the sum over rows at once, where each has one number; None: only `_loss` is known to.
+        # On the CPU, computes the sum over rows at once where each has one number; None: only `_loss` is known to.
         self._sum_loss: Any = None
         # CTC's mean divides every row by the length of its own label, which its "none" does not.
         if isinstance(loss, _Loss) and not isinstance(loss, CTCLoss):
@@ -163,10 +163,9 @@ class RowLoss:
         if isinstance(self._loss, nn.Module) and labels[0].device != self._device:
             self._device = labels[0].device
             self._loss.to(self._device)
-            if self._sum_loss is not None:
-                self._sum_loss.to(self._device)
         matched = self._match_label_shape(output, labels)
-        if self._sum_loss is not None and weights is None and self._has_one_number_per_row(output, matched):
+        sums = self._sum_loss is not None and weights is None and labels[0].device == CPU
+        if sums and self._has_one_number_per_row(output, matched):
             total = self._sum_loss(output, *matched)
             return LossSum(total, self._compute_denominator(host_labels, host_weights))
         value = self._loss(output, *matched)
