@@ -84,20 +84,13 @@ def record_exit(tx: Transition, event: WorkerExited, took_part: bool, alive: boo
         detail = f"{detail} in {event.crashed_at}"
         if took_part or state.world is None:  # crashes of newcomers need not stop those who train
             crash = f"{event.reason} in {event.crashed_at}"
-    fingerprint = ""
-    if alive and took_part and state.limits.all_results and _is_chosen(event.exit_code):
-        fingerprint = f"{_EXIT}{event.exit_code}"
+    is_exit = alive and took_part and state.limits.all_results and _is_chosen(event.exit_code)
+    fingerprint = f"exit code {event.exit_code}" if is_exit else ""
     host = state.slots[slot].host if slot in state.slots else ""
     record_failure(
-        tx, Failure(tx.now, state.generation, event.worker, position, fingerprint, detail, crash, host)
+        tx,
+        Failure(tx.now, state.generation, event.worker, position, fingerprint, detail, crash, host, is_exit),
     )
-
-
-_EXIT = "exit code "  # begins what stands for the fingerprint of an exception
-
-
-def _is_exit(failure: Failure) -> bool:
-    return failure.fingerprint.startswith(_EXIT)
 
 
 def _is_chosen(exit_code: int) -> bool:
@@ -181,7 +174,7 @@ def _find_repeated_exception(state: DriverState, earlier: tuple[Failure, ...], n
         if old.generation in affected:
             continue
         alike = old.fingerprint == new.fingerprint and (old.position or START) == (new.position or START)
-        if alike and 0 < old.generation < new.generation and _is_exit(new):
+        if alike and 0 < old.generation < new.generation and new.is_exit:
             return (
                 f"worker {new.worker} ended in world {new.generation} with {new.fingerprint}, as worker {old.worker} "
                 f"had in world {old.generation}, both of which began at {format_position(new.position)}"
@@ -243,7 +236,7 @@ def _find_exception_of_all(state: DriverState, new: Failure) -> tuple[str, str]:
     first = raised[0]
     who = f"all {world.size} workers" if world.size > 1 else "the only worker"
     which = f", the first was {first.worker}" if world.size > 1 else ""
-    how = f"ended with {first.fingerprint}" if _is_exit(first) else "raised an exception"
+    how = f"ended with {first.fingerprint}" if first.is_exit else "raised an exception"
     return f"{who} of world {new.generation} {how}{which}, at {format_position(first.position)}", first.detail
 
 

@@ -472,6 +472,7 @@ class Failure:
     detail: str  # the traceback, or a sentence
     crash: str = ""  # how and where native code ended it, "" if nothing did
     host: HostId = ""  # where that was, "" if its slot is gone
+    is_exit: bool = False  # the function ended the process itself; the fingerprint names the exit code
 
 
 @dataclass

@@ -164,8 +164,8 @@ class RowLoss:
             self._device = labels[0].device
             self._loss.to(self._device)
         matched = self._match_label_shape(output, labels)
-        sums = self._sum_loss is not None and weights is None and labels[0].device == CPU
-        if sums and self._has_one_number_per_row(output, matched):
+        may_sum = self._sum_loss is not None and weights is None and labels[0].device == CPU
+        if may_sum and self._has_one_number_per_row(output, matched):
             total = self._sum_loss(output, *matched)
             return LossSum(total, self._compute_denominator(host_labels, host_weights))
         value = self._loss(output, *matched)

@@ -206,8 +206,10 @@ class TorchTrainer:
                 loss, denominator = (loss, denominator) if group.rank == 0 else (0.0, 0.0)
             metrics.gather(group)
             nothing = np.zeros(0, np.bool_)
-            summary = StepSummary(position, version, 0, len(batch), loss, denominator, nothing)
-            decision = exchange_summaries(group, summary._replace(has_weight=batch.has_weight))
+            summary = StepSummary(
+                position, version, 0, len(batch), loss, denominator, nothing, has_weight=batch.has_weight
+            )
+            decision = exchange_summaries(group, summary)
         except BaseException:
             metrics.discard()
             raise

@@ -124,7 +124,7 @@ class FastClock(SystemClock):
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_late_ranks_are_named_by_all_whoever_finds_them_late_first(first: int) -> None:
+def test_every_rank_names_the_ranks_without_a_communicator(first: int) -> None:
     done = threading.Event()
 
     def work(group: Group) -> tuple[int, ...]:
@@ -151,7 +151,7 @@ def test_late_ranks_are_named_by_all_whoever_finds_them_late_first(first: int) -
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_ranks_whose_sums_are_late_are_named_by_all_whoever_finds_them_late_first(first: int) -> None:
+def test_every_rank_names_the_ranks_whose_sums_are_late(first: int) -> None:
     def work(group: Group) -> tuple[int, ...]:
         plane = BulkPlane(group, torch.device("cpu"), simulated_nccl.NAME, lambda: (dist.HashStore(),))  # type: ignore[attr-defined,unused-ignore]
         plane._process_group = Alone()
