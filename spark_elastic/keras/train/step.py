@@ -327,8 +327,17 @@ class TrainStep:
                 self._metrics.add(part, losses[1:], outputs)
             self._metrics.gather(group)
             no_gradients = np.zeros(0, np.bool_)
-            summary = StepSummary(position, version, 0, rows, loss * batch.planned, float(rows), no_gradients)
-            decision = exchange_summaries(group, summary._replace(has_weight=batch.has_weight))
+            summary = StepSummary(
+                position,
+                version,
+                0,
+                rows,
+                loss * batch.planned,
+                float(rows),
+                no_gradients,
+                has_weight=batch.has_weight,
+            )
+            decision = exchange_summaries(group, summary)
         except BaseException:
             self._metrics.discard()
             raise
