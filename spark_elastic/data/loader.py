@@ -71,20 +71,42 @@ class StepLoader:
         self._columns = tuple(columns)
         self._prefetch = prefetch or Prefetch()
         self._order: EpochPermutation | None = None
+        # A stream at the end of its epoch, which reads the beginning of the next one.
+        self._waiting: StepStream | None = None
 
     def steps(
-        self, epoch: int, first_step: int, rank: int, size: int, division: Division | None = None
+        self,
+        epoch: int,
+        first_step: int,
+        rank: int,
+        size: int,
+        division: Division | None = None,
+        epochs: int = 0,
     ) -> StepStream:
         """The steps `first_step ...` of an epoch as `rank` of `size` sees them; a context that reads ahead inside.
 
         Args:
             division: how the ranks divide each step; None: equally.
+            epochs: of the training. After an epoch before the last one the stream reads on, and is the stream of the
+                next epoch as well if rank and division stay. 0: it ends with its epoch.
         """
+        division = division or self.plan.divide(size)
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            if waiting.begin_epoch(epoch, first_step, rank, division):
+                return waiting
+            waiting.close()
         # A closed stream returns its permutation, so that a resize does not permute everything again.
         order, self._order = self._order, None
         if order is None or order.epoch != epoch:
             order = self.plan.permute_epoch(epoch)
-        return StepStream(self, order, first_step, rank, division or self.plan.divide(size))
+        return StepStream(self, order, first_step, rank, division, epochs)
+
+    def close(self) -> None:
+        """End a stream that reads ahead between two epochs."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            waiting.close()
 
     def gather(
         self,
@@ -137,8 +159,11 @@ class StepLoader:
             column.name: np.empty((*shape, *column.shape), column.dtype) for column in self._columns
         }
 
-    def _return_order(self, order: EpochPermutation) -> None:
+    def _return_order(self, order: EpochPermutation | None) -> None:
         self._order = order
+
+    def _keep(self, stream: StepStream) -> None:
+        self._waiting = stream
 
 
 def _put(lane: LaneRows, rows: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
@@ -151,13 +176,25 @@ class _Closed(Exception):
 
 
 class StepStream:
-    """The steps of one rank in one world, in order; `with` starts and ends the thread that reads ahead."""
+    """The steps of one rank in one world, in order; `with` starts and ends the thread that reads ahead.
+
+    It has the steps of one epoch. Once they are taken, and where another epoch follows, the thread reads that one after
+    `with`.
+    """
 
     def __init__(
-        self, loader: StepLoader, order: EpochPermutation, first_step: int, rank: int, division: Division
+        self,
+        loader: StepLoader,
+        order: EpochPermutation,
+        first_step: int,
+        rank: int,
+        division: Division,
+        epochs: int = 0,
     ) -> None:
         self._loader = loader
-        self._order = order
+        # By epoch: that of the consumer, and the next one once the thread reads it.
+        self._orders = {order.epoch: order}
+        self._epoch, self._epochs = order.epoch, epochs
         self._next = first_step
         self._rank, self._division = rank, division
         self._limit = loader._prefetch
@@ -173,16 +210,30 @@ class StepStream:
         self._failed: BaseException | None = None
         self._closed = False
         self._ahead = DecodePrefetcher(loader._reader, self._groups_ahead(), self._note_answer)
-        self._thread = threading.Thread(target=self._read_ahead, name="read-ahead", daemon=True)
+        self._thread = threading.Thread(
+            target=self._read_ahead, args=(order.epoch, first_step), name="read-ahead", daemon=True
+        )
 
     def __enter__(self) -> StepStream:
-        self._thread.start()
+        if self._thread.ident is None:
+            self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if error is None and self._next >= self._loader.plan.steps and self._epoch + 1 < self._epochs:
+            self._loader._keep(self)
+        else:
+            self.close()
+
+    def begin_epoch(self, epoch: int, first_step: int, rank: int, division: Division) -> bool:
+        """Go on with that epoch; False if the thread has read other rows ahead."""
+        if (epoch, first_step, rank, division) != (self._epoch + 1, 0, self._rank, self._division):
+            return False
+        self._orders.pop(self._epoch, None)
+        self._epoch, self._next = epoch, 0
+        return True
 
     def __iter__(self) -> Iterator[StepRows]:
         return self
@@ -218,7 +269,7 @@ class StepStream:
             left = max(since, self._last_read) + self._limit.deadline - self._clock.now()
             if left <= 0:
                 raise StoreError(
-                    f"The rows of step {self._next} of epoch {self._order.epoch + 1} did not come: the store has not "
+                    f"The rows of step {self._next} of epoch {self._epoch + 1} did not come: the store has not "
                     f"answered for {self._limit.deadline:g} s."
                 )
             self._changed.wait(left)
@@ -236,12 +287,16 @@ class StepStream:
                     f"A read of the store did not end within {self._limit.deadline:g} s: the store does not answer."
                 )
         self._ready.clear()
-        self._loader._return_order(self._order)
+        self._loader._return_order(self._orders.get(self._epoch))
 
-    def _read_ahead(self) -> None:
+    def _read_ahead(self, epoch: int, first_step: int) -> None:
         with self._ahead:
             try:
-                self._gather_all()
+                self._gather_epoch(epoch, first_step)
+                for following in range(epoch + 1, self._epochs):
+                    self._loader._reader.release()
+                    self._orders[following] = self._loader.plan.permute_epoch(following)
+                    self._gather_epoch(following, 0)
             except _Closed:
                 pass
             except BaseException as error:  # raised again in the consumer's thread
@@ -250,12 +305,13 @@ class StepStream:
                     self._changed.notify_all()
         self._loader._reader.release()
 
-    def _gather_all(self) -> None:
-        blocks, coming = self._blocks(), deque[RankBlock]()
+    def _gather_epoch(self, epoch: int, first_step: int) -> None:
+        order = self._orders[epoch]
+        blocks, coming = self._blocks(order, first_step), deque[RankBlock]()
         uses: Counter[int] = Counter()  # how often the coming blocks use each row group
 
         def release(group: int) -> None:
-            if not uses[group] and not (coming and group in self._order.open_groups):
+            if not uses[group] and not (coming and group in order.open_groups):
                 del uses[group]
                 self._ahead.release(group)
 
@@ -270,7 +326,7 @@ class StepStream:
             block = coming.popleft()
             uses.subtract(block.groups)
             self._wait_for_room(block.count, block.count * self._step_bytes(block.step))
-            gathered = self._loader.gather(self._order.epoch, block, self._division, self._fetch, release)
+            gathered = self._loader.gather(epoch, block, self._division, self._fetch, release)
             sizes = self._measure(gathered)
             with self._changed:
                 self._ready.extend(gathered)
@@ -287,14 +343,14 @@ class StepStream:
     def _note_answer(self) -> None:
         self._last_read = self._clock.now()
 
-    def _blocks(self) -> Iterator[RankBlock]:
+    def _blocks(self, order: EpochPermutation, first_step: int) -> Iterator[RankBlock]:
         """This rank's rows of all steps, in blocks of steps: one step alone has few rows of each lane, and each take is
         a call. Blocks double, so that the first step comes soon."""
-        plan, step, count = self._loader.plan, self._next, 1
+        plan, step, count = self._loader.plan, first_step, 1
         while step < plan.steps:
             room = self._limit.bytes // 2 // self._step_bytes(step)
             count = max(1, min(count, plan.count_equal_steps(step), self._limit.steps // 2, room))
-            yield self._order.block(step, count, self._rank, self._division)
+            yield order.block(step, count, self._rank, self._division)
             step += count
             count *= 2
 

@@ -113,6 +113,7 @@ class TrainingLoop:
             self._checkpointer.close()
         self._trainer.close()
         self._transformations.close()
+        self._loader.close()
         self._reader.close()
         if self._validation is not None:
             self._validation.close()
@@ -158,7 +159,9 @@ class TrainingLoop:
         division = None if balancer is None else balancer.division
         self._trainer.work.restart(counts_exchanges=balancer is not None)
         with (
-            self._loader.steps(position.epoch, position.step, group.rank, group.size, division) as steps,
+            self._loader.steps(
+                position.epoch, position.step, group.rank, group.size, division, self._spec.config.epochs
+            ) as steps,
             exit_forks(),  # before the reader is closed, whose threads a forked process has not
             self._transformations.transform(steps, self._spec.plan, group, augments=True) as pending_steps,
         ):

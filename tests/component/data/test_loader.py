@@ -119,9 +119,53 @@ def test_the_order_of_the_epoch_outlives_a_stream() -> None:
     with made.steps(0, 0, 0, 2) as first:
         next(first)
     with made.steps(0, 1, 0, 1) as second:
-        assert second._order is first._order
+        assert second._orders == first._orders
     with made.steps(1, 0, 0, 1) as third:
-        assert third._order is not first._order
+        assert third._orders.keys() == {1}
+
+
+def wait_until_read(stream: loader.StepStream, steps: int) -> None:
+    with stream._changed:
+        assert stream._changed.wait_for(lambda: len(stream._ready) == steps, 10)
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (1, 2)], ids=["the same rank", "another world"])
+def test_the_next_epoch_is_read_before_it_begins(rank: int, size: int) -> None:
+    made = StepLoader(PLAN, Rows(), COLUMNS, Prefetch(steps=3))
+    with made.steps(0, 0, 0, 1, epochs=2) as first:
+        assert [rows.epoch for rows in first] == [0] * PLAN.steps
+        wait_until_read(first, 3)
+    assert first._thread.is_alive()
+    with made.steps(1, 0, rank, size, epochs=2) as second:
+        assert (second is first) == (size == 1)
+        found = list(second)
+    with StepLoader(PLAN, Rows(), COLUMNS).steps(1, 0, rank, size) as alone:
+        expected = list(alone)
+    assert [(rows.epoch, rows.step) for rows in found] == [(1, step) for step in range(PLAN.steps)]
+    for got, wanted in zip(found, expected, strict=True):
+        assert np.array_equal(got.row_ids, wanted.row_ids)
+        assert np.array_equal(got.columns["x"], wanted.columns["x"])
+    assert not first._thread.is_alive(), "after the last epoch nothing is read"
+    assert not second._thread.is_alive()
+
+
+def test_the_loader_ends_a_stream_that_reads_the_next_epoch() -> None:
+    made = StepLoader(PLAN, Rows(), COLUMNS, Prefetch(steps=3))
+    with made.steps(0, 0, 0, 1, epochs=2) as stream:
+        list(stream)
+    made.close()
+    assert not stream._thread.is_alive()
+
+
+def test_a_stream_that_is_left_in_mid_epoch_reads_no_further() -> None:
+    made = StepLoader(PLAN, Rows(), COLUMNS, Prefetch(steps=100))
+    with made.steps(0, 0, 0, 1, epochs=2) as stream:
+        wait_until_read(stream, 2 * PLAN.steps)
+        next(stream)
+    assert not stream._thread.is_alive()
+    with made.steps(0, 1, 0, 1, epochs=2) as rest:
+        assert [rows.step for rows in rest] == list(range(1, PLAN.steps))
+    made.close()
 
 
 def test_reading_ahead_is_bounded_in_steps_and_bytes() -> None:
