@@ -9,6 +9,7 @@
 
 #include "group.h"
 #include "numbers/half.h"
+#include "process_exit.h"
 
 namespace py = pybind11;
 using namespace elastic;
@@ -156,6 +157,10 @@ PYBIND11_MODULE(_engine, module) {
                        uint32_t shape) { return Reduction{type, op, wire, algorithm, before, after, shape}; }),
            py::arg("type"), py::arg("op"), py::arg("wire"), py::arg("algorithm"), py::arg("before"), py::arg("after"),
            py::arg("shape"));
+  module.def(
+      "await_exit", [](int pid, double period) { return awaitExit(pid, millisecondsOf(period)); }, py::arg("pid"),
+      py::arg("period"), py::call_guard<py::gil_scoped_release>());
+  module.def("is_exiting", &isExiting, py::arg("pid"));
   module.def("widen", &widenArray, py::arg("half"), py::arg("data"), py::arg("out"), py::arg("portably"));
   module.def("narrow", &narrowArray, py::arg("half"), py::arg("data"), py::arg("out"), py::arg("portably"));
 

@@ -48,6 +48,25 @@ def _warn_once(text: str) -> None:
     log.warning("%s", text)
 
 
+def await_exit(pid: int, period: float) -> bool:
+    """Wait until another process of this host exits, before the kernel has freed its memory and reports its end.
+
+    Blocks without the interpreter's lock.
+
+    Args:
+        period: seconds between two looks, each of which takes some 0.03 ms.
+
+    Returns:
+        False at once if it cannot be watched, as on a Linux before 5.3.
+    """
+    return _engine.await_exit(pid, period)
+
+
+def is_exiting(pid: int) -> bool:
+    """Whether all threads of a process exit, have exited, or must exit next, as after SIGKILL."""
+    return _engine.is_exiting(pid)
+
+
 _engine.set_error_raiser(raise_by_cause)
 _engine.set_warning_handler(_warn_once)
 

@@ -14,18 +14,17 @@ import importlib
 import json
 import logging
 import os
-import select
 import signal
 import socket
 import sys
 import threading
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
 import cloudpickle
 
 from elastic_collectives import Endpoint
+from elastic_collectives.engine import await_exit
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import operations_from_env
 from spark_elastic.protocol.messages import WorkerFailed
@@ -42,10 +41,7 @@ from spark_elastic.worker.program import Program, compute_fingerprint, format_tr
 from spark_elastic.worker.stack_sampler import StackSampler, WaitRecordingClient
 
 PR_SET_PDEATHSIG = 1
-_HOST_POLL = 5  # milliseconds between two looks at the executor's JVM; a look takes 0.02 ms
-# In the kernel's record of a thread: the flag of one that has begun to exit; the bit of a pending SIGKILL, which each
-# thread of a killed process has until it runs again and exits.
-_PF_EXITING, _SIGKILL_PENDING = 0x4, 1 << (signal.SIGKILL - 1)
+_HOST_POLL = 0.005  # seconds between two looks at the executor's JVM
 
 
 @dataclass(frozen=True)
@@ -212,41 +208,12 @@ def exit_with_process(pid: int) -> None:
     """Wait until that process ends, the executor's JVM; then end this one, its connections first.
 
     Without this, peers would hear of the executor's end only after Spark's Python daemon, the slot task and then this
-    process had ended one after the other, each after the kernel has freed its memory. For the JVM's memory the kernel
-    takes 0.1 s, and reports its end only then; so this looks whether its threads have begun to exit.
+    process had ended one after the other, each after the kernel has freed its memory, which takes 0.1 s for a JVM's.
     """
-    try:
-        process = os.pidfd_open(pid)
-    except (OSError, AttributeError):
-        return  # Linux before 5.3: the kernel ends this process with its slot
-    waiter = select.poll()
-    waiter.register(process, select.POLLIN)
-    while not waiter.poll(_HOST_POLL) and not is_exiting(pid):
-        pass
+    if not await_exit(pid, _HOST_POLL):
+        return  # the kernel ends this process with its slot
     shut_down_connections()
     os._exit(1)
-
-
-def is_exiting(pid: int) -> bool:
-    """Whether all threads of a process exit, have exited, or must exit next, as after SIGKILL."""
-    try:
-        if not _is_thread_exiting(f"/proc/{pid}/stat"):  # of its first thread
-            return False
-        threads = os.listdir(f"/proc/{pid}/task")
-    except OSError:
-        return False  # not shown to this process, or gone
-    for thread in threads:
-        with suppress(OSError):  # this one is gone
-            if not _is_thread_exiting(f"/proc/{pid}/task/{thread}/stat"):
-                return False
-    return True
-
-
-def _is_thread_exiting(path: str) -> bool:
-    with open(path, "rb") as file:
-        state = file.read()
-    fields = state[state.rindex(b")") :].split()  # the name before may have any characters
-    return bool(int(fields[7]) & _PF_EXITING or int(fields[29]) & _SIGKILL_PENDING)
 
 
 def shut_down_connections() -> None:
