@@ -26,7 +26,7 @@ from spark_elastic.clock import Clock
 from spark_elastic.data.store import Store, StoreFull
 from spark_elastic.errors import ElasticError, StoreError
 from spark_elastic.protocol.driver.failures import format_position
-from spark_elastic.protocol.types import START, Checkpoint, Fence, Phase, Position
+from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
 from spark_elastic.state.snapshot import Codec, Snapshot
 
 log = logging.getLogger("spark_elastic.state")
@@ -179,10 +179,12 @@ class CheckpointWriter:
         """
         self._store = store
         self._report = report
-        # Guards the three fields below.
+        # Guards the four fields below.
         self._changed = threading.Condition()
         # The checkpoint to write next: its world, position, and a function that makes its parts.
         self._waiting: tuple[Fence, Position, Callable[[], Mapping[str, bytes]]] | None = None
+        # World and position of the checkpoint that was offered last; None: it failed, or none was.
+        self._offered: tuple[Fence, Position] | None = None
         self._writing = False
         self._closing = False
         self._thread: threading.Thread | None = None  # `offer` starts it
@@ -190,8 +192,15 @@ class CheckpointWriter:
         self._failures = 0
 
     def offer(self, fence: Fence, position: Position, make_parts: Callable[[], Mapping[str, bytes]]) -> None:
-        """Have a checkpoint written, and return at once. The writer's thread calls `make_parts`."""
+        """Have a checkpoint written, unless it was offered before and has not failed. Returns at once.
+
+        Args:
+            make_parts: called by the writer's thread.
+        """
         with self._changed:
+            if self._offered == (fence, position):
+                return
+            self._offered = (fence, position)
             self._waiting = (fence, position, make_parts)
             self._changed.notify_all()
         if self._thread is None:
@@ -225,17 +234,27 @@ class CheckpointWriter:
                 self._writing = task is not None
             if task is None:
                 return
-            try:
-                self._write(*task)
-            except ElasticError as error:
-                self._failures += 1
-                level = logging.WARNING if self._failures == 1 else logging.DEBUG
-                log.log(level, "checkpoint at %s not written: %s", format_position(task[1]), error)
-            except Exception:  # raised by whatever made the bytes; the next checkpoint may succeed
-                log.exception("checkpoint at %s not written", format_position(task[1]))
+            succeeded = self._try_to_write(*task)
             with self._changed:
                 self._writing = False
+                if not succeeded and self._offered == task[:2]:
+                    self._offered = None
                 self._changed.notify_all()
+
+    def _try_to_write(
+        self, fence: Fence, position: Position, make_parts: Callable[[], Mapping[str, bytes]]
+    ) -> bool:
+        """Write a checkpoint and report it. Returns False if that failed, which is logged."""
+        try:
+            self._write(fence, position, make_parts)
+            return True
+        except ElasticError as error:
+            self._failures += 1
+            level = logging.WARNING if self._failures == 1 else logging.DEBUG
+            log.log(level, "checkpoint at %s not written: %s", format_position(position), error)
+        except Exception:  # raised by whatever made the bytes; the next checkpoint may succeed
+            log.exception("checkpoint at %s not written", format_position(position))
+        return False
 
     def _write(self, fence: Fence, position: Position, make_parts: Callable[[], Mapping[str, bytes]]) -> None:
         try:
@@ -347,8 +366,6 @@ class Checkpointer:
         self._writer = CheckpointWriter(CheckpointStore(store, policy.run_id), report)
         # A snapshot whose step is not finalized yet.
         self._pending: Snapshot | None = None
-        # Position of the newest snapshot that went to the writer.
-        self._offered = START
 
     def count_step(self) -> bool:
         """Count a step. True if a checkpoint is due."""
@@ -364,17 +381,15 @@ class Checkpointer:
         """Write the pending snapshot, if there is one: its step is finalized."""
         snapshot, self._pending = self._pending, None
         if snapshot is not None:
-            self.write(fence, snapshot)
+            self.offer(fence, snapshot)
 
     def discard_pending(self) -> None:
         """Drop the pending snapshot: the world broke before its step was finalized."""
         self._pending = None
 
-    def write(self, fence: Fence, snapshot: Snapshot) -> None:
-        """Pass a snapshot to the writer's thread, unless it was written before. It must not change any more."""
-        if snapshot.position <= self._offered:
-            return
-        self._offered = snapshot.position
+    def offer(self, fence: Fence, snapshot: Snapshot) -> None:
+        """Pass a snapshot to the writer's thread, unless this world did so before and it has not failed. It must not
+        change any more."""
         codec = self._codec
 
         def make_parts() -> dict[str, bytes]:
@@ -383,7 +398,7 @@ class Checkpointer:
         self._writer.offer(fence, snapshot.position, make_parts)
 
     def flush(self) -> None:
-        """Wait until everything is durable. Called where all ranks stop for good."""
+        """Wait until everything offered was written or has failed. Called where all ranks stop for good."""
         self._writer.flush()
 
     def close(self) -> None:

@@ -121,7 +121,7 @@ class ShardedState(ObjectState):
             return
         whole = self._commits.gather(_idle_group(self._session), 0)
         if whole is not None:
-            checkpointer.write(self._session.world.fence, whole)
+            checkpointer.offer(self._session.world.fence, whole)
 
     def restore_checkpoint(self, checkpointer: Checkpointer, candidates: tuple[Checkpoint, ...]) -> None:  # type: ignore[override]
         whole = checkpointer.reader.read(candidates)

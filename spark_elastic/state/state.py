@@ -429,7 +429,7 @@ class ObjectState(State):
         snapshot = self._snapshots.newest()
         if snapshot is not None and snapshot.position != START:
             # A copy, since the buffer writes over this memory with the commit after the next.
-            checkpointer.write(self._session.world.fence, snapshot.copy())
+            checkpointer.offer(self._session.world.fence, snapshot.copy())
 
     def reset(self) -> None:
         for handler in self._handlers.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -9,12 +10,13 @@ import pytest
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.data.store import Store
-from spark_elastic.errors import InvalidInput
-from spark_elastic.protocol.types import Checkpoint
-from spark_elastic.state.checkpoint import Checkpointer, CheckpointPolicy, SnapshotReader
+from spark_elastic.errors import InvalidInput, StoreError
+from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
+from spark_elastic.state import checkpoint
+from spark_elastic.state.checkpoint import Checkpointer, CheckpointPolicy, CheckpointStore, SnapshotReader
 from spark_elastic.state.elastic_loop import elastic
 from spark_elastic.state.handlers import StateHandler
-from spark_elastic.state.snapshot import PickleCodec
+from spark_elastic.state.snapshot import PickleCodec, Snapshot
 from spark_elastic.state.state import ObjectState, State
 from tests.memory_store import make_memory_store
 from tests.unit.state.stage import FakeDriver, FakeSession
@@ -133,3 +135,42 @@ class Sampler:
         return {}
 
     def load_state_dict(self, given: dict[str, int]) -> None: ...
+
+
+class FlakyStore(CheckpointStore):
+    """Fails as often as told, then keeps the steps of the checkpoints that it was given."""
+
+    def __init__(self, failures: int) -> None:
+        self.failures = failures
+        self.written: list[int] = []
+
+    def write(self, fence: Fence, position: Position, parts: Mapping[str, bytes]) -> Checkpoint:
+        if self.failures:
+            self.failures -= 1
+            raise StoreError("no answer")
+        self.written.append(position.step)
+        return Checkpoint(fence, position, "name", "digest")
+
+
+@pytest.mark.parametrize(
+    ("failures", "offered", "written"),
+    [
+        pytest.param(1, [(1, 7)] * 3, [7], id="it failed the first time, and is there the third time"),
+        pytest.param(0, [(1, 9), (2, 6), (2, 9)], [9, 6, 9], id="the second world went back"),
+    ],
+)
+def test_p7_only_what_this_world_has_written_is_not_written_again(
+    failures: int, offered: list[tuple[int, int]], written: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FlakyStore(failures)
+    monkeypatch.setattr(checkpoint, "CheckpointStore", lambda *given: store)
+    policy = CheckpointPolicy("run")
+    checkpointer = Checkpointer(
+        make_memory_store(), policy, SystemClock(), PickleCodec(), lambda report: None
+    )
+    for generation, step in offered:
+        position = Position(0, Phase.TRAIN, step)
+        checkpointer.offer(Fence(1, generation), Snapshot(position, {}, np.zeros(1, np.uint8)))
+        checkpointer.flush()
+    assert store.written == written
+    checkpointer.close()
