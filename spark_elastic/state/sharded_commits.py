@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,10 +36,12 @@ from spark_elastic.state.shards import (
 )
 from spark_elastic.state.snapshot import (
     Bytes,
+    Capture,
     PickleCodec,
     Snapshot,
     SnapshotBuilder,
     broadcast_snapshot,
+    build_snapshot,
 )
 
 log = logging.getLogger("spark_elastic.state")
@@ -85,9 +87,6 @@ class ShardedCommit:
         return [DividedTensor(*each) for each in self.common.values[LAYOUT]]
 
 
-Capture = Callable[[SnapshotBuilder], dict[str, Any]]
-
-
 class ShardedCommits:
     """The commits that this process holds, oldest first: the newest complete one, and one that is being made."""
 
@@ -124,10 +123,7 @@ class ShardedCommits:
     def capture(self, rank: int, key: CommitKey, position: Position, capture: Capture) -> ShardedCommit:
         """A copy of the present state, which is not held."""
         builder = ShardBuilder()
-        values = capture(builder)
-        common = Snapshot(position, {**values, LAYOUT: builder.tensors}, np.empty(builder.size, np.uint8))
-        for offset, piece in builder.pieces + builder.deferred:
-            common.memory[offset : offset + piece.nbytes] = piece
+        common = build_snapshot(position, lambda _: {**capture(builder), LAYOUT: builder.tensors}, builder)
         extents, nbytes = lay_out(builder.tensors, key.size, rank)
         own = self._allocate(nbytes)
         for extent, piece in zip(extents, builder.locals, strict=True):

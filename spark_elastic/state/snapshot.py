@@ -131,13 +131,14 @@ class SnapshotBuilder:
 Capture = Callable[[SnapshotBuilder], Any]
 
 
-def build_snapshot(position: Position, capture: Capture) -> Snapshot:
+def build_snapshot(position: Position, capture: Capture, builder: SnapshotBuilder | None = None) -> Snapshot:
     """A snapshot whose arrays are all copied when this returns.
 
     Args:
         capture: adds the arrays to the builder and returns the tree of values.
+        builder: a new one of a subclass; None: a plain one.
     """
-    builder = SnapshotBuilder()
+    builder = SnapshotBuilder() if builder is None else builder
     values = capture(builder)
     memory = builder.allocate(builder.size)
     builder.copy_to(memory)

@@ -13,8 +13,15 @@ from elastic_collectives import CollectiveError, Group
 from elastic_collectives.fakes import FakeFabric
 from spark_elastic.protocol.types import START
 from spark_elastic.state.sharded_commits import ShardedCommits
-from spark_elastic.state.shards import DividedTensor, LostCommit, Place, RestorableCommit, shard_rows
-from spark_elastic.state.snapshot import Bytes
+from spark_elastic.state.shards import (
+    CommitKey,
+    DividedTensor,
+    LostCommit,
+    Place,
+    RestorableCommit,
+    shard_rows,
+)
+from spark_elastic.state.snapshot import Bytes, SnapshotBuilder
 
 ROWS = 7  # of a tensor with one float64 in each
 
@@ -140,3 +147,11 @@ def test_a_damaged_checkpoint_in_memory_is_not_used() -> None:
     flip_bit(ranks.commits[0], 0)
     (found,) = ranks.begin_world()
     assert not isinstance(found, RestorableCommit)
+
+
+def test_what_lies_on_another_device_is_part_of_a_commit() -> None:
+    def capture(builder: SnapshotBuilder) -> dict[str, Any]:
+        return {"weights": builder.add_remote(3, lambda memory: memory.fill(7))}
+
+    commit = ShardedCommits().capture(0, CommitKey(1, (1, 1), 1), START, capture)
+    assert commit.common.values["weights"].of(commit.common.memory).tolist() == [7, 7, 7]
