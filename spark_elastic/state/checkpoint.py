@@ -17,7 +17,8 @@ import hashlib
 import json
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -34,7 +35,9 @@ log = logging.getLogger("spark_elastic.state")
 MANIFEST = "manifest.json"
 VERSION = 3  # of the format of a checkpoint
 VALUES, MEMORY = "values", "memory"  # the parts of a snapshot
-CHECKPOINTER = "checkpointer"  # key of `WorkerSession.persistent`: the Checkpointer of this process
+# Keys of `WorkerSession.persistent`.
+CHECKPOINTER = "checkpointer"  # the Checkpointer of this process
+SNAPSHOT_READER = "snapshot_reader"  # its SnapshotReader
 
 
 class CheckpointStore:
@@ -337,7 +340,7 @@ class SnapshotReader:
 
 
 class Checkpointer:
-    """Makes snapshots of one training process durable, and reads them back. Training thread only.
+    """Makes snapshots of one training process durable. Training thread only.
 
     Only rank 0 writes. A snapshot that `build_pending` has built waits until its step is final (R1, finalized steps):
     from then on the step is part of the history of every survivor, and `write_pending` passes the snapshot to the
@@ -357,9 +360,8 @@ class Checkpointer:
             report: passes a written checkpoint to the driver, which decides whether it counts (R18, publication), or
                 None if the store has no room for one.
         """
-        self.reader = SnapshotReader(store, policy.run_id, codec)
-        # Seconds for which building snapshots has held up the training thread.
-        self.seconds = 0.0
+        # Seconds for which checkpoints have held up the training thread.
+        self.stall_seconds = 0.0
         self._schedule = CheckpointSchedule(policy, clock)
         self._clock = clock
         self._codec = codec
@@ -373,9 +375,17 @@ class Checkpointer:
 
     def build_pending(self, build: Callable[[], Snapshot]) -> None:
         """Build a snapshot now. It is pending until `write_pending` or `discard_pending`."""
+        with self.measure_stall():
+            self._pending = build()
+
+    @contextmanager
+    def measure_stall(self) -> Iterator[None]:
+        """Add the time of the block to `stall_seconds`."""
         began = self._clock.now()
-        self._pending = build()
-        self.seconds += self._clock.now() - began
+        try:
+            yield
+        finally:
+            self.stall_seconds += self._clock.now() - began
 
     def write_pending(self, fence: Fence) -> None:
         """Write the pending snapshot, if there is one: its step is finalized."""

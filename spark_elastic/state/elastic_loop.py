@@ -112,11 +112,14 @@ def _begin_world(state: State, session: WorkerSession) -> None:
     if session.persistent.get(START_FENCE) == world.fence:
         return  # the user's function called its elastic function again
     source, number = choose_source(world)
+    reader = session.snapshot_reader
     if world.resume:
         number = None  # the snapshot of the checkpoint brings its own
-        if session.group.rank == source and session.checkpointer is not None:
-            state.restore_checkpoint(session.checkpointer, world.resume)
+        if session.group.rank == source and reader is not None:
+            state.restore_checkpoint(reader, world.resume)
     state.begin_world(source, number)
+    if reader is not None:
+        reader.forget()
     session.persistent[START_FENCE] = world.fence
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.protocol.types import START, Checkpoint, Phase, Position
-from spark_elastic.state.checkpoint import Checkpointer
+from spark_elastic.state.checkpoint import Checkpointer, SnapshotReader
 from spark_elastic.state.handlers import SamplerStateHandler, SnapshotHandler
 from spark_elastic.state.sharded_commits import FROM_CHECKPOINT, LAYOUT, ShardedCommits
 from spark_elastic.state.shards import CommitKey, DividedTensor, LostCommit, Place, RestorableCommit, lay_out
@@ -91,7 +91,6 @@ class ShardedState(ObjectState):
         session = self._session
         if session is None or session.checkpointer is None:
             return
-        session.checkpointer.reader.forget()
         due = np.array([session.group.rank == 0 and session.checkpointer.count_step()], np.int64)
         session.group.allreduce(due, op="max")
         if due[0]:
@@ -119,12 +118,13 @@ class ShardedState(ObjectState):
         assert self._session is not None
         if self._number == START.step:
             return
-        whole = self._commits.gather(_idle_group(self._session), 0)
+        with checkpointer.measure_stall():
+            whole = self._commits.gather(_idle_group(self._session), 0)
         if whole is not None:
             checkpointer.offer(self._session.world.fence, whole)
 
-    def restore_checkpoint(self, checkpointer: Checkpointer, candidates: tuple[Checkpoint, ...]) -> None:  # type: ignore[override]
-        whole = checkpointer.reader.read(candidates)
+    def restore_checkpoint(self, reader: SnapshotReader, candidates: Sequence[Checkpoint]) -> None:
+        whole = reader.read(candidates)
         if LAYOUT not in whole.values:
             raise InvalidInput("the run's checkpoints are of another kind of state: use another run_id.")
         self._commits.adopt(whole)
@@ -167,13 +167,13 @@ class ShardedState(ObjectState):
 
     def _replace_lost(self, session: WorkerSession, place: Place, lost: LostCommit) -> RestorableCommit:
         """The newest checkpoint, in place of a commit of which parts are lost."""
-        group, checkpointer = session.group, session.checkpointer
+        group, reader = session.group, session.snapshot_reader
         missing = self._commits.describe(group, lost)
         sentence = f"commit {lost.key.number} is lost with the workers that held parts of it: {missing}"
         self._commits.clear()
-        if checkpointer is not None and group.rank == 0:
+        if reader is not None and group.rank == 0:
             try:
-                self.restore_checkpoint(checkpointer, checkpointer.reader.read_published())
+                self.restore_checkpoint(reader, reader.read_published())
             except StoreError as error:
                 log.warning("%s", error)
         chosen = self._commits.agree_on_commit(group, place)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import START, Checkpoint, HostUpdateResult, Phase, Position, World
-from spark_elastic.state.checkpoint import Checkpointer
+from spark_elastic.state.checkpoint import Checkpointer, SnapshotReader
 from spark_elastic.state.handlers import (
     REGISTRY,
     KerasModelHandler,
@@ -93,6 +93,11 @@ class WorkerSession(Protocol):
     @property
     def checkpointer(self) -> Checkpointer | None:
         """Makes commits durable; None in a job without checkpoints."""
+        ...
+
+    @property
+    def snapshot_reader(self) -> SnapshotReader | None:
+        """Reads the run's checkpoints; None in a job without checkpoints."""
         ...
 
     def is_job_ending(self) -> bool:
@@ -234,7 +239,7 @@ class State(ABC):
             self.sync()
         self._report_commit()
 
-    def restore_checkpoint(self, checkpointer: Checkpointer, candidates: Sequence[Checkpoint]) -> None:
+    def restore_checkpoint(self, reader: SnapshotReader, candidates: Sequence[Checkpoint]) -> None:
         """Become the first of the candidates that is whole.
 
         Raises:
@@ -320,10 +325,13 @@ class ObjectState(State):
 
     def make_commit(self) -> None:
         session = self._session
-        if session is not None and session.checkpointer is not None:
-            session.checkpointer.reader.forget()
-            if session.group.rank == 0 and session.checkpointer.count_step():
-                self._write_newest(session.checkpointer)
+        if (
+            session is not None
+            and session.checkpointer is not None
+            and session.group.rank == 0
+            and session.checkpointer.count_step()
+        ):
+            self._write_newest(session.checkpointer)
         self.save()
 
     def renew_commit(self) -> None:
@@ -408,8 +416,8 @@ class ObjectState(State):
             )
         super().attach(session)
 
-    def restore_checkpoint(self, checkpointer: Checkpointer, candidates: Sequence[Checkpoint]) -> None:
-        snapshot = checkpointer.reader.read(candidates)
+    def restore_checkpoint(self, reader: SnapshotReader, candidates: Sequence[Checkpoint]) -> None:
+        snapshot = reader.read(candidates)
         if not self._fits(snapshot):
             raise InvalidInput(
                 "the run's checkpoints are of a state of other names: make the same one, or use another run_id."
@@ -428,8 +436,9 @@ class ObjectState(State):
         assert self._session is not None
         snapshot = self._snapshots.newest()
         if snapshot is not None and snapshot.position != START:
-            # A copy, since the buffer writes over this memory with the commit after the next.
-            checkpointer.offer(self._session.world.fence, snapshot.copy())
+            with checkpointer.measure_stall():
+                copy = snapshot.copy()  # the buffer writes over this memory with the commit after the next
+            checkpointer.offer(self._session.world.fence, copy)
 
     def reset(self) -> None:
         for handler in self._handlers.values():

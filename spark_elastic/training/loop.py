@@ -369,7 +369,9 @@ class TrainingLoop:
                 "loss": loss,
                 "rows": rows,
                 "world": group.size,
-                "checkpoint_seconds": self._checkpointer.seconds if self._checkpointer is not None else 0.0,
+                "checkpoint_seconds": self._checkpointer.stall_seconds
+                if self._checkpointer is not None
+                else 0.0,
                 **self._describe_bulk_plane(group),
             }
         )

@@ -15,7 +15,13 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import Position, World
-from spark_elastic.state.checkpoint import CHECKPOINTER, Checkpointer, CheckpointPolicy
+from spark_elastic.state.checkpoint import (
+    CHECKPOINTER,
+    SNAPSHOT_READER,
+    Checkpointer,
+    CheckpointPolicy,
+    SnapshotReader,
+)
 from spark_elastic.state.elastic_loop import ENTERED
 from spark_elastic.state.snapshot import PickleCodec
 from spark_elastic.worker import pickling, program
@@ -76,10 +82,10 @@ class FunctionProgram:
         self._ran = True
         if self._durable is not None and self._checkpointer is None:
             store, policy = self._durable
-            self._checkpointer = Checkpointer(
-                store, policy, SystemClock(), PickleCodec(), handle.report_checkpoint
-            )
+            codec, report = PickleCodec(), handle.report_checkpoint
+            self._checkpointer = Checkpointer(store, policy, SystemClock(), codec, report)
             handle.persistent[CHECKPOINTER] = self._checkpointer
+            handle.persistent[SNAPSHOT_READER] = SnapshotReader(store, policy.run_id, codec)
         try:
             set_dist_env(world, group, worker.address, worker.ports)
             fn, args, kwargs = cloudpickle.loads(self._call)

@@ -20,7 +20,7 @@ from spark_elastic.protocol.types import (
     World,
 )
 from spark_elastic.state import state
-from spark_elastic.state.checkpoint import CHECKPOINTER, Checkpointer
+from spark_elastic.state.checkpoint import CHECKPOINTER, SNAPSHOT_READER, Checkpointer, SnapshotReader
 from spark_elastic.worker.context import CollectiveThread, WorkerContext, get_context
 from spark_elastic.worker.program import WorkerHandle
 from spark_elastic.worker.script import set_dist_env
@@ -59,7 +59,10 @@ class ContextSession:
 
     def report_commit(self, commits: int) -> None:
         self._handle.report_position(Position(0, Phase.TRAIN, commits))
-        update_metrics(self._handle, {"step": commits, "world": self.world.size})
+        metrics: dict[str, Any] = {"step": commits, "world": self.world.size}
+        if self.checkpointer is not None:
+            metrics["checkpoint_seconds"] = self.checkpointer.stall_seconds
+        update_metrics(self._handle, metrics)
 
     def agree_to_stop(self) -> bool:
         """Whether all ranks stop here. The answer follows from the membership version that came with the last exchange
@@ -82,6 +85,11 @@ class ContextSession:
     def checkpointer(self) -> Checkpointer | None:
         checkpointer: Checkpointer | None = self._handle.persistent.get(CHECKPOINTER)
         return checkpointer
+
+    @property
+    def snapshot_reader(self) -> SnapshotReader | None:
+        reader: SnapshotReader | None = self._handle.persistent.get(SNAPSHOT_READER)
+        return reader
 
     def is_job_ending(self) -> bool:
         return self._agreed_version.job_ends

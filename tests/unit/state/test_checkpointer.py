@@ -33,6 +33,7 @@ class SimulatedJob:
         stage = FakeDriver(size)
         policy = CheckpointPolicy("run", steps=2, seconds=None)
         stage.checkpointer = Checkpointer(store, policy, SystemClock(), PickleCodec(), self.told.append)
+        stage.snapshot_reader = SnapshotReader(store, "run", PickleCodec())
         stage.resume = resume
 
         def work(session: FakeSession) -> float:
@@ -56,6 +57,7 @@ class SimulatedJob:
             self.results = stage.play(work)
         finally:
             stage.checkpointer.close()
+        self.stall_seconds = stage.checkpointer.stall_seconds
 
 
 def test_p7_due_commits_and_the_last_one_are_written_and_resumed_from() -> None:
@@ -64,6 +66,7 @@ def test_p7_due_commits_and_the_last_one_are_written_and_resumed_from() -> None:
     steps = [checkpoint.position.step for checkpoint in first.told]
     assert steps[-1] == 7, "the end is not durable"
     assert set(steps) <= {1, 3, 5, 7}
+    assert first.stall_seconds > 0, "the report of the job takes checkpoints to be free"
     second = SimulatedJob(store, size=3, until=10, resume=tuple(reversed(first.told)))
     assert second.trained == [[7, 8, 9]] * 3
     assert second.results == [10.0] * 3

@@ -441,6 +441,7 @@ class LoneSession:
     """A worker alone, in world after world; the third time it is asked somebody wants to join."""
 
     checkpointer = None
+    snapshot_reader = None
 
     def __init__(self) -> None:
         self.persistent: dict[str, Any] = {}
