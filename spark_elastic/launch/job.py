@@ -46,7 +46,7 @@ from spark_elastic.rendezvous.http_server import Bind, raise_file_limit
 from spark_elastic.rendezvous.routes import ServerCallbacks
 from spark_elastic.rendezvous.server import RendezvousServer
 from spark_elastic.rendezvous.status_app import StatusApp
-from spark_elastic.state.run_lease import RunLease
+from spark_elastic.state.owned_run import OwnedRun
 
 log = logging.getLogger("spark_elastic")
 
@@ -93,7 +93,7 @@ class DriverOptions:
     # Given a host's facts, why it cannot take part, or None.
     check_host: Callable[[dict[str, Any]], str | None] = field(default=lambda facts: None)
     # The run to which the job's checkpoints belong and which it continues; None: no checkpoints.
-    run: RunLease | None = None
+    run: OwnedRun | None = None
     # The job's key, if others know it already; None: a new one.
     key: bytes | None = field(default=None, repr=False)
     # None: no other job competes for slots.
@@ -196,7 +196,7 @@ def _publish_nothing(checkpoints: tuple[Checkpoint, ...]) -> None:
     """A job without a run has no list of checkpoints."""
 
 
-def _create_store_log(run: RunLease | None, config: ElasticConfig, clock: Clock) -> StoreLog | None:
+def _create_store_log(run: OwnedRun | None, config: ElasticConfig, clock: Clock) -> StoreLog | None:
     if run is None or not config.log_bytes:
         return None
     return StoreLog(run.store, run.run_id, run.attempt, config.log_bytes, clock)
@@ -233,7 +233,7 @@ def unpack_results(end: End) -> tuple[str, ...]:
     raise JobFailed(end.reason)
 
 
-def _unpack_results_of_run(end: End, run: RunLease | None) -> tuple[str, ...]:
+def _unpack_results_of_run(end: End, run: OwnedRun | None) -> tuple[str, ...]:
     """As `unpack_results`; but if another driver has taken the run over, that is the error: it caused the failure."""
     try:
         return unpack_results(end)

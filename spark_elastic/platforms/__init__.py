@@ -17,7 +17,7 @@ from spark_elastic.launch.job import LaunchResult
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.protocol.types import Limits
-from spark_elastic.state.run_lease import RunLease
+from spark_elastic.state.owned_run import OwnedRun
 from spark_elastic.worker.forking import select_fork_imports
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class JobSpec:
     # Modules that a spare imports before it is warm.
     preload: tuple[str, ...] = ()
     # The run to which the job's checkpoints belong; None: no checkpoints.
-    run: RunLease | None = None
+    run: OwnedRun | None = None
 
     @property
     def needs(self) -> tuple[str, ...]:

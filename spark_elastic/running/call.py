@@ -32,7 +32,7 @@ from spark_elastic.platforms import JobSpec, make_platform, resume_after_coordin
 from spark_elastic.protocol.types import Limits
 from spark_elastic.running import captures, options
 from spark_elastic.state.checkpoint import CheckpointPolicy, CheckpointStore
-from spark_elastic.state.run_lease import RunLease
+from spark_elastic.state.owned_run import OwnedRun
 from spark_elastic.worker.context import get_context
 from spark_elastic.worker.forking import select_fork_imports
 from spark_elastic.worker.function_program import FunctionProgram
@@ -174,14 +174,14 @@ class Call:
                 supervise(launcher, discovery, options, limits, config, self.name, listener)
             )
 
-    def take_run(self) -> RunLease | None:
+    def take_run(self) -> OwnedRun | None:
         """Take over the run for this driver. Returns None if the call has no `run_id`.
 
         Raises:
             StoreError: the store cannot be read or written.
         """
         run_id, store = self.options.run_id, self.open_store()
-        return None if run_id is None or store is None else RunLease.acquire(store, run_id)
+        return None if run_id is None or store is None else OwnedRun.acquire(store, run_id)
 
     def open_store(self) -> Store | None:
         return self.options.open_store()

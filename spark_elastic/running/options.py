@@ -12,7 +12,7 @@ from typing import IO, Any
 from spark_elastic.config import ElasticConfig, changes_setting, from_env
 from spark_elastic.data.store import Store, parse_store_url
 from spark_elastic.errors import InvalidInput
-from spark_elastic.state import run_lease
+from spark_elastic.state import owned_run
 
 # Horovod's name -> ours.
 ALIASES = {
@@ -187,7 +187,7 @@ def _check(mine: dict[str, Any]) -> None:
     if not isinstance(mine.get("storage_options", {}), Mapping):
         raise InvalidInput("storage_options must map the names of fsspec's options to their values.")
     if "run_id" in mine:
-        run_lease.check_name(mine["run_id"])
+        owned_run.check_name(mine["run_id"])
     if "stdout" in mine and not _takes_text(mine["stdout"]):
         raise InvalidInput(f"stdout must be an open text file; got {mine['stdout']!r}.")
 

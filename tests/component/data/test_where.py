@@ -23,7 +23,7 @@ from spark_elastic.data.reading.group_reader import ArrowReader
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.fit_rows import Selection, SnapshotRows
-from spark_elastic.state.run_lease import RunLease
+from spark_elastic.state.owned_run import OwnedRun
 from tests.leaks import SessionOwned
 from tests.unit.estimators.requests import request
 
@@ -353,8 +353,8 @@ def test_a_run_keeps_to_its_version_its_columns_and_its_where(tmp_path: Path) ->
 
     columns, where = {"feature": "id"}, [("maybe", ">", 20), ("word", "==", "c")]
     for _ in range(2):
-        lease = RunLease.acquire(store, "mine")
-        with open_rows(columns, where).materialize_rows(asked, store, lease) as (record, data):
+        run = OwnedRun.acquire(store, "mine")
+        with open_rows(columns, where).materialize_rows(asked, store, run) as (record, data):
             manifest = record.load_manifest()
             with ArrowReader(data, manifest) as reader:
                 found = [reader.fetch(group)["feature"] for group in range(len(manifest.row_groups))]
@@ -382,7 +382,7 @@ def test_a_run_keeps_to_its_tables_of_which_several_lie_in_one_folder(tmp_path: 
         return rows
 
     store = Store.open(str(tmp_path / "store"))
-    with open_rows("a", "seen").materialize_rows(asked, store, RunLease.acquire(store, "mine")) as (
+    with open_rows("a", "seen").materialize_rows(asked, store, OwnedRun.acquire(store, "mine")) as (
         record,
         _,
     ):

@@ -14,7 +14,7 @@ import pytest
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
 from spark_elastic.state.checkpoint import CheckpointStore
-from spark_elastic.state.run_lease import RunLease
+from spark_elastic.state.owned_run import OwnedRun
 from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.torch.train.trainer import TorchTrainProgram
 from tests.component.injected_faults import inject_faults, kill
@@ -62,7 +62,7 @@ def test_p7_all_workers_are_lost_and_training_continues_from_the_last_checkpoint
             killed.append(slot)
             fault(kill, made[0], slot)
 
-    ledger, run = tmp_path / "ledger", RunLease.acquire(store, RUN)
+    ledger, run = tmp_path / "ledger", OwnedRun.acquire(store, RUN)
     with inject_faults(tmp_path / "faults", {"epoch 1": inject_fault}):
         ours, result = train_elastic(job, store, manifest, str(ledger), Follower(), make, run=run)
     again = [world for world in result.worlds if "continues from checkpoint" in world.reason]
@@ -105,7 +105,7 @@ def test_p7_another_driver_resumes_with_fewer_workers_after_a_kill(
         finally:
             first.kill()
             first.wait(60)
-    run = RunLease.acquire(store, RUN)
+    run = OwnedRun.acquire(store, RUN)
     fewer = replace(job, workers=2, batch_size=12)
     assert fewer.plan(manifest) == job.plan(manifest)
     ours, result = train_elastic(

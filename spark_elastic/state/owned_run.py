@@ -1,4 +1,4 @@
-"""The lease of a run: which driver owns it, the checkpoints that count, and the thread that publishes them.
+"""A run that this driver owns: its attempts, its published checkpoints, and the thread that publishes them.
 
 Each driver that opens a run takes the next attempt, by creating an object in the store that only one driver can create.
 The highest attempt owns the run (R10, fence). A driver that finds a higher attempt publishes nothing more. The driver's
@@ -29,15 +29,15 @@ END_WAIT = 30.0  # seconds that closing waits for the store
 CheckpointList: TypeAlias = tuple[Checkpoint, ...]
 
 
-class RunLease:
-    """One driver's ownership of a run, until another driver takes the run over."""
+class OwnedRun:
+    """A run, as its driver uses it until another driver takes the run over."""
 
     def __init__(self, store: Store, run_id: str, attempt: int, checkpoints: CheckpointList) -> None:
         """
         Args:
             run_id: name of the run's folder in the store.
             attempt: this driver's.
-            checkpoints: those that count when the driver opens the run, newest first.
+            checkpoints: those that are published when the driver opens the run, newest first.
         """
         self.store, self.run_id, self.attempt, self.checkpoints = store, run_id, attempt, checkpoints
         self._checkpoint_store = CheckpointStore(store, run_id)
@@ -46,7 +46,7 @@ class RunLease:
         self._thread: threading.Thread | None = None
 
     @classmethod
-    def acquire(cls, store: Store, run_id: str) -> RunLease:
+    def acquire(cls, store: Store, run_id: str) -> OwnedRun:
         """Take the run's next attempt. From then on no other driver owns the run, and what earlier ones left half
         written is removed.
 
@@ -54,9 +54,9 @@ class RunLease:
             StoreError: the store cannot be read or written.
         """
         attempt = acquire_attempt(store, run_id)
-        lease = cls(store, run_id, attempt, CheckpointStore(store, run_id).read_published())
-        lease.remove_partial()
-        return lease
+        run = cls(store, run_id, attempt, CheckpointStore(store, run_id).read_published())
+        run.remove_partial()
+        return run
 
     def check(self) -> None:
         """Raises JobCancelled if another driver owns the run, or the run was removed from the store."""
@@ -116,7 +116,7 @@ class RunLease:
         self._thread.start()
 
     def publish(self, checkpoints: CheckpointList) -> None:
-        """Have the thread publish the checkpoints that count from now on, newest first. Returns at once."""
+        """Have the thread publish these checkpoints, newest first, in place of the former list. Returns at once."""
         self._requests.put(checkpoints)
 
     def close(self) -> None:
