@@ -1,11 +1,11 @@
 """A run's checkpoints in the store: rank 0 writes them in the background, the driver publishes them (R18, publication).
 
     runs/RUN/checkpoints/ATTEMPT-GENERATION-EPOCH-PHASE-STEP/{parts, manifest.json}    one checkpoint
-    runs/RUN/checkpoints/published-ATTEMPT.json                                        the list of those that count
+    runs/RUN/checkpoints/published-ATTEMPT.json                                        the list of published ones
 
 A checkpoint has the two parts of a `Snapshot`: `values`, encoded by the framework's codec, and `memory`, the bytes of
-all arrays. It counts once the driver has put it on the published list. Each attempt has a list of its own; the list of
-the highest attempt counts, so a driver that lost the run changes nothing.
+all arrays. A run resumes from it once the driver has put it on the published list. Each attempt has a list of its own;
+only that of the highest attempt is read, so a driver that lost the run changes nothing.
 
 `CheckpointStore` reads and writes these objects, in any thread. A training process has one `Checkpointer`: its training
 thread decides when a snapshot is due, and one writer thread encodes and writes.
@@ -38,6 +38,9 @@ VALUES, MEMORY = "values", "memory"  # the parts of a snapshot
 # Keys of `WorkerSession.persistent`.
 CHECKPOINTER = "checkpointer"  # the Checkpointer of this process
 SNAPSHOT_READER = "snapshot_reader"  # its SnapshotReader
+FLUSH_TIMEOUT = 3600.0  # seconds that the end of a training waits for its last checkpoint
+WARN_INTERVAL = 60.0  # seconds between two warnings about it
+CLOSE_TIMEOUT = 60.0  # seconds that `close` waits for the checkpoint in flight
 
 
 class CheckpointStore:
@@ -48,7 +51,7 @@ class CheckpointStore:
         self._folder = f"runs/{run_id}/checkpoints"
 
     def write(self, fence: Fence, position: Position, parts: Mapping[str, bytes]) -> Checkpoint:
-        """Write the parts and, at last, a manifest of them. The checkpoint counts once the driver has published it.
+        """Write the parts and, at last, a manifest of them. No run resumes from it before the driver has published it.
 
         Raises:
             StoreFull: the store has no room; what was written of the checkpoint is removed.
@@ -83,31 +86,29 @@ class CheckpointStore:
             parts[part] = data
         return parts
 
-    def read_newest(self, candidates: Sequence[Checkpoint]) -> tuple[Checkpoint, dict[str, bytes]]:
-        """The first candidate that can be read whole. A warning names each damaged one.
+    def read_first_undamaged(self, candidates: Sequence[Checkpoint]) -> tuple[Checkpoint, dict[str, bytes]]:
+        """The first undamaged candidate. A warning names each damaged one.
 
         Raises:
-            StoreError: none of the candidates is whole.
+            StoreError: all candidates are damaged.
         """
         for checkpoint in candidates:
             try:
                 return checkpoint, self.read(checkpoint)
             except StoreError as error:
-                log.warning(
-                    "checkpoint %s is damaged, so the one before it is used: %s", checkpoint.name, error
-                )
+                log.warning("checkpoint %s is damaged, and is not used: %s", checkpoint.name, error)
         names = ", ".join(checkpoint.name for checkpoint in candidates)
         raise StoreError(f"No checkpoint of {self._store.join(self._folder)} is whole: {names}.")
 
     # ---- called by the driver
 
     def publish(self, attempt: int, checkpoints: Iterable[Checkpoint]) -> None:
-        """Write the list of the checkpoints that count from now on, newest first."""
+        """Write the list of published checkpoints, newest first, of this attempt."""
         listed = [_to_json(checkpoint) for checkpoint in checkpoints]
         self._store.write_bytes(f"{self._folder}/published-{attempt:06d}.json", json.dumps(listed).encode())
 
     def read_published(self) -> tuple[Checkpoint, ...]:
-        """The checkpoints that count, newest first: the list of the highest attempt that has published one."""
+        """The published checkpoints, newest first: the list of the highest attempt that has one."""
         names = [name for name in self._store.list(self._folder) if "/published-" in name]
         for name in reversed(names):
             try:
@@ -163,11 +164,6 @@ def _from_json(item: Mapping[str, dict[str, int]]) -> Checkpoint:
     )
 
 
-LAST_WAIT = 3600.0  # seconds that the end of a training waits for its last checkpoint
-WARN_INTERVAL = 60.0  # seconds between two warnings about it
-CLOSE_WAIT = 60.0  # seconds that `close` waits for the checkpoint in flight
-
-
 class CheckpointWriter:
     """Writes checkpoints in one thread. One is in flight at a time, and a newer one replaces one that still waits.
 
@@ -177,8 +173,8 @@ class CheckpointWriter:
     def __init__(self, store: CheckpointStore, report: Callable[[Checkpoint | None], object]) -> None:
         """
         Args:
-            report: passes a written checkpoint to the driver, which decides whether it counts, or None if the store has
-                no room for one; called in the thread.
+            report: passes a written checkpoint to the driver, which publishes it unless it is too late, or None if the
+                store has no room for one; called in the thread.
         """
         self._store = store
         self._report = report
@@ -211,8 +207,8 @@ class CheckpointWriter:
             self._thread.start()
 
     def flush(self) -> None:
-        """Wait until everything offered is written and reported or has failed, up to LAST_WAIT for a slow store."""
-        for number in range(1, int(LAST_WAIT / WARN_INTERVAL) + 1):
+        """Wait until everything offered is written and reported or has failed, up to FLUSH_TIMEOUT for a slow store."""
+        for number in range(1, int(FLUSH_TIMEOUT / WARN_INTERVAL) + 1):
             with self._changed:
                 if self._changed.wait_for(lambda: self._waiting is None and not self._writing, WARN_INTERVAL):
                     return
@@ -227,7 +223,7 @@ class CheckpointWriter:
             self._closing = True
             self._changed.notify_all()
         if self._thread is not None:
-            self._thread.join(CLOSE_WAIT)
+            self._thread.join(CLOSE_TIMEOUT)
 
     def _run(self) -> None:
         while True:
@@ -265,7 +261,7 @@ class CheckpointWriter:
         except StoreFull as error:
             self._report(None)
             raise StoreFull(
-                f"{error} Older checkpoints give way to the next ones; the newest stays."
+                f"{error} The driver deletes the oldest checkpoint to make room, but never the newest."
             ) from error
         self._report(written)
         if self._failures:
@@ -278,9 +274,9 @@ class CheckpointPolicy:
     """When a checkpoint is due: after so many steps or seconds, whichever comes first."""
 
     run_id: str
-    # Steps between two checkpoints; None: steps do not count.
+    # Steps between two checkpoints; None: their number does not matter.
     steps: int | None = None
-    # Seconds between two checkpoints; None: time does not count.
+    # Seconds between two checkpoints; None: time does not matter.
     seconds: float | None = 60.0
 
 
@@ -317,21 +313,21 @@ class SnapshotReader:
         self._cached: tuple[tuple[Checkpoint, ...], Snapshot] | None = None
 
     def read(self, candidates: Sequence[Checkpoint]) -> Snapshot:
-        """The first candidate that is whole.
+        """The snapshot in the first undamaged candidate.
 
         Raises:
-            StoreError: none of the candidates is whole.
+            StoreError: all candidates are damaged.
         """
         wanted = tuple(candidates)
         if self._cached is None or self._cached[0] != wanted:
-            checkpoint, parts = self._store.read_newest(wanted)
+            checkpoint, parts = self._store.read_first_undamaged(wanted)
             values = self._codec.loads(parts[VALUES], trusted=False)
             memory = np.frombuffer(parts[MEMORY], np.uint8).copy()
             self._cached = wanted, Snapshot(checkpoint.position, values, memory)
         return self._cached[1]
 
     def read_published(self) -> tuple[Checkpoint, ...]:
-        """The checkpoints that count now, newest first."""
+        """The checkpoints that are published now, newest first."""
         return self._store.read_published()
 
     def forget(self) -> None:
@@ -342,9 +338,9 @@ class SnapshotReader:
 class Checkpointer:
     """Makes snapshots of one training process durable. Training thread only.
 
-    Only rank 0 writes. A snapshot that `build_pending` has built waits until its step is final (R1, finalized steps):
-    from then on the step is part of the history of every survivor, and `write_pending` passes the snapshot to the
-    writer's thread.
+    Callers give it snapshots on rank 0 alone. A snapshot that `build_pending` has built waits until its step is final
+    (R1, finalized steps): from then on the step is part of the history of every survivor, and `write_pending` passes
+    the snapshot to the writer's thread.
     """
 
     def __init__(
@@ -357,8 +353,8 @@ class Checkpointer:
     ) -> None:
         """
         Args:
-            report: passes a written checkpoint to the driver, which decides whether it counts (R18, publication), or
-                None if the store has no room for one.
+            report: passes a written checkpoint to the driver, which publishes it unless it is too late (R18,
+                publication), or None if the store has no room for one.
         """
         # Seconds for which checkpoints have held up the training thread.
         self.stall_seconds = 0.0

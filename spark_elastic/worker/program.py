@@ -73,8 +73,8 @@ class WorkerHandle:
     persistent: dict[str, Any] = field(default_factory=dict)
     # Tells the driver that the others of this world would be quicker without this worker. One short request.
     report_straggler: Callable[[str], object] = lambda reason: None
-    # Tells the driver, which decides whether the checkpoint counts: R18 (publication); None: the store has no room for
-    # one. One short request; any thread.
+    # Tells the driver, which publishes the checkpoint unless it is too late: R18 (publication); None: the store has no
+    # room for one. One short request; any thread.
     report_checkpoint: Callable[[Checkpoint | None], object] = lambda checkpoint: None
 
 

@@ -85,7 +85,7 @@ class SimRun:
         self.open()
 
     def damage_newest(self) -> None:
-        """Damage the newest checkpoint that counts, if an older one that counts is whole."""
+        """Damage the newest published checkpoint, if an older published one is whole."""
         listed = self._checkpoints.read_published()
         if len(listed) > 1 and not self.checkpoint_invariants.is_damaged(listed[1].name):
             self._store.write_bytes(self._object(listed[0].name), b"[0, 0, 0, 0, 0]")
@@ -102,7 +102,7 @@ class SimRun:
 
     def load(self, world: World) -> tuple[Position, Weights]:
         """The position and weights that the world begins from."""
-        checkpoint, parts = self._checkpoints.read_newest(world.resume)
+        checkpoint, parts = self._checkpoints.read_first_undamaged(world.resume)
         self.checkpoint_invariants.check_resumed(world, checkpoint)
         epoch, phase, step, count, text = json.loads(parts[PART])
         return Position(epoch, Phase(phase), step), (count, text)

@@ -76,12 +76,12 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
         case "torn":
             store.write_bytes(f"{folder}/manifest.json", b'{"parts": {"a"')
     with caplog.at_level(logging.WARNING, "spark_elastic"):
-        found, parts = run.read_newest([newer, older])
+        found, parts = run.read_first_undamaged([newer, older])
     assert (found, parts["a"]) == (older, b"1")
     assert f"checkpoint {newer.name} is damaged" in caplog.text
     store.write_bytes(f"runs/r/checkpoints/{older.name}/a", b"x")
     with pytest.raises(StoreError, match="is whole"):
-        run.read_newest([newer, older])
+        run.read_first_undamaged([newer, older])
 
 
 def test_r10_each_driver_takes_an_attempt_of_its_own(store: Store) -> None:
@@ -281,7 +281,7 @@ def test_a_full_store_keeps_checkpointing_the_oldest_gives_way(caplog: pytest.Lo
     refused, again = (record.getMessage() for record in caplog.records)
     assert refused.startswith("checkpoint at epoch 2, train, step 4 not written: Cannot write ")
     assert "No space left" in refused
-    assert refused.endswith("Older checkpoints give way to the next ones; the newest stays.")
+    assert refused.endswith("The driver deletes the oldest checkpoint to make room, but never the newest.")
     assert again == "checkpoints are written again, after 1 that failed."
 
 
