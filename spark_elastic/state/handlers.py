@@ -24,7 +24,7 @@ from spark_elastic.state.snapshot import Bytes, SnapshotBuffer, SnapshotBuilder
 class StateHandler(ABC):
     """A value that is saved, restored and handed to other workers by methods of its own."""
 
-    # The rank whose value the others take over in `sync`, which all ranks call; it need not be 0.
+    # The rank whose value the others receive in `sync`, which all ranks call; it need not be 0.
     source_rank = 0
 
     def __init__(self, value: Any) -> None:
@@ -40,7 +40,7 @@ class StateHandler(ABC):
 
     @abstractmethod
     def sync(self) -> None:
-        """Take over the value of `source_rank`. Collective."""
+        """Receive the value of `source_rank`. Collective."""
 
     def set_value(self, value: Any) -> None:
         """Handle another value from now on."""

@@ -84,7 +84,9 @@ class ShardedState(ObjectState):
         if session is not None and self._built:
             fence = session.world.fence
             place = Position(0, Phase.TRAIN, self._number)
-            self._commits.save(_idle_group(session), place, (fence.attempt, fence.generation), self._capture)
+            self._commits.save(
+                _wait_for_idle_group(session), place, (fence.attempt, fence.generation), self._capture
+            )
 
     def make_commit(self) -> None:
         self.save()
@@ -94,7 +96,7 @@ class ShardedState(ObjectState):
         due = np.array([session.group.rank == 0 and session.checkpointer.count_step()], np.int64)
         session.group.allreduce(due, op="max")
         if due[0]:
-            self._write_newest(session.checkpointer)
+            self._offer_newest_commit(session.checkpointer)
 
     def restore(self) -> None:
         """Put this worker's part back as it was at the newest commit."""
@@ -110,16 +112,16 @@ class ShardedState(ObjectState):
         """Do nothing: at the beginning of the next world the ranks choose the commit that all go back to."""
 
     def write_checkpoint(self, checkpointer: Checkpointer) -> None:
-        self._write_newest(checkpointer)
+        self._offer_newest_commit(checkpointer)
         checkpointer.flush()
 
-    def _write_newest(self, checkpointer: Checkpointer) -> None:
-        """Rank 0 writes the whole state."""
+    def _offer_newest_commit(self, checkpointer: Checkpointer) -> None:
+        """Have rank 0 write the whole state. Collective."""
         assert self._session is not None
         if self._number == START.step:
             return
         with checkpointer.measure_stall():
-            whole = self._commits.gather(_idle_group(self._session), 0)
+            whole = self._commits.gather(_wait_for_idle_group(self._session), 0)
         if whole is not None:
             checkpointer.offer(self._session.world.fence, whole)
 
@@ -129,7 +131,7 @@ class ShardedState(ObjectState):
             raise InvalidInput("the run's checkpoints are of another kind of state: use another run_id.")
         self._commits.adopt(whole)
 
-    def take_from(self, other: State) -> None:
+    def continue_from(self, other: State) -> None:
         if not isinstance(other, ShardedState):
             raise InvalidInput(
                 "the function made a state of another kind than when it was called before: make the same one each time."
@@ -148,11 +150,11 @@ class ShardedState(ObjectState):
     def sync(self) -> None:
         raise InvalidInput("elastic.run synchronizes this state at the beginning of each world: drop sync().")
 
-    def begin_world(self, source: int | None, number: int | None) -> None:
+    def begin_world(self, source: int | None, commits: int | None) -> None:
         session = self._session
         assert session is not None
-        group = _idle_group(session)
-        if number is None and group.rank != source:
+        group = _wait_for_idle_group(session)
+        if commits is None and group.rank != source:
             self._commits.clear()  # rank `source` has read a checkpoint
         place = Place(session.address, session.world.members[group.rank].host)
         chosen = self._commits.agree_on_commit(group, place)
@@ -259,7 +261,7 @@ class ShardedState(ObjectState):
             handler.load(common.values[name], common.memory)
 
 
-def _idle_group(session: WorkerSession) -> Group:
+def _wait_for_idle_group(session: WorkerSession) -> Group:
     """The world's group, once no other thread calls it."""
     session.wait_until_idle()
     return session.group
