@@ -35,7 +35,7 @@ log = logging.getLogger("spark_elastic.state")
 MANIFEST = "manifest.json"
 VERSION = 3  # of the format of a checkpoint
 VALUES, MEMORY = "values", "memory"  # the parts of a snapshot
-# Keys of `WorkerSession.persistent`.
+# Keys of `WorkerSession.process_values`.
 CHECKPOINTER = "checkpointer"  # the Checkpointer of this process
 SNAPSHOT_READER = "snapshot_reader"  # its SnapshotReader
 FLUSH_TIMEOUT = 3600.0  # seconds that the end of a training waits for its last checkpoint

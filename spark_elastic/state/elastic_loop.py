@@ -18,7 +18,7 @@ from spark_elastic.state.state import HostsUpdatedInterrupt, State, WorkerSessio
 
 R = TypeVar("R")
 
-# Keys of `WorkerSession.persistent`.
+# Keys of `WorkerSession.process_values`.
 STATE = "state"  # the state of the newest elastic function of this process
 ENTERED = "entered"  # whether this call of the user's function has reached its elastic function
 SYNCED_FENCE = "synced_fence"  # the fence of the newest world that the state has begun
@@ -47,17 +47,17 @@ def elastic(func: Callable[..., R], get_session: Callable[[], WorkerSession | No
 
 
 def _enter(state: State, session: WorkerSession) -> None:
-    persistent = session.persistent
-    if persistent.get(ENTERED) and persistent[STATE] is not state:
+    process_values = session.process_values
+    if process_values.get(ENTERED) and process_values[STATE] is not state:
         raise InvalidInput(
             "elastic.run was called with two states in one function, and a newcomer could not know where to begin: put "
             "everything into one state and one function."
         )
-    former = persistent.get(STATE)
+    former = process_values.get(STATE)
     state.attach(session)
     if former is not None and former is not state:
         state.continue_from(former)
-    persistent[STATE], persistent[ENTERED] = state, True
+    process_values[STATE], process_values[ENTERED] = state, True
 
 
 def _run_in_worlds(func: Callable[[], R], state: State, session: WorkerSession) -> R:
@@ -109,7 +109,7 @@ def _wait_for_next_world(session: WorkerSession, error: CollectiveError | None) 
 
 def _begin_world(state: State, session: WorkerSession) -> None:
     world = session.world
-    if session.persistent.get(SYNCED_FENCE) == world.fence:
+    if session.process_values.get(SYNCED_FENCE) == world.fence:
         return  # the user's function called its elastic function again
     commits: int | None
     source, commits = choose_source(world)
@@ -121,7 +121,7 @@ def _begin_world(state: State, session: WorkerSession) -> None:
     state.begin_world(source, commits)
     if reader is not None:
         reader.forget()
-    session.persistent[SYNCED_FENCE] = world.fence
+    session.process_values[SYNCED_FENCE] = world.fence
 
 
 def _write_last_checkpoint(state: State, session: WorkerSession) -> None:

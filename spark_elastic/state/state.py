@@ -69,8 +69,8 @@ class WorkerSession(Protocol):
         ...
 
     @property
-    def persistent(self) -> dict[str, Any]:
-        """Values by name that outlive one call of the user's function."""
+    def process_values(self) -> dict[str, Any]:
+        """Values of the process by name, which outlive one call of the user's function."""
         ...
 
     def report_commit(self, commits: int) -> None:

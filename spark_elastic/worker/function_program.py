@@ -74,7 +74,7 @@ class FunctionProgram:
     def run(self, world: World, group: Group, handle: WorkerHandle) -> Outcome:
         worker = get_context()
         assert worker is not None
-        handle.persistent.pop(ENTERED, None)
+        handle.process_values.pop(ENTERED, None)
         # Not before the first call, which may use what its modules created when they were imported.
         if self._ran:
             start_call()
@@ -84,8 +84,8 @@ class FunctionProgram:
             store, policy = self._durable
             codec, report = PickleCodec(), handle.report_checkpoint
             self._checkpointer = Checkpointer(store, policy, SystemClock(), codec, report)
-            handle.persistent[CHECKPOINTER] = self._checkpointer
-            handle.persistent[SNAPSHOT_READER] = SnapshotReader(store, policy.run_id, codec)
+            handle.process_values[CHECKPOINTER] = self._checkpointer
+            handle.process_values[SNAPSHOT_READER] = SnapshotReader(store, policy.run_id, codec)
         try:
             set_dist_env(world, group, worker.address, worker.ports)
             fn, args, kwargs = cloudpickle.loads(self._call)

@@ -176,7 +176,7 @@ class FakeSession:
 
     def __init__(self, stage: FakeDriver) -> None:
         self._stage = stage
-        self.persistent: dict[str, Any] = {}
+        self.process_values: dict[str, Any] = {}
         self.position: Position | None = None
         self.doomed = False
         self._fuse: int | None = None

@@ -444,7 +444,7 @@ class LoneSession:
     snapshot_reader = None
 
     def __init__(self) -> None:
-        self.persistent: dict[str, Any] = {}
+        self.process_values: dict[str, Any] = {}
         self.asked = 0
         self.next_world(None)
 
@@ -473,8 +473,8 @@ class LoneSession:
         return False
 
     def next_world(self, error: CollectiveError | None) -> None:
-        self.persistent["generation"] = self.persistent.get("generation", 0) + 1
-        enter_group(FakeFabric(1, fence=(1, self.persistent["generation"])).group(0))
+        self.process_values["generation"] = self.process_values.get("generation", 0) + 1
+        enter_group(FakeFabric(1, fence=(1, self.process_values["generation"])).group(0))
 
 
 def test_a_plain_optimizers_step_is_under_way_from_its_first_gradient_to_its_step() -> None:
@@ -543,6 +543,6 @@ def test_p1_a_commit_between_two_backward_passes_of_a_step_loses_no_rows(
 
     elastic(train, lambda: session)(state)
     assert weight.tolist() == [1.0] * 8
-    assert session.persistent["generation"] > 1
+    assert session.process_values["generation"] > 1
     assert caplog.text.count("saves nothing") == 1
     optimizer.close()
