@@ -109,11 +109,11 @@ SOME = click.IntRange(min=1)
 @click.option(
     "--output-filename", type=click.Path(), help="Folder for the output of each rank: rank.N/stdout."
 )
-@click.option("--run-id", help="Name under which commits are made durable; the same name again resumes.")
-@click.option("--store", help="Folder or fsspec url for durable commits.")
 @click.option(
-    "--checkpoint-steps", type=SOME, help="Commits from one durable one to the next; default: by time."
+    "--run-id", help="Name of the run: it writes checkpoints to the store, and the same name resumes."
 )
+@click.option("--store", help="Folder or fsspec url for the checkpoints of the run.")
+@click.option("--checkpoint-steps", type=SOME, help="Write a checkpoint every N commits; default: by time.")
 @click.option(
     "-prefix-timestamp",
     "--prefix-output-with-timestamp",

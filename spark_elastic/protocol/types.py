@@ -160,7 +160,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A state that was made durable."""
+    """A state that was written to the store."""
 
     fence: Fence  # of the world in which a member wrote it
     position: Position

@@ -112,7 +112,7 @@ def run(
             the beginning of `fn`, in the world after a loss.
         arguments: num_workers (default: Spark's default parallelism), min_workers (num_workers: a lost worker is waited
             for), max_workers (num_workers), env, stdout, verbose, prefix_output_with_timestamp, preload, run_id and
-            store (commits are made durable, and a call with the same run_id continues from the newest one),
+            store (checkpoints are written, and a call with the same run_id continues from the newest one),
             storage_options (fsspec's for the store, such as credentials), all fields of `ElasticConfig`, and the
             arguments of Horovod's `run_elastic` under their names.
 
@@ -234,21 +234,25 @@ def prepare(
             )
         script = Script.read(os.fspath(fn), *(str(argument) for argument in given))
         chosen = options.parse(named, config)
-        program = FunctionProgram(script, environment=chosen.env, durable=_open_checkpointing(chosen))
+        program = FunctionProgram(
+            script, environment=chosen.env, checkpoint_target=_open_checkpoint_target(chosen)
+        )
         slow, name = _find_slow_imports(script.source), os.path.basename(script.path)
     else:
         args, kwargs, named = _place_positional(given, args, kwargs, named)
         chosen = options.parse(named, config)
         if not callable(fn):
             raise InvalidInput(f"run() takes a function or the path of a script; got a {type(fn).__name__}.")
-        program = FunctionProgram(fn, args, kwargs, chosen.env, captures.dumps, _open_checkpointing(chosen))
+        program = FunctionProgram(
+            fn, args, kwargs, chosen.env, captures.dumps, _open_checkpoint_target(chosen)
+        )
         slow = _find_slow_imports(fn.source) if isinstance(fn, Module) else _find_slow_modules(fn)
         name = getattr(fn, "__name__", type(fn).__name__)
     return Call(program, chosen, slow if chosen.preload is None else chosen.preload, name)
 
 
-def _open_checkpointing(chosen: options.Options) -> tuple[Store, CheckpointPolicy] | None:
-    """Where and when workers make commits durable."""
+def _open_checkpoint_target(chosen: options.Options) -> tuple[Store, CheckpointPolicy] | None:
+    """Where and when workers write checkpoints; None: the call has no `run_id`."""
     store = chosen.open_store()
     if chosen.run_id is None or store is None:
         return None

@@ -336,7 +336,7 @@ class SnapshotReader:
 
 
 class Checkpointer:
-    """Makes snapshots of one training process durable. Training thread only.
+    """Writes snapshots of one training process as checkpoints. Training thread only.
 
     Callers give it snapshots on rank 0 alone. A snapshot that `build_pending` has built waits until its step is final
     (R1, finalized steps): from then on the step is part of the history of every survivor, and `write_pending` passes

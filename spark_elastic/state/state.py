@@ -92,12 +92,12 @@ class WorkerSession(Protocol):
 
     @property
     def checkpointer(self) -> Checkpointer | None:
-        """Makes commits durable; None in a job without checkpoints."""
+        """Writes checkpoints; None in a job without them."""
         ...
 
     @property
     def snapshot_reader(self) -> SnapshotReader | None:
-        """Reads the run's checkpoints; None in a job without checkpoints."""
+        """Reads the run's checkpoints; None in a job without them."""
         ...
 
     def is_job_ending(self) -> bool:

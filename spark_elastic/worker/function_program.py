@@ -35,7 +35,7 @@ class FunctionProgram:
     """`fn(*args, **kwargs)` on every worker.
 
     environment: variables of the training process, set before the slow imports. dumps: pickles the call.
-    durable: store and policy of durable commits; None: there are none.
+    checkpoint_target: store and policy of the checkpoints; None: there are none.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class FunctionProgram:
         kwargs: Mapping[str, object] | None = None,
         environment: Mapping[str, str] | None = None,
         dumps: Callable[[object], bytes] = pickling.dumps,
-        durable: tuple[Store, CheckpointPolicy] | None = None,
+        checkpoint_target: tuple[Store, CheckpointPolicy] | None = None,
     ) -> None:
-        self._durable = durable
+        self._checkpoint_target = checkpoint_target
         self._checkpointer: Checkpointer | None = None
         self._ran = False
         self._call = dumps((fn, tuple(args), dict(kwargs or {})))
@@ -80,8 +80,8 @@ class FunctionProgram:
             start_call()
             destroy_process_group()
         self._ran = True
-        if self._durable is not None and self._checkpointer is None:
-            store, policy = self._durable
+        if self._checkpoint_target is not None and self._checkpointer is None:
+            store, policy = self._checkpoint_target
             codec, report = PickleCodec(), handle.report_checkpoint
             self._checkpointer = Checkpointer(store, policy, SystemClock(), codec, report)
             handle.process_values[CHECKPOINTER] = self._checkpointer
