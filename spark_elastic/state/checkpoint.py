@@ -104,7 +104,7 @@ class CheckpointStore:
 
     def publish(self, attempt: int, checkpoints: Iterable[Checkpoint]) -> None:
         """Write the list of published checkpoints, newest first, of this attempt."""
-        listed = [_to_json(checkpoint) for checkpoint in checkpoints]
+        listed = [asdict(checkpoint) for checkpoint in checkpoints]
         self._store.write_bytes(f"{self._folder}/published-{attempt:06d}.json", json.dumps(listed).encode())
 
     def read_published(self) -> tuple[Checkpoint, ...]:
@@ -137,8 +137,8 @@ class CheckpointStore:
 
 def format_checkpoint_name(fence: Fence, position: Position) -> str:
     """The folder of a checkpoint that a member of the world `fence` writes at `position`."""
-    place = f"{position.epoch:05d}-{position.phase.value}-{position.step:08d}"
-    return f"{fence.attempt:06d}-{fence.generation:06d}-{place}"
+    numbers = f"{position.epoch:05d}-{position.phase.value}-{position.step:08d}"
+    return f"{fence.attempt:06d}-{fence.generation:06d}-{numbers}"
 
 
 def _sha256(data: bytes) -> str:
@@ -148,10 +148,6 @@ def _sha256(data: bytes) -> str:
 def _check(data: bytes, digest: str, name: str) -> None:
     if _sha256(data) != digest:
         raise StoreError(f"{name} is not what was written: its SHA-256 differs.")
-
-
-def _to_json(checkpoint: Checkpoint) -> dict[str, object]:
-    return asdict(checkpoint)
 
 
 def _from_json(item: Mapping[str, dict[str, int]]) -> Checkpoint:

@@ -79,7 +79,7 @@ class SnapshotHandler(StateHandler):
         self._snapshots.wait()
 
     def restore(self) -> None:
-        snapshot = self._snapshots.newest()
+        snapshot = self._snapshots.wait_for_newest()
         if snapshot is not None:
             self.load(snapshot.values, snapshot.memory)
 

@@ -77,14 +77,14 @@ class OwnedRun:
 
         If the store fails to delete one, it stays with all that follow, and a warning names them.
         """
-        for place, name in enumerate(names):
+        for number, name in enumerate(names):
             try:
                 if self._find_owner() != self.attempt:
                     return
                 if name:
                     self.store.remove_tree(name)
             except StoreError as error:
-                log.warning("%s Remove %s by hand.", error, " and ".join(filter(None, names[place:])))
+                log.warning("%s Remove %s by hand.", error, " and ".join(filter(None, names[number:])))
                 return
 
     def remove_partial(self) -> None:
@@ -96,7 +96,7 @@ class OwnedRun:
 
         The record comes first: a run whose record names rows that are gone could not be resumed either.
         """
-        self.delete_objects(f"runs/{self.run_id}/run.json", *names, attempts_folder(self.run_id))
+        self.delete_objects(f"runs/{self.run_id}/run.json", *names, get_attempts_folder(self.run_id))
         self.store.remove_empty_folder(f"runs/{self.run_id}")
 
     def _find_owner(self) -> int:
@@ -174,26 +174,26 @@ def acquire_attempt(store: Store, run_id: str) -> int:
     attempt = find_highest_attempt(store, run_id)
     for _ in range(MAX_TRIES):
         attempt += 1
-        if store.create_exclusive(f"{attempts_folder(run_id)}/{attempt:06d}", content):
+        if store.create_exclusive(f"{get_attempts_folder(run_id)}/{attempt:06d}", content):
             return attempt
     raise StoreError(f"Run {run_id!r}: {MAX_TRIES} other drivers opened it at the same moment; try again.")
 
 
 def find_highest_attempt(store: Store, run_id: str) -> int:
     """The attempt that owns the run; 0 if no driver has opened it."""
-    names = [name.rpartition("/")[2] for name in store.list(attempts_folder(run_id))]
+    names = [name.rpartition("/")[2] for name in store.list(get_attempts_folder(run_id))]
     return max((int(name) for name in names if name.isdigit()), default=0)
 
 
 def describe_owner(store: Store, run_id: str, attempt: int) -> str:
     """The attempt with the process and host of its driver, for messages."""
     try:
-        driver = json.loads(store.read_bytes(f"{attempts_folder(run_id)}/{attempt:06d}"))
+        driver = json.loads(store.read_bytes(f"{get_attempts_folder(run_id)}/{attempt:06d}"))
         return f"attempt {attempt}, process {driver['pid']} on {driver['host']}"
     except (StoreError, ValueError, TypeError, KeyError):
         return f"attempt {attempt}"
 
 
-def attempts_folder(run_id: str) -> str:
+def get_attempts_folder(run_id: str) -> str:
     """The folder with one object for each attempt of the run."""
     return f"runs/{run_id}/attempts"

@@ -22,7 +22,7 @@ from spark_elastic.state.handlers import SamplerStateHandler, SnapshotHandler
 from spark_elastic.state.sharded_commits import FROM_CHECKPOINT, LAYOUT, ShardedCommits
 from spark_elastic.state.shards import CommitKey, DividedTensor, LostCommit, Place, RestorableCommit, lay_out
 from spark_elastic.state.snapshot import Bytes, PickleCodec, Snapshot, broadcast_snapshot
-from spark_elastic.state.state import ObjectState, State, WorkerSession
+from spark_elastic.state.state import PLAIN, ObjectState, State, WorkerSession
 
 log = logging.getLogger("spark_elastic.state")
 
@@ -32,7 +32,7 @@ Build = Callable[[Any], Mapping[str, Any]]
 class DividedHandler(SnapshotHandler):
     """A handler of a value with divided tensors: `capture` gets a `ShardBuilder`, and `load` also reads `pieces`."""
 
-    # For `load`: this rank's part of each divided tensor, by the number that `ShardBuilder.add_piece` returned.
+    # For `load`: this rank's piece of each divided tensor, by the number that `ShardBuilder.add_piece` returned.
     pieces: Sequence[Bytes] = ()
 
 
@@ -83,9 +83,9 @@ class ShardedState(ObjectState):
         session = self._session
         if session is not None and self._built:
             fence = session.world.fence
-            place = Position(0, Phase.TRAIN, self._number)
+            position = Position(0, Phase.TRAIN, self._number)
             self._commits.save(
-                _wait_for_idle_group(session), place, (fence.attempt, fence.generation), self._capture
+                _wait_for_idle_group(session), position, (fence.attempt, fence.generation), self._capture
             )
 
     def make_commit(self) -> None:
@@ -100,7 +100,7 @@ class ShardedState(ObjectState):
 
     def restore(self) -> None:
         """Put this worker's part back as it was at the newest commit."""
-        commit, session = self._commits.newest_complete(), self._session
+        commit, session = self._commits.get_newest_complete(), self._session
         if commit is None or session is None or commit.key.fence[1] != session.world.fence.generation:
             return  # the next world does it
         size, rank = session.group.size, session.group.rank
@@ -170,7 +170,7 @@ class ShardedState(ObjectState):
     def _replace_lost(self, session: WorkerSession, place: Place, lost: LostCommit) -> RestorableCommit:
         """The newest checkpoint, in place of a commit of which parts are lost."""
         group, reader = session.group, session.snapshot_reader
-        missing = self._commits.describe(group, lost)
+        missing = self._commits.gather_loss_description(group, lost)
         sentence = f"commit {lost.key.number} is lost with the workers that held parts of it: {missing}"
         self._commits.clear()
         if reader is not None and group.rank == 0:
@@ -193,12 +193,12 @@ class ShardedState(ObjectState):
         """Nothing was committed: rank 0's values, and what each rank has built."""
         self._number = 0
         self._build_values()
-        capture = self._commits.capture(group.rank, CommitKey(0, (0, 0), group.size), START, self._capture)
-        common = broadcast_snapshot(group, 0, capture.common, PickleCodec())
+        commit = self._commits.copy_state(group.rank, CommitKey(0, (0, 0), group.size), START, self._capture)
+        common = broadcast_snapshot(group, 0, commit.common, PickleCodec())
         if common is not None:
-            extents, _ = lay_out(capture.tensors, group.size, group.rank)
+            extents, _ = lay_out(commit.tensors, group.size, group.rank)
             self._load_values(common)
-            self._load_built(common, [extent.of(capture.shards[group.rank]) for extent in extents])
+            self._load_built(common, [extent.of(commit.shards[group.rank]) for extent in extents])
 
     def _continue(self, group: Group, chosen: RestorableCommit) -> None:
         common = self._commits.share_common(group, chosen)
@@ -237,7 +237,7 @@ class ShardedState(ObjectState):
     def _load_values(self, common: Snapshot) -> None:
         """What does not depend on the world."""
         names = [name for name in self._handlers if name not in self._built]
-        plain = pickle.loads(common.values[""])
+        plain = pickle.loads(common.values[PLAIN])
         if set(plain) != set(self._plain) or not set(names) <= set(common.values):
             raise InvalidInput("the commit is of a state of other names: make the same one on each worker.")
         for name in names:
@@ -249,7 +249,7 @@ class ShardedState(ObjectState):
         self._number = common.position.step
 
     def _load_built(self, common: Snapshot, pieces: list[Bytes]) -> None:
-        if set(common.values) != {"", LAYOUT, *self._handlers}:
+        if set(common.values) != {PLAIN, LAYOUT, *self._handlers}:
             raise InvalidInput(
                 "build(state) returned other names than before: return the same ones in each world."
             )

@@ -37,6 +37,8 @@ from spark_elastic.state.snapshot import (
     pickle_value,
 )
 
+PLAIN = ""  # key of the pickled values in a snapshot's values; no value of a state has such a name
+
 
 class HostsUpdatedInterrupt(RuntimeError):
     """All ranks agreed to stop at this point, since workers join or leave. Nothing is lost by it."""
@@ -340,7 +342,7 @@ class ObjectState(State):
 
     def restore(self) -> None:
         """Put everything back to the newest complete snapshot."""
-        snapshot = self._snapshots.newest()
+        snapshot = self._snapshots.wait_for_newest()
         assert snapshot is not None
         for name, value in dict(self._replaced).items():
             setattr(self, name, value)
@@ -395,7 +397,7 @@ class ObjectState(State):
             self._snapshots.begin(_make_position(self._number), self._capture)
         if group is not None:
             allocate = self._snapshots.get_free_memory
-            mine = self._snapshots.newest()
+            mine = self._snapshots.wait_for_newest()
             arrived = broadcast_snapshot(group, self.source_rank, mine, PickleCodec(), allocate=allocate)
             if arrived is not None:
                 self._snapshots.replace(arrived)
@@ -435,7 +437,7 @@ class ObjectState(State):
         """Rank 0 has completed the exchanges after the newest commit, so every survivor holds it or receives it. Called
         before the next commit is saved."""
         assert self._session is not None
-        snapshot = self._snapshots.newest()
+        snapshot = self._snapshots.wait_for_newest()
         if snapshot is not None and snapshot.position != START:
             with checkpointer.measure_stall():
                 copy = snapshot.copy()  # the buffer writes over this memory with the commit after the next
@@ -446,7 +448,7 @@ class ObjectState(State):
             handler.reset()
 
     def continue_from(self, other: State) -> None:
-        snapshot = other._snapshots.newest() if isinstance(other, ObjectState) else None
+        snapshot = other._snapshots.wait_for_newest() if isinstance(other, ObjectState) else None
         if snapshot is None or not self._fits(snapshot):
             raise InvalidInput(
                 "the function made a state of other names than when it was called before: make the same one each time."
@@ -456,7 +458,7 @@ class ObjectState(State):
         self.restore()
 
     def _fits(self, snapshot: Snapshot) -> bool:
-        return set(snapshot.values) == {"", *self._find_snapshot_handlers()}
+        return set(snapshot.values) == {PLAIN, *self._find_snapshot_handlers()}
 
     def _list_own_handlers(self) -> list[StateHandler]:
         """Handlers of the user's that save and restore by themselves."""
@@ -469,7 +471,7 @@ class ObjectState(State):
         values: dict[str, Any] = {
             name: h.capture(builder) for name, h in self._find_snapshot_handlers().items()
         }
-        values[""] = self._pickle_plain()
+        values[PLAIN] = self._pickle_plain()
         self._replaced = {}
         return values
 
@@ -485,7 +487,7 @@ class ObjectState(State):
     def _load(self, snapshot: Snapshot) -> None:
         for name, handler in self._find_snapshot_handlers().items():
             handler.load(snapshot.values[name], snapshot.memory)
-        for name, value in pickle.loads(snapshot.values[""]).items():
+        for name, value in pickle.loads(snapshot.values[PLAIN]).items():
             object.__setattr__(self, name, value)
         self._number = snapshot.position.step
         self._replaced = {}

@@ -176,7 +176,7 @@ def test_a_sync_that_breaks_leaves_the_state_as_it_was() -> None:
 def test_r20_a_resume_waits_for_the_copy_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """That of a state that was just made; else the user is told that he changed a parameter after a commit."""
     reader: Any = SimpleNamespace(read=lambda candidates: kept)
-    kept = WeightsState(weights=Weights(fill=5.0), step=3)._snapshots.newest()
+    kept = WeightsState(weights=Weights(fill=5.0), step=3)._snapshots.wait_for_newest()
     copy = snapshot_module._copy
 
     def copy_slowly(pieces: Any, memory: Any) -> None:

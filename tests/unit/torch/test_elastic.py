@@ -263,7 +263,7 @@ def test_several_models_and_optimizers_by_name() -> None:
 
 def test_loading_the_state_of_another_model_is_an_error_of_one_sentence() -> None:
     state: Any = hvd.elastic.TorchState(net())
-    kept = state._snapshots.newest()
+    kept = state._snapshots.wait_for_newest()
     other = ModelStateHandler(torch.nn.Linear(2, 2))
     with pytest.raises(InvalidInput, match="different parameters"):
         other.load(kept.values["model"], kept.memory)
@@ -280,7 +280,7 @@ def test_a_model_whose_parameters_differ_is_refused_before_anything_is_loaded(
     other: torch.nn.Linear, says: str
 ) -> None:
     state: Any = hvd.elastic.TorchState(torch.nn.Linear(3, 5).bfloat16())
-    kept = state._snapshots.newest()
+    kept = state._snapshots.wait_for_newest()
     if other.weight.dtype == torch.float32:
         other.bfloat16()
     before = copy_states(other)
@@ -307,7 +307,7 @@ def test_a_group_added_after_the_commit_is_dropped_and_one_that_a_newcomer_lacks
         state.restore()
         assert_same(copy_states(model, optimizer), committed)
     optimizer.add_param_group(group)
-    kept: Any = hvd.elastic.TorchState(model, optimizer)._snapshots.newest()
+    kept: Any = hvd.elastic.TorchState(model, optimizer)._snapshots.wait_for_newest()
     with pytest.raises(InvalidInput, match="2 parameters in 1 groups here, 4 in 2 there"):
         OptimizerStateHandler(make()).load(kept.values["optimizer"], kept.memory)
 
