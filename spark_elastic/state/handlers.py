@@ -213,7 +213,7 @@ def unwrap_variable(variable: Any) -> Any:
     return variable if inner is None or callable(inner) else inner  # a tf.Variable has a method of that name
 
 
-def trainable_weights_of(layers: Any) -> list[Any]:
+def list_trainable_weights(layers: Any) -> list[Any]:
     """The trainable variables of one Keras layer, of several, or of None."""
     given = list(layers) if isinstance(layers, list | tuple | set) else [layers]
     return [variable for layer in given if layer is not None for variable in layer.trainable_weights]

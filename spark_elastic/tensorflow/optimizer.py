@@ -27,7 +27,7 @@ from spark_elastic.ops.negotiation import ALLREDUCE, Request
 from spark_elastic.ops.operations import as_engine_array, get_queue
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set, is_single_process
 from spark_elastic.ops.reduction import Adasum, Average, ReduceOp, ReduceOptions
-from spark_elastic.state.handlers import trainable_weights_of, unwrap_variable
+from spark_elastic.state.handlers import list_trainable_weights, unwrap_variable
 from spark_elastic.tensorflow.allreduce import allreduce_slices, compress_tensors
 from spark_elastic.tensorflow.arrays import (
     Tensor,
@@ -219,7 +219,7 @@ def PartialDistributedOptimizer(
 ) -> Plain:
     """As `DistributedOptimizer`, without an exchange for the variables of `local_layers`, Keras layers."""
     distributed: Any = DistributedOptimizer(optimizer, *args, **kwargs)
-    for variable in trainable_weights_of(local_layers):
+    for variable in list_trainable_weights(local_layers):
         distributed.register_local_var(variable)
     partly: Plain = distributed
     return partly
@@ -306,7 +306,7 @@ def DistributedGradientTape(  # noqa: PLR0913 - name and arguments are Horovod's
 def PartialDistributedGradientTape(gradtape: Any, *args: Any, local_layers: Any = None, **kwargs: Any) -> Any:
     """As `DistributedGradientTape`, without an exchange for the variables of `local_layers`, Keras layers."""
     distributed = DistributedGradientTape(gradtape, *args, **kwargs)
-    for variable in trainable_weights_of(local_layers):
+    for variable in list_trainable_weights(local_layers):
         distributed.register_local_source(variable)
     return distributed
 
