@@ -186,7 +186,7 @@ class State(ABC):
 
     @abstractmethod
     def save(self) -> None:
-        """Keep everything as it is now, in this process."""
+        """Keep everything as it is now, in this process. Only `commit` counts it, except in an `ObjectState`."""
 
     @abstractmethod
     def restore(self) -> None:
@@ -319,7 +319,7 @@ class ObjectState(State):
         return any(value is each for each in vars(self).values())
 
     def save(self) -> None:
-        """Keep one version of everything; large values are copied in the background. Counts as a commit."""
+        """Keep one version of everything; large values are copied in the background. This is a new commit."""
         self._number += 1
         self.renew_commit()
         self._report_commit()
