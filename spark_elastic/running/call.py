@@ -165,7 +165,7 @@ class Call:
         default_workers: int,
         options: DriverOptions | None = None,
     ) -> Results[Any]:
-        """As `over_spark`, on a cluster of another kind. default_workers: where the call does not name a number."""
+        """As `run_on_spark`, on a cluster of another kind. default_workers: where the call does not name a number."""
         limits = self.make_limits(default_workers)
         config = self.options.config
         options = options or DriverOptions(run=self.take_run())

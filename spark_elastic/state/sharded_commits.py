@@ -97,6 +97,7 @@ class ShardedCommits:
         self._places: tuple[Place, ...] = ()
 
     def get_newest_complete(self) -> ShardedCommit | None:
+        """The oldest one that is held: a newer one is still being made."""
         return self._held[0] if self._held else None
 
     @property

@@ -16,13 +16,13 @@ import numpy as np
 
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput, StoreError
-from spark_elastic.protocol.types import START, Checkpoint, Phase, Position
+from spark_elastic.protocol.types import START, Checkpoint
 from spark_elastic.state.checkpoint import Checkpointer, SnapshotReader
 from spark_elastic.state.handlers import SamplerStateHandler, SnapshotHandler
 from spark_elastic.state.sharded_commits import FROM_CHECKPOINT, LAYOUT, ShardedCommits
 from spark_elastic.state.shards import CommitKey, DividedTensor, LostCommit, Place, RestorableCommit, lay_out
 from spark_elastic.state.snapshot import Bytes, PickleCodec, Snapshot, broadcast_snapshot
-from spark_elastic.state.state import PLAIN, ObjectState, State, WorkerSession
+from spark_elastic.state.state import PLAIN, ObjectState, State, WorkerSession, make_commit_position
 
 log = logging.getLogger("spark_elastic.state")
 
@@ -83,7 +83,7 @@ class ShardedState(ObjectState):
         session = self._session
         if session is not None and self._built:
             fence = session.world.fence
-            position = Position(0, Phase.TRAIN, self._number)
+            position = make_commit_position(self._number)
             self._commits.save(
                 _wait_for_idle_group(session), position, (fence.attempt, fence.generation), self._capture
             )

@@ -338,7 +338,7 @@ class ObjectState(State):
     def renew_commit(self) -> None:
         for handler in self._list_own_handlers():
             handler.save()
-        self._snapshots.begin(_make_position(self._number), self._capture)
+        self._snapshots.begin(make_commit_position(self._number), self._capture)
 
     def restore(self) -> None:
         """Put everything back to the newest complete snapshot."""
@@ -394,7 +394,7 @@ class ObjectState(State):
         self._sync_each(self._list_own_handlers())
         # Other ranks save nothing here: that snapshot would pass for the state that is to arrive.
         if group is None or group.rank == self.source_rank:
-            self._snapshots.begin(_make_position(self._number), self._capture)
+            self._snapshots.begin(make_commit_position(self._number), self._capture)
         if group is not None:
             allocate = self._snapshots.get_free_memory
             mine = self._snapshots.wait_for_newest()
@@ -493,7 +493,8 @@ class ObjectState(State):
         self._replaced = {}
 
 
-def _make_position(commits: int) -> Position:
+def make_commit_position(commits: int) -> Position:
+    """The position of a hand-written training after so many commits."""
     return Position(0, Phase.TRAIN, commits)
 
 

@@ -15,8 +15,6 @@ from spark_elastic.protocol.types import (
     INITIAL_VERSION,
     HostUpdateResult,
     MembershipVersion,
-    Phase,
-    Position,
     World,
 )
 from spark_elastic.state import state
@@ -58,7 +56,7 @@ class ContextSession:
         return self._handle.process_values
 
     def report_commit(self, commits: int) -> None:
-        self._handle.report_position(Position(0, Phase.TRAIN, commits))
+        self._handle.report_position(state.make_commit_position(commits))
         metrics: dict[str, Any] = {"step": commits, "world": self.world.size}
         if self.checkpointer is not None:
             metrics["checkpoint_seconds"] = self.checkpointer.stall_seconds
