@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from datetime import date, datetime, timezone
 from decimal import Decimal
 from pathlib import Path
@@ -93,7 +94,7 @@ def expect(table: pa.Table, where: Any) -> list[int]:
 
 def read_ids(store: Store, manifest: Manifest) -> list[int]:
     manifest = Manifest.from_json(manifest.to_json())
-    with ArrowReader(store, manifest, ["id"]) as reader:
+    with closing(ArrowReader(store, manifest, ["id"])) as reader:
         groups = [reader.fetch(group)["id"] for group in range(len(manifest.row_groups))]
     assert [len(group) for group in groups] == list(manifest.group_rows)
     return sorted(np.concatenate(groups).tolist())
@@ -356,7 +357,7 @@ def test_a_run_keeps_to_its_version_its_columns_and_its_where(tmp_path: Path) ->
         run = OwnedRun.acquire(store, "mine")
         with open_rows(columns, where).materialize_rows(asked, store, run) as (record, data):
             manifest = record.load_manifest()
-            with ArrowReader(data, manifest) as reader:
+            with closing(ArrowReader(data, manifest)) as reader:
                 found = [reader.fetch(group)["feature"] for group in range(len(manifest.row_groups))]
             assert sorted(np.concatenate(found).tolist()) == expect(table, where)
         write_deltalake(folder, table, mode="append")  # a resumed run takes the version that it began with

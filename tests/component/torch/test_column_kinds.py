@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -159,7 +160,7 @@ def test_petastorm_says_that_it_reads_no_vectors(reader: str, tmp_path: Path) ->
     write(tmp_path, "arrow")
     store, manifest = open_data(tmp_path)
     with (
-        open_reader(reader, store, manifest, ["v", "y"]) as opened,
+        closing(open_reader(reader, store, manifest, ["v", "y"])) as opened,
         pytest.raises(InvalidInput, match="petastorm leaves out column 'v', as it does structs"),
     ):
         opened.fetch(0)
