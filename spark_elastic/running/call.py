@@ -1,6 +1,6 @@
 """`spark_elastic.run`: a function or a script on elastic workers. Runs in the caller's thread.
 
-`prepare` checks a call and returns a `Call`, which `run_on_spark` or, on another kind of cluster, `run_on` executes.
+`prepare` checks a call and returns a `Call`, which `run_on_spark` executes, or `cli` without Spark.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.data.store import Store
-from spark_elastic.driver.ports import Discovery, Launcher
 from spark_elastic.errors import InvalidInput
-from spark_elastic.launch.job import DriverOptions, LaunchResult, make_limits, supervise
+from spark_elastic.launch.job import LaunchResult, make_limits
 from spark_elastic.monitoring.console import LineRateLimiter, OutputListener, supports_live_line
 from spark_elastic.monitoring.listener import close_within_deadline
 from spark_elastic.monitoring.log_forwarding import log_to_listener
@@ -146,7 +145,7 @@ class Call:
         job = JobSpec(self.program, limits, name, self.preload)
         what = "the function or its arguments"
         run_id, store = self.options.run_id, self.open_store()
-        with self.open_output(as_spark=True) as listener:
+        with self.open_output() as listener:
             imports = select_fork_imports(self.program, self.preload, self.options.config.fork_workers)
             platform.preflight(self.program.pickled_call, store, job.needs, limits.num_workers, what, imports)
             if run_id is None or store is None:
@@ -156,22 +155,6 @@ class Call:
                     platform.launch(dataclasses.replace(job, run=self.take_run()), listener)
                 ),
                 CheckpointStore(store, run_id).read_published,
-            )
-
-    def run_on(
-        self,
-        launcher: Launcher,
-        discovery: Discovery,
-        default_workers: int,
-        options: DriverOptions | None = None,
-    ) -> Results[Any]:
-        """As `run_on_spark`, on a cluster of another kind. default_workers: where the call does not name a number."""
-        limits = self.make_limits(default_workers)
-        config = self.options.config
-        options = options or DriverOptions(run=self.take_run())
-        with self.open_output() as listener:
-            return decode_results(
-                supervise(launcher, discovery, options, limits, config, self.name, listener)
             )
 
     def take_run(self) -> OwnedRun | None:
@@ -191,12 +174,8 @@ class Call:
         return dataclasses.replace(make_limits(self.options.config, number, least, most), all_results=True)
 
     @contextmanager
-    def open_output(self, as_spark: bool = False) -> Iterator[OutputListener]:
-        """The listener of the job that runs inside the block: it prints what happens.
-
-        Args:
-            as_spark: where nobody looks on, messages have the form of Spark's log.
-        """
+    def open_output(self) -> Iterator[OutputListener]:
+        """The listener of the job that runs inside the block: it prints what happens."""
         chosen = self.options
         stream = sys.stdout if chosen.stdout is None else chosen.stdout
         listener = OutputListener(
@@ -206,7 +185,7 @@ class Call:
             show_messages=chosen.verbose > 0,
             show_output=chosen.config.show_logs,
             limiter=LineRateLimiter() if chosen.stdout is None else None,
-            as_spark=as_spark and chosen.stdout is None and not supports_live_line(stream),
+            as_spark=chosen.stdout is None and not supports_live_line(stream),
         )
         with close_within_deadline(listener), log_to_listener(listener.on_message, chosen.verbose > 1):
             yield listener
