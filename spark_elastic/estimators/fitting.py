@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic
+from typing import TYPE_CHECKING, Any, Generic
 
 import cloudpickle
 
@@ -34,13 +34,16 @@ from spark_elastic.monitoring.console import ProgressListener
 from spark_elastic.monitoring.listener import AsyncNotifier, close_within_deadline
 from spark_elastic.monitoring.log_forwarding import log_to_listener
 from spark_elastic.monitoring.report import JobReport, WorldSpan
-from spark_elastic.platforms import JobSpec, Platform, make_platform, resume_after_coordinator_loss
+from spark_elastic.platforms import JobSpec, make_platform, resume_after_coordinator_loss
 from spark_elastic.protocol.types import Limits, Phase, Position
 from spark_elastic.state.checkpoint import CheckpointPolicy, CheckpointStore
 from spark_elastic.state.owned_run import OwnedRun
 from spark_elastic.training.spec import Rows, TrainSpec
 from spark_elastic.worker.forking import select_fork_imports
 from spark_elastic.worker.program import Program
+
+if TYPE_CHECKING:
+    from spark_elastic.platforms.spark_platform import SparkPlatform
 
 log = logging.getLogger("spark_elastic")
 
@@ -197,7 +200,7 @@ def _show_progress(request: FitRequest[Any]) -> Iterator[ProgressListener]:
 class Training(Generic[O]):
     """The inputs of one training: request, rows, platform, store and the listener for its progress."""
 
-    platform: Platform
+    platform: SparkPlatform
     rows: RowSource
     request: FitRequest[O]
     framework: Framework[O]
