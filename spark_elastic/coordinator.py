@@ -374,4 +374,4 @@ def _unpack_end(end: JobEnd) -> LaunchResult:
         if end.report is not None:
             error.report = JobReport.from_json(end.report)
         raise error
-    return LaunchResult(end.results, end.worlds, (), JobReport.from_json(end.report))
+    return LaunchResult(end.results, end.worlds, JobReport.from_json(end.report))

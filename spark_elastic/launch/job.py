@@ -62,8 +62,6 @@ class LaunchResult:
     results: tuple[str, ...]
     # All worlds, in their order.
     worlds: tuple[WorldSpan, ...]
-    # The driver machine's events and commands, a line each.
-    event_log: tuple[str, ...]
     # Where the time went.
     report: JobReport = field(default_factory=JobReport)
 
@@ -182,7 +180,7 @@ def supervise(
     except (JobFailed, JobCancelled) as error:
         error.report = report
         raise
-    return LaunchResult(results, tuple(monitor.worlds), tuple(journal.format_entries()), report)
+    return LaunchResult(results, tuple(monitor.worlds), report)
 
 
 def make_limits(config: ElasticConfig, num_workers: int, min_workers: int, max_workers: int) -> Limits:

@@ -58,7 +58,7 @@ def test_a_process_forked_by_a_loss_function_sends_nothing_for_its_worker(tmp_pa
     ours, result = train_elastic(
         job, store, manifest, None, follower, lambda task: launcher(task, room=2), lease=30.0
     )
-    assert len(result.worlds) == 1, result.event_log
+    assert len(result.worlds) == 1, result.worlds
     assert codes.read_text().split() == ["0", "1", "1"]
     said = "\n".join(follower.lines)
     assert "ValueError: of the fork" in said
