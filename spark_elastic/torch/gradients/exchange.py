@@ -218,7 +218,7 @@ class GradientExchange:
             self._sparse = frozenset()
             self._plane = None
             if group is not None:
-                self._plane = find_bulk_plane(group, self._parameters[0].device, self._options)
+                self._plane = find_bulk_plane(group, self._find_device(), self._options)
             if self._plane is not None and not self._plane.is_settled and not self._options.hybrid_recovery:
                 thread.run(self._plane.require)
         self._lay_out_buckets(group, division)
@@ -226,6 +226,11 @@ class GradientExchange:
         self._step = self._make_step(passes, thread)
         if isinstance(self._memory, ShareMemory):
             self._memory.begin()
+
+    def _find_device(self) -> torch.device:
+        """The first device that is not the CPU, whose gradients the bulk plane can sum; the CPU if there is none."""
+        devices = [parameter.device for parameter in self._parameters]
+        return next((device for device in devices if device.type != "cpu"), devices[0])
 
     def _make_step(self, passes: int, thread: CollectiveThread | None) -> _Step:
         buckets: Sequence[Bucket] = ()

@@ -54,10 +54,15 @@ class BucketMemory:
         self._shapes = [parameter.shape for parameter in parameters]
         self._flat: list[torch.Tensor] = []  # by bucket
         self._staging: dict[int, _Staging] = {}  # of buckets on a GPU
-        ends = np.cumsum([0, *(b.numel * getattr(torch, b.dtype).itemsize for b in buckets)]).tolist()
+        devices = [parameters[bucket.slices[0].index].device for bucket in buckets]
+        sizes = [
+            bucket.numel * getattr(torch, bucket.dtype).itemsize if device.type == "cpu" else 0
+            for bucket, device in zip(buckets, devices, strict=True)
+        ]
+        ends = np.cumsum([0, *sizes]).tolist()
         self._memory = allocate_aligned(ends[-1]) if group is None else group.buffer(ends[-1])
         for number, bucket in enumerate(buckets):
-            self._flat.append(self._allocate(number, bucket, ends[number : number + 2], parameters))
+            self._flat.append(self._allocate(number, bucket, devices[number], ends[number : number + 2]))
             for part in bucket.slices:
                 view = self._flat[number][part.offset : part.offset + part.numel]
                 self.views[part.index] = view.view(self._shapes[part.index])
@@ -92,10 +97,10 @@ class BucketMemory:
         if number in self._staging:
             self._staging[number].copied.synchronize()
 
-    def copy_from_host(self) -> None:
-        """Start to copy all buckets back to where the gradients are."""
-        for number, staging in self._staging.items():
-            self._flat[number].copy_(staging.host, non_blocking=True)
+    def copy_from_host(self, number: int) -> None:
+        """Start to copy a bucket back to where its gradients are."""
+        if number in self._staging:
+            self._flat[number].copy_(self._staging[number].host, non_blocking=True)
 
     def combine(self, number: int) -> None:
         """Complete a bucket once it is summed over all ranks. Called by the thread that summed it."""
@@ -111,11 +116,8 @@ class BucketMemory:
         staging = self._staging.get(number)
         return self._flat[number] if staging is None else staging.host
 
-    def _allocate(
-        self, number: int, bucket: Bucket, span: list[int], parameters: Sequence[torch.nn.Parameter]
-    ) -> torch.Tensor:
+    def _allocate(self, number: int, bucket: Bucket, device: torch.device, span: list[int]) -> torch.Tensor:
         dtype = getattr(torch, bucket.dtype)
-        device = parameters[bucket.slices[0].index].device
         if device.type == "cpu":
             return torch.from_numpy(self._memory[span[0] : span[1]]).view(dtype)
         warn_about_gpus()
@@ -155,7 +157,7 @@ class StepReducer:
         Args:
             names: of all parameters, for messages.
             timeline: where to write the exchanges.
-            plane: sums the buckets on their device; None: the engine does, in memory of the host.
+            plane: sums the buckets on its device; the engine sums all others, in memory of the host.
         """
         # After `wait`, by number of parameter: what `launch_sparse` summed or `launch_gather` gathered.
         self.sparse_results: dict[int, torch.Tensor] = {}
@@ -169,7 +171,9 @@ class StepReducer:
         self._clock = SystemClock()
         self._newest: Future[None] | None = None  # of the newest work; each waits for the one before
         self._last_bucket: Callable[[], None] | None = None
+        self._plane = plane
         self._bulk = None if plane is None else BulkStep(plane, memory.group, options)
+        self._through_host: list[int] = []  # numbers of the buckets that the engine sums
 
     def compare(self, layout_hash: int, specs: Sequence[ParameterSpec]) -> None:
         """Check that all ranks train the same parameters with the same options, before any gradient travels."""
@@ -183,9 +187,11 @@ class StepReducer:
     def launch_bucket(self, number: int) -> None:
         """Sum a complete bucket. The last one of the layout waits for `reduce_last_bucket`."""
         memory, group = self._memory, self._group
-        if self._bulk is not None:
-            self._bulk.launch(memory.flat(number))
+        flat = memory.flat(number)
+        if self._bulk is not None and self._plane is not None and flat.device == self._plane.device:
+            self._bulk.launch(flat)
             return
+        self._through_host.append(number)
         memory.copy_to_host(number)
         array, dtype = memory.array(number), memory.buckets[number].dtype
         wire = self._options.wire if dtype == "float32" else None
@@ -256,11 +262,11 @@ class StepReducer:
     def complete_buckets(self) -> None:
         """Wait for the sums of all buckets, and have them where the gradients are."""
         self.wait()
-        if self._bulk is None:
-            self._memory.copy_from_host()
-            return
-        with self._watch(range(len(self._names))):
-            self._thread.run(self._bulk.finish)
+        for number in self._through_host:
+            self._memory.copy_from_host(number)
+        if self._bulk is not None:
+            with self._watch(range(len(self._names))):
+                self._thread.run(self._bulk.finish)
 
     def drain(self) -> None:
         """Wait until all work is done or has failed."""

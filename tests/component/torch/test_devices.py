@@ -27,6 +27,7 @@ from spark_elastic.torch.devices import DeviceCopier, select_device
 from spark_elastic.torch.distributed.process_group import ElasticProcessGroup
 from spark_elastic.torch.elastic import OptimizerStateHandler
 from spark_elastic.torch.generators import seeded_rng
+from spark_elastic.torch.gradients.exchange import GradientExchange
 from spark_elastic.torch.train.forward import rng_state, set_rng_state
 from spark_elastic.torch.train.trainer import TorchTrainProgram
 from spark_elastic.worker.context import WaitRecorder
@@ -414,3 +415,54 @@ def test_collectives_of_torch_distributed(device: torch.device) -> None:
             [6.0] * 3,
             [7.0] * 2,
         ]
+
+
+class TwofoldPlane:
+    """A bulk plane of two ranks whose gradients are equal."""
+
+    is_active = is_settled = True
+    seconds = None
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.summed: list[torch.device] = []
+
+    def launch(self, start: Callable[[Any], Any]) -> Any:
+        return start(self)
+
+    def allreduce(self, tensors: list[torch.Tensor]) -> Any:
+        self.summed.append(tensors[0].device)
+        tensors[0].mul_(2.0)
+        return SimpleNamespace(is_completed=lambda: True, wait=lambda: True)
+
+
+@pytest.mark.parametrize("has_plane", [False, True])
+def test_each_bucket_is_summed_where_it_is(
+    device: torch.device, has_plane: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One layer of the model is on the host: shared memory holds its gradients, and those of no device."""
+    monkeypatch.setattr(
+        "spark_elastic.torch.gradients.exchange.find_bulk_plane",
+        lambda group, device, options: TwofoldPlane(device) if has_plane else None,
+    )
+
+    def work(group: Group) -> tuple[int, list[torch.device], list[list[float]]]:
+        first, second = torch.nn.Linear(16, 4, bias=False), torch.nn.Linear(4, 4, bias=False).to(device)
+        torch.nn.init.ones_(second.weight)
+        allocated: list[int] = []
+        allocate = group.buffer
+        group.buffer = lambda nbytes: allocated.append(nbytes) or allocate(nbytes)  # type: ignore[method-assign,func-returns-value]
+        with GradientExchange(torch.nn.Sequential(first, second).named_parameters()) as exchange:
+            exchange.begin(group, 1)
+            second(first(torch.ones(1, 16)).to(device)).sum().backward()
+            exchange.finish()
+            plane: Any = exchange._plane
+            gradients = [parameter.grad for parameter in exchange.parameters]
+            assert [grad.device for grad in gradients if grad is not None] == [torch.device("cpu"), device]
+            values = [grad.flatten().tolist() for grad in gradients[:1] if grad is not None]
+        return sum(allocated), plane.summed if has_plane else [], values
+
+    for allocated, summed, values in run_in_world(2, work):
+        assert allocated == 4 * (64 if device.type != "cpu" else 64 + 16)
+        assert summed == ([device] if has_plane else [])
+        assert values == [[8.0] * 64]
