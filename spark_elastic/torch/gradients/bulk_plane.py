@@ -392,15 +392,17 @@ def _check_devices(store: Any, rank: int, size: int, device: torch.device) -> No
 
 
 class _Planes:
-    """The bulk planes of one world, by the group of the engine."""
+    """The bulk planes of one world, by the group of the engine and the device."""
 
     def __init__(self) -> None:
         self._planes: list[tuple[Group, BulkPlane]] = []
 
-    def get_or_create(self, group: Group, create: Callable[[int], BulkPlane]) -> BulkPlane:
+    def get_or_create(
+        self, group: Group, device: torch.device, create: Callable[[int], BulkPlane]
+    ) -> BulkPlane:
         """create: called with how many planes of the same ranks there are, the same number on all of these."""
         for known, plane in self._planes:
-            if known is group:
+            if known is group and plane.device == device:
                 return plane
         plane = create(sum(known.members == group.members for known, _ in self._planes))
         self._planes.append((group, plane))
@@ -426,7 +428,9 @@ def find_bulk_plane(group: Group, device: torch.device, options: ExchangeOptions
         return None
     planes = worker.group_context.get_or_create(_Planes, lambda: _make_planes(worker))
     return planes.get_or_create(
-        group, lambda number: BulkPlane(group, device, backend, lambda: _get_stores(worker, group, number))
+        group,
+        device,
+        lambda number: BulkPlane(group, device, backend, lambda: _get_stores(worker, group, number)),
     )
 
 

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from elastic_collectives import CollectiveError, Group
+from elastic_collectives.fakes import FakeFabric
 from spark_elastic.clock import SystemClock
-from spark_elastic.torch.gradients.bulk_plane import BulkPlane, BulkStep, BulkSums
+from spark_elastic.torch.gradients.bulk_plane import BulkPlane, BulkStep, BulkSums, _Planes
 from spark_elastic.torch.gradients.exchange_options import DEFAULT_OPTIONS
 from tests import simulated_nccl
 from tests.devices import use_device
@@ -114,6 +115,24 @@ def test_a_rank_whose_communicator_fails_leaves_all_with_the_host(capsys: pytest
 
     assert run_in_world(2, work) == [False, False]
     assert "gradients travel through host memory in this world" in capsys.readouterr().err
+
+
+def test_each_device_of_a_group_has_a_plane_of_its_own() -> None:
+    planes, group, made = _Planes(), FakeFabric(1).group(0), []
+
+    def get_plane(device: str) -> BulkPlane:
+        def create(number: int) -> BulkPlane:
+            made.append(number)
+            plane = BulkPlane(group, torch.device(device), simulated_nccl.NAME, tuple)
+            plane._builder = threading.Thread(target=tuple)
+            return plane
+
+        return planes.get_or_create(group, torch.device(device), create)
+
+    first = get_plane("cuda:0")
+    assert get_plane("cuda:1") is not first
+    assert get_plane("cuda:0") is first
+    assert made == [0, 1]
 
 
 class FastClock(SystemClock):
