@@ -144,18 +144,18 @@ void Group::allreduce(void* data, size_t count, const Reduction& reduction) {
 }
 
 void Group::reduce(void* data, size_t count, const Reduction& reduction, uint32_t tag) {
-  if (size_ == 1) return finish(reduction, data, count, reduction.type, 1);
+  if (size_ == 1) return scaleResult(reduction, data, count, reduction.type, 1);
   if (reduction.op == ReduceOp::kAdasum) return reduceByAdasum(data, count, reduction, tag);
   const auto hosts = this->hosts();
   // On several hosts 16-bit floats go over the mesh between all ranks: in two levels they would be rounded at each host
   // as well as at the end, or travel as float32, twice the bytes.
   if (hosts && (hosts->isSingleHost() || !isHalf(reduction.type))) {
-    const auto across = [&](const GlooContext& leaders) { reduceBySockets(leaders, data, count, reduction, tag); };
-    return hosts->allreduce(data, count, reduction, call_, across);
+    const auto bySockets = [&](const GlooContext& leaders) { reduceBySockets(leaders, data, count, reduction, tag); };
+    return hosts->allreduce(data, count, reduction, call_, bySockets);
   }
   if (isHalf(reduction.type)) return reduceDirectly(data, count, reduction, tag);
   reduceBySockets(allRanks_, data, count, reduction, tag);
-  finish(reduction, data, count, reduction.type, size_);
+  scaleResult(reduction, data, count, reduction.type, size_);
 }
 
 void Group::reduceBySockets(const GlooContext& context, void* data, size_t count, const Reduction& reduction,
@@ -200,7 +200,7 @@ void Group::reducePackedAcross(Hosts& hosts, float* data, size_t count, const Re
   if (sums) whole.op = ReduceOp::kSum;
   if (sums) whole.after = 1.0;
   hosts.allreduce(data, count, whole, call_, [&](const GlooContext& leaders) {
-    if (sums) finish(reduction, data, count, DataType::kFloat32, size_);
+    if (sums) scaleResult(reduction, data, count, DataType::kFloat32, size_);
     Reduction packed = pack(data, count, whole);
     packed.after = 1.0;  // for other operations it is applied later, in float32
     Route way = route(tag);
@@ -223,7 +223,7 @@ void Group::reduceByAdasum(void* data, size_t count, const Reduction& reduction,
   } else {
     throw std::invalid_argument("adasum supports floating-point types only");
   }
-  finish(reduction, data, count, reduction.type, 1);
+  scaleResult(reduction, data, count, reduction.type, 1);
 }
 
 void Group::reducescatter(void* data, const std::vector<size_t>& counts, void* out, const Reduction& reduction) {
@@ -250,20 +250,22 @@ void Group::reduceToParts(void* data, const std::vector<size_t>& counts, void* o
 void Group::broadcast(void* data, size_t bytes, int root, uint32_t signature) {
   const uint32_t tag = start(callOf(CallKind::kBroadcast, bytes, signature));
   if (bytes == 0) return waitForAll(tag);
-  const auto across = [&](const GlooContext& context, int from) { broadcastByGloo(context, data, bytes, from, tag); };
-  if (const auto hosts = this->hosts()) return hosts->broadcast(data, bytes, root, call_, across);
-  across(allRanks_, root);
+  const auto bySockets = [&](const GlooContext& context, int from) {
+    broadcastByGloo(context, data, bytes, from, tag);
+  };
+  if (const auto hosts = this->hosts()) return hosts->broadcast(data, bytes, root, call_, bySockets);
+  bySockets(allRanks_, root);
 }
 
 void Group::allgather(const void* in, void* out, const std::vector<size_t>& sizes, uint32_t signature) {
   const size_t bytes = std::accumulate(sizes.begin(), sizes.end(), size_t{0});
   const uint32_t tag = start(callOf(CallKind::kAllgather, bytes, signature));
   if (bytes == 0) return waitForAll(tag);
-  const auto across = [&](const GlooContext& context, const void* from, void* to, const std::vector<size_t>& parts) {
+  const auto bySockets = [&](const GlooContext& context, const void* from, void* to, const std::vector<size_t>& parts) {
     allgatherByGloo(context, from, to, parts, tag);
   };
-  if (const auto hosts = this->hosts()) return hosts->gather(in, out, sizes, call_, across);
-  across(allRanks_, in, out, sizes);
+  if (const auto hosts = this->hosts()) return hosts->allgather(in, out, sizes, call_, bySockets);
+  bySockets(allRanks_, in, out, sizes);
 }
 
 void Group::alltoall(const Parts& in, const Parts& out, uint32_t signature, bool agreed) {
@@ -292,9 +294,9 @@ void Group::barrier() { waitForAll(start(callOf(CallKind::kBarrier, 0, 0u))); }
 // Returns once all ranks have started the call `tag`.
 void Group::waitForAll(uint32_t tag) {
   if (size_ == 1) return;
-  const auto across = [&](const GlooContext& context) { barrierByGloo(context, tag); };
-  if (const auto hosts = this->hosts()) return hosts->barrier(call_, across);
-  across(allRanks_);
+  const auto bySockets = [&](const GlooContext& context) { barrierByGloo(context, tag); };
+  if (const auto hosts = this->hosts()) return hosts->barrier(call_, bySockets);
+  bySockets(allRanks_);
 }
 
 void Group::abort(const std::string& reason) { mesh_->abort(Cause::kAborted, {}, reason); }

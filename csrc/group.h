@@ -58,7 +58,7 @@ class Group {
   std::shared_ptr<Memory> memory(size_t bytes);
 
   // Sets how long a wait may last; a wait in progress counts as if it began now. Zero: no limit. Any thread.
-  void limit(std::chrono::milliseconds timeout) { mesh_->limit(timeout); }
+  void setTimeout(std::chrono::milliseconds timeout) { mesh_->limit(timeout); }
   void abort(const std::string& reason);
   void close();
   void check();  // throws the failure if the group has failed

@@ -211,7 +211,7 @@ PYBIND11_MODULE(_engine, module) {
            })
       .def("barrier", &Group::barrier, py::call_guard<py::gil_scoped_release>())
       .def("memory", &Group::memory, py::call_guard<py::gil_scoped_release>())
-      .def("limit", [](ObservedGroup& group, double seconds) { group.limit(millisecondsOf(seconds)); })
+      .def("set_timeout", [](ObservedGroup& group, double seconds) { group.setTimeout(millisecondsOf(seconds)); })
       .def("watch", [](ObservedGroup& group, py::object callback) { group.observer->set(std::move(callback)); })
       .def("abort", &Group::abort, py::call_guard<py::gil_scoped_release>())
       .def("close", &Group::close, py::call_guard<py::gil_scoped_release>())

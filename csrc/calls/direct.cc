@@ -12,12 +12,6 @@ namespace {
 
 constexpr size_t kBanks = 2;  // one is reduced while the other one receives
 
-std::vector<size_t> startsOf(const std::vector<size_t>& sizes) {
-  std::vector<size_t> starts(sizes.size(), 0);
-  for (size_t r = 1; r < sizes.size(); r++) starts[r] = starts[r - 1] + sizes[r - 1];
-  return starts;
-}
-
 size_t totalOf(const std::vector<size_t>& sizes) {
   size_t total = 0;
   for (size_t size : sizes) total += size;
@@ -67,7 +61,9 @@ class PartsReduction {
         memory_(new char[memoryNeeded()]),
         whole_(mesh_, data, totalOf(counts) * width_),
         result_(mesh_, out_, counts[me_] * width_) {
-    for (size_t bank = 0; bank < kBanks; bank++) banks_.emplace_back(mesh_, room(bank), room(1) - room(0));
+    for (size_t bank = 0; bank < kBanks; bank++) {
+      banks_.emplace_back(mesh_, bankMemory(bank), bankMemory(1) - bankMemory(0));
+    }
   }
 
   void run() {
@@ -97,7 +93,7 @@ class PartsReduction {
   size_t longest() const { return std::min(chunk_, counts_[me_]) * width_; }
   // A chunk of every rank for each bank, and one more for the reduction.
   size_t memoryNeeded() const { return longest() * (counts_.size() * kBanks + 1); }
-  char* room(size_t bank) { return memory_.get() + bank * longest() * counts_.size(); }
+  char* bankMemory(size_t bank) { return memory_.get() + bank * longest() * counts_.size(); }
 
   void expectResults() {
     for (size_t peer : peers_) {
@@ -129,9 +125,9 @@ class PartsReduction {
     awaitReceived(banks_[bank], toCome_[bank]);
     std::vector<const char*> parts;
     for (size_t r = 0; r < counts_.size(); r++) {
-      parts.push_back(r == me_ ? data_ + offsetOf(me_, c) : room(bank) + r * longest());
+      parts.push_back(r == me_ ? data_ + offsetOf(me_, c) : bankMemory(bank) + r * longest());
     }
-    foldParts(reduction_, parts, count, room(kBanks), out_ + c * chunk_ * width_);
+    foldParts(reduction_, parts, count, bankMemory(kBanks), out_ + c * chunk_ * width_);
     if (!spread_) return;
     for (size_t peer : peers_) {
       result_.send(rankOf(peer), route_.slot + 1, c * chunk_ * width_, count * width_);
@@ -165,8 +161,10 @@ void alltoall(const Route& route, const Parts& in, const Parts& out) {
   const size_t me = placeOn(route);
   std::deque<Buffer> from, to;
   for (size_t r : peersOf(route)) {
-    if (out[r].bytes > 0) to.emplace_back(route.mesh, out[r].data, out[r].bytes).recv(route.ranks[r], route.slot, 0, out[r].bytes);
-    if (in[r].bytes > 0) from.emplace_back(route.mesh, in[r].data, in[r].bytes).send(route.ranks[r], route.slot, 0, in[r].bytes);
+    const int rank = route.ranks[r];
+    const size_t received = out[r].bytes, sent = in[r].bytes;
+    if (received > 0) to.emplace_back(route.mesh, out[r].data, received).recv(rank, route.slot, 0, received);
+    if (sent > 0) from.emplace_back(route.mesh, in[r].data, sent).send(rank, route.slot, 0, sent);
   }
   if (in[me].bytes > 0) std::memcpy(out[me].data, in[me].data, in[me].bytes);
   for (Buffer& buffer : to) buffer.waitRecv();

@@ -15,7 +15,7 @@ namespace elastic {
 
 using GlooContext = std::shared_ptr<gloo::Context>;
 
-// In place, without the steps of finish(). bcube: for small data, else the ring.
+// In place, without what scaleResult() does. bcube: for small data, else the ring.
 void reduceByGloo(const GlooContext& context, void* data, size_t count, const Reduction& reduction, bool bcube,
                   uint32_t tag);
 void broadcastByGloo(const GlooContext& context, void* data, size_t bytes, int root, uint32_t tag);

@@ -226,13 +226,14 @@ void Hosts::runAmongLeaders(CrossHost phase, const std::function<void()>& run) {
       if (local != nullptr) local->setCrossHost(phase);
     }
     ~PhaseGuard() {
-      if (local != nullptr) local->setCrossHost(CrossHost::kNot);
+      if (local != nullptr) local->setCrossHost(CrossHost::kIdle);
     }
   } guard(local_.get(), phase);
   run();
 }
 
-void Hosts::allreduce(void* data, size_t count, const Reduction& reduction, const Call& call, const Step& across) {
+void Hosts::allreduce(void* data, size_t count, const Reduction& reduction, const Call& call,
+                      const LeaderCollective& amongLeaders) {
   if (isSingleHost()) return local_->allreduce(data, count, reduction, call, true);
   // The division of an average and the factor are applied once, at the end.
   Reduction part = reduction;
@@ -240,16 +241,16 @@ void Hosts::allreduce(void* data, size_t count, const Reduction& reduction, cons
   part.after = 1.0;
   if (local_) local_->allreduce(data, count, part, call, false);
   runAmongLeaders(CrossHost::kAwaited, [&] {
-    across(leaders_);
+    amongLeaders(leaders_);
     const size_t ranks = std::accumulate(topology_.hosts.begin(), topology_.hosts.end(), size_t{0},
                                          [](size_t sum, const auto& host) { return sum + host.size(); });
-    finish(reduction, data, count, reduction.type, static_cast<int>(ranks));
+    scaleResult(reduction, data, count, reduction.type, static_cast<int>(ranks));
   });
   if (local_) local_->broadcast(data, count * widthOf(reduction.type), 0, call);
 }
 
 void Hosts::broadcast(void* data, size_t bytes, int root, const Call& call,
-                      const std::function<void(const GlooContext&, int root)>& across) {
+                      const std::function<void(const GlooContext&, int root)>& amongLeaders) {
   int host = 0, member = 0;
   for (size_t h = 0; h < topology_.hosts.size(); h++) {
     const auto& ranks = topology_.hosts[h];
@@ -260,12 +261,12 @@ void Hosts::broadcast(void* data, size_t bytes, int root, const Call& call,
   }
   const bool home = static_cast<size_t>(host) == topology_.mine;
   if (home && local_) local_->broadcast(data, bytes, member, call);
-  runAmongLeaders(home ? CrossHost::kNotAwaited : CrossHost::kAwaited, [&] { across(leaders_, host); });
+  runAmongLeaders(home ? CrossHost::kNotAwaited : CrossHost::kAwaited, [&] { amongLeaders(leaders_, host); });
   if (!home && local_) local_->broadcast(data, bytes, 0, call);
 }
 
-void Hosts::gather(const void* own, void* out, const std::vector<size_t>& sizes, const Call& call,
-                   const GatherStep& across) {
+void Hosts::allgather(const void* own, void* out, const std::vector<size_t>& sizes, const Call& call,
+                      const LeaderAllgather& amongLeaders) {
   std::vector<char*> places;
   size_t total = 0;
   for (size_t size : sizes) {
@@ -283,7 +284,7 @@ void Hosts::gather(const void* own, void* out, const std::vector<size_t>& sizes,
     localSizes.push_back(sizeOf(rank));
   }
   if (local_) {
-    local_->gather(own, localPlaces, localSizes, call);
+    local_->allgather(own, localPlaces, localSizes, call);
   } else if (sizeOf(self) > 0) {
     std::memcpy(placeOf(self), own, sizeOf(self));
   }
@@ -297,7 +298,7 @@ void Hosts::gather(const void* own, void* out, const std::vector<size_t>& sizes,
     }
     std::vector<char> in, all(total);
     for (int rank : host) in.insert(in.end(), placeOf(rank), placeOf(rank) + sizeOf(rank));
-    across(leaders_, in.data(), all.data(), packed);
+    amongLeaders(leaders_, in.data(), all.data(), packed);
     const char* next = all.data();
     for (const auto& ranks : topology_.hosts) {
       for (int rank : ranks) {
@@ -309,10 +310,10 @@ void Hosts::gather(const void* own, void* out, const std::vector<size_t>& sizes,
   if (local_) local_->broadcast(out, total, 0, call);
 }
 
-void Hosts::barrier(const Call& call, const Step& across) {
+void Hosts::barrier(const Call& call, const LeaderCollective& amongLeaders) {
   if (local_) local_->barrier(call);
   if (isSingleHost()) return;
-  runAmongLeaders(CrossHost::kAwaited, [&] { across(leaders_); });
+  runAmongLeaders(CrossHost::kAwaited, [&] { amongLeaders(leaders_); });
   if (local_) local_->barrier(call);
 }
 

@@ -33,22 +33,24 @@ class Hosts {
   std::vector<int> leaders() const;
 
   // The in-place operation among leaders, with the context of the leaders.
-  using Step = std::function<void(const GlooContext& leaders)>;
-  void allreduce(void* data, size_t count, const Reduction& reduction, const Call& call, const Step& across);
+  using LeaderCollective = std::function<void(const GlooContext& leaders)>;
+  void allreduce(void* data, size_t count, const Reduction& reduction, const Call& call,
+                 const LeaderCollective& amongLeaders);
   // Among ranks that all share one host; see LocalGroup.
   void reducescatter(const void* data, const std::vector<size_t>& counts, void* out, const Reduction& reduction,
                      const Call& call) {
     local_->reducescatter(data, counts, out, reduction, call);
   }
   void alltoall(const Parts& in, const Parts& out, const Call& call) { local_->alltoall(in, out, call); }
-  // across: also gets the root's host, as a rank among leaders.
+  // amongLeaders: also gets the root's host, as a rank among leaders.
   void broadcast(void* data, size_t bytes, int root, const Call& call,
-                 const std::function<void(const GlooContext&, int root)>& across);
-  // across: gathers the hosts' parts, given in bytes, from the first into the second memory.
-  using GatherStep =
+                 const std::function<void(const GlooContext&, int root)>& amongLeaders);
+  // amongLeaders: gathers the hosts' parts, given in bytes, from the first into the second memory.
+  using LeaderAllgather =
       std::function<void(const GlooContext&, const void* in, void* out, const std::vector<size_t>& sizes)>;
-  void gather(const void* own, void* out, const std::vector<size_t>& sizes, const Call& call, const GatherStep& across);
-  void barrier(const Call& call, const Step& across);
+  void allgather(const void* own, void* out, const std::vector<size_t>& sizes, const Call& call,
+                 const LeaderAllgather& amongLeaders);
+  void barrier(const Call& call, const LeaderCollective& amongLeaders);
 
   // Null if shared memory has no room.
   std::shared_ptr<Memory> memory(size_t bytes) { return local_ ? local_->memory(bytes) : nullptr; }

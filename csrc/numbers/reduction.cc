@@ -19,12 +19,18 @@ void foldHalves(const Reduction& reduction, const std::vector<const char*>& part
       widen(reduction.type, reinterpret_cast<const uint16_t*>(parts[r]) + at, next, some);
       fold(sum, sum, next, some);
     }
-    finish(reduction, sum, some, DataType::kFloat32, static_cast<int>(parts.size()));
+    scaleResult(reduction, sum, some, DataType::kFloat32, static_cast<int>(parts.size()));
     narrow(reduction.type, sum, reinterpret_cast<uint16_t*>(out) + at, some);
   }
 }
 
 }  // namespace
+
+std::vector<size_t> startsOf(const std::vector<size_t>& sizes) {
+  std::vector<size_t> starts(sizes.size(), 0);
+  for (size_t i = 1; i < sizes.size(); i++) starts[i] = starts[i - 1] + sizes[i - 1];
+  return starts;
+}
 
 void foldParts(const Reduction& reduction, const std::vector<const char*>& parts, size_t count, char* scratch,
                char* out) {
@@ -38,10 +44,10 @@ void foldParts(const Reduction& reduction, const std::vector<const char*>& parts
     fold(to, left, parts[r], count);
     left = to;
   }
-  finish(reduction, out, count, reduction.type, static_cast<int>(parts.size()));
+  scaleResult(reduction, out, count, reduction.type, static_cast<int>(parts.size()));
 }
 
-void finish(const Reduction& reduction, void* data, size_t count, DataType type, int size) {
+void scaleResult(const Reduction& reduction, void* data, size_t count, DataType type, int size) {
   scale(data, count, type, reduction.after, reduction.op == ReduceOp::kAverage ? size : 1);
 }
 

@@ -22,13 +22,16 @@ struct Reduction {
   uint32_t shape = 0;   // hash of the shape
 };
 
+// Offsets of contiguous parts.
+std::vector<size_t> startsOf(const std::vector<size_t>& sizes);
+
 // out = parts[0] op parts[1] op ..., in this order on every rank, times `after` and, for an average, divided by the
 // number of parts. 16-bit floats are accumulated as float32 and rounded once. out may be one of the parts; scratch:
 // room for `count` elements.
 void foldParts(const Reduction& reduction, const std::vector<const char*>& parts, size_t count, char* scratch,
                char* out);
 
-// Finishes a combined result: applies `after` and, for an average over `size` ranks, the division.
-void finish(const Reduction& reduction, void* data, size_t count, DataType type, int size);
+// Applies to a combined result `after` and, for an average over `size` ranks, the division.
+void scaleResult(const Reduction& reduction, void* data, size_t count, DataType type, int size);
 
 }  // namespace elastic

@@ -18,13 +18,6 @@ size_t startOf(int member, int members, size_t count, size_t width) {
   return std::min(count, (each + line - 1) / line * line * static_cast<size_t>(member));
 }
 
-// Offsets of contiguous parts.
-std::vector<size_t> startsOf(const std::vector<size_t>& sizes) {
-  std::vector<size_t> starts(sizes.size(), 0);
-  for (size_t m = 1; m < sizes.size(); m++) starts[m] = starts[m - 1] + sizes[m - 1];
-  return starts;
-}
-
 }  // namespace
 
 LocalGroup::LocalGroup(std::shared_ptr<Segment> segment, LivenessSockets liveness, std::vector<int> ranks, int self,
@@ -50,7 +43,7 @@ LocalGroup::LocalGroup(std::shared_ptr<Segment> segment, LivenessSockets livenes
     // Wakes members that wait in their mesh; a failed send does not matter.
     if (liveness_.own.get() >= 0) send(liveness_.own.get(), "", 1, MSG_NOSIGNAL);
   };
-  mesh_.observeFailure(publishFailure, &segment_->line(self_).heartbeat);
+  mesh_.observeFailure(publishFailure, &segment_->memberState(self_).heartbeat);
 }
 
 LocalGroup::~LocalGroup() { close(); }
@@ -83,7 +76,7 @@ void LocalGroup::post(const Call& call, const void* data, size_t bytes) {
   pool_.describeOperand(data, bytes, descriptor);
 }
 
-void LocalGroup::check(uint32_t bank, const Call& call) {
+void LocalGroup::requireSameCall(uint32_t bank, const Call& call) {
   for (int m = 0; m < members_; m++) {
     const Call& theirs = segment_->descriptor(bank, m).call;
     if (theirs == call) continue;
@@ -116,7 +109,7 @@ void LocalGroup::barrier(const Call& call) {
   const uint32_t bank = barrier_.bank();
   post(call, nullptr, 0);
   barrier_.arriveAndWait();
-  check(bank, call);
+  requireSameCall(bank, call);
 }
 
 // One reduction through the staging buffers. All chunks are divided into parts at the same offsets, since a staging
@@ -160,7 +153,7 @@ void LocalGroup::allreduce(void* data, size_t count, const Reduction& reduction,
   const bool shared = segment_->descriptor(bank, self_).extent != 0;
   if (!shared) return reduceChunks(work, true);
   barrier_.arriveAndWait();
-  check(bank, call);
+  requireSameCall(bank, call);
   if (countSharedOperands(bank) == members_) return reduceInPlace(bank, count, reduction, toAllMembers);
   reduceChunks(work, false);
 }
@@ -170,7 +163,7 @@ void LocalGroup::reduceSmall(void* data, size_t count, const Reduction& reductio
   std::memcpy(segment_->staging(bank, self_), data, count * widthOf(reduction.type));
   post(call, nullptr, 0);
   barrier_.arriveAndWait();
-  check(bank, call);
+  requireSameCall(bank, call);
   std::vector<const char*> parts;
   for (int m = 0; m < members_; m++) parts.push_back(segment_->staging(bank, m));
   foldParts(reduction, parts, count, scratch_.get(), static_cast<char*>(data));
@@ -188,7 +181,7 @@ void LocalGroup::reduceChunks(StagedReduction& work, bool mayRestart) {
     if (p == chunks + 1) return;
     barrier_.arriveAndWait();
     if (p > 0 || !mayRestart) continue;
-    check(now, work.call);
+    requireSameCall(now, work.call);
     if (countSharedOperands(now) > 0) return reduceChunks(work, false);
   }
 }
@@ -280,7 +273,7 @@ void LocalGroup::reducescatter(const void* data, const std::vector<size_t>& coun
     }
     if (at >= longest) return;
     barrier_.arriveAndWait();
-    if (at == 0) check(now, call);
+    if (at == 0) requireSameCall(now, call);
   }
 }
 
@@ -320,7 +313,7 @@ void LocalGroup::alltoall(const Parts& in, const Parts& out, const Call& call) {
     }
     barrier_.arriveAndWait();
     if (at == 0) {
-      check(now, call);
+      requireSameCall(now, call);
       longest = agreeOnLongest(now, out);
     }
     for (size_t m = 0; m < out.size(); m++) {
@@ -333,7 +326,8 @@ void LocalGroup::alltoall(const Parts& in, const Parts& out, const Call& call) {
 }
 
 void LocalGroup::broadcast(void* data, size_t bytes, int root, const Call& call) {
-  const size_t chunk = segment_->chunk() * static_cast<size_t>(members_);  // all slots of a bank, side by side
+  // All staging buffers of a bank, side by side.
+  const size_t chunk = segment_->chunk() * static_cast<size_t>(members_);
   const auto operand = static_cast<char*>(data);
   pool_.releaseViews();
   uint32_t now = barrier_.bank();
@@ -341,12 +335,12 @@ void LocalGroup::broadcast(void* data, size_t bytes, int root, const Call& call)
   const bool shared = segment_->descriptor(now, self_).extent != 0;
   for (size_t at = 0; at < bytes; at += chunk) {
     now = barrier_.bank();
-    char* const slots = segment_->staging(now, 0);
-    if (self_ == root && !shared) std::memcpy(slots, operand + at, std::min(chunk, bytes - at));
+    char* const bankMemory = segment_->staging(now, 0);
+    if (self_ == root && !shared) std::memcpy(bankMemory, operand + at, std::min(chunk, bytes - at));
     barrier_.arriveAndWait();
-    if (at == 0) check(now, call);
+    if (at == 0) requireSameCall(now, call);
     if (at == 0 && segment_->descriptor(now, root).extent != 0) return broadcastInPlace(operand, bytes, root, now);
-    if (self_ != root) std::memcpy(operand + at, slots, std::min(chunk, bytes - at));
+    if (self_ != root) std::memcpy(operand + at, bankMemory, std::min(chunk, bytes - at));
   }
 }
 
@@ -356,8 +350,8 @@ void LocalGroup::broadcastInPlace(char* operand, size_t bytes, int root, uint32_
   barrier_.arriveAndWait();
 }
 
-void LocalGroup::gather(const void* own, const std::vector<char*>& out, const std::vector<size_t>& sizes,
-                        const Call& call) {
+void LocalGroup::allgather(const void* own, const std::vector<char*>& out, const std::vector<size_t>& sizes,
+                           const Call& call) {
   const size_t chunk = segment_->chunk(), longest = *std::max_element(sizes.begin(), sizes.end());
   const size_t mine = sizes[static_cast<size_t>(self_)];
   if (out[static_cast<size_t>(self_)] != own && mine > 0) std::memcpy(out[static_cast<size_t>(self_)], own, mine);
@@ -367,7 +361,7 @@ void LocalGroup::gather(const void* own, const std::vector<char*>& out, const st
     if (at < mine)
       std::memcpy(segment_->staging(now, self_), static_cast<const char*>(own) + at, std::min(chunk, mine - at));
     barrier_.arriveAndWait();
-    if (at == 0) check(now, call);
+    if (at == 0) requireSameCall(now, call);
     for (int m = 0; m < members_; m++) {
       const size_t size = sizes[static_cast<size_t>(m)];
       if (m == self_ || at >= size) continue;

@@ -32,7 +32,7 @@ class LocalGroup {
   void alltoall(const Parts& in, const Parts& out, const Call& call);
   void broadcast(void* data, size_t bytes, int root, const Call& call);
   // out: destination of each member's part; own: this member's part, copied unless it is already in place.
-  void gather(const void* own, const std::vector<char*>& out, const std::vector<size_t>& sizes, const Call& call);
+  void allgather(const void* own, const std::vector<char*>& out, const std::vector<size_t>& sizes, const Call& call);
   void barrier(const Call& call);
 
   // Null if there is no room.
@@ -44,7 +44,7 @@ class LocalGroup {
  private:
   struct StagedReduction;
   void post(const Call& call, const void* data, size_t bytes);
-  void check(uint32_t bank, const Call& call);
+  void requireSameCall(uint32_t bank, const Call& call);
   int countSharedOperands(uint32_t bank);
   char* operandOf(int member, uint32_t bank, size_t bytes);
   std::unique_ptr<Failure> onLivenessEvent(int member);

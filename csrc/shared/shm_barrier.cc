@@ -59,8 +59,9 @@ std::chrono::microseconds spinFor(size_t members) {
 // State of one wait.
 struct SharedBarrier::WaitState {
   Clock::time_point begin = Clock::now();
-  Clock::time_point idle = begin + kReportInterval, again = begin;
-  Clock::time_point late = Clock::time_point::max();  // since when only members that wait for other hosts are missing
+  Clock::time_point nextReport = begin + kReportInterval, nextTimeoutCheck = begin;
+  // Since when only members that wait for other hosts are missing.
+  Clock::time_point onlyCrossHostSince = Clock::time_point::max();
   std::vector<uint32_t> heartbeats;
 };
 
@@ -82,13 +83,13 @@ void SharedBarrier::arriveAndWait() {
     if (header.sleepers.load(std::memory_order_seq_cst) > 0) wakeAll(header.phase);
   }
   // After the counter: a lost member without this mark has not arrived.
-  segment_->line(self_).arrived.store(turn_, std::memory_order_release);
-  if (!open()) spin();
-  if (!open()) sleep();
+  segment_->memberState(self_).arrived.store(turn_, std::memory_order_release);
+  if (!isReleased()) spin();
+  if (!isReleased()) sleep();
   if (failed()) raise();
 }
 
-bool SharedBarrier::open() const {
+bool SharedBarrier::isReleased() const {
   const uint32_t phase = segment_->header().phase.load(std::memory_order_acquire);
   return (phase & kFailed) != 0 || phase >> 1 == (turn_ & (UINT32_MAX >> 1));
 }
@@ -97,7 +98,7 @@ void SharedBarrier::spin() const {
   const auto until = Clock::now() + spin_;
   do {
     for (int i = 0; i < kPausesPerClockRead; i++) {
-      if (open()) return;
+      if (isReleased()) return;
       relax();
     }
   } while (Clock::now() < until);
@@ -112,28 +113,28 @@ void SharedBarrier::sleep() {
     explicit Sleeper(std::atomic<uint32_t>& count) : count(count) { count.fetch_add(1, std::memory_order_seq_cst); }
     ~Sleeper() { count.fetch_sub(1, std::memory_order_relaxed); }
   } sleeper(header.sleepers);
-  while (!open()) {
+  while (!isReleased()) {
     const uint32_t phase = header.phase.load(std::memory_order_seq_cst);
-    if (open()) return;
+    if (isReleased()) return;
     const auto before = Clock::now();
     futex(header.phase, FUTEX_WAIT, phase, &slice);
-    if (open()) return;
+    if (isReleased()) return;
     const auto now = Clock::now();
     if (now - before > kReportInterval) watch.begin += now - before;  // this process or the whole machine was stopped
     mesh_.pollOnce();
-    if (now >= watch.idle) {
+    if (now >= watch.nextReport) {
       mesh_.onWaitInterval(watch.begin, ranksToReport());
-      watch.idle = now + kReportInterval;
+      watch.nextReport = now + kReportInterval;
     }
     failOnLostMember();
-    if (now >= std::max(watch.again, mesh_.deadlineOf(watch.begin))) failOnTimeout(watch);
+    if (now >= std::max(watch.nextTimeoutCheck, mesh_.deadlineOf(watch.begin))) failOnTimeout(watch);
   }
 }
 
 std::vector<int> SharedBarrier::missing() const {
   std::vector<int> members;
   for (int m = 0; m < static_cast<int>(ranks_.size()); m++) {
-    if (segment_->line(m).arrived.load(std::memory_order_acquire) != turn_) members.push_back(m);
+    if (segment_->memberState(m).arrived.load(std::memory_order_acquire) != turn_) members.push_back(m);
   }
   return members;
 }
@@ -146,7 +147,7 @@ std::vector<int> SharedBarrier::ranksToReport() const {
     if (std::find(members.begin(), members.end(), m) == members.end()) return ranks;
   }
   for (int m : members) {
-    if (segment_->line(m).crossHost.load(std::memory_order_relaxed) == CrossHost::kNot)
+    if (segment_->memberState(m).crossHost.load(std::memory_order_relaxed) == CrossHost::kIdle)
       ranks.push_back(ranks_[static_cast<size_t>(m)]);
   }
   return ranks;
@@ -155,8 +156,10 @@ std::vector<int> SharedBarrier::ranksToReport() const {
 void SharedBarrier::failOnLostMember() {
   for (size_t m = 0; m < ranks_.size(); m++) {
     // In this order: an arrival before the member ended counts.
-    if (!lost_[m] || segment_->line(static_cast<int>(m)).arrived.load(std::memory_order_acquire) == turn_) continue;
-    if (open()) return;
+    if (!lost_[m]) continue;
+    const MemberState& state = segment_->memberState(static_cast<int>(m));
+    if (state.arrived.load(std::memory_order_acquire) == turn_) continue;
+    if (isReleased()) return;
     const Failure loss = makeLossFailure(static_cast<int>(m));
     mesh_.abort(loss.cause, loss.ranks, loss.what());
     mesh_.check();
@@ -177,22 +180,22 @@ void SharedBarrier::failOnTimeout(WaitState& watch) {
   std::vector<uint32_t> heartbeats;
   std::string names;
   for (int m : missing()) {
-    const MemberState& line = segment_->line(m);
+    const MemberState& state = segment_->memberState(m);
     const size_t nth = heartbeats.size();
-    heartbeats.push_back(line.heartbeat.load(std::memory_order_relaxed));
-    const bool crossHost = line.crossHost.load(std::memory_order_relaxed) != CrossHost::kNot;
+    heartbeats.push_back(state.heartbeat.load(std::memory_order_relaxed));
+    const bool crossHost = state.crossHost.load(std::memory_order_relaxed) != CrossHost::kIdle;
     const bool alive = nth >= watch.heartbeats.size() || watch.heartbeats[nth] != heartbeats[nth];
-    if (crossHost && (watch.late > now || alive)) continue;
+    if (crossHost && (watch.onlyCrossHostSince > now || alive)) continue;
     ranks.push_back(ranks_[static_cast<size_t>(m)]);
     names += (names.empty() ? "" : ", ") + std::to_string(ranks.back());
   }
-  watch.late = std::min(watch.late, now);
-  if (ranks.empty() && now < watch.late + mesh_.limit() + kGrace) {
+  watch.onlyCrossHostSince = std::min(watch.onlyCrossHostSince, now);
+  if (ranks.empty() && now < watch.onlyCrossHostSince + mesh_.limit() + kGrace) {
     watch.heartbeats = std::move(heartbeats);
-    watch.again = now + kSilenceLimit;
+    watch.nextTimeoutCheck = now + kSilenceLimit;
     return;
   }
-  if (open()) return;
+  if (isReleased()) return;
   mesh_.abort(Cause::kTimeout, ranks,
               "rank " + std::to_string(mesh_.rank) + ": shared memory timed out after " +
                   std::to_string(mesh_.limit().count()) + " ms, waiting for " +

@@ -33,16 +33,16 @@ class SharedBarrier {
   // The member's process has ended or closed the group; fatal only if this member still needs it.
   void lost(int member) { lost_[static_cast<size_t>(member)] = true; }
   void setCrossHost(CrossHost crossHost) {
-    segment_->line(self_).crossHost.store(crossHost, std::memory_order_relaxed);
+    segment_->memberState(self_).crossHost.store(crossHost, std::memory_order_relaxed);
   }
   bool isAwaited() const {
-    return segment_->line(self_).crossHost.load(std::memory_order_relaxed) == CrossHost::kAwaited;
+    return segment_->memberState(self_).crossHost.load(std::memory_order_relaxed) == CrossHost::kAwaited;
   }
   Failure makeLossFailure(int member) const;
 
  private:
   struct WaitState;
-  bool open() const;
+  bool isReleased() const;
   void spin() const;
   void sleep();
   void failOnLostMember();

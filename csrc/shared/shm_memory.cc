@@ -80,7 +80,7 @@ std::shared_ptr<Memory> MemoryPool::allocate(size_t bytes) {
 
 void MemoryPool::describeOperand(const void* data, size_t bytes, CallDescriptor& descriptor) const {
   const auto begin = static_cast<const char*>(data);
-  descriptor.extent = descriptor.room = descriptor.at = 0;
+  descriptor.extent = descriptor.extentBytes = descriptor.at = 0;
   std::lock_guard<std::mutex> lock(registry_->mutex);
   auto found = registry_->extents.upper_bound(begin);
   if (found == registry_->extents.begin()) return;
@@ -88,19 +88,21 @@ void MemoryPool::describeOperand(const void* data, size_t bytes, CallDescriptor&
   const auto at = static_cast<size_t>(begin - found->first);
   if (at > found->second.bytes || bytes > found->second.bytes - at) return;
   descriptor.extent = found->second.offset;
-  descriptor.room = found->second.bytes;
+  descriptor.extentBytes = found->second.bytes;
   descriptor.at = at;
 }
 
 char* MemoryPool::view(const CallDescriptor& descriptor, size_t bytes) {
-  if (descriptor.extent == 0 || descriptor.at > descriptor.room || bytes > descriptor.room - descriptor.at)
+  if (descriptor.extent == 0 || descriptor.at > descriptor.extentBytes ||
+      bytes > descriptor.extentBytes - descriptor.at) {
     return nullptr;
+  }
   auto found = views_.find(descriptor.extent);
   if (found == views_.end()) {
-    void* memory = mmap(nullptr, descriptor.room, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, segment_->fd(),
-                        static_cast<off_t>(descriptor.extent));
+    void* memory = mmap(nullptr, descriptor.extentBytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE,
+                        segment_->fd(), static_cast<off_t>(descriptor.extent));
     if (memory == MAP_FAILED) return nullptr;
-    found = views_.emplace(descriptor.extent, View{static_cast<char*>(memory), descriptor.room}).first;
+    found = views_.emplace(descriptor.extent, View{static_cast<char*>(memory), descriptor.extentBytes}).first;
   }
   return found->second.data + descriptor.at;
 }

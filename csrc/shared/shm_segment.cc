@@ -18,13 +18,13 @@ namespace {
 constexpr uint64_t kSegmentMagic = 0x316d68736c65;  // "elshm1": grows with every change of the layout
 constexpr uint32_t kBanks = 2;                      // one is written while the other one is read
 constexpr size_t kPage = 4096;
-constexpr size_t kAllSlots = size_t{8} << 20;  // bytes of a bank, at most
+constexpr size_t kMaxBankBytes = size_t{8} << 20;  // of staging buffers
 constexpr size_t kLongestChunk = size_t{1} << 20;
 
 size_t roundUp(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 
 size_t chunkFor(int members) {
-  return std::clamp(kAllSlots / static_cast<size_t>(members) / kPage * kPage, kPage * 16, kLongestChunk);
+  return std::clamp(kMaxBankBytes / static_cast<size_t>(members) / kPage * kPage, kPage * 16, kLongestChunk);
 }
 
 [[noreturn]] void fail(const char* what) { throw std::runtime_error(std::string(what) + ": " + std::strerror(errno)); }

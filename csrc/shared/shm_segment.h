@@ -23,7 +23,7 @@ struct SegmentPlan {
 };
 
 // Whether a member communicates with other hosts, and whether the other members of its host wait for the result.
-enum class CrossHost : uint32_t { kNot, kNotAwaited, kAwaited };
+enum class CrossHost : uint32_t { kIdle, kNotAwaited, kAwaited };
 
 // State of one member, on its own cache line.
 struct alignas(64) MemberState {
@@ -36,7 +36,7 @@ struct alignas(64) MemberState {
 struct alignas(64) CallDescriptor {
   Call call;
   uint64_t extent = 0;  // offset of the extent with the operand; 0: private memory
-  uint64_t room = 0;    // bytes of the extent
+  uint64_t extentBytes = 0;
   uint64_t at = 0;      // offset of the operand within the extent
 };
 
@@ -69,7 +69,7 @@ class Segment {
   int members() const { return members_; }
   size_t chunk() const { return chunk_; }  // bytes of a staging buffer
   SegmentHeader& header() { return *reinterpret_cast<SegmentHeader*>(memory_); }
-  MemberState& line(int member) { return reinterpret_cast<MemberState*>(memory_ + membersAt_)[member]; }
+  MemberState& memberState(int member) { return reinterpret_cast<MemberState*>(memory_ + membersAt_)[member]; }
   CallDescriptor& descriptor(uint32_t bank, int member) {
     return reinterpret_cast<CallDescriptor*>(memory_ + descriptorsAt_)[at(bank, member)];
   }

@@ -335,7 +335,7 @@ class EngineGroup(ReducingGroup):
             raise ValueError(
                 f"a timeout must be seconds within {MIN_TIMEOUT} and {MAX_TIMEOUT:g}; got {seconds}."
             )
-        self._native.limit(seconds or 0.0)
+        self._native.set_timeout(seconds or 0.0)
 
     def watch(self, callback: WaitObserver | None) -> None:
         self._native.watch(callback)

@@ -44,7 +44,7 @@ class ReducingGroup(Closing):
 
     @abstractmethod
     def _allreduce(self, reduction: Reduction) -> None:
-        """In place; its weight, if it has one, is this rank's own yet: see `_by_weight`."""
+        """In place; its weight, if it has one, is this rank's own yet: see `_resolve_weight`."""
 
     def allreduce(
         self,

@@ -200,7 +200,7 @@ TEST(hosts, a_timeout_holds_whatever_that_of_the_hosts_first_rank_is) {
   std::atomic<int> ended{0};
   const auto thrown = ranks.each([&](Group& group) {
     group.barrier();
-    if (group.rank() == 0) group.limit(std::chrono::milliseconds(0));
+    if (group.rank() == 0) group.setTimeout(std::chrono::milliseconds(0));
     while (group.rank() == 2 && ended < 2) std::this_thread::sleep_for(std::chrono::milliseconds(10));
     const std::string why = thrownBy([&] { group.barrier(); });
     ended++;
