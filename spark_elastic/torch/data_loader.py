@@ -122,14 +122,14 @@ class ElasticDataLoader:
         # The order of an epoch's rows, and their division into steps.
         self._order: tuple[int, Int64s, EpochPermutation] | None = None
         # (rows of this rank, rows of all ranks, ranks) of the batch that the loop received last.
-        self._share: tuple[int, int, int] | None = None
+        self._batch_rows: tuple[int, int, int] | None = None
         self._iteration: weakref.ref[_Iteration] | None = None
         self._generator = None if options.get("generator") is not None else torch.Generator()
         read = dataset
         if determinism is not None:
             read = SeededShares(dataset, self.seed) if is_bitwise else SeededRows(dataset, self.seed)
         self._batches = torch.utils.data.DataLoader(
-            read, batch_sampler=_Shares(self), **{"generator": self._generator, **options}
+            read, batch_sampler=_BatchSampler(self), **{"generator": self._generator, **options}
         )
 
     def __len__(self) -> int:
@@ -152,7 +152,7 @@ class ElasticDataLoader:
     @property
     def global_rows(self) -> int:
         """The rows, over all ranks, of the step whose batch the loop received last."""
-        return self._get_share()[1]
+        return self._get_batch_rows()[1]
 
     @property
     def loss_weight(self) -> float:
@@ -161,12 +161,12 @@ class ElasticDataLoader:
         This rank's rows times the number of ranks, divided by the step's rows: 1.0 where all ranks have equally many.
         The average over the ranks is then the mean over the step's rows, whatever the world's size.
         """
-        mine, planned, ranks = self._get_share()
+        mine, planned, ranks = self._get_batch_rows()
         return mine * ranks / planned
 
-    def attach(self, optimizer: ShareSync) -> None:
-        """Tell an optimizer of each virtual share from now on."""
-        self._synced.add(optimizer)
+    def attach_sync(self, sync: ShareSync) -> None:
+        """Tell an optimizer's synchronization of each virtual share from now on."""
+        self._synced.add(sync)
 
     def set_epoch(self, epoch: int) -> None:
         """Go on to an epoch; does nothing in that epoch.
@@ -227,12 +227,12 @@ class ElasticDataLoader:
             **({"virtual_shares": self.virtual_shares} if self.virtual_shares else {}),
         }
 
-    def _get_share(self) -> tuple[int, int, int]:
-        if self._share is None:
+    def _get_batch_rows(self) -> tuple[int, int, int]:
+        if self._batch_rows is None:
             raise InvalidInput(
                 "the ElasticDataLoader has given no batch yet: ask inside the loop over it, or over a step's shares."
             )
-        return self._share
+        return self._batch_rows
 
     def _check_world(self) -> None:
         if size() > self._plan.base_rows:
@@ -277,7 +277,7 @@ class DataLoaderStateHandler(StateDictHandler):
         self.value.reset()
 
 
-class _Shares:
+class _BatchSampler:
     """For torch's DataLoader, which runs ahead of the loop: the indices of this rank's batches from the position on."""
 
     def __init__(self, loader: ElasticDataLoader) -> None:
@@ -289,11 +289,11 @@ class _Shares:
         assert loader is not None
         if not loader.virtual_shares:
             rows = _divide(loader._plan, *loader._order_epoch(), loader.step, rank(), size())
-            return rows if loader.determinism is None else _name_epoch(rows, loader.epoch)
+            return rows if loader.determinism is None else _prepend_epoch(rows, loader.epoch)
         shares = loader.virtual_shares
         own = range(*share_range(shares, rank(), size()))
         parts = [_divide(loader._plan, *loader._order_epoch(), loader.step, share, shares) for share in own]
-        return _name_shares(parts, own, loader.epoch, loader.step)
+        return _prepend_share_key(parts, own, loader.epoch, loader.step)
 
 
 class _Iteration(Iterator[Any]):
@@ -316,7 +316,7 @@ class _Iteration(Iterator[Any]):
             raise
         planned = loader._plan.step_size(loader.step)
         mine = planned * (self._rank + 1) // self._ranks - planned * self._rank // self._ranks
-        loader._share = mine, planned, self._ranks
+        loader._batch_rows = mine, planned, self._ranks
         loader.step += 1
         return batch
 
@@ -356,7 +356,7 @@ class _ShareIteration(_Iteration):
         if loader.step == len(loader):
             self._end_epoch()
             raise StopIteration
-        loader._share = None
+        loader._batch_rows = None
         self._newest = StepShares(loader, self, share_range(loader.virtual_shares, self._rank, self._ranks))
         loader.step += 1
         return self._newest
@@ -393,14 +393,14 @@ class StepShares:
         for share in range(*self._own):
             batch = align_batch(self._iteration.fetch())
             low, high = share_bounds(self._planned, loader.virtual_shares, share)
-            for optimizer in loader._synced:
-                optimizer.begin_share()
-            loader._share = high - low, self._planned, 1
+            for sync in loader._synced:
+                sync.begin_share()
+            loader._batch_rows = high - low, self._planned, 1
             with seeded_rng(*self._key, share), _seeded_gpus(*self._key, share):
                 yield batch
-            loader._share = None
-            for optimizer in loader._synced:
-                optimizer.end_share()
+            loader._batch_rows = None
+            for sync in loader._synced:
+                sync.end_share()
         self.is_complete = True
 
 
@@ -451,12 +451,12 @@ def _seeded_gpus(*key: int) -> Iterator[None]:
         torch.cuda.set_rng_state_all(saved)
 
 
-def _name_epoch(rows: Iterator[list[int]], epoch: int) -> Iterator[list[int]]:
+def _prepend_epoch(rows: Iterator[list[int]], epoch: int) -> Iterator[list[int]]:
     """What `SeededRows` takes for each step. rows: those of each step."""
     return ([epoch, *of_step] for of_step in rows)
 
 
-def _name_shares(
+def _prepend_share_key(
     rows: list[Iterator[list[int]]], shares: range, epoch: int, step: int
 ) -> Iterator[list[int]]:
     """What `SeededShares` takes for each share of each step from `step` on. rows: by share, those of each step."""

@@ -275,7 +275,7 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
     else:
         distributed._sync = GradientSync(named, options, passes, process_set)
         if loader is not None:
-            loader.attach(distributed._sync)
+            loader.attach_sync(distributed._sync)
     worker = get_context()
     if scale_lr:
         multiply_rates(optimizer, process_set.size() if process_set.included() else 1)
@@ -365,8 +365,8 @@ class _Distributed(DistributedBase):
     def _step_supports_amp_scaling(self) -> bool:
         """torch's name. A `GradScaler` reads it in its `step`, and changes gradients without another trace."""
         exchange = self._sync.exchange
-        if exchange.is_open and exchange.group is not None and exchange.group.size > 1:
-            raise exchange.reject_changed_gradients()
+        if exchange.has_open_step and exchange.group is not None and exchange.group.size > 1:
+            raise exchange.abandon_and_make_error()
         return bool(self.__dict__.get("_step_supports_amp_scaling", False))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -393,7 +393,7 @@ class _Distributed(DistributedBase):
     @disable_compile
     def _synchronize_once(self) -> None:
         sync = self._sync
-        if self._skips and sync.exchange.is_open:
+        if self._skips and sync.exchange.has_open_step:
             raise InvalidInput(
                 "gradients are not exchanged yet: call synchronize() before skip_synchronize()."
             )

@@ -25,7 +25,7 @@ class Ledger:
     def write_ahead(self, fence: tuple[int, int], position: Position, row_ids: npt.NDArray[np.int64]) -> None:
         """Record the rows of a step before this rank contributes to it."""
 
-    def record_applied(self, fence: tuple[int, int], position: Position, world: int) -> None:
+    def record_applied(self, fence: tuple[int, int], position: Position, world_size: int) -> None:
         """Record that this rank applied a step, in a world of that size."""
 
     def mark(self, event: str, fence: tuple[int, int], position: Position) -> None:
@@ -45,8 +45,8 @@ class LineLedger(Ledger, ABC):
         self._write(self._make_line("contributes", fence, position, rows=row_ids.tolist()))
         self._flush()
 
-    def record_applied(self, fence: tuple[int, int], position: Position, world: int) -> None:
-        self._write(self._make_line("applied", fence, position, world=world))
+    def record_applied(self, fence: tuple[int, int], position: Position, world_size: int) -> None:
+        self._write(self._make_line("applied", fence, position, world=world_size))
 
     def mark(self, event: str, fence: tuple[int, int], position: Position) -> None:
         self._write(self._make_line(event, fence, position))

@@ -81,11 +81,11 @@ class WorkClock:
         self._counts_exchanges = False
 
     def restart(self, *, counts_exchanges: bool) -> None:
-        """The step to come is not measured: more than a step's work lies before it."""
+        """Leave the step to come unmeasured: more than a step's work lies before it."""
         self._began, self._counts_exchanges = None, counts_exchanges
 
     def take(self) -> float:
-        """An exchange begins. Returns the seconds of work since the last one, 0.0 if they were not measured."""
+        """Stop the clock: an exchange begins. Returns the seconds of work since the last one, 0.0: not measured."""
         began, self._began = self._began, None
         seconds = 0.0 if began is None else self._clock.now() - began + self._exchange
         if self._counts_exchanges:
@@ -93,7 +93,7 @@ class WorkClock:
         return seconds
 
     def begin(self) -> None:
-        """The exchange is over, and the work for the next step begins."""
+        """Start the clock: the exchange is over, and the work for the next step begins."""
         self._began = self._clock.now()
         if self._counts_exchanges:
             self._exchange = read_thread_seconds() - self._thread_began
@@ -158,7 +158,7 @@ class ModelTrainer(Protocol):
 
     @property
     def bulk_seconds(self) -> float | None:
-        """From the beginning of this world until NCCL summed its gradients; None: it does not, or not yet."""
+        """From the beginning of NCCL's communicator until it was in use; None: it is not, or not yet."""
         ...
 
     def prepare(self, progress: TrainingProgress, ledger: Ledger) -> None:

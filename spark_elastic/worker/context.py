@@ -29,8 +29,8 @@ class CollectiveThread:
     """The thread that calls the collectives of a group while the main thread computes.
 
     Work runs in the order of submission, which the submitters must make the same on all ranks. Any thread may submit;
-    the thread starts with the first submission: a small model, of one bucket, needs none (see `run`). Knows neither
-    groups nor tensors.
+    the thread starts with the first submission: a small model, of one bucket, needs none (see `drain_and_call`). Knows
+    neither groups nor tensors.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class CollectiveThread:
             self._wakes.put(True)
         return future
 
-    def help(self, future: Future[Any]) -> None:
+    def run_pending_until_done(self, future: Future[Any]) -> None:
         """Run submitted work in the calling thread until the future is done, unless the thread is running some.
 
         For who waits for the future anyway: it saves two changes of threads.
@@ -74,8 +74,8 @@ class CollectiveThread:
         while not future.done() and self._run_next(wait=False):
             pass
 
-    def run(self, work: Callable[[], T]) -> T:
-        """Run `work` in the calling thread after everything submitted. No other thread may submit meanwhile."""
+    def drain_and_call(self, work: Callable[[], T]) -> T:
+        """Call `work` in the calling thread after everything submitted. No other thread may submit meanwhile."""
         if self._runner != threading.get_ident():
             self.drain()
         return work()
@@ -154,7 +154,7 @@ class GroupContext(Scope):
     def __init__(self) -> None:
         super().__init__()
         # Calls the group's collectives beside the main thread, in the same order on all ranks. The main thread calls
-        # collectives after `wait_until_idle`, or through `collective_thread.run`.
+        # collectives after `wait_until_idle`, or through `collective_thread.drain_and_call`.
         self.collective_thread = CollectiveThread()
         self._agreed_version: MembershipVersion | None = None
         self._ends: list[Callable[[], object]] = []
@@ -268,7 +268,7 @@ def get_call_context() -> CallContext:
 
 
 def start_call() -> None:
-    """The user's function is called again, and creates everything of its call anew."""
+    """Drop what the call before shared: the user's function is called again, and creates all of it anew."""
     _process.call = CallContext()
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from elastic_collectives import Group
 from spark_elastic.torch.distributed.operands import Reduction
-from spark_elastic.torch.gradients.bulk_plane import BulkPlane, BulkSums, find_bulk_plane
+from spark_elastic.torch.gradients.bulk_plane import BulkPlane, BulkSums, get_or_start_bulk_plane
 from spark_elastic.torch.gradients.exchange_options import options_from_env
 
 c10d: Any = dist.distributed_c10d
@@ -57,7 +57,7 @@ class BulkCollectives:
         """
         device = tensors[0].device
         if device not in self._planes:
-            self._planes[device] = find_bulk_plane(self._group, device, self._options)
+            self._planes[device] = get_or_start_bulk_plane(self._group, device, self._options)
         plane = self._planes[device]
         if plane is None or not all(
             tensor.device == plane.device
@@ -70,12 +70,12 @@ class BulkCollectives:
         reduces = name in ("allreduce", "_reduce_scatter_base")
         return plane if not reduces or _get_reduction(options).name in REDUCTIONS else None
 
-    def agree(self, plane: BulkPlane) -> None:
+    def settle(self, plane: BulkPlane) -> None:
         """Let the ranks settle whether the plane carries collectives from now on. Collective over the engine."""
         if self._options.hybrid_recovery:
-            plane.agree()
+            plane.exchange_readiness()
         else:
-            plane.require()
+            plane.wait_until_ready()
 
     def launch(self, plane: BulkPlane, name: str, tensors: Sequence[torch.Tensor], options: Any) -> BulkSums:
         """Begin a collective; the result's `finish` ends it. Arguments as for `find_plane`."""

@@ -330,7 +330,7 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if self.rank() == root:
             self._check_count("gather", parts)
         targets = [Operand(part) for part in parts]
-        return self._exchange(
+        return self._alltoall(
             self._only(root, operand), targets or self._only(None, operand), [list(parts)], options
         )
 
@@ -339,14 +339,14 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if self.rank() == root:
             self._check_count("scatter", inputs[0])
         sent = [Operand(tensor) for tensor in inputs[0]] if self.rank() == root else self._only(None, out)
-        return self._exchange(sent, self._only(root, out), outputs, options)
+        return self._alltoall(sent, self._only(root, out), outputs, options)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, options: Any = None) -> dist.Work:
         self._check_count("all_to_all", inputs)
         self._check_count("all_to_all", outputs)
-        return self._exchange([*map(Operand, inputs)], [*map(Operand, outputs)], outputs, options)
+        return self._alltoall([*map(Operand, inputs)], [*map(Operand, outputs)], outputs, options)
 
-    def _exchange(
+    def _alltoall(
         self, sent: list[Operand], received: list[Operand], tensors: list[Any], options: Any
     ) -> dist.Work:
         """Send the r-th operand to rank r, and receive another one from it."""
@@ -373,11 +373,11 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
         options: Any = None,
     ) -> dist.Work:
         operand, target = Operand(tensor), Operand(out)
-        shares = self._count_elements("input", tensor, operand, splits)
-        expected = self._count_elements("output", out, target, out_splits)
+        send_counts = self._count_elements("input", tensor, operand, splits)
+        receive_counts = self._count_elements("output", out, target, out_splits)
 
         def call() -> None:
-            self._group.alltoall(operand.array, shares, out=target.array, incoming=expected)
+            self._group.alltoall(operand.array, send_counts, out=target.array, incoming=receive_counts)
             target.write_back()
 
         return self._submit(call, [out], options)
@@ -389,14 +389,14 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> list[int]:
         """The elements of each rank's rows."""
         rows = tensor.shape[0] if tensor.dim() else 1
-        shares = list(splits) or [rows // self.size()] * self.size()
-        if len(shares) != self.size() or sum(shares) != rows:
+        counts = list(splits) or [rows // self.size()] * self.size()
+        if len(counts) != self.size() or sum(counts) != rows:
             raise InvalidInput(
-                f"all_to_all_single cannot split the {rows} rows of its {which} among {self.size()} ranks as {shares}: "
+                f"all_to_all_single cannot split the {rows} rows of its {which} among {self.size()} ranks as {counts}: "
                 f"pass {which}_split_sizes with one number for each rank that add up to {rows}."
             )
         per_row = operand.flat.numel() // rows if rows else 0
-        return [share * per_row for share in shares]
+        return [count * per_row for count in counts]
 
     def send(self, tensors: Tensors, target: int, tag: int) -> dist.Work:
         self._check_usable()
@@ -437,7 +437,7 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
             return None
         if not plane.is_settled:
             # All ranks must take the same way: they agree when everything before has ended.
-            self._start(partial(self._bulk.agree, plane), [], -1.0, wait=True)
+            self._start(partial(self._bulk.settle, plane), [], -1.0, wait=True)
         if not plane.is_active or self.error is not None:
             return None
         sums = self._bulk.launch(plane, name, tensors, options)
@@ -457,7 +457,7 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
             return self.pending.add(EngineWork(self, self._thread.submit(work), tensors))
         running: Future[None] = Future()
         try:
-            self._thread.run(work)
+            self._thread.drain_and_call(work)
             running.set_result(None)
         except Exception as error:
             running.set_exception(error)  # `wait` raises it

@@ -102,7 +102,7 @@ class EngineWork(dist.Work):
         if not self._running.done():
             with self._group.record_wait():
                 if self._thread is not None and seconds is None:
-                    self._thread.help(self._running)
+                    self._thread.run_pending_until_done(self._running)
                 try:
                     self._running.exception(seconds)
                 except futures.TimeoutError:  # in Python 3.10 another class than TimeoutError

@@ -1,7 +1,7 @@
 """The bulk plane: sums gradients where they are, on GPUs, by a process group of torch (NCCL) for each world.
 
-The engine stays the control plane, and no promise depends on NCCL's reports. A communicator is built aside, while the
-world already trains through host memory; once every rank has it, all switch at the same step. At the end of each
+The engine stays the control plane, and no promise depends on NCCL's reports. A side thread builds a communicator while
+the world already trains through host memory; once every rank has it, all switch at the same step. At the end of each
 exchange the ranks tell each other over the engine whether their sums are complete: a peer that has died, which NCCL
 would wait for in silence, breaks that exchange, and the communicator is aborted. A step whose sums did not complete on
 every rank gets no step summary, so that it is never applied (R1, finalized steps; R6, step summary).
@@ -52,7 +52,7 @@ WATCHDOG = {
 WIRES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class State(IntEnum):
+class Progress(IntEnum):
     """How far a rank is with its communicator, or with the sums of a step."""
 
     PENDING = 0
@@ -81,9 +81,9 @@ class BulkPlane:
         self._get_stores = get_stores
         self._clock = SystemClock()
         self._began = self._clock.now()
-        # What the side thread leaves: the process group, or why there is none.
+        # What the side thread leaves: the process group of torch, or why there is none.
+        self.process_group: Any = None
         self._stores: tuple[Any, ...] = ()
-        self._process_group: Any = None
         self._problem = ""
         self._built = threading.Event()
         self._aborting: threading.Thread | None = None
@@ -93,12 +93,7 @@ class BulkPlane:
         """Begin to build the communicator. Every rank of the group must call it."""
         self._builder.start()
 
-    def agree(self) -> None:
-        """Tell all ranks how far this one is; switch if all are ready, and give the plane up if one has failed.
-        Collective over the engine; not called again once `is_settled`."""
-        self._exchange_states()
-
-    def require(self) -> None:
+    def wait_until_ready(self) -> None:
         """Wait until all ranks are ready, or until one has failed. Collective over the engine, which notices a rank
         that is lost meanwhile; not called again once `is_settled`.
 
@@ -108,38 +103,34 @@ class BulkPlane:
         deadline = self._clock.now() + BUILD_TIMEOUT
         while True:
             self._built.wait(REQUIRE_EVERY)
-            states, expired = self._exchange_states(deadline)
+            states, expired = self.exchange_readiness(deadline)
             if self.is_settled:
                 return
             if expired:
-                late = _list_ranks(states, State.PENDING)
+                late = _list_ranks(states, Progress.PENDING)
                 raise CollectiveError(
                     late,
                     f"ranks {list(late)} have built no {self._backend} communicator in {BUILD_TIMEOUT:g} s",
                 )
 
-    def _exchange_states(self, deadline: float = math.inf) -> tuple[list[int], bool]:
-        """Settle, if the ranks' states allow it. Returns these, and whether the deadline of a rank has passed: all
-        ranks see it in the same exchange, since one that gave up by its own clock would leave the others waiting."""
-        own = State.PENDING
+    def exchange_readiness(self, deadline: float = math.inf) -> tuple[list[int], bool]:
+        """Tell all ranks how far this one is; switch if all are ready, and give the plane up if one has failed.
+
+        Collective over the engine; not called again once `is_settled`. Returns the progress of all ranks, and whether
+        the deadline of a rank has passed: all ranks see it in the same exchange, since one that gave up by its own
+        clock would leave the others waiting.
+        """
+        own = Progress.PENDING
         if self._built.is_set():
-            own = State.FAILED if self._problem else State.READY
+            own = Progress.FAILED if self._problem else Progress.READY
         expired = self._clock.now() > deadline
         told = self._group.allgather(np.array([own, expired], np.uint8)).reshape(-1, 2)
         states: list[int] = told[:, 0].tolist()
-        if State.FAILED in states:
+        if Progress.FAILED in states:
             self._settle(False)
-        elif all(state == State.READY for state in states):
+        elif all(state == Progress.READY for state in states):
             self._settle(True)
         return states, bool(told[:, 1].any())
-
-    def launch(self, start: Callable[[Any], Any]) -> Any:
-        """Begin a collective. Any thread, in the same order on all ranks. Returns its `Work`.
-
-        Args:
-            start: takes the process group and returns the collective's `Work`.
-        """
-        return start(self._process_group)
 
     def abort(self) -> None:
         """Give the communicator up, whatever it is doing. Returns at once; any number of times."""
@@ -160,7 +151,7 @@ class BulkPlane:
         self.seconds = seconds if active else None
         if active and self._group.rank == 0:
             sys.stderr.write(
-                f"gradients travel by {self._backend} from now on, {seconds:.1f} s after the world began\n"
+                f"gradients travel by {self._backend} from now on, {seconds:.1f} s after the communicator was begun\n"
             )
         if not active:
             if self._problem:
@@ -194,20 +185,20 @@ class BulkPlane:
         _check_devices(store, rank, size, self.device)
         if self._backend != NCCL:
             plugin = dist.Backend._plugins[self._backend.upper()]
-            self._process_group = plugin.creator_fn(store, rank, size, timedelta(seconds=BUILD_TIMEOUT))
-            return self._process_group
+            self.process_group = plugin.creator_fn(store, rank, size, timedelta(seconds=BUILD_TIMEOUT))
+            return self.process_group
         os.environ.update(WATCHDOG | dict(os.environ))
         options: Any = dist.ProcessGroupNCCL.Options()
         if hasattr(options, "config"):  # since torch 2.3
             options.config.blocking = 0  # abort is safe on no others
         nccl: Any = dist.ProcessGroupNCCL
-        self._process_group = nccl(store, rank, size, options)
+        self.process_group = nccl(store, rank, size, options)
         if hasattr(nccl, "eager_connect_single_device"):
-            self._process_group.eager_connect_single_device(self.device)
-        return self._process_group
+            self.process_group.eager_connect_single_device(self.device)
+        return self.process_group
 
     def _abort(self) -> None:
-        process_group = self._process_group
+        process_group = self.process_group
         if process_group is None:
             return  # the builder, if it still runs, fails by its own timeout
         for name in ("abort", "_abort", "_shutdown"):  # torch's names, the newest first
@@ -242,7 +233,7 @@ class BulkSums:
         """
         if self._error is None:
             try:
-                self._works.append(self._plane.launch(start))
+                self._works.append(start(self._plane.process_group))
             except Exception as error:  # the ranks hear of it in `finish`, where all of them are
                 self._error = error
 
@@ -260,7 +251,7 @@ class BulkSums:
                 own = np.array([state, self._signature, waited], np.int32)
                 told = self._group.allgather(own).reshape(-1, 3)
                 states = told[:, 0].tolist()
-                if all(each == State.READY for each in states) and len(set(told[:, 1].tolist())) == 1:
+                if all(each == Progress.READY for each in states) and len(set(told[:, 1].tolist())) == 1:
                     self._works = []
                     return
                 shared = self._find_shared_failure(told)
@@ -268,9 +259,9 @@ class BulkSums:
                     break
                 # While no rank is complete, the devices may still compute what is to be summed. All ranks decide by
                 # the one that waited longest: a rank that left by its own clock would look like one that is lost.
-                limit = timeout if State.READY in states else COMPUTE_TIMEOUTS * timeout
+                limit = timeout if Progress.READY in states else COMPUTE_TIMEOUTS * timeout
                 if told[:, 2].max() > 1000 * limit:
-                    late = _list_ranks(states, State.PENDING)
+                    late = _list_ranks(states, Progress.PENDING)
                     raise CollectiveError(
                         late, f"the bulk sums of ranks {list(late)} were not complete after {limit:g} s"
                     )
@@ -291,7 +282,7 @@ class BulkSums:
             return MismatchError(
                 ranks, f"ranks {list(ranks)} called collectives of different kinds, shapes or dtypes"
             )
-        failed = _list_ranks(told[:, 0].tolist(), State.FAILED)
+        failed = _list_ranks(told[:, 0].tolist(), Progress.FAILED)
         if failed:
             why = f": {self._error}" if self._error is not None else ""
             return CollectiveError(failed, f"the bulk sums of ranks {list(failed)} failed{why}")
@@ -305,21 +296,21 @@ class BulkSums:
             self._plane.wait_aborted()
             self._works = []
 
-    def _poll(self, until: float) -> State:
+    def _poll(self, until: float) -> Progress:
         """Wait for this rank's results at most until then."""
         if self._error is not None:
-            return State.FAILED
+            return Progress.FAILED
         try:
             while not all(work.is_completed() for work in self._works):
                 if self._clock.now() > until:
-                    return State.PENDING
+                    return Progress.PENDING
                 self._clock.sleep(POLL_EVERY)
             for work in self._works:
                 work.wait()  # raises its error; the device's later work follows the sum
         except Exception as error:
             self._error = error
-            return State.FAILED
-        return State.READY
+            return Progress.FAILED
+        return Progress.READY
 
 
 class BulkStep:
@@ -361,7 +352,7 @@ class BulkStep:
         self._sent = []
 
 
-def _list_ranks(states: Sequence[int], state: State) -> tuple[int, ...]:
+def _list_ranks(states: Sequence[int], state: Progress) -> tuple[int, ...]:
     return tuple(rank for rank, each in enumerate(states) if each == state)
 
 
@@ -410,14 +401,17 @@ class _Planes:
         return plane
 
     def close(self) -> None:
-        """The world has ended. Does not wait for its communicators."""
+        """Give all planes up, since the world has ended. Does not wait for their communicators."""
         for _, plane in self._planes:
             plane.abort()
 
 
-def find_bulk_plane(group: Group, device: torch.device, options: ExchangeOptions) -> BulkPlane | None:
-    """The plane that sums the gradients of a device in this group, which may still be under construction; None: they
-    travel through host memory. Every rank of the group must call it at the same place among its collectives."""
+def get_or_start_bulk_plane(group: Group, device: torch.device, options: ExchangeOptions) -> BulkPlane | None:
+    """Return the plane that sums the gradients of a device in this group; None: they travel through host memory.
+
+    The first call starts to build its communicator. Every rank of the group must call it at the same place among its
+    collectives.
+    """
     backend = options.bulk_backend
     if backend == "auto":
         backend = NCCL if device.type == "cuda" and _has_nccl() else "host"

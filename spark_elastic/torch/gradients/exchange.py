@@ -28,14 +28,14 @@ from spark_elastic.data.plan import Division
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.timeline import Timeline
 from spark_elastic.torch.gradients.buckets import Bucket, build_buckets, hash_layout
-from spark_elastic.torch.gradients.bulk_plane import BulkPlane, find_bulk_plane
+from spark_elastic.torch.gradients.bulk_plane import BulkPlane, get_or_start_bulk_plane
 from spark_elastic.torch.gradients.exchange_options import (
     DEFAULT_OPTIONS,
     ExchangeOptions,
     build_specs,
     find_trainable,
 )
-from spark_elastic.torch.gradients.share_memory import ShareMemory
+from spark_elastic.torch.gradients.share_buckets import ShareBuckets
 from spark_elastic.torch.gradients.step_reducer import BucketMemory, StepReducer, coalesce_rows
 from spark_elastic.worker.context import CollectiveThread
 
@@ -76,7 +76,7 @@ def hook_gradients(
 
 @dataclass
 class _Step:
-    """What has come and gone in one step."""
+    """The progress of one step: which gradients have arrived, and which buckets were launched."""
 
     passes: int  # backward passes until `finish`
     arrivals: list[int]  # by parameter: passes that have added a gradient
@@ -84,7 +84,7 @@ class _Step:
     found_sparse: Flags  # by parameter: whether its gradient came sparse
     found_dense: Flags  # by parameter: the same for its other form, in a virtual share
     missing: list[int]  # by bucket: gradients that it still lacks
-    versions: list[int | None]  # by bucket: its version after the newest gradient
+    write_counts: list[int | None]  # by bucket: its write count after the newest gradient
     reducer: StepReducer | None  # None: this process trains alone
     launched: int = 0  # buckets that `reducer` has got
     is_open: bool = True
@@ -107,22 +107,22 @@ class GradientExchange:
         self,
         named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
         options: ExchangeOptions = DEFAULT_OPTIONS,
-        opener: Callable[[], None] | None = None,
+        before_gradient: Callable[[], None] | None = None,
         get_thread: Callable[[], CollectiveThread | None] = lambda: None,
         timeline: Callable[[], Timeline | None] = lambda: None,
-        overlaps: Callable[[], bool] = lambda: True,
+        may_overlap: Callable[[], bool] = lambda: True,
     ) -> None:
         """
         Args:
-            opener: calls `open` before a gradient counts; for loops that call nothing before backward.
+            before_gradient: calls `open` before a gradient counts; for loops that call nothing before backward.
             get_thread: returns the group's thread when a step is opened; None: the exchange uses a thread of its own.
             timeline: returns where to write the exchanges of a step.
-            overlaps: whether buckets go to the reducer while backward runs, and not only in `finish`.
+            may_overlap: whether buckets go to the reducer while backward runs, and not only in `finish`.
         """
         self._names, self._parameters, self._frozen = find_trainable(named_parameters)
         self._specs = build_specs(self._names, self._parameters)
         self._options = options
-        self._opener, self._overlaps = opener, overlaps
+        self._before_gradient, self._may_overlap = before_gradient, may_overlap
         self._get_thread, self._get_timeline = get_thread, timeline
         self._own_thread = CollectiveThread()
         self._group: Group | None = None  # of the newest step
@@ -166,16 +166,16 @@ class GradientExchange:
         if self._options.shares and self._step.is_open:
             return True
         return any(
-            there and p.grad is not None for there, p in zip(self._step.found, self._parameters, strict=True)
+            found and p.grad is not None for found, p in zip(self._step.found, self._parameters, strict=True)
         )
 
     @property
     def bulk_seconds(self) -> float | None:
-        """From the beginning of this world until the bulk plane summed the gradients; None: it does not, or not yet."""
+        """From the beginning of the bulk plane's communicator until it was in use; None: it is not, or not yet."""
         return None if self._plane is None else self._plane.seconds
 
     @property
-    def is_open(self) -> bool:
+    def has_open_step(self) -> bool:
         """Whether a step was opened, and neither finished nor abandoned."""
         return self._step.is_open
 
@@ -218,13 +218,13 @@ class GradientExchange:
             self._sparse = frozenset()
             self._plane = None
             if group is not None:
-                self._plane = find_bulk_plane(group, self._find_device(), self._options)
+                self._plane = get_or_start_bulk_plane(group, self._find_device(), self._options)
             if self._plane is not None and not self._plane.is_settled and not self._options.hybrid_recovery:
-                thread.run(self._plane.require)
+                thread.drain_and_call(self._plane.wait_until_ready)
         self._lay_out_buckets(group, division)
         self._group = group
         self._step = self._make_step(passes, thread)
-        if isinstance(self._memory, ShareMemory):
+        if isinstance(self._memory, ShareBuckets):
             self._memory.begin()
 
     def _find_device(self) -> torch.device:
@@ -242,7 +242,7 @@ class GradientExchange:
                 reducer = StepReducer(
                     self._memory, self._names, self._options, thread, self._get_timeline(), plane
                 )
-        shares = self._memory.share_count if isinstance(self._memory, ShareMemory) else 0
+        shares = self._memory.share_count if isinstance(self._memory, ShareBuckets) else 0
         return _Step(
             passes,
             arrivals=[0] * len(self._parameters),
@@ -250,7 +250,7 @@ class GradientExchange:
             found_sparse=np.zeros(len(self._parameters), np.bool_),
             found_dense=np.zeros(len(self._parameters), np.bool_),
             missing=[len(bucket.slices) * (shares or passes) for bucket in buckets],
-            versions=[None] * len(buckets),
+            write_counts=[None] * len(buckets),
             reducer=reducer,
             shares_left=shares,
         )
@@ -269,7 +269,7 @@ class GradientExchange:
             observe: called with the number of each parameter and its gradient of the share.
         """
         step = self._step
-        assert isinstance(self._memory, ShareMemory)
+        assert isinstance(self._memory, ShareBuckets)
         step.shares_left -= 1
         step.in_share, step.observe = True, observe
         step.arrivals = [0] * len(self._parameters)
@@ -277,7 +277,7 @@ class GradientExchange:
         self._memory.begin_share()
 
     def end_share(self) -> None:
-        """The share has all its gradients."""
+        """End the share: add the gradients that not all passes brought, and launch the buckets that are complete."""
         for index, arrivals in enumerate(self._step.arrivals):
             if arrivals < self._step.passes or not arrivals:  # not all passes used it
                 self._add_to_tree(index)
@@ -287,7 +287,7 @@ class GradientExchange:
     def _add_to_tree(self, index: int) -> None:
         """Add the parameter's gradient of the share to those of the shares before."""
         step, memory, parameter = self._step, self._memory, self._parameters[index]
-        assert isinstance(memory, ShareMemory)
+        assert isinstance(memory, ShareBuckets)
         gradient = parameter.grad
         if step.observe is not None:
             step.observe(index, gradient)
@@ -303,7 +303,7 @@ class GradientExchange:
         memory.add(index, gradient)
         number = memory.bucket_of[index]
         step.missing[number] -= 1
-        step.versions[number] = memory.version(number)
+        step.write_counts[number] = memory.write_count(number)
 
     def _list_sparse(self, index: int, gradient: torch.Tensor) -> None:
         """Keep a share's sparse gradient: the rows of all shares are listed in their order, and then added."""
@@ -315,7 +315,7 @@ class GradientExchange:
     def _finish_shares(self, reducer: StepReducer | None) -> None:
         """Put the sums over all virtual shares, which are complete, to the parameters."""
         step = self._step
-        assert isinstance(self._memory, ShareMemory)
+        assert isinstance(self._memory, ShareBuckets)
         for index, total in enumerate(self._memory.sums):
             self._parameters[index].grad = total
         if self._options.sparse != "sparse":
@@ -351,7 +351,7 @@ class GradientExchange:
     def _settle_plane(self, thread: CollectiveThread) -> None:
         """Once every rank can sum on its device, the next step does; all ranks agree at the end of a step."""
         if self._plane is not None and not self._plane.is_settled:
-            thread.run(self._plane.agree)
+            thread.drain_and_call(self._plane.exchange_readiness)
 
     # ---- a step
 
@@ -361,7 +361,7 @@ class GradientExchange:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def apply_agreement(self, found_sparse: Flags) -> None:
+    def adopt_sparse_parameters(self, found_sparse: Flags) -> None:
         """Take over which gradients are sparse on any rank, as all ranks agreed at the end of a step.
 
         In the first step of a world a sparse gradient travels dense, while the step summary tells the ranks of it: that
@@ -388,8 +388,8 @@ class GradientExchange:
                 "step() was called before the last virtual share: take all shares that the loader yields for a step."
             )
         self._check_unchanged()
-        for index, there in enumerate(step.found):
-            if not there and not self._options.shares:
+        for index, found in enumerate(step.found):
+            if not found and not self._options.shares:
                 self._move_to_bucket(index)
         while step.reducer is not None and step.launched < len(step.missing):
             self._launch_next_bucket()
@@ -418,7 +418,7 @@ class GradientExchange:
         self.drain()
         self._step.is_open = False
 
-    def reject_changed_gradients(self, name: str = "") -> InvalidInput:
+    def abandon_and_make_error(self, name: str = "") -> InvalidInput:
         """Give up the open step, since gradients were changed after backward. Returns the error to raise.
 
         Args:
@@ -439,8 +439,8 @@ class GradientExchange:
 
     def drop_absent(self, present: Flags) -> None:
         """Set gradients that no rank computed to None, as in a plain loop (R8, weighting)."""
-        for parameter, there in zip(self._parameters, present, strict=True):
-            if not there:
+        for parameter, has_gradient in zip(self._parameters, present, strict=True):
+            if not has_gradient:
                 parameter.grad = None
 
     def close(self) -> None:
@@ -452,33 +452,33 @@ class GradientExchange:
 
     def _lay_out_buckets(self, group: Group | None, division: Division | None = None) -> None:
         """Lay out the buckets in the memory of `group`, unless they lie there already."""
-        home = group if group is not None and group.size > 1 else None
+        exchanging_group = group if group is not None and group.size > 1 else None
         shares = self._options.shares
         if shares and division is None:
             division = Division.equal(1 if group is None else group.size, shares)
-        wanted = home, self._sparse, division if shares else None
+        wanted = exchanging_group, self._sparse, division if shares else None
         if self._laid_out_for == wanted:
             return
         buckets = build_buckets(self._specs, self._options.bucket_bytes, self._options.groups, self._sparse)
         self.layout_hash = hash_layout(self._specs, buckets, self._options.description)
         former, self._laid_out_for = self._memory, wanted
-        self._memory = self._allocate(buckets, home, division)
+        self._memory = self._allocate(buckets, exchanging_group, division)
         if former is not None:
             former.hand_over(self._parameters, self._memory)
 
     def _allocate(
-        self, buckets: Sequence[Bucket], home: Group | None, division: Division | None
+        self, buckets: Sequence[Bucket], group: Group | None, division: Division | None
     ) -> BucketMemory | None:
         if self._options.shares:
             assert division is not None
-            return ShareMemory(self._parameters, buckets, home, division)
-        return None if home is None else BucketMemory(self._parameters, buckets, home)
+            return ShareBuckets(self._parameters, buckets, group, division)
+        return None if group is None else BucketMemory(self._parameters, buckets, group)
 
     def _on_gradient(self, index: int) -> None:
         """Hook: autograd has added this parameter's gradient. Runs in the backward thread of its device."""
         with self._hook_lock:
-            if self._opener is not None:
-                self._opener()
+            if self._before_gradient is not None:
+                self._before_gradient()
             if self._step.is_open:
                 self._count_gradient(index)
 
@@ -502,7 +502,7 @@ class GradientExchange:
         if self._memory is not None and index not in self._sparse:
             number = self._memory.bucket_of[index]
             step.missing[number] -= 1
-            step.versions[number] = self._memory.version(number)
+            step.write_counts[number] = self._memory.write_count(number)
             if not step.missing[number]:
                 self._launch_complete_buckets()
 
@@ -510,19 +510,19 @@ class GradientExchange:
         step = self._step
         if step.reducer is None:
             return
-        while step.launched < len(step.missing) and step.missing[step.launched] == 0 and self._overlaps():
+        while step.launched < len(step.missing) and step.missing[step.launched] == 0 and self._may_overlap():
             self._launch_next_bucket()
 
     def _check_unchanged(self) -> None:
         """Buckets are summed while backward runs, so a later change would count on this rank only, or not at all."""
         if self._memory is None:
             return
-        for number, version in enumerate(self._step.versions):
-            if version is not None and version != self._memory.version(number):
-                raise self.reject_changed_gradients(self._names[self._memory.buckets[number].slices[0].index])
+        for number, count in enumerate(self._step.write_counts):
+            if count is not None and count != self._memory.write_count(number):
+                raise self.abandon_and_make_error(self._names[self._memory.buckets[number].slices[0].index])
         for index, (parameter, view) in enumerate(zip(self._parameters, self._memory.views, strict=True)):
             if parameter.grad is not view and view is not None and self._step.found[index]:
-                raise self.reject_changed_gradients(self._names[index])
+                raise self.abandon_and_make_error(self._names[index])
 
     def _move_to_bucket(self, index: int) -> None:
         """Make the parameter's gradient, wherever autograd or the user put it, the view of its bucket."""
@@ -561,7 +561,7 @@ class GradientExchange:
         reducer.launch_bucket(number)
 
     def _compare_once(self, reducer: StepReducer) -> None:
-        """Compare parameters and options before anything else goes to a new group."""
+        """Compare parameters and options before the engine sums anything for a new group."""
         if self._group is not self._compared:
             reducer.compare(self.layout_hash, self._specs)
             self._compared = self._group

@@ -13,6 +13,7 @@ from spark_elastic.config import operations_from_env
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.reduction import Compressor
 from spark_elastic.torch.gradients.buckets import BUCKET_BYTES, ParameterSpec
+from spark_elastic.torch.tensors import get_dtype_name
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,9 @@ class ExchangeOptions:
     # What their bits depend on besides, in words; the same on all ranks.
     arithmetic: str = ""
     warn_after: float = math.inf  # seconds; see `ops.stall.watch_collective`
-    wait_at_most: float | None = None  # seconds; likewise
+    wait_at_most: float | None = None  # seconds; see `ops.stall.watch_collective`
     bulk_backend: str = "host"  # what sums gradients on GPUs: see `OperationConfig`
-    hybrid_recovery: bool = True  # likewise
+    hybrid_recovery: bool = True  # see `OperationConfig`
 
     def factors(self, size: int) -> tuple[float, float]:
         """Return the factors (before, after) the sum."""
@@ -63,13 +64,13 @@ DEFAULT_OPTIONS = ExchangeOptions()  # gradients are summed as they are
 
 def options_from_env(**others: Any) -> ExchangeOptions:
     """Return options with the bucket size, the stall check and the bulk plane of this process's settings."""
-    limits = operations_from_env()
+    config = operations_from_env()
     return ExchangeOptions(
-        bucket_bytes=limits.bucket_bytes,
-        warn_after=limits.warn_after,
-        wait_at_most=limits.wait_at_most,
-        bulk_backend=limits.bulk_backend,
-        hybrid_recovery=limits.hybrid_recovery,
+        bucket_bytes=config.bucket_bytes,
+        warn_after=config.warn_after,
+        wait_at_most=config.wait_at_most,
+        bulk_backend=config.bulk_backend,
+        hybrid_recovery=config.hybrid_recovery,
         **others,
     )
 
@@ -107,8 +108,6 @@ def find_trainable(
 
 def build_specs(names: Sequence[str], parameters: Sequence[torch.nn.Parameter]) -> list[ParameterSpec]:
     return [
-        ParameterSpec(
-            name, tuple(p.shape), str(p.dtype).removeprefix("torch."), p.element_size(), str(p.device)
-        )
+        ParameterSpec(name, tuple(p.shape), get_dtype_name(p.dtype), p.element_size(), str(p.device))
         for name, p in zip(names, parameters, strict=True)
     ]

@@ -72,27 +72,26 @@ class GradientSync:
         )
         self._has_shares = options.shares > 0
         self.is_synchronized = False  # the present gradients are those of all ranks
-        self._world: Group | None = (
-            None  # the world of the newest step, even if the process set has this rank only
-        )
+        # The world's group in the newest step, even if the process set has this rank only.
+        self._world_group: Group | None = None
         self._steps: tuple[Group | None, int] = (None, 0)  # a group, and the steps synchronized in it
         get_optimizers_in_use().add(self)
 
     def _open(self) -> None:
         """Open a step in the current world, if none is open. Called before a gradient counts."""
-        if self.exchange.is_open and not self.is_stale():
+        if self.exchange.has_open_step and not self.is_stale():
             return
         if self.is_stale() and self.exchange.has_gradients:
             raise InvalidInput(
                 "the world changed after backward(): call zero_grad() before the next backward()."
             )
-        self._world = get_group()
+        self._world_group = get_group()
         self.exchange.open(get_training_group(self._process_set), self._passes)
         self.is_synchronized = False
 
     def begin_share(self) -> None:
         """The backward passes that follow belong to this rank's next virtual share."""
-        if not self.exchange.is_open and any(p.grad is not None for p in self.exchange.parameters):
+        if not self.exchange.has_open_step and any(p.grad is not None for p in self.exchange.parameters):
             raise InvalidInput(
                 "there are gradients before the first virtual share of a step: call optimizer.zero_grad() first."
             )
@@ -100,7 +99,7 @@ class GradientSync:
         self.exchange.begin_share()
 
     def end_share(self) -> None:
-        """The share has all its gradients."""
+        """End the virtual share: the backward passes since `begin_share` were all of it."""
         self.exchange.end_share()
 
     def _check_in_share(self) -> None:
@@ -111,7 +110,7 @@ class GradientSync:
             )
 
     def set_backward_passes(self, passes: int) -> None:
-        if passes < 1 or self.exchange.is_open:
+        if passes < 1 or self.exchange.has_open_step:
             raise InvalidInput(
                 "backward_passes_per_step must be at least 1, and can be set between steps only."
             )
@@ -119,16 +118,16 @@ class GradientSync:
 
     def is_stale(self) -> bool:
         """Whether the open step belongs to a world that is over."""
-        return self.exchange.is_open and self._world is not get_group()
+        return self.exchange.has_open_step and self._world_group is not get_group()
 
     @property
     def has_unsynced_gradients(self) -> bool:
         """Whether there are gradients of this rank that were not synchronized."""
-        return self.exchange.is_open and self.exchange.has_gradients
+        return self.exchange.has_open_step and self.exchange.has_gradients
 
     def clear(self) -> None:
         """Drop all gradients."""
-        if self.exchange.is_open and not self.is_stale():
+        if self.exchange.has_open_step and not self.is_stale():
             raise InvalidInput(
                 "zero_grad() was called between backward() and step(): call it after step(), or synchronize() first. "
                 "If another optimizer's loss left these gradients, as in a GAN, call requires_grad_(False) on their "
@@ -150,8 +149,10 @@ class GradientSync:
                 raise CollectiveError((), "the world changed between backward() and step()")
             self._open()
             self._check_order()
-            present = np.array([parameter.grad is not None for parameter in exchange.parameters])
-            present = exchange.present if self._has_shares else present
+            if self._has_shares:
+                present = exchange.present
+            else:
+                present = np.array([parameter.grad is not None for parameter in exchange.parameters])
             with world_ranks_in_errors(exchange.group):
                 exchange.finish()
                 if exchange.group is not None:
@@ -214,7 +215,7 @@ class GradientSync:
     def _exchange_summary(self, group: Group, present: Flags, rows: int) -> StepDecision:
         exchange = self.exchange
         decision = exchange_summary(group, exchange.layout_hash, present, exchange.found_sparse, rows)
-        exchange.apply_agreement(decision.found_sparse)
+        exchange.adopt_sparse_parameters(decision.found_sparse)
         return decision
 
 
@@ -248,12 +249,12 @@ def get_training_group(process_set: ProcessSet) -> Group | None:
     worker = get_context()
     if worker is None or process_set is global_process_set:
         return None if worker is None else worker.require_group()
-    ranks, world = tuple(process_set.ranks), worker.require_group()
-    if world.rank not in ranks or len(ranks) == 1:
+    ranks, world_group = tuple(process_set.ranks), worker.require_group()
+    if world_group.rank not in ranks or len(ranks) == 1:
         return None
     subgroups = worker.group_context.get_or_create(_Subgroups)
     if ranks not in subgroups:
-        subgroups[ranks] = worker.wait_recorder.watch_group(world.subgroup(_number(ranks), ranks))
+        subgroups[ranks] = worker.wait_recorder.watch_group(world_group.subgroup(_number(ranks), ranks))
     return subgroups[ranks]
 
 

@@ -20,7 +20,7 @@ from spark_elastic.torch.gradients.step_reducer import BucketMemory
 Views = list[torch.Tensor | None]  # by parameter; None: it lies in no bucket
 
 
-class ShareMemory(BucketMemory):
+class ShareBuckets(BucketMemory):
     """Buckets with several slots; the sum ends in the first one. A step: `begin`, then for each share `begin_share` and
     one `add` for each parameter of a bucket; then `combine` once the slots are summed over all ranks."""
 
@@ -86,7 +86,7 @@ class ShareMemory(BucketMemory):
             into = lower.add_(into)
 
     def combine(self, number: int) -> None:
-        # `.data`, so that `version` does not count it.
+        # `.data`, so that `write_count` does not count it.
         slots = self._on_host(number).data.view(self._tree.slot_count, -1)
         for into, source in self._tree.slot_additions:
             slots[into].add_(slots[source])

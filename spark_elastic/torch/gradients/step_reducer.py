@@ -1,9 +1,9 @@
 """The memory of gradient buckets, and the collectives that sum them: in the same order on all ranks (R7, layout).
 
-Buckets lie in the group's shared memory, with a view for each gradient: the engine sums them where they are, without a
-copy in or out. Buckets on a GPU pass through pinned memory, or are summed there by the bulk plane. The training thread
-owns everything here; the group's `CollectiveThread` runs the collectives, except that of the last bucket: no backward
-is left to overlap with it, so the training thread runs it itself.
+Buckets hold a view for each gradient. Those on the CPU lie in the group's shared memory: the engine sums them where
+they are, without a copy in or out. Those on a GPU are summed there by the bulk plane, or pass through pinned memory.
+The training thread owns everything here; the group's `CollectiveThread` runs the engine's collectives, except that of
+the last bucket: no backward is left to overlap with it, so the training thread runs it itself.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ class BucketMemory:
 
     def gradients(self, number: int) -> list[torch.Tensor]:
         """Return the gradients of a bucket, each in its shape, as views of the memory of `array`."""
-        # `.data`, so that `version` does not count what the `CollectiveThread` writes.
+        # `.data`, so that `write_count` does not count what the `CollectiveThread` writes.
         flat = self._on_host(number).data
         parts = self.buckets[number].slices
         return [flat[part.offset : part.offset + part.numel].view(self._shapes[part.index]) for part in parts]
 
-    def version(self, number: int) -> int:
+    def write_count(self, number: int) -> int:
         """Return a count that grows with every change in place by torch of any gradient in the bucket."""
         return self._flat[number]._version
 
@@ -169,14 +169,17 @@ class StepReducer:
         self._thread = thread
         self._timeline = timeline
         self._clock = SystemClock()
-        self._newest: Future[None] | None = None  # of the newest work; each waits for the one before
+        self._newest: Future[None] | None = None  # of the newest work, which waits for the one before
         self._last_bucket: Callable[[], None] | None = None
         self._plane = plane
         self._bulk = None if plane is None else BulkStep(plane, memory.group, options)
         self._through_host: list[int] = []  # numbers of the buckets that the engine sums
 
     def compare(self, layout_hash: int, specs: Sequence[ParameterSpec]) -> None:
-        """Check that all ranks train the same parameters with the same options, before any gradient travels."""
+        """Check that all ranks train the same parameters with the same options, before the engine sums any gradient.
+
+        What the bulk plane sums meanwhile counts only if the check succeeds.
+        """
 
         def compare() -> None:
             with self._watch(range(len(self._names))):
@@ -221,7 +224,7 @@ class StepReducer:
         """Sum the last bucket in this thread, after all others."""
         if self._last_bucket is not None:
             self.wait()
-            self._thread.run(self._last_bucket)
+            self._thread.drain_and_call(self._last_bucket)
 
     def launch_sparse(self, index: int, gradient: torch.Tensor) -> None:
         """Sum the sparse gradient of a parameter, which lies in no bucket, into `sparse_results`."""
@@ -266,7 +269,7 @@ class StepReducer:
             self._memory.copy_from_host(number)
         if self._bulk is not None:
             with self._watch(range(len(self._names))):
-                self._thread.run(self._bulk.finish)
+                self._thread.drain_and_call(self._bulk.finish)
 
     def drain(self) -> None:
         """Wait until all work is done or has failed."""

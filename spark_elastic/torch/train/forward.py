@@ -20,6 +20,7 @@ from spark_elastic.ops.flat_allreduce import FlatBuffer
 from spark_elastic.torch.devices import CPU
 from spark_elastic.torch.generators import device_rng_state, set_device_rng_state, torch_rng_state
 from spark_elastic.torch.layers import SyncBatchNorm
+from spark_elastic.torch.tensors import get_dtype_name
 from spark_elastic.training.trainer import describe_dependent_layers
 
 
@@ -109,7 +110,7 @@ class BufferSnapshot:
 
 
 class BufferExchange:
-    """Averages the buffers that a step wrote, so that replicas agree: `send` in the exchange, `apply` in the apply
+    """Averages the buffers that a step wrote, so that replicas agree: `exchange` in the exchange, `apply` in the apply
     section.
 
     Floating point buffers become the mean over ranks weighted by rows, integer and boolean ones the maximum. Buffers
@@ -119,7 +120,7 @@ class BufferExchange:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
 
-    def send(self, group: Group, before: BufferSnapshot, rows: int, planned: int) -> None:
+    def exchange(self, group: Group, before: BufferSnapshot, rows: int, planned: int) -> None:
         """Exchange the buffers; collective.
 
         Args:
@@ -161,7 +162,7 @@ def _copy_to_flat(buffers: list[torch.Tensor], dtype: torch.dtype, factor: float
             whole = torch.cat([tensor.reshape(-1) for tensor in tensors]).cpu()
             tensors = torch.split(whole, [buffer.numel() for buffer in buffers])
         arrays = [tensor.view(b.shape).numpy() for tensor, b in zip(tensors, buffers, strict=True)]
-    name = str(dtype).removeprefix("torch.")
+    name = get_dtype_name(dtype)
     flat = FlatBuffer([tuple(buffer.shape) for buffer in buffers], [name] * len(buffers))
     flat.fill([array if array is None or factor == 1.0 else array * factor for array in arrays])
     return flat

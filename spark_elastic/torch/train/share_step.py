@@ -86,7 +86,9 @@ class ShareStep(TrainStep):
         self._metrics.discard()
         before.restore()
 
-    def _send_buffers(self, group: Group, batch: LocalBatch[torch.Tensor], before: BufferSnapshot) -> bool:
+    def _exchange_buffers(
+        self, group: Group, batch: LocalBatch[torch.Tensor], before: BufferSnapshot
+    ) -> bool:
         if self._written is not None:
             self._written.exchange(group)
         return self._written is not None

@@ -1,6 +1,7 @@
 """One optimizer step of the whole world: forward, backward, exchange, step summary, apply (R1, finalized steps).
 
 `TrainStep.run` either applies the step or leaves everything as it was and raises; nothing interrupts its apply section.
+A step is applied once `exchange_summaries` returns; it is finalized once any later collective of the group completes.
 It owns no data and no loop. Main thread only.
 """
 
@@ -143,7 +144,7 @@ class TrainStep:
         before = self._before = BufferSnapshot(state.model, self._modules, self._before)
         try:
             loss, denominator = self._compute_gradients(group, batch, before)
-            sends_buffers = self._send_buffers(group, batch, before)
+            has_exchanged_buffers = self._exchange_buffers(group, batch, before)
             self._metrics.gather(group)
             summary = self._summarize(batch, version, loss, denominator, wants_stop=wants_stop)
             decision = exchange_summaries(group, summary)
@@ -156,11 +157,11 @@ class TrainStep:
             raise
         with defer_interrupts():
             before_apply()
-            if sends_buffers:
+            if has_exchanged_buffers:
                 self._apply_buffers()
             self._apply(decision, batch.planned)
             self._metrics.commit()
-            self._exchange.apply_agreement(decision.found_sparse)
+            self._exchange.adopt_sparse_parameters(decision.found_sparse)
             state.position = account(decision)
             self._ledger.record_applied(group.fence, position, group.size)
         return decision
@@ -188,11 +189,13 @@ class TrainStep:
         self._exchange.finish()
         return loss.compute(), denominator
 
-    def _send_buffers(self, group: Group, batch: LocalBatch[torch.Tensor], before: BufferSnapshot) -> bool:
+    def _exchange_buffers(
+        self, group: Group, batch: LocalBatch[torch.Tensor], before: BufferSnapshot
+    ) -> bool:
         """Exchange the buffers that the step wrote. Returns whether there is something to apply."""
         if group.size == 1 or not has_buffers(self._modules):
             return False
-        self._buffers.send(group, before, len(batch), batch.planned)
+        self._buffers.exchange(group, before, len(batch), batch.planned)
         return True
 
     def _apply_buffers(self) -> None:

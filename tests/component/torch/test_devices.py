@@ -427,8 +427,9 @@ class TwofoldPlane:
         self.device = device
         self.summed: list[torch.device] = []
 
-    def launch(self, start: Callable[[Any], Any]) -> Any:
-        return start(self)
+    @property
+    def process_group(self) -> TwofoldPlane:
+        return self
 
     def allreduce(self, tensors: list[torch.Tensor]) -> Any:
         self.summed.append(tensors[0].device)
@@ -442,7 +443,7 @@ def test_each_bucket_is_summed_where_it_is(
 ) -> None:
     """One layer of the model is on the host: shared memory holds its gradients, and those of no device."""
     monkeypatch.setattr(
-        "spark_elastic.torch.gradients.exchange.find_bulk_plane",
+        "spark_elastic.torch.gradients.exchange.get_or_start_bulk_plane",
         lambda group, device, options: TwofoldPlane(device) if has_plane else None,
     )
 

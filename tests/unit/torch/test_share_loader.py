@@ -60,7 +60,7 @@ def make(told: RecordingExchange | None = None, dataset: Any = None, **options: 
     options = {"virtual_shares": SHARES, **options}
     loader = ElasticDataLoader(dataset or NoisyRows(), BATCH, seed=3, determinism="bitwise", **options)
     if told is not None:
-        loader.attach(told)
+        loader.attach_sync(told)
     return loader
 
 

@@ -24,7 +24,7 @@ def test_submitted_work_runs_in_order_in_one_thread_and_before_a_later_run(threa
     for number in range(3):
         thread.submit(lambda number=number: seen.append((number, threading.get_ident())))  # type: ignore[misc]
     gate.set()
-    assert thread.run(lambda: [number for number, _ in seen]) == [0, 1, 2]
+    assert thread.drain_and_call(lambda: [number for number, _ in seen]) == [0, 1, 2]
     assert {ident for _, ident in seen}.isdisjoint({threading.get_ident()})
     assert len({ident for _, ident in seen}) == 1
 
@@ -44,7 +44,7 @@ def test_the_thread_starts_with_its_first_work_and_again_after_a_close(
     threads = threading.active_count()
     thread.drain()
     thread.close()
-    assert thread.run(lambda: 1) == 1
+    assert thread.drain_and_call(lambda: 1) == 1
     assert threading.active_count() == threads
     assert thread.submit(lambda: 2).result() == 2
     thread.close()

@@ -35,7 +35,7 @@ def open_plane(group: Group, store: Any, device: str, backend: str) -> BulkPlane
     plane = BulkPlane(group, kind, backend, lambda: (store,))
     plane.start()
     while not plane.is_settled:
-        plane.agree()
+        plane.exchange_readiness()
         time.sleep(0.01)
     return plane
 
@@ -107,7 +107,7 @@ def test_a_rank_whose_communicator_fails_leaves_all_with_the_host(capsys: pytest
         plane = BulkPlane(group, torch.device("cpu"), backend, lambda: (store,))
         plane.start()
         while not plane.is_settled:
-            plane.agree()
+            plane.exchange_readiness()
         if group.rank:  # its builder waits for rank 0, which never comes
             store.set("port", "1")
         plane._builder.join(10)
@@ -159,7 +159,7 @@ def test_every_rank_names_the_ranks_without_a_communicator(first: int) -> None:
         with pytest.raises(
             CollectiveError, match=r"ranks \[1\] have built no simnccl communicator in 30 s"
         ) as error:
-            plane.require()
+            plane.wait_until_ready()
         done.set()
         plane._builder.join()
         return tuple(error.value.ranks)
@@ -173,7 +173,7 @@ def test_every_rank_names_the_ranks_without_a_communicator(first: int) -> None:
 def test_every_rank_names_the_ranks_whose_sums_are_late(first: int) -> None:
     def work(group: Group) -> tuple[int, ...]:
         plane = BulkPlane(group, torch.device("cpu"), simulated_nccl.NAME, lambda: (dist.HashStore(),))  # type: ignore[attr-defined,unused-ignore]
-        plane._process_group = Alone()
+        plane.process_group = Alone()
         sums = BulkSums(plane, group)
         if group.rank == first:
             sums._clock = FastClock()

@@ -121,7 +121,7 @@ def test_r07_hooks_of_several_devices_come_one_at_a_time(monkeypatch: pytest.Mon
             return True
 
         named = [(str(number), parameter) for number, parameter in enumerate(parameters)]
-        with GradientExchange(named, ExchangeOptions(bucket_bytes=16), overlaps=start_second) as exchange:
+        with GradientExchange(named, ExchangeOptions(bucket_bytes=16), may_overlap=start_second) as exchange:
             exchange.begin(group, 1)
             parameters[3].sum().backward()
             if second.ident is None:

@@ -50,7 +50,7 @@ def take_steps(group: Group, passes: int = 1) -> list[torch.Tensor | None]:
                     (net(share) / 3).backward()
                 exchange.end_share()
             exchange.finish()
-            exchange.apply_agreement(exchange.found_sparse)
+            exchange.adopt_sparse_parameters(exchange.found_sparse)
             exchange.drop_absent(exchange.present)
         return [p.grad if p.grad is None else p.grad.clone() for p in net.parameters()]
 

@@ -35,7 +35,7 @@ def test_written_buffers_are_averaged_and_others_keep_their_bits() -> None:
             holder.get_buffer("running").add_(rows)
             holder.get_buffer("count").add_(rows)
             holder.get_buffer("seen").fill_(rows == 1)
-        exchange.send(group, before, rows, 4)
+        exchange.exchange(group, before, rows, 4)
         exchange.apply()
         return holder
 
@@ -64,10 +64,10 @@ def test_buffers_that_no_rank_has_changed_are_not_sent() -> None:
     group: Any = SimpleNamespace(allreduce=allreduce)
     model = NetWithLargeMask()
     exchange, before = BufferExchange(model), BufferSnapshot(model, model.modules())
-    exchange.send(group, before, 1, 1)
+    exchange.exchange(group, before, 1, 1)
     assert sent == [(3, "max")]
     model.get_buffer("mean").add_(1)
-    exchange.send(group, before, 1, 1)
+    exchange.exchange(group, before, 1, 1)
     assert sent[1:] == [(3, "max"), (3, "sum")]
 
 
@@ -77,7 +77,7 @@ def test_a_model_without_buffers_sends_nothing() -> None:
     def work(group: Group) -> None:
         exchange = BufferExchange(model)
         if group.rank == 0:  # a collective would wait for the other rank
-            exchange.send(group, BufferSnapshot(model, model.modules()), 1, 1)
+            exchange.exchange(group, BufferSnapshot(model, model.modules()), 1, 1)
             exchange.apply()
 
     run_in_world(2, work)
