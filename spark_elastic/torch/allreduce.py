@@ -13,18 +13,16 @@ from typing import Any
 import torch
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.negotiation import ALLREDUCE, Request, qualify_name
-from spark_elastic.ops.operations import get_queue
+from spark_elastic.ops.negotiation import ALLREDUCE
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduction import ReduceOp, ReduceOptions
 from spark_elastic.torch.compression import Compression
 from spark_elastic.torch.tensors import (
     Handle,
-    array_of,
     copy_back,
     copy_to_host,
     disable_compile,
-    get_dtype_name,
+    submit,
     to_host,
 )
 
@@ -160,17 +158,15 @@ def start(
         raise InvalidInput("a grouped operation takes at least one tensor.")
     working = [to_host(tensor) if in_place else copy_to_host(tensor) for tensor in tensors]
     wire, decompress = _compress(working, options)
-    request = Request(
+    operation = submit(
         ALLREDUCE,
-        qualify_name(ALLREDUCE, name),
-        tuple(get_dtype_name(each.dtype) for each in working),
-        tuple(tuple(each.shape) for each in working),
-        options.op.value,
-        options.scale,
-        wire,
-    )
-    operation = get_queue(options.process_set).submit(
-        request, [array_of(each) for each in working], awaited=awaited
+        name,
+        working,
+        options.process_set,
+        awaited=awaited,
+        op=options.op.value,
+        scale=options.scale,
+        compression=wire,
     )
 
     def finish(_: object) -> list[torch.Tensor]:

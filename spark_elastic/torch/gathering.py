@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.negotiation import ALLGATHER, BROADCAST, Request, qualify_name
+from spark_elastic.ops.negotiation import ALLGATHER, BROADCAST, qualify_name
 from spark_elastic.ops.operations import broadcast_object, get_queue
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set, root_index
 from spark_elastic.ops.reduction import Average, ReduceOp, Sum
@@ -20,11 +20,10 @@ from spark_elastic.torch.allreduce import allreduce, grouped_allreduce
 from spark_elastic.torch.gradients.gradient_sync import get_optimizers_in_use
 from spark_elastic.torch.tensors import (
     Handle,
-    array_of,
     copy_back,
     copy_to_host,
     disable_compile,
-    get_dtype_name,
+    submit,
     tensor_of,
     to_host,
 )
@@ -68,13 +67,7 @@ def _gather(
     # Not copied: the tensors belong to the operation until its handle is done.
     hosts = [to_host(tensor) for tensor in tensors]
     rows = [host.reshape(1) if host.dim() == 0 else host for host in hosts]
-    request = Request(
-        ALLGATHER,
-        qualify_name(ALLGATHER, name),
-        tuple(get_dtype_name(each.dtype) for each in rows),
-        tuple((-1, *each.shape[1:]) for each in rows),
-    )
-    operation = get_queue(process_set).submit(request, [array_of(each) for each in rows], awaited=awaited)
+    operation = submit(ALLGATHER, name, rows, process_set, ragged=True, awaited=awaited)
     return Handle(
         operation,
         lambda outputs: [tensor_of(array, like) for array, like in zip(outputs, tensors, strict=True)],
@@ -135,14 +128,7 @@ def broadcast_all(
     """Broadcast several tensors in place, as one operation. awaited: the caller waits for it at once."""
     root = root_index(process_set, root_rank)
     working = [to_host(tensor) for tensor in tensors]
-    request = Request(
-        BROADCAST,
-        qualify_name(BROADCAST, name),
-        tuple(get_dtype_name(each.dtype) for each in working),
-        tuple(tuple(each.shape) for each in working),
-        root=root,
-    )
-    operation = get_queue(process_set).submit(request, [array_of(each) for each in working], awaited=awaited)
+    operation = submit(BROADCAST, name, working, process_set, awaited=awaited, root=root)
     return Handle(
         operation, lambda _: [copy_back(tensor, host) for tensor, host in zip(tensors, working, strict=True)]
     )

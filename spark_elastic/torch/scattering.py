@@ -12,13 +12,12 @@ from typing import Any
 import torch
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.negotiation import ALLTOALL, REDUCESCATTER, Request, qualify_name
-from spark_elastic.ops.operations import get_queue
+from spark_elastic.ops.negotiation import ALLTOALL, REDUCESCATTER
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduction import Average, ReduceOp, ReduceOptions
 from spark_elastic.torch.compression import Compression
 from spark_elastic.torch.gathering import grouped_allgather
-from spark_elastic.torch.tensors import Handle, array_of, disable_compile, get_dtype_name, tensor_of, to_host
+from spark_elastic.torch.tensors import Handle, disable_compile, submit, tensor_of, to_host
 
 
 def alltoall(
@@ -60,13 +59,7 @@ def _alltoall(
     if working.dim() == 0:
         raise InvalidInput("alltoall cuts its tensor along the first dimension; a scalar has none.")
     sent = None if splits is None else [int(rows) for rows in splits]
-    request = Request(
-        ALLTOALL,
-        qualify_name(ALLTOALL, name),
-        (get_dtype_name(working.dtype),),
-        ((-1, *working.shape[1:]),),
-    )
-    operation = get_queue(process_set).submit(request, [array_of(working)], sent)
+    operation = submit(ALLTOALL, name, [working], process_set, sent, ragged=True)
     return Handle(
         operation,
         lambda outputs: (tensor_of(outputs[0], tensor), torch.from_numpy(outputs[1]).to(torch.int32)),
@@ -135,15 +128,9 @@ def grouped_reducescatter_async(
 def _start(tensors: Sequence[torch.Tensor], name: str | None, options: ReduceOptions) -> Handle:
     compressed = [options.compression.compress(to_host(tensor)) for tensor in tensors]
     working = [tensor for tensor, _ in compressed]
-    request = Request(
-        REDUCESCATTER,
-        qualify_name(REDUCESCATTER, name),
-        tuple(get_dtype_name(each.dtype) for each in working),
-        tuple(tuple(each.shape) for each in working),
-        options.op.value,
-        options.scale,
+    operation = submit(
+        REDUCESCATTER, name, working, options.process_set, op=options.op.value, scale=options.scale
     )
-    operation = get_queue(options.process_set).submit(request, [array_of(each) for each in working])
 
     def finish(outputs: Any) -> list[torch.Tensor]:
         parts = [tensor_of(array, like) for array, like in zip(outputs, working, strict=True)]

@@ -1,4 +1,4 @@
-"""Tensors as the numpy arrays that operations take, and handles of operations in progress.
+"""Tensors as the numpy arrays that operations take, requests of operations, and handles of those in progress.
 
 A contiguous tensor on the CPU is its own array. Any other goes through a host copy, which for CUDA is pinned memory:
 GPUs of one host exchange through the host as well. The training thread converts; any thread may use handles.
@@ -7,7 +7,7 @@ GPUs of one host exchange through the host as well. The training thread converts
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, wraps
 from typing import Any, TypeVar, cast
 
@@ -16,7 +16,10 @@ import torch
 
 from elastic_collectives.group import Array
 from spark_elastic.errors import InvalidInput
+from spark_elastic.ops.negotiation import Request, qualify_name
 from spark_elastic.ops.operation import Operation
+from spark_elastic.ops.operations import get_queue
+from spark_elastic.ops.process_sets import ProcessSet
 from spark_elastic.worker.context import get_process_context
 
 log = logging.getLogger(__name__)
@@ -148,6 +151,36 @@ def disable_compile(function: F) -> F:
         return disabled[0](*arguments, **named)
 
     return cast("F", call_disabled)
+
+
+def submit(
+    kind: str,
+    name: str | None,
+    tensors: Sequence[torch.Tensor],
+    process_set: ProcessSet,
+    splits: list[int] | None = None,
+    *,
+    ragged: bool = False,
+    awaited: bool = False,
+    **fields: Any,
+) -> Operation:
+    """Request an operation on contiguous tensors on the CPU, which belong to it until it is done.
+
+    Args:
+        splits: of an alltoall; None: equal parts.
+        ragged: the first dimension may differ between ranks.
+        awaited: the caller waits for it at once.
+        fields: further ones of the `Request`.
+    """
+    request = Request(
+        kind,
+        qualify_name(kind, name),
+        tuple(get_dtype_name(each.dtype) for each in tensors),
+        tuple((-1, *each.shape[1:]) if ragged else tuple(each.shape) for each in tensors),
+        **fields,
+    )
+    arrays = [array_of(each) for each in tensors]
+    return get_queue(process_set).submit(request, arrays, splits, awaited=awaited)
 
 
 class Handle:
