@@ -7,7 +7,6 @@ of the package ml_dtypes.
 
 from __future__ import annotations
 
-import hashlib
 import pickle
 import threading
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from elastic_collectives.group import Array
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import operations_from_env
 from spark_elastic.errors import InvalidInput
+from spark_elastic.ops.channels import choose_channel
 from spark_elastic.ops.negotiation import ALLGATHER, ALLREDUCE, BARRIER, BROADCAST, REDUCESCATTER, Request
 from spark_elastic.ops.operation import CompletionSignal
 from spark_elastic.ops.operation_queue import OperationQueue
@@ -52,18 +52,13 @@ class OperationQueues:
                 group = self._group
                 if group.size > 1:
                     # With a subgroup and a thread for each set, operations never wait for gradients, nor the reverse.
-                    group = group.subgroup(_subgroup_channel(ranks), process_set.ranks)
+                    group = group.subgroup(choose_channel("operations", ranks), process_set.ranks)
                 name = "" if process_set is global_process_set else repr(process_set)
                 worker = get_context()
                 wait = nullcontext if worker is None else worker.wait_recorder.record_wait
                 signal = CompletionSignal(SystemClock(), wait)
                 self._queues[ranks] = OperationQueue(group, signal, self._limits, name)
             return self._queues[ranks]
-
-
-def _subgroup_channel(ranks: tuple[int, ...]) -> int:
-    """Return the engine's channel of a set: the same on all members, in whatever order they added their sets."""
-    return 1 + int.from_bytes(hashlib.sha256(repr(ranks).encode()).digest()[:7], "little")
 
 
 def get_queue(process_set: ProcessSet = global_process_set) -> OperationQueue:

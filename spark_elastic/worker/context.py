@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from elastic_collectives import CollectiveError, Group
 from elastic_collectives.errors import refuse_forks
@@ -22,7 +22,13 @@ from spark_elastic.protocol.types import MembershipVersion, Position, WorkerId, 
 from spark_elastic.rendezvous.messages import DriverClient
 from spark_elastic.worker.program import WorkerHandle
 
+
+class Closing(Protocol):
+    def close(self) -> None: ...
+
+
 T = TypeVar("T")
+C = TypeVar("C", bound=Closing)
 
 
 class CollectiveThread:
@@ -157,21 +163,27 @@ class GroupContext(Scope):
         # collectives after `wait_until_idle`, or through `collective_thread.drain_and_call`.
         self.collective_thread = CollectiveThread()
         self._agreed_version: MembershipVersion | None = None
-        self._ends: list[Callable[[], object]] = []
+        self._closing: list[Closing] = []
 
     def record_agreed_version(self, version: MembershipVersion) -> None:
         """An exchange brought every rank the same newest membership version: R6 (step summary)."""
         self._agreed_version = max(version, self._agreed_version or version)
 
-    def call_at_end(self, end: Callable[[], object]) -> None:
-        """Call `end` once the group is closed. Any thread."""
-        self._ends.append(end)
+    def get_or_create_closing(self, cls: type[C]) -> C:
+        """`get_or_create` of an object that is closed once the group is. Any thread."""
+
+        def create() -> C:
+            created = cls()
+            self._closing.append(created)
+            return created
+
+        return self.get_or_create(cls, create)
 
     def close(self) -> None:
         """End the group's threads. Call it after the group was closed, which frees them from their collectives."""
         self.collective_thread.close()
-        for end in self._ends:
-            end()
+        for each in self._closing:
+            each.close()
 
     def take_agreed_version(self) -> MembershipVersion | None:
         """The version last agreed on, the same on every rank; None if no exchange followed the last call."""

@@ -10,7 +10,6 @@ In a process that is no worker, torch.distributed behaves as it does without thi
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -22,9 +21,10 @@ from torch.distributed import distributed_c10d
 
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
+from spark_elastic.ops.channels import choose_channel
 from spark_elastic.torch.distributed.process_group import NAME, ElasticProcessGroup
 from spark_elastic.torch.distributed.store import DriverStore, get_store
-from spark_elastic.worker.context import WorkerContext, get_context, get_process_context
+from spark_elastic.worker.context import get_context, get_process_context
 
 Rendezvous = Iterator[tuple[DriverStore, int, int]]
 
@@ -46,7 +46,7 @@ class _WorldGroups:
         return before
 
     def close(self) -> None:
-        """The world has ended: so have its process groups, and torch may form those of the next one."""
+        """End the process groups, since their world has ended; torch may form those of the next one."""
         default = dist.group.WORLD
         if any(group is default for group in self._groups):
             dist.destroy_process_group()
@@ -120,25 +120,22 @@ def _create_group(options: Any, _: object = None) -> ElasticProcessGroup:
     world = worker.require_group()
     ranks = tuple(options.global_ranks_in_group) or tuple(range(world.size))
     _check_ranks(ranks, options, world)
-    groups = worker.group_context.get_or_create(_WorldGroups, lambda: _watch_world(worker))
+    groups = worker.group_context.get_or_create_closing(_WorldGroups)
     name = str(options.group_id)
     key = name, ranks, groups.count(name, ranks)
 
     def connect_pair(source: int, target: int) -> Group:
         pair = sorted((ranks[source], ranks[target]))
-        return world.subgroup(_number(key, source, target), pair)
+        return world.subgroup(choose_channel("torch", key, source, target), pair)
 
     group = ElasticProcessGroup(
-        world.subgroup(_number(key), ranks), options.timeout, connect_pair, worker.wait_recorder
+        world.subgroup(choose_channel("torch", key), ranks),
+        options.timeout,
+        connect_pair,
+        worker.wait_recorder,
     )
     groups.add(group)
     return group
-
-
-def _watch_world(worker: WorkerContext) -> _WorldGroups:
-    groups = _WorldGroups()
-    worker.group_context.call_at_end(groups.close)
-    return groups
 
 
 def _check_ranks(ranks: tuple[int, ...], options: Any, world: Group) -> None:
@@ -149,8 +146,3 @@ def _check_ranks(ranks: tuple[int, ...], options: Any, world: Group) -> None:
             f"this worker is rank {world.rank} of {world.size}, and the process group was asked for as rank "
             f"{options.group_rank} of {options.group_size}: leave rank and world_size to init_process_group."
         )
-
-
-def _number(*parts: object) -> int:
-    """The engine's channel: the same on all members, and used by nothing else."""
-    return 1 + int.from_bytes(hashlib.sha256(f"torch {parts}".encode()).digest()[:7], "little")

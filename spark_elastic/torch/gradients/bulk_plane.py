@@ -420,18 +420,12 @@ def get_or_start_bulk_plane(group: Group, device: torch.device, options: Exchang
         return None
     if worker is None or worker.driver is None:
         return None
-    planes = worker.group_context.get_or_create(_Planes, lambda: _make_planes(worker))
+    planes = worker.group_context.get_or_create_closing(_Planes)
     return planes.get_or_create(
         group,
         device,
         lambda number: BulkPlane(group, device, backend, lambda: _get_stores(worker, group, number)),
     )
-
-
-def _make_planes(worker: WorkerContext) -> _Planes:
-    planes = _Planes()
-    worker.group_context.call_at_end(planes.close)
-    return planes
 
 
 def _get_stores(worker: WorkerContext, group: Group, number: int) -> tuple[Any, ...]:

@@ -6,7 +6,6 @@ does one that is not in the process set. The training thread owns everything her
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -18,6 +17,7 @@ import torch
 
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
+from spark_elastic.ops.channels import choose_channel
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.timeline import get_timeline
 from spark_elastic.protocol.types import INITIAL_VERSION, START
@@ -254,7 +254,8 @@ def get_training_group(process_set: ProcessSet) -> Group | None:
         return None
     subgroups = worker.group_context.get_or_create(_Subgroups)
     if ranks not in subgroups:
-        subgroups[ranks] = worker.wait_recorder.watch_group(world_group.subgroup(_number(ranks), ranks))
+        subgroup = world_group.subgroup(choose_channel("gradients", ranks), ranks)
+        subgroups[ranks] = worker.wait_recorder.watch_group(subgroup)
     return subgroups[ranks]
 
 
@@ -283,8 +284,3 @@ def exchange_summary(
     if worker is not None and worker.group is group:  # a process set cannot agree for the whole world
         worker.group_context.record_agreed_version(decision.version)
     return decision
-
-
-def _number(ranks: tuple[int, ...]) -> int:
-    """Return the engine's channel of the subgroup: the same on all members, and used by nothing else."""
-    return 1 + int.from_bytes(hashlib.sha256(f"gradients {ranks}".encode()).digest()[:7], "little")

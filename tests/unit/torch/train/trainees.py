@@ -37,7 +37,7 @@ class Order(Ledger):
     def write_ahead(self, fence: tuple[int, int], position: Position, row_ids: Any) -> None:
         self.lines.append(f"contributes {row_ids.tolist()}")
 
-    def record_applied(self, fence: tuple[int, int], position: Position, world_size: int) -> None:
+    def record_applied(self, fence: tuple[int, int], position: Position, world: int) -> None:
         self.lines.append("applied")
 
 
