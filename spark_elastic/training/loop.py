@@ -171,14 +171,14 @@ class TrainingLoop:
                     self._mark("read", group)
                 began = self._clock.now()
 
-                def account(decision: StepDecision, began: float = began) -> Position:
-                    return self._account(decision, group.size, self._clock.now() - began)
+                def record_step(decision: StepDecision, began: float = began) -> Position:
+                    return self._record_step(decision, group.size, self._clock.now() - began)
 
                 self._callbacks.on_step_begin(rows.epoch, rows.step)
                 with self._add_rows_to_errors(rows):
                     newest = handle.membership_version()
                     decision = self._take_step(
-                        group, pending.finish(), newest, account, pending_steps.get_next_rows
+                        group, pending.finish(), newest, record_step, pending_steps.get_next_rows
                     )
                 handle.report_position(self._state.position)
                 self._write_pending_and_build_next(world, applied=True)
@@ -200,7 +200,7 @@ class TrainingLoop:
         group: Group,
         rows: StepRows,
         version: MembershipVersion,
-        account: Callable[[StepDecision], Position],
+        record_step: Callable[[StepDecision], Position],
         get_next_rows: Callable[[], StepRows | None],
     ) -> StepDecision:
         """Take a step, and take it again while ranks dispute its bits. A rank that is suspected twice in a row raises;
@@ -209,7 +209,7 @@ class TrainingLoop:
         while True:
             try:
                 return self._trainer.train_step(
-                    group, rows, version, account, self._call_step_finalized, get_next_rows
+                    group, rows, version, record_step, self._call_step_finalized, get_next_rows
                 )
             except StepDisputed as dispute:
                 if group.rank in dispute.suspects and suspected:
@@ -258,7 +258,7 @@ class TrainingLoop:
             )
             raise
 
-    def _account(self, decision: StepDecision, world_size: int, seconds: float) -> Position:
+    def _record_step(self, decision: StepDecision, world_size: int, seconds: float) -> Position:
         """Add a step to the epoch's sums. Returns the position after the step. Part of the apply section."""
         progress, position = self._state.progress, self._state.position
         progress.epoch.add(decision, world_size, seconds)
@@ -439,7 +439,7 @@ class Validation:
             for pending in pending_steps:
                 rows, version = pending.finish(), handle.membership_version()
                 decision = trainer.validation_step(group, rows, version, pending_steps.get_next_rows)
-                self._account(decision, group.size)
+                self._record_step(decision, group.size)
                 handle.report_position(trainer.state.position)
                 self._on_finalized(world, decision.version)
                 if decision.version > world.version:
@@ -455,7 +455,7 @@ class Validation:
     def close(self) -> None:
         self._reader.close()
 
-    def _account(self, decision: StepDecision, world_size: int) -> None:
+    def _record_step(self, decision: StepDecision, world_size: int) -> None:
         state = self._trainer.state
         state.progress.validation.add(decision, world_size, 0.0)
         position = state.position

@@ -174,16 +174,16 @@ class ModelTrainer(Protocol):
         group: Group,
         rows: StepRows,
         version: MembershipVersion,
-        account: Callable[[StepDecision], Position],
-        before_apply: Callable[[], None],
+        record_step: Callable[[StepDecision], Position],
+        on_previous_step_finalized: Callable[[], None],
         get_next_rows: Callable[[], StepRows | None],
     ) -> StepDecision:
         """Take one step.
 
         Args:
             version: the newest membership version that this worker knows.
-            account: adds the decision to the epoch's sums and returns the next position; called in the apply section.
-            before_apply: called once the exchange is complete.
+            record_step: adds the decision to the epoch's sums and returns the next position; part of the apply section.
+            on_previous_step_finalized: called once the exchange is complete, before the step is applied.
             get_next_rows: returns the rows of the step after this one, None if they are not there yet. It may be called
                 while a device computes.
         """

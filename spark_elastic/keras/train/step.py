@@ -262,8 +262,8 @@ class TrainStep:
         group: Group,
         batch: LocalBatch[Array],
         version: MembershipVersion,
-        account: Callable[[StepDecision], Position],
-        before_apply: Callable[[], None],
+        record_step: Callable[[StepDecision], Position],
+        on_previous_step_finalized: Callable[[], None],
         wants_stop: bool,
     ) -> StepDecision:
         """Take one step. See `ModelTrainer.train_step`.
@@ -307,12 +307,12 @@ class TrainStep:
             self._metrics.discard()
             raise
         with defer_interrupts():
-            before_apply()
+            on_previous_step_finalized()
             # First: the optimizer's step begins at the weights of which the gradients were computed.
             self._running_stats.apply(sums[self._count :], decision.present[self._count :])
             self._optimizer_step(sums[: self._count], decision.present[: self._count])
             self._metrics.commit()
-            state.position = account(decision)
+            state.position = record_step(decision)
             self._ledger.record_applied(group.fence, position, group.size)
         return decision
 

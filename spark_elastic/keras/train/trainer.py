@@ -177,14 +177,14 @@ class KerasTrainer:
         group: Group,
         rows: StepRows,
         version: MembershipVersion,
-        account: Callable[[StepDecision], Position],
-        before_apply: Callable[[], None],
+        record_step: Callable[[StepDecision], Position],
+        on_previous_step_finalized: Callable[[], None],
         get_next_rows: Callable[[], StepRows | None],
     ) -> StepDecision:
         self._metrics.sums = self.state.progress.metric_sums
 
-        def account_metrics(decision: StepDecision) -> Position:
-            position, progress = account(decision), self.state.progress
+        def record_step_and_metrics(decision: StepDecision) -> Position:
+            position, progress = record_step(decision), self.state.progress
             progress.metric_sums = self._metrics.sums
             if position.phase is not Phase.TRAIN:  # the accumulators are validation's from here on
                 progress.train_metrics = self._metrics.results()
@@ -193,7 +193,9 @@ class KerasTrainer:
             return position
 
         batch, stop = self._batches.build(rows), self.callbacks.wants_stop()
-        return self._train_step.run(group, batch, version, account_metrics, before_apply, stop)
+        return self._train_step.run(
+            group, batch, version, record_step_and_metrics, on_previous_step_finalized, stop
+        )
 
     def validation_mode(self) -> AbstractContextManager[None]:
         self.callbacks.on_validation_begin()

@@ -127,8 +127,8 @@ class TrainStep:
         group: Group,
         batch: LocalBatch[torch.Tensor],
         version: MembershipVersion,
-        account: Callable[[StepDecision], Position],
-        before_apply: Callable[[], None] = lambda: None,
+        record_step: Callable[[StepDecision], Position],
+        on_previous_step_finalized: Callable[[], None] = lambda: None,
         wants_stop: bool = False,
     ) -> StepDecision:
         """Take one step. See `ModelTrainer.train_step`.
@@ -156,13 +156,13 @@ class TrainStep:
             self._metrics.discard()
             raise
         with defer_interrupts():
-            before_apply()
+            on_previous_step_finalized()
             if has_exchanged_buffers:
                 self._apply_buffers()
             self._apply(decision, batch.planned)
             self._metrics.commit()
             self._exchange.adopt_sparse_parameters(decision.found_sparse)
-            state.position = account(decision)
+            state.position = record_step(decision)
             self._ledger.record_applied(group.fence, position, group.size)
         return decision
 

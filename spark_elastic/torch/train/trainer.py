@@ -161,15 +161,15 @@ class TorchTrainer:
         group: Group,
         rows: StepRows,
         version: MembershipVersion,
-        account: Callable[[StepDecision], Position],
-        before_apply: Callable[[], None],
+        record_step: Callable[[StepDecision], Position],
+        on_previous_step_finalized: Callable[[], None],
         get_next_rows: Callable[[], StepRows | None] = lambda: None,
     ) -> StepDecision:
         with explain_exhausted_memory(_advise_on_memory(self._spec.config)):
             batch, stop = self._build(rows, group), self.callbacks.wants_stop()
             if self._copier is not None:
                 self._train_step.on_launched = lambda: self._build_ahead(get_next_rows, group)
-            return self._train_step.run(group, batch, version, account, before_apply, stop)
+            return self._train_step.run(group, batch, version, record_step, on_previous_step_finalized, stop)
 
     @contextmanager
     def validation_mode(self) -> Iterator[None]:
