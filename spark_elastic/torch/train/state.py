@@ -22,6 +22,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import START, Position
 from spark_elastic.state.snapshot import Bytes, Extent, Snapshot, SnapshotBuilder
 from spark_elastic.torch.devices import CPU, SnapshotCopy
+from spark_elastic.torch.tensors import get_dtype_name
 from spark_elastic.torch.train.forward import rng_state, set_rng_state
 from spark_elastic.training.callbacks import name_classes, pair_states
 from spark_elastic.training.progress import TrainingProgress
@@ -84,7 +85,7 @@ class TorchTrainingState:
                 copied = SnapshotCopy(tensor.device)
                 builder.allocate, builder.wait_remote = copied.allocate, copied.wait
                 offset, nbytes = builder.add_remote(tensor.nbytes, partial(copied.begin, tensor.detach()))
-            return {TENSOR: [offset, nbytes, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]}
+            return {TENSOR: [offset, nbytes, get_dtype_name(tensor.dtype), list(tensor.shape)]}
 
         # The copy of what is no tensor; of dicts, lists and tuples these are copies already.
         captured: dict[str, Any] = copy.deepcopy(_replace(live, lambda v: isinstance(v, torch.Tensor), add))
