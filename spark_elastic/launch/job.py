@@ -37,7 +37,7 @@ from spark_elastic.monitoring.page import save_page
 from spark_elastic.monitoring.report import JobReport, WorldSpan
 from spark_elastic.monitoring.status import build_status, build_status_pages
 from spark_elastic.protocol import driver_machine
-from spark_elastic.protocol.commands import End, Outcome
+from spark_elastic.protocol.commands import End, JobOutcome
 from spark_elastic.protocol.events import CancelRequested
 from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.protocol.types import Checkpoint, Limits, heartbeat_interval
@@ -216,19 +216,19 @@ def unpack_results(end: End) -> tuple[str, ...]:
         JobCancelled: the user or Spark ended the job.
     """
     match end.outcome:
-        case Outcome.SUCCESS:
+        case JobOutcome.SUCCESS:
             return end.results
-        case Outcome.USER_ERROR:
+        case JobOutcome.USER_ERROR:
             raise WorkerFailed(f"{end.reason}\n{end.detail}")
-        case Outcome.NOT_ENOUGH_WORKERS:
+        case JobOutcome.NOT_ENOUGH_WORKERS:
             raise NotEnoughWorkers(end.reason)
-        case Outcome.OUT_OF_MEMORY:
+        case JobOutcome.OUT_OF_MEMORY:
             raise OutOfMemory(f"{end.reason}\n{end.detail}".rstrip())
-        case Outcome.FAILURE_BUDGET | Outcome.RESET_LIMIT:
+        case JobOutcome.FAILURE_BUDGET | JobOutcome.RESET_LIMIT:
             raise FailureBudgetExceeded(f"{end.reason}\n{end.detail}".rstrip())
-        case Outcome.TIME_LIMIT:
+        case JobOutcome.TIME_LIMIT:
             raise TimeLimitReached(end.reason)
-        case Outcome.CANCELLED:
+        case JobOutcome.CANCELLED:
             raise JobCancelled(end.reason)
     raise JobFailed(end.reason)
 

@@ -84,7 +84,7 @@ class NotifyUser(Command):
     """Nothing changes; tell the user why."""
 
 
-class Outcome(Enum):
+class JobOutcome(Enum):
     SUCCESS = "success"
     USER_ERROR = "user error"
     NOT_ENOUGH_WORKERS = "not enough workers"
@@ -100,7 +100,7 @@ class Outcome(Enum):
 class End(Command):
     """The job is over."""
 
-    outcome: Outcome
+    outcome: JobOutcome
     results: tuple[str, ...] = ()  # by rank (JSON text), for SUCCESS
     detail: str = ""  # the traceback, for USER_ERROR
 

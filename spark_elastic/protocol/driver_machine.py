@@ -13,14 +13,14 @@ from spark_elastic.protocol import events as on
 from spark_elastic.protocol import messages
 from spark_elastic.protocol.commands import (
     DriverCommand,
-    Outcome,
+    JobOutcome,
     PublishCheckpoint,
     ReleaseSlot,
     StopWorker,
 )
 from spark_elastic.protocol.driver import failure_detector, slots, workers
 from spark_elastic.protocol.driver.forming import settle
-from spark_elastic.protocol.driver.state import DriverState, SlotLaunch, Stage, Transition
+from spark_elastic.protocol.driver.state import DriverState, JobStage, SlotLaunch, Transition
 from spark_elastic.protocol.types import Checkpoint, Limits
 
 __all__ = ["DriverState", "initial", "step"]
@@ -39,7 +39,7 @@ def initial(
 def step(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, tuple[DriverCommand, ...]]:
     """What follows from an event. `state` itself is never changed."""
     tx = Transition(state, event.now)
-    if state.stage is Stage.ENDED:
+    if state.stage is JobStage.ENDED:
         _answer_after_end(tx, event)
         return state, tuple(tx.commands)
     failure_detector.notice_pause(tx)
@@ -82,7 +82,7 @@ def _on_checkpoint_store_full(tx: Transition, event: messages.CheckpointStoreFul
 
 
 def _on_cancel_requested(tx: Transition, event: on.CancelRequested) -> None:
-    tx.end(Outcome.CANCELLED, event.reason)
+    tx.end(JobOutcome.CANCELLED, event.reason)
 
 
 def _answer_after_end(tx: Transition, event: on.DriverEvent) -> None:

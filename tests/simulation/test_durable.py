@@ -40,20 +40,20 @@ def test_p7_all_workers_are_lost_and_the_newest_checkpoint_is_taken() -> None:
 )
 def test_p7_another_driver_resumes_wherever_the_first_dies(moment: Moment, nth: int, silent: bool) -> None:
     report = simulate(plan_durable(Fault(FaultKind.KILL_DRIVER, moment, nth, silent=silent)))
-    assert report.end.outcome is do.Outcome.SUCCESS
+    assert report.end.outcome is do.JobOutcome.SUCCESS
     assert report.worlds[-1].fence.attempt == 2
     assert report.worlds[-1].resume
 
 
 def test_p7_a_damaged_checkpoint_gives_way_to_the_one_before() -> None:
     report = simulate(plan_durable(CORRUPTED, replace(ALL_KILLED, after=0.001)))
-    assert report.end.outcome is do.Outcome.SUCCESS
+    assert report.end.outcome is do.JobOutcome.SUCCESS
     assert report.worlds[-1].resume
 
 
 def test_r10_a_driver_that_lost_its_run_ends() -> None:
     report = simulate(plan_durable(TAKEN_OVER))
-    assert report.end.outcome is do.Outcome.SUCCESS
+    assert report.end.outcome is do.JobOutcome.SUCCESS
     assert report.worlds[-1].fence.attempt == 2
     assert "was taken over by another driver" in report.event_log
 
@@ -111,7 +111,7 @@ def test_r18_a_driver_that_trusts_sparks_report_of_a_lost_executor_is_caught() -
     plans = [plan_durable(lost, seed=seed, steps=600, driver_timeout=DRIVER_TIMEOUT) for seed in range(6)]
     for plan in plans:
         report = simulate(plan)
-        assert report.end.outcome is do.Outcome.SUCCESS
+        assert report.end.outcome is do.JobOutcome.SUCCESS
         assert report.worlds[-1].resume
     assert any(_is_caught(plan, driver_step=_trust_spark, match="train on (R18)") for plan in plans)
 

@@ -14,7 +14,7 @@ from spark_elastic.protocol.driver.state import DriverState
 from spark_elastic.protocol.events import Received
 from spark_elastic.protocol.messages import JoinWorld, WorkerDone
 from spark_elastic.protocol.types import Fence, Position, WorkerId
-from spark_elastic.protocol.worker_machine import Stage, StepResult, WorkerState
+from spark_elastic.protocol.worker_machine import StepResult, WorkerStage, WorkerState
 from tests.simulation.scenes import scene
 from tests.simulator.fault_plan import Fault, FaultKind, FaultPlan, Moment, random_plan
 from tests.simulator.invariants import Violation
@@ -91,7 +91,7 @@ def test_a_driver_that_breaks_a_rule_is_caught(rule: str) -> None:
 def _skip_sync(state: WorkerState, event: on.WorkerEvent) -> StepResult:
     """Trains on with whatever state it has."""
     after, commands = worker_machine.step(state, event)
-    if after.stage is Stage.SYNCING and after.world is not None:
+    if after.stage is WorkerStage.SYNCING and after.world is not None:
         position = after.world.position
         return worker_machine.step(after, on.Synced(event.now, after.world.fence, position))  # type: ignore[arg-type]
     return after, commands
@@ -100,7 +100,7 @@ def _skip_sync(state: WorkerState, event: on.WorkerEvent) -> StepResult:
 def _report_before_sync(state: WorkerState, event: on.WorkerEvent) -> StepResult:
     """R5 broken: takes the new position before the new state is there."""
     after, commands = worker_machine.step(state, event)
-    if isinstance(event, on.GroupFormed) and after.stage is Stage.SYNCING and after.world is not None:
+    if isinstance(event, on.GroupFormed) and after.stage is WorkerStage.SYNCING and after.world is not None:
         after = replace(after, position=after.world.position)
     return after, commands
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from spark_elastic.driver.gang_scheduler import GangScheduler, JobQueue
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import AbortWorld, End, LaunchSlot, Outcome, PublishWorld, ReleaseSlot
+from spark_elastic.protocol.commands import AbortWorld, End, JobOutcome, LaunchSlot, PublishWorld, ReleaseSlot
 from spark_elastic.protocol.messages import DriverMessage, Heartbeat, JoinWorld, RegisterSlot, WorkerStarted
 from spark_elastic.protocol.types import Limits, SlotId, WorkerId
 from spark_elastic.testing.fakes import FakeClock
@@ -147,7 +147,7 @@ def test_r17_a_first_job_that_can_never_continue_ends_with_a_sentence_and_the_se
     assert len(first.running) == 2
     assert len(second.running) == 1
     _pass(60.0, clock, cores, first, second)
-    assert first.end.outcome is Outcome.NOT_ENOUGH_WORKERS
+    assert first.end.outcome is JobOutcome.NOT_ENOUGH_WORKERS
     assert (len(second.find_commands(PublishWorld)), second.world.position) == (2, at(7))
 
 

@@ -13,10 +13,10 @@ from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import AbortWorld, NotifyUser, StopWorker
 from spark_elastic.protocol.driver.state import (
     EvictedWorker,
+    JobStage,
     PossiblyAlive,
     SlotEnd,
     SlotRecord,
-    Stage,
     Transition,
     WorkerRecord,
 )
@@ -37,11 +37,11 @@ def break_world(tx: Transition, reason: str, cause_unknown: bool = False) -> Non
         cause_unknown: see `CurrentWorld`.
     """
     state = tx.state
-    if state.stage is not Stage.RUNNING or state.timers.done_since is not None:
+    if state.stage is not JobStage.RUNNING or state.timers.done_since is not None:
         return
     for stall in state.current.stalled.values():
         reason = reason if stall in reason else f"{reason}; {stall}"
-    state.stage = Stage.REGROUPING
+    state.stage = JobStage.REGROUPING
     state.current.break_reason, state.current.cause_unknown = reason, cause_unknown
     state.timers.regroup_since = tx.now
     tx.emit(AbortWorld(f"world {state.generation} is over: {reason}", state.fence))

@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from itertools import chain
 
-from spark_elastic.protocol.commands import Outcome
+from spark_elastic.protocol.commands import JobOutcome
 from spark_elastic.protocol.driver.failure_detector import evict_externally_lost
 from spark_elastic.protocol.driver.slots import PARKING_LIMIT, give_back
-from spark_elastic.protocol.driver.state import DriverState, Failure, Stage, Transition, WorkerRecord
+from spark_elastic.protocol.driver.state import DriverState, Failure, JobStage, Transition, WorkerRecord
 from spark_elastic.protocol.messages import WorkerExited
 from spark_elastic.protocol.types import (
     DRIVER_SILENT_EXIT_CODE,
@@ -48,7 +48,7 @@ def record_failure(tx: Transition, failure: Failure, slot_at_fault: bool = True)
         return
     _count(tx, failure)
     slot = state.slots.get(name)
-    if slot_at_fault and slot is not None and state.stage is not Stage.ENDED:
+    if slot_at_fault and slot is not None and state.stage is not JobStage.ENDED:
         record_slot_failure(tx, slot.slot, slot.host)
 
 
@@ -110,13 +110,13 @@ def _count(tx: Transition, failure: Failure) -> None:
     if not reason:
         reason, detail = _find_exception_of_all(state, failure)
     if reason:
-        tx.end(Outcome.USER_ERROR, reason, detail)
+        tx.end(JobOutcome.USER_ERROR, reason, detail)
         return
     affected = history.generations_with_losses
     count = len({_key(f) for f in history.records if not (f.fingerprint and f.generation in affected)})
     if count > state.limits.failure_budget:
         tx.end(
-            Outcome.FAILURE_BUDGET,
+            JobOutcome.FAILURE_BUDGET,
             f"workers failed {count} times within {state.limits.failure_window:g} s and the job tolerates "
             f"{state.limits.failure_budget} (failure_budget); the last was worker {failure.worker}",
             failure.detail,
@@ -135,7 +135,7 @@ def _record_oom_kill(tx: Transition, detail: str) -> None:
     kills = tx.state.failures.add_oom_kill(tx.now, window)
     if kills > MAX_OOM_KILLS:
         tx.end(
-            Outcome.OUT_OF_MEMORY,
+            JobOutcome.OUT_OF_MEMORY,
             f"workers ran out of memory {kills} times within {window:g} s; the "
             "training process is outside the JVM: raise spark.executor.memoryOverhead (or the container's memory), "
             "or lower batch_size or the number of slots per executor",

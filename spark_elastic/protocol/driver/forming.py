@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from spark_elastic.protocol.commands import AnnounceChange, NotifyUser, Outcome, PublishWorld, StopWorker
+from spark_elastic.protocol.commands import AnnounceChange, JobOutcome, NotifyUser, PublishWorld, StopWorker
 from spark_elastic.protocol.driver.failure_detector import break_world, evict, remove
 from spark_elastic.protocol.driver.failures import (
     check_progress,
@@ -36,7 +36,7 @@ from spark_elastic.protocol.driver.state import (
     DrainCause,
     DriverState,
     EvictedWorker,
-    Stage,
+    JobStage,
     Transition,
     WorkerRecord,
 )
@@ -70,7 +70,7 @@ PAUSE, LONGEST_PAUSE = 0.5, 5.0
 def settle(tx: Transition) -> None:
     """Take the next step that the present state allows: announce, publish a world, or end the job."""
     state = tx.state
-    if state.stage is Stage.ENDED:
+    if state.stage is JobStage.ENDED:
         return
     if state.timers.done_since is not None:
         _finish(tx)
@@ -82,14 +82,14 @@ def settle(tx: Transition) -> None:
     if state.launches.delayed:
         launch_due(tx)
     over_time = check_max_runtime(tx)
-    if state.stage is Stage.RUNNING:
+    if state.stage is JobStage.RUNNING:
         _check_running(tx, over_time)
     if over_time and _may_end(tx):
-        tx.end(Outcome.TIME_LIMIT, over_time)
+        tx.end(JobOutcome.TIME_LIMIT, over_time)
         return
-    if state.stage is Stage.REGROUPING:
+    if state.stage is JobStage.REGROUPING:
         _regroup(tx)
-    if state.stage is Stage.GATHERING:
+    if state.stage is JobStage.GATHERING:
         _gather(tx)
 
 
@@ -111,7 +111,7 @@ def _finish(tx: Transition) -> None:
     if missing:
         reason = f"rank 0 of world {state.generation} is done; no result came from {format_names(missing)}"
     results = tuple(reported.get(member.worker, "null") for member in members)
-    tx.end(Outcome.SUCCESS, reason, results=results)
+    tx.end(JobOutcome.SUCCESS, reason, results=results)
 
 
 # ---- max_runtime
@@ -136,7 +136,7 @@ def _may_end(tx: Transition) -> bool:
     assert state.limits.max_runtime is not None
     if tx.now - state.timers.began >= state.limits.max_runtime + LAST_STOP_TIMEOUT:
         return True
-    if state.stage is Stage.RUNNING:
+    if state.stage is JobStage.RUNNING:
         return False
     current = state.current
     only_end_announced = (
@@ -156,7 +156,7 @@ def _check_running(tx: Transition, over_time: str) -> None:
     # Under max_runtime a last checkpoint is written before the members come.
     timeout = LAST_STOP_TIMEOUT if over_time else short_timeout(tx)
     if state.workers.not_left == 0:
-        state.stage = Stage.REGROUPING
+        state.stage = JobStage.REGROUPING
     elif timers.regroup_since is not None:
         if tx.now - timers.regroup_since >= timeout:
             late = [worker.worker for worker in tx.survivors() if not worker.has_left]
@@ -234,7 +234,7 @@ def _regroup(tx: Transition) -> None:
     if state.workers.not_left and not _evict_late_members(tx):
         return
     if not tx.has_survivors():
-        state.stage = Stage.GATHERING
+        state.stage = JobStage.GATHERING
         state.timers.regroup_since = None
         begins = f"checkpoint {state.checkpoints[0].name}" if state.checkpoints else "the beginning"
         state.current.break_reason = (
@@ -339,7 +339,7 @@ def _has_enough(tx: Transition, count: int) -> bool:
     if timers.too_few_since is None:
         timers.too_few_since = tx.now
     elif tx.now - timers.too_few_since >= state.limits.start_timeout:
-        tx.end(Outcome.NOT_ENOUGH_WORKERS, _explain_missing_workers(tx, count))
+        tx.end(JobOutcome.NOT_ENOUGH_WORKERS, _explain_missing_workers(tx, count))
     else:
         if not timers.too_few_notified and tx.now - timers.too_few_since >= state.limits.gather_timeout:
             timers.too_few_notified = True
@@ -365,7 +365,7 @@ def _end_if_all_blacklisted(tx: Transition, deadline: float) -> None:
     hosts, first = found
     when = "never" if first == math.inf else f"in {first - tx.now:.0f} s"
     tx.end(
-        Outcome.NOT_ENOUGH_WORKERS,
+        JobOutcome.NOT_ENOUGH_WORKERS,
         f"all hosts are blacklisted since their workers failed: {format_names(hosts)}; the first returns {when} "
         f"(cooldown_range), and the job waits for workers for {tx.state.limits.start_timeout:g} s (start_timeout)",
     )
@@ -415,7 +415,7 @@ def _publish(tx: Transition, chosen: list[WorkerRecord]) -> None:
         formed = (
             f"{state.generation - 1} were formed after the first (reset_limit {state.limits.reset_limit})"
         )
-        tx.end(Outcome.RESET_LIMIT, f"a new world is needed and {formed}: {current.break_reason}")
+        tx.end(JobOutcome.RESET_LIMIT, f"a new world is needed and {formed}: {current.break_reason}")
         return
     names = {worker.worker for worker in chosen}
     survivors = {worker.worker: worker for worker in tx.survivors()}
@@ -432,7 +432,7 @@ def _publish(tx: Transition, chosen: list[WorkerRecord]) -> None:
         if leave_out(tx, chosen, position):
             _regroup(tx)
         else:
-            tx.end(Outcome.USER_ERROR, no_progress)
+            tx.end(JobOutcome.USER_ERROR, no_progress)
         return
     current.generation += 1
     reason = _explain_world(tx, chosen, leaving, position)
@@ -469,7 +469,7 @@ def _enter(tx: Transition, world: World, chosen: list[WorkerRecord]) -> None:
     for rank, worker in enumerate(chosen):
         entered = replace(worker, rank=rank, formed=False, has_left=False, status=WorkerStatus.JOINING)
         state.workers.put(entered)
-    state.stage = Stage.RUNNING
+    state.stage = JobStage.RUNNING
     state.current.enter(world)
     timers.published_at = tx.now
     timers.gather_since = timers.regroup_since = timers.change_since = timers.too_few_since = None

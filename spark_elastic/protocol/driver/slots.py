@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import LaunchSlot, NotifyUser, Outcome, ReleaseSlot, StopWorker
+from spark_elastic.protocol.commands import JobOutcome, LaunchSlot, NotifyUser, ReleaseSlot, StopWorker
 from spark_elastic.protocol.driver.failure_detector import evict, evict_slot
 from spark_elastic.protocol.driver.state import (
     DrainCause,
     EvictedWorker,
+    JobStage,
     SlotEnd,
     SlotLaunch,
     SlotRecord,
-    Stage,
     Transition,
     WorkerRecord,
 )
@@ -97,7 +97,7 @@ def on_launch_ended(tx: Transition, event: on.LaunchEnded) -> None:
     state.evicted_members.end_launch(event.launch, event.executor_lost)
     state.launches.remove(event.launch)
     if event.cancelled:
-        tx.end(Outcome.CANCELLED, f"slot job {event.launch} was cancelled: {event.reason}")
+        tx.end(JobOutcome.CANCELLED, f"slot job {event.launch} was cancelled: {event.reason}")
     elif state.timers.done_since is None:
         _launch_successor(tx, ended, event.reason)
 
@@ -201,7 +201,7 @@ def _preempt(tx: Transition, reason: str) -> None:
     """Give all slots back to another job and ask for them again later, since they are too few for a world. A survivor
     with the newest state keeps its slot (P3)."""
     state = tx.state
-    if state.stage is Stage.RUNNING or state.workers.not_left:
+    if state.stage is JobStage.RUNNING or state.workers.not_left:
         return
     state.launches.preempted = reason
     survivors = tx.survivors()

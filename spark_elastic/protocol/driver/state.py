@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import TypeVar
 
-from spark_elastic.protocol.commands import DriverCommand, End, Outcome, ReleaseSlot, StopWorker
+from spark_elastic.protocol.commands import DriverCommand, End, JobOutcome, ReleaseSlot, StopWorker
 from spark_elastic.protocol.driver.blacklist import Blacklist
 from spark_elastic.protocol.events import DrainRequested
 from spark_elastic.protocol.table import Table
@@ -518,7 +518,7 @@ class FailureHistory(Part):
 # ---- the world
 
 
-class Stage(Enum):
+class JobStage(Enum):
     GATHERING = "gathering"  # no world, and no survivor of one: the next begins without a member's state
     RUNNING = "running"  # a world is published and not known to be broken
     REGROUPING = "regrouping"  # the world is over; its living members come, then the next is formed
@@ -586,7 +586,7 @@ class DriverState(Part):
 
     limits: Limits
     attempt: int
-    stage: Stage = Stage.GATHERING
+    stage: JobStage = JobStage.GATHERING
     checkpoints: tuple[Checkpoint, ...] = ()  # that count, newest first
     checkpoints_kept: int | None = None  # how many the full store has room for; None: as many as `limits` say
     blacklist: Blacklist = field(default_factory=Blacklist)
@@ -618,7 +618,7 @@ class DriverState(Part):
     def lacks_slots(self) -> bool:
         """Whether there is no world, and too few slots for one. Otherwise the job waits for its own workers alone."""
         usable = len(self.slots) - len(self.slots.excluded)
-        return self.stage in (Stage.GATHERING, Stage.REGROUPING) and usable < self.limits.min_workers
+        return self.stage in (JobStage.GATHERING, JobStage.REGROUPING) and usable < self.limits.min_workers
 
     def copy(self) -> DriverState:
         copied = super().copy()
@@ -652,12 +652,12 @@ class Transition:
     def emit(self, command: DriverCommand) -> None:
         self.commands.append(command)
 
-    def end(self, outcome: Outcome, reason: str, detail: str = "", results: tuple[str, ...] = ()) -> None:
+    def end(self, outcome: JobOutcome, reason: str, detail: str = "", results: tuple[str, ...] = ()) -> None:
         """The job is over: tell all workers and slots, then the caller."""
         state = self.state
-        if state.stage is Stage.ENDED:
+        if state.stage is JobStage.ENDED:
             return
-        state.stage = Stage.ENDED
+        state.stage = JobStage.ENDED
         for worker in state.workers.values():
             self.emit(StopWorker(f"the job is over ({outcome.value}): {reason}", worker.worker))
         for slot in state.slots.values():

@@ -19,7 +19,7 @@ from spark_elastic.protocol.driver.failure_detector import (
 )
 from spark_elastic.protocol.driver.failures import format_position, record_exit, record_failure
 from spark_elastic.protocol.driver.slots import adopt_worker
-from spark_elastic.protocol.driver.state import EvictedWorker, Failure, Stage, Transition, WorkerRecord
+from spark_elastic.protocol.driver.state import EvictedWorker, Failure, JobStage, Transition, WorkerRecord
 from spark_elastic.protocol.messages import JoinWorld, WorkerDone, WorkerExited, WorkerFailed, WorldFormed
 from spark_elastic.protocol.types import KILLED_EXIT_CODES, Fence, Position, SlotId, WorkerId, WorkerStatus
 
@@ -35,7 +35,7 @@ def on_worker_joins(tx: Transition, event: JoinWorld) -> None:
         _admit_newcomer(tx, worker)
     elif event.fence == tx.state.fence:
         _leave_world(tx, worker, event)
-    elif tx.state.stage is Stage.REGROUPING:
+    elif tx.state.stage is JobStage.REGROUPING:
         # It never received the world that it is a member of, and that world is over by now.
         _mark_left(tx, worker, event.position, WorkerStatus.READY)
     # Otherwise it has not received that world yet: the server answers its repeated request with it.
@@ -110,7 +110,7 @@ def on_worker_formed(tx: Transition, event: WorldFormed) -> None:
 
 
 def on_worker_stalled(tx: Transition, event: on.WorkerStalled) -> None:
-    if event.fence == tx.state.fence and tx.state.stage in (Stage.RUNNING, Stage.REGROUPING):
+    if event.fence == tx.state.fence and tx.state.stage in (JobStage.RUNNING, JobStage.REGROUPING):
         tx.state.current.add_stall(event.worker, event.text)
 
 
@@ -128,7 +128,7 @@ def on_worker_done(tx: Transition, event: WorkerDone) -> None:
         return  # the server answers an older question with the world that it is in
     all_results = state.limits.all_results
     _mark_left(tx, worker, event.position, WorkerStatus.SUCCESS)
-    if all_results and state.stage is not Stage.RUNNING:
+    if all_results and state.stage is not JobStage.RUNNING:
         return  # another member was lost: this one takes part in the next world, too
     state.current.add_result(event.worker, event.result)
     assert state.world is not None
@@ -144,7 +144,7 @@ def on_worker_failed(tx: Transition, event: WorkerFailed) -> None:
     """Evict the worker and count the failure. The slot is not at fault if the world was over already: user code with
     connections of its own, such as those of torch.distributed, raises because a peer is gone."""
     state = tx.state
-    over = state.stage is Stage.REGROUPING and event.fence == state.fence
+    over = state.stage is JobStage.REGROUPING and event.fence == state.fence
     worker, evicted = state.workers.get(event.worker), state.workers.evicted.get(event.worker)
     if worker is not None:
         what = _last_line(event.traceback)

@@ -9,7 +9,7 @@ import pytest
 from spark_elastic.driver.journal import Journal
 from spark_elastic.launch.job_monitor import JobListener, JobMonitor
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.driver.state import Stage
+from spark_elastic.protocol.driver.state import JobStage
 from spark_elastic.protocol.messages import (
     DriverMessage,
     JoinWorld,
@@ -120,7 +120,7 @@ def test_r17_the_scheduler_hook_gets_whether_slots_are_missing() -> None:
         play(WorkerStarted(SlotId(f"{job}-0"), name(job)))
         play(JoinWorld(name(job), None, None))
     play(WorkerExited(name(1).slot, name(1), -9))
-    assert bench.state.stage is Stage.REGROUPING
+    assert bench.state.stage is JobStage.REGROUPING
     assert heard == [True, False], "the slot starts another worker"
     play(on.LaunchEnded(0, 1, "executor lost", executor_lost=True))
     play(on.Tick(0))

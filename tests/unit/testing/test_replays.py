@@ -10,7 +10,7 @@ from spark_elastic.driver.journal import Journal
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import DriverCommand
-from spark_elastic.protocol.driver.state import DriverState, Stage
+from spark_elastic.protocol.driver.state import DriverState, JobStage
 from spark_elastic.protocol.events import DriverEvent
 from spark_elastic.protocol.messages import JoinWorld
 from spark_elastic.testing import ReplayDiffers, replay
@@ -41,7 +41,7 @@ def test_a_replayed_job_makes_the_same_decisions(seed: int, tmp_path: Path) -> N
     _journal_of(seed, path)
     again = replay(path)
     assert len(again.entries) == len(path.read_text().splitlines()) - 1
-    assert again.state.stage is Stage.ENDED
+    assert again.state.stage is JobStage.ENDED
 
 
 def test_a_journal_becomes_a_unit_test_that_passes_and_can_fail(

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import End, LaunchSlot, Outcome, PublishWorld, ReleaseSlot
+from spark_elastic.protocol.commands import End, JobOutcome, LaunchSlot, PublishWorld, ReleaseSlot
 from spark_elastic.protocol.driver.blacklist import JITTER, Blacklist, delay
 from spark_elastic.protocol.messages import RegisterSlot, WorkerExited, WorkerStarted
 from spark_elastic.protocol.types import INITIAL_VERSION, Limits, SlotId
@@ -162,7 +162,7 @@ def test_a_slot_whose_workers_are_killed_before_they_take_part_is_to_blame() -> 
         bench.on(WorkerExited(name(2, number).slot, name(2, number), -9))
         if number == 2:
             assert not bench.state.failures.records
-    assert bench.end.outcome is Outcome.FAILURE_BUDGET
+    assert bench.end.outcome is JobOutcome.FAILURE_BUDGET
     assert "ended so in a row before they took part" in bench.end.detail
 
 
@@ -172,7 +172,7 @@ def test_all_hosts_blacklisted_for_longer_than_the_job_waits_end_it_at_once() ->
     for job in (1, 2, 3, 4):
         _crash(bench, job)
     bench.wait(0.1)
-    assert bench.end.outcome is Outcome.NOT_ENOUGH_WORKERS
+    assert bench.end.outcome is JobOutcome.NOT_ENOUGH_WORKERS
     assert "all hosts are blacklisted" in bench.end.reason
     assert "h1, h2, h3, h4; the first returns never" in bench.end.reason
     assert bench.now < 11.0 + bench.limits.gather_timeout
