@@ -202,7 +202,7 @@ class JobHistory(JobListener):
             if name not in state.slots:
                 worker = None if slot.worker is None else before.workers.get(slot.worker)
                 rank = None if worker is None else worker.rank
-                reason = state.slots.evicted.get(name, "")
+                reason = state.slots.departed.get(name, "")
                 self._lost.append(LostSlot(at, slot.host, slot.node, slot.worker or "", rank, reason))
 
     def _add_world(self, at: float, world: World) -> None:

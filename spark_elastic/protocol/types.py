@@ -216,15 +216,14 @@ class World:
 
 
 class WorkerStatus(Enum):
-    """Lifecycle of a worker as the driver sees it."""
+    """Lifecycle of a living worker as the driver sees it."""
 
     STARTING = "starting"  # its process was announced
     WARM = "warm"  # imported, waits for its first world
     JOINING = "joining"  # named in a published world, not yet seen running in it
     RUNNING = "running"  # built the generation it is a member of
     READY = "ready"  # left its world at a known position and waits for the next
-    SUCCESS = "success"
-    FAILURE = "failure"  # raised, died, or was evicted
+    SUCCESS = "success"  # has returned its result
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import pytest
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import driver_machine, worker_machine
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.driver.state import DriverState, EvictedMembers
+from spark_elastic.protocol.driver.state import DriverState, PossiblyAliveMembers
 from spark_elastic.protocol.worker_machine import StepResult, WorkerState
 from spark_elastic.state import checkpoint
 from spark_elastic.state.run_lease import RunLease
@@ -63,16 +63,16 @@ def test_r10_a_driver_that_lost_its_run_ends() -> None:
 
 def _forget_old_members(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, Commands]:
     """R18 broken: does not wait for old members that may live."""
-    return driver_machine.step(replace(state, evicted_members=EvictedMembers()), event)
+    return driver_machine.step(replace(state, possibly_alive=PossiblyAliveMembers()), event)
 
 
 def _trust_spark(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, Commands]:
     """R18 broken: an executor that Spark calls lost is dead."""
     after, commands = driver_machine.step(state, event)
     after = after.copy()
-    for name, member in after.evicted_members.possibly_alive.items():
+    for name, member in after.possibly_alive.members.items():
         if member.executor_lost:
-            after.evicted_members.confirm_dead(name)
+            after.possibly_alive.confirm_dead(name)
     return after, commands
 
 

@@ -219,7 +219,7 @@ class DriverInvariants:
                 listed == {slot.slot: getattr(slot, key) for slot in state.slots.values()},
                 f"slots are listed under another {key}",
             )
-        gone = [w for w in state.workers if w in state.workers.evicted]
+        gone = [w for w in state.workers if w in state.workers.departed]
         self._require(not gone, f"both living and gone: {gone}")
         waiting = [w for w in state.workers.waiting if state.workers[w].rank is not None]
         self._require(not waiting, f"waiting members: {waiting}")

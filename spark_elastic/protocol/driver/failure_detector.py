@@ -12,7 +12,7 @@ from dataclasses import replace
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import AbortWorld, NotifyUser, StopWorker
 from spark_elastic.protocol.driver.state import (
-    EvictedWorker,
+    DepartedWorker,
     JobStage,
     PossiblyAlive,
     SlotEnd,
@@ -27,7 +27,7 @@ SCANS_PER_LEASE = 20
 STARTING_LEASE = 30.0
 MARGIN = 5.0  # seconds added to driver_timeout, for clocks that differ and for a last step
 
-# ---- evictions
+# ---- evictions and removals
 
 
 def break_world(tx: Transition, reason: str, cause_unknown: bool = False) -> None:
@@ -54,7 +54,7 @@ def evict(
 
     Args:
         kill: it may be alive; its slot kills it.
-        exit_unreported: see `EvictedWorker`.
+        exit_unreported: see `DepartedWorker`.
     """
     state = tx.state
     title = tx.describe(worker)
@@ -62,7 +62,7 @@ def evict(
         reason = f"{reason}; {state.current.stalled[worker.worker]}"
     if kill:
         _note_possibly_alive(tx, worker)
-    remove(tx, worker, EvictedWorker(reason, WorkerStatus.FAILURE, exit_unreported, worker.took_part))
+    remove_worker(tx, worker, DepartedWorker(reason, exit_unreported, worker.took_part))
     state.launches.relaunch |= worker.rank is not None and not worker.draining
     if kill:
         tx.emit(StopWorker(f"{title} is evicted: {reason}", worker.worker, kill=True))
@@ -83,17 +83,17 @@ def evict_externally_lost(
     evict(tx, worker, reason, kill, exit_unreported)
 
 
-def remove(tx: Transition, worker: WorkerRecord, evicted: EvictedWorker) -> None:
-    """Move a worker's record from the present workers to the evicted ones."""
+def remove_worker(tx: Transition, worker: WorkerRecord, departed: DepartedWorker) -> None:
+    """Move a worker's record from the living workers to the departed ones."""
     state = tx.state
-    state.workers.evict(worker.worker, evicted)
+    state.workers.record_departure(worker.worker, departed)
     state.connections.forget(worker.worker)
     slot = state.slots.get(worker.slot)
     if slot is not None and slot.worker == worker.worker:
         state.slots.put(replace(slot, worker=None))
 
 
-def evict_slot(tx: Transition, slot: SlotRecord, reason: str, how: SlotEnd) -> None:
+def remove_slot(tx: Transition, slot: SlotRecord, reason: str, how: SlotEnd) -> None:
     """A slot task is gone, and its worker with it."""
     state = tx.state
     worker = tx.worker_of(slot)
@@ -102,12 +102,12 @@ def evict_slot(tx: Transition, slot: SlotRecord, reason: str, how: SlotEnd) -> N
             _note_possibly_alive(tx, worker, executor_lost=True)
         evict_externally_lost(tx, worker, reason)
     elif how is not SlotEnd.TOLD_TO_END:
-        for name, evicted in state.workers.evicted.items():
-            if evicted.exit_unreported and evicted.took_part and name.startswith(f"{slot.slot}."):
-                # Its world was broken without knowing this.
+        for name, departed in state.workers.departed.items():
+            if departed.exit_unreported and departed.took_part and name.startswith(f"{slot.slot}."):
+                # The world's break reason was announced before this was known.
                 tx.emit(NotifyUser(f"worker {name} was lost with its slot: {reason}"))
-    state.slots.evict(slot, reason)
-    state.evicted_members.end_slot(slot.slot, how)
+    state.slots.record_departure(slot, reason)
+    state.possibly_alive.end_slot(slot.slot, how)
     state.blacklist = state.blacklist.forget_slot(slot.slot)
     state.failures.forget_slot(slot.slot)
     state.connections.forget(slot.slot)
@@ -121,11 +121,11 @@ def on_connection_lost(tx: Transition, event: on.ConnectionLost) -> None:
     state, name = tx.state, event.worker or event.slot
     connections = state.connections
     connections.reset = connections.reset | {name} if event.reset else connections.reset - {name}
-    for worker, member in state.evicted_members.find_by_connection(event.slot, event.worker):
+    for worker, member in state.possibly_alive.find_by_connection(event.slot, event.worker):
         closed = _ends_within_lease(tx, tx.now, member.last_seen) and (
             member.connection_closed or not event.reset
         )
-        state.evicted_members.update(worker, replace(member, connection_closed=closed))
+        state.possibly_alive.update(worker, replace(member, connection_closed=closed))
     slot = state.slots.get(event.slot)
     if event.worker is None:
         if slot is not None and slot.disconnected_at is None:
@@ -139,8 +139,8 @@ def on_connection_lost(tx: Transition, event: on.ConnectionLost) -> None:
 def on_connection_back(tx: Transition, event: on.ConnectionBack) -> None:
     state = tx.state
     _mark_mass_disconnect(tx)
-    for name, member in state.evicted_members.find_by_connection(event.slot, event.worker):
-        state.evicted_members.update(name, replace(member, connection_closed=False))
+    for name, member in state.possibly_alive.find_by_connection(event.slot, event.worker):
+        state.possibly_alive.update(name, replace(member, connection_closed=False))
     slot = state.slots.get(event.slot)
     worker = state.workers.get(event.worker) if event.worker is not None else None
     if worker is not None:
@@ -257,7 +257,7 @@ def _evict_silent_slots(tx: Transition) -> None:
     for slot in tuple(state.slots.values()):
         silence = tx.now - max(slot.last_seen, state.connections.driver_partitioned)
         if slot.worker is None and silence > limit:
-            evict_slot(tx, slot, f"slot {slot.slot} was silent for {silence:.1f} s", SlotEnd.TOLD_TO_END)
+            remove_slot(tx, slot, f"slot {slot.slot} was silent for {silence:.1f} s", SlotEnd.TOLD_TO_END)
 
 
 def _is_driver_partitioned(tx: Transition) -> bool:
@@ -293,7 +293,7 @@ def _note_possibly_alive(tx: Transition, worker: WorkerRecord, executor_lost: bo
         at is not None and name not in connections.reset and _ends_within_lease(tx, at, seen)
         for name, at in ends
     )
-    state.evicted_members.add(worker.worker, PossiblyAlive(until, seen, closed, executor_lost))
+    state.possibly_alive.add(worker.worker, PossiblyAlive(until, seen, closed, executor_lost))
 
 
 def _ends_within_lease(tx: Transition, at: float, last_seen: float) -> bool:

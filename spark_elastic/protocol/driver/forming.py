@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from spark_elastic.protocol.commands import AnnounceChange, JobOutcome, NotifyUser, PublishWorld, StopWorker
-from spark_elastic.protocol.driver.failure_detector import break_world, evict, remove
+from spark_elastic.protocol.driver.failure_detector import break_world, evict, remove_worker
 from spark_elastic.protocol.driver.failures import (
     check_progress,
     leave_out,
@@ -33,9 +33,9 @@ from spark_elastic.protocol.driver.slots import (
     release_idle,
 )
 from spark_elastic.protocol.driver.state import (
+    DepartedWorker,
     DrainCause,
     DriverState,
-    EvictedWorker,
     JobStage,
     Transition,
     WorkerRecord,
@@ -309,7 +309,7 @@ def _gather(tx: Transition) -> None:
         timers.gather_since = None
     elif timers.gather_since is None:
         timers.gather_since = tx.now
-    if not _has_enough(tx, count) or state.evicted_members.may_run(tx.now):
+    if not _has_enough(tx, count) or state.possibly_alive.any_may_run(tx.now):
         return
     assert timers.gather_since is not None
     waited = tx.now - timers.gather_since
@@ -479,7 +479,7 @@ def _enter(tx: Transition, world: World, chosen: list[WorkerRecord]) -> None:
 def _dismiss(tx: Transition, worker: WorkerRecord) -> None:
     """Release a drained member, once the world without it is published."""
     reason = f"worker {worker.worker} leaves: {worker.draining}"
-    remove(tx, worker, EvictedWorker(reason, WorkerStatus.SUCCESS))
+    remove_worker(tx, worker, DepartedWorker(reason))
     tx.emit(StopWorker(reason, worker.worker))
     slot = tx.state.slots[worker.slot]
     if worker.drain_cause is DrainCause.STRAGGLER and not slot.replaced_straggler:

@@ -12,10 +12,10 @@ from dataclasses import replace
 
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import JobOutcome, LaunchSlot, NotifyUser, ReleaseSlot, StopWorker
-from spark_elastic.protocol.driver.failure_detector import evict, evict_slot
+from spark_elastic.protocol.driver.failure_detector import evict, remove_slot
 from spark_elastic.protocol.driver.state import (
+    DepartedWorker,
     DrainCause,
-    EvictedWorker,
     JobStage,
     SlotEnd,
     SlotLaunch,
@@ -30,7 +30,6 @@ from spark_elastic.protocol.types import (
     Position,
     SlotId,
     WorkerId,
-    WorkerStatus,
 )
 
 # Seconds before a launch, by failed attempts before it. Spark alone decides where a slot job lands: without a delay it
@@ -93,8 +92,8 @@ def on_launch_ended(tx: Transition, event: on.LaunchEnded) -> None:
         return
     how = SlotEnd.EXECUTOR_LOST if event.executor_lost else SlotEnd.OBSERVED
     for slot in state.slots.of_launch(event.launch):
-        evict_slot(tx, slot, f"slot job {event.launch} ended: {event.reason}", how)
-    state.evicted_members.end_launch(event.launch, event.executor_lost)
+        remove_slot(tx, slot, f"slot job {event.launch} ended: {event.reason}", how)
+    state.possibly_alive.end_launch(event.launch, event.executor_lost)
     state.launches.remove(event.launch)
     if event.cancelled:
         tx.end(JobOutcome.CANCELLED, f"slot job {event.launch} was cancelled: {event.reason}")
@@ -164,7 +163,7 @@ def give_back(tx: Transition, slot: SlotRecord, reason: str, hold_back: bool = F
 
 
 def _release(tx: Transition, slot: SlotRecord, reason: str) -> None:
-    evict_slot(tx, slot, reason, SlotEnd.TOLD_TO_END)
+    remove_slot(tx, slot, reason, SlotEnd.TOLD_TO_END)
     tx.emit(ReleaseSlot(reason, slot.slot))
 
 
@@ -235,8 +234,8 @@ def on_slot_registered(tx: Transition, event: RegisterSlot) -> None:
     slot_launch = state.launches.get(event.launch)
     if known is not None:
         state.slots.put(replace(known, last_seen=tx.now))
-    elif event.slot in state.slots.evicted:
-        release_evicted(tx, event.slot)
+    elif event.slot in state.slots.departed:
+        release_departed(tx, event.slot)
     elif slot_launch is None:
         _refuse(tx, event.slot, f"slot {event.slot} belongs to slot job {event.launch}, which is over")
     else:
@@ -267,27 +266,27 @@ def _refuse(tx: Transition, slot: SlotId, reason: str) -> None:
     tx.emit(ReleaseSlot(reason, slot))
 
 
-def release_evicted(tx: Transition, slot: SlotId) -> None:
-    """Tell an evicted slot that still sends messages to end."""
-    reason = tx.state.slots.evicted.get(slot)
+def release_departed(tx: Transition, slot: SlotId) -> None:
+    """Tell a departed slot that still sends messages to end."""
+    reason = tx.state.slots.departed.get(slot)
     if reason is not None:
-        tx.emit(ReleaseSlot(f"slot {slot} was evicted: {reason}", slot))
+        tx.emit(ReleaseSlot(f"slot {slot} is no longer part of the job: {reason}", slot))
 
 
 def on_heartbeat(tx: Transition, event: Heartbeat) -> None:
     state = tx.state
     slot = state.slots.get(event.slot)
     if slot is None:
-        release_evicted(tx, event.slot)
+        release_departed(tx, event.slot)
         return
     slot = replace(slot, last_seen=tx.now)
     state.slots.put(slot)
     if event.worker is None:
         return
-    evicted = state.workers.evicted.get(event.worker)
-    if evicted is not None:
-        reason = f"worker {event.worker} was evicted: {evicted.reason}"
-        tx.emit(StopWorker(reason, event.worker, kill=not evicted.reported_end))
+    departed = state.workers.departed.get(event.worker)
+    if departed is not None:
+        reason = f"worker {event.worker} is no longer part of the job: {departed.reason}"
+        tx.emit(StopWorker(reason, event.worker, kill=not departed.reported_end))
     else:
         if event.worker not in state.workers:
             adopt_worker(tx, slot, event.worker)
@@ -300,8 +299,8 @@ def on_worker_started(tx: Transition, event: WorkerStarted) -> None:
     state = tx.state
     slot = state.slots.get(event.slot)
     if slot is None:
-        release_evicted(tx, event.slot)
-    elif event.worker not in state.workers and event.worker not in state.workers.evicted:
+        release_departed(tx, event.slot)
+    elif event.worker not in state.workers and event.worker not in state.workers.departed:
         adopt_worker(tx, replace(slot, last_seen=tx.now), event.worker)
 
 
@@ -312,7 +311,7 @@ def adopt_worker(tx: Transition, slot: SlotRecord, name: WorkerId) -> None:
     if previous is not None and name.number < previous.worker.number:
         # This message was delayed, and the slot has another worker since.
         reason = f"its slot started worker {previous.worker} in its place"
-        state.workers.evict(name, EvictedWorker(reason, WorkerStatus.FAILURE, exit_unreported=True))
+        state.workers.record_departure(name, DepartedWorker(reason, exit_unreported=True))
         return
     if previous is not None:
         evict(tx, previous, f"its slot started worker {name} in its place", exit_unreported=True)
@@ -338,7 +337,7 @@ def on_host_lost(tx: Transition, event: on.HostLost) -> None:
     state.hosts.draining = state.hosts.draining.drop(event.host)
     state.blacklist = state.blacklist.forget_host(event.host)
     for slot in state.slots.on_host(event.host):
-        evict_slot(tx, slot, f"host {event.host} is lost: {event.reason}", SlotEnd.EXECUTOR_LOST)
+        remove_slot(tx, slot, f"host {event.host} is lost: {event.reason}", SlotEnd.EXECUTOR_LOST)
         state.launches.mark_executor_lost(slot.launch)
 
 

@@ -200,7 +200,7 @@ class Slots(_LiveRecords[SlotId, SlotRecord]):
     # Indexes, so that an event costs its own slot or host, never all of them.
     _by_host: Table[HostId, tuple[SlotId, ...]] = field(default_factory=Table)
     _by_launch: Table[int, tuple[SlotId, ...]] = field(default_factory=Table)
-    evicted: Table[SlotId, str] = field(default_factory=Table)  # slots that are gone, and why
+    departed: Table[SlotId, str] = field(default_factory=Table)  # gone or refused, and why
     # Slots that take no part, but must not return yet: R14 (duplicates).
     excluded: Table[SlotId, None] = field(default_factory=Table)
 
@@ -210,7 +210,7 @@ class Slots(_LiveRecords[SlotId, SlotRecord]):
             self._by_launch = _add_to_index(self._by_launch, slot.launch, slot.slot)
         self.alive = self.alive.put(slot.slot, slot)
 
-    def evict(self, slot: SlotRecord, reason: str) -> None:
+    def record_departure(self, slot: SlotRecord, reason: str) -> None:
         """Record that the slot is gone. Its name is never used again."""
         self.alive = self.alive.drop(slot.slot)
         self._by_host = _remove_from_index(self._by_host, slot.host, slot.slot)
@@ -219,7 +219,7 @@ class Slots(_LiveRecords[SlotId, SlotRecord]):
         self.refuse(slot.slot, reason)
 
     def refuse(self, slot: SlotId, reason: str) -> None:
-        self.evicted = self.evicted.put(slot, reason)
+        self.departed = self.departed.put(slot, reason)
 
     def exclude(self, slot: SlotId) -> None:
         self.excluded = self.excluded.put(slot, None)
@@ -289,11 +289,10 @@ class WorkerRecord:
 
 
 @dataclass(frozen=True)
-class EvictedWorker:
-    """A worker that ended or was evicted."""
+class DepartedWorker:
+    """A worker that left or ended, was evicted, or was removed with its slot."""
 
     reason: str
-    status: WorkerStatus
     # Its slot has not reported the exit of its process yet. If the exit failed, it counts as a failure then.
     exit_unreported: bool = False
     took_part: bool = False  # it had been in a world
@@ -304,7 +303,7 @@ class EvictedWorker:
 class Workers(_LiveRecords[WorkerId, WorkerRecord]):
     """Workers that are alive, by name, and how many of them are in a condition that forming a world waits for."""
 
-    evicted: Table[WorkerId, EvictedWorker] = field(default_factory=Table)
+    departed: Table[WorkerId, DepartedWorker] = field(default_factory=Table)
     waiting: Table[WorkerId, None] = field(default_factory=Table)  # warm newcomers in order of arrival
     arrivals: int = 0  # how many newcomers have come so far
     starting: int = 0  # workers that are not warm yet
@@ -322,13 +321,17 @@ class Workers(_LiveRecords[WorkerId, WorkerRecord]):
         self.alive = self.alive.put(worker.worker, seen)
         return seen
 
-    def evict(self, worker: WorkerId, evicted: EvictedWorker) -> None:
+    def record_departure(self, worker: WorkerId, departed: DepartedWorker) -> None:
         """Record that the worker is gone, whether it was alive or not. Its name is never used again."""
         before = self.alive.get(worker)
         if before is not None:
             self._count(before, None)
             self.alive = self.alive.drop(worker)
-        self.evicted = self.evicted.put(worker, evicted)
+        self.departed = self.departed.put(worker, departed)
+
+    def update_departed(self, worker: WorkerId, departed: DepartedWorker) -> None:
+        """Change the record of a worker that is gone."""
+        self.departed = self.departed.put(worker, departed)
 
     def _count(self, before: WorkerRecord | None, after: WorkerRecord | None) -> None:
         was, now = _conditions(before), _conditions(after)
@@ -372,11 +375,11 @@ class PossiblyAlive:
 
 
 @dataclass
-class EvictedMembers(Part):
+class PossiblyAliveMembers(Part):
     """Evicted members that are not known to be dead. A connection that was closed and an executor that is lost prove
     together that a member is dead; one of them alone does not."""
 
-    possibly_alive: Table[WorkerId, PossiblyAlive] = field(default_factory=Table)
+    members: Table[WorkerId, PossiblyAlive] = field(default_factory=Table)
     # By the launch of their slot, for most of ten thousand are of other launches. Some of them are dead by now.
     _by_launch: Table[int, tuple[WorkerId, ...]] = field(default_factory=Table)
 
@@ -389,10 +392,10 @@ class EvictedMembers(Part):
         if member.connection_closed and member.executor_lost:
             self.confirm_dead(worker)
         else:
-            self.possibly_alive = self.possibly_alive.put(worker, member)
+            self.members = self.members.put(worker, member)
 
     def confirm_dead(self, worker: WorkerId) -> None:
-        self.possibly_alive = self.possibly_alive.drop(worker)
+        self.members = self.members.drop(worker)
 
     def find_by_connection(
         self, slot: SlotId, worker: WorkerId | None
@@ -417,12 +420,12 @@ class EvictedMembers(Part):
         if not self._of_launch(launch):
             self._by_launch = self._by_launch.drop(launch)
 
-    def may_run(self, now: float) -> bool:
+    def any_may_run(self, now: float) -> bool:
         """Whether a member of an old world may still train."""
-        return any(member.until > now for member in self.possibly_alive.values())
+        return any(member.until > now for member in self.members.values())
 
     def _of_launch(self, launch: int) -> list[tuple[WorkerId, PossiblyAlive]]:
-        known = self.possibly_alive
+        known = self.members
         return [(name, known[name]) for name in self._by_launch.get(launch, ()) if name in known]
 
     def _end(self, worker: WorkerId, member: PossiblyAlive, how: SlotEnd) -> None:
@@ -594,7 +597,7 @@ class DriverState(Part):
     hosts: Hosts = field(default_factory=Hosts)
     slots: Slots = field(default_factory=Slots)
     workers: Workers = field(default_factory=Workers)
-    evicted_members: EvictedMembers = field(default_factory=EvictedMembers)
+    possibly_alive: PossiblyAliveMembers = field(default_factory=PossiblyAliveMembers)
     connections: Connections = field(default_factory=Connections)
     failures: FailureHistory = field(default_factory=FailureHistory)
     current: CurrentWorld = field(default_factory=CurrentWorld)

@@ -19,7 +19,7 @@ from spark_elastic.protocol.driver.failure_detector import (
 )
 from spark_elastic.protocol.driver.failures import format_position, record_exit, record_failure
 from spark_elastic.protocol.driver.slots import adopt_worker
-from spark_elastic.protocol.driver.state import EvictedWorker, Failure, JobStage, Transition, WorkerRecord
+from spark_elastic.protocol.driver.state import DepartedWorker, Failure, JobStage, Transition, WorkerRecord
 from spark_elastic.protocol.messages import JoinWorld, WorkerDone, WorkerExited, WorkerFailed, WorldFormed
 from spark_elastic.protocol.types import KILLED_EXIT_CODES, Fence, Position, SlotId, WorkerId, WorkerStatus
 
@@ -46,10 +46,10 @@ def _find_worker(
 ) -> WorkerRecord | None:
     """The record of the worker that asks. If it cannot take part, emit its `StopWorker` and return None."""
     state = tx.state
-    evicted, slot = state.workers.evicted.get(name), state.slots.get(slot_name)
+    departed, slot = state.workers.departed.get(name), state.slots.get(slot_name)
     worker = state.workers.get(name)
-    if evicted is not None:
-        tx.emit(StopWorker(f"worker {name} was evicted: {evicted.reason}", name))
+    if departed is not None:
+        tx.emit(StopWorker(f"worker {name} is no longer part of the job: {departed.reason}", name))
         return None
     if worker is None and slot is None:
         tx.emit(StopWorker(f"worker {name} is of slot {slot_name}, which is not of this job", name))
@@ -119,9 +119,11 @@ def on_worker_done(tx: Transition, event: WorkerDone) -> None:
     state = tx.state
     worker = state.workers.get(event.worker)
     if worker is None:
-        evicted = state.workers.evicted.get(event.worker)
-        why = evicted.reason if evicted is not None else "it is not of this job"
-        tx.emit(StopWorker(f"worker {event.worker} is done but was evicted: {why}", event.worker))
+        departed = state.workers.departed.get(event.worker)
+        why = departed.reason if departed is not None else "it is not of this job"
+        tx.emit(
+            StopWorker(f"worker {event.worker} is done but no longer part of the job: {why}", event.worker)
+        )
         return
     worker = mark_seen(tx, worker)
     if worker.rank is None or event.fence != state.fence or worker.has_left:
@@ -145,13 +147,15 @@ def on_worker_failed(tx: Transition, event: WorkerFailed) -> None:
     connections of its own, such as those of torch.distributed, raises because a peer is gone."""
     state = tx.state
     over = state.stage is JobStage.REGROUPING and event.fence == state.fence
-    worker, evicted = state.workers.get(event.worker), state.workers.evicted.get(event.worker)
+    worker, departed = state.workers.get(event.worker), state.workers.departed.get(event.worker)
     if worker is not None:
         what = _last_line(event.traceback)
         evict(tx, worker, f"it raised an exception at {format_position(event.position)}: {what}")
-        state.workers.evict(event.worker, replace(state.workers.evicted[event.worker], reported_end=True))
-    elif evicted is not None and evicted.exit_unreported:
-        state.workers.evict(event.worker, replace(evicted, exit_unreported=False))
+        state.workers.update_departed(
+            event.worker, replace(state.workers.departed[event.worker], reported_end=True)
+        )
+    elif departed is not None and departed.exit_unreported:
+        state.workers.update_departed(event.worker, replace(departed, exit_unreported=False))
     else:
         return
     generation = event.fence.generation if event.fence is not None else 0
@@ -166,8 +170,8 @@ def _last_line(traceback: str) -> str:
 
 def on_worker_exited(tx: Transition, event: WorkerExited) -> None:
     state = tx.state
-    state.evicted_members.confirm_dead(event.worker)
-    worker, evicted = state.workers.get(event.worker), state.workers.evicted.get(event.worker)
+    state.possibly_alive.confirm_dead(event.worker)
+    worker, departed = state.workers.get(event.worker), state.workers.departed.get(event.worker)
     how = event.reason or f"exit code {event.exit_code}"
     was_killed = event.exit_code in KILLED_EXIT_CODES
     if worker is not None:
@@ -175,13 +179,13 @@ def on_worker_exited(tx: Transition, event: WorkerExited) -> None:
         evict_worker(tx, worker, f"its process ended ({how})")
         detail = f"the process of {tx.describe(worker)} ended: {how}"
         record_exit(tx, event, worker.took_part, True, detail)
-    elif evicted is None:
-        state.workers.evict(event.worker, EvictedWorker(f"its process ended ({how})", WorkerStatus.FAILURE))
-    elif evicted.exit_unreported and event.exit_code != 0:
+    elif departed is None:
+        state.workers.record_departure(event.worker, DepartedWorker(f"its process ended ({how})"))
+    elif departed.exit_unreported and event.exit_code != 0:
         if not was_killed:  # its connection broke because it failed by itself
             state.failures.externally_lost = state.failures.externally_lost.drop(event.worker)
-        state.workers.evict(event.worker, replace(evicted, exit_unreported=False))
+        state.workers.update_departed(event.worker, replace(departed, exit_unreported=False))
         detail = f"the process of worker {event.worker} ended: {how}"
-        if evicted.took_part:
-            tx.emit(NotifyUser(detail))  # its world was broken without knowing this
-        record_exit(tx, event, evicted.took_part, False, detail)
+        if departed.took_part:
+            tx.emit(NotifyUser(detail))  # the world's break reason was announced before this was known
+        record_exit(tx, event, departed.took_part, False, detail)

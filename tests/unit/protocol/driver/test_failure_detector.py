@@ -182,7 +182,7 @@ def test_a_late_message_about_an_older_worker_is_ignored() -> None:
     bench.on(WorkerStarted(SlotId("2-0"), name(2, 3)))
     bench.on(WorkerStarted(SlotId("2-0"), name(2, 2)))
     assert name(2, 3) in bench.state.workers
-    assert name(2, 2) in bench.state.workers.evicted
+    assert name(2, 2) in bench.state.workers.departed
 
 
 def test_an_exit_that_is_reported_after_the_next_world_reaches_the_user() -> None:

@@ -305,7 +305,7 @@ def test_r13_a_crash_that_is_reported_after_its_broken_connection_counts() -> No
         assert not bench.find_commands(End)
         bench.on(on.ConnectionLost(0, SlotId(f"{job}-0"), name(job)))
         bench.join(other, bench.fence, None, suspects=(name(job),))
-        assert name(job) in bench.state.workers.evicted
+        assert name(job) in bench.state.workers.departed
         _crash(bench, name(job))
         bench.on(WorkerStarted(SlotId(f"{job}-0"), name(job, 2)))
         bench.join(name(job, 2))

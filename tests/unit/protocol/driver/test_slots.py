@@ -336,6 +336,6 @@ def test_r18_a_released_slot_may_live_until_its_launch_is_over() -> None:
     bench.join(name(1), bench.fence, at(3), suspects=(name(2),))
     bench.on(on.HostsDiscovered(0, (("h1", 1),)))
     assert set(bench.state.slots) == {"1-0"}
-    assert set(bench.state.evicted_members.possibly_alive) == {name(2)}
+    assert set(bench.state.possibly_alive.members) == {name(2)}
     bench.on(on.LaunchEnded(0, 2, "released"))
-    assert not bench.state.evicted_members.possibly_alive
+    assert not bench.state.possibly_alive.members
