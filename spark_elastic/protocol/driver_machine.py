@@ -92,7 +92,7 @@ def _answer_after_end(tx: Transition, event: on.DriverEvent) -> None:
             _, messages.RegisterSlot() | messages.Heartbeat() | messages.WorkerStarted() as message
         ):
             tx.emit(ReleaseSlot("the job is over", message.slot))
-        case on.Received(_, messages.JoinWorld() | messages.WorkerDone() as message):
+        case on.Received(_, messages.RequestNextWorld() | messages.WorkerDone() as message):
             tx.emit(StopWorker("the job is over", message.worker))
 
 
@@ -105,7 +105,7 @@ HANDLERS: dict[type[messages.DriverMessage | on.DriverEvent], Callable[[Transiti
     on.HostLost: slots.on_host_lost,
     on.HostsDiscovered: slots.on_hosts_discovered,
     messages.WorkerStarted: slots.on_worker_started,
-    messages.JoinWorld: workers.on_worker_joins,
+    messages.RequestNextWorld: workers.on_next_world_requested,
     messages.WorldFormed: workers.on_worker_formed,
     on.ConnectionLost: failure_detector.on_connection_lost,
     on.ConnectionBack: failure_detector.on_connection_back,

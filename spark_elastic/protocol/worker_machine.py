@@ -14,10 +14,10 @@ from typing import TypeAlias
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import (
     AbortGroup,
+    AskForWorld,
     CloseGroup,
     Exit,
     Form,
-    Join,
     ReportDone,
     ReportFailure,
     Run,
@@ -36,7 +36,7 @@ from spark_elastic.protocol.types import (
 
 class WorkerStage(Enum):
     STARTING = "starting"
-    JOINING = "joining"  # asked for a world
+    WAITING = "waiting"  # asked for a world
     FORMING = "forming"
     SYNCING = "syncing"
     RUNNING = "running"
@@ -74,7 +74,7 @@ def step(state: WorkerState, event: on.WorkerEvent) -> StepResult:
         return state, (Exit("it was told to end", state.code),)
     match event:
         case on.Warm():
-            return _join(state, "warm") if state.stage is WorkerStage.STARTING else (state, ())
+            return _ask_for_world(state, "warm") if state.stage is WorkerStage.STARTING else (state, ())
         case on.WorldReceived():
             return _receive_world(state, event.world)
         case on.GroupFormed() | on.Synced() | on.Applied() | on.Boundary() | on.GroupBroken() | on.Finished():
@@ -91,21 +91,21 @@ def step(state: WorkerState, event: on.WorkerEvent) -> StepResult:
             )
 
 
-def _join(
+def _ask_for_world(
     state: WorkerState, reason: str, suspects: tuple[WorkerId, ...] = (), planned: bool = False
 ) -> StepResult:
-    return replace(state, stage=WorkerStage.JOINING), (
-        Join(reason, state.fence, state.position, suspects, planned),
+    return replace(state, stage=WorkerStage.WAITING), (
+        AskForWorld(reason, state.fence, state.position, suspects, planned),
     )
 
 
 def _receive_world(state: WorkerState, world: World) -> StepResult:
-    if state.stage not in (WorkerStage.JOINING, WorkerStage.DONE):
+    if state.stage not in (WorkerStage.WAITING, WorkerStage.DONE):
         return state, ()
     if state.fence is not None and world.fence <= state.fence:
         if state.stage is WorkerStage.DONE:
             return state, (_report_result(state),)
-        return _join(state, f"world {world.fence.generation} is one that it left")
+        return _ask_for_world(state, f"world {world.fence.generation} is one that it left")
     me = world.member(state.worker)
     if me is None:
         return _stop(state, f"world {world.fence.generation} was formed without it", 0)
@@ -113,10 +113,12 @@ def _receive_world(state: WorkerState, world: World) -> StepResult:
     closing = _close_commands(state, f"world {number} follows")
     entered = replace(state, stage=WorkerStage.FORMING, fence=world.fence, world=world, open=False)
     if _is_over(entered):
-        after, commands = _join(entered, f"world {number} was over before it came")
+        after, commands = _ask_for_world(entered, f"world {number} was over before it came")
     elif me.position != state.position:
         # A late message misled the driver. Training on from here would break P1, so this world must not begin.
-        after, commands = _join(entered, f"world {number} was formed for a position that it does not hold")
+        after, commands = _ask_for_world(
+            entered, f"world {number} was formed for a position that it does not hold"
+        )
     else:
         after = replace(entered, open=True)
         commands = (Form(f"rank {me.rank} of {world.size}: {world.reason}", world),)
@@ -134,7 +136,7 @@ def _handle_in_world(state: WorkerState, event: on.WorkerEvent) -> StepResult:
             return replace(state, position=event.position), ()
         case on.Boundary() if state.stage is WorkerStage.RUNNING:
             # The group stays open until the next world comes: a slower peer may still read this step's last bytes.
-            return _join(state, event.reason, planned=True)
+            return _ask_for_world(state, event.reason, planned=True)
         case on.GroupBroken() if state.stage in (
             WorkerStage.FORMING,
             WorkerStage.SYNCING,
@@ -176,8 +178,8 @@ def _run(state: WorkerState) -> StepResult:
 
 
 def _leave(state: WorkerState, reason: str, suspects: tuple[WorkerId, ...] = ()) -> StepResult:
-    joined, commands = _join(replace(state, open=False), reason, suspects)
-    return joined, (*_close_commands(state, reason), *commands)
+    waiting, commands = _ask_for_world(replace(state, open=False), reason, suspects)
+    return waiting, (*_close_commands(state, reason), *commands)
 
 
 def _close_commands(state: WorkerState, reason: str) -> tuple[CloseGroup, ...]:

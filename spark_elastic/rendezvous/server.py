@@ -177,7 +177,7 @@ class RendezvousServer:
         return f"{'https' if self._bind.certificate else 'http'}://{self._address}"
 
     def publish(self, world: World) -> None:
-        """Answer the joins of its members, now and later, and open its exchange."""
+        """Answer the requests of its members for it, now and later, and open its exchange."""
         self._submit(lambda: self._state.publish(world))
 
     def abort(self, fence: Fence, reason: str) -> None:

@@ -1,8 +1,8 @@
 """The worker's loop, which executes the commands of the worker machine around the user's program.
 
-The main thread joins and forms worlds, syncs and runs the program (`WorkerLoop`). A thread of `DriverWatch` polls the
-driver and posts what it says; both go through `WorkerLoop._post`, whose lock owns the machine. The thread that learns
-of an abort executes it. Another thread sends the newest metrics to the driver (`MetricsReporter`).
+The main thread asks for worlds and forms them, syncs and runs the program (`WorkerLoop`). A thread of `DriverWatch`
+polls the driver and posts what it says; both go through `WorkerLoop._post`, whose lock owns the machine. The thread
+that learns of an abort executes it. Another thread sends the newest metrics to the driver (`MetricsReporter`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from spark_elastic.protocol.events import AbortReceived, DriverSilent, StopRecei
 from spark_elastic.protocol.messages import (
     CheckpointStoreFull,
     CheckpointWritten,
-    JoinWorld,
     NextWorld,
     Request,
+    RequestNextWorld,
     WorkerDone,
     WorkerFailed,
     WorkerStraggles,
@@ -217,8 +217,8 @@ class WorkerLoop:
 
     def _execute(self, command: do.WorkerCommand) -> on.WorkerEvent | None:
         match command:
-            case do.Join():
-                return self._join(command)
+            case do.AskForWorld():
+                return self._ask_for_world(command)
             case do.Form():
                 return self._form(command.world)
             case do.AbortGroup():
@@ -236,10 +236,10 @@ class WorkerLoop:
                 pass  # not for `_execute`
         return None
 
-    def _join(self, command: do.Join) -> on.WorkerEvent:
+    def _ask_for_world(self, command: do.AskForWorld) -> on.WorkerEvent:
         set_context(self._context_between_worlds)
         reason = command.suspects, command.reason, command.planned
-        return self._poll(JoinWorld(self._identity.worker, command.fence, command.position, *reason))
+        return self._poll(RequestNextWorld(self._identity.worker, command.fence, command.position, *reason))
 
     def _poll(self, request: Request[NextWorld]) -> on.WorkerEvent:
         """Repeat a long poll until it brings a world or the end."""

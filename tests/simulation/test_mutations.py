@@ -12,7 +12,7 @@ from spark_elastic.protocol import driver_machine, worker_machine
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.driver.state import DriverState
 from spark_elastic.protocol.events import Received
-from spark_elastic.protocol.messages import JoinWorld, WorkerDone
+from spark_elastic.protocol.messages import RequestNextWorld, WorkerDone
 from spark_elastic.protocol.types import Fence, Position, WorkerId
 from spark_elastic.protocol.worker_machine import StepResult, WorkerStage, WorkerState
 from tests.simulation.scenes import scene
@@ -57,7 +57,7 @@ def _drop_aborts(command: do.DriverCommand) -> do.DriverCommand | None:
 def _form_too_early(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, Commands]:
     """Forms the next world before all members have left the last."""
     message = event.message if isinstance(event, Received) else None
-    if isinstance(message, JoinWorld) and message.planned and state.workers.not_left > 1:
+    if isinstance(message, RequestNextWorld) and message.planned and state.workers.not_left > 1:
         state = replace(state, workers=replace(state.workers, not_left=1))
     return driver_machine.step(state, event)
 
@@ -65,7 +65,7 @@ def _form_too_early(state: DriverState, event: on.DriverEvent) -> tuple[DriverSt
 def _end_too_early(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, Commands]:
     """Takes the first worker that stops to be done."""
     match event:
-        case Received(now, JoinWorld(worker, Fence() as fence, Position() as position, planned=True)):
+        case Received(now, RequestNextWorld(worker, Fence() as fence, Position() as position, planned=True)):
             event = Received(now, WorkerDone(worker, fence, position, "0:0"))
     return driver_machine.step(state, event)
 

@@ -126,7 +126,7 @@ def test_r13_a_dead_link_ends_a_job_that_needs_both_hosts() -> None:
     dead = Fault(FaultKind.DEAD_LINK, Moment.EXCHANGE, nth=9, target=1, share=Share.TWO, duration=math.inf)
     report = simulate(scene(dead, min_workers=4, driver_timeout=10.0))
     assert report.end.outcome is JobOutcome.USER_ERROR
-    assert "could not continue, which saw" in report.end.reason
+    assert "could not continue and blames" in report.end.reason
 
 
 def test_r14_a_second_attempt_is_an_extra_slot() -> None:

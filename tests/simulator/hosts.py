@@ -254,7 +254,7 @@ class SimWorker:
 
     def _carry_out(self, command: do.WorkerCommand) -> None:
         match command:
-            case do.Join():
+            case do.AskForWorld():
                 self.ask(lambda: self.slot.server.joins(self, command))
             case do.Form():
                 self.question = None

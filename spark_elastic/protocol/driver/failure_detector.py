@@ -157,7 +157,7 @@ def mark_seen(tx: Transition, worker: WorkerRecord) -> WorkerRecord:
 
 
 def suspect(tx: Transition, witness: WorkerId, suspects: tuple[WorkerId, ...]) -> None:
-    """Note workers that a peer saw break. That alone evicts no worker."""
+    """Note members that a peer blames for its broken group. That alone evicts no worker."""
     current = tx.state.current
     world = current.world
     seen = [name for name in suspects if world is not None and world.member(name) is not None]
@@ -183,7 +183,7 @@ def _check_connection(tx: Transition, name: WorkerId) -> None:
     own = connections.mass_disconnect < since
     slot_since = slot.disconnected_at if slot is not None else None
     if own and name in state.current.suspected:
-        reason = "its connection broke and a peer saw it break"
+        reason = "its connection broke and a peer blames it"
     elif own and slot_since is not None and tx.now - max(since, slot_since) >= state.limits.disconnect_window:
         reason = "its connection and its slot's broke"
     elif broken >= state.limits.reconnect_grace:

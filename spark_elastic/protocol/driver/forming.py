@@ -188,7 +188,7 @@ def _announce(tx: Transition, over_time: str) -> None:
         state.workers.starting or state.workers.draining or state.hosts.discovered is not None or over_time
     )
     if more_may_come and tx.now - timers.change_since < state.limits.debounce:
-        return  # working out the next world is worth it once, not at each of a thousand joins
+        return  # working out the next world is worth it once, not at each of a thousand requests
     joining, leaving = ([], []) if over_time else _find_change(tx)
     why = over_time or _format_change(joining, leaving)
     if not why:

@@ -276,7 +276,7 @@ class WorkerRecord:
     arrived_at: float = 0.0  # when it came as a newcomer
     rank: int | None = None  # in the newest world; None: it is no member
     formed: bool = False  # it has built that world's group
-    has_left: bool = False  # it has left that world at `position`, by a join or with a result
+    has_left: bool = False  # it has left that world at `position`, by asking for the next or with a result
     position: Position | None = None
     draining: str = ""  # why it has to leave, "" if it stays
     drain_cause: DrainCause | None = None
@@ -541,10 +541,9 @@ class CurrentWorld(Part):
     cause_unknown: bool = (
         False  # `break_reason` is what a survivor saw: who was lost, and how, is not known yet
     )
-    suspected: frozenset[WorkerId] = frozenset()  # members that peers saw break
-    broken_links: tuple[
-        frozenset[WorkerId], ...
-    ] = ()  # two members each, one of which saw the other one break
+    suspected: frozenset[WorkerId] = frozenset()  # members that a peer blames for its broken group
+    # Two members each, one of which blames the other one for its broken group.
+    broken_links: tuple[frozenset[WorkerId], ...] = ()
     late: frozenset[WorkerId] = frozenset()  # members evicted because they did not come to the regroup
     stalled: Table[WorkerId, str] = field(default_factory=Table)  # members that kept others waiting, and how
     results: Table[WorkerId, str] = field(default_factory=Table)

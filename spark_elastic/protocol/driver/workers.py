@@ -1,7 +1,6 @@
-"""Handlers of the driver machine for messages that concern workers: joins, formed worlds, results, failures, exits.
+"""Handlers of the driver machine for messages that concern workers: requests for worlds, results, failures, exits.
 
-A worker joins twice in each world: the driver answers its `JoinWorld` with a world, and the worker's next `JoinWorld`
-tells the driver that it has left that world.
+One `RequestNextWorld` ends a worker's part in a world and asks for the next one, which is the answer to it.
 """
 
 from __future__ import annotations
@@ -20,13 +19,19 @@ from spark_elastic.protocol.driver.failure_detector import (
 from spark_elastic.protocol.driver.failures import format_position, record_exit, record_failure
 from spark_elastic.protocol.driver.slots import adopt_worker
 from spark_elastic.protocol.driver.state import DepartedWorker, Failure, JobStage, Transition, WorkerRecord
-from spark_elastic.protocol.messages import JoinWorld, WorkerDone, WorkerExited, WorkerFailed, WorldFormed
+from spark_elastic.protocol.messages import (
+    RequestNextWorld,
+    WorkerDone,
+    WorkerExited,
+    WorkerFailed,
+    WorldFormed,
+)
 from spark_elastic.protocol.types import KILLED_EXIT_CODES, Fence, Position, SlotId, WorkerId, WorkerStatus
 
-# ---- joins
+# ---- requests for the next world
 
 
-def on_worker_joins(tx: Transition, event: JoinWorld) -> None:
+def on_next_world_requested(tx: Transition, event: RequestNextWorld) -> None:
     worker = _find_worker(tx, event.worker, event.slot, event.fence)
     if worker is None:
         return
@@ -76,15 +81,15 @@ def _admit_newcomer(tx: Transition, worker: WorkerRecord) -> None:
         state.launches.mark_warm(slot.launch)
 
 
-def _leave_world(tx: Transition, worker: WorkerRecord, event: JoinWorld) -> None:
+def _leave_world(tx: Transition, worker: WorkerRecord, event: RequestNextWorld) -> None:
     """A member has left its world and asks for the next one. If no change was announced, the world is broken."""
     timers = tx.state.timers
     _mark_left(tx, worker, event.position, WorkerStatus.READY)
     if timers.regroup_since is None:
         timers.regroup_since = tx.now
     if not event.planned:
-        saw = f", which saw {', '.join(event.suspects)} break" if event.suspects else ""
-        reason = f"{tx.describe(worker)} could not continue{saw}: {event.reason or 'its group broke'}"
+        blame = f" and blames {', '.join(event.suspects)}" if event.suspects else ""
+        reason = f"{tx.describe(worker)} could not continue{blame}: {event.reason or 'its group broke'}"
         break_world(tx, reason, cause_unknown=True)
         suspect(tx, event.worker, event.suspects)
 

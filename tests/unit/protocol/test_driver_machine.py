@@ -18,8 +18,8 @@ from spark_elastic.protocol.commands import (
 )
 from spark_elastic.protocol.events import Received
 from spark_elastic.protocol.messages import (
-    JoinWorld,
     RegisterSlot,
+    RequestNextWorld,
     WorkerDone,
     WorkerExited,
     WorkerStarted,
@@ -392,7 +392,7 @@ def test_thousands_of_workers_form_one_world() -> None:
     for job in range(1, count + 1):
         for message in (
             RegisterSlot(SlotId(f"{job}-0"), f"h{job // 8}", job),
-            JoinWorld(name(job), None, None),
+            RequestNextWorld(name(job), None, None),
         ):
             state, commands = driver_machine.step(state, Received(0.0, message))
             published += sum(isinstance(command, PublishWorld) for command in commands)

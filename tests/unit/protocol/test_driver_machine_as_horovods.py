@@ -19,7 +19,13 @@ from spark_elastic.protocol.commands import (
     ReleaseSlot,
     StopWorker,
 )
-from spark_elastic.protocol.messages import JoinWorld, RegisterSlot, WorkerDone, WorkerExited, WorkerFailed
+from spark_elastic.protocol.messages import (
+    RegisterSlot,
+    RequestNextWorld,
+    WorkerDone,
+    WorkerExited,
+    WorkerFailed,
+)
 from spark_elastic.protocol.types import INITIAL_VERSION, HostUpdateResult, SlotId
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
 
@@ -138,9 +144,9 @@ def test_worker_notification_manager() -> None:
     bench.form()
     _slots(bench, 2)
     bench.wait(0.2, heartbeats_of=[1, 2, 3])
-    bench.on(JoinWorld(name(1), bench.fence, at(5), planned=True))
+    bench.on(RequestNextWorld(name(1), bench.fence, at(5), planned=True))
     _slots(bench, 4)
-    bench.on(JoinWorld(name(3), bench.fence, at(5), planned=True))
+    bench.on(RequestNextWorld(name(3), bench.fence, at(5), planned=True))
     assert bench.members() == [name(1), name(2), name(3), name(4)]
     assert [announce.version for announce in bench.find_commands(AnnounceChange)] == [ONE_JOINS]
 

@@ -11,8 +11,8 @@ from spark_elastic.protocol.driver.forming import LAST_STOP_TIMEOUT
 from spark_elastic.protocol.events import Received
 from spark_elastic.protocol.messages import (
     Heartbeat,
-    JoinWorld,
     RegisterSlot,
+    RequestNextWorld,
     WorkerExited,
     WorkerStarted,
     WorldFormed,
@@ -35,7 +35,7 @@ class Driver:
         self.say(on.Tick(0.0))
         self.say(Received(1.0, RegisterSlot(SlotId("1-0"), "h", 1)))
         self.say(Received(1.0, WorkerStarted(SlotId("1-0"), WorkerId("1-0.1"))))
-        said = self.say(Received(2.0, JoinWorld(WorkerId("1-0.1"), None, None, (), "warm", False)))
+        said = self.say(Received(2.0, RequestNextWorld(WorkerId("1-0.1"), None, None, (), "warm", False)))
         assert any(isinstance(command, PublishWorld) for command in said)
         self.say(Received(2.0, WorldFormed(WorkerId("1-0.1"), Fence(1, 1))))
         return self
@@ -56,7 +56,9 @@ def test_max_runtime_ends_the_job_once_all_members_have_stopped() -> None:
     (announced,) = [c for c in said if isinstance(c, AnnounceChange)]
     assert "max_runtime" in announced.reason
     assert not list_outcomes(said)
-    came = driver.say(Received(101.5, JoinWorld(WorkerId("1-0.1"), Fence(1, 1), START, (), "boundary", True)))
+    came = driver.say(
+        Received(101.5, RequestNextWorld(WorkerId("1-0.1"), Fence(1, 1), START, (), "boundary", True))
+    )
     assert list_outcomes(came) == [JobOutcome.TIME_LIMIT]
 
 
