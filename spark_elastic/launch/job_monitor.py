@@ -21,7 +21,7 @@ from spark_elastic.rendezvous.messages import SLOT_LINE_PREFIX, LogLines, Report
 log = logging.getLogger("spark_elastic")
 
 STALL_CHECK_INTERVAL = 0.2  # seconds
-SPARE_HEARTBEATS = 100  # heartbeats that are kept of slots outside of the current world
+MAX_OTHER_HEARTBEATS = 100  # heartbeats that are kept of slots outside of the current world
 
 
 class StallDetector(JobListener):
@@ -68,7 +68,7 @@ class StallDetector(JobListener):
 
     def _check(self, world: World, now: float) -> None:
         # Slots come and go for as long as a job lasts.
-        if len(self._heartbeats) > 2 * world.size + SPARE_HEARTBEATS:
+        if len(self._heartbeats) > 2 * world.size + MAX_OTHER_HEARTBEATS:
             slots = {member.slot for member in world.members}
             self._heartbeats = {slot: seen for slot, seen in self._heartbeats.items() if slot in slots}
         interval = self._heartbeat_interval(len(self._heartbeats))

@@ -1,7 +1,7 @@
 """The driver's decisions: `step(state, event) -> (state, commands)`, pure.
 
-A handler per kind of event (package `driver`) changes the records. Then `forming.settle` looks at the new state and
-decides on worlds, announcements and the end. None of them knows clocks, sockets or Spark.
+A handler per kind of event (package `driver`) changes the records. Then `forming.decide_next_step` looks at the new
+state and decides on worlds, announcements and the end. None of them knows clocks, sockets or Spark.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from spark_elastic.protocol.commands import (
     StopWorker,
 )
 from spark_elastic.protocol.driver import failure_detector, slots, workers
-from spark_elastic.protocol.driver.forming import settle
+from spark_elastic.protocol.driver.forming import decide_next_step
 from spark_elastic.protocol.driver.state import DriverState, JobStage, SlotLaunch, Transition
 from spark_elastic.protocol.types import Checkpoint, Limits
 
@@ -46,13 +46,13 @@ def step(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, tuple[
     subject = event.message if isinstance(event, on.Received) else event
     HANDLERS[type(subject)](tx, subject)
     if tx.commands or not on.is_heartbeat(event):  # a mere heartbeat makes nothing due
-        settle(tx)
+        decide_next_step(tx)
         slots.carry_out_waiting_drains(tx)
     return tx.state, tuple(tx.commands)
 
 
 def _on_tick(tx: Transition, event: on.Tick) -> None:
-    failure_detector.scan(tx)
+    failure_detector.check_connections_and_leases(tx)
 
 
 def _on_checkpoint_written(tx: Transition, event: messages.CheckpointWritten) -> None:

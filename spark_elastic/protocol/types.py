@@ -78,9 +78,9 @@ KILLED_EXIT_CODES = (-9, -15, DRIVER_SILENT_EXIT_CODE)
 
 @dataclass(frozen=True, order=True)
 class Fence:
-    """R10 (fence): what every message carries."""
+    """R10 (fence): identifies a world. Messages about an older world are ignored."""
 
-    attempt: int  # a driver that opens a run takes the next one
+    attempt: int  # the driver's: one that opens a run takes the next number
     generation: int  # of the world; 0 before the first
 
 
@@ -238,7 +238,7 @@ class Limits:
     lease: float = 5.0  # silence after which a worker is evicted
     reconnect_grace: float = 1.0  # how long a broken control connection alone may stay broken
     driver_timeout: float = 60.0  # a worker that the driver has not answered for so long has ended itself
-    disconnect_window: float = 0.05  # connections that break within it count as broken at once
+    disconnect_window: float = 0.05  # connections that break within it count as broken together
     regroup_timeout: float = 600.0  # how long survivors wait for a member that runs but does not come
     debounce: float = 0.05  # how long a planned change waits for others to be announced with it
     failure_budget: int = (

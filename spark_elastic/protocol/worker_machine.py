@@ -115,7 +115,7 @@ def _receive_world(state: WorkerState, world: World) -> StepResult:
     if _is_over(entered):
         after, commands = _ask_for_world(entered, f"world {number} was over before it came")
     elif me.position != state.position:
-        # A late message misled the driver. Training on from here would break P1, so this world must not begin.
+        # A late message misled the driver. To train on from here would break P1 (exactly once).
         after, commands = _ask_for_world(
             entered, f"world {number} was formed for a position that it does not hold"
         )

@@ -22,7 +22,7 @@ from spark_elastic.protocol.driver.state import (
 )
 from spark_elastic.protocol.types import SlotId, WorkerId, WorkerStatus
 
-SCANS_PER_LEASE = 20
+CHECKS_PER_LEASE = 20
 # Seconds. Imports keep a host busy, nothing waits for a worker that is not warm, and a new one would import again.
 STARTING_LEASE = 30.0
 MARGIN = 5.0  # seconds added to driver_timeout, for clocks that differ and for a last step
@@ -43,7 +43,7 @@ def break_world(tx: Transition, reason: str, cause_unknown: bool = False) -> Non
         reason = reason if stall in reason else f"{reason}; {stall}"
     state.stage = JobStage.REGROUPING
     state.current.break_reason, state.current.cause_unknown = reason, cause_unknown
-    state.timers.regroup_since = tx.now
+    state.timers.leaving_since = tx.now
     tx.emit(AbortWorld(f"world {state.generation} is over: {reason}", state.fence))
 
 
@@ -111,7 +111,7 @@ def remove_slot(tx: Transition, slot: SlotRecord, reason: str, how: SlotEnd) -> 
     state.blacklist = state.blacklist.forget_slot(slot.slot)
     state.failures.forget_slot(slot.slot)
     state.connections.forget(slot.slot)
-    state.launches.count_attempts(slot.launch, -1)
+    state.launches.count_task_attempts(slot.launch, -1)
 
 
 # ---- connections
@@ -144,16 +144,16 @@ def on_connection_back(tx: Transition, event: on.ConnectionBack) -> None:
     slot = state.slots.get(event.slot)
     worker = state.workers.get(event.worker) if event.worker is not None else None
     if worker is not None:
-        mark_seen(tx, worker)
+        mark_reconnected(tx, worker)
     elif event.worker is None and slot is not None:
         state.slots.put(replace(slot, disconnected_at=None, last_seen=tx.now))
 
 
-def mark_seen(tx: Transition, worker: WorkerRecord) -> WorkerRecord:
+def mark_reconnected(tx: Transition, worker: WorkerRecord) -> WorkerRecord:
     """Record that the worker sent a message over a working connection. Returns its renewed record."""
     _mark_mass_disconnect(tx)
     tx.state.connections.restore(worker.worker)
-    return tx.state.workers.mark_seen(worker, tx.now)
+    return tx.state.workers.set_last_seen(worker, tx.now)
 
 
 def suspect(tx: Transition, witness: WorkerId, suspects: tuple[WorkerId, ...]) -> None:
@@ -170,21 +170,22 @@ def suspect(tx: Transition, witness: WorkerId, suspects: tuple[WorkerId, ...]) -
 def _check_connection(tx: Transition, name: WorkerId) -> None:
     """Evict a worker whose connection is broken, if there is enough evidence.
 
-    A peer's report evicts it at once. A broken connection of its slot evicts it once it is clear that not all
-    connections broke. Without either it is evicted after `reconnect_grace`. If all connections broke at once, the
+    A peer's report evicts it immediately. A broken connection of its slot evicts it once it is clear that not all
+    connections broke. Without either it is evicted after `reconnect_grace`. If all connections broke together, the
     server lost them, and every worker has that time to reconnect.
     """
     state, connections = tx.state, tx.state.connections
     worker, since = state.workers.get(name), connections.disconnected.get(name)
     if worker is None or since is None or _is_mass_disconnect(tx):
         return
-    broken = tx.now - max(since, connections.mass_disconnect, connections.driver_partitioned)
+    broken = tx.now - max(since, connections.mass_disconnect_at, connections.driver_partitioned_at)
     slot = state.slots.get(worker.slot)
-    own = connections.mass_disconnect < since
+    window = state.limits.disconnect_window
+    broke_alone = connections.mass_disconnect_at < since
     slot_since = slot.disconnected_at if slot is not None else None
-    if own and name in state.current.suspected:
+    if broke_alone and name in state.current.suspected:
         reason = "its connection broke and a peer blames it"
-    elif own and slot_since is not None and tx.now - max(since, slot_since) >= state.limits.disconnect_window:
+    elif broke_alone and slot_since is not None and tx.now - max(since, slot_since) >= window:
         reason = "its connection and its slot's broke"
     elif broken >= state.limits.reconnect_grace:
         reason = f"its connection has been broken for {broken:.1f} s"
@@ -197,7 +198,7 @@ def _mark_mass_disconnect(tx: Transition) -> None:
     """Remember that all workers were disconnected, as long as it lasts."""
     connections = tx.state.connections
     if connections.disconnected and _is_mass_disconnect(tx):
-        connections.mass_disconnect = tx.now
+        connections.mass_disconnect_at = tx.now
 
 
 def _is_mass_disconnect(tx: Transition) -> bool:
@@ -214,28 +215,28 @@ def _is_mass_disconnect(tx: Transition) -> bool:
 
 
 def notice_pause(tx: Transition) -> None:
-    """Detect before each event that the driver was paused: no scan ran for half a lease. Messages that came meanwhile
-    are still unread, so the silence of the other slots proves nothing: R12 (driver silence)."""
+    """Detect before each event that the driver was paused: it checked no leases for half a lease. Messages that came
+    meanwhile are still unread, so the silence of the other slots proves nothing: R12 (driver silence)."""
     connections = tx.state.connections
-    if tx.now - connections.last_scan > tx.state.limits.lease / 2:
-        connections.driver_partitioned = tx.now
+    if tx.now - connections.last_lease_check > tx.state.limits.lease / 2:
+        connections.driver_partitioned_at = tx.now
 
 
-def scan(tx: Transition) -> None:
+def check_connections_and_leases(tx: Transition) -> None:
     """On a tick: check broken connections, and now and then the leases."""
     state, connections = tx.state, tx.state.connections
     _mark_mass_disconnect(tx)
     for name in tuple(connections.disconnected):
         _check_connection(tx, name)
-    if tx.now < connections.next_scan:
+    if tx.now < connections.next_lease_check:
         return
     lease = state.limits.lease
-    connections.last_scan = tx.now
-    connections.next_scan = tx.now + lease / SCANS_PER_LEASE
+    connections.last_lease_check = tx.now
+    connections.next_lease_check = tx.now + lease / CHECKS_PER_LEASE
     if _is_driver_partitioned(tx):
-        connections.driver_partitioned = tx.now
+        connections.driver_partitioned_at = tx.now
         return
-    reachable_since = connections.driver_partitioned
+    reachable_since = connections.driver_partitioned_at
     for worker in tuple(state.workers.values()):
         slot = state.slots.get(worker.slot)
         limit = max(lease, STARTING_LEASE) if worker.status is WorkerStatus.STARTING else lease
@@ -255,7 +256,7 @@ def _evict_silent_slots(tx: Transition) -> None:
     state = tx.state
     limit = state.limits.driver_timeout + MARGIN
     for slot in tuple(state.slots.values()):
-        silence = tx.now - max(slot.last_seen, state.connections.driver_partitioned)
+        silence = tx.now - max(slot.last_seen, state.connections.driver_partitioned_at)
         if slot.worker is None and silence > limit:
             remove_slot(tx, slot, f"slot {slot.slot} was silent for {silence:.1f} s", SlotEnd.TOLD_TO_END)
 
@@ -278,7 +279,7 @@ def _is_driver_partitioned(tx: Transition) -> bool:
 
 
 def _note_possibly_alive(tx: Transition, worker: WorkerRecord, executor_lost: bool = False) -> None:
-    """Called before the records of the worker and its slot change."""
+    """Remember an evicted member that may still run. Call it before its records change."""
     if worker.rank is None:
         return
     state, connections = tx.state, tx.state.connections
@@ -297,5 +298,5 @@ def _note_possibly_alive(tx: Transition, worker: WorkerRecord, executor_lost: bo
 
 
 def _ends_within_lease(tx: Transition, at: float, last_seen: float) -> bool:
-    """Whether a connection ended sooner than that of a host that is cut off would, by silence."""
+    """Whether the connection closed within a lease of the last message, hence not by a cut-off host's timeout."""
     return at - last_seen <= tx.state.limits.lease

@@ -32,13 +32,13 @@ from spark_elastic.protocol.types import (
     WorkerId,
 )
 
-# Seconds before a launch, by failed attempts before it. Spark alone decides where a slot job lands: without a delay it
-# would use a host that has room but may not take part again and again. The last value is how long another host that
-# gets room meanwhile may go unnoticed. The machine delays the job, not the launcher, so that a changed listing or a new
-# executor launches it at once.
+# Seconds before a launch, by how many before it failed in a row. Spark alone decides where a slot job lands: without a
+# delay it would use a host that has room but may not take part again and again. The last value is how long another host
+# that gets room meanwhile may go unnoticed. The machine delays the job, not the launcher, so that a changed listing or
+# a new executor launches it immediately.
 BACK_OFF = (0.0, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-# A slot that was given to another job is launched again after the same delay as after so many failed attempts.
-ATTEMPTS_AFTER_PREEMPTION = BACK_OFF.index(4.0) - 1
+# A slot that was given to another job is launched again after the same delay as after so many failed launches.
+FAILURES_AFTER_PREEMPTION = BACK_OFF.index(4.0) - 1
 # Seconds of cooldown that a slot waits out with its warm worker. For a longer one it is given back, since its core may
 # be useful elsewhere.
 PARKING_LIMIT = 5.0
@@ -47,10 +47,10 @@ PARKING_LIMIT = 5.0
 
 
 def launch(tx: Transition, slot_launch: SlotLaunch, reason: str) -> None:
-    """Launch a slot, at once or after the back-off."""
-    launches, number = tx.state.launches, slot_launch.launch
+    """Launch a slot, now or after the back-off."""
+    launches, number = tx.state.launches, slot_launch.number
     launches.put(slot_launch)
-    back_off = BACK_OFF[min(slot_launch.failed_attempts, len(BACK_OFF) - 1)]
+    back_off = BACK_OFF[min(slot_launch.failed_predecessors, len(BACK_OFF) - 1)]
     delay = max(back_off, _seconds_until_a_host_returns(tx))
     if delay:
         launches.delay(number, tx.now + delay, reason)
@@ -67,8 +67,8 @@ def launch_due(tx: Transition) -> None:
             tx.emit(LaunchSlot(delayed.reason, number))
 
 
-def launch_now(tx: Transition) -> None:
-    """Other hosts may be used than before: failed attempts delay no launch any more."""
+def skip_back_off(tx: Transition) -> None:
+    """Drop the back-off of delayed launches: other hosts may be used than before."""
     launches = tx.state.launches
     until = tx.now + _seconds_until_a_host_returns(tx)
     for number, delayed in tuple(launches.delayed.items()):
@@ -79,7 +79,7 @@ def relaunch(tx: Transition) -> None:
     """Launch all slots again that were held back, because a member was lost."""
     launches = tx.state.launches
     launches.relaunch = False
-    count, launches.held_back = launches.held_back, 0
+    count, launches.held_back_count = launches.held_back_count, 0
     for _ in range(count):
         reason = "a member was lost, so a slot that was given back is asked for again"
         launch(tx, SlotLaunch(launches.next_launch), reason)
@@ -104,13 +104,13 @@ def on_launch_ended(tx: Transition, event: on.LaunchEnded) -> None:
 def _launch_successor(tx: Transition, ended: SlotLaunch, why: str) -> None:
     launches = tx.state.launches
     if ended.held_back:
-        launches.held_back += 1
+        launches.held_back_count += 1
         return
-    failed_attempts = 0 if ended.got_warm or ended.executor_lost else ended.failed_attempts + 1
-    if failed_attempts:
+    failed_predecessors = 0 if ended.got_warm or ended.executor_lost else ended.failed_predecessors + 1
+    if failed_predecessors:
         launches.last_failure = why
-    successor = SlotLaunch(launches.next_launch, failed_attempts)
-    launch(tx, successor, f"slot job {ended.launch} ended ({why})")
+    successor = SlotLaunch(launches.next_launch, failed_predecessors)
+    launch(tx, successor, f"slot job {ended.number} ended ({why})")
 
 
 def find_blacklisted_hosts(tx: Transition) -> tuple[list[HostId], float] | None:
@@ -198,13 +198,13 @@ def on_slots_wanted(tx: Transition, event: on.SlotsWanted) -> None:
 
 def _preempt(tx: Transition, reason: str) -> None:
     """Give all slots back to another job and ask for them again later, since they are too few for a world. A survivor
-    with the newest state keeps its slot (P3)."""
+    with the newest state keeps its slot: P3 (no rollback)."""
     state = tx.state
     if state.stage is JobStage.RUNNING or state.workers.not_left:
         return
     state.launches.preempted = reason
     survivors = tx.survivors()
-    newest = newest_position(survivors)
+    newest = find_newest_position(survivors)
     holders = [worker for worker in survivors if newest is not None and worker.position == newest]
     holders.sort(key=lambda worker: bool(worker.draining))  # workers that do not drain come first
     # With all attempts of its task: R14 (duplicates).
@@ -215,12 +215,12 @@ def _preempt(tx: Transition, reason: str) -> None:
         slot_launch = state.launches.get(slot.launch)
         if slot_launch is not None:
             state.launches.put(
-                replace(slot_launch, got_warm=False, failed_attempts=ATTEMPTS_AFTER_PREEMPTION)
+                replace(slot_launch, got_warm=False, failed_predecessors=FAILURES_AFTER_PREEMPTION)
             )
         _release(tx, slot, reason)
 
 
-def newest_position(workers: Sequence[WorkerRecord]) -> Position | None:
+def find_newest_position(workers: Sequence[WorkerRecord]) -> Position | None:
     """The highest position of the workers; None if no worker has one."""
     return max((worker.position for worker in workers if worker.position is not None), default=None)
 
@@ -254,7 +254,7 @@ def _register(tx: Transition, slot: SlotRecord) -> None:
     if why and not slot.extra:
         _refuse(tx, slot.slot, why)
         return
-    state.launches.count_attempts(slot.launch, 1)
+    state.launches.count_task_attempts(slot.launch, 1)
     state.hosts.add(slot.host)
     state.slots.put(slot)
     if why:
@@ -289,10 +289,10 @@ def on_heartbeat(tx: Transition, event: Heartbeat) -> None:
         tx.emit(StopWorker(reason, event.worker, kill=not departed.reported_end))
     else:
         if event.worker not in state.workers:
-            adopt_worker(tx, slot, event.worker)
+            register_worker(tx, slot, event.worker)
         worker = state.workers.get(event.worker)
         if worker is not None and event.state not in NOT_RUNNING:
-            state.workers.mark_seen(worker, tx.now)
+            state.workers.set_last_seen(worker, tx.now)
 
 
 def on_worker_started(tx: Transition, event: WorkerStarted) -> None:
@@ -301,10 +301,10 @@ def on_worker_started(tx: Transition, event: WorkerStarted) -> None:
     if slot is None:
         release_departed(tx, event.slot)
     elif event.worker not in state.workers and event.worker not in state.workers.departed:
-        adopt_worker(tx, replace(slot, last_seen=tx.now), event.worker)
+        register_worker(tx, replace(slot, last_seen=tx.now), event.worker)
 
 
-def adopt_worker(tx: Transition, slot: SlotRecord, name: WorkerId) -> None:
+def register_worker(tx: Transition, slot: SlotRecord, name: WorkerId) -> None:
     """`name` is the slot's worker now; another that it had has ended."""
     state = tx.state
     previous = tx.worker_of(slot)
@@ -327,9 +327,9 @@ def adopt_worker(tx: Transition, slot: SlotRecord, name: WorkerId) -> None:
 
 
 def on_host_appeared(tx: Transition, event: on.HostAppeared) -> None:
-    """Launch delayed slots now: failed attempts on other hosts say nothing about the new one."""
+    """Launch delayed slots now: failed launches on other hosts say nothing about the new one."""
     if tx.state.hosts.add(event.host):
-        launch_now(tx)
+        skip_back_off(tx)
 
 
 def on_host_lost(tx: Transition, event: on.HostLost) -> None:
@@ -346,7 +346,7 @@ def on_hosts_discovered(tx: Transition, event: on.HostsDiscovered) -> None:
     again in time."""
     state = tx.state
     state.hosts.discovered = event.hosts
-    launch_now(tx)
+    skip_back_off(tx)
     allowed = _find_allowed_slots(tx)
     for slot in tuple(state.slots.values()):
         worker = tx.worker_of(slot)

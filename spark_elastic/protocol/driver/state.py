@@ -81,8 +81,8 @@ class _LiveRecords(Part, Mapping[K, V]):
 class SlotLaunch:
     """A single-task Spark job that carries a slot, while it runs or waits to be launched."""
 
-    launch: int  # its number
-    failed_attempts: int = 0  # how many of its predecessors in a row ended without a warm worker
+    number: int  # never used twice
+    failed_predecessors: int = 0  # in a row, each of which ended without a warm worker
     slots: int = 0  # how many of its task's attempts are alive
     got_warm: bool = False  # an attempt brought a warm worker
     executor_lost: bool = False  # an attempt's host was lost
@@ -103,14 +103,14 @@ class Launches(_LiveRecords[int, SlotLaunch]):
 
     next_launch: int = 1  # the number of the next one
     delayed: Table[int, DelayedLaunch] = field(default_factory=Table)  # those that are not launched yet
-    held_back: int = 0  # how many are not asked for again before a member is lost
+    held_back_count: int = 0  # how many are not asked for again before a member is lost
     relaunch: bool = False  # a member was lost, so those that are held back are asked for again
     preempted: str = ""  # why slots were given back although there are too few
     last_failure: str = ""  # what the last launch said that ended before its worker was warm
 
     def put(self, launch: SlotLaunch) -> None:
-        self.alive = self.alive.put(launch.launch, launch)
-        self.next_launch = max(self.next_launch, launch.launch + 1)
+        self.alive = self.alive.put(launch.number, launch)
+        self.next_launch = max(self.next_launch, launch.number + 1)
 
     def remove(self, number: int) -> None:
         self.alive = self.alive.drop(number)
@@ -134,7 +134,7 @@ class Launches(_LiveRecords[int, SlotLaunch]):
         if launch is not None:
             self.put(replace(launch, executor_lost=True))
 
-    def count_attempts(self, number: int, change: int) -> None:
+    def count_task_attempts(self, number: int, change: int) -> None:
         """An attempt of the launch's task came up or ended."""
         launch = self.get(number)
         if launch is not None:
@@ -175,9 +175,7 @@ class SlotRecord:
     disconnected_at: float | None = None  # since when its control connection is broken
     node: str = ""  # its machine's name
     unfit: str = ""  # why what its host runs cannot take part, "" if it can
-    replaced_straggler: bool = (
-        False  # it started a worker in place of one without which the others were quicker
-    )
+    straggled_before: bool = False  # a worker of it was replaced, without which the others were quicker
 
     @property
     def machine(self) -> str:
@@ -258,9 +256,8 @@ class DrainCause(Enum):
     HOST = "its host goes"
     NOT_DISCOVERED = "discovery does not list its host"  # undone once discovery lists it again
     BY_USER = "a user asked for it"  # its slot is not asked for again before a member is lost
-    STRAGGLER = (
-        "the others are quicker without it"  # another worker of its slot, or another slot, replaces it
-    )
+    # Another worker of its slot, or another slot, replaces it.
+    STRAGGLER = "the others are quicker without it"
 
 
 @dataclass(frozen=True)
@@ -315,7 +312,7 @@ class Workers(_LiveRecords[WorkerId, WorkerRecord]):
         self._count(self.alive.get(worker.worker), worker)
         self.alive = self.alive.put(worker.worker, worker)
 
-    def mark_seen(self, worker: WorkerRecord, now: float) -> WorkerRecord:
+    def set_last_seen(self, worker: WorkerRecord, now: float) -> WorkerRecord:
         """The renewed record of a worker that was seen to run."""
         seen = replace(worker, last_seen=now)
         self.alive = self.alive.put(worker.worker, seen)
@@ -445,10 +442,10 @@ class Connections(Part):
     disconnected: Table[WorkerId, float] = field(default_factory=Table)  # workers, and since when
     # Workers and slots whose last connection was reset or timed out, hence not closed by a kernel.
     reset: frozenset[WorkerId | SlotId] = frozenset()
-    mass_disconnect: float = float("-inf")  # when last all workers were disconnected at once
-    driver_partitioned: float = float("-inf")  # when last the driver itself was cut off or paused
-    last_scan: float = float("inf")  # when the leases were last checked
-    next_scan: float = 0.0
+    mass_disconnect_at: float = float("-inf")  # when last all workers were disconnected together
+    driver_partitioned_at: float = float("-inf")  # when last the driver itself was cut off or paused
+    last_lease_check: float = float("inf")  # when the leases were last checked
+    next_lease_check: float = 0.0
 
     def restore(self, worker: WorkerId) -> None:
         self.disconnected = self.disconnected.drop(worker)
@@ -489,8 +486,8 @@ class FailureHistory(Part):
     kill_times: Table[SlotId, tuple[float, ...]] = field(default_factory=Table)  # of the slot's workers
     # Workers that a signal, or the end of their slot or host, took out of a world, and which world.
     externally_lost: Table[WorkerId, int] = field(default_factory=Table)
-    no_progress: int = 0  # how many worlds in a row broke, lost no member and came no further
-    no_progress_since: float = 0.0
+    worlds_without_progress: int = 0  # in a row: they broke, lost no member and came no further
+    without_progress_since: float = 0.0
     broken_links: tuple[frozenset[WorkerId], ...] = ()  # in these worlds
     left_out_at: Position | None = None  # where a member at a dead link was left out last
 
@@ -538,9 +535,8 @@ class CurrentWorld(Part):
     announced: bool = False  # the world was told to stop at its next boundary
     end_announced: bool = False  # and that this boundary is the job's last
     break_reason: str = ""  # why the world broke, "" if it did not
-    cause_unknown: bool = (
-        False  # `break_reason` is what a survivor saw: who was lost, and how, is not known yet
-    )
+    # `break_reason` is what a survivor saw: who was lost, and how, is not known yet.
+    cause_unknown: bool = False
     suspected: frozenset[WorkerId] = frozenset()  # members that a peer blames for its broken group
     # Two members each, one of which blames the other one for its broken group.
     broken_links: tuple[frozenset[WorkerId], ...] = ()
@@ -573,7 +569,7 @@ class Timers(Part):
     gather_since: float | None = None  # there is a newcomer, and no world
     published_at: float = 0.0  # the newest world was published
     change_since: float | None = None  # a planned change is wanted
-    regroup_since: float | None = None  # the world broke, or its first member left as planned
+    leaving_since: float | None = None  # members leave the world: it broke, or the first left as planned
     too_few_since: float | None = None  # there are too few workers
     too_few_notified: bool = False  # the user knows that there are too few workers
     done_since: float | None = None  # the job's result is there

@@ -13,11 +13,11 @@ from spark_elastic.protocol.driver.failure_detector import (
     break_world,
     evict,
     evict_externally_lost,
-    mark_seen,
+    mark_reconnected,
     suspect,
 )
 from spark_elastic.protocol.driver.failures import format_position, record_exit, record_failure
-from spark_elastic.protocol.driver.slots import adopt_worker
+from spark_elastic.protocol.driver.slots import register_worker
 from spark_elastic.protocol.driver.state import DepartedWorker, Failure, JobStage, Transition, WorkerRecord
 from spark_elastic.protocol.messages import (
     RequestNextWorld,
@@ -35,7 +35,7 @@ def on_next_world_requested(tx: Transition, event: RequestNextWorld) -> None:
     worker = _find_worker(tx, event.worker, event.slot, event.fence)
     if worker is None:
         return
-    worker = mark_seen(tx, worker)
+    worker = mark_reconnected(tx, worker)
     if worker.rank is None:
         _admit_newcomer(tx, worker)
     elif event.fence == tx.state.fence:
@@ -64,7 +64,7 @@ def _find_worker(
         tx.emit(StopWorker(reason, name))
         return None
     if worker is None and slot is not None:
-        adopt_worker(tx, slot, name)
+        register_worker(tx, slot, name)
     return state.workers.get(name)
 
 
@@ -85,8 +85,8 @@ def _leave_world(tx: Transition, worker: WorkerRecord, event: RequestNextWorld) 
     """A member has left its world and asks for the next one. If no change was announced, the world is broken."""
     timers = tx.state.timers
     _mark_left(tx, worker, event.position, WorkerStatus.READY)
-    if timers.regroup_since is None:
-        timers.regroup_since = tx.now
+    if timers.leaving_since is None:
+        timers.leaving_since = tx.now
     if not event.planned:
         blame = f" and blames {', '.join(event.suspects)}" if event.suspects else ""
         reason = f"{tx.describe(worker)} could not continue{blame}: {event.reason or 'its group broke'}"
@@ -130,7 +130,7 @@ def on_worker_done(tx: Transition, event: WorkerDone) -> None:
             StopWorker(f"worker {event.worker} is done but no longer part of the job: {why}", event.worker)
         )
         return
-    worker = mark_seen(tx, worker)
+    worker = mark_reconnected(tx, worker)
     if worker.rank is None or event.fence != state.fence or worker.has_left:
         return  # the server answers an older question with the world that it is in
     all_results = state.limits.all_results

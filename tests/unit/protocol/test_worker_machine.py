@@ -18,7 +18,7 @@ from spark_elastic.protocol.commands import (
     Sync,
     WorkerCommand,
 )
-from spark_elastic.protocol.driver.forming import RankAssignment, assign_ranks, find_source
+from spark_elastic.protocol.driver.forming import ChosenWorker, assign_ranks, find_source
 from spark_elastic.protocol.types import DRIVER_SILENT_EXIT_CODE, START, Fence, Position, World
 from tests.unit.protocol.driver_bench import at
 
@@ -26,9 +26,7 @@ ME = "a"
 
 
 def _world(generation: int, **positions: Position | None) -> World:
-    places = [
-        RankAssignment(worker, f"slot {worker}", "h", position) for worker, position in positions.items()
-    ]
+    places = [ChosenWorker(worker, f"slot {worker}", "h", position) for worker, position in positions.items()]
     return World(Fence(1, generation), assign_ranks(places), find_source(places), "because")
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import End, JobOutcome, LaunchSlot, PublishWorld, ReleaseSlot
-from spark_elastic.protocol.driver.blacklist import JITTER, Blacklist, delay
+from spark_elastic.protocol.driver.blacklist import JITTER, Blacklist, compute_cooldown
 from spark_elastic.protocol.messages import RegisterSlot, WorkerExited, WorkerStarted
 from spark_elastic.protocol.types import INITIAL_VERSION, Limits, SlotId
 from tests.unit.protocol.driver_bench import FOUR, Bench, name
@@ -20,15 +20,19 @@ def _fail(blacklist: Blacklist, slot: str, now: float, slots: int = 4) -> Blackl
 
 
 def test_cooldowns_double_from_the_lower_to_the_upper_limit() -> None:
-    delays = [delay("h", failures, 2.0, 30.0) for failures in range(1, 9)]
+    delays = [compute_cooldown("h", failures, 2.0, 30.0) for failures in range(1, 9)]
     assert delays[0] == 2.0
     for count, seconds in enumerate(delays):
         assert min(30.0, 2.0 * 2**count) <= seconds <= min(30.0, 2.0 * 2**count * (1 + JITTER))
     assert delays[-1] == 30.0
-    assert delay("h", 3, 2.0, 30.0) == delays[2]
-    assert delay("g", 3, 2.0, 30.0) != delays[2]
-    assert delay("h", 10_000, 2.0, 30.0) == 30.0
-    assert delay("h", 1, math.inf, math.inf) == delay("h", 5, math.inf, math.inf) == math.inf
+    assert compute_cooldown("h", 3, 2.0, 30.0) == delays[2]
+    assert compute_cooldown("g", 3, 2.0, 30.0) != delays[2]
+    assert compute_cooldown("h", 10_000, 2.0, 30.0) == 30.0
+    assert (
+        compute_cooldown("h", 1, math.inf, math.inf)
+        == compute_cooldown("h", 5, math.inf, math.inf)
+        == math.inf
+    )
 
 
 def test_one_blacklisted_slot_of_several_leaves_its_host_in_use() -> None:
