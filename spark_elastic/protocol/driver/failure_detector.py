@@ -63,10 +63,10 @@ def evict(
     if kill:
         _note_possibly_alive(tx, worker)
     remove_worker(tx, worker, DepartedWorker(reason, exit_unreported, worker.took_part))
-    state.launches.relaunch |= worker.rank is not None and not worker.draining
+    state.launches.relaunch |= worker.is_member and not worker.draining
     if kill:
         tx.emit(StopWorker(f"{title} is evicted: {reason}", worker.worker, kill=True))
-    if worker.rank is not None and worker.worker not in state.current.results:
+    if worker.is_member and worker.worker not in state.current.results:
         loss, current = f"{title} is lost: {reason}", state.current
         if current.cause_unknown and worker.worker in current.suspected - current.late:
             current.break_reason, current.cause_unknown = loss, False
@@ -77,7 +77,7 @@ def evict_externally_lost(
     tx: Transition, worker: WorkerRecord, reason: str, kill: bool = False, exit_unreported: bool = False
 ) -> None:
     """Evict a worker where nothing points to the program: a signal, silence, or the end of its slot or host."""
-    if worker.rank is not None:
+    if worker.is_member:
         failures = tx.state.failures
         failures.externally_lost = failures.externally_lost.put(worker.worker, tx.state.generation)
     evict(tx, worker, reason, kill, exit_unreported)
@@ -280,7 +280,7 @@ def _is_driver_partitioned(tx: Transition) -> bool:
 
 def _note_possibly_alive(tx: Transition, worker: WorkerRecord, executor_lost: bool = False) -> None:
     """Remember an evicted member that may still run. Call it before its records change."""
-    if worker.rank is None:
+    if not worker.is_member:
         return
     state, connections = tx.state, tx.state.connections
     slot = state.slots.get(worker.slot)

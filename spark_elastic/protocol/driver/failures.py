@@ -154,7 +154,7 @@ def record_slot_failure(tx: Transition, slot: SlotId, host: HostId) -> None:
         return
     for record in slots:
         worker = tx.worker_of(record)
-        if worker is None or worker.rank is None:
+        if worker is None or not worker.is_member:
             give_back(tx, record, f"host {host} is blacklisted for {until - tx.now:.1f} s")
 
 

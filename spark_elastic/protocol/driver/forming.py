@@ -461,7 +461,7 @@ def _explain_world(
     tx: Transition, chosen: list[WorkerRecord], leaving: list[WorkerRecord], position: Position | None
 ) -> str:
     state = tx.state
-    joining = [worker.worker for worker in chosen if worker.rank is None]
+    joining = [worker.worker for worker in chosen if not worker.is_member]
     change = _format_change(joining, [worker.worker for worker in leaving])
     why = "; ".join(part for part in (state.current.break_reason, change) if part) or "nothing changed"
     point = resume_point(state, position)

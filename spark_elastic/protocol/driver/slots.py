@@ -353,7 +353,7 @@ def on_hosts_discovered(tx: Transition, event: on.HostsDiscovered) -> None:
         if slot.slot in allowed:
             if worker is not None and worker.drain_cause is DrainCause.NOT_DISCOVERED:
                 state.workers.put(replace(worker, draining="", drain_cause=None))
-        elif worker is not None and worker.rank is not None:
+        elif worker is not None and worker.is_member:
             reason = f"discovery does not list host {worker.host} with that slot"
             _drain(tx, worker, reason, DrainCause.NOT_DISCOVERED)
         else:
@@ -435,7 +435,7 @@ def _match_discovered(slot: SlotRecord, room: dict[str, int]) -> str | None:
 
 def _has_member(tx: Transition, slot: SlotRecord) -> bool:
     worker = tx.worker_of(slot)
-    return worker is not None and worker.rank is not None
+    return worker is not None and worker.is_member
 
 
 # ---- drains
@@ -457,7 +457,7 @@ def on_drain_requested(tx: Transition, event: on.DrainRequested) -> None:
         if not by_host and not by_worker:
             continue
         found = True
-        if worker is not None and worker.rank is not None:
+        if worker is not None and worker.is_member:
             _drain(tx, worker, event.reason, cause)
             if by_user:
                 state.launches.hold_back(slot.launch)
@@ -470,7 +470,7 @@ def on_drain_requested(tx: Transition, event: on.DrainRequested) -> None:
 def on_worker_straggles(tx: Transition, event: WorkerStraggles) -> None:
     """Have a straggler replaced, unless the world would be too small without it."""
     worker, world = tx.state.workers.get(event.worker), tx.state.world
-    if worker is None or worker.rank is None or event.fence != tx.state.fence:
+    if worker is None or not worker.is_member or event.fence != tx.state.fence:
         return
     assert world is not None
     if world.size > tx.state.limits.min_workers:

@@ -271,7 +271,7 @@ class WorkerRecord:
     status: WorkerStatus = WorkerStatus.STARTING
     arrival: int = 0  # its number in the order in which newcomers came; 0: it has not come yet
     arrived_at: float = 0.0  # when it came as a newcomer
-    rank: int | None = None  # in the newest world; None: it is no member
+    rank: int | None = None  # in the newest world; None: it is no member of it
     formed: bool = False  # it has built that world's group
     has_left: bool = False  # it has left that world at `position`, by asking for the next or with a result
     position: Position | None = None
@@ -280,9 +280,14 @@ class WorkerRecord:
     extra: bool = False  # as in its `SlotRecord`
 
     @property
+    def is_member(self) -> bool:
+        """Whether it is a member of the newest world."""
+        return self.rank is not None
+
+    @property
     def took_part(self) -> bool:
         """Whether it has ever worked in a world, this one or an earlier one."""
-        return self.rank is not None and (self.formed or self.position is not None)
+        return self.is_member and (self.formed or self.position is not None)
 
 
 @dataclass(frozen=True)
@@ -349,7 +354,7 @@ def _conditions(worker: WorkerRecord | None) -> tuple[bool, ...]:
     """Whether it is starting, draining, in its world, unformed and waiting, as `Workers` counts them."""
     if worker is None:
         return (False, False, False, False, False)
-    member = worker.rank is not None
+    member = worker.is_member
     return (
         worker.status is WorkerStatus.STARTING,
         bool(worker.draining),

@@ -36,7 +36,7 @@ def on_next_world_requested(tx: Transition, event: RequestNextWorld) -> None:
     if worker is None:
         return
     worker = mark_reconnected(tx, worker)
-    if worker.rank is None:
+    if not worker.is_member:
         _admit_newcomer(tx, worker)
     elif event.fence == tx.state.fence:
         _leave_world(tx, worker, event)
@@ -59,7 +59,7 @@ def _find_worker(
     if worker is None and slot is None:
         tx.emit(StopWorker(f"worker {name} is of slot {slot_name}, which is not of this job", name))
         return None
-    if fence is not None and (worker is None or worker.rank is None or fence.attempt != state.attempt):
+    if fence is not None and (worker is None or not worker.is_member or fence.attempt != state.attempt):
         reason = f"worker {name} comes from world {fence.generation}, in which it is no member"
         tx.emit(StopWorker(reason, name))
         return None
@@ -106,7 +106,7 @@ def _mark_left(tx: Transition, worker: WorkerRecord, position: Position | None, 
 def on_worker_formed(tx: Transition, event: WorldFormed) -> None:
     state = tx.state
     worker = state.workers.get(event.worker)
-    if worker is None or worker.rank is None or worker.formed or event.fence != state.fence:
+    if worker is None or not worker.is_member or worker.formed or event.fence != state.fence:
         return
     state.workers.put(replace(worker, formed=True, status=WorkerStatus.RUNNING, last_seen=tx.now))
     if state.blacklist:
@@ -131,7 +131,7 @@ def on_worker_done(tx: Transition, event: WorkerDone) -> None:
         )
         return
     worker = mark_reconnected(tx, worker)
-    if worker.rank is None or event.fence != state.fence or worker.has_left:
+    if not worker.is_member or event.fence != state.fence or worker.has_left:
         return  # the server answers an older question with the world that it is in
     all_results = state.limits.all_results
     _mark_left(tx, worker, event.position, WorkerStatus.SUCCESS)
@@ -151,7 +151,7 @@ def on_worker_failed(tx: Transition, event: WorkerFailed) -> None:
     """Evict the worker and count the failure. The slot is not at fault if the world was over already: user code with
     connections of its own, such as those of torch.distributed, raises because a peer is gone."""
     state = tx.state
-    over = state.stage is JobStage.REGROUPING and event.fence == state.fence
+    world_ended = state.stage is JobStage.REGROUPING and event.fence == state.fence
     worker, departed = state.workers.get(event.worker), state.workers.departed.get(event.worker)
     if worker is not None:
         what = _last_line(event.traceback)
@@ -165,7 +165,7 @@ def on_worker_failed(tx: Transition, event: WorkerFailed) -> None:
         return
     generation = event.fence.generation if event.fence is not None else 0
     failure = Failure(tx.now, generation, event.worker, event.position, event.fingerprint, event.traceback)
-    record_failure(tx, failure, slot_at_fault=not over)
+    record_failure(tx, failure, slot_at_fault=not world_ended)
 
 
 def _last_line(traceback: str) -> str:
