@@ -157,12 +157,12 @@ class Worker:
             pass
 
     async def _watch_worker(self) -> None:
-        over, version, stop = None, INITIAL_VERSION, None
+        ended_fence, version, stop = None, INITIAL_VERSION, None
         while stop is None:
-            request = WatchWorker(self._names[0], over, version)
+            request = WatchWorker(self._names[0], ended_fence, version)
             news = await self._worker.ask(request, MAX_POLL_SECONDS, watching=True)
             version, stop = MembershipVersion(**news["version"]), news["stop"]
-            over = Fence(**news["over"]) if news["over"] else None
+            ended_fence = Fence(**news["ended_fence"]) if news["ended_fence"] else None
 
 
 def be_clients(pipe: Connection, address: str, jobs: Sequence[int], size: int) -> None:

@@ -165,8 +165,8 @@ class CommandExecutor:
                 self._server.publish(world)
             case do.AbortWorld(reason, fence):
                 self._server.abort(fence, reason)
-            case do.AnnounceChange(reason, version):
-                self._server.announce(version, reason)
+            case do.AnnounceChange(_, version):
+                self._server.announce(version)
             case do.StopWorker(reason, worker, kill):
                 self._server.stop_worker(worker, reason, kill)
             case do.ReleaseSlot(reason, slot):

@@ -54,7 +54,7 @@ class WorkerState:
     world: World | None = None
     # Of the state that it holds, None while it holds none. R5 (staging): the old one until a new one is swapped in.
     position: Position | None = None
-    aborted: Fence | None = None  # newest world that is known to be over
+    newest_ended: Fence | None = None  # of the newest world that is known to be over
     open: bool = False  # the group of `fence` was not closed yet
     result: str = ""
     code: int = 0  # of its exit
@@ -196,11 +196,11 @@ def _receive_abort(state: WorkerState, event: on.AbortReceived) -> StepResult:
     """R10 (fence): an abort of an older world is ignored; one of a newer world waits for that world."""
     if state.fence is not None and event.fence < state.fence:
         return state, ()
-    known = event.fence if state.aborted is None else max(state.aborted, event.fence)
-    over = replace(state, aborted=known)
+    newest = event.fence if state.newest_ended is None else max(state.newest_ended, event.fence)
+    updated = replace(state, newest_ended=newest)
     if event.fence != state.fence or not state.open:
-        return over, ()
-    return over, (AbortGroup(event.reason, event.fence),)
+        return updated, ()
+    return updated, (AbortGroup(event.reason, event.fence),)
 
 
 def _report_exception(state: WorkerState, event: on.UserRaised) -> StepResult:
@@ -220,7 +220,8 @@ def _stop(state: WorkerState, reason: str, code: int) -> StepResult:
 
 
 def _is_over(state: WorkerState) -> bool:
-    return state.aborted is not None and state.fence is not None and state.fence <= state.aborted
+    ended = state.newest_ended
+    return ended is not None and state.fence is not None and state.fence <= ended
 
 
 def _rank(state: WorkerState) -> int:

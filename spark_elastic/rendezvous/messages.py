@@ -83,25 +83,24 @@ class LogLines(SlotRequest[Acknowledged]):
 class WorkerUpdate:
     """What a worker must know at once."""
 
-    # The newest membership version, and why it was announced.
+    # The newest membership version.
     version: MembershipVersion
-    reason: str = ""
-    # The newest generation that is over, and why.
-    over: Fence | None = None
-    why: str = ""
+    # The fence of the newest world that is over, and why it is.
+    ended_fence: Fence | None = None
+    end_reason: str = ""
     # Why the worker must end; None: it continues.
     stop: str | None = None
 
 
 @dataclass(frozen=True)
 class WatchWorker(WorkerRequest[WorkerUpdate]):
-    """Waits until the version differs, a generation after `over` is over, or the worker must stop (long poll).
+    """Waits until the version differs, a world after `ended_fence` is over, or the worker must stop (long poll).
 
     The request says what the worker received last, not which world it is in. It therefore cannot miss a world that
     begins while the poll is open.
     """
 
-    over: Fence | None = None
+    ended_fence: Fence | None = None
     version: MembershipVersion = INITIAL_VERSION
 
 

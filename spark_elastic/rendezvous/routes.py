@@ -229,7 +229,9 @@ class Routes:
 
         def find_update() -> WorkerUpdate | None:
             now = self._state.get_update(message.worker)
-            is_known = now.version == message.version and now.over == message.over and now.stop is None
+            is_known = (
+                now.version == message.version and now.ended_fence == message.ended_fence and now.stop is None
+            )
             return None if is_known else now
 
         reply = await self._poll(call, _sender(message), message.worker, find_update)

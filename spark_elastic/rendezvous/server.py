@@ -184,9 +184,9 @@ class RendezvousServer:
         """That generation is over: wake its watchers and close its exchange."""
         self._submit(lambda: self._state.abort(fence, reason))
 
-    def announce(self, version: MembershipVersion, reason: str) -> None:
+    def announce(self, version: MembershipVersion) -> None:
         """Tell every watcher the newest membership version."""
-        self._submit(lambda: self._state.announce(version, reason))
+        self._submit(lambda: self._state.announce(version))
 
     def stop_worker(self, worker: WorkerId, reason: str, kill: bool = False) -> None:
         """Tell the worker and its slot that it shall end."""

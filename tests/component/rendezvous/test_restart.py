@@ -40,7 +40,7 @@ def test_a_dead_loop_is_replaced_on_the_same_port(driver: Driver, caplog: pytest
     with caplog.at_level(logging.WARNING):
         kill = driver.call_in_thread(lambda: _kill_loop(driver))
         # Said while nobody may be serving: it must not be lost.
-        driver.server.announce(MembershipVersion(5), "a newcomer")
+        driver.server.announce(MembershipVersion(5))
         kill.result(PATIENCE)
         assert watching.result(PATIENCE).version == MembershipVersion(5)
     assert "starts again on the same port" in caplog.text

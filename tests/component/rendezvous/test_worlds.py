@@ -65,8 +65,8 @@ def test_a_watch_returns_a_new_membership_version(driver: Driver) -> None:
     assert worker.ask(WatchWorker(A), hold=0.05) == WorkerUpdate(INITIAL_VERSION)
     waiting = driver.call_in_thread(lambda: worker.ask(WatchWorker(A), hold=MAX_POLL_SECONDS))
     newer = INITIAL_VERSION.next()
-    news = WorkerUpdate(newer, "3-0.1 is warm")
-    driver.server.announce(newer, "3-0.1 is warm")
+    news = WorkerUpdate(newer)
+    driver.server.announce(newer)
     assert waiting.result(PATIENCE) == news
     # Level-triggered: one that has not heard hears at once.
     assert worker.ask(WatchWorker(A), hold=MAX_POLL_SECONDS) == news
@@ -80,13 +80,15 @@ def test_a_watch_returns_an_abort_once(driver: Driver) -> None:
     driver.server.abort(Fence(ATTEMPT, 3), "an older one")
     driver.server.abort(Fence(ATTEMPT, 4), "2-0.1 was lost")
     news = waiting.result(PATIENCE)
-    assert (news.over, news.why) == (Fence(ATTEMPT, 4), "2-0.1 was lost")
+    assert (news.ended_fence, news.end_reason) == (Fence(ATTEMPT, 4), "2-0.1 was lost")
     # Asked by what was heard last: it waits for the next one, and hears again after a lost reply.
-    waiting = driver.call_in_thread(lambda: worker.ask(WatchWorker(A, news.over), hold=MAX_POLL_SECONDS))
+    waiting = driver.call_in_thread(
+        lambda: worker.ask(WatchWorker(A, news.ended_fence), hold=MAX_POLL_SECONDS)
+    )
     assert worker.ask(WatchWorker(A), hold=MAX_POLL_SECONDS) == news
     driver.until_polls(1)
     assert not waiting.done()
-    driver.server.announce(INITIAL_VERSION.next(), "3-0.1 is warm")
+    driver.server.announce(INITIAL_VERSION.next())
     assert waiting.result(PATIENCE).version == INITIAL_VERSION.next()
 
 
@@ -96,7 +98,7 @@ def test_a_watch_of_an_older_world_returns_the_next_one(driver: Driver) -> None:
     waiting = driver.call_in_thread(lambda: worker.ask(WatchWorker(A), hold=MAX_POLL_SECONDS))
     driver.server.publish(world(2, B, reason="1-0.1 was silent"))
     news = waiting.result(PATIENCE)
-    assert (news.over, news.why) == (Fence(ATTEMPT, 1), "1-0.1 was silent")
+    assert (news.ended_fence, news.end_reason) == (Fence(ATTEMPT, 1), "1-0.1 was silent")
 
 
 def test_progress_becomes_an_event(driver: Driver) -> None:

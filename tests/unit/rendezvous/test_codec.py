@@ -92,13 +92,13 @@ def test_every_request_and_reply_has_a_reader_and_a_path_of_its_own(
         (Heartbeat, {"slot": "1-0", "rank": 1}, "Heartbeat has no field 'rank'"),
         (
             WatchWorker,
-            {"worker": "1-0.1", "over": None, "version": {"number": True}},
+            {"worker": "1-0.1", "ended_fence": None, "version": {"number": True}},
             "version.number must be int, not bool",
         ),
         (
             WatchWorker,
-            {"worker": "1-0.1", "over": {"attempt": 1}, "version": {}},
-            "over lacks generation",
+            {"worker": "1-0.1", "ended_fence": {"attempt": 1}, "version": {}},
+            "ended_fence lacks generation",
         ),
         (Position, {"epoch": 1, "phase": 9, "step": 0}, "phase must be one of"),
         (Blobs, {"blobs": "x"}, "blobs must be a list"),
