@@ -120,9 +120,12 @@ def supervise(
     events: EventQueue = EventQueue()
 
     # What people see of the job.
-    pace = partial(heartbeat_interval, limits.lease)
+    compute_interval = partial(heartbeat_interval, limits.lease)
     store_log = _create_store_log(run, config, clock)
-    observers = [StallDetector(events.put, config.stall_after, pace), *([store_log] if store_log else [])]
+    observers = [
+        StallDetector(events.put, config.stall_after, compute_interval),
+        *([store_log] if store_log else []),
+    ]
     hooks = () if scheduler is None else (scheduler.finish_gathering, scheduler.report_shortage)
     monitor = JobMonitor(listener or JobListener(), clock, observers, *hooks)
     journal = Journal(config.journal, monitor.on_transition)
@@ -137,7 +140,9 @@ def supervise(
         auth.select_certificate(config, options.encrypted),
     )
     attempt, checkpoints = (run.attempt, run.checkpoints) if run is not None else (FIRST_ATTEMPT, ())
-    callbacks = ServerCallbacks(events.put, monitor.on_lines, options.check_host, monitor.on_report, pace)
+    callbacks = ServerCallbacks(
+        events.put, monitor.on_lines, options.check_host, monitor.on_report, compute_interval
+    )
     server = RendezvousServer(key, attempt, callbacks, clock, bind, status)
     executor = CommandExecutor(server, launcher, run.publish if run is not None else _publish_nothing)
     state = driver_machine.initial(limits, attempt, checkpoints)

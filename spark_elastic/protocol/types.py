@@ -18,7 +18,7 @@ HostId: TypeAlias = str  # one live executor
 
 
 class SlotId(str):
-    """One attempt of a slot task, never used twice in a job: "<launch>-<attempt>".
+    """One of Spark's attempts of a slot task, never used twice in a job: "<launch>-<attempt>".
 
     Text, so that messages and logs carry it as it is. Other text is refused.
     """
@@ -67,9 +67,8 @@ class WorkerId(str):
         return int(self.rpartition(".")[2])
 
 
-NOT_RUNNING = frozenset(
-    "TZX"
-)  # letters of process states in which a process does not run: stopped, zombie, dead
+# Letters of process states in which a process does not run: stopped, zombie, dead.
+NOT_RUNNING = frozenset("TZX")
 # Exit code of a worker that ended itself under R12 (driver silence). Crashing programs choose smaller codes.
 DRIVER_SILENT_EXIT_CODE = 75
 # Exit codes of processes that a signal killed, or that ended themselves because the driver was silent.
@@ -241,9 +240,7 @@ class Limits:
     disconnect_window: float = 0.05  # connections that break within it count as broken together
     regroup_timeout: float = 600.0  # how long survivors wait for a member that runs but does not come
     debounce: float = 0.05  # how long a planned change waits for others to be announced with it
-    failure_budget: int = (
-        10  # failures that are the workers' own (not of a lost host) within `failure_window`
-    )
+    failure_budget: int = 10  # failures within `failure_window` that are the workers' own, not of a lost host
     failure_window: float = 600.0
     # New worlds after the first, as Horovod counts, after which no change is planned; None: unlimited.
     reset_limit: int | None = None
@@ -253,9 +250,8 @@ class Limits:
     idle_slot_timeout: float = 60.0  # after so long a slot that no world needs gives its core back
     checkpoints_kept: int = 3  # how many count at a time
     max_runtime: float | None = None  # after so long the job ends at its next step boundary; None: unlimited
-    all_results: bool = (
-        False  # R15 (end): a success needs every member's result; False: rank 0's is the job's
-    )
+    # R15 (end): a success needs every member's result; False: rank 0's is the job's.
+    all_results: bool = False
 
     @property
     def capacity(self) -> int:

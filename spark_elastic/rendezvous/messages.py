@@ -14,9 +14,8 @@ from spark_elastic.protocol.messages import Acknowledged, DriverMessage, Request
 from spark_elastic.protocol.types import INITIAL_VERSION, Fence, MembershipVersion, WorkerId
 
 VERSION = 4  # of the wire format; client and server must have the same
-SLOT_LINE_PREFIX = (
-    "spark_elastic: "  # begins a log line that a slot itself writes; the driver always logs such lines
-)
+# Begins a log line that a slot itself writes; the driver always logs such lines.
+SLOT_LINE_PREFIX = "spark_elastic: "
 MAX_BODY_BYTES = 8 << 20  # of a request
 MAX_POLL_SECONDS = 20.0  # for which the server holds a long poll
 

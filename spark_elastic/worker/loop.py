@@ -69,7 +69,7 @@ from spark_elastic.worker.program import (
 )
 
 EXIT_GRACE = 2.0  # seconds that the main thread gets to end by itself once it was told to stop
-RETRY_EVERY = 0.2  # seconds between attempts to reach a silent driver; the last attempts come closer together
+RETRY_EVERY = 0.2  # seconds between tries to reach a silent driver; the last ones come closer together
 RETRY_AT_LEAST = 0.01  # seconds
 REPORT_EVERY = 0.25  # seconds between two messages with metrics
 

@@ -111,7 +111,9 @@ def _count(tx: Transition, failure: Failure) -> None:
         tx.end(JobOutcome.USER_ERROR, reason, detail)
         return
     affected = history.generations_with_losses
-    count = len({_key(f) for f in history.records if not (f.fingerprint and f.generation in affected)})
+    count = len(
+        {_find_common_cause(f) for f in history.records if not (f.fingerprint and f.generation in affected)}
+    )
     if count > state.limits.failure_budget:
         tx.end(
             JobOutcome.FAILURE_BUDGET,
@@ -121,8 +123,8 @@ def _count(tx: Transition, failure: Failure) -> None:
         )
 
 
-def _key(failure: Failure) -> Hashable:
-    """Failures with one key count once: all exceptions in one world may be consequences of the first."""
+def _find_common_cause(failure: Failure) -> Hashable:
+    """What failures that count once have in common: all exceptions in one world may be consequences of the first."""
     return failure.generation if failure.generation and failure.fingerprint else failure.worker
 
 

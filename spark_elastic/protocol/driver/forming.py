@@ -53,9 +53,8 @@ from spark_elastic.protocol.types import (
     World,
 )
 
-LAST_STOP_TIMEOUT = (
-    60.0  # seconds for the way to a job's last boundary under `max_runtime`; some functions have none
-)
+# Seconds for the way to a job's last boundary under `max_runtime`; some functions have none.
+LAST_STOP_TIMEOUT = 60.0
 # Seconds to build a world, to come to a planned stop, or to report a result after rank 0's.
 SHORT_TIMEOUT = 30.0
 LAST_STATE_FACTOR = 10  # times regroup_timeout, while only a member that has not come back has a state

@@ -354,10 +354,9 @@ def on_hosts_discovered(tx: Transition, event: on.HostsDiscovered) -> None:
             if worker is not None and worker.drain_cause is DrainCause.NOT_DISCOVERED:
                 state.workers.put(replace(worker, draining="", drain_cause=None))
         elif worker is not None and worker.is_member:
-            reason = f"discovery does not list host {worker.host} with that slot"
-            _drain(tx, worker, reason, DrainCause.NOT_DISCOVERED)
+            _drain(tx, worker, _format_not_discovered(slot), DrainCause.NOT_DISCOVERED)
         else:
-            give_back(tx, slot, f"discovery does not list host {slot.host} with slot {slot.slot}")
+            give_back(tx, slot, _format_not_discovered(slot))
 
 
 def admit_excluded(tx: Transition) -> None:
@@ -409,6 +408,10 @@ def _explain_drain(tx: Transition, slot: SlotRecord) -> str:
 def _explain_missing_discovery(tx: Transition, slot: SlotRecord) -> str:
     if tx.state.hosts.discovered is None or slot.slot in _find_allowed_slots(tx):
         return ""
+    return _format_not_discovered(slot)
+
+
+def _format_not_discovered(slot: SlotRecord) -> str:
     return f"discovery does not list host {slot.host} with slot {slot.slot}"
 
 

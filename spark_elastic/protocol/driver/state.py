@@ -336,7 +336,7 @@ class Workers(_LiveRecords[WorkerId, WorkerRecord]):
         self.departed = self.departed.put(worker, departed)
 
     def _count(self, before: WorkerRecord | None, after: WorkerRecord | None) -> None:
-        was, now = _conditions(before), _conditions(after)
+        was, now = _find_conditions(before), _find_conditions(after)
         if was == now:
             return
         starting, draining, not_left, unformed, waiting = (b - a for a, b in zip(was, now, strict=True))
@@ -350,7 +350,7 @@ class Workers(_LiveRecords[WorkerId, WorkerRecord]):
             self.waiting = self.waiting.drop(before.worker)
 
 
-def _conditions(worker: WorkerRecord | None) -> tuple[bool, ...]:
+def _find_conditions(worker: WorkerRecord | None) -> tuple[bool, ...]:
     """Whether it is starting, draining, in its world, unformed and waiting, as `Workers` counts them."""
     if worker is None:
         return (False, False, False, False, False)

@@ -32,7 +32,7 @@ from spark_elastic.protocol.types import KILLED_EXIT_CODES, Fence, Position, Slo
 
 
 def on_next_world_requested(tx: Transition, event: RequestNextWorld) -> None:
-    worker = _find_worker(tx, event.worker, event.slot, event.fence)
+    worker = _find_or_stop_sender(tx, event.worker, event.slot, event.fence)
     if worker is None:
         return
     worker = mark_reconnected(tx, worker)
@@ -46,7 +46,7 @@ def on_next_world_requested(tx: Transition, event: RequestNextWorld) -> None:
     # Otherwise it has not received that world yet: the server answers its repeated request with it.
 
 
-def _find_worker(
+def _find_or_stop_sender(
     tx: Transition, name: WorkerId, slot_name: SlotId, fence: Fence | None
 ) -> WorkerRecord | None:
     """The record of the worker that asks. If it cannot take part, emit its `StopWorker` and return None."""
