@@ -193,7 +193,7 @@ def _time_commits(net: Net, rounds: int, ours: Any, _: Any, barrier: Callable[[]
 
     save = partial(commits.save, group, START, group.fence, capture)
     times = take_turns([step, save, commit_alone], barrier, rounds, WARM_UP)
-    kept = commits.newest_complete()
+    kept = commits.get_newest_complete()
     assert kept is not None
     return times, commits.memory_bytes, kept.shards[group.rank].nbytes
 

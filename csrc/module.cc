@@ -131,10 +131,6 @@ PYBIND11_MODULE(_engine, module) {
   py::register_exception_translator(&translate);
   module.def("set_error_raiser", [](py::object function) { errorRaiser() = std::move(function); });
   module.def("set_warning_handler", [](py::object function) { warningHandler() = std::move(function); });
-  module.def("sha256_hmac", [](const std::string& key, const std::string& message) {
-    const Digest digest = hmacSha256(key, message);
-    return py::bytes(reinterpret_cast<const char*>(digest.data()), digest.size());
-  });
 
   py::enum_<DataType> types(module, "DataType");
   for (int type = 0; type <= static_cast<int>(DataType::kFloat64); type++) {

@@ -29,7 +29,7 @@ from spark_elastic.local.interpreter import Interpreter
 from spark_elastic.local.launcher import HostSlots, find_remote_hosts
 from spark_elastic.local.ssh import SshOptions
 from spark_elastic.local.ssh_launcher import SshLauncher, choose_addresses
-from spark_elastic.monitoring.console import LineRateLimiter, OutputListener
+from spark_elastic.monitoring.console import LineRateLimiter
 from spark_elastic.monitoring.listener import close_within_deadline
 from spark_elastic.monitoring.log_files import FileListener
 from spark_elastic.monitoring.log_forwarding import log_to_stream
@@ -109,11 +109,11 @@ SOME = click.IntRange(min=1)
 @click.option(
     "--output-filename", type=click.Path(), help="Folder for the output of each rank: rank.N/stdout."
 )
-@click.option("--run-id", help="Name under which commits are made durable; the same name again resumes.")
-@click.option("--store", help="Folder or fsspec url for durable commits.")
 @click.option(
-    "--checkpoint-steps", type=SOME, help="Commits from one durable one to the next; default: by time."
+    "--run-id", help="Name of the run: it writes checkpoints to the store, and the same name resumes."
 )
+@click.option("--store", help="Folder or fsspec url for the checkpoints of the run.")
+@click.option("--checkpoint-steps", type=SOME, help="Write a checkpoint every N commits; default: by time.")
 @click.option(
     "-prefix-timestamp",
     "--prefix-output-with-timestamp",
@@ -173,7 +173,7 @@ class RunOptions:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-class CommandOutput(OutputListener):
+class CommandOutput(FileListener):
     """The workers' output; unless all messages are shown, each loss, join and notice is a line of standard error."""
 
     _loss = ""  # why a world has broken, while the next one is not there yet
@@ -191,7 +191,7 @@ class CommandOutput(OutputListener):
         self._world_formed, self._loss = True, ""
 
     def on_notice(self, text: str) -> None:
-        self.on_message(f"[driver] {text}")
+        super().on_notice(text)
         self._print(text)
 
     def _print(self, text: str) -> None:
@@ -249,10 +249,9 @@ def _execute(options: RunOptions) -> None:
     if not find_remote_hosts(fixed) and options.host_discovery_script is None:
         require_gpus(config, limits.min_workers, {**os.environ, **_make_environment(options)})
     limit = LineRateLimiter() if sys.stdout.isatty() else None
-    output = CommandOutput(
-        sys.stdout, clock, options.prefix_output_with_timestamp, options.verbose, config.show_logs, limit
-    )
-    with close_within_deadline(FileListener(output, folder)) as listener:
+    timestamps, verbose = options.prefix_output_with_timestamp, options.verbose
+    output = CommandOutput(folder, sys.stdout, clock, timestamps, verbose, config.show_logs, limit)
+    with close_within_deadline(output) as listener:
         listed = fixed or {LOCALHOST: limits.max_workers}
         notify = partial(_update_hosts, launcher, hosts, limits.min_workers)
         discovery = _make_discovery(options, listed, notify)

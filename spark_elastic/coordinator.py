@@ -37,7 +37,7 @@ from spark_elastic.monitoring.report import JobReport, WorldSpan
 from spark_elastic.protocol.events import CancelRequested, DriverEvent, LaunchEnded, SlotsWanted
 from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.protocol.types import Checkpoint, Limits
-from spark_elastic.state.run_lease import RunLease
+from spark_elastic.state.owned_run import OwnedRun
 from spark_elastic.state.store_channel import (
     SEND_EVERY,
     ChannelEnd,
@@ -147,7 +147,7 @@ class Coordinator:
     encrypted: bool
     # Why a host with these facts cannot take part, or None.
     check_host: Callable[[Mapping[str, Any]], str | None]
-    # Id, attempt and checkpoints of a `RunLease`; None: the job writes no checkpoints.
+    # Id, attempt and checkpoints of a `OwnedRun`; None: the job writes no checkpoints.
     run: tuple[str, int, tuple[Checkpoint, ...]] | None
 
     def run_driver(self, host: str) -> None:
@@ -162,7 +162,7 @@ class Coordinator:
             bind=host,
             encrypted=self.encrypted,
             check_host=self.check_host,
-            run=None if self.run is None else RunLease(self.end.store, *self.run),
+            run=None if self.run is None else OwnedRun(self.end.store, *self.run),
             key=self.end.key,
             scheduler=_RemoteScheduler(channel),
         )
@@ -374,4 +374,4 @@ def _unpack_end(end: JobEnd) -> LaunchResult:
         if end.report is not None:
             error.report = JobReport.from_json(end.report)
         raise error
-    return LaunchResult(end.results, end.worlds, (), JobReport.from_json(end.report))
+    return LaunchResult(end.results, end.worlds, JobReport.from_json(end.report))

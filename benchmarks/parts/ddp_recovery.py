@@ -18,6 +18,7 @@ from benchmarks.parts.regroup import PATIENCE, RegroupTrial, TrialDiscovery, fin
 from benchmarks.parts.report import Row
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
+from spark_elastic.launch.job import DriverOptions, supervise
 from spark_elastic.local.launcher import LocalLauncher
 from spark_elastic.running.call import prepare
 from spark_elastic.testing.fakes import NumberedHosts
@@ -84,11 +85,9 @@ def play(folder: Path, size: int, kills: int) -> RegroupTrial:
     )
     call = prepare(train, ((str(folder),),), arguments, config)
     trial = RegroupTrial(folder, size, [kill_one] * kills)
-    call.run_on(
-        LocalLauncher(call.program, NumberedHosts(size, 1), SystemClock(), call.preload),
-        TrialDiscovery(trial),
-        size,
-    )
+    launcher = LocalLauncher(call.program, NumberedHosts(size, 1), SystemClock(), call.preload)
+    limits, config = call.make_limits(size), call.options.config
+    supervise(launcher, TrialDiscovery(trial), DriverOptions(), limits, config, call.name)
     trial.join()
     if trial.failed is not None:
         raise trial.failed

@@ -1,19 +1,17 @@
-"""The job's event log: all events and commands in order, in memory (bounded) and, on request, in a file.
+"""The job's journal: all events and commands in order, for a listener and, on request, in a file.
 
 The file has JSON lines: the machine's initial arguments, then one line for each event with the commands that it caused.
 Every field is written, so `spark_elastic.testing.replay` can repeat the job. Only events that changed nothing are left
-out. The driver loop is the only writer; readers get copies.
+out. The driver loop is the only writer.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import json
 import logging
 import os
 import typing
-from collections import deque
 from collections.abc import Callable, Sequence
 from io import FileIO
 from typing import Any, TypeAlias
@@ -22,7 +20,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import DriverCommand
 from spark_elastic.protocol.driver.state import DriverState
-from spark_elastic.protocol.events import DriverEvent, Received, Tick, is_heartbeat
+from spark_elastic.protocol.events import DriverEvent, Received
 from spark_elastic.protocol.messages import DriverMessage
 from spark_elastic.rendezvous import codec
 
@@ -31,20 +29,18 @@ log = logging.getLogger("spark_elastic.driver")
 Commands: TypeAlias = tuple[DriverCommand, ...]
 Listener: TypeAlias = Callable[[DriverEvent, Commands, DriverState | None], None]
 FORMAT = 6  # of the file
-MAX_ENTRIES = 10_000  # entries in memory; ticks and heartbeats, of which a week has millions, are left out
 
 
 class Journal:
-    """The log of one job."""
+    """The journal of one job."""
 
     def __init__(self, path: str | None = None, listener: Listener | None = None) -> None:
         """
         Args:
             path: the file to append to; None: no file.
-            listener: called with every event, its commands and the state that followed, even if they are not logged.
+            listener: called with every event, its commands and the state that followed, even if they are not written.
         """
         self._listener = listener
-        self._entries: deque[tuple[float, str, Any]] = deque(maxlen=MAX_ENTRIES)
         self._path = path
         self._file: FileIO | None = None
         self._start: float | None = None
@@ -71,23 +67,12 @@ class Journal:
         """
         if self._start is None:
             self._start = event.now
-        at = event.now - self._start
-        if commands or not (isinstance(event, Tick) or is_heartbeat(event)):
-            self._entries.append((at, "event", event.message if isinstance(event, Received) else event))
-            self._entries.extend((at, "command", command) for command in commands)
-        if commands or after is None or self._state is None or not after.is_same(self._state):
-            self._write(
-                {"at": round(at, 6), "event": encode_event(event), "commands": encode_commands(commands)}
-            )
+        at = round(event.now - self._start, 6)
+        changed = commands or after is None or self._state is None or not after.is_same(self._state)
+        if changed and self._file is not None:
+            self._write({"at": at, "event": encode_event(event), "commands": encode_commands(commands)})
         self._state = after
         self._notify_listener(event, commands, after)
-
-    def format_entries(self) -> list[str]:
-        """One readable line for each entry."""
-        return [
-            f"{at:9.3f} {kind:7} {type(value).__name__} {_format_fields(value)}"
-            for at, kind, value in list(self._entries)
-        ]
 
     def close(self) -> None:
         if self._file is not None:
@@ -189,19 +174,3 @@ INITIAL = {
     name: typing.get_type_hints(driver_machine.initial)[name]
     for name in inspect.signature(driver_machine.initial).parameters
 }
-
-# ---- for people
-
-
-def _format_fields(value: Any) -> str:
-    shown = (
-        (f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if f.name not in ("now", "reason")
-    )
-    text = " ".join(f"{name}={_format_value(item)}" for name, item in shown if item not in (None, "", ()))
-    reason = getattr(value, "reason", "")
-    return f"{text} ({reason})" if reason else text
-
-
-def _format_value(item: Any) -> str:
-    text = str(codec.to_plain(item))
-    return text if len(text) <= 200 else text[:200] + "…"

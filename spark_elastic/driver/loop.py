@@ -145,7 +145,7 @@ class DriverLoop:
 
 
 CheckpointPublisher: TypeAlias = Callable[[tuple[Checkpoint, ...]], None]
-"""Makes checkpoints count, newest first, and deletes others; returns at once."""
+"""Publishes checkpoints, newest first, and deletes others; returns at once."""
 
 
 class CommandExecutor:

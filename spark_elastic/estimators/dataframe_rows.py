@@ -30,7 +30,7 @@ from spark_elastic.estimators.run_record import RunRecord
 from spark_elastic.spark.dataframes.file_scan import FileScan, NoFileScan, find_file_scan
 from spark_elastic.spark.dataframes.footers import make_footer_collector
 from spark_elastic.spark.dataframes.schema import ColumnType, find_column_type
-from spark_elastic.state.run_lease import RunLease
+from spark_elastic.state.owned_run import OwnedRun
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -89,7 +89,7 @@ class DataFrameRows:
 
     @contextmanager
     def materialize_rows(
-        self, request: Request, store: Store, run: RunLease
+        self, request: Request, store: Store, run: OwnedRun
     ) -> Iterator[tuple[RunRecord, Store]]:
         """Writes nothing for rows that are left where they are."""
         chosen = self._choose(RunRecord.load(store, run.run_id))

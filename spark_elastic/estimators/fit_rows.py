@@ -46,7 +46,7 @@ from spark_elastic.spark.dataframes.schema import (
     check_validation_column,
 )
 from spark_elastic.state.checkpoint import CheckpointStore
-from spark_elastic.state.run_lease import RunLease
+from spark_elastic.state.owned_run import OwnedRun
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -80,7 +80,7 @@ class RowSource(Protocol):
         ...
 
     def materialize_rows(
-        self, request: Request, store: Store, run: RunLease
+        self, request: Request, store: Store, run: OwnedRun
     ) -> AbstractContextManager[tuple[RunRecord, Store]]:
         """The run's record, and the store that its rows are in, for as long as the run needs them."""
         ...
@@ -147,7 +147,7 @@ class TableRows:
 
     @contextmanager
     def materialize_rows(
-        self, request: Request, store: Store, run: RunLease
+        self, request: Request, store: Store, run: OwnedRun
     ) -> Iterator[tuple[RunRecord, Store]]:
         """Write the rows, or take those that a resumed run began with.
 
@@ -161,7 +161,7 @@ class TableRows:
         with delete_rows_after_run(request, store, run, record.data):
             yield record, _open_folder(store, record.data)
 
-    def _begin_run(self, request: Request, store: Store, run: RunLease) -> RunRecord:
+    def _begin_run(self, request: Request, store: Store, run: OwnedRun) -> RunRecord:
         """Write the rows, then the record, which binds the run to them."""
         folder = "" if request.keep_data else f"runs/{run.run_id}/rows"
         options, split = _write_options(request)
@@ -252,7 +252,7 @@ class FileRows:
 
     @contextmanager
     def materialize_rows(
-        self, request: Request, store: Store, run: RunLease
+        self, request: Request, store: Store, run: OwnedRun
     ) -> Iterator[tuple[RunRecord, Store]]:
         """Only writes the run's record. A resumed run needs the files that it began with."""
         assert self._described is not None
@@ -467,7 +467,7 @@ def choose_group_bytes(request: Request) -> int:
 
 
 @contextmanager
-def delete_rows_after_run(request: Request, store: Store, run: RunLease, folder: str) -> Iterator[None]:
+def delete_rows_after_run(request: Request, store: Store, run: OwnedRun, folder: str) -> Iterator[None]:
     """Delete the rows in `folder` ("": none) after the block, unless it fails and the run can be resumed."""
     try:
         yield

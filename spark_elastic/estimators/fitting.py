@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic
+from typing import TYPE_CHECKING, Any, Generic
 
 import cloudpickle
 
@@ -34,13 +34,16 @@ from spark_elastic.monitoring.console import ProgressListener
 from spark_elastic.monitoring.listener import AsyncNotifier, close_within_deadline
 from spark_elastic.monitoring.log_forwarding import log_to_listener
 from spark_elastic.monitoring.report import JobReport, WorldSpan
-from spark_elastic.platforms import JobSpec, Platform, make_platform, resume_after_coordinator_loss
+from spark_elastic.platforms import JobSpec, make_platform, resume_after_coordinator_loss
 from spark_elastic.protocol.types import Limits, Phase, Position
 from spark_elastic.state.checkpoint import CheckpointPolicy, CheckpointStore
-from spark_elastic.state.run_lease import RunLease
+from spark_elastic.state.owned_run import OwnedRun
 from spark_elastic.training.spec import Rows, TrainSpec
 from spark_elastic.worker.forking import select_fork_imports
 from spark_elastic.worker.program import Program
+
+if TYPE_CHECKING:
+    from spark_elastic.platforms.spark_platform import SparkPlatform
 
 log = logging.getLogger("spark_elastic")
 
@@ -197,7 +200,7 @@ def _show_progress(request: FitRequest[Any]) -> Iterator[ProgressListener]:
 class Training(Generic[O]):
     """The inputs of one training: request, rows, platform, store and the listener for its progress."""
 
-    platform: Platform
+    platform: SparkPlatform
     rows: RowSource
     request: FitRequest[O]
     framework: Framework[O]
@@ -209,16 +212,16 @@ class Training(Generic[O]):
 
     def run(self) -> FinishedRun:
         """Train from the beginning, or from the newest checkpoint of an unfinished run."""
-        lease = RunLease.acquire(self.store, self.run_id)
+        run = OwnedRun.acquire(self.store, self.run_id)
         if (
             RunResult.load(self.store, self.run_id) is not None
         ):  # another driver ended it while this one waited
             finished = _load_finished_run(self.rows, self.request, self.store, self.run_id)
             if finished is not None:
                 return finished
-        with self.rows.materialize_rows(self.request, self.store, lease) as (record, data):
+        with self.rows.materialize_rows(self.request, self.store, run) as (record, data):
             manifest = record.load_manifest()
-            launched = self.launch(self.build_spec(record, data, lease), lease)
+            launched = self.launch(self.build_spec(record, data, run), run)
             trained = check_replicas([json.loads(result) for result in launched.results])
             result = RunResult(
                 model=trained["model"],
@@ -228,16 +231,16 @@ class Training(Generic[O]):
                 history=trained["history"],
                 data_rows=manifest.rows,
             )
-            lease.check()
+            run.check()
             result.save(
                 self.store, self.run_id
             )  # before rows and checkpoints, which could resume the run, are deleted
             sample = _read_sample(self.request, data, manifest)
-        lease.remove_partial()  # of a worker that was lost while it wrote the model
-        lease.delete_objects(f"runs/{self.run_id}/checkpoints")
+        run.remove_partial()  # of a worker that was lost while it wrote the model
+        run.delete_objects(f"runs/{self.run_id}/checkpoints")
         return FinishedRun(record, result, launched.worlds, launched.report, sample)
 
-    def build_spec(self, record: RunRecord, data: Store, lease: RunLease) -> TrainSpec:
+    def build_spec(self, record: RunRecord, data: Store, run: OwnedRun) -> TrainSpec:
         """Everything that the workers need to know, except the user's objects."""
         request, elastic = self.request, self.request.elastic
         manifest, validation = record.load_manifest(), record.load_validation()
@@ -247,14 +250,14 @@ class Training(Generic[O]):
             validation=None if validation is None else Rows(data, *validation),
             features=shape_features(request, manifest),
             store=self.store,
-            # A former driver that lost the lease may still write a model of its own.
-            result=f"runs/{self.run_id}/model-{lease.attempt:06d}{self.framework.suffix}",
+            # A former driver that lost the run may still write a model of its own.
+            result=f"runs/{self.run_id}/model-{run.attempt:06d}{self.framework.suffix}",
             lr_scale=record.count_initial_workers() if request.config.scale_lr else 1,
             ledger=self.ledger,
             checkpoints=CheckpointPolicy(self.run_id, elastic.checkpoint_steps, elastic.checkpoint_seconds),
         )
 
-    def launch(self, spec: TrainSpec, lease: RunLease) -> LaunchResult:
+    def launch(self, spec: TrainSpec, run: OwnedRun) -> LaunchResult:
         """Run the workers until they have trained."""
         config = self.request.config
         # `launch` pickles the program: workers train copies of the model and the optimizer.
@@ -263,7 +266,7 @@ class Training(Generic[O]):
             with AsyncNotifier() as notifier:  # a terminal that blocks must not delay the job
                 notifier.submit(partial(self.listener.on_message, UNSCALED))
         limits = make_fit_limits(self.request, spec.plan.global_batch)
-        job = JobSpec(program, limits, self.request.run_id or "", self.framework.preload, lease)
+        job = JobSpec(program, limits, self.request.run_id or "", self.framework.preload, run)
         return self.platform.launch(job, self.listener)
 
 

@@ -16,7 +16,7 @@ from spark_elastic.data.store import parse_store_url
 from spark_elastic.errors import InvalidInput, suggest_name
 from spark_elastic.estimators.predictor import ACTIVATIONS
 from spark_elastic.spark.dataframes.scan import MissingValues
-from spark_elastic.state import run_lease
+from spark_elastic.state import owned_run
 from spark_elastic.training.fit_config import (
     FitConfig,
     check_choice,
@@ -77,7 +77,7 @@ def build_request(
         )
     store, run_id = values["store"], values["run_id"]
     if run_id is not None:
-        run_lease.check_name(run_id)
+        owned_run.check_name(run_id)
     return FitRequest(
         config=config,
         objects=objects,

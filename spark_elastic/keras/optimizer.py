@@ -11,7 +11,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.distributed_optimizer import WrappedOptimizer
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduction import Average, ReduceOp
-from spark_elastic.state.handlers import trainable_weights_of
+from spark_elastic.state.handlers import list_trainable_weights
 
 Plain = TypeVar("Plain")
 
@@ -60,7 +60,7 @@ def PartialDistributedOptimizer(
 ) -> Plain:
     """As `DistributedOptimizer`, without an exchange for the variables of `local_layers`, Keras layers."""
     distributed: Any = DistributedOptimizer(optimizer, *args, **kwargs)
-    for variable in trainable_weights_of(local_layers):
+    for variable in list_trainable_weights(local_layers):
         distributed.register_local_var(variable)
     wrapped: Plain = distributed
     return wrapped

@@ -11,10 +11,10 @@ import numpy.typing as npt
 
 from spark_elastic.ops.negotiation import ALLGATHER, ALLREDUCE, BROADCAST, REDUCESCATTER, qualify_name
 from spark_elastic.ops.operations import (
-    allgather_array,
+    allgather_arrays,
     allreduce_arrays,
     broadcast_arrays,
-    reducescatter_array,
+    reducescatter_arrays,
 )
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduction import Average, ReduceOp, resolve_op
@@ -45,7 +45,7 @@ def allreduce(
 def allgather(value: Any, name: str | None = None) -> npt.NDArray[Any]:
     """Concatenate all ranks' values along dimension 0, in which they may differ."""
     mine = _copy(value)
-    return allgather_array(mine[None] if mine.ndim == 0 else mine, qualify_name(ALLGATHER, name))
+    return allgather_arrays([np.atleast_1d(mine)], qualify_name(ALLGATHER, name))[0]
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> npt.NDArray[Any]:
@@ -57,7 +57,7 @@ def broadcast(value: Any, root_rank: int, name: str | None = None) -> npt.NDArra
 
 def reducescatter(value: Any, name: str | None = None, op: ReduceOp = Average) -> npt.NDArray[Any]:
     """Return this rank's part of the reduced value, cut along dimension 0."""
-    return reducescatter_array(_copy(value), qualify_name(REDUCESCATTER, name), op)
+    return reducescatter_arrays([_copy(value)], qualify_name(REDUCESCATTER, name), op)[0]
 
 
 def broadcast_variables(

@@ -46,7 +46,7 @@ from spark_elastic.rendezvous.http_server import Bind, raise_file_limit
 from spark_elastic.rendezvous.routes import ServerCallbacks
 from spark_elastic.rendezvous.server import RendezvousServer
 from spark_elastic.rendezvous.status_app import StatusApp
-from spark_elastic.state.run_lease import RunLease
+from spark_elastic.state.owned_run import OwnedRun
 
 log = logging.getLogger("spark_elastic")
 
@@ -62,8 +62,6 @@ class LaunchResult:
     results: tuple[str, ...]
     # All worlds, in their order.
     worlds: tuple[WorldSpan, ...]
-    # The driver machine's events and commands, a line each.
-    event_log: tuple[str, ...]
     # Where the time went.
     report: JobReport = field(default_factory=JobReport)
 
@@ -93,7 +91,7 @@ class DriverOptions:
     # Given a host's facts, why it cannot take part, or None.
     check_host: Callable[[dict[str, Any]], str | None] = field(default=lambda facts: None)
     # The run to which the job's checkpoints belong and which it continues; None: no checkpoints.
-    run: RunLease | None = None
+    run: OwnedRun | None = None
     # The job's key, if others know it already; None: a new one.
     key: bytes | None = field(default=None, repr=False)
     # None: no other job competes for slots.
@@ -187,7 +185,7 @@ def supervise(
     except (JobFailed, JobCancelled) as error:
         error.report = report
         raise
-    return LaunchResult(results, tuple(monitor.worlds), tuple(journal.format_entries()), report)
+    return LaunchResult(results, tuple(monitor.worlds), report)
 
 
 def make_limits(config: ElasticConfig, num_workers: int, min_workers: int, max_workers: int) -> Limits:
@@ -201,7 +199,7 @@ def _publish_nothing(checkpoints: tuple[Checkpoint, ...]) -> None:
     """A job without a run has no list of checkpoints."""
 
 
-def _create_store_log(run: RunLease | None, config: ElasticConfig, clock: Clock) -> StoreLog | None:
+def _create_store_log(run: OwnedRun | None, config: ElasticConfig, clock: Clock) -> StoreLog | None:
     if run is None or not config.log_bytes:
         return None
     return StoreLog(run.store, run.run_id, run.attempt, config.log_bytes, clock)
@@ -238,7 +236,7 @@ def unpack_results(end: End) -> tuple[str, ...]:
     raise JobFailed(end.reason)
 
 
-def _unpack_results_of_run(end: End, run: RunLease | None) -> tuple[str, ...]:
+def _unpack_results_of_run(end: End, run: OwnedRun | None) -> tuple[str, ...]:
     """As `unpack_results`; but if another driver has taken the run over, that is the error: it caused the failure."""
     try:
         return unpack_results(end)

@@ -43,7 +43,7 @@ POSITION_METRICS = (
     "bulk_seconds",
     "bulk_generation",
 )
-COMMIT_METRICS = {"step", "world"}  # what every job reports without the program's doing
+COMMIT_METRICS = {"step", "world", "checkpoint_seconds"}  # what every job reports without the program's doing
 
 
 @dataclass

@@ -6,13 +6,13 @@ import logging
 import threading
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from spark_elastic.clock import Clock
 from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
 from spark_elastic.monitoring.console import OutputListener
-from spark_elastic.monitoring.listener import JobListener, Metrics
+from spark_elastic.monitoring.listener import JobListener
 
 log = logging.getLogger("spark_elastic")
 
@@ -122,47 +122,34 @@ class StoreLog(JobListener):
             del self._complete[0]
 
 
-class FileListener(JobListener):
-    """Writes all output to `rank.N/stdout`, and passes everything on to the console.
-
-    Several threads call it; one lock guards the files.
+class FileListener(OutputListener):
+    """Writes all output to `rank.N/stdout` as well, and marks what the driver says.
 
     Args:
         folder: of the ranks' folders; None for no files. Workers outside of a world write to `rank.none`.
+        shown: the arguments of `OutputListener`.
     """
 
-    def __init__(self, console: OutputListener, folder: Path | None = None) -> None:
-        self._console = console
+    def __init__(self, folder: Path | None, *shown: Any, **named: Any) -> None:
+        super().__init__(*shown, **named)
         self._folder = folder
         self._files: dict[str, IO[str]] = {}  # by rank
-        self._lock = threading.Lock()
+        self._files_lock = threading.Lock()
 
     def on_output(self, worker: str, rank: int | None, line: str) -> None:
-        self._console.on_output(worker, rank, line)
-        with self._lock:
+        super().on_output(worker, rank, line)
+        with self._files_lock:
             if self._folder is not None:
                 file = self._open_file("none" if rank is None else str(rank), self._folder)
                 file.write(line + "\n")
                 file.flush()
 
-    def on_progress(self, metrics: Metrics) -> None:
-        self._console.on_progress(metrics)
-
-    def on_world(self, size: int, reason: str) -> None:
-        self._console.on_world(size, reason)
-
-    def on_world_broken(self, reason: str) -> None:
-        self._console.on_world_broken(reason)
-
     def on_message(self, text: str) -> None:
-        self._console.on_message(f"[driver] {text}")
-
-    def on_notice(self, text: str) -> None:
-        self._console.on_notice(text)
+        super().on_message(f"[driver] {text}")
 
     def close(self) -> None:
-        self._console.close()
-        with self._lock:
+        super().close()
+        with self._files_lock:
             for file in self._files.values():
                 file.close()
             self._files.clear()

@@ -102,9 +102,10 @@ def allreduce_arrays(
     op: ReduceOp = Average,
     scale: tuple[float, float] = (1.0, 1.0),
     process_set: ProcessSet = global_process_set,
+    compression: str | None = None,
 ) -> None:
     """Allreduce arrays in place, as one operation."""
-    request = Request(ALLREDUCE, name, _names(arrays), _shapes(arrays), op.value, scale)
+    request = Request(ALLREDUCE, name, _names(arrays), _shapes(arrays), op.value, scale, compression)
     _execute(request, arrays, process_set)
 
 
@@ -119,28 +120,31 @@ def broadcast_arrays(
     _execute(Request(BROADCAST, name, _names(arrays), _shapes(arrays), root=root), arrays, process_set)
 
 
-def allgather_array(
-    array: Array, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Array:
-    """Return the rows of all ranks, in rank order."""
-    request = Request(ALLGATHER, name, _names([array]), ((-1, *array.shape[1:]),))
-    return _execute(request, [array], process_set)[0].view(array.dtype)
+def allgather_arrays(
+    arrays: Sequence[Array], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Array]:
+    """Return the rows of all ranks, in rank order. The arrays travel as one operation."""
+    shapes = tuple((-1, *array.shape[1:]) for array in arrays)
+    return _execute(Request(ALLGATHER, name, _names(arrays), shapes), arrays, process_set)
 
 
-def reducescatter_array(
-    array: Array,
+def reducescatter_arrays(
+    arrays: Sequence[Array],
     name: str | None = None,
     op: ReduceOp = Average,
+    scale: tuple[float, float] = (1.0, 1.0),
     process_set: ProcessSet = global_process_set,
-) -> Array:
-    """Return this rank's rows of the reduced array."""
-    request = Request(REDUCESCATTER, name, _names([array]), _shapes([array]), op.value)
-    return _execute(request, [array], process_set)[0].view(array.dtype)
+) -> list[Array]:
+    """Return this rank's rows of the reduced arrays. They travel as one operation."""
+    request = Request(REDUCESCATTER, name, _names(arrays), _shapes(arrays), op.value, scale)
+    return _execute(request, arrays, process_set)
 
 
-def _execute(request: Request, arrays: Sequence[Array], process_set: ProcessSet) -> tuple[Array, ...]:
+def _execute(request: Request, arrays: Sequence[Array], process_set: ProcessSet) -> list[Array]:
+    """Return the results, with the dtypes of the arrays."""
     operands = [as_engine_array(array) for array in arrays]
-    return get_queue(process_set).submit(request, operands, awaited=True).wait()
+    results = get_queue(process_set).submit(request, operands, awaited=True).wait()
+    return [result.view(array.dtype) for result, array in zip(results, arrays, strict=True)]
 
 
 def _names(arrays: Sequence[Array]) -> tuple[str, ...]:
@@ -175,8 +179,8 @@ def allgather_object(
 ) -> list[T]:
     """Return the objects of all ranks, in rank order."""
     mine, name = _to_bytes(obj), name or "object"
-    lengths = allgather_array(np.array([len(mine)], np.int64), f"allgather.{name}.length", process_set)
-    data = allgather_array(mine, f"allgather.{name}.data", process_set)
+    (lengths,) = allgather_arrays([np.array([len(mine)], np.int64)], f"allgather.{name}.length", process_set)
+    (data,) = allgather_arrays([mine], f"allgather.{name}.data", process_set)
     return [_from_bytes(part) for part in np.split(data, np.cumsum(lengths)[:-1])]
 
 

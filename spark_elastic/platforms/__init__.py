@@ -8,20 +8,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from spark_elastic.config import ElasticConfig
-from spark_elastic.data.store import Store
 from spark_elastic.errors import CoordinatorLost
-from spark_elastic.launch.job import LaunchResult
-from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.protocol.types import Limits
-from spark_elastic.state.run_lease import RunLease
+from spark_elastic.state.owned_run import OwnedRun
 from spark_elastic.worker.forking import select_fork_imports
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+    from spark_elastic.platforms.spark_platform import SparkPlatform
 
 T = TypeVar("T")
 
@@ -42,7 +41,7 @@ class JobSpec:
     # Modules that a spare imports before it is warm.
     preload: tuple[str, ...] = ()
     # The run to which the job's checkpoints belong; None: no checkpoints.
-    run: RunLease | None = None
+    run: OwnedRun | None = None
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -55,50 +54,7 @@ class JobSpec:
         return replace(spec, preload=self.preload, imports=imports)
 
 
-class Platform(Protocol):
-    """Where a job runs."""
-
-    @property
-    def master(self) -> str:
-        """Spark's name of the cluster."""
-        ...
-
-    def count_workers(self, asked: int | None) -> int:
-        """How many workers are wanted at the start.
-
-        Raises:
-            InvalidInput: none were asked for, and their number cannot be looked up.
-        """
-        ...
-
-    def preflight(
-        self,
-        payload: bytes,
-        store: Store | None,
-        needs: tuple[str, ...],
-        number: int,
-        what: str,
-        imports: tuple[str, ...] = (),
-    ) -> None:
-        """Check that hosts can run the job: see `spark.preflight`.
-
-        Args:
-            payload: the pickled program; what: the same in words, for errors.
-            number: of workers.
-            imports: modules of the fork servers from which workers will come; the checks start these servers.
-        """
-        ...
-
-    def launch(self, job: JobSpec, listener: JobListener | None = None) -> LaunchResult:
-        """Run the job to its end. Blocks.
-
-        Raises:
-            JobFailed, JobCancelled: as `launch.job.supervise`.
-        """
-        ...
-
-
-def make_platform(spark: SparkSession, config: ElasticConfig) -> Platform:
+def make_platform(spark: SparkSession, config: ElasticConfig) -> SparkPlatform:
     """The platform of a session. Spark Connect's own client has neither py4j nor what `classic` imports."""
     from spark_elastic.spark.session import has_context
 

@@ -40,7 +40,7 @@ MakeTask = Callable[[SlotSpec], SlotTask]
 
 
 class SparkPlatform(ABC):
-    """A `Platform` over a session. Subclasses say what differs between the kinds of sessions."""
+    """Where a job runs: a session. Subclasses say what differs between the kinds of sessions."""
 
     def __init__(self, spark: SparkSession, config: ElasticConfig) -> None:
         self._spark = spark
@@ -48,6 +48,19 @@ class SparkPlatform(ABC):
         self._clock = SystemClock()
 
     # ---- what differs
+
+    @property
+    @abstractmethod
+    def master(self) -> str:
+        """Spark's name of the cluster."""
+
+    @abstractmethod
+    def count_workers(self, asked: int | None) -> int:
+        """How many workers are wanted at the start.
+
+        Raises:
+            InvalidInput: none were asked for, and their number cannot be looked up.
+        """
 
     @abstractmethod
     def _read_settings(self) -> dict[str, str]:
@@ -96,6 +109,13 @@ class SparkPlatform(ABC):
         what: str,
         imports: tuple[str, ...] = (),
     ) -> None:
+        """Check that hosts can run the job: see `spark.preflight`.
+
+        Args:
+            payload: the pickled program; what: the same in words, for errors.
+            number: of workers.
+            imports: modules of the fork servers from which workers will come; the checks start these servers.
+        """
         encrypted = auth.is_tls_enabled(self._config, is_ssl_enabled(self._read_settings()))
         spec = self._describe_hosts(needs)
         bind = self._choose_bind()
@@ -106,6 +126,11 @@ class SparkPlatform(ABC):
         self._probe(spec, number)
 
     def launch(self, job: JobSpec, listener: JobListener | None = None) -> LaunchResult:
+        """Run the job to its end. Blocks.
+
+        Raises:
+            JobFailed, JobCancelled: as `launch.job.supervise`.
+        """
         settings = self._read_settings()
         if not job.name:
             application = settings.get("spark.app.name", "fit")

@@ -74,7 +74,7 @@ class ReleaseSlot(Command):
 
 @dataclass(frozen=True)
 class PublishCheckpoint(Command):
-    """Publish the checkpoints that count: a run resumes from one of them, and others may be deleted."""
+    """Publish these checkpoints: a run resumes from one of them, and others may be deleted."""
 
     checkpoints: tuple[Checkpoint, ...]  # newest first
 

@@ -56,16 +56,16 @@ def _on_tick(tx: Transition, event: on.Tick) -> None:
 
 
 def _on_checkpoint_written(tx: Transition, event: messages.CheckpointWritten) -> None:
-    """R18 (publication): a checkpoint counts if it is of this attempt and further than all that count; others are too
-    late."""
+    """R18 (publication): a checkpoint is published if it is of this attempt and further than all published ones; others
+    are too late."""
     state, new = tx.state, event.checkpoint
-    of_this_run = new.fence.attempt == state.attempt and new.fence.generation <= state.generation
+    of_this_attempt = new.fence.attempt == state.attempt and new.fence.generation <= state.generation
     newest = state.checkpoints[0] if state.checkpoints else None
-    if not of_this_run or (newest and (new.fence, new.position) <= (newest.fence, newest.position)):
+    if not of_this_attempt or (newest and (new.fence, new.position) <= (newest.fence, newest.position)):
         return
     kept = state.checkpoints_kept or state.limits.checkpoints_kept
     state.checkpoints = (new, *state.checkpoints)[:kept]
-    tx.emit(PublishCheckpoint(f"checkpoint {new.name} counts", state.checkpoints))
+    tx.emit(PublishCheckpoint(f"checkpoint {new.name} is accepted", state.checkpoints))
 
 
 def _on_checkpoint_store_full(tx: Transition, event: messages.CheckpointStoreFull) -> None:

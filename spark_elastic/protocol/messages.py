@@ -188,7 +188,7 @@ class WorkerDone(WorkerRequest[NextWorld]):
 
 @dataclass(frozen=True)
 class CheckpointWritten(WorkerRequest[Acknowledged]):
-    """The worker has written a checkpoint. It counts once the driver has published it: R18 (publication)."""
+    """The worker has written a checkpoint. The driver publishes it: R18 (publication)."""
 
     checkpoint: Checkpoint
 

@@ -159,7 +159,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A state that was made durable."""
+    """A state that was written to the store."""
 
     fence: Fence  # of the world in which a member wrote it
     position: Position
@@ -174,13 +174,13 @@ class World:
     fence: Fence
     members: tuple[Member, ...]
     # The rank whose state the others take, a survivor at the highest position: R4 (survivors). None where no member
-    # brings a position and no checkpoint counts: all begin from the same initial state.
+    # brings a position and no checkpoint is published: all begin from the same initial state.
     source: int | None
     reason: str
     # The membership version that it was formed at. Members stop at a boundary once a step summary carries a higher one,
     # so all of them compare with the same number: R6 (step summary).
     version: MembershipVersion = INITIAL_VERSION
-    # Where no member brings a position, the checkpoints that count, newest first: the source loads the first that is
+    # Where no member brings a position, the published checkpoints, newest first: the source loads the first that is
     # whole and broadcasts it.
     resume: tuple[Checkpoint, ...] = ()
 
@@ -248,7 +248,7 @@ class Limits:
     # For how long a slot or host is not used after its first failure, and at most after many.
     cooldown_range: tuple[float, float] = (1.0, 60.0)
     idle_slot_timeout: float = 60.0  # after so long a slot that no world needs gives its core back
-    checkpoints_kept: int = 3  # how many count at a time
+    checkpoints_kept: int = 3  # how many are published at a time
     max_runtime: float | None = None  # after so long the job ends at its next step boundary; None: unlimited
     # R15 (end): a success needs every member's result; False: rank 0's is the job's.
     all_results: bool = False

@@ -1,6 +1,6 @@
 """`spark_elastic.run`: a function or a script on elastic workers. Runs in the caller's thread.
 
-`prepare` checks a call and returns a `Call`, which `run_on_spark` or, on another kind of cluster, `run_on` executes.
+`prepare` checks a call and returns a `Call`, which `run_on_spark` executes, or `cli` without Spark.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.data.store import Store
-from spark_elastic.driver.ports import Discovery, Launcher
 from spark_elastic.errors import InvalidInput
-from spark_elastic.launch.job import DriverOptions, LaunchResult, make_limits, supervise
+from spark_elastic.launch.job import LaunchResult, make_limits
 from spark_elastic.monitoring.console import LineRateLimiter, OutputListener, supports_live_line
 from spark_elastic.monitoring.listener import close_within_deadline
 from spark_elastic.monitoring.log_forwarding import log_to_listener
@@ -32,7 +31,7 @@ from spark_elastic.platforms import JobSpec, make_platform, resume_after_coordin
 from spark_elastic.protocol.types import Limits
 from spark_elastic.running import captures, options
 from spark_elastic.state.checkpoint import CheckpointPolicy, CheckpointStore
-from spark_elastic.state.run_lease import RunLease
+from spark_elastic.state.owned_run import OwnedRun
 from spark_elastic.worker.context import get_context
 from spark_elastic.worker.forking import select_fork_imports
 from spark_elastic.worker.function_program import FunctionProgram
@@ -112,7 +111,7 @@ def run(
             the beginning of `fn`, in the world after a loss.
         arguments: num_workers (default: Spark's default parallelism), min_workers (num_workers: a lost worker is waited
             for), max_workers (num_workers), env, stdout, verbose, prefix_output_with_timestamp, preload, run_id and
-            store (commits are made durable, and a call with the same run_id continues from the newest one),
+            store (checkpoints are written, and a call with the same run_id continues from the newest one),
             storage_options (fsspec's for the store, such as credentials), all fields of `ElasticConfig`, and the
             arguments of Horovod's `run_elastic` under their names.
 
@@ -146,7 +145,7 @@ class Call:
         job = JobSpec(self.program, limits, name, self.preload)
         what = "the function or its arguments"
         run_id, store = self.options.run_id, self.open_store()
-        with self.open_output(as_spark=True) as listener:
+        with self.open_output() as listener:
             imports = select_fork_imports(self.program, self.preload, self.options.config.fork_workers)
             platform.preflight(self.program.pickled_call, store, job.needs, limits.num_workers, what, imports)
             if run_id is None or store is None:
@@ -158,30 +157,14 @@ class Call:
                 CheckpointStore(store, run_id).read_published,
             )
 
-    def run_on(
-        self,
-        launcher: Launcher,
-        discovery: Discovery,
-        default_workers: int,
-        options: DriverOptions | None = None,
-    ) -> Results[Any]:
-        """As `over_spark`, on a cluster of another kind. default_workers: where the call does not name a number."""
-        limits = self.make_limits(default_workers)
-        config = self.options.config
-        options = options or DriverOptions(run=self.take_run())
-        with self.open_output() as listener:
-            return decode_results(
-                supervise(launcher, discovery, options, limits, config, self.name, listener)
-            )
-
-    def take_run(self) -> RunLease | None:
+    def take_run(self) -> OwnedRun | None:
         """Take over the run for this driver. Returns None if the call has no `run_id`.
 
         Raises:
             StoreError: the store cannot be read or written.
         """
         run_id, store = self.options.run_id, self.open_store()
-        return None if run_id is None or store is None else RunLease.acquire(store, run_id)
+        return None if run_id is None or store is None else OwnedRun.acquire(store, run_id)
 
     def open_store(self) -> Store | None:
         return self.options.open_store()
@@ -191,12 +174,8 @@ class Call:
         return dataclasses.replace(make_limits(self.options.config, number, least, most), all_results=True)
 
     @contextmanager
-    def open_output(self, as_spark: bool = False) -> Iterator[OutputListener]:
-        """The listener of the job that runs inside the block: it prints what happens.
-
-        Args:
-            as_spark: where nobody looks on, messages have the form of Spark's log.
-        """
+    def open_output(self) -> Iterator[OutputListener]:
+        """The listener of the job that runs inside the block: it prints what happens."""
         chosen = self.options
         stream = sys.stdout if chosen.stdout is None else chosen.stdout
         listener = OutputListener(
@@ -206,7 +185,7 @@ class Call:
             show_messages=chosen.verbose > 0,
             show_output=chosen.config.show_logs,
             limiter=LineRateLimiter() if chosen.stdout is None else None,
-            as_spark=as_spark and chosen.stdout is None and not supports_live_line(stream),
+            as_spark=chosen.stdout is None and not supports_live_line(stream),
         )
         with close_within_deadline(listener), log_to_listener(listener.on_message, chosen.verbose > 1):
             yield listener
@@ -234,21 +213,25 @@ def prepare(
             )
         script = Script.read(os.fspath(fn), *(str(argument) for argument in given))
         chosen = options.parse(named, config)
-        program = FunctionProgram(script, environment=chosen.env, durable=_open_checkpointing(chosen))
+        program = FunctionProgram(
+            script, environment=chosen.env, checkpoint_target=_open_checkpoint_target(chosen)
+        )
         slow, name = _find_slow_imports(script.source), os.path.basename(script.path)
     else:
         args, kwargs, named = _place_positional(given, args, kwargs, named)
         chosen = options.parse(named, config)
         if not callable(fn):
             raise InvalidInput(f"run() takes a function or the path of a script; got a {type(fn).__name__}.")
-        program = FunctionProgram(fn, args, kwargs, chosen.env, captures.dumps, _open_checkpointing(chosen))
+        program = FunctionProgram(
+            fn, args, kwargs, chosen.env, captures.dumps, _open_checkpoint_target(chosen)
+        )
         slow = _find_slow_imports(fn.source) if isinstance(fn, Module) else _find_slow_modules(fn)
         name = getattr(fn, "__name__", type(fn).__name__)
     return Call(program, chosen, slow if chosen.preload is None else chosen.preload, name)
 
 
-def _open_checkpointing(chosen: options.Options) -> tuple[Store, CheckpointPolicy] | None:
-    """Where and when workers make commits durable."""
+def _open_checkpoint_target(chosen: options.Options) -> tuple[Store, CheckpointPolicy] | None:
+    """Where and when workers write checkpoints; None: the call has no `run_id`."""
     store = chosen.open_store()
     if chosen.run_id is None or store is None:
         return None

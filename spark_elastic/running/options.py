@@ -12,7 +12,7 @@ from typing import IO, Any
 from spark_elastic.config import ElasticConfig, changes_setting, from_env
 from spark_elastic.data.store import Store, parse_store_url
 from spark_elastic.errors import InvalidInput
-from spark_elastic.state import run_lease
+from spark_elastic.state import owned_run
 
 # Horovod's name -> ours.
 ALIASES = {
@@ -56,7 +56,7 @@ OWN = (
     "run_id", "store", "storage_options",
 )  # fmt: skip
 # Settings that apply only to a run with a name.
-DURABLE = ("checkpoint_steps", "checkpoint_seconds", "checkpoints_kept")
+RUN_OPTIONS = ("checkpoint_steps", "checkpoint_seconds", "checkpoints_kept")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class Options:
     prefix_output_with_timestamp: bool = False
     # Modules that are imported before a worker is warm; None: those that the function seems to need.
     preload: tuple[str, ...] | None = None
-    # Commits are made durable in the store under this name, and another call with it continues from them.
+    # Checkpoints of commits are written to the store under this name, and another call with it continues from them.
     run_id: str | None = None
     store: str | None = None
     # fsspec's options for the store. They may hold credentials, and are neither shown nor stored.
@@ -149,11 +149,10 @@ def parse(given: Mapping[str, Any], config: object = None) -> Options:
     if unknown:
         there_are = ", ".join(sorted({*OWN, *settings, *ALIASES, *REFUSED}))
         raise InvalidInput(f"run() has no argument {unknown[0]!r}; there are: {there_are}.")
-    for name in DURABLE:
+    for name in RUN_OPTIONS:
         if values.get(name) is not None and "run_id" not in mine:
             raise InvalidInput(
-                f"{name} is about commits that are made durable in a store: give run_id and store as well, or leave it "
-                "out."
+                f"{name} is about checkpoints in a store: give run_id and store as well, or leave it out."
             )
     whole = from_env(**values) if config is None else dataclasses.replace(config, **values)
     return Options(config=whole, **mine)
@@ -187,7 +186,7 @@ def _check(mine: dict[str, Any]) -> None:
     if not isinstance(mine.get("storage_options", {}), Mapping):
         raise InvalidInput("storage_options must map the names of fsspec's options to their values.")
     if "run_id" in mine:
-        run_lease.check_name(mine["run_id"])
+        owned_run.check_name(mine["run_id"])
     if "stdout" in mine and not _takes_text(mine["stdout"]):
         raise InvalidInput(f"stdout must be an open text file; got {mine['stdout']!r}.")
 

@@ -18,9 +18,9 @@ import pyarrow as pa
 from pyspark import TaskContext
 from pyspark.resource import ResourceProfile
 
-from spark_elastic.clock import Clock, SystemClock
+from spark_elastic.clock import Clock
 from spark_elastic.config import ElasticConfig
-from spark_elastic.driver.gang_scheduler import QueueTimeout, get_job_queue
+from spark_elastic.driver.gang_scheduler import get_job_queue
 from spark_elastic.driver.ports import Post
 from spark_elastic.driver.thread_launcher import SlotEnd, ThreadPerSlotLauncher
 from spark_elastic.errors import InvalidInput, PreflightError
@@ -30,6 +30,7 @@ from spark_elastic.rendezvous.http_server import Bind
 from spark_elastic.spark.payload import make_payload
 from spark_elastic.spark.probe import (
     ProbeSpec,
+    await_probes,
     check_reports,
     make_probe_task,
     open_probe,
@@ -47,7 +48,6 @@ log = logging.getLogger("spark_elastic.spark")
 Body: TypeAlias = Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 
 RETRIED = "Spark ran the coordinator's task again"
-END_WAIT = 5.0  # seconds for a job that was interrupted
 DRIVER_HOST = "spark.driver.host"
 SETTINGS = (
     "spark.app.name",
@@ -161,8 +161,13 @@ def preflight(spark: SparkSession, spec: ProbeSpec, number: int, timeout: float)
                 for answer in task(batch.column(0).to_pylist()):
                     yield pa.RecordBatch.from_pydict({"answer": [pickle.dumps(answer)]})
 
-        frame = _make_frame(spark, number).mapInArrow(body, "answer binary")
-        rows = _collect_probes(spark, frame, f"spark_elastic-preflight-{probe.token}", timeout)
+        tag = f"spark_elastic-preflight-{probe.token}"
+
+        def collect() -> list[Any]:
+            spark.addTag(tag)
+            return list(_make_frame(spark, number).mapInArrow(body, "answer binary").collect())
+
+        rows = await_probes(collect, lambda: _interrupt(spark, tag), get_job_queue(spark), timeout)
         reports = [require_report(pickle.loads(bytes(row["answer"]))) for row in rows]
         check_reports(reports, spec.make_host_check(), spec.store, reached=False)
     unreached = next((report.unreached for report in reports if report.unreached is not None), None)
@@ -255,37 +260,6 @@ def _run_coordinator_task(coordinator: DriverTask, towards: str | None) -> str:
         return "it has ended"
     coordinator.wait_standby()
     return RETRIED
-
-
-def _collect_probes(spark: SparkSession, frame: Any, tag: str, timeout: float) -> list[Any]:
-    """The rows of a job, which is interrupted if the time is over or the caller is interrupted."""
-    rows: list[Any] = []
-    errors: list[Exception] = []
-
-    def work() -> None:
-        spark.addTag(tag)
-        try:
-            rows.extend(frame.collect())
-        except Exception as error:  # raised below, in the caller's thread
-            errors.append(error)
-
-    queue_timeout = QueueTimeout(get_job_queue(spark), timeout, SystemClock(), "the preflight of a job")
-    thread = threading.Thread(target=work, name="spark-elastic-preflight", daemon=True)
-    thread.start()
-    try:
-        queue_timeout.join(thread)
-    finally:
-        if late := thread.is_alive():
-            _interrupt(spark, tag)
-            thread.join(END_WAIT)
-    if errors and not late:
-        raise errors[0]
-    if not rows:
-        raise PreflightError(
-            f"no executor took a probe within {timeout:.0f} s: see whether the cluster has free cores, or raise "
-            "start_timeout."
-        )
-    return rows
 
 
 def _interrupt(spark: SparkSession, tag: str) -> None:

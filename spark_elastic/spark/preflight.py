@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 from py4j.protocol import Py4JError
 from pyspark import InheritableThread
 
-from spark_elastic.clock import SystemClock
-from spark_elastic.driver.gang_scheduler import QueueTimeout, get_job_queue
+from spark_elastic.driver.gang_scheduler import get_job_queue
 from spark_elastic.errors import JobCancelled, PreflightError
 from spark_elastic.spark.payload import broadcast
 from spark_elastic.spark.probe import (
     ProbeReport,
     ProbeSpec,
     Task,
+    await_probes,
     check_reports,
     make_probe_task,
     open_probe,
@@ -84,37 +84,20 @@ def _live_executors(sc: SparkContext) -> int:
 
 def _run_probes(sc: SparkContext, task: Task, tasks: int, tag: str, timeout: float) -> list[Any]:
     """Run one Spark job; cancel it if the time is over or the caller is interrupted."""
-    answers: list[Any] = []
-    errors: list[Exception] = []
 
-    def work() -> None:
+    def collect() -> list[Any]:
         sc.addJobTag(tag)
         set_description(sc, "probes of the hosts")
         try:
-            answers.extend(sc.parallelize(range(tasks), tasks).mapPartitions(task).collect())
-        except Exception as error:  # raised below, in the caller's thread
-            errors.append(error)
+            return sc.parallelize(range(tasks), tasks).mapPartitions(task).collect()
+        except Exception as error:
+            raise _translate_error(error) from error
         finally:
             sc.removeJobTag(tag)
 
-    queue_timeout = QueueTimeout(get_job_queue(sc), timeout, SystemClock(), "the preflight of a job")
-    thread = InheritableThread(target=work, name="spark-elastic-preflight", daemon=True)
-    thread.start()
-    late = True
-    try:
-        late = not queue_timeout.join(thread)
-    finally:
-        if late:
-            sc.cancelJobsWithTag(tag)
-            thread.join(timeout=5.0)
-    if late:
-        raise PreflightError(
-            f"no executor took a probe within {timeout:.0f} s: see whether the cluster has free cores, or raise "
-            "start_timeout."
-        )
-    if errors:
-        raise _translate_error(errors[0]) from errors[0]
-    return answers
+    return await_probes(
+        collect, lambda: sc.cancelJobsWithTag(tag), get_job_queue(sc), timeout, InheritableThread
+    )
 
 
 def _translate_error(error: Exception) -> Exception:

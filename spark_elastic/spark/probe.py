@@ -9,8 +9,10 @@ import os
 import pickle
 import socket
 import sys
+import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -18,6 +20,7 @@ from typing import Any, TypeAlias
 import spark_elastic
 from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.data.store import Store
+from spark_elastic.driver.gang_scheduler import JobQueue, QueueTimeout
 from spark_elastic.errors import ElasticError, PreflightError, StoreError
 from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.rendezvous.http_server import Bind, format_address, listen
@@ -33,6 +36,7 @@ HOLD_SECONDS = 0.2  # for which a probe keeps its core at least, so that the nex
 REACH_SECONDS = 5.0  # for a connection to the driver
 PEERS_SECONDS = 5.0  # for probes that have not come, and for those that have not finished
 DIAL_SECONDS = 3.0  # for a connection to another probe
+CANCEL_SECONDS = 5.0  # for the end of a job that was cancelled
 LOOK_EVERY = 0.1  # seconds between two looks into the store
 
 
@@ -281,6 +285,48 @@ def open_probe(spec: ProbeSpec) -> Iterator[Probe]:
 
 def _describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
+
+
+def await_probes(
+    collect: Callable[[], list[Any]],
+    cancel: Callable[[], object],
+    queue: JobQueue,
+    timeout: float,
+    make_thread: Callable[..., threading.Thread] = threading.Thread,
+) -> list[Any]:
+    """Run a job of probes in a thread of its own; cancel it if the time is over or the caller is interrupted.
+
+    Args:
+        collect: runs the job and returns its rows.
+        timeout: seconds; they do not count while another job of the application trains.
+
+    Raises:
+        PreflightError: the time was over. Exception: what `collect` raised.
+    """
+    collected: Future[list[Any]] = Future()
+
+    def work() -> None:
+        try:
+            collected.set_result(collect())
+        except Exception as error:
+            collected.set_exception(error)
+
+    queue_timeout = QueueTimeout(queue, timeout, SystemClock(), "the preflight of a job")
+    thread = make_thread(target=work, name="spark-elastic-preflight", daemon=True)
+    thread.start()
+    late = True
+    try:
+        late = not queue_timeout.join(thread)
+    finally:
+        if late:
+            cancel()
+            thread.join(CANCEL_SECONDS)
+    if late:
+        raise PreflightError(
+            f"no executor took a probe within {timeout:.0f} s: see whether the cluster has free cores, or raise "
+            "start_timeout."
+        )
+    return collected.result(0)
 
 
 # ---- what the reports of probes mean for a job

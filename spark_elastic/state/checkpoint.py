@@ -1,11 +1,11 @@
 """A run's checkpoints in the store: rank 0 writes them in the background, the driver publishes them (R18, publication).
 
     runs/RUN/checkpoints/ATTEMPT-GENERATION-EPOCH-PHASE-STEP/{parts, manifest.json}    one checkpoint
-    runs/RUN/checkpoints/published-ATTEMPT.json                                        the list of those that count
+    runs/RUN/checkpoints/published-ATTEMPT.json                                        the list of published ones
 
 A checkpoint has the two parts of a `Snapshot`: `values`, encoded by the framework's codec, and `memory`, the bytes of
-all arrays. It counts once the driver has put it on the published list. Each attempt has a list of its own; the list of
-the highest attempt counts, so a driver that lost the run changes nothing.
+all arrays. A run resumes from it once the driver has put it on the published list. Each attempt has a list of its own;
+only that of the highest attempt is read, so a driver that lost the run changes nothing.
 
 `CheckpointStore` reads and writes these objects, in any thread. A training process has one `Checkpointer`: its training
 thread decides when a snapshot is due, and one writer thread encodes and writes.
@@ -17,7 +17,8 @@ import hashlib
 import json
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -26,15 +27,20 @@ from spark_elastic.clock import Clock
 from spark_elastic.data.store import Store, StoreFull
 from spark_elastic.errors import ElasticError, StoreError
 from spark_elastic.protocol.driver.failures import format_position
-from spark_elastic.protocol.types import START, Checkpoint, Fence, Phase, Position
+from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
 from spark_elastic.state.snapshot import Codec, Snapshot
 
 log = logging.getLogger("spark_elastic.state")
 
 MANIFEST = "manifest.json"
-VERSION = 3  # of the format of a checkpoint
+VERSION = 4  # of the format of a checkpoint
 VALUES, MEMORY = "values", "memory"  # the parts of a snapshot
-CHECKPOINTER = "checkpointer"  # key of `WorkerSession.persistent`: the Checkpointer of this process
+# Keys of `WorkerSession.process_values`.
+CHECKPOINTER = "checkpointer"  # the Checkpointer of this process
+SNAPSHOT_READER = "snapshot_reader"  # its SnapshotReader
+FLUSH_TIMEOUT = 3600.0  # seconds that the end of a training waits for its last checkpoint
+WARN_INTERVAL = 60.0  # seconds between two warnings about it
+CLOSE_TIMEOUT = 60.0  # seconds that `close` waits for the checkpoint in flight
 
 
 class CheckpointStore:
@@ -45,7 +51,7 @@ class CheckpointStore:
         self._folder = f"runs/{run_id}/checkpoints"
 
     def write(self, fence: Fence, position: Position, parts: Mapping[str, bytes]) -> Checkpoint:
-        """Write the parts and, at last, a manifest of them. The checkpoint counts once the driver has published it.
+        """Write the parts and, at last, a manifest of them. No run resumes from it before the driver has published it.
 
         Raises:
             StoreFull: the store has no room; what was written of the checkpoint is removed.
@@ -80,31 +86,29 @@ class CheckpointStore:
             parts[part] = data
         return parts
 
-    def read_newest(self, candidates: Sequence[Checkpoint]) -> tuple[Checkpoint, dict[str, bytes]]:
-        """The first candidate that can be read whole. A warning names each damaged one.
+    def read_first_undamaged(self, candidates: Sequence[Checkpoint]) -> tuple[Checkpoint, dict[str, bytes]]:
+        """The first undamaged candidate. A warning names each damaged one.
 
         Raises:
-            StoreError: none of the candidates is whole.
+            StoreError: all candidates are damaged.
         """
         for checkpoint in candidates:
             try:
                 return checkpoint, self.read(checkpoint)
             except StoreError as error:
-                log.warning(
-                    "checkpoint %s is damaged, so the one before it is used: %s", checkpoint.name, error
-                )
+                log.warning("checkpoint %s is damaged, and is not used: %s", checkpoint.name, error)
         names = ", ".join(checkpoint.name for checkpoint in candidates)
         raise StoreError(f"No checkpoint of {self._store.join(self._folder)} is whole: {names}.")
 
     # ---- called by the driver
 
     def publish(self, attempt: int, checkpoints: Iterable[Checkpoint]) -> None:
-        """Write the list of the checkpoints that count from now on, newest first."""
-        listed = [_to_json(checkpoint) for checkpoint in checkpoints]
+        """Write the list of published checkpoints, newest first, of this attempt."""
+        listed = [asdict(checkpoint) for checkpoint in checkpoints]
         self._store.write_bytes(f"{self._folder}/published-{attempt:06d}.json", json.dumps(listed).encode())
 
     def read_published(self) -> tuple[Checkpoint, ...]:
-        """The checkpoints that count, newest first: the list of the highest attempt that has published one."""
+        """The published checkpoints, newest first: the list of the highest attempt that has one."""
         names = [name for name in self._store.list(self._folder) if "/published-" in name]
         for name in reversed(names):
             try:
@@ -133,8 +137,8 @@ class CheckpointStore:
 
 def format_checkpoint_name(fence: Fence, position: Position) -> str:
     """The folder of a checkpoint that a member of the world `fence` writes at `position`."""
-    place = f"{position.epoch:05d}-{position.phase.value}-{position.step:08d}"
-    return f"{fence.attempt:06d}-{fence.generation:06d}-{place}"
+    numbers = f"{position.epoch:05d}-{position.phase.value}-{position.step:08d}"
+    return f"{fence.attempt:06d}-{fence.generation:06d}-{numbers}"
 
 
 def _sha256(data: bytes) -> str:
@@ -144,10 +148,6 @@ def _sha256(data: bytes) -> str:
 def _check(data: bytes, digest: str, name: str) -> None:
     if _sha256(data) != digest:
         raise StoreError(f"{name} is not what was written: its SHA-256 differs.")
-
-
-def _to_json(checkpoint: Checkpoint) -> dict[str, object]:
-    return asdict(checkpoint)
 
 
 def _from_json(item: Mapping[str, dict[str, int]]) -> Checkpoint:
@@ -160,11 +160,6 @@ def _from_json(item: Mapping[str, dict[str, int]]) -> Checkpoint:
     )
 
 
-LAST_WAIT = 3600.0  # seconds that the end of a training waits for its last checkpoint
-WARN_INTERVAL = 60.0  # seconds between two warnings about it
-CLOSE_WAIT = 60.0  # seconds that `close` waits for the checkpoint in flight
-
-
 class CheckpointWriter:
     """Writes checkpoints in one thread. One is in flight at a time, and a newer one replaces one that still waits.
 
@@ -174,15 +169,17 @@ class CheckpointWriter:
     def __init__(self, store: CheckpointStore, report: Callable[[Checkpoint | None], object]) -> None:
         """
         Args:
-            report: passes a written checkpoint to the driver, which decides whether it counts, or None if the store has
-                no room for one; called in the thread.
+            report: passes a written checkpoint to the driver, which publishes it unless it is too late, or None if the
+                store has no room for one; called in the thread.
         """
         self._store = store
         self._report = report
-        # Guards the three fields below.
+        # Guards the four fields below.
         self._changed = threading.Condition()
         # The checkpoint to write next: its world, position, and a function that makes its parts.
         self._waiting: tuple[Fence, Position, Callable[[], Mapping[str, bytes]]] | None = None
+        # World and position of the checkpoint that was offered last; None: it failed, or none was.
+        self._offered: tuple[Fence, Position] | None = None
         self._writing = False
         self._closing = False
         self._thread: threading.Thread | None = None  # `offer` starts it
@@ -190,8 +187,15 @@ class CheckpointWriter:
         self._failures = 0
 
     def offer(self, fence: Fence, position: Position, make_parts: Callable[[], Mapping[str, bytes]]) -> None:
-        """Have a checkpoint written, and return at once. The writer's thread calls `make_parts`."""
+        """Have a checkpoint written, unless it was offered before and has not failed. Returns at once.
+
+        Args:
+            make_parts: called by the writer's thread.
+        """
         with self._changed:
+            if self._offered == (fence, position):
+                return
+            self._offered = (fence, position)
             self._waiting = (fence, position, make_parts)
             self._changed.notify_all()
         if self._thread is None:
@@ -199,8 +203,8 @@ class CheckpointWriter:
             self._thread.start()
 
     def flush(self) -> None:
-        """Wait until everything offered is written and reported or has failed, up to LAST_WAIT for a slow store."""
-        for number in range(1, int(LAST_WAIT / WARN_INTERVAL) + 1):
+        """Wait until everything offered is written and reported or has failed, up to FLUSH_TIMEOUT for a slow store."""
+        for number in range(1, int(FLUSH_TIMEOUT / WARN_INTERVAL) + 1):
             with self._changed:
                 if self._changed.wait_for(lambda: self._waiting is None and not self._writing, WARN_INTERVAL):
                     return
@@ -215,7 +219,7 @@ class CheckpointWriter:
             self._closing = True
             self._changed.notify_all()
         if self._thread is not None:
-            self._thread.join(CLOSE_WAIT)
+            self._thread.join(CLOSE_TIMEOUT)
 
     def _run(self) -> None:
         while True:
@@ -225,17 +229,27 @@ class CheckpointWriter:
                 self._writing = task is not None
             if task is None:
                 return
-            try:
-                self._write(*task)
-            except ElasticError as error:
-                self._failures += 1
-                level = logging.WARNING if self._failures == 1 else logging.DEBUG
-                log.log(level, "checkpoint at %s not written: %s", format_position(task[1]), error)
-            except Exception:  # raised by whatever made the bytes; the next checkpoint may succeed
-                log.exception("checkpoint at %s not written", format_position(task[1]))
+            succeeded = self._try_to_write(*task)
             with self._changed:
                 self._writing = False
+                if not succeeded and self._offered == task[:2]:
+                    self._offered = None
                 self._changed.notify_all()
+
+    def _try_to_write(
+        self, fence: Fence, position: Position, make_parts: Callable[[], Mapping[str, bytes]]
+    ) -> bool:
+        """Write a checkpoint and report it. Returns False if that failed, which is logged."""
+        try:
+            self._write(fence, position, make_parts)
+            return True
+        except ElasticError as error:
+            self._failures += 1
+            level = logging.WARNING if self._failures == 1 else logging.DEBUG
+            log.log(level, "checkpoint at %s not written: %s", format_position(position), error)
+        except Exception:  # raised by whatever made the bytes; the next checkpoint may succeed
+            log.exception("checkpoint at %s not written", format_position(position))
+        return False
 
     def _write(self, fence: Fence, position: Position, make_parts: Callable[[], Mapping[str, bytes]]) -> None:
         try:
@@ -243,7 +257,7 @@ class CheckpointWriter:
         except StoreFull as error:
             self._report(None)
             raise StoreFull(
-                f"{error} Older checkpoints give way to the next ones; the newest stays."
+                f"{error} The driver deletes the oldest checkpoint to make room, but never the newest."
             ) from error
         self._report(written)
         if self._failures:
@@ -256,9 +270,9 @@ class CheckpointPolicy:
     """When a checkpoint is due: after so many steps or seconds, whichever comes first."""
 
     run_id: str
-    # Steps between two checkpoints; None: steps do not count.
+    # Steps between two checkpoints; None: their number does not matter.
     steps: int | None = None
-    # Seconds between two checkpoints; None: time does not count.
+    # Seconds between two checkpoints; None: time does not matter.
     seconds: float | None = 60.0
 
 
@@ -295,21 +309,21 @@ class SnapshotReader:
         self._cached: tuple[tuple[Checkpoint, ...], Snapshot] | None = None
 
     def read(self, candidates: Sequence[Checkpoint]) -> Snapshot:
-        """The first candidate that is whole.
+        """The snapshot in the first undamaged candidate.
 
         Raises:
-            StoreError: none of the candidates is whole.
+            StoreError: all candidates are damaged.
         """
         wanted = tuple(candidates)
         if self._cached is None or self._cached[0] != wanted:
-            checkpoint, parts = self._store.read_newest(wanted)
+            checkpoint, parts = self._store.read_first_undamaged(wanted)
             values = self._codec.loads(parts[VALUES], trusted=False)
             memory = np.frombuffer(parts[MEMORY], np.uint8).copy()
             self._cached = wanted, Snapshot(checkpoint.position, values, memory)
         return self._cached[1]
 
     def read_published(self) -> tuple[Checkpoint, ...]:
-        """The checkpoints that count now, newest first."""
+        """The checkpoints that are published now, newest first."""
         return self._store.read_published()
 
     def forget(self) -> None:
@@ -318,11 +332,11 @@ class SnapshotReader:
 
 
 class Checkpointer:
-    """Makes snapshots of one training process durable, and reads them back. Training thread only.
+    """Writes snapshots of one training process as checkpoints. Training thread only.
 
-    Only rank 0 writes. A snapshot that `build_pending` has built waits until its step is final (R1, finalized steps):
-    from then on the step is part of the history of every survivor, and `write_pending` passes the snapshot to the
-    writer's thread.
+    Callers give it snapshots on rank 0 alone. A snapshot that `build_pending` has built waits until its step is final
+    (R1, finalized steps): from then on the step is part of the history of every survivor, and `write_pending` passes
+    the snapshot to the writer's thread.
     """
 
     def __init__(
@@ -335,20 +349,17 @@ class Checkpointer:
     ) -> None:
         """
         Args:
-            report: passes a written checkpoint to the driver, which decides whether it counts (R18, publication), or
-                None if the store has no room for one.
+            report: passes a written checkpoint to the driver, which publishes it unless it is too late (R18,
+                publication), or None if the store has no room for one.
         """
-        self.reader = SnapshotReader(store, policy.run_id, codec)
-        # Seconds for which building snapshots has held up the training thread.
-        self.seconds = 0.0
+        # Seconds for which checkpoints have held up the training thread.
+        self.stall_seconds = 0.0
         self._schedule = CheckpointSchedule(policy, clock)
         self._clock = clock
         self._codec = codec
         self._writer = CheckpointWriter(CheckpointStore(store, policy.run_id), report)
         # A snapshot whose step is not finalized yet.
         self._pending: Snapshot | None = None
-        # Position of the newest snapshot that went to the writer.
-        self._offered = START
 
     def count_step(self) -> bool:
         """Count a step. True if a checkpoint is due."""
@@ -356,25 +367,31 @@ class Checkpointer:
 
     def build_pending(self, build: Callable[[], Snapshot]) -> None:
         """Build a snapshot now. It is pending until `write_pending` or `discard_pending`."""
+        with self.measure_stall():
+            self._pending = build()
+
+    @contextmanager
+    def measure_stall(self) -> Iterator[None]:
+        """Add the time of the block to `stall_seconds`."""
         began = self._clock.now()
-        self._pending = build()
-        self.seconds += self._clock.now() - began
+        try:
+            yield
+        finally:
+            self.stall_seconds += self._clock.now() - began
 
     def write_pending(self, fence: Fence) -> None:
         """Write the pending snapshot, if there is one: its step is finalized."""
         snapshot, self._pending = self._pending, None
         if snapshot is not None:
-            self.write(fence, snapshot)
+            self.offer(fence, snapshot)
 
     def discard_pending(self) -> None:
         """Drop the pending snapshot: the world broke before its step was finalized."""
         self._pending = None
 
-    def write(self, fence: Fence, snapshot: Snapshot) -> None:
-        """Pass a snapshot to the writer's thread, unless it was written before. It must not change any more."""
-        if snapshot.position <= self._offered:
-            return
-        self._offered = snapshot.position
+    def offer(self, fence: Fence, snapshot: Snapshot) -> None:
+        """Pass a snapshot to the writer's thread, unless this world did so before and it has not failed. It must not
+        change any more."""
         codec = self._codec
 
         def make_parts() -> dict[str, bytes]:
@@ -383,7 +400,7 @@ class Checkpointer:
         self._writer.offer(fence, snapshot.position, make_parts)
 
     def flush(self) -> None:
-        """Wait until everything is durable. Called where all ranks stop for good."""
+        """Wait until everything offered was written or has failed. Called where all ranks stop for good."""
         self._writer.flush()
 
     def close(self) -> None:

@@ -18,10 +18,10 @@ from spark_elastic.state.state import HostsUpdatedInterrupt, State, WorkerSessio
 
 R = TypeVar("R")
 
-# Keys of `WorkerSession.persistent`.
+# Keys of `WorkerSession.process_values`.
 STATE = "state"  # the state of the newest elastic function of this process
 ENTERED = "entered"  # whether this call of the user's function has reached its elastic function
-START_FENCE = "start_fence"  # the fence of the world in which the elastic function started
+SYNCED_FENCE = "synced_fence"  # the fence of the newest world that the state has begun
 
 
 def elastic(func: Callable[..., R], get_session: Callable[[], WorkerSession | None]) -> Callable[..., R]:
@@ -47,17 +47,17 @@ def elastic(func: Callable[..., R], get_session: Callable[[], WorkerSession | No
 
 
 def _enter(state: State, session: WorkerSession) -> None:
-    persistent = session.persistent
-    if persistent.get(ENTERED) and persistent[STATE] is not state:
+    process_values = session.process_values
+    if process_values.get(ENTERED) and process_values[STATE] is not state:
         raise InvalidInput(
             "elastic.run was called with two states in one function, and a newcomer could not know where to begin: put "
             "everything into one state and one function."
         )
-    former = persistent.get(STATE)
+    former = process_values.get(STATE)
     state.attach(session)
     if former is not None and former is not state:
-        state.take_from(former)
-    persistent[STATE], persistent[ENTERED] = state, True
+        state.continue_from(former)
+    process_values[STATE], process_values[ENTERED] = state, True
 
 
 def _run_in_worlds(func: Callable[[], R], state: State, session: WorkerSession) -> R:
@@ -69,7 +69,7 @@ def _run_in_worlds(func: Callable[[], R], state: State, session: WorkerSession) 
                 state.on_reset()
             _begin_world(state, session)
             result = func()
-            _write_last_commit(state, session)
+            _write_last_checkpoint(state, session)
             return result
         except HostsUpdatedInterrupt:
             error = _save_at_stop(state, session)
@@ -86,10 +86,10 @@ def _save_at_stop(state: State, session: WorkerSession) -> CollectiveError | Non
     """Commit where all ranks agreed to stop. Returns what broke the world meanwhile."""
     state.on_hosts_updated(float(session.world.fence.generation), session.host_update)
     try:
-        # The stop counts as a commit: a worker whose exchange broke here is one commit behind, and takes over.
+        # The stop is a commit of its own: a worker whose exchange broke here is one commit behind, and receives it.
         state.make_commit()
         if session.is_job_ending():
-            _write_last_commit(state, session)
+            _write_last_checkpoint(state, session)
     except MismatchError:
         raise
     except CollectiveError as broke:
@@ -109,27 +109,31 @@ def _wait_for_next_world(session: WorkerSession, error: CollectiveError | None) 
 
 def _begin_world(state: State, session: WorkerSession) -> None:
     world = session.world
-    if session.persistent.get(START_FENCE) == world.fence:
+    if session.process_values.get(SYNCED_FENCE) == world.fence:
         return  # the user's function called its elastic function again
-    source, number = choose_source(world)
+    commits: int | None
+    source, commits = choose_source(world)
+    reader = session.snapshot_reader
     if world.resume:
-        number = None  # the snapshot of the checkpoint brings its own
-        if session.group.rank == source and session.checkpointer is not None:
-            state.restore_checkpoint(session.checkpointer, world.resume)
-    state.begin_world(source, number)
-    session.persistent[START_FENCE] = world.fence
+        commits = None  # the checkpoint says it
+        if session.group.rank == source and reader is not None:
+            state.restore_checkpoint(reader, world.resume)
+    state.begin_world(source, commits)
+    if reader is not None:
+        reader.forget()
+    session.process_values[SYNCED_FENCE] = world.fence
 
 
-def _write_last_commit(state: State, session: WorkerSession) -> None:
-    """Make the newest commit durable, since none follows it."""
+def _write_last_checkpoint(state: State, session: WorkerSession) -> None:
+    """Write a checkpoint of the newest commit, since none follows it."""
     if session.checkpointer is not None:
         state.write_checkpoint(session.checkpointer)
 
 
-def choose_source(world: World) -> tuple[int | None, int | None]:
-    """(the rank whose state all take over, its number of commits); None: all hold that state already.
+def choose_source(world: World) -> tuple[int | None, int]:
+    """(the rank whose state all others receive; None: all hold it already, how many commits led to that state).
 
-    Before the first commit all take over the state of one worker: initial values may differ, and the world in which
+    Before the first commit all receive the state of one worker: initial values may differ, and the world in which
     they were to become equal may have broken midway.
     """
     if world.position is None or world.position == START:

@@ -24,7 +24,7 @@ from spark_elastic.state.snapshot import Bytes, SnapshotBuffer, SnapshotBuilder
 class StateHandler(ABC):
     """A value that is saved, restored and handed to other workers by methods of its own."""
 
-    # The rank whose value the others take over in `sync`, which all ranks call; it need not be 0.
+    # The rank whose value the others receive in `sync`, which all ranks call; it need not be 0.
     source_rank = 0
 
     def __init__(self, value: Any) -> None:
@@ -40,7 +40,7 @@ class StateHandler(ABC):
 
     @abstractmethod
     def sync(self) -> None:
-        """Take over the value of `source_rank`. Collective."""
+        """Receive the value of `source_rank`. Collective."""
 
     def set_value(self, value: Any) -> None:
         """Handle another value from now on."""
@@ -79,7 +79,7 @@ class SnapshotHandler(StateHandler):
         self._snapshots.wait()
 
     def restore(self) -> None:
-        snapshot = self._snapshots.newest()
+        snapshot = self._snapshots.wait_for_newest()
         if snapshot is not None:
             self.load(snapshot.values, snapshot.memory)
 
@@ -213,7 +213,7 @@ def unwrap_variable(variable: Any) -> Any:
     return variable if inner is None or callable(inner) else inner  # a tf.Variable has a method of that name
 
 
-def trainable_weights_of(layers: Any) -> list[Any]:
+def list_trainable_weights(layers: Any) -> list[Any]:
     """The trainable variables of one Keras layer, of several, or of None."""
     given = list(layers) if isinstance(layers, list | tuple | set) else [layers]
     return [variable for layer in given if layer is not None for variable in layer.trainable_weights]

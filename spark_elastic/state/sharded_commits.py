@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,19 +27,21 @@ from spark_elastic.state.shards import (
     LostCommit,
     Place,
     RestorableCommit,
+    assign_copies,
     choose_commit,
     find_lost_commit,
     find_overlaps,
+    get_shard_range,
     lay_out,
-    place_copies,
-    shard_rows,
 )
 from spark_elastic.state.snapshot import (
     Bytes,
+    Capture,
     PickleCodec,
     Snapshot,
     SnapshotBuilder,
     broadcast_snapshot,
+    build_snapshot,
 )
 
 log = logging.getLogger("spark_elastic.state")
@@ -85,9 +87,6 @@ class ShardedCommit:
         return [DividedTensor(*each) for each in self.common.values[LAYOUT]]
 
 
-Capture = Callable[[SnapshotBuilder], dict[str, Any]]
-
-
 class ShardedCommits:
     """The commits that this process holds, oldest first: the newest complete one, and one that is being made."""
 
@@ -97,7 +96,8 @@ class ShardedCommits:
         self._free_memory: list[Bytes] = []
         self._places: tuple[Place, ...] = ()
 
-    def newest_complete(self) -> ShardedCommit | None:
+    def get_newest_complete(self) -> ShardedCommit | None:
+        """The oldest one that is held: a newer one is still being made."""
         return self._held[0] if self._held else None
 
     @property
@@ -115,19 +115,16 @@ class ShardedCommits:
         Raises:
             CollectiveError: the group broke; the commit before is still there.
         """
-        commit = self.capture(group.rank, CommitKey(position.step, fence, group.size), position, capture)
+        commit = self.copy_state(group.rank, CommitKey(position.step, fence, group.size), position, capture)
         self._held.append(commit)
         self._exchange_copies(group, commit)
         group.barrier()
         self.keep_only(commit)
 
-    def capture(self, rank: int, key: CommitKey, position: Position, capture: Capture) -> ShardedCommit:
-        """A copy of the present state, which is not held."""
+    def copy_state(self, rank: int, key: CommitKey, position: Position, capture: Capture) -> ShardedCommit:
+        """Copy the present state to a commit, which is not held."""
         builder = ShardBuilder()
-        values = capture(builder)
-        common = Snapshot(position, {**values, LAYOUT: builder.tensors}, np.empty(builder.size, np.uint8))
-        for offset, piece in builder.pieces + builder.deferred:
-            common.memory[offset : offset + piece.nbytes] = piece
+        common = build_snapshot(position, lambda _: {**capture(builder), LAYOUT: builder.tensors}, builder)
         extents, nbytes = lay_out(builder.tensors, key.size, rank)
         own = self._allocate(nbytes)
         for extent, piece in zip(extents, builder.locals, strict=True):
@@ -136,7 +133,7 @@ class ShardedCommits:
 
     def _exchange_copies(self, group: Group, commit: ShardedCommit) -> None:
         """Send this rank's shard to the rank that keeps its copy, and receive those that this rank keeps."""
-        targets = place_copies(self._places)
+        targets = assign_copies(self._places)
         own = commit.shards[group.rank]
         splits = [own.nbytes if to == targets[group.rank] != group.rank else 0 for to in range(group.size)]
         sources = [rank for rank in range(group.size) if targets[rank] == group.rank != rank]
@@ -194,7 +191,7 @@ class ShardedCommits:
                         commit.key.number,
                     )
 
-    def describe(self, group: Group, lost: LostCommit) -> str:
+    def gather_loss_description(self, group: Group, lost: LostCommit) -> str:
         """Which parts of the commit are missing, and where they were."""
         mine = self._find(lost.key)
         packed = group.allgather_bytes(json.dumps([] if mine is None else mine.places).encode())
@@ -203,7 +200,7 @@ class ShardedCommits:
         )
         parts = [f"shard {shard}" for shard in lost.shards]
         if len(places) == lost.key.size:
-            targets = place_copies(places)
+            targets = assign_copies(places)
             parts = [
                 f"shard {shard}, which rank {shard} on {places[shard].host} held, and its copy on rank "
                 f"{targets[shard]} on {places[targets[shard]].host}"
@@ -213,7 +210,7 @@ class ShardedCommits:
 
     def share_common(self, group: Group, chosen: RestorableCommit) -> Snapshot:
         """What all ranks have alike in the chosen commit."""
-        source = chosen.givers[0]
+        source = chosen.senders[0]
         mine = self._find(chosen.key)
         sent = mine.common if mine is not None and group.rank == source else None
         arrived = broadcast_snapshot(group, source, sent, PickleCodec())
@@ -283,7 +280,7 @@ class ShardedCommits:
                     splits[first + part] += outgoing[-1].nbytes
             sent = np.concatenate(outgoing) if outgoing else np.empty(0, np.uint8)
             received = _move_checked(group, sent, splits)
-            pieces += move.place(received, own, group.size)
+            pieces += move.assemble(received, own, group.size)
         return pieces
 
 
@@ -295,27 +292,27 @@ class _Move:
         self._size = size
         self._tensors = tensors
 
-    def list_rows(self, part: int, giver: int) -> Iterator[tuple[int, int, int, int]]:
-        """What a rank gives to a part: (tensor, shard that has it, first row, row after the last)."""
+    def list_rows(self, part: int, sender: int) -> Iterator[tuple[int, int, int, int]]:
+        """What a rank sends to a part: (tensor, shard that has it, first row, row after the last)."""
         for number, tensor in enumerate(self._tensors):
             for shard, begin, end in find_overlaps(tensor.rows, self._chosen.key.size, self._size, part):
-                if self._chosen.givers[shard] == giver:
+                if self._chosen.senders[shard] == sender:
                     yield number, shard, begin, end
 
     def slice(self, piece: Bytes, number: int, begin: int, end: int, size: int, part: int) -> Bytes:
         """These rows of a tensor, in its piece that is part `part` of `size`."""
         rows, row_bytes = self._tensors[number]
-        first = shard_rows(rows, size, part)[0]
+        first = get_shard_range(rows, size, part)[0]
         return piece[(begin - first) * row_bytes : (end - first) * row_bytes]
 
-    def place(self, received: Bytes, part: int, ranks: int) -> list[Bytes]:
+    def assemble(self, received: Bytes, part: int, ranks: int) -> list[Bytes]:
         """Put what came from all ranks, in their order, into the pieces of a part; -1: of none."""
         if part < 0:
             return []
-        pieces = [np.empty(tensor.piece(self._size, part), np.uint8) for tensor in self._tensors]
+        pieces = [np.empty(tensor.count_piece_bytes(self._size, part), np.uint8) for tensor in self._tensors]
         offset = 0
-        for giver in range(ranks):
-            for number, _, begin, end in self.list_rows(part, giver):
+        for sender in range(ranks):
+            for number, _, begin, end in self.list_rows(part, sender):
                 target = self.slice(pieces[number], number, begin, end, self._size, part)
                 target[...] = received[offset : offset + target.nbytes]
                 offset += target.nbytes

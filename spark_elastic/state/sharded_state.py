@@ -16,13 +16,13 @@ import numpy as np
 
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput, StoreError
-from spark_elastic.protocol.types import START, Checkpoint, Phase, Position
-from spark_elastic.state.checkpoint import Checkpointer
+from spark_elastic.protocol.types import START, Checkpoint
+from spark_elastic.state.checkpoint import Checkpointer, SnapshotReader
 from spark_elastic.state.handlers import SamplerStateHandler, SnapshotHandler
 from spark_elastic.state.sharded_commits import FROM_CHECKPOINT, LAYOUT, ShardedCommits
 from spark_elastic.state.shards import CommitKey, DividedTensor, LostCommit, Place, RestorableCommit, lay_out
 from spark_elastic.state.snapshot import Bytes, PickleCodec, Snapshot, broadcast_snapshot
-from spark_elastic.state.state import ObjectState, State, WorkerSession
+from spark_elastic.state.state import PLAIN, ObjectState, State, WorkerSession, make_commit_position
 
 log = logging.getLogger("spark_elastic.state")
 
@@ -32,7 +32,7 @@ Build = Callable[[Any], Mapping[str, Any]]
 class DividedHandler(SnapshotHandler):
     """A handler of a value with divided tensors: `capture` gets a `ShardBuilder`, and `load` also reads `pieces`."""
 
-    # For `load`: this rank's part of each divided tensor, by the number that `ShardBuilder.add_piece` returned.
+    # For `load`: this rank's piece of each divided tensor, by the number that `ShardBuilder.add_piece` returned.
     pieces: Sequence[Bytes] = ()
 
 
@@ -83,23 +83,24 @@ class ShardedState(ObjectState):
         session = self._session
         if session is not None and self._built:
             fence = session.world.fence
-            place = Position(0, Phase.TRAIN, self._number)
-            self._commits.save(_idle_group(session), place, (fence.attempt, fence.generation), self._capture)
+            position = make_commit_position(self._number)
+            self._commits.save(
+                _wait_for_idle_group(session), position, (fence.attempt, fence.generation), self._capture
+            )
 
     def make_commit(self) -> None:
         self.save()
         session = self._session
         if session is None or session.checkpointer is None:
             return
-        session.checkpointer.reader.forget()
         due = np.array([session.group.rank == 0 and session.checkpointer.count_step()], np.int64)
         session.group.allreduce(due, op="max")
         if due[0]:
-            self._write_newest(session.checkpointer)
+            self._offer_newest_commit(session.checkpointer)
 
     def restore(self) -> None:
         """Put this worker's part back as it was at the newest commit."""
-        commit, session = self._commits.newest_complete(), self._session
+        commit, session = self._commits.get_newest_complete(), self._session
         if commit is None or session is None or commit.key.fence[1] != session.world.fence.generation:
             return  # the next world does it
         size, rank = session.group.size, session.group.rank
@@ -111,25 +112,26 @@ class ShardedState(ObjectState):
         """Do nothing: at the beginning of the next world the ranks choose the commit that all go back to."""
 
     def write_checkpoint(self, checkpointer: Checkpointer) -> None:
-        self._write_newest(checkpointer)
+        self._offer_newest_commit(checkpointer)
         checkpointer.flush()
 
-    def _write_newest(self, checkpointer: Checkpointer) -> None:
-        """Rank 0 writes the whole state."""
+    def _offer_newest_commit(self, checkpointer: Checkpointer) -> None:
+        """Have rank 0 write the whole state. Collective."""
         assert self._session is not None
         if self._number == START.step:
             return
-        whole = self._commits.gather(_idle_group(self._session), 0)
+        with checkpointer.measure_stall():
+            whole = self._commits.gather(_wait_for_idle_group(self._session), 0)
         if whole is not None:
-            checkpointer.write(self._session.world.fence, whole)
+            checkpointer.offer(self._session.world.fence, whole)
 
-    def restore_checkpoint(self, checkpointer: Checkpointer, candidates: tuple[Checkpoint, ...]) -> None:  # type: ignore[override]
-        whole = checkpointer.reader.read(candidates)
+    def restore_checkpoint(self, reader: SnapshotReader, candidates: Sequence[Checkpoint]) -> None:
+        whole = reader.read(candidates)
         if LAYOUT not in whole.values:
             raise InvalidInput("the run's checkpoints are of another kind of state: use another run_id.")
         self._commits.adopt(whole)
 
-    def take_from(self, other: State) -> None:
+    def continue_from(self, other: State) -> None:
         if not isinstance(other, ShardedState):
             raise InvalidInput(
                 "the function made a state of another kind than when it was called before: make the same one each time."
@@ -148,11 +150,11 @@ class ShardedState(ObjectState):
     def sync(self) -> None:
         raise InvalidInput("elastic.run synchronizes this state at the beginning of each world: drop sync().")
 
-    def begin_world(self, source: int | None, number: int | None) -> None:
+    def begin_world(self, source: int | None, commits: int | None) -> None:
         session = self._session
         assert session is not None
-        group = _idle_group(session)
-        if number is None and group.rank != source:
+        group = _wait_for_idle_group(session)
+        if commits is None and group.rank != source:
             self._commits.clear()  # rank `source` has read a checkpoint
         place = Place(session.address, session.world.members[group.rank].host)
         chosen = self._commits.agree_on_commit(group, place)
@@ -167,13 +169,13 @@ class ShardedState(ObjectState):
 
     def _replace_lost(self, session: WorkerSession, place: Place, lost: LostCommit) -> RestorableCommit:
         """The newest checkpoint, in place of a commit of which parts are lost."""
-        group, checkpointer = session.group, session.checkpointer
-        missing = self._commits.describe(group, lost)
+        group, reader = session.group, session.snapshot_reader
+        missing = self._commits.gather_loss_description(group, lost)
         sentence = f"commit {lost.key.number} is lost with the workers that held parts of it: {missing}"
         self._commits.clear()
-        if checkpointer is not None and group.rank == 0:
+        if reader is not None and group.rank == 0:
             try:
-                self.restore_checkpoint(checkpointer, checkpointer.reader.read_published())
+                self.restore_checkpoint(reader, reader.read_published())
             except StoreError as error:
                 log.warning("%s", error)
         chosen = self._commits.agree_on_commit(group, place)
@@ -191,12 +193,12 @@ class ShardedState(ObjectState):
         """Nothing was committed: rank 0's values, and what each rank has built."""
         self._number = 0
         self._build_values()
-        capture = self._commits.capture(group.rank, CommitKey(0, (0, 0), group.size), START, self._capture)
-        common = broadcast_snapshot(group, 0, capture.common, PickleCodec())
+        commit = self._commits.copy_state(group.rank, CommitKey(0, (0, 0), group.size), START, self._capture)
+        common = broadcast_snapshot(group, 0, commit.common, PickleCodec())
         if common is not None:
-            extents, _ = lay_out(capture.tensors, group.size, group.rank)
+            extents, _ = lay_out(commit.tensors, group.size, group.rank)
             self._load_values(common)
-            self._load_built(common, [extent.of(capture.shards[group.rank]) for extent in extents])
+            self._load_built(common, [extent.of(commit.shards[group.rank]) for extent in extents])
 
     def _continue(self, group: Group, chosen: RestorableCommit) -> None:
         common = self._commits.share_common(group, chosen)
@@ -235,7 +237,7 @@ class ShardedState(ObjectState):
     def _load_values(self, common: Snapshot) -> None:
         """What does not depend on the world."""
         names = [name for name in self._handlers if name not in self._built]
-        plain = pickle.loads(common.values[""])
+        plain = pickle.loads(common.values[PLAIN])
         if set(plain) != set(self._plain) or not set(names) <= set(common.values):
             raise InvalidInput("the commit is of a state of other names: make the same one on each worker.")
         for name in names:
@@ -247,7 +249,7 @@ class ShardedState(ObjectState):
         self._number = common.position.step
 
     def _load_built(self, common: Snapshot, pieces: list[Bytes]) -> None:
-        if set(common.values) != {"", LAYOUT, *self._handlers}:
+        if set(common.values) != {PLAIN, LAYOUT, *self._handlers}:
             raise InvalidInput(
                 "build(state) returned other names than before: return the same ones in each world."
             )
@@ -259,7 +261,7 @@ class ShardedState(ObjectState):
             handler.load(common.values[name], common.memory)
 
 
-def _idle_group(session: WorkerSession) -> Group:
+def _wait_for_idle_group(session: WorkerSession) -> Group:
     """The world's group, once no other thread calls it."""
     session.wait_until_idle()
     return session.group

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from spark_elastic.state.snapshot import ALIGNMENT, Extent
+from spark_elastic.state.snapshot import Extent, align
 
 
-def shard_rows(rows: int, size: int, rank: int) -> tuple[int, int]:
+def get_shard_range(rows: int, size: int, rank: int) -> tuple[int, int]:
     """The first row of that rank's part, and the row after its last one."""
     part = -(-rows // size)
     return min(rank * part, rows), min((rank + 1) * part, rows)
@@ -26,9 +26,9 @@ class DividedTensor(NamedTuple):
     # Bytes of a row.
     row_bytes: int
 
-    def piece(self, size: int, rank: int) -> int:
-        """The bytes of a rank's part."""
-        begin, end = shard_rows(self.rows, size, rank)
+    def count_piece_bytes(self, size: int, rank: int) -> int:
+        """The bytes of a rank's rows."""
+        begin, end = get_shard_range(self.rows, size, rank)
         return (end - begin) * self.row_bytes
 
 
@@ -36,14 +36,14 @@ def lay_out(tensors: Sequence[DividedTensor], size: int, rank: int) -> tuple[lis
     """(where each tensor's piece lies in a rank's shard, bytes of the shard)."""
     extents, offset = [], 0
     for tensor in tensors:
-        extents.append(Extent(offset, tensor.piece(size, rank)))
-        offset += -(-extents[-1].nbytes // ALIGNMENT) * ALIGNMENT
+        extents.append(Extent(offset, tensor.count_piece_bytes(size, rank)))
+        offset += align(extents[-1].nbytes)
     return extents, offset
 
 
 def find_overlaps(rows: int, old_size: int, new_size: int, new_rank: int) -> Iterator[tuple[int, int, int]]:
     """The rows of a new part, by the old parts that hold them: (old rank, first row, row after the last)."""
-    begin, end = shard_rows(rows, new_size, new_rank)
+    begin, end = get_shard_range(rows, new_size, new_rank)
     part = -(-rows // old_size)
     while begin < end:
         old = begin // part
@@ -62,7 +62,7 @@ class Place(NamedTuple):
     host: str
 
 
-def place_copies(places: Sequence[Place]) -> list[int]:
+def assign_copies(places: Sequence[Place]) -> list[int]:
     """For each rank the rank that holds the copy of its shard; itself in a world of one.
 
     The copy lies on another machine if there are several, else on another host if there are several. Of the ranks
@@ -100,8 +100,8 @@ class RestorableCommit:
     """A commit of which each shard is there."""
 
     key: CommitKey
-    # For each of its shards the rank of the present world that hands it out.
-    givers: tuple[int, ...]
+    # For each of its shards the rank of the present world that sends it.
+    senders: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -127,12 +127,12 @@ def choose_commit(holdings: Sequence[Holdings]) -> RestorableCommit | None:
         if len(holders[key]) < key.size:
             continue
         counts = [0] * len(holdings)
-        givers = []
+        senders = []
         for shard in range(key.size):
-            giver = min(holders[key][shard], key=lambda rank: counts[rank])
-            counts[giver] += 1
-            givers.append(giver)
-        return RestorableCommit(key, tuple(givers))
+            sender = min(holders[key][shard], key=lambda rank: counts[rank])
+            counts[sender] += 1
+            senders.append(sender)
+        return RestorableCommit(key, tuple(senders))
     return None
 
 

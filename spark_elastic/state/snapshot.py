@@ -26,11 +26,11 @@ from spark_elastic.errors import StoreError
 from spark_elastic.protocol.types import Phase, Position
 
 Bytes = npt.NDArray[np.uint8]
-ALIGNMENT = 64  # bytes between the beginnings of two pieces of a snapshot's memory
+ALIGNMENT = 64  # in a snapshot's memory each array begins at a multiple of so many bytes
 
 
 class Extent(NamedTuple):
-    """A piece of a snapshot's memory."""
+    """A part of a snapshot's memory."""
 
     # Bytes from the beginning of the memory; a multiple of ALIGNMENT.
     offset: int
@@ -38,7 +38,7 @@ class Extent(NamedTuple):
     nbytes: int
 
     def of(self, memory: Bytes) -> Bytes:
-        """This piece of `memory`, as a view."""
+        """This part of `memory`, as a view."""
         return memory[self.offset : self.offset + self.nbytes]
 
 
@@ -52,6 +52,11 @@ class ArrayRef(NamedTuple):
     def of(self, memory: Bytes) -> npt.NDArray[Any]:
         """The array, as a view of `memory`."""
         return self.extent.of(memory).view(self.dtype).reshape(self.shape)
+
+
+def align(nbytes: int) -> int:
+    """The next multiple of ALIGNMENT."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -75,12 +80,12 @@ class SnapshotBuilder:
 
     def __init__(self) -> None:
         # (offset, live memory) of what is copied before the snapshot is returned.
-        self.pieces: list[tuple[int, Bytes]] = []
+        self.immediate: list[tuple[int, Bytes]] = []
         # (offset, live memory) of what may be copied in the background.
         self.deferred: list[tuple[int, Bytes]] = []
-        # One function for each deferred piece; its number changes with each change of the piece.
+        # One function for each deferred one; its number changes with each change of that memory.
         self.change_counters: list[Callable[[], int]] = []
-        # (piece, function that copies it there) of what lies on another device.
+        # (extent, function that copies to it) of what lies on another device.
         self.remote: list[tuple[Extent, Callable[[Bytes], None]]] = []
         # Waits until these copies are complete.
         self.wait_remote: Callable[[], None] = lambda: None
@@ -90,18 +95,18 @@ class SnapshotBuilder:
         self.size = 0
 
     def add_remote(self, nbytes: int, copy: Callable[[Bytes], None]) -> Extent:
-        """Have memory of another device copied. copy: begins to copy it to a piece of that many bytes; `wait_remote`
+        """Have memory of another device copied. copy: begins to copy it to so many bytes; `wait_remote`
         waits for its end."""
         extent = Extent(self.size, nbytes)
         self.remote.append((extent, copy))
-        self.size += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        self.size += align(nbytes)
         return extent
 
     def copy_to(self, memory: Bytes) -> None:
         """Copy everything that is not deferred."""
         for extent, copy in self.remote:
             copy(extent.of(memory))
-        _copy(self.pieces, memory)
+        _copy(self.immediate, memory)
         self.wait_remote()
 
     def add(self, memory: Bytes, change_counter: Callable[[], int] | None = None) -> Extent:
@@ -113,11 +118,11 @@ class SnapshotBuilder:
         """
         extent = Extent(self.size, memory.nbytes)
         if change_counter is None:
-            self.pieces.append((self.size, memory))
+            self.immediate.append((self.size, memory))
         else:
             self.deferred.append((self.size, memory))
             self.change_counters.append(change_counter)
-        self.size += -(-memory.nbytes // ALIGNMENT) * ALIGNMENT
+        self.size += align(memory.nbytes)
         return extent
 
     def add_array(self, array: npt.NDArray[Any]) -> ArrayRef:
@@ -131,13 +136,14 @@ class SnapshotBuilder:
 Capture = Callable[[SnapshotBuilder], Any]
 
 
-def build_snapshot(position: Position, capture: Capture) -> Snapshot:
+def build_snapshot(position: Position, capture: Capture, builder: SnapshotBuilder | None = None) -> Snapshot:
     """A snapshot whose arrays are all copied when this returns.
 
     Args:
         capture: adds the arrays to the builder and returns the tree of values.
+        builder: a new one of a subclass; None: a plain one.
     """
-    builder = SnapshotBuilder()
+    builder = SnapshotBuilder() if builder is None else builder
     values = capture(builder)
     memory = builder.allocate(builder.size)
     builder.copy_to(memory)
@@ -145,18 +151,18 @@ def build_snapshot(position: Position, capture: Capture) -> Snapshot:
     return Snapshot(position, values, memory)
 
 
-def _copy(pieces: list[tuple[int, Bytes]], memory: Bytes) -> None:
-    for offset, piece in pieces:
-        np.copyto(memory[offset : offset + piece.nbytes], piece)
+def _copy(sources: list[tuple[int, Bytes]], memory: Bytes) -> None:
+    for offset, source in sources:
+        np.copyto(memory[offset : offset + source.nbytes], source)
 
 
 class _BackgroundCopy:
-    """Copies the deferred pieces of a snapshot. `torn` says afterwards whether one of them changed meanwhile."""
+    """Copies what a snapshot defers. `torn` says afterwards whether some of it changed meanwhile."""
 
     def __init__(self, snapshot: Snapshot, builder: SnapshotBuilder) -> None:
         self.snapshot = snapshot
         self.torn = False
-        self._pieces = builder.deferred
+        self._deferred = builder.deferred
         self._counters = builder.change_counters
         self._before = [count() for count in self._counters]
         self._done = threading.Lock()
@@ -167,7 +173,7 @@ class _BackgroundCopy:
         _thread.start_new_thread(self._run_in_thread, ())
 
     def run(self) -> None:
-        _copy(self._pieces, self.snapshot.memory)
+        _copy(self._deferred, self.snapshot.memory)
         self.torn = [count() for count in self._counters] != self._before
 
     def join(self) -> None:
@@ -189,7 +195,7 @@ class SnapshotBuffer:
         self._newest: Snapshot | None = None
         self._free_memory: Bytes = np.empty(0, np.uint8)
         self._running: _BackgroundCopy | None = None
-        # A deferred piece changed too early once; from then on nothing is copied in the background.
+        # Deferred memory changed too early once; from then on nothing is copied in the background.
         self._synchronous = False
 
     def begin(self, position: Position, capture: Capture) -> None:
@@ -224,8 +230,8 @@ class SnapshotBuffer:
             return
         self._swap(copy.snapshot)
 
-    def newest(self) -> Snapshot | None:
-        """The newest complete snapshot."""
+    def wait_for_newest(self) -> Snapshot | None:
+        """Wait as `wait` does, and return the newest complete snapshot."""
         self.wait()
         return self._newest
 
@@ -292,7 +298,7 @@ def broadcast_snapshot(
 
     Args:
         snapshot: on rank `source`; ignored on the others.
-        receivers: ranks that take the snapshot over; None: all but `source`. The others return None.
+        receivers: ranks that receive it; None: all but `source`. The others return None.
         allocate: returns memory of so many bytes for what arrives.
 
     Raises:

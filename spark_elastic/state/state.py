@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import START, Checkpoint, HostUpdateResult, Phase, Position, World
-from spark_elastic.state.checkpoint import Checkpointer
+from spark_elastic.state.checkpoint import Checkpointer, SnapshotReader
 from spark_elastic.state.handlers import (
     REGISTRY,
     KerasModelHandler,
@@ -36,6 +36,8 @@ from spark_elastic.state.snapshot import (
     broadcast_snapshot,
     pickle_value,
 )
+
+PLAIN = ""  # key of the pickled values in a snapshot's values; no value of a state has such a name
 
 
 class HostsUpdatedInterrupt(RuntimeError):
@@ -69,8 +71,8 @@ class WorkerSession(Protocol):
         ...
 
     @property
-    def persistent(self) -> dict[str, Any]:
-        """Values by name that outlive one call of the user's function."""
+    def process_values(self) -> dict[str, Any]:
+        """Values of the process by name, which outlive one call of the user's function."""
         ...
 
     def report_commit(self, commits: int) -> None:
@@ -92,7 +94,12 @@ class WorkerSession(Protocol):
 
     @property
     def checkpointer(self) -> Checkpointer | None:
-        """Makes commits durable; None in a job without checkpoints."""
+        """Writes checkpoints; None in a job without them."""
+        ...
+
+    @property
+    def snapshot_reader(self) -> SnapshotReader | None:
+        """Reads the run's checkpoints; None in a job without them."""
         ...
 
     def is_job_ending(self) -> bool:
@@ -111,6 +118,9 @@ class WorkerSession(Protocol):
 class State(ABC):
     """Saves, restores and hands over what training needs. Subclasses say how, users say when."""
 
+    # Whether `write_checkpoint` and `restore_checkpoint` work.
+    takes_checkpoints = False
+
     def __init__(self, bcast_object: object = None, get_rank: object = None) -> None:
         """
         Args:
@@ -121,7 +131,7 @@ class State(ABC):
         self._session: WorkerSession | None = None
         # Number of the newest commit.
         self._number = 0
-        # The rank whose state the others take over in `sync`.
+        # The rank whose state the others receive in `sync`.
         self._source = 0
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
@@ -171,12 +181,12 @@ class State(ABC):
 
     @property
     def source_rank(self) -> int:
-        """In `sync`: the rank whose state the others take over."""
+        """In `sync`: the rank whose state the others receive."""
         return self._source
 
     @abstractmethod
     def save(self) -> None:
-        """Keep everything as it is now, in this process."""
+        """Keep everything as it is now, in this process. Only `commit` counts it, except in an `ObjectState`."""
 
     @abstractmethod
     def restore(self) -> None:
@@ -184,7 +194,7 @@ class State(ABC):
 
     @abstractmethod
     def sync(self) -> None:
-        """Take over the live state of `source_rank`, and save it. Collective."""
+        """Receive the live state of `source_rank`, and save it. Collective."""
 
     def reset(self) -> None:  # noqa: B027 - a hook
         """The world changed; called before the reset callbacks."""
@@ -212,21 +222,23 @@ class State(ABC):
         """Use a worker's session; None detaches.
 
         Raises:
-            InvalidInput: the job's commits are to be durable, and this kind of state cannot be.
+            InvalidInput: the job writes checkpoints, and this kind of state takes part in none.
         """
-        durable = type(self).write_checkpoint is not State.write_checkpoint
-        if session is not None and session.checkpointer is not None and not durable:
-            raise _not_durable(self)
+        if session is not None and session.checkpointer is not None and not self.takes_checkpoints:
+            raise InvalidInput(
+                "run_id= needs a state that checkpoints can hold, an ObjectState or a class derived from it, such as "
+                f"TorchState, FSDPState, KerasState or TensorFlowState; this one is a {type(self).__name__}."
+            )
         self._session = session
 
-    def begin_world(self, source: int | None, number: int | None) -> None:
+    def begin_world(self, source: int | None, commits: int | None) -> None:
         """Prepare to continue in a new world.
 
         Args:
-            source: the rank whose state all take over; None: all hold it already.
-            number: the number of commits of that state; None: as many as this state counts.
+            source: the rank whose state all others receive; None: all hold it already.
+            commits: how many commits led to that state; None: the source has restored a checkpoint, which says it.
         """
-        self._number = self._number if number is None else number
+        self._number = self._number if commits is None else commits
         if source is None:
             self.renew_commit()  # includes what the reset callbacks changed
         else:
@@ -234,35 +246,28 @@ class State(ABC):
             self.sync()
         self._report_commit()
 
-    def restore_checkpoint(self, checkpointer: Checkpointer, candidates: Sequence[Checkpoint]) -> None:
-        """Become the first of the candidates that is whole.
+    def restore_checkpoint(self, reader: SnapshotReader, candidates: Sequence[Checkpoint]) -> None:
+        """Load the first undamaged candidate. Called on the source rank alone.
 
         Raises:
-            InvalidInput: this kind of state is saved in a way of its own.
-            StoreError: none of the candidates is whole.
+            InvalidInput: the checkpoints are of another kind of state.
+            StoreError: all candidates are damaged.
         """
-        raise _not_durable(self)
+        raise NotImplementedError
 
     def write_checkpoint(self, checkpointer: Checkpointer) -> None:
-        """Make the newest commit durable before returning, since none follows it. Called on every rank."""
-        raise _not_durable(self)
+        """Write a checkpoint of the newest commit, and return once it is there. Called on every rank."""
+        raise NotImplementedError
 
-    def take_from(self, other: State) -> None:
+    def continue_from(self, other: State) -> None:
         """Go on from the last commit of a state that an earlier call of the user's function made."""
         self.__dict__.update(other.__dict__)
         self.restore()
 
     def _report_commit(self) -> None:
-        # Before the first commit there is nothing that should win over a checkpoint.
+        # Reporting position 0 would make the driver prefer this worker's initial state to a checkpoint.
         if self._session is not None and self._number:
             self._session.report_commit(self._number)
-
-
-def _not_durable(state: State) -> InvalidInput:
-    return InvalidInput(
-        f"run_id= needs a state that can be made durable, an ObjectState or TorchState; this one is a "
-        f"{type(state).__name__}."
-    )
 
 
 class ObjectState(State):
@@ -272,6 +277,7 @@ class ObjectState(State):
     new value; `restore` brings back the one of the commit.
     """
 
+    takes_checkpoints = True
     registry: Registry = REGISTRY
     # Returns the group for a `sync` outside of the run loop.
     get_group: Callable[[], Group | None] = staticmethod(lambda: None)
@@ -313,47 +319,50 @@ class ObjectState(State):
         return any(value is each for each in vars(self).values())
 
     def save(self) -> None:
-        """Keep one version of everything; large values are copied in the background. Counts as a commit."""
+        """Keep one version of everything; large values are copied in the background. This is a new commit."""
         self._number += 1
         self.renew_commit()
         self._report_commit()
 
     def make_commit(self) -> None:
         session = self._session
-        if session is not None and session.checkpointer is not None:
-            session.checkpointer.reader.forget()
-            if session.group.rank == 0 and session.checkpointer.count_step():
-                self._write_newest(session.checkpointer)
+        if (
+            session is not None
+            and session.checkpointer is not None
+            and session.group.rank == 0
+            and session.checkpointer.count_step()
+        ):
+            self._offer_newest_commit(session.checkpointer)
         self.save()
 
     def renew_commit(self) -> None:
-        for handler in self._own_handlers():
+        for handler in self._list_own_handlers():
             handler.save()
-        self._snapshots.begin(_position_of(self._number), self._capture)
+        self._snapshots.begin(make_commit_position(self._number), self._capture)
 
     def restore(self) -> None:
         """Put everything back to the newest complete snapshot."""
-        snapshot = self._snapshots.newest()
+        snapshot = self._snapshots.wait_for_newest()
         assert snapshot is not None
         for name, value in dict(self._replaced).items():
             setattr(self, name, value)
         self._load(snapshot)
-        for handler in self._own_handlers():
+        for handler in self._list_own_handlers():
             handler.restore()
         self._report_commit()
 
-    def begin_world(self, source: int | None, number: int | None) -> None:
+    def begin_world(self, source: int | None, commits: int | None) -> None:
         if source is not None:
-            super().begin_world(source, number)  # `sync` merges what the samplers know
+            super().begin_world(source, commits)  # `sync` merges what the samplers know
             return
         progress = self._gather_progress()
-        super().begin_world(source, number)
+        super().begin_world(source, commits)
         self._merge_progress(progress)
 
     def sync(self) -> None:
-        """Take over the live state of `source_rank`, verified before anything changes (R5, staging), and save it."""
+        """Receive the live state of `source_rank`, verified before anything changes (R5, staging), and save it."""
         progress = self._gather_progress()
-        self._take_over()
+        self._sync_values()
         self._merge_progress(progress)
 
     def _gather_progress(self) -> dict[str, list[bytes]]:
@@ -362,37 +371,38 @@ class ObjectState(State):
         if group is None:
             return {}
         return {
-            name: group.allgather_bytes(h.pack_progress()) for name, h in self._sampler_handlers().items()
+            name: group.allgather_bytes(h.pack_progress())
+            for name, h in self._find_sampler_handlers().items()
         }
 
     def _merge_progress(self, progress: dict[str, list[bytes]]) -> None:
         differing = {name: packed for name, packed in progress.items() if any(packed)}
         for name, packed in differing.items():
-            self._sampler_handlers()[name].merge_progress(packed)
+            self._find_sampler_handlers()[name].merge_progress(packed)
         if differing:
             self.renew_commit()
 
-    def _sampler_handlers(self) -> dict[str, SamplerStateHandler]:
+    def _find_sampler_handlers(self) -> dict[str, SamplerStateHandler]:
         return {name: h for name, h in self._handlers.items() if isinstance(h, SamplerStateHandler)}
 
     def _find_group(self) -> Group | None:
         return self.get_group() if self._session is None else self._session.group
 
-    def _take_over(self) -> None:
+    def _sync_values(self) -> None:
         group = self._find_group()
-        # Handlers of the user's come first: a rank that breaks there has not taken over the rest, and claims nothing.
-        self._sync_each(self._own_handlers())
+        # Handlers of the user's come first: a rank that breaks there has not received the rest, and claims nothing.
+        self._sync_each(self._list_own_handlers())
         # Other ranks save nothing here: that snapshot would pass for the state that is to arrive.
         if group is None or group.rank == self.source_rank:
-            self._snapshots.begin(_position_of(self._number), self._capture)
+            self._snapshots.begin(make_commit_position(self._number), self._capture)
         if group is not None:
             allocate = self._snapshots.get_free_memory
-            mine = self._snapshots.newest()
+            mine = self._snapshots.wait_for_newest()
             arrived = broadcast_snapshot(group, self.source_rank, mine, PickleCodec(), allocate=allocate)
             if arrived is not None:
                 self._snapshots.replace(arrived)
                 self._load(arrived)
-        self._sync_each(self._snapshot_handlers().values())
+        self._sync_each(self._find_snapshot_handlers().values())
 
     def _sync_each(self, handlers: Iterable[StateHandler]) -> None:
         for handler in handlers:
@@ -408,8 +418,8 @@ class ObjectState(State):
             )
         super().attach(session)
 
-    def restore_checkpoint(self, checkpointer: Checkpointer, candidates: Sequence[Checkpoint]) -> None:
-        snapshot = checkpointer.reader.read(candidates)
+    def restore_checkpoint(self, reader: SnapshotReader, candidates: Sequence[Checkpoint]) -> None:
+        snapshot = reader.read(candidates)
         if not self._fits(snapshot):
             raise InvalidInput(
                 "the run's checkpoints are of a state of other names: make the same one, or use another run_id."
@@ -420,23 +430,25 @@ class ObjectState(State):
     def write_checkpoint(self, checkpointer: Checkpointer) -> None:
         assert self._session is not None
         if self._session.group.rank == 0:
-            self._write_newest(checkpointer)
+            self._offer_newest_commit(checkpointer)
             checkpointer.flush()
 
-    def _write_newest(self, checkpointer: Checkpointer) -> None:
-        """The next commit follows, or the job ends: the newest commit is what every survivor holds or takes over."""
+    def _offer_newest_commit(self, checkpointer: Checkpointer) -> None:
+        """Rank 0 has completed the exchanges after the newest commit, so every survivor holds it or receives it. Called
+        before the next commit is saved."""
         assert self._session is not None
-        snapshot = self._snapshots.newest()
+        snapshot = self._snapshots.wait_for_newest()
         if snapshot is not None and snapshot.position != START:
-            # A copy, since the buffer writes over this memory with the commit after the next.
-            checkpointer.write(self._session.world.fence, snapshot.copy())
+            with checkpointer.measure_stall():
+                copy = snapshot.copy()  # the buffer writes over this memory with the commit after the next
+            checkpointer.offer(self._session.world.fence, copy)
 
     def reset(self) -> None:
         for handler in self._handlers.values():
             handler.reset()
 
-    def take_from(self, other: State) -> None:
-        snapshot = other._snapshots.newest() if isinstance(other, ObjectState) else None
+    def continue_from(self, other: State) -> None:
+        snapshot = other._snapshots.wait_for_newest() if isinstance(other, ObjectState) else None
         if snapshot is None or not self._fits(snapshot):
             raise InvalidInput(
                 "the function made a state of other names than when it was called before: make the same one each time."
@@ -446,18 +458,20 @@ class ObjectState(State):
         self.restore()
 
     def _fits(self, snapshot: Snapshot) -> bool:
-        return set(snapshot.values) == {"", *self._snapshot_handlers()}
+        return set(snapshot.values) == {PLAIN, *self._find_snapshot_handlers()}
 
-    def _own_handlers(self) -> list[StateHandler]:
+    def _list_own_handlers(self) -> list[StateHandler]:
         """Handlers of the user's that save and restore by themselves."""
         return [handler for handler in self._handlers.values() if not isinstance(handler, SnapshotHandler)]
 
-    def _snapshot_handlers(self) -> dict[str, SnapshotHandler]:
+    def _find_snapshot_handlers(self) -> dict[str, SnapshotHandler]:
         return {name: h for name, h in self._handlers.items() if isinstance(h, SnapshotHandler)}
 
     def _capture(self, builder: SnapshotBuilder) -> dict[str, Any]:
-        values: dict[str, Any] = {name: h.capture(builder) for name, h in self._snapshot_handlers().items()}
-        values[""] = self._pickle_plain()
+        values: dict[str, Any] = {
+            name: h.capture(builder) for name, h in self._find_snapshot_handlers().items()
+        }
+        values[PLAIN] = self._pickle_plain()
         self._replaced = {}
         return values
 
@@ -471,15 +485,16 @@ class ObjectState(State):
             ) from error
 
     def _load(self, snapshot: Snapshot) -> None:
-        for name, handler in self._snapshot_handlers().items():
+        for name, handler in self._find_snapshot_handlers().items():
             handler.load(snapshot.values[name], snapshot.memory)
-        for name, value in pickle.loads(snapshot.values[""]).items():
+        for name, value in pickle.loads(snapshot.values[PLAIN]).items():
             object.__setattr__(self, name, value)
         self._number = snapshot.position.step
         self._replaced = {}
 
 
-def _position_of(commits: int) -> Position:
+def make_commit_position(commits: int) -> Position:
+    """The position of a hand-written training after so many commits."""
     return Position(0, Phase.TRAIN, commits)
 
 
@@ -509,6 +524,6 @@ class KerasState(ObjectState):
             raise InvalidInput(
                 "the model is not built: call it on a batch, or model.build(input_shape), before its state is made."
             )
-        if not optimizer.built:  # a newcomer needs its slot variables before it takes over those of others
+        if not optimizer.built:  # a newcomer needs its slot variables before it receives those of others
             optimizer.build(model.trainable_variables)
         super().__init__(model=model, optimizer=optimizer, **values)

@@ -15,11 +15,11 @@ import tensorflow as tf
 
 from elastic_collectives.group import Array
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.negotiation import ALLGATHER, ALLREDUCE, Request, qualify_name
-from spark_elastic.ops.operations import as_engine_array, get_queue
+from spark_elastic.ops.negotiation import ALLREDUCE, qualify_name
+from spark_elastic.ops.operations import allgather_arrays, allreduce_arrays
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set, is_single_process
 from spark_elastic.ops.reduction import Average, ReduceOp, ReduceOptions, Sum
-from spark_elastic.tensorflow.arrays import Tensor, call, copy_arrays, get_dtype_name, no_autograph
+from spark_elastic.tensorflow.arrays import Tensor, call, copy_arrays, no_autograph
 from spark_elastic.tensorflow.compression import Compression
 
 
@@ -95,21 +95,10 @@ def allreduce_tensors(tensors: Sequence[Tensor], name: str | None, options: Redu
 def _allreduce(tensors: Sequence[Tensor], name: str | None, options: ReduceOptions) -> list[Tensor]:
     wire, compressed = compress_tensors(tensors, options)
     dtypes = [tensor.dtype for tensor, _ in compressed]
-    names = tuple(get_dtype_name(dtype) for dtype in dtypes)
 
     def body(arrays: list[Array]) -> list[Array]:
-        results = copy_arrays(arrays).views
-        request = Request(
-            ALLREDUCE,
-            qualify_name(ALLREDUCE, name),
-            names,
-            tuple(array.shape for array in results),
-            options.op.value,
-            options.scale,
-            wire,
-        )
-        given = [as_engine_array(array) for array in results]
-        get_queue(options.process_set).submit(request, given, awaited=True).wait()
+        results, label = copy_arrays(arrays).views, qualify_name(ALLREDUCE, name)
+        allreduce_arrays(results, label, options.op, options.scale, options.process_set, wire)
         return results
 
     results = call(body, [tensor for tensor, _ in compressed], dtypes, [tensor.shape for tensor in tensors])
@@ -142,23 +131,14 @@ def allreduce_slices(
             f"IndexedSlices take Average and Sum, not {options.op.name}: use tf.convert_to_tensor first."
         )
     given = [slices.values, slices.indices]
-    names = tuple(get_dtype_name(tensor.dtype) for tensor in given)
 
     def body(arrays: list[Array]) -> list[Array]:
         if allow_single and is_single_process(options.process_set):
             return _sum_equal_indices(arrays[0], arrays[1])
-        request = Request(
-            ALLGATHER,
-            qualify_name("slices", name),
-            names,
-            tuple((-1, *array.shape[1:]) for array in arrays),
-        )
-        rows = [as_engine_array(array) for array in arrays]
-        channel = get_queue(options.process_set)
-        values, indices = channel.submit(request, rows, awaited=True).wait()
+        values, indices = allgather_arrays(arrays, qualify_name("slices", name), options.process_set)
         factor = options.scale[0] * options.scale[1]
         divisor = options.process_set.size() if options.op is Average else 1
-        return _sum_equal_indices(values.view(arrays[0].dtype), indices, factor, divisor)
+        return _sum_equal_indices(values, indices, factor, divisor)
 
     shapes = [[None, *tensor.shape[1:]] for tensor in given]
     values, indices = call(body, given, [tensor.dtype for tensor in given], shapes)

@@ -30,15 +30,9 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 Tensor: TypeAlias = Any  # a tf.Tensor, eager or of a graph
 
 
-def get_dtype_name(dtype: Any) -> str:
-    """Return the name that numpy and the engine use: float32, bfloat16, bool ...
-
-    Raises:
-        InvalidInput: operations do not take the dtype.
-    """
+def _check_dtype(dtype: Any) -> None:
     if not (dtype.is_floating or dtype.is_integer or dtype.is_bool) or dtype.is_quantized:
         raise InvalidInput(f"tensors of {dtype.name} cannot be exchanged: convert them to numbers first.")
-    return str(dtype.name)
 
 
 def for_tensor(array: Array, dtype: Any) -> Array:
@@ -165,8 +159,10 @@ def call(body: Body, tensors: Sequence[Tensor], dtypes: Sequence[Any], shapes: S
         dtypes, shapes: of the results; the shapes are static ones.
 
     Raises:
-        InvalidInput: XLA compiles the graph.
+        InvalidInput: operations do not take a tensor's dtype, or XLA compiles the graph.
     """
+    for tensor in tensors:
+        _check_dtype(tensor.dtype)
     if tf.executing_eagerly():
         results = body([view_of(tensor) for tensor in tensors])
         return [

@@ -14,13 +14,13 @@ import tensorflow as tf
 from elastic_collectives.group import Array
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops import operations
-from spark_elastic.ops.negotiation import ALLGATHER, BROADCAST, Request, qualify_name
-from spark_elastic.ops.operations import as_engine_array, get_queue
+from spark_elastic.ops.negotiation import ALLGATHER, BROADCAST, qualify_name
+from spark_elastic.ops.operations import get_queue
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set, root_index
 from spark_elastic.ops.reduction import Average, ReduceOptions
 from spark_elastic.state.handlers import unwrap_variable
 from spark_elastic.tensorflow.allreduce import allreduce_tensors
-from spark_elastic.tensorflow.arrays import Tensor, call, copy_arrays, get_dtype_name, no_autograph
+from spark_elastic.tensorflow.arrays import Tensor, call, copy_arrays, no_autograph
 from spark_elastic.tensorflow.topology_ops import rank_in
 
 T = TypeVar("T")
@@ -65,17 +65,8 @@ def grouped_allgather(
 
 
 def _allgather(tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet) -> list[Tensor]:
-    names = tuple(get_dtype_name(tensor.dtype) for tensor in tensors)
-
     def body(arrays: list[Array]) -> Sequence[Array]:
-        request = Request(
-            ALLGATHER,
-            qualify_name(ALLGATHER, name),
-            names,
-            tuple((-1, *array.shape[1:]) for array in arrays),
-        )
-        rows = [as_engine_array(array) for array in arrays]
-        return get_queue(process_set).submit(request, rows, awaited=True).wait()
+        return operations.allgather_arrays(arrays, qualify_name(ALLGATHER, name), process_set)
 
     shapes = [[None, *tensor.shape[1:]] if tensor.shape.rank else None for tensor in tensors]
     return call(body, tensors, [tensor.dtype for tensor in tensors], shapes)
@@ -107,19 +98,10 @@ def broadcast_all(
     tensors: Sequence[Tensor], root_rank: int, name: str | None, process_set: ProcessSet
 ) -> list[Tensor]:
     """Broadcast several tensors as one operation."""
-    names = tuple(get_dtype_name(tensor.dtype) for tensor in tensors)
 
     def body(arrays: list[Array]) -> list[Array]:
         results = copy_arrays(arrays).views
-        request = Request(
-            BROADCAST,
-            qualify_name(BROADCAST, name),
-            names,
-            tuple(array.shape for array in results),
-            root=root_index(process_set, root_rank),
-        )
-        given = [as_engine_array(array) for array in results]
-        get_queue(process_set).submit(request, given, awaited=True).wait()
+        operations.broadcast_arrays(results, root_rank, qualify_name(BROADCAST, name), process_set)
         return results
 
     return call(body, tensors, [t.dtype for t in tensors], [t.shape for t in tensors])

@@ -23,18 +23,16 @@ from spark_elastic.ops.distributed_optimizer import (
     get_exchange,
     wrap_optimizer,
 )
-from spark_elastic.ops.negotiation import ALLREDUCE, Request
-from spark_elastic.ops.operations import as_engine_array, get_queue
+from spark_elastic.ops.operations import allreduce_arrays
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set, is_single_process
 from spark_elastic.ops.reduction import Adasum, Average, ReduceOp, ReduceOptions
-from spark_elastic.state.handlers import trainable_weights_of, unwrap_variable
+from spark_elastic.state.handlers import list_trainable_weights, unwrap_variable
 from spark_elastic.tensorflow.allreduce import allreduce_slices, compress_tensors
 from spark_elastic.tensorflow.arrays import (
     Tensor,
     append_to_graph,
     call,
     copy_arrays,
-    get_dtype_name,
     no_autograph,
 )
 from spark_elastic.tensorflow.compression import Compression
@@ -109,7 +107,6 @@ def _allreduce_group(gradients: list[Tensor], options: ReduceOptions) -> list[Te
     """Allreduce gradients of one dtype as one operation."""
     wire, compressed = compress_tensors(gradients, options)
     tensors = [tensor for tensor, _ in compressed]
-    dtype = get_dtype_name(tensors[0].dtype)
     name = f"allreduce.gradients.{_make_label(tensors)}"
 
     def body(arrays: list[Array]) -> list[Array]:
@@ -118,11 +115,8 @@ def _allreduce_group(gradients: list[Tensor], options: ReduceOptions) -> list[Te
         if is_single_process(options.process_set):
             return buffer.views
         # Adasum combines each gradient by itself.
-        operands = [as_engine_array(a) for a in (buffer.views if options.op is Adasum else buffer.flat)]
-        shapes = tuple(array.shape for array in operands)
-        dtypes = (dtype,) * len(operands)
-        request = Request(ALLREDUCE, name, dtypes, shapes, options.op.value, options.scale, wire)
-        get_queue(options.process_set).submit(request, operands, awaited=True).wait()
+        operands = buffer.views if options.op is Adasum else buffer.flat
+        allreduce_arrays(operands, name, options.op, options.scale, options.process_set, wire)
         return buffer.views
 
     results = call(body, tensors, [t.dtype for t in tensors], [t.shape for t in tensors])
@@ -219,7 +213,7 @@ def PartialDistributedOptimizer(
 ) -> Plain:
     """As `DistributedOptimizer`, without an exchange for the variables of `local_layers`, Keras layers."""
     distributed: Any = DistributedOptimizer(optimizer, *args, **kwargs)
-    for variable in trainable_weights_of(local_layers):
+    for variable in list_trainable_weights(local_layers):
         distributed.register_local_var(variable)
     partly: Plain = distributed
     return partly
@@ -306,7 +300,7 @@ def DistributedGradientTape(  # noqa: PLR0913 - name and arguments are Horovod's
 def PartialDistributedGradientTape(gradtape: Any, *args: Any, local_layers: Any = None, **kwargs: Any) -> Any:
     """As `DistributedGradientTape`, without an exchange for the variables of `local_layers`, Keras layers."""
     distributed = DistributedGradientTape(gradtape, *args, **kwargs)
-    for variable in trainable_weights_of(local_layers):
+    for variable in list_trainable_weights(local_layers):
         distributed.register_local_source(variable)
     return distributed
 

@@ -15,10 +15,10 @@ import tensorflow as tf
 from elastic_collectives.group import Array
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.negotiation import ALLTOALL, REDUCESCATTER, Request, qualify_name
-from spark_elastic.ops.operations import as_engine_array, get_queue
+from spark_elastic.ops.operations import as_engine_array, get_queue, reducescatter_arrays
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduction import Average, ReduceOp, ReduceOptions
-from spark_elastic.tensorflow.arrays import Tensor, call, get_dtype_name, no_autograph
+from spark_elastic.tensorflow.arrays import Tensor, call, no_autograph
 from spark_elastic.tensorflow.compression import Compression
 from spark_elastic.tensorflow.gathering import grouped_allgather
 from spark_elastic.tensorflow.topology_ops import size_op
@@ -59,12 +59,13 @@ def alltoall(
 def _alltoall(
     tensor: Tensor, splits: Any, name: str | None, process_set: ProcessSet
 ) -> tuple[Tensor, Tensor]:
-    dtype = get_dtype_name(tensor.dtype)
     sent = [] if splits is None else [tf.cast(tf.convert_to_tensor(splits), tf.int32)]
 
     def body(arrays: list[Array]) -> list[Array]:
         rows, *parts = arrays
-        request = Request(ALLTOALL, qualify_name(ALLTOALL, name), (dtype,), ((-1, *rows.shape[1:]),))
+        request = Request(
+            ALLTOALL, qualify_name(ALLTOALL, name), (rows.dtype.name,), ((-1, *rows.shape[1:]),)
+        )
         operation = get_queue(process_set).submit(
             request, [as_engine_array(rows)], [int(n) for n in parts[0]] if parts else None, awaited=True
         )
@@ -128,19 +129,10 @@ def _gather_gradients(upstream: Sequence[Tensor], options: ReduceOptions) -> lis
 def _reducescatter(tensors: Sequence[Tensor], name: str | None, options: ReduceOptions) -> list[Tensor]:
     compressed = [options.compression.compress(tensor) for tensor in tensors]
     given = [tensor for tensor, _ in compressed]
-    names = tuple(get_dtype_name(tensor.dtype) for tensor in given)
 
     def body(arrays: list[Array]) -> Sequence[Array]:
-        request = Request(
-            REDUCESCATTER,
-            qualify_name(REDUCESCATTER, name),
-            names,
-            tuple(array.shape for array in arrays),
-            options.op.value,
-            options.scale,
-        )
-        rows = [as_engine_array(array) for array in arrays]
-        return get_queue(options.process_set).submit(request, rows, awaited=True).wait()
+        label = qualify_name(REDUCESCATTER, name)
+        return reducescatter_arrays(arrays, label, options.op, options.scale, options.process_set)
 
     shapes = [[None, *tensor.shape[1:]] if tensor.shape.rank else None for tensor in given]
     parts = call(body, given, [tensor.dtype for tensor in given], shapes)

@@ -246,9 +246,9 @@ class ElasticDataLoader:
                 "virtual_shares to max_workers."
             )
         session = get_session()
-        if session is None or not session.persistent.get(ENTERED):
+        if session is None or not session.process_values.get(ENTERED):
             return
-        state = session.persistent[STATE]
+        state = session.process_values[STATE]
         if isinstance(state, ObjectState) and self not in state:
             raise InvalidInput(
                 "the ElasticDataLoader is not in the state, so a new world would not know its position: pass it, as in "

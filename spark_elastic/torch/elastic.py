@@ -176,17 +176,17 @@ def _warn_unapplied_gradients() -> None:
     )
 
 
-class _Frozen(NamedTuple):
-    """A tensor in a snapshot."""
+class _TensorRef(NamedTuple):
+    """A tensor in a snapshot's memory."""
 
-    place: Extent  # its bytes in the memory of the snapshot
+    extent: Extent  # its bytes in the memory of the snapshot
     dtype: torch.dtype
     shape: tuple[int, ...]
     on_host: bool  # False: it was on the device that the process trains on
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, place: Extent) -> _Frozen:
-        return cls(place, tensor.dtype, tuple(tensor.shape), tensor.device.type == "cpu")
+    def of(cls, tensor: torch.Tensor, extent: Extent) -> _TensorRef:
+        return cls(extent, tensor.dtype, tuple(tensor.shape), tensor.device.type == "cpu")
 
 
 class _Views:
@@ -200,15 +200,15 @@ class _Views:
         """A capture begins; only tensors of this and of the former one stay known."""
         self._former, self._known = self._known, {}
 
-    def put(self, builder: SnapshotBuilder, tensor: torch.Tensor, *, later: bool) -> Extent:
+    def put(self, builder: SnapshotBuilder, tensor: torch.Tensor, *, deferred: bool) -> Extent:
         known = self._former.get(id(tensor)) or self._known.get(id(tensor))
         if known is None or known[0] is not tensor or known[1] != tensor.data_ptr():
-            memory, shared = _bytes_of(tensor)
+            memory, shared = _view_bytes(tensor)
             if not shared:
                 return builder.add(memory)
             known = tensor, tensor.data_ptr(), memory, lambda: tensor._version
         self._known[id(tensor)] = known
-        return builder.add(known[2], known[3] if later else None)
+        return builder.add(known[2], known[3] if deferred else None)
 
 
 class ModelStateHandler(SnapshotHandler):
@@ -234,10 +234,10 @@ class ModelStateHandler(SnapshotHandler):
         self._views.begin()
         return {
             "parameters": {
-                n: _Frozen.of(p, put(builder, p, later=id(p) in trained)) for n, p in self.parameters()
+                n: _TensorRef.of(p, put(builder, p, deferred=id(p) in trained)) for n, p in self.parameters()
             },
             "buffers": {
-                n: _Frozen.of(b, put(builder, b, later=False)) for n, b in self.value.named_buffers()
+                n: _TensorRef.of(b, put(builder, b, deferred=False)) for n, b in self.value.named_buffers()
             },
             "extra": {name: copy.deepcopy(module.get_extra_state()) for name, module in self._extra},
         }
@@ -246,16 +246,16 @@ class ModelStateHandler(SnapshotHandler):
         parameters, buffers = dict(self.parameters()), dict(self.value.named_buffers())
         _check_same(parameters, values["parameters"])
         with torch.no_grad():
-            for name, frozen in values["parameters"].items():
-                parameters[name].copy_(_tensor(frozen, memory))
-            for name, frozen in values["buffers"].items():
-                if name in buffers and buffers[name].shape == frozen.shape:
-                    buffers[name].copy_(_tensor(frozen, memory))
+            for name, ref in values["parameters"].items():
+                parameters[name].copy_(_view_tensor(ref, memory))
+            for name, ref in values["buffers"].items():
+                if name in buffers and buffers[name].shape == ref.shape:
+                    buffers[name].copy_(_view_tensor(ref, memory))
                 else:
                     owner, _, own = name.rpartition(".")
                     tensors = (*parameters.values(), *buffers.values())
-                    self.value.get_submodule(owner)._buffers[own] = _thaw(
-                        frozen, None, memory, _find_device(tensors)
+                    self.value.get_submodule(owner)._buffers[own] = _load_value(
+                        ref, None, memory, _find_device(tensors)
                     )
         for name, module in self._extra:
             module.set_extra_state(copy.deepcopy(values["extra"][name]))
@@ -284,24 +284,25 @@ class OptimizerStateHandler(SnapshotHandler):
     def capture(self, builder: SnapshotBuilder) -> Any:
         self._views.begin()
         if self.has_own_format:
-            return self._freeze(self.value.state_dict(), builder, later=False)
+            return self._add_tensors(self.value.state_dict(), builder, deferred=False)
         groups = self.value.param_groups
         settings = [
-            {k: self._freeze(v, builder, later=False) for k, v in g.items() if k != "params"} for g in groups
+            {k: self._add_tensors(v, builder, deferred=False) for k, v in g.items() if k != "params"}
+            for g in groups
         ]
         state = self.value.state
         others = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
         return (
             settings,
-            [self._freeze(state.get(p), builder, later=True) for g in groups for p in g["params"]],
-            self._freeze(others, builder, later=False),
+            [self._add_tensors(state.get(p), builder, deferred=True) for g in groups for p in g["params"]],
+            self._add_tensors(others, builder, deferred=False),
         )
 
     def load(self, values: Any, memory: Bytes) -> None:
         groups, state = self.value.param_groups, self.value.state
         device = _find_device(p for group in groups for p in group["params"])
         if self.has_own_format:
-            self.value.load_state_dict(_thaw(values, None, memory, device))
+            self.value.load_state_dict(_load_value(values, None, memory, device))
             return
         settings, states, others = values
         while len(groups) > len(settings):  # those that were added after the snapshot
@@ -316,30 +317,30 @@ class OptimizerStateHandler(SnapshotHandler):
             )
         for group, saved in zip(groups, settings, strict=True):
             for key, value in saved.items():
-                group[key] = _thaw(value, group.get(key), memory, device)
+                group[key] = _load_value(value, group.get(key), memory, device)
         for parameter, saved in zip(parameters, states, strict=True):
             if saved is None:
                 state.pop(parameter, None)
             else:
-                state[parameter] = _thaw(saved, state.get(parameter), memory, parameter.device)
+                state[parameter] = _load_value(saved, state.get(parameter), memory, parameter.device)
         for key in [key for key in state if not isinstance(key, torch.Tensor) and key not in others]:
             del state[key]
         for key, saved in others.items():
-            state[key] = _thaw(saved, state.get(key), memory, device)
+            state[key] = _load_value(saved, state.get(key), memory, device)
 
     def reset(self) -> None:
         """Drop the gradients of the former world."""
         self.value.zero_grad()
 
-    def _freeze(self, value: Any, builder: SnapshotBuilder, *, later: bool) -> Any:
+    def _add_tensors(self, value: Any, builder: SnapshotBuilder, *, deferred: bool) -> Any:
         if isinstance(value, torch.Tensor):
-            return _Frozen.of(value, self._views.put(builder, value, later=later))
+            return _TensorRef.of(value, self._views.put(builder, value, deferred=deferred))
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, dict):
-            return {key: self._freeze(item, builder, later=later) for key, item in value.items()}
+            return {key: self._add_tensors(item, builder, deferred=deferred) for key, item in value.items()}
         if type(value) in (list, tuple):
-            return type(value)(self._freeze(item, builder, later=later) for item in value)
+            return type(value)(self._add_tensors(item, builder, deferred=deferred) for item in value)
         return copy.deepcopy(value)
 
 
@@ -356,35 +357,35 @@ def _find_device(tensors: Iterable[torch.Tensor]) -> torch.device:
     return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
 
 
-def _thaw(saved: Any, live: Any, memory: Bytes, device: torch.device) -> Any:
-    """Return the value that was frozen, in the live tensor if shape and dtype fit.
+def _load_value(saved: Any, live: Any, memory: Bytes, device: torch.device) -> Any:
+    """Return the value that was saved, in the live tensor if shape and dtype fit.
 
     Args:
         device: for tensors that were not on the host.
     """
-    if isinstance(saved, _Frozen):
-        arrived = _tensor(saved, memory)
+    if isinstance(saved, _TensorRef):
+        arrived = _view_tensor(saved, memory)
         if isinstance(live, torch.Tensor) and live.shape == arrived.shape and live.dtype == arrived.dtype:
             with torch.no_grad():
                 return live.copy_(arrived)
         return arrived.clone() if saved.on_host else arrived.to(device)
     if isinstance(saved, dict):
         known = live if isinstance(live, dict) else {}
-        return {key: _thaw(item, known.get(key), memory, device) for key, item in saved.items()}
+        return {key: _load_value(item, known.get(key), memory, device) for key, item in saved.items()}
     if type(saved) in (list, tuple):
-        return type(saved)(_thaw(item, None, memory, device) for item in saved)
+        return type(saved)(_load_value(item, None, memory, device) for item in saved)
     return copy.deepcopy(saved)
 
 
-def _tensor(frozen: _Frozen, memory: Bytes) -> torch.Tensor:
+def _view_tensor(ref: _TensorRef, memory: Bytes) -> torch.Tensor:
     """Return a view of the snapshot's memory."""
-    offset, nbytes = frozen.place
+    offset, nbytes = ref.extent
     if not nbytes:
-        return torch.empty(frozen.shape, dtype=frozen.dtype)
-    return torch.from_numpy(memory[offset : offset + nbytes]).view(frozen.dtype).view(frozen.shape)
+        return torch.empty(ref.shape, dtype=ref.dtype)
+    return torch.from_numpy(memory[offset : offset + nbytes]).view(ref.dtype).view(ref.shape)
 
 
-def _bytes_of(tensor: torch.Tensor) -> tuple[Bytes, bool]:
+def _view_bytes(tensor: torch.Tensor) -> tuple[Bytes, bool]:
     """Return (its bytes, whether they are the tensor's own memory and not a copy)."""
     dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     if not dense.numel():
@@ -392,14 +393,14 @@ def _bytes_of(tensor: torch.Tensor) -> tuple[Bytes, bool]:
     return dense.view(torch.uint8).numpy(), dense.data_ptr() == tensor.data_ptr()
 
 
-def _check_same(mine: dict[str, torch.nn.Parameter], theirs: dict[str, _Frozen]) -> None:
+def _check_same(mine: dict[str, torch.nn.Parameter], theirs: dict[str, _TensorRef]) -> None:
     if mine.keys() != theirs.keys():
         odd = sorted(mine.keys() ^ theirs.keys())
         raise InvalidInput(
             f"the workers' models have different parameters ({odd[0]!r} is in one alone): build the same model on each."
         )
-    for name, frozen in theirs.items():
-        here, there = (mine[name].dtype, tuple(mine[name].shape)), (frozen.dtype, frozen.shape)
+    for name, ref in theirs.items():
+        here, there = (mine[name].dtype, tuple(mine[name].shape)), (ref.dtype, ref.shape)
         if here != there:
             raise InvalidInput(
                 f"parameter {name!r} is {_describe(*here)} here and {_describe(*there)} in the state that was saved: "

@@ -20,7 +20,7 @@ from spark_elastic.state.snapshot import Bytes, SnapshotBuilder
 from spark_elastic.torch.elastic import (
     ModelStateHandler,
     OptimizerStateHandler,
-    _bytes_of,
+    _view_bytes,
     get_handler_registry,
 )
 
@@ -67,15 +67,15 @@ class FSDPState(sharded_state.ShardedState):
         )
 
 
-class _Piece(NamedTuple):
-    """A divided tensor in a commit."""
+class _PieceRef(NamedTuple):
+    """A divided tensor in a commit: each rank has its rows."""
 
     number: int  # among the divided tensors of the commit
     dtype: torch.dtype
     shape: tuple[int, ...]  # of the whole tensor
 
 
-def _freeze_piece(builder: SnapshotBuilder, tensor: DTensor, what: str) -> _Piece:
+def _add_piece(builder: SnapshotBuilder, tensor: DTensor, what: str) -> _PieceRef:
     """Add this rank's rows to the commit.
 
     Raises:
@@ -90,9 +90,9 @@ def _freeze_piece(builder: SnapshotBuilder, tensor: DTensor, what: str) -> _Piec
         )
     assert isinstance(builder, ShardBuilder)
     shape = tuple(tensor.shape)
-    memory, _ = _bytes_of(_local(tensor))
+    memory, _ = _view_bytes(_local(tensor))
     row_bytes = math.prod(shape[1:]) * tensor.dtype.itemsize
-    return _Piece(builder.add_piece(DividedTensor(shape[0], row_bytes), memory), tensor.dtype, shape)
+    return _PieceRef(builder.add_piece(DividedTensor(shape[0], row_bytes), memory), tensor.dtype, shape)
 
 
 def _local(tensor: DTensor) -> torch.Tensor:
@@ -101,12 +101,12 @@ def _local(tensor: DTensor) -> torch.Tensor:
         return tensor.to_local()
 
 
-def _read_piece(piece: _Piece, pieces: Sequence[Bytes]) -> torch.Tensor:
+def _read_piece(ref: _PieceRef, pieces: Sequence[Bytes]) -> torch.Tensor:
     """This rank's rows, as a view of the commit's memory."""
-    memory, rest = pieces[piece.number], piece.shape[1:]
+    memory, rest = pieces[ref.number], ref.shape[1:]
     if not memory.nbytes:
-        return torch.empty((0, *rest), dtype=piece.dtype)
-    return torch.from_numpy(memory).view(piece.dtype).view(-1, *rest)
+        return torch.empty((0, *rest), dtype=ref.dtype)
+    return torch.from_numpy(memory).view(ref.dtype).view(-1, *rest)
 
 
 class DividedModelHandler(ModelStateHandler, DividedHandler):
@@ -117,24 +117,24 @@ class DividedModelHandler(ModelStateHandler, DividedHandler):
             if isinstance(module, FSDPModule):
                 module.reshard()  # after a forward pass alone, parameters are still whole
         divided = {
-            name: _freeze_piece(builder, parameter, f"parameter {name!r}")
+            name: _add_piece(builder, parameter, f"parameter {name!r}")
             for name, parameter in self._list_divided()
         }
         return {"divided": divided, **super().capture(builder)}
 
     def load(self, values: Any, memory: Bytes) -> None:
         divided = dict(self._list_divided())
-        saved: dict[str, _Piece] = values["divided"]
+        saved: dict[str, _PieceRef] = values["divided"]
         shapes = {name: (tuple(p.shape), p.dtype) for name, p in divided.items()}
-        if shapes != {name: (piece.shape, piece.dtype) for name, piece in saved.items()}:
+        if shapes != {name: (ref.shape, ref.dtype) for name, ref in saved.items()}:
             odd = sorted(shapes.keys() ^ saved.keys()) or list(shapes)
             raise InvalidInput(
                 f"build(state) made another model than in the world before (see {odd[0]!r}): build the same one in "
                 "each world."
             )
         with torch.no_grad():
-            for name, piece in saved.items():
-                _local(divided[name]).copy_(_read_piece(piece, self.pieces))
+            for name, ref in saved.items():
+                _local(divided[name]).copy_(_read_piece(ref, self.pieces))
         super().load(values, memory)
 
     def _list_divided(self) -> Iterator[tuple[str, DTensor]]:
@@ -158,8 +158,8 @@ class DividedOptimizerHandler(OptimizerStateHandler, DividedHandler):
                     self.value.state[parameter] = self._divide(state, parameter)
 
     def _divide(self, value: Any, parameter: torch.Tensor) -> Any:
-        """Replace each piece by a tensor that is divided as its parameter is."""
-        if isinstance(value, _Piece):
+        """Replace each reference by a tensor that is divided as its parameter is."""
+        if isinstance(value, _PieceRef):
             if not isinstance(parameter, DTensor):
                 raise InvalidInput("build(state) divides other parameters than before: build the same model.")
             strides = tuple(accumulate((1, *value.shape[:0:-1]), lambda product, length: product * length))[
@@ -179,7 +179,7 @@ class DividedOptimizerHandler(OptimizerStateHandler, DividedHandler):
             return type(value)(self._divide(item, parameter) for item in value)
         return value
 
-    def _freeze(self, value: Any, builder: SnapshotBuilder, *, later: bool) -> Any:
+    def _add_tensors(self, value: Any, builder: SnapshotBuilder, *, deferred: bool) -> Any:
         if isinstance(value, DTensor):
-            return _freeze_piece(builder, value, "the optimizer's state")
-        return super()._freeze(value, builder, later=later)
+            return _add_piece(builder, value, "the optimizer's state")
+        return super()._add_tensors(value, builder, deferred=deferred)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 from abc import ABC, abstractmethod
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,37 +19,23 @@ from spark_elastic.data.store import Store
 from spark_elastic.protocol.types import Position
 
 
-class Ledger(Protocol):
-    def write_ahead(
-        self, fence: tuple[int, int], position: Position, row_ids: npt.NDArray[np.int64]
-    ) -> None: ...
-
-    def record_applied(self, fence: tuple[int, int], position: Position, world: int) -> None: ...
-
-    def mark(self, event: str, fence: tuple[int, int], position: Position) -> None:
-        """Record the time of a phase of a recovery: formed, synced, runs, read, broke."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class NullLedger:
+class Ledger:
     """Writes nothing."""
 
     def write_ahead(self, fence: tuple[int, int], position: Position, row_ids: npt.NDArray[np.int64]) -> None:
-        """Writes nothing."""
+        """Record the rows of a step before this rank contributes to it."""
 
     def record_applied(self, fence: tuple[int, int], position: Position, world: int) -> None:
-        """Writes nothing."""
+        """Record that this rank applied a step, in a world of that size."""
 
     def mark(self, event: str, fence: tuple[int, int], position: Position) -> None:
-        """Writes nothing."""
+        """Record the time of a phase of a recovery: formed, synced, runs, read, broke."""
 
     def close(self) -> None:
-        """Writes nothing."""
+        """Write the rest and close what is open."""
 
 
-class LineLedger(ABC):
+class LineLedger(Ledger, ABC):
     """JSON lines of this process."""
 
     def __init__(self, clock: Clock) -> None:
@@ -65,9 +50,6 @@ class LineLedger(ABC):
 
     def mark(self, event: str, fence: tuple[int, int], position: Position) -> None:
         self._write(self._make_line(event, fence, position))
-
-    @abstractmethod
-    def close(self) -> None: ...
 
     @abstractmethod
     def _write(self, line: bytes) -> None: ...
@@ -138,5 +120,5 @@ class StoreLedger(LineLedger):
 def open_ledger(store: Store, folder: str | None, clock: Clock) -> Ledger:
     """folder: as in `TrainSpec.ledger`."""
     if folder is None:
-        return NullLedger()
+        return Ledger()
     return FileLedger(folder, clock) if os.path.isabs(folder) else StoreLedger(store, folder, clock)

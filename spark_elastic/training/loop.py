@@ -134,7 +134,7 @@ class TrainingLoop:
             self._close_epoch(world, group, handle)
             # The newer version came with the epoch's last step, which may be its only one.
             if version > world.version and self._has_work():
-                self._finish_checkpoints(world, version)
+                self._write_checkpoint_if_job_ends(world, version)
                 return Stopped(CHANGE)
         return Completed(self._finish(group))
 
@@ -181,13 +181,13 @@ class TrainingLoop:
                         group, pending.finish(), newest, account, pending_steps.get_next_rows
                     )
                 handle.report_position(self._state.position)
-                self._update_checkpoint(world, applied=True)
+                self._write_pending_and_build_next(world, applied=True)
                 self._report(group, handle, decision.loss / (decision.denominator or 1.0), decision.rows)
                 version = decision.version
                 if self._state.position.phase is not Phase.TRAIN:
                     break
                 if version > world.version:
-                    self._finish_checkpoints(world, version)
+                    self._write_checkpoint_if_job_ends(world, version)
                     break
                 if balancer is not None and balancer.add(decision.seconds):
                     self._show_division(balancer.parts, group)
@@ -289,11 +289,11 @@ class TrainingLoop:
         Args:
             version: the newest membership version that came with the exchange.
         """
-        self._update_checkpoint(world, applied=False)
+        self._write_pending_and_build_next(world, applied=False)
         self._call_step_finalized()
-        self._finish_checkpoints(world, version)
+        self._write_checkpoint_if_job_ends(world, version)
 
-    def _update_checkpoint(self, world: World, *, applied: bool) -> None:
+    def _write_pending_and_build_next(self, world: World, *, applied: bool) -> None:
         """An exchange is complete: write the snapshot of the step before it, and build the next one where it is due.
 
         Args:
@@ -306,8 +306,8 @@ class TrainingLoop:
         if applied and checkpointer.count_step():
             checkpointer.build_pending(lambda: build_snapshot(state.position, state.capture))
 
-    def _finish_checkpoints(self, world: World, version: MembershipVersion) -> None:
-        """If this boundary is the job's last, make the state durable before any worker leaves."""
+    def _write_checkpoint_if_job_ends(self, world: World, version: MembershipVersion) -> None:
+        """If this boundary is the job's last, write the state to the store before any worker leaves."""
         checkpointer, state = self._checkpointer, self._state
         if checkpointer is not None and version > world.version and version.job_ends:
             checkpointer.build_pending(lambda: build_snapshot(state.position, state.capture))
@@ -369,7 +369,9 @@ class TrainingLoop:
                 "loss": loss,
                 "rows": rows,
                 "world": group.size,
-                "checkpoint_seconds": self._checkpointer.seconds if self._checkpointer is not None else 0.0,
+                "checkpoint_seconds": self._checkpointer.stall_seconds
+                if self._checkpointer is not None
+                else 0.0,
                 **self._describe_bulk_plane(group),
             }
         )

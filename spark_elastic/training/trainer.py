@@ -36,7 +36,7 @@ class TrainingState(Protocol):
         ...
 
     def load(self, snapshot: Snapshot) -> None:
-        """Take over a snapshot with its position."""
+        """Load a snapshot with its position."""
         ...
 
     def digest(self) -> str:

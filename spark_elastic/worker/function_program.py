@@ -15,7 +15,13 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import Position, World
-from spark_elastic.state.checkpoint import CHECKPOINTER, Checkpointer, CheckpointPolicy
+from spark_elastic.state.checkpoint import (
+    CHECKPOINTER,
+    SNAPSHOT_READER,
+    Checkpointer,
+    CheckpointPolicy,
+    SnapshotReader,
+)
 from spark_elastic.state.elastic_loop import ENTERED
 from spark_elastic.state.snapshot import PickleCodec
 from spark_elastic.worker import pickling, program
@@ -29,7 +35,7 @@ class FunctionProgram:
     """`fn(*args, **kwargs)` on every worker.
 
     environment: variables of the training process, set before the slow imports. dumps: pickles the call.
-    durable: store and policy of durable commits; None: there are none.
+    checkpoint_target: store and policy of the checkpoints; None: there are none.
     """
 
     def __init__(
@@ -39,9 +45,9 @@ class FunctionProgram:
         kwargs: Mapping[str, object] | None = None,
         environment: Mapping[str, str] | None = None,
         dumps: Callable[[object], bytes] = pickling.dumps,
-        durable: tuple[Store, CheckpointPolicy] | None = None,
+        checkpoint_target: tuple[Store, CheckpointPolicy] | None = None,
     ) -> None:
-        self._durable = durable
+        self._checkpoint_target = checkpoint_target
         self._checkpointer: Checkpointer | None = None
         self._ran = False
         self._call = dumps((fn, tuple(args), dict(kwargs or {})))
@@ -68,18 +74,18 @@ class FunctionProgram:
     def run(self, world: World, group: Group, handle: WorkerHandle) -> Outcome:
         worker = get_context()
         assert worker is not None
-        handle.persistent.pop(ENTERED, None)
+        handle.process_values.pop(ENTERED, None)
         # Not before the first call, which may use what its modules created when they were imported.
         if self._ran:
             start_call()
             destroy_process_group()
         self._ran = True
-        if self._durable is not None and self._checkpointer is None:
-            store, policy = self._durable
-            self._checkpointer = Checkpointer(
-                store, policy, SystemClock(), PickleCodec(), handle.report_checkpoint
-            )
-            handle.persistent[CHECKPOINTER] = self._checkpointer
+        if self._checkpoint_target is not None and self._checkpointer is None:
+            store, policy = self._checkpoint_target
+            codec, report = PickleCodec(), handle.report_checkpoint
+            self._checkpointer = Checkpointer(store, policy, SystemClock(), codec, report)
+            handle.process_values[CHECKPOINTER] = self._checkpointer
+            handle.process_values[SNAPSHOT_READER] = SnapshotReader(store, policy.run_id, codec)
         try:
             set_dist_env(world, group, worker.address, worker.ports)
             fn, args, kwargs = cloudpickle.loads(self._call)

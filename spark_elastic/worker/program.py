@@ -69,12 +69,12 @@ class WorkerHandle:
     # argument is the error that broke the world, or None at a boundary that all ranks agreed on. Raises `WorkerExit` if
     # there is no next world.
     next_world: Callable[[CollectiveError | None], tuple[World, Group]]
-    # Objects by name that outlive one call of a user's function.
-    persistent: dict[str, Any] = field(default_factory=dict)
+    # Values of the process by name, which outlive one call of a user's function.
+    process_values: dict[str, Any] = field(default_factory=dict)
     # Tells the driver that the others of this world would be quicker without this worker. One short request.
     report_straggler: Callable[[str], object] = lambda reason: None
-    # Tells the driver, which decides whether the checkpoint counts: R18 (publication); None: the store has no room for
-    # one. One short request; any thread.
+    # Tells the driver, which publishes the checkpoint unless it is too late: R18 (publication); None: the store has no
+    # room for one. One short request; any thread.
     report_checkpoint: Callable[[Checkpoint | None], object] = lambda checkpoint: None
 
 

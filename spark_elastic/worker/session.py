@@ -15,17 +15,15 @@ from spark_elastic.protocol.types import (
     INITIAL_VERSION,
     HostUpdateResult,
     MembershipVersion,
-    Phase,
-    Position,
     World,
 )
 from spark_elastic.state import state
-from spark_elastic.state.checkpoint import CHECKPOINTER, Checkpointer
+from spark_elastic.state.checkpoint import CHECKPOINTER, SNAPSHOT_READER, Checkpointer, SnapshotReader
 from spark_elastic.worker.context import CollectiveThread, WorkerContext, get_context
 from spark_elastic.worker.program import WorkerHandle
 from spark_elastic.worker.script import set_dist_env
 
-METRICS = "metrics"  # in `WorkerHandle.persistent`: all numbers reported so far
+METRICS = "metrics"  # in `WorkerHandle.process_values`: all numbers reported so far
 RESERVED = ("step", "steps", "rows", "world", "checkpoint_seconds")  # numbers that the job counts itself
 
 
@@ -54,12 +52,15 @@ class ContextSession:
         _require_context().group_context.wait_until_idle()
 
     @property
-    def persistent(self) -> dict[str, Any]:
-        return self._handle.persistent
+    def process_values(self) -> dict[str, Any]:
+        return self._handle.process_values
 
     def report_commit(self, commits: int) -> None:
-        self._handle.report_position(Position(0, Phase.TRAIN, commits))
-        update_metrics(self._handle, {"step": commits, "world": self.world.size})
+        self._handle.report_position(state.make_commit_position(commits))
+        metrics: dict[str, Any] = {"step": commits, "world": self.world.size}
+        if self.checkpointer is not None:
+            metrics["checkpoint_seconds"] = self.checkpointer.stall_seconds
+        update_metrics(self._handle, metrics)
 
     def agree_to_stop(self) -> bool:
         """Whether all ranks stop here. The answer follows from the membership version that came with the last exchange
@@ -80,8 +81,13 @@ class ContextSession:
 
     @property
     def checkpointer(self) -> Checkpointer | None:
-        checkpointer: Checkpointer | None = self._handle.persistent.get(CHECKPOINTER)
+        checkpointer: Checkpointer | None = self._handle.process_values.get(CHECKPOINTER)
         return checkpointer
+
+    @property
+    def snapshot_reader(self) -> SnapshotReader | None:
+        reader: SnapshotReader | None = self._handle.process_values.get(SNAPSHOT_READER)
+        return reader
 
     def is_job_ending(self) -> bool:
         return self._agreed_version.job_ends
@@ -151,7 +157,7 @@ def update_metrics(handle: WorkerHandle, numbers: dict[str, Any]) -> None:
     They are stored where they outlive one call of the user's function: a count of commits alone does not take the loss
     off the status page.
     """
-    metrics: dict[str, Any] = handle.persistent.setdefault(METRICS, {})
+    metrics: dict[str, Any] = handle.process_values.setdefault(METRICS, {})
     metrics.update(numbers)
     handle.report_metrics(dict(metrics))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,6 @@ def open_data(folder: Path) -> tuple[Store, Manifest]:
 
 def read_table(store: Store, manifest: Manifest) -> dict[str, Any]:
     """The whole table in memory, as numbers, in the order of row ids."""
-    with ArrowReader(store, manifest) as reader:
+    with closing(ArrowReader(store, manifest)) as reader:
         groups = [reader.fetch(group) for group in range(len(manifest.row_groups))]
     return numbers({c.name: np.concatenate([group[c.name] for group in groups]) for c in manifest.columns})

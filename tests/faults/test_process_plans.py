@@ -201,7 +201,7 @@ def test_p1_to_p4_hold_under_random_fault_plans(
         return misfortune.cluster
 
     ours, result = train_elastic(job, store, manifest, str(tmp_path), follower, make, misfortune, lease=LEASE)
-    said = "\n".join([f"seed {seed}: {misfortune.struck}", *result.event_log])
+    said = "\n".join([f"seed {seed}: {misfortune.struck}", *map(str, result.worlds)])
     assert misfortune.put_off or not misfortune.plan, said
     assert difference(ours, plain) < 1e-9, said
     seen = ledger_of(tmp_path)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from spark_elastic.state.checkpoint import CheckpointStore
-from spark_elastic.state.run_lease import RunLease
+from spark_elastic.state.owned_run import OwnedRun
 from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.worker.program import Program
 from tests.component.torch.job import (
@@ -58,7 +58,7 @@ def test_p7_a_fit_resumes_after_all_processes_are_killed_at_random_moments(tmp_p
     workers = draw.choice([1, 2, 3])
     other = replace(job, workers=workers, batch_size=whole // workers)
     assert other.plan(manifest) == job.plan(manifest)
-    run = RunLease.acquire(store, RUN)
+    run = OwnedRun.acquire(store, RUN)
     ours, result = train_elastic(
         other,
         store,
@@ -96,7 +96,7 @@ def test_p7_a_fit_continues_after_all_workers_are_killed_at_random_moments(tmp_p
         made.append(launcher(task, room=job.workers))
         return made[0]
 
-    ledger, run = tmp_path / "ledger", RunLease.acquire(store, RUN)
+    ledger, run = tmp_path / "ledger", OwnedRun.acquire(store, RUN)
     ours, result = train_elastic(job, store, manifest, str(ledger), Follower(start_kill), make, run=run)
     for thread in struck:
         thread.join()

@@ -13,7 +13,7 @@ from spark_elastic.protocol import events as on
 from spark_elastic.protocol.driver.state import DriverState, PossiblyAliveMembers
 from spark_elastic.protocol.worker_machine import StepResult, WorkerState
 from spark_elastic.state import checkpoint
-from spark_elastic.state.run_lease import RunLease
+from spark_elastic.state.owned_run import OwnedRun
 from tests.simulation.scenes import scene
 from tests.simulator.fault_plan import DRIVER_TIMEOUT, Fault, FaultKind, FaultPlan, Moment, Share
 from tests.simulator.invariants import Violation
@@ -144,7 +144,7 @@ def test_p7_an_undetected_damaged_checkpoint_is_caught(
 
 
 def test_r10_a_driver_that_publishes_what_it_lost_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RunLease, "check", lambda self: None)
+    monkeypatch.setattr(OwnedRun, "check", lambda self: None)
     assert _is_caught(plan_durable(TAKEN_OVER, every=1), match="attempt 1 published")
 
 

@@ -29,7 +29,7 @@ from spark_elastic.protocol.messages import (
     WorldFormed,
 )
 from spark_elastic.protocol.types import INITIAL_VERSION, Checkpoint, Fence, MembershipVersion, World
-from spark_elastic.state.run_lease import CheckpointList, RunLease
+from spark_elastic.state.owned_run import CheckpointList, OwnedRun
 from tests.simulator.fault_plan import Moment
 from tests.simulator.invariants import DriverInvariants, EventLog, Violation
 from tests.simulator.stamping import stamp_event
@@ -47,7 +47,7 @@ Step = Callable[[DriverState, on.DriverEvent], tuple[DriverState, tuple[do.Drive
 class SimServer:
     """The driver's process: it receives messages, runs the machine and carries out its commands."""
 
-    def __init__(self, sim: Simulation, driver_step: Step, held: RunLease, event_log: EventLog) -> None:
+    def __init__(self, sim: Simulation, driver_step: Step, held: OwnedRun, event_log: EventLog) -> None:
         self.sim = sim
         self.step = driver_step
         self.run = held

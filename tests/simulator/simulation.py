@@ -20,7 +20,7 @@ from spark_elastic.protocol import driver_machine, worker_machine
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position, SlotId, WorkerId, World
 from spark_elastic.state.checkpoint import CheckpointStore, format_checkpoint_name
-from spark_elastic.state.run_lease import RunLease
+from spark_elastic.state.owned_run import OwnedRun
 from tests.memory_store import make_memory_store
 from tests.simulator.fault_injection import FaultInjection
 from tests.simulator.fault_plan import DRIVER_TIMEOUT, Fault, FaultKind, FaultPlan, Moment
@@ -44,7 +44,7 @@ class SimRun:
     Store, checkpoint lists and leases are the real ones of `spark_elastic.state`, over memory, in simulated time.
     """
 
-    def __init__(self, sim: Simulation, make: Callable[[RunLease], SimServer]) -> None:
+    def __init__(self, sim: Simulation, make: Callable[[OwnedRun], SimServer]) -> None:
         self.sim = sim
         self.checkpoint_invariants = CheckpointInvariants(sim.event_log)
         self.servers: list[SimServer] = []
@@ -54,7 +54,7 @@ class SimRun:
 
     def open(self) -> None:
         """A driver acquires the run, and continues from the checkpoints that count."""
-        held = RunLease.acquire(self._store, RUN)
+        held = OwnedRun.acquire(self._store, RUN)
         self.checkpoint_invariants.record_opened(held.attempt)
         self.servers.append(self._make(held))
         self.servers[-1].open()
@@ -85,7 +85,7 @@ class SimRun:
         self.open()
 
     def damage_newest(self) -> None:
-        """Damage the newest checkpoint that counts, if an older one that counts is whole."""
+        """Damage the newest published checkpoint, if an older published one is whole."""
         listed = self._checkpoints.read_published()
         if len(listed) > 1 and not self.checkpoint_invariants.is_damaged(listed[1].name):
             self._store.write_bytes(self._object(listed[0].name), b"[0, 0, 0, 0, 0]")
@@ -102,7 +102,7 @@ class SimRun:
 
     def load(self, world: World) -> tuple[Position, Weights]:
         """The position and weights that the world begins from."""
-        checkpoint, parts = self._checkpoints.read_newest(world.resume)
+        checkpoint, parts = self._checkpoints.read_first_undamaged(world.resume)
         self.checkpoint_invariants.check_resumed(world, checkpoint)
         epoch, phase, step, count, text = json.loads(parts[PART])
         return Position(epoch, Phase(phase), step), (count, text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,7 +40,7 @@ def materialize(
 
 
 def read(store: Store, manifest: Manifest) -> dict[str, np.ndarray]:
-    with ArrowReader(store, manifest) as reader:
+    with closing(ArrowReader(store, manifest)) as reader:
         groups = [reader.fetch(group) for group in range(len(manifest.row_groups))]
         return {c.name: np.concatenate([group[c.name] for group in groups]) for c in manifest.columns}
 

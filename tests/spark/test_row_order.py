@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +70,7 @@ def write(
     manifests = [each for each in materialize(df, columns, opened, written, split) if each is not None]
     rows = []
     for manifest in manifests:
-        with ArrowReader(opened, manifest) as reader:
+        with closing(ArrowReader(opened, manifest)) as reader:
             rows.append([dict(reader.fetch(group)) for group in range(len(manifest.row_groups))])
     return manifests, rows
 

@@ -18,6 +18,7 @@ from spark_elastic.platforms import JobSpec
 from spark_elastic.platforms.classic import ClassicPlatform
 from spark_elastic.protocol.types import Limits
 from spark_elastic.testing.fakes import CountingProgram
+from tests.journals import keep_journal
 from tests.scenarios import Fault
 from tests.spark.cluster import StandaloneCluster, await_true
 from tests.spark.fits import fit_through_a_loss
@@ -106,14 +107,15 @@ def test_a_decommissioned_executor_s_worker_leaves_in_time_and_no_step_is_lost(
         program.over.touch()
 
     story = ScenarioListener((5, 2, decommission))
-    result = ClassicPlatform(spark, ElasticConfig()).launch(
-        JobSpec(program, Limits(2, 1, 2), "decommission"), story
-    )
+    with keep_journal(ElasticConfig()) as (config, journal):
+        result = ClassicPlatform(spark, config).launch(
+            JobSpec(program, Limits(2, 1, 2), "decommission"), story
+        )
     assert left
     assert len(story.sizes) > 1, "nobody left"
     assert is_sum_exact(result, program)
-    assert any("is being decommissioned" in line for line in result.event_log)
-    assert not [line for line in result.event_log if " AbortWorld " in line], "a world broke (P3)"
+    assert any("is being decommissioned" in line for line in journal)
+    assert not [line for line in journal if '"AbortWorld"' in line], "a world broke (P3)"
 
 
 @pytest.mark.scenario("G13")

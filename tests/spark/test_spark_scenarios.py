@@ -22,6 +22,7 @@ from spark_elastic.platforms import JobSpec
 from spark_elastic.platforms.classic import ClassicPlatform
 from spark_elastic.protocol.types import Limits
 from spark_elastic.testing.fakes import CountingProgram
+from tests.journals import keep_journal
 from tests.scenarios import Fault
 from tests.spark.cluster import StandaloneCluster, Worker, await_true
 
@@ -92,17 +93,16 @@ def test_hosts_are_added_and_removed(spark: SparkSession, tmp_path: Path, fault:
     )  # fmt: skip
     # Hosts that come back find a spare, as in a job that lasts.
     config = ElasticConfig(host_discovery=lambda: dict(listed), gather_timeout=1.0, spare_after=0.0)
-    result = ClassicPlatform(spark, config).launch(
-        JobSpec(program, Limits(1, 1, 3, gather_timeout=1.0), "hosts"), story
-    )
+    with keep_journal(config) as (config, journal):
+        result = ClassicPlatform(spark, config).launch(
+            JobSpec(program, Limits(1, 1, 3, gather_timeout=1.0), "hosts"), story
+        )
     assert story.told
     assert story.sizes[:4] == [1, 2, 3, 2]
     assert story.sizes[-1] == 1
     assert set(story.sizes[4:-1]) <= {1, 2, 3}, "one for another: at most one more or less in between"
     assert is_sum_exact(result, program)
-    assert not [line for line in result.event_log if " AbortWorld " in line], (
-        "a planned change broke a world (P3)"
-    )
+    assert not [line for line in journal if '"AbortWorld"' in line], "a planned change broke a world (P3)"
 
 
 @pytest.mark.scenario("S3")

@@ -13,7 +13,6 @@ from spark_elastic import cli
 from spark_elastic.config import ElasticConfig, operations_from_env
 from spark_elastic.errors import InvalidInput
 from spark_elastic.horovodrun_options import REFUSED
-from spark_elastic.monitoring.log_files import FileListener
 from spark_elastic.testing.fakes import FakeClock
 
 
@@ -118,8 +117,7 @@ def test_each_loss_each_join_and_how_a_process_ended_is_a_line(
     verbose: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stream = io.StringIO()
-    output = cli.CommandOutput(stream, FakeClock(), False, verbose, True)
-    listener = FileListener(output, None)
+    listener = cli.CommandOutput(None, stream, FakeClock(), False, verbose, True)
     listener.on_world(2, "begins")
     listener.on_world_broken("world 1 is over: worker 1-0.1 is lost: its process ended (killed by signal 9)")
     listener.on_world(1, "world 2: worker 1-0.1 is lost: its process ended (killed by signal 9)")

@@ -70,12 +70,11 @@ def test_settings_that_a_coordinator_cannot_have_are_refused_in_the_preflight(
 
 def test_an_unreachable_client_without_a_store_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     report: Any = SimpleNamespace(unreached=UNREACHED)
-    monkeypatch.setattr(connect, "_collect_probes", lambda *arguments: [{"answer": b""}])
+    monkeypatch.setattr(connect, "await_probes", lambda *arguments: [{"answer": b""}])
     monkeypatch.setattr(connect, "require_report", lambda answer: report)
     monkeypatch.setattr(connect.pickle, "loads", lambda content: None)
     monkeypatch.setattr(connect, "check_reports", lambda *arguments, **named: None)
     spark: Any = session()
-    spark.range = lambda *numbers: SimpleNamespace(mapInArrow=lambda body, schema: None)
     probing = ProbeSpec(b"", bind=connect.choose_bind(spark, ElasticConfig()))
     with pytest.raises(PreflightError, match=r"open it; or give a store, and the driver runs in a task\."):
         connect.preflight(spark, probing, 1, 1.0)

@@ -14,8 +14,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from types import TracebackType
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 import pyarrow as pa
 import pyarrow.ipc
@@ -55,14 +54,6 @@ class GroupReader(ABC):
         names = [column.name for column in manifest.columns] if columns is None else columns
         self.columns: tuple[Column, ...] = tuple(manifest.column(name) for name in dict.fromkeys(names))
         self._groups = RowGroupCache(cache_bytes)
-
-    def __enter__(self: T) -> T:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def fetch(self, group: int) -> ColumnArrays:
         """See `Reader.fetch`."""
@@ -353,6 +344,3 @@ def _concatenate(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
         return batches[0]
     table = pa.Table.from_batches(batches).combine_chunks()
     return table.to_batches()[0]
-
-
-T = TypeVar("T", bound="GroupReader")

@@ -16,7 +16,7 @@ import keras
 import numpy as np
 
 from elastic_collectives import Group
-from spark_elastic.keras.train.state import from_json_tree, is_plain, to_json_tree, value_of
+from spark_elastic.keras.train.state import from_json_tree, is_plain, read_value, to_json_tree
 from spark_elastic.protocol.types import START
 from spark_elastic.state.snapshot import build_snapshot
 from spark_elastic.training.callbacks import name_classes, pair_states
@@ -104,7 +104,7 @@ class KerasCallbackList:
             return None
         before, stop = _decode(_encode(self.capture())), self._model.stop_training
         variables = [*self._model.weights, *self._model.optimizer.variables]  # SwapEMAWeights writes to them
-        values = [np.array(value_of(variable)) for variable in variables]
+        values = [np.array(read_value(variable)) for variable in variables]
         try:
             if self._tested == self._epoch >= 0:
                 self._call_each("on_test_end", validation_logs(logs))

@@ -112,7 +112,7 @@ class KerasTrainingState:
 
     def capture(self, builder: SnapshotBuilder) -> dict[str, Any]:
         return {
-            "variables": [to_json_tree(value_of(variable), builder) for variable in self._variables],
+            "variables": [to_json_tree(read_value(variable), builder) for variable in self._variables],
             "progress": to_json_tree(self.progress.to_values(), builder),
             "callbacks": to_json_tree(self._callbacks.capture(), builder),
         }
@@ -129,11 +129,11 @@ class KerasTrainingState:
         """SHA-256 over all weights and the optimizer's variables."""
         hasher = hashlib.sha256()
         for variable in self._replicas:
-            hasher.update(np.ascontiguousarray(value_of(variable)).tobytes())
+            hasher.update(np.ascontiguousarray(read_value(variable)).tobytes())
         return hasher.hexdigest()
 
 
-def value_of(variable: Any) -> Array:
+def read_value(variable: Any) -> Array:
     """A Keras variable as an array; 16-bit floats as float32, which holds them exactly."""
     value = np.asarray(variable)
     return value.astype(np.float32) if value.dtype.name in ("float16", "bfloat16") else value

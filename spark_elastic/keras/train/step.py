@@ -23,7 +23,7 @@ from spark_elastic.keras.train.compiled import (
     activity_by_row,
     loss_arguments,
 )
-from spark_elastic.keras.train.state import KerasTrainingState, value_of
+from spark_elastic.keras.train.state import KerasTrainingState, read_value
 from spark_elastic.ops.flat_allreduce import FlatAllreduce
 from spark_elastic.protocol.types import MembershipVersion, Position
 from spark_elastic.training.batch import LocalBatch
@@ -63,7 +63,7 @@ class RunningStats:
 
     def begin(self, *key: int) -> None:
         """Keep the values as they are, and let random layers draw by `key` from here on."""
-        self._before = [np.array(value_of(v)) for v in [*self.variables, *self._counters]]
+        self._before = [np.array(read_value(v)) for v in [*self.variables, *self._counters]]
         self._changes = [None] * len(self.variables)
         self._counts = self._before[len(self.variables) :]
         for number, seed in enumerate(self._seeds):
@@ -73,13 +73,13 @@ class RunningStats:
     def end_pass(self, weight: float) -> None:
         """Take what a pass over `weight` of the step's rows changed, and put the values back."""
         for number, (variable, before) in enumerate(zip(self.variables, self._before, strict=False)):
-            now = np.asarray(value_of(variable))
+            now = np.asarray(read_value(variable))
             if not np.array_equal(now, before):
                 change, earlier = (now - before) * np.asarray(weight, before.dtype), self._changes[number]
                 self._changes[number] = change if earlier is None else earlier + change
                 variable.assign(before)
         self._counts = [
-            np.maximum(count, np.asarray(value_of(v)))
+            np.maximum(count, np.asarray(read_value(v)))
             for count, v in zip(self._counts, self._counters, strict=True)
         ]
         for variable, before in zip(self._counters, self._before[len(self.variables) :], strict=True):

@@ -590,7 +590,7 @@ class DriverState(Part):
     limits: Limits
     attempt: int
     stage: JobStage = JobStage.GATHERING
-    checkpoints: tuple[Checkpoint, ...] = ()  # that count, newest first
+    checkpoints: tuple[Checkpoint, ...] = ()  # the published ones, newest first
     checkpoints_kept: int | None = None  # how many the full store has room for; None: as many as `limits` say
     blacklist: Blacklist = field(default_factory=Blacklist)
     launches: Launches = field(default_factory=Launches)

@@ -91,7 +91,7 @@ class TorchTrainingState:
         return captured
 
     def load(self, snapshot: Snapshot) -> None:
-        """Take over a snapshot; parameters keep their identity."""
+        """Load a snapshot; parameters keep their identity."""
         memory = snapshot.memory
 
         def read(ref: dict[str, Any]) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -76,7 +77,7 @@ def test_a_file_that_is_not_parquet_is_named(store: Store) -> None:
 
 
 def test_arrays_have_the_manifest_s_shapes(store: Store, manifest: Manifest) -> None:
-    with ArrowReader(store, manifest) as reader:
+    with closing(ArrowReader(store, manifest)) as reader:
         decoded = reader.fetch(3)
         ids = np.arange(25, 35)
         assert np.array_equal(decoded["id"], ids)
@@ -93,7 +94,7 @@ def test_arrays_have_the_manifest_s_shapes(store: Store, manifest: Manifest) -> 
 
 
 def test_numbers_are_views_of_arrow_s_memory(store: Store, manifest: Manifest) -> None:
-    with ArrowReader(store, manifest) as reader:
+    with closing(ArrowReader(store, manifest)) as reader:
         decoded = reader.fetch(0)
         assert not any(decoded[name].flags.owndata for name in ("id", "x", "m"))
         before = pa.total_allocated_bytes()
@@ -103,7 +104,7 @@ def test_numbers_are_views_of_arrow_s_memory(store: Store, manifest: Manifest) -
 
 
 def test_columns_can_be_chosen(store: Store, manifest: Manifest) -> None:
-    with ArrowReader(store, manifest, ["odd", "id"]) as reader:
+    with closing(ArrowReader(store, manifest, ["odd", "id"])) as reader:
         assert list(reader.fetch(0)) == ["odd", "id"]
     with pytest.raises(InvalidInput, match="no column 'z'"):
         ArrowReader(store, manifest, ["z"])
@@ -117,12 +118,12 @@ def test_the_sample_row_comes_from_the_smallest_row_group(store: Store, manifest
 
 def test_the_cache_is_bounded_in_bytes(store: Store, manifest: Manifest) -> None:
     group = manifest.max_decoded_group_bytes()
-    with ArrowReader(store, manifest, cache_bytes=2 * group) as reader:
+    with closing(ArrowReader(store, manifest, cache_bytes=2 * group)) as reader:
         first, second = reader.fetch(0), reader.fetch(1)
         reader.fetch(3)
         assert reader.fetch(0) is first
         assert reader.fetch(1) is not second
-    with ArrowReader(store, manifest, cache_bytes=0) as reader:
+    with closing(ArrowReader(store, manifest, cache_bytes=0)) as reader:
         assert reader.fetch(0) is reader.fetch(0)
 
 
@@ -130,7 +131,7 @@ def test_open_files_are_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(group_reader, "OPEN_FILES", 2)
     names = [write(store, f"{n}.parquet", n * 5, 5, 5) for n in range(6)]
     manifest = Manifest(COLUMNS, *read_footers(store, names), fingerprint="", content="")
-    with ArrowReader(store, manifest, cache_bytes=0) as reader:
+    with closing(ArrowReader(store, manifest, cache_bytes=0)) as reader:
         for group in (0, 1, 2, 3, 4, 5, 0, 5):
             assert reader.fetch(group)["id"][0] == group * 5
             assert len(reader._files) <= 2
@@ -138,7 +139,7 @@ def test_open_files_are_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) -
 
 def test_many_threads_may_fetch(store: Store, manifest: Manifest) -> None:
     wrong: list[int] = []
-    with ArrowReader(store, manifest, cache_bytes=manifest.max_decoded_group_bytes()) as reader:
+    with closing(ArrowReader(store, manifest, cache_bytes=manifest.max_decoded_group_bytes())) as reader:
 
         def fetch_all() -> None:
             for group in [0, 1, 2, 3, 4] * 10:
@@ -154,7 +155,7 @@ def test_many_threads_may_fetch(store: Store, manifest: Manifest) -> None:
 
 
 def test_a_missing_or_changed_file_is_named(store: Store, manifest: Manifest) -> None:
-    with ArrowReader(store, manifest) as reader:
+    with closing(ArrowReader(store, manifest)) as reader:
         store.delete("c.parquet")
         with pytest.raises(StoreError, match=r"row group 0 of 'c\.parquet'"):
             reader.fetch(3)

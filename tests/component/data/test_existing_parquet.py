@@ -5,6 +5,7 @@ from __future__ import annotations
 import decimal
 import os
 import sys
+from contextlib import closing
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -355,7 +356,7 @@ def test_a_file_that_is_written_again_in_mid_run_is_never_read_unnoticed(
     found = describe_parquet(store, ["id", "x"], piece_bytes=piece_bytes)
     manifest = Manifest.from_json(found.to_json())
     assert manifest == found
-    with open_reader("arrow", store, manifest) as reader:
+    with closing(open_reader("arrow", store, manifest)) as reader:
         first = reader.fetch(0)["id"]
         before = (tmp_path / "a.parquet").stat()
         write(tmp_path, "a.parquet", columns_of(100, 40), compression="none" if keeps_time else "snappy")
@@ -363,13 +364,13 @@ def test_a_file_that_is_written_again_in_mid_run_is_never_read_unnoticed(
             os.utime(tmp_path / "a.parquet", ns=(before.st_atime_ns, before.st_mtime_ns))
         assert np.array_equal(reader.fetch(0)["id"], first), "what was read before is kept"
         reader.fetch(len(manifest.row_groups) - 1)
-        with open_reader("arrow", store, manifest) as later:
+        with closing(open_reader("arrow", store, manifest)) as later:
             with pytest.raises(
                 StoreError, match=r"'a\.parquet' in the store .* was written again after this run beg"
             ):
                 later.fetch(0)
     (tmp_path / "b.parquet").unlink()
-    with open_reader("arrow", store, manifest) as later:
+    with closing(open_reader("arrow", store, manifest)) as later:
         with pytest.raises(StoreError, match=r"(?s)'b\.parquet'.*No such file"):
             later.fetch(len(manifest.row_groups) - 1)
 

@@ -9,6 +9,7 @@ import sys
 import time
 import zlib
 from collections.abc import Iterator
+from contextlib import closing
 from datetime import date, datetime, timedelta, timezone
 from decimal import Decimal
 from pathlib import Path
@@ -58,7 +59,7 @@ def read_rows(table: Any, columns: list[str], version: Any = None, **options: An
     snapshot = read_snapshot(table, version, {})
     manifest = describe_files(snapshot.store, snapshot.files, columns, **options)
     manifest = Manifest.from_json(manifest.to_json())
-    with ArrowReader(snapshot.store, manifest, columns) as reader:
+    with closing(ArrowReader(snapshot.store, manifest, columns)) as reader:
         groups = [reader.fetch(group) for group in range(len(manifest.row_groups))]
         found = [dict(group) for group in groups]
     assert [len(group[columns[0]]) for group in found] == list(manifest.group_rows)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -75,7 +76,7 @@ def test_p1_each_row_once_with_its_own_values(tmp_path: Path, size: int) -> None
     pq.write_table(table, store.path("a.parquet"), row_group_size=10)
     manifest = Manifest(COLUMNS, *read_footers(store, ["a.parquet"]), fingerprint="", content="")
     plan = DataPlan(manifest.group_rows, 8, 5, 3)
-    with ArrowReader(store, manifest) as reader:
+    with closing(ArrowReader(store, manifest)) as reader:
         found = read_all_ranks(StepLoader(plan, reader, reader.columns), 2, size)
     assert sorted(row for rows in found for row in rows.row_ids.tolist()) == list(range(37))
     for rows in found:

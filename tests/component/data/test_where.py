@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from datetime import date, datetime, timezone
 from decimal import Decimal
 from pathlib import Path
@@ -23,7 +24,7 @@ from spark_elastic.data.reading.group_reader import ArrowReader
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.fit_rows import Selection, SnapshotRows
-from spark_elastic.state.run_lease import RunLease
+from spark_elastic.state.owned_run import OwnedRun
 from tests.leaks import SessionOwned
 from tests.unit.estimators.requests import request
 
@@ -93,7 +94,7 @@ def expect(table: pa.Table, where: Any) -> list[int]:
 
 def read_ids(store: Store, manifest: Manifest) -> list[int]:
     manifest = Manifest.from_json(manifest.to_json())
-    with ArrowReader(store, manifest, ["id"]) as reader:
+    with closing(ArrowReader(store, manifest, ["id"])) as reader:
         groups = [reader.fetch(group)["id"] for group in range(len(manifest.row_groups))]
     assert [len(group) for group in groups] == list(manifest.group_rows)
     return sorted(np.concatenate(groups).tolist())
@@ -353,10 +354,10 @@ def test_a_run_keeps_to_its_version_its_columns_and_its_where(tmp_path: Path) ->
 
     columns, where = {"feature": "id"}, [("maybe", ">", 20), ("word", "==", "c")]
     for _ in range(2):
-        lease = RunLease.acquire(store, "mine")
-        with open_rows(columns, where).materialize_rows(asked, store, lease) as (record, data):
+        run = OwnedRun.acquire(store, "mine")
+        with open_rows(columns, where).materialize_rows(asked, store, run) as (record, data):
             manifest = record.load_manifest()
-            with ArrowReader(data, manifest) as reader:
+            with closing(ArrowReader(data, manifest)) as reader:
                 found = [reader.fetch(group)["feature"] for group in range(len(manifest.row_groups))]
             assert sorted(np.concatenate(found).tolist()) == expect(table, where)
         write_deltalake(folder, table, mode="append")  # a resumed run takes the version that it began with
@@ -382,7 +383,7 @@ def test_a_run_keeps_to_its_tables_of_which_several_lie_in_one_folder(tmp_path: 
         return rows
 
     store = Store.open(str(tmp_path / "store"))
-    with open_rows("a", "seen").materialize_rows(asked, store, RunLease.acquire(store, "mine")) as (
+    with open_rows("a", "seen").materialize_rows(asked, store, OwnedRun.acquire(store, "mine")) as (
         record,
         _,
     ):

@@ -18,7 +18,7 @@ from spark_elastic.keras.train.trainer import KerasTrainProgram, KerasUserObject
 from spark_elastic.launch.job import DriverOptions, LaunchResult, supervise
 from spark_elastic.protocol.types import Limits
 from spark_elastic.state.checkpoint import CheckpointPolicy, CheckpointStore
-from spark_elastic.state.run_lease import RunLease
+from spark_elastic.state.owned_run import OwnedRun
 from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.spec import Rows, TrainSpec
@@ -122,7 +122,7 @@ def check_training(job: Job, folder: Path, inject_fault: Any) -> LaunchResult:
     )
     batch = job.batch_size * job.workers
     limits = Limits(job.workers, 1, job.workers, gather_timeout=60.0, lease=5.0, max_global_batch=batch)
-    site = DriverOptions(run=RunLease.acquire(store, RUN))
+    site = DriverOptions(run=OwnedRun.acquire(store, RUN))
     with inject_faults(folder / "faults", {"epoch 1": lambda: inject_fault(launcher, store)}):
         result = supervise(launcher, NoDiscovery(), site, limits, ElasticConfig(), "test", Follower())
     assert ledger_of(folder / "ledger") == {(epoch, row): 1 for epoch in range(2) for row in range(ROWS)}

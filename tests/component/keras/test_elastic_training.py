@@ -18,7 +18,7 @@ from spark_elastic.data.store import Store
 from spark_elastic.launch.job import DriverOptions, supervise
 from spark_elastic.protocol.types import Limits
 from spark_elastic.state.checkpoint import CheckpointStore
-from spark_elastic.state.run_lease import RunLease
+from spark_elastic.state.owned_run import OwnedRun
 from spark_elastic.testing.fakes import ProcessLauncher
 from tests.component.injected_faults import await_fault, inject_faults, kill
 from tests.component.keras.job import JOBS, Job, difference, train_plain, weights_of
@@ -75,7 +75,7 @@ def train(job: Job, tmp_path: Path, acts: Any) -> tuple[Any, Any]:
     )
     batch = job.batch_size * job.workers
     limits = Limits(job.workers, 1, job.workers, gather_timeout=60.0, lease=5.0, max_global_batch=batch)
-    site, config = DriverOptions(run=RunLease.acquire(store, RUN)), ElasticConfig()
+    site, config = DriverOptions(run=OwnedRun.acquire(store, RUN)), ElasticConfig()
     with inject_faults(
         tmp_path / "faults", {place: partial(act, launcher, store) for place, act in acts.items()}
     ):

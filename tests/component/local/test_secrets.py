@@ -21,6 +21,7 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.ports import Post
 from spark_elastic.errors import WorkerFailed
+from spark_elastic.launch.job import DriverOptions, supervise
 from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.rendezvous.auth import create_pinned_context
 from spark_elastic.running.call import prepare
@@ -128,8 +129,9 @@ def test_no_process_file_or_log_of_a_run_shows_its_secrets(
     assert SECRET not in repr(call)
     launcher = SearchedLauncher(call.program, SystemClock(), call.preload)
     launcher.traces = traces
-    with pytest.raises(WorkerFailed) as failed:
-        call.run_on(launcher, NoDiscovery(), 2)
+    driver, limits = DriverOptions(run=call.take_run()), call.make_limits(2)
+    with pytest.raises(WorkerFailed) as failed, call.open_output() as listener:
+        supervise(launcher, NoDiscovery(), driver, limits, call.options.config, call.name, listener)
     assert "the end of the script" in str(failed.value)
     found = traces.seen | {
         "log": caplog.text.encode(),

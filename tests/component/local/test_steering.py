@@ -24,6 +24,7 @@ from spark_elastic.state.checkpoint import CheckpointStore
 from spark_elastic.testing.fakes import CountingProgram
 from tests.component.local.watched import start_watched
 from tests.component.worker.moments import HeldProgram
+from tests.journals import keep_journal
 from tests.patience import until
 from tests.scenarios import Fault
 
@@ -74,11 +75,12 @@ def test_w26_a_drained_worker_costs_no_step_and_its_core_is_free() -> None:
         left.append(len(launcher.slots()))
         program.release()
 
-    result = _run(program, launcher, AtStep(10, drain), handle=handle)
+    with keep_journal(ElasticConfig()) as (config, journal):
+        result = _run(program, launcher, AtStep(10, drain), handle=handle, journal=config.journal)
     assert [world.size for world in result.worlds] == [2, 1]
     assert left == [1]
-    assert "broke" not in " ".join(result.event_log)
-    assert any("its core is wanted elsewhere" in line for line in result.event_log)
+    assert "broke" not in " ".join(journal)
+    assert any("its core is wanted elsewhere" in line for line in journal)
 
 
 def test_hosts_that_a_discovery_function_no_longer_lists_are_drained() -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,7 @@ def read_epoch(
     seen: Counter[int] = Counter()
     longest = 0.0
     # Without a cache, lanes read row groups again and again.
-    with open_reader("arrow", store, manifest, cache_bytes=cache_bytes) as reader:
+    with closing(open_reader("arrow", store, manifest, cache_bytes=cache_bytes)) as reader:
         fetch = reader.fetch
 
         def fetch_timed(group: int) -> ColumnArrays:
@@ -245,7 +246,7 @@ def test_renewed_credentials_are_used_in_the_middle_of_an_epoch(
     rows = open_faulty(replace(store, url=store.url + "/rows"), server)
     plan = DataPlan.for_run(manifest.group_rows, 512, 3, 4, manifest.max_decoded_group_bytes(), 4 << 20)
     seen: Counter[int] = Counter()
-    with open_reader("arrow", rows, manifest, cache_bytes=1) as reader:
+    with closing(open_reader("arrow", rows, manifest, cache_bytes=1)) as reader:
         with StepLoader(plan, reader, manifest.columns).steps(0, 0, 0, 1) as steps:
             for number, step in enumerate(steps):
                 seen.update(step.columns["id"].tolist())

@@ -9,7 +9,7 @@ import torch
 
 from spark_elastic.data.store import Store
 from spark_elastic.state.checkpoint import CheckpointStore
-from spark_elastic.state.run_lease import RunLease
+from spark_elastic.state.owned_run import OwnedRun
 from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.torch.train.trainer import TorchTrainProgram
 from tests.component.injected_faults import inject_faults, kill
@@ -56,7 +56,7 @@ def test_p7_all_workers_are_lost_and_training_continues_from_the_bucket(store: S
 
     ledger = tmp_path / "ledger"
     with inject_faults(tmp_path / "faults", {"epoch 1": inject_fault}):
-        run = RunLease.acquire(store, RUN)
+        run = OwnedRun.acquire(store, RUN)
         ours, result = train_elastic(job, store, manifest, str(ledger), Follower(), make, run=run)
     assert any("continues from checkpoint" in world.reason for world in result.worlds)
     assert difference(ours, train_plain(job, here, manifest)) < 1e-9

@@ -67,7 +67,7 @@ class Plan:
 
 def flip_bit(commits: Any, shard: int) -> None:
     """In the memory of the newest commit."""
-    commits.newest_complete().shards[shard][0] ^= 1
+    commits.get_newest_complete().shards[shard][0] ^= 1
 
 
 def train(

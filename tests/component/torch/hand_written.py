@@ -16,8 +16,9 @@ import torch
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.ports import Post
+from spark_elastic.launch.job import DriverOptions, supervise
 from spark_elastic.protocol.events import DrainRequested
-from spark_elastic.running.call import Call, prepare
+from spark_elastic.running.call import Call, decode_results, prepare
 from tests import simulated_nccl
 from tests.component.torch.job import DeviceLauncher
 
@@ -170,8 +171,11 @@ class Run:
         self._waiting.append((step, act))
 
     def results(self) -> list[Any]:
+        call, driver = self.call, DriverOptions(run=self.call.take_run())
+        limits, config = call.make_limits(2), call.options.config
         try:
-            return self.call.run_on(self.cluster, self, 2)
+            with call.open_output() as told:
+                return decode_results(supervise(self.cluster, self, driver, limits, config, call.name, told))
         finally:
             for thread in self._threads:
                 thread.join()

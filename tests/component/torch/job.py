@@ -31,7 +31,7 @@ from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.protocol.types import Limits, Phase
 from spark_elastic.state.checkpoint import CheckpointPolicy
-from spark_elastic.state.run_lease import RunLease
+from spark_elastic.state.owned_run import OwnedRun
 from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.torch import draw_rows, progress
 from spark_elastic.torch.train.spec import TorchUserObjects
@@ -196,7 +196,7 @@ def train_elastic(
     launcher_for: Callable[[TorchTrainProgram], ProcessLauncher],
     discovery: Discovery | None = None,
     lease: float = 5.0,
-    run: RunLease | None = None,
+    run: OwnedRun | None = None,
 ) -> tuple[dict[str, torch.Tensor], LaunchResult]:
     """The final weights and what the launch returned."""
     launcher = launcher_for(job.task(store, manifest, ledger))

@@ -26,7 +26,7 @@ def check_every_row_once(folder: Path, epochs: int) -> None:
 DRIVER = """
 import sys
 from pathlib import Path
-from spark_elastic.state.run_lease import RunLease
+from spark_elastic.state.owned_run import OwnedRun
 from tests.component.torch.job import RUN, Follower, launcher, train_elastic
 from tests.component.torch.resumed_job import make_job, read_data
 
@@ -34,7 +34,7 @@ folder = Path(sys.argv[1])
 store, manifest = read_data(folder)
 train_elastic(
     make_job(), store, manifest, str(folder / "ledger"), Follower(),
-    lambda task: launcher(task, room=3), run=RunLease.acquire(store, RUN),
+    lambda task: launcher(task, room=3), run=OwnedRun.acquire(store, RUN),
 )
 """
 

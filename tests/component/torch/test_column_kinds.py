@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.reading.readers import open_reader
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
-from spark_elastic.state.run_lease import RunLease
+from spark_elastic.state.owned_run import OwnedRun
 from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.torch.train.spec import TorchUserObjects
 from spark_elastic.torch.train.trainer import TorchTrainProgram
@@ -116,7 +117,7 @@ DRIVER = """
 import os, signal, sys
 from pathlib import Path
 from spark_elastic.state.checkpoint import CheckpointStore
-from spark_elastic.state.run_lease import RunLease
+from spark_elastic.state.owned_run import OwnedRun
 from tests.component.torch import test_column_kinds as here
 
 folder, reader = Path(sys.argv[1]), sys.argv[2]
@@ -126,7 +127,7 @@ def die(epoch, step):
     if CheckpointStore(store, here.RUN).read_published():
         os.kill(os.getpid(), signal.SIGKILL)
 
-run = RunLease.acquire(store, here.RUN)
+run = OwnedRun.acquire(store, here.RUN)
 here.train_elastic(
     here.make_job(reader, 2, 3), store, manifest, str(folder / "ledger"), here.Follower(die),
     lambda task: here.launcher(task, room=2), run=run,
@@ -141,7 +142,7 @@ def test_p7_every_kind_of_column_when_the_driver_is_killed(reader: str, tmp_path
     (store, manifest), job = open_data(tmp_path), make_job(reader, 2, 3)
     first = subprocess.run([sys.executable, "-c", DRIVER, str(tmp_path), reader], timeout=120, check=False)
     assert first.returncode == -signal.SIGKILL
-    ledger, run = tmp_path / "ledger", RunLease.acquire(store, RUN)
+    ledger, run = tmp_path / "ledger", OwnedRun.acquire(store, RUN)
     ours, result = train_elastic(
         job, store, manifest, str(ledger), Follower(), lambda task: launcher(task, room=2), run=run
     )
@@ -159,7 +160,7 @@ def test_petastorm_says_that_it_reads_no_vectors(reader: str, tmp_path: Path) ->
     write(tmp_path, "arrow")
     store, manifest = open_data(tmp_path)
     with (
-        open_reader(reader, store, manifest, ["v", "y"]) as opened,
+        closing(open_reader(reader, store, manifest, ["v", "y"])) as opened,
         pytest.raises(InvalidInput, match="petastorm leaves out column 'v', as it does structs"),
     ):
         opened.fetch(0)

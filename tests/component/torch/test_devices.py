@@ -372,7 +372,7 @@ def test_an_optimizers_state_arrives_at_a_newcomer_where_it_was(device: torch.de
     model(torch.ones(2, 4, device=device)).sum().backward()
     optimizer.step()
     handler.save()
-    snapshot = handler._snapshots.newest()
+    snapshot = handler._snapshots.wait_for_newest()
     assert snapshot is not None
     other, newcomer, its_handler = make()
     its_handler.load(snapshot.values, snapshot.memory)

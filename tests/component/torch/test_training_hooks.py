@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spark_elastic.state.run_lease import RunLease
+from spark_elastic.state.owned_run import OwnedRun
 from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.torch.train.trainer import TorchTrainProgram
 from tests.component.injected_faults import inject_faults, kill
@@ -41,7 +41,7 @@ def test_p2_p7_callbacks_see_the_state_of_an_undisturbed_run(lost: str, tmp_path
         for slot in sorted(made[0].slots())[: None if lost == "all" else 1]:
             fault(kill, made[0], slot)
 
-    run = RunLease.acquire(store, RUN)
+    run = OwnedRun.acquire(store, RUN)
     places = ["epoch 1"] if lost == "all" else ["epoch 0", "validation 1"]
     with inject_faults(tmp_path / "faults", dict.fromkeys(places, inject_fault)):
         ours, result = train_elastic(job, store, manifest, None, Follower(), make, run=run)
@@ -58,7 +58,7 @@ def test_a_process_forked_by_a_loss_function_sends_nothing_for_its_worker(tmp_pa
     ours, result = train_elastic(
         job, store, manifest, None, follower, lambda task: launcher(task, room=2), lease=30.0
     )
-    assert len(result.worlds) == 1, result.event_log
+    assert len(result.worlds) == 1, result.worlds
     assert codes.read_text().split() == ["0", "1", "1"]
     said = "\n".join(follower.lines)
     assert "ValueError: of the fork" in said

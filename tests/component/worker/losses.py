@@ -23,6 +23,7 @@ from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.protocol.types import Limits
 from spark_elastic.testing.fakes import CountingProgram, ProcessLauncher
 from tests.component.worker.moments import HeldProgram
+from tests.journals import keep_journal
 
 
 @dataclass
@@ -76,6 +77,7 @@ class Job(JobListener):
             collective_timeout=self.collective_timeout,
         )
         self.moment = JobProgress()
+        self.journal: list[str] = []  # its lines, once the job is over
         self.post: Post = lambda event: None
         self._acts: list[Act] = []
         self._playing = 0
@@ -108,7 +110,8 @@ class Job(JobListener):
         )
         try:
             self._release(not self.faults)
-            result = supervise(self.cluster, self, DriverOptions(), bounds, self.config, "test", self)
+            with keep_journal(self.config) as (config, self.journal):
+                result = supervise(self.cluster, self, DriverOptions(), bounds, config, "test", self)
         finally:
             for thread in self._threads:
                 thread.join()

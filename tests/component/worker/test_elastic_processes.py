@@ -32,6 +32,7 @@ from spark_elastic.worker.function_program import FunctionProgram
 from spark_elastic.worker.program import Outcome, WorkerHandle, decode_result
 from tests.component.worker.losses import Job, sizes
 from tests.component.worker.moments import HeldProgram
+from tests.journals import keep_journal
 from tests.patience import until
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(120)]
@@ -55,9 +56,14 @@ class RecordingListener(JobListener):
         self.lines.append((rank, line))
 
 
-def run(launcher: ProcessLauncher, workers: int, watcher: RecordingListener) -> LaunchResult:
+def run(
+    launcher: ProcessLauncher,
+    workers: int,
+    watcher: RecordingListener,
+    config: ElasticConfig = ElasticConfig(),  # noqa: B008 - it does not change
+) -> LaunchResult:
     bounds = Limits(workers, 1, workers, gather_timeout=60.0)
-    return supervise(launcher, NoDiscovery(), DriverOptions(), bounds, ElasticConfig(), "test", watcher)
+    return supervise(launcher, NoDiscovery(), DriverOptions(), bounds, config, "test", watcher)
 
 
 def launcher(program: CountingProgram, room: int = 3) -> ProcessLauncher:
@@ -129,8 +135,8 @@ def test_a_stopped_worker_is_evicted_after_its_lease() -> None:
         stopped[0].send_signal(signal.SIGSTOP)
 
     job.act_at_step(10, inject_fault)
-    result = job.run(lease=6.0)
-    assert any("its process has not run for" in line for line in result.event_log)
+    job.run(lease=6.0)
+    assert any("its process has not run for" in line for line in job.journal)
     assert not stopped[0].is_running()
 
 
@@ -167,7 +173,7 @@ def test_a_drained_host_leaves_at_a_step_boundary() -> None:
     job.act_at_step(10, drain)
     result = job.run()
     assert sizes(result)[:2] == [3, 2]
-    assert not any("GroupBroken" in line or "broke" in line for line in result.event_log)
+    assert not any("GroupBroken" in line or "broke" in line for line in job.journal)
 
 
 def test_newcomers_join_while_the_others_train() -> None:
@@ -205,9 +211,10 @@ class RaisingOnceProgram(CountingProgram):
 def test_an_exception_on_one_worker_does_not_end_the_job() -> None:
     cloudpickle.register_pickle_by_value(sys.modules[RaisingOnceProgram.__module__])
     program = RaisingOnceProgram(40, 0.03)
-    result = run(launcher(program, room=2), 2, RecordingListener())
+    with keep_journal(ElasticConfig()) as (config, journal):
+        result = run(launcher(program, room=2), 2, RecordingListener(), config)
     assert_exact(result, program)
-    assert any("one worker's bad moment" in line for line in result.event_log)
+    assert any("one worker's bad moment" in line for line in journal)
     assert len(result.worlds) >= 2
 
 

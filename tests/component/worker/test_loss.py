@@ -9,7 +9,6 @@ import psutil
 import pytest
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.launch.job import LaunchResult
 from spark_elastic.protocol.events import DrainRequested
 from tests.component.worker.losses import Job, sizes
 from tests.component.worker.moments import HeldProgram, SlowReturn, SlowSync
@@ -23,9 +22,9 @@ def kill_worker(job: Job, place: int) -> None:
     job.workers()[place].kill()
 
 
-def count_killed(result: LaunchResult) -> int:
+def count_killed(job: Job) -> int:
     """How many workers; one that leaves at the end is an exit, too."""
-    return sum("WorkerExited" in line and "exit_code=-9" in line for line in result.event_log)
+    return sum('"WorkerExited"' in line and '"exit_code":-9' in line for line in job.journal)
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -35,7 +34,7 @@ def test_training_survives_a_loss_while_a_world_forms(world: int, fault: Fault) 
     job.act_at_world(world, lambda: fault(kill_worker, job, 0))
     result = job.run()
     assert len(sizes(result)) >= world + 1
-    assert any(f"world {world} is over" in line for line in result.event_log)
+    assert any(f"world {world} is over" in line for line in job.journal)
 
 
 @pytest.mark.parametrize("role", ["source", "receiver"])
@@ -48,8 +47,8 @@ def test_training_survives_a_loss_during_sync(role: str, fault: Fault) -> None:
     )
     result = job.run(num_workers=2)
     assert sizes(result)[:2] == [2, 3]
-    assert any("world 2 is over" in line for line in result.event_log)
-    assert not any("from the beginning: nobody" in line for line in result.event_log)
+    assert any("world 2 is over" in line for line in job.journal)
+    assert not any("from the beginning: nobody" in line for line in job.journal)
 
 
 def test_training_survives_a_second_loss_while_the_survivors_regroup(fault: Fault) -> None:
@@ -57,7 +56,7 @@ def test_training_survives_a_second_loss_while_the_survivors_regroup(fault: Faul
     job.act_at_step(3, lambda: kill_worker(job, 0))
     job.act_at_line("comes back slowly", lambda: fault(kill_worker, job, 1))
     result = job.run()
-    assert count_killed(result) == 2
+    assert count_killed(job) == 2
     assert sizes(result)[0] == 4
 
 
@@ -103,7 +102,7 @@ def test_a_newcomer_that_leaves_again_stops_no_worker(fault: Fault) -> None:
 
     job.act_at_step(5, lambda: fault(add_room_and_kill))
     result = job.run(num_workers=2)
-    assert any("drains: it is not wanted after all" in line for line in result.event_log)
+    assert any("drains: it is not wanted after all" in line for line in job.journal)
     assert not any(f"{min(came)}-0" in world.reason for world in result.worlds[1:])
     assert sizes(result) in ([2], [2, 3])
 
@@ -118,7 +117,7 @@ def test_training_survives_the_loss_of_all_slots_but_one(fault: Fault) -> None:
     job.act_at_step(10, inject_fault)
     result = job.run()
     assert len(sizes(result)) >= 2
-    assert not any("starts from the beginning" in line for line in result.event_log)
+    assert not any("starts from the beginning" in line for line in job.journal)
 
 
 @pytest.mark.scenario("G8")
@@ -141,7 +140,7 @@ def test_training_survives_many_resets_within_one_epoch(fault: Fault) -> None:
     for number, step in enumerate((10, 20, 30, 40)):
         job.act_at_step(step, partial(fault, kill_worker, job, number % 2), world=number + 1)
     result = job.run()
-    assert count_killed(result) == 4
+    assert count_killed(job) == 4
     assert len(sizes(result)) >= 5
 
 
@@ -166,5 +165,5 @@ def test_a_silent_host_is_evicted_and_fenced_when_it_wakes(fault: Fault) -> None
     result = job.run(lease=6.0)
     assert sizes(result)[:2] == [3, 2]
     assert 3 in sizes(result)[2:], "its slot brings another worker"
-    assert any("its slot was silent for" in line for line in result.event_log)
+    assert any("its slot was silent for" in line for line in job.journal)
     assert not frozen[1].is_running()

@@ -61,7 +61,7 @@ def test_r12_training_survives_the_death_of_the_server_together_with_a_worker(
     result = job.run()
     assert "starts again on the same port" in caplog.text
     assert sizes(result)[0] == 3
-    assert any("WorkerExited" in line for line in result.event_log), "the loss was heard all the same"
+    assert any("WorkerExited" in line for line in job.journal), "the loss was heard all the same"
 
 
 class BlockedServerJob(Job):

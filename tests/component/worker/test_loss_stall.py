@@ -9,7 +9,6 @@ import cloudpickle
 import pytest
 
 from spark_elastic.config import ElasticConfig
-from spark_elastic.launch.job import LaunchResult
 from tests.component.worker import stuck
 from tests.component.worker.losses import Job, sizes
 from tests.component.worker.moments import HeldProgram
@@ -26,9 +25,9 @@ def find_stall_messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     ]
 
 
-def entry(result: LaunchResult, text: str) -> str:
-    """The first line of the story that contains `text`."""
-    return next(line for line in result.event_log if text in line)
+def entry(job: Job, text: str) -> str:
+    """The first line of the journal that contains `text`."""
+    return next(line for line in job.journal if text in line)
 
 
 @pytest.mark.scenario("G4")
@@ -41,10 +40,10 @@ def test_p5_a_stopped_worker_is_named_with_its_last_stack_before_its_eviction(
     result = job.run(lease=10.0)
     sentence = next(said for said in find_stall_messages(caplog) if "is stopped (T), last seen in " in said)
     assert re.search(r"run \((testing/counting|worker/moments)\.py:", sentence)
-    lost = entry(result, "is lost: its process has not run for")
+    lost = entry(job, "is lost: its process has not run for")
     assert sentence in lost, "what it was doing is part of its story"
     assert sizes(result)[0] == 3
-    assert entry(result, "world 1 is over")
+    assert entry(job, "world 1 is over")
 
 
 def test_p5_a_hanging_worker_and_its_stack_are_named_in_the_errors_of_its_peers(
@@ -53,12 +52,12 @@ def test_p5_a_hanging_worker_and_its_stack_are_named_in_the_errors_of_its_peers(
     """C code holds its interpreter's lock for ever: no thread of Python's could tell where it is; its slot beats."""
     slow_to_name = ElasticConfig(stall_after=5.0)  # its stack is known three seconds after it hangs
     job = Job(stuck.NeverReturns(20, 0.03), size=2, collective_timeout=10.0, config=slow_to_name)
-    result = job.run(regroup_timeout=2.0)
+    job.run(regroup_timeout=2.0)
     sentence = next(said for said in find_stall_messages(caplog) if said.startswith("rank 1 (worker "))
     assert "last seen in call_c_code (worker/stuck.py:" in sentence
-    assert entry(result, "WorkerStalled")
-    over = entry(result, "world 1 is over")
+    assert entry(job, "WorkerStalled")
+    over = entry(job, "world 1 is over")
     assert "and blames" in over
     assert "has kept others waiting for" in over
     assert "last seen in call_c_code (worker/stuck.py:" in over
-    assert "last seen in call_c_code" in entry(result, "did not come to the regroup within 2 s")
+    assert "last seen in call_c_code" in entry(job, "did not come to the regroup within 2 s")

@@ -12,7 +12,7 @@ from spark_elastic.driver import journal as codec
 from spark_elastic.driver.journal import Journal
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol import driver_machine
-from spark_elastic.protocol.commands import End, JobOutcome, LaunchSlot
+from spark_elastic.protocol.commands import End, JobOutcome
 from spark_elastic.protocol.events import (
     CancelRequested,
     DriverEvent,
@@ -30,19 +30,6 @@ st.register_type_strategy(WorkerId, st.builds(WorkerId.build, st.from_type(SlotI
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def test_the_event_log_leaves_out_events_without_effect() -> None:
-    journal = Journal()
-    journal.record(Tick(10.0), ())
-    journal.record(Received(10.5, Heartbeat(SlotId("1-0"), WorkerId("1-0.1"), "R")), ())
-    journal.record(Tick(11.0), (LaunchSlot("a worker is missing", 4),))
-    story = journal.format_entries()
-    assert [line.split()[:3] for line in story] == [
-        ["1.000", "event", "Tick"],
-        ["1.000", "command", "LaunchSlot"],
-    ]
-    assert "a worker is missing" in story[1]
 
 
 def test_the_file_holds_every_field_of_an_entry(tmp_path: Path) -> None:
@@ -133,4 +120,3 @@ def test_a_full_disk_ends_the_file_and_not_the_job(caplog: pytest.LogCaptureFixt
     journal.record(CancelRequested(1.0, "enough"), (End("enough", JobOutcome.CANCELLED),))
     journal.close()
     assert caplog.text.count("the journal /dev/full ends here") == 1
-    assert len(journal.format_entries()) == 2

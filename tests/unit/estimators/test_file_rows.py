@@ -16,7 +16,7 @@ from spark_elastic.errors import InvalidInput, JobCancelled
 from spark_elastic.estimators.fit_rows import FileRows
 from spark_elastic.estimators.run_record import RunRecord
 from spark_elastic.spark.dataframes.scan import MissingValues
-from spark_elastic.state.run_lease import RunLease
+from spark_elastic.state.owned_run import OwnedRun
 from tests.unit.estimators.requests import request
 
 SESSION: Any = SimpleNamespace()
@@ -37,7 +37,7 @@ def locate(train: str, *seen: str) -> FileRows:
 def test_a_run_resumes_with_the_same_files_only(tmp_path: Path) -> None:
     train, seen, store = write(tmp_path / "t", 9), write(tmp_path / "v", 3), Store.open(str(tmp_path / "s"))
     for attempt in range(2):
-        with locate(train, seen).materialize_rows(request(), store, RunLease.acquire(store, "mine")) as (
+        with locate(train, seen).materialize_rows(request(), store, OwnedRun.acquire(store, "mine")) as (
             record,
             data,
         ):
@@ -51,7 +51,7 @@ def test_a_run_resumes_with_the_same_files_only(tmp_path: Path) -> None:
     write(tmp_path / "t", 10)
     with (
         pytest.raises(InvalidInput, match="began with other files than those now in file:"),
-        locate(train, seen).materialize_rows(request(), store, RunLease.acquire(store, "mine")),
+        locate(train, seen).materialize_rows(request(), store, OwnedRun.acquire(store, "mine")),
     ):
         pass
     assert (tmp_path / "t" / "a.parquet").exists()
@@ -60,7 +60,7 @@ def test_a_run_resumes_with_the_same_files_only(tmp_path: Path) -> None:
 def test_a_run_that_failed_at_once_leaves_the_files_alone(tmp_path: Path) -> None:
     train, store = write(tmp_path / "t", 9), Store.open(str(tmp_path / "s"))
     with pytest.raises(ZeroDivisionError):
-        with locate(train).materialize_rows(request(), store, RunLease.acquire(store, "mine")):
+        with locate(train).materialize_rows(request(), store, OwnedRun.acquire(store, "mine")):
             raise ZeroDivisionError
     assert RunRecord.load(store, "mine") is None
     assert (tmp_path / "t" / "a.parquet").exists()
@@ -68,7 +68,7 @@ def test_a_run_that_failed_at_once_leaves_the_files_alone(tmp_path: Path) -> Non
 
 def test_r18_a_driver_that_lost_the_run_writes_and_removes_nothing_of_it(tmp_path: Path) -> None:
     train, store = write(tmp_path / "t", 9), Store.open(str(tmp_path / "s"))
-    late, lost = RunLease.acquire(store, "mine"), RunLease.acquire(store, "mine")
+    late, lost = OwnedRun.acquire(store, "mine"), OwnedRun.acquire(store, "mine")
     with (
         pytest.raises(JobCancelled, match="was taken over"),
         locate(train).materialize_rows(request(), store, late),
@@ -76,13 +76,13 @@ def test_r18_a_driver_that_lost_the_run_writes_and_removes_nothing_of_it(tmp_pat
         pass
     assert RunRecord.load(store, "mine") is None
 
-    def lose_lease() -> None:
+    def lose_run() -> None:
         with locate(train).materialize_rows(request(), store, lost):
-            RunLease.acquire(store, "mine")
+            OwnedRun.acquire(store, "mine")
             lost.check()
 
     with pytest.raises(JobCancelled, match="was taken over"):
-        lose_lease()
+        lose_run()
     assert RunRecord.load(store, "mine") is not None
 
 

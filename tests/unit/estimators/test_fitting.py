@@ -37,7 +37,7 @@ from spark_elastic.estimators.torch_estimator import TORCH
 from spark_elastic.estimators.validation import FitRequest
 from spark_elastic.monitoring import listener
 from spark_elastic.protocol.types import Limits
-from spark_elastic.state.run_lease import RunLease
+from spark_elastic.state.owned_run import OwnedRun
 from spark_elastic.torch.train.spec import TorchUserObjects
 from tests.memory_store import make_memory_store
 from tests.unit.estimators.requests import request
@@ -165,7 +165,7 @@ class Rows:
 
     @contextmanager
     def materialize_rows(
-        self, wanted: FitRequest, store: Store, run: RunLease
+        self, wanted: FitRequest, store: Store, run: OwnedRun
     ) -> Iterator[tuple[Any, Store]]:
         for name in ("rows/a", "run.json", "checkpoints/c"):
             store.write_bytes(f"runs/r/{name}", b"{}")

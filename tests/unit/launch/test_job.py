@@ -18,7 +18,7 @@ from spark_elastic.local.launcher import HostSlots, LocalLauncher
 from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.protocol.types import Limits
 from spark_elastic.rendezvous.server import RendezvousServer
-from spark_elastic.state.run_lease import RunLease
+from spark_elastic.state.owned_run import OwnedRun
 from tests.memory_store import make_memory_store
 
 
@@ -58,7 +58,7 @@ class NoRoom:
         return []
 
 
-def run_failing_job(run: RunLease | None) -> LaunchResult:
+def run_failing_job(run: OwnedRun | None) -> LaunchResult:
     clock, limits = SystemClock(), Limits(1, 1, 1, start_timeout=0.2)
     return supervise(NoRoom(), FixedHosts({}, clock), DriverOptions(run=run), limits, ElasticConfig(), "job")
 
@@ -72,12 +72,12 @@ def test_the_error_of_a_job_has_its_report() -> None:
 
 def test_r10_a_job_that_fails_after_its_run_was_taken_over_says_so_and_names_the_driver() -> None:
     store = make_memory_store()
-    run = RunLease.acquire(store, "mine")
+    run = OwnedRun.acquire(store, "mine")
     with pytest.raises(NotEnoughWorkers):
         run_failing_job(run)
-    RunLease.acquire(store, "mine")
+    OwnedRun.acquire(store, "mine")
     by = f"attempt 2, process {os.getpid()} on {socket.gethostname()}"
     with pytest.raises(JobCancelled, match=re.escape(by)) as lost:
-        run_failing_job(RunLease(store, "mine", run.attempt, ()))
+        run_failing_job(OwnedRun(store, "mine", run.attempt, ()))
     assert isinstance(lost.value.__context__, NotEnoughWorkers), "what it failed of is told, too"
     assert lost.value.report is not None

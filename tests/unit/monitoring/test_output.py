@@ -15,10 +15,19 @@ from spark_elastic.testing.fakes import FakeClock
 
 
 def output(
-    stream: IO[str], show_output: bool = True, limiter: LineRateLimiter | None = None
-) -> OutputListener:
-    return OutputListener(
-        stream, FakeClock(), timestamps=False, show_messages=True, show_output=show_output, limiter=limiter
+    stream: IO[str],
+    folder: Path | None = None,
+    show_output: bool = True,
+    limiter: LineRateLimiter | None = None,
+) -> FileListener:
+    return FileListener(
+        folder,
+        stream,
+        FakeClock(),
+        timestamps=False,
+        show_messages=True,
+        show_output=show_output,
+        limiter=limiter,
     )
 
 
@@ -27,7 +36,7 @@ def test_the_output_of_a_worker_is_limited_on_a_screen_and_whole_in_files(
     limited: bool, tmp_path: Path
 ) -> None:
     stream = io.StringIO()
-    listener = FileListener(output(stream, limiter=LineRateLimiter(burst=3.0) if limited else None), tmp_path)
+    listener = output(stream, tmp_path, limiter=LineRateLimiter(burst=3.0) if limited else None)
     for number in range(5):
         listener.on_output("", 1, f"line {number}")
     listener.on_output("", 0, "another")
@@ -82,7 +91,7 @@ def test_characters_that_a_streams_encoding_lacks_are_escaped() -> None:
 
 def test_files_are_written_even_if_output_is_not_shown(tmp_path: Path) -> None:
     stream = io.StringIO()
-    listener = FileListener(output(stream, show_output=False), tmp_path)
+    listener = output(stream, tmp_path, show_output=False)
     listener.on_output("", None, "a line")
     listener.close()
     assert stream.getvalue() == ""

@@ -26,7 +26,7 @@ from spark_elastic.protocol.types import (
     Position,
     World,
 )
-from spark_elastic.state.checkpoint import Checkpointer
+from spark_elastic.state.checkpoint import Checkpointer, SnapshotReader
 
 DEADLINE = 20.0  # seconds
 
@@ -63,6 +63,7 @@ class FakeDriver:
         self._threads: list[threading.Thread] = []
         self._first = size
         self.checkpointer: Checkpointer | None = None
+        self.snapshot_reader: SnapshotReader | None = None
         self.resume: tuple[Checkpoint, ...] = ()  # what the first world begins from
         self.sizes: list[int] = []
         self.errors: list[BaseException] = []
@@ -175,7 +176,7 @@ class FakeSession:
 
     def __init__(self, stage: FakeDriver) -> None:
         self._stage = stage
-        self.persistent: dict[str, Any] = {}
+        self.process_values: dict[str, Any] = {}
         self.position: Position | None = None
         self.doomed = False
         self._fuse: int | None = None
@@ -198,6 +199,10 @@ class FakeSession:
     @property
     def checkpointer(self) -> Checkpointer | None:
         return self._stage.checkpointer
+
+    @property
+    def snapshot_reader(self) -> SnapshotReader | None:
+        return self._stage.snapshot_reader
 
     def is_job_ending(self) -> bool:
         return False

@@ -18,9 +18,9 @@ from spark_elastic.errors import JobCancelled, StoreError
 from spark_elastic.protocol.commands import PublishCheckpoint
 from spark_elastic.protocol.messages import CheckpointStoreFull, CheckpointWritten
 from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
-from spark_elastic.state import run_lease
+from spark_elastic.state import owned_run
 from spark_elastic.state.checkpoint import CheckpointStore, CheckpointWriter, format_checkpoint_name
-from spark_elastic.state.run_lease import RunLease
+from spark_elastic.state.owned_run import OwnedRun
 from tests.memory_store import make_memory_store
 from tests.unit.protocol.driver_bench import FOUR, Bench, name
 
@@ -76,43 +76,43 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
         case "torn":
             store.write_bytes(f"{folder}/manifest.json", b'{"parts": {"a"')
     with caplog.at_level(logging.WARNING, "spark_elastic"):
-        found, parts = run.read_newest([newer, older])
+        found, parts = run.read_first_undamaged([newer, older])
     assert (found, parts["a"]) == (older, b"1")
     assert f"checkpoint {newer.name} is damaged" in caplog.text
     store.write_bytes(f"runs/r/checkpoints/{older.name}/a", b"x")
     with pytest.raises(StoreError, match="is whole"):
-        run.read_newest([newer, older])
+        run.read_first_undamaged([newer, older])
 
 
 def test_r10_each_driver_takes_an_attempt_of_its_own(store: Store) -> None:
     taken: list[int] = []
     threads = [
-        threading.Thread(target=lambda: taken.append(run_lease.acquire_attempt(store, "r"))) for _ in range(4)
+        threading.Thread(target=lambda: taken.append(owned_run.acquire_attempt(store, "r"))) for _ in range(4)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert sorted(taken) == [1, 2, 3, 4]
-    assert run_lease.find_highest_attempt(store, "r") == 4
-    assert run_lease.find_highest_attempt(store, "another") == 0
+    assert owned_run.find_highest_attempt(store, "r") == 4
+    assert owned_run.find_highest_attempt(store, "another") == 0
 
 
-def acquire_run(store: Store) -> RunLease:
+def acquire_run(store: Store) -> OwnedRun:
     for each in ("run.json", "rows/a"):
         store.write_bytes(f"runs/r/{each}", b"{}")
-    return RunLease.acquire(store, "r")
+    return OwnedRun.acquire(store, "r")
 
 
 def test_r18_only_the_holder_removes_a_run_without_checkpoints(store: Store) -> None:
     first, second = acquire_run(store), acquire_run(store)
     first.delete_run("runs/r/rows")
     first.delete_objects("runs/r/rows")
-    assert run_lease.find_highest_attempt(store, "r") == 2
+    assert owned_run.find_highest_attempt(store, "r") == 2
     assert store.exists("runs/r/run.json")
     assert store.exists("runs/r/rows/a")
     second.delete_run("runs/r/rows")
-    assert run_lease.find_highest_attempt(store, "r") == 0
+    assert owned_run.find_highest_attempt(store, "r") == 0
     assert not store.find("runs/r")
     assert store.list("runs") == []
 
@@ -149,7 +149,7 @@ def test_an_object_is_created_once(store: Store) -> None:
 
 
 def test_the_holder_publishes_and_deletes(store: Store) -> None:
-    run = RunLease.acquire(store, "r")
+    run = OwnedRun.acquire(store, "r")
     lost: list[str] = []
     run.start(lost.append)
     first, second = write_checkpoint(store, 1), write_checkpoint(store, 2)
@@ -157,7 +157,7 @@ def test_the_holder_publishes_and_deletes(store: Store) -> None:
     run.publish((second,))
     run.close()
     assert not lost
-    assert RunLease.acquire(store, "r").checkpoints == (second,)
+    assert OwnedRun.acquire(store, "r").checkpoints == (second,)
     with pytest.raises(StoreError):
         CheckpointStore(store, "r").read(first)
 
@@ -166,8 +166,8 @@ def test_an_unpublished_checkpoint_is_deleted_once_a_newer_one_counts(store: Sto
     """What a dead attempt left, what was superseded before it was told; not what may be about to be told."""
     left, old = write_checkpoint(store, 9), write_checkpoint(store, 3)
     CheckpointStore(store, "r").publish(1, [old])
-    run_lease.acquire_attempt(store, "r")
-    run = RunLease.acquire(store, "r")
+    owned_run.acquire_attempt(store, "r")
+    run = OwnedRun.acquire(store, "r")
     late, new, next_one = (write_checkpoint(store, step, run.attempt) for step in (4, 5, 6))
     store.write_bytes(f"runs/r/checkpoints/{late.name}x/a", b"half")
     run.publish_now((new, old))
@@ -186,10 +186,10 @@ def test_r15_a_result_that_cannot_be_read_back_is_not_reported() -> None:
 
 
 def test_r10_a_driver_that_lost_the_run_publishes_nothing_and_names_the_holder(store: Store) -> None:
-    old = RunLease.acquire(store, "r")
+    old = OwnedRun.acquire(store, "r")
     lost: list[str] = []
     old.start(lost.append)
-    assert RunLease.acquire(store, "r").attempt == 2
+    assert OwnedRun.acquire(store, "r").attempt == 2
     old.publish((write_checkpoint(store, 1),))
     old.close()
     by = f"attempt 2, process {os.getpid()} on {socket.gethostname()}"
@@ -198,12 +198,12 @@ def test_r10_a_driver_that_lost_the_run_publishes_nothing_and_names_the_holder(s
 
 
 def test_a_run_that_somebody_removed_is_not_said_to_be_another_drivers(store: Store) -> None:
-    lease = RunLease.acquire(store, "r")
+    run = OwnedRun.acquire(store, "r")
     store.remove_tree("runs/r")
     with pytest.raises(
         JobCancelled, match=r"run 'r' was removed from the store .* while this driver trained it"
     ):
-        lease.check()
+        run.check()
 
 
 def test_a_newer_checkpoint_replaces_one_that_waits(store: Store) -> None:
@@ -259,7 +259,7 @@ def test_a_full_store_keeps_checkpointing_the_oldest_gives_way(caplog: pytest.Lo
     store, bench = make_memory_store(), Bench(replace(FOUR, checkpoints_kept=3))
     bench.start(1, 2, 3, 4)
     limit_room(store, 4400)
-    lease = RunLease.acquire(store, "r")
+    run = OwnedRun.acquire(store, "r")
     told: list[Checkpoint | None] = []
     with caplog.at_level(logging.WARNING, "spark_elastic"):
         writer = CheckpointWriter(CheckpointStore(store, "r"), told.append)
@@ -272,7 +272,7 @@ def test_a_full_store_keeps_checkpointing_the_oldest_gives_way(caplog: pytest.Lo
             )
             for command in commands:
                 assert isinstance(command, PublishCheckpoint)
-                lease.publish_now(command.checkpoints)
+                run.publish_now(command.checkpoints)
         writer.close()
     published = CheckpointStore(store, "r").read_published()
     assert [each.position.step for each in published] == [11, 10]
@@ -281,7 +281,7 @@ def test_a_full_store_keeps_checkpointing_the_oldest_gives_way(caplog: pytest.Lo
     refused, again = (record.getMessage() for record in caplog.records)
     assert refused.startswith("checkpoint at epoch 2, train, step 4 not written: Cannot write ")
     assert "No space left" in refused
-    assert refused.endswith("Older checkpoints give way to the next ones; the newest stays.")
+    assert refused.endswith("The driver deletes the oldest checkpoint to make room, but never the newest.")
     assert again == "checkpoints are written again, after 1 that failed."
 
 
@@ -304,14 +304,14 @@ def test_a_store_that_stays_full_is_one_warning_and_leaves_no_half_checkpoint(
 
 def test_on_a_full_store_the_list_is_written_once_the_oldest_checkpoint_is_deleted() -> None:
     store = make_memory_store()
-    lease = RunLease.acquire(store, "r")
+    run = OwnedRun.acquire(store, "r")
     old, newer = write_checkpoint(store, 1), write_checkpoint(store, 2)
-    lease.publish_now((newer, old))
+    run.publish_now((newer, old))
     limit_room(store, sum(each.bytes for each in store.find()))
     newest = replace(
         newer, position=at(3), name=format_checkpoint_name(newer.fence, at(3)) + "-a-longer-name"
     )
-    lease.publish_now((newest, newer))
+    run.publish_now((newest, newer))
     assert CheckpointStore(store, "r").read_published() == (newest, newer)
     with pytest.raises(StoreError):
         CheckpointStore(store, "r").read(old)

@@ -55,7 +55,7 @@ def test_a_store_that_never_answers_ends_the_wait_and_is_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(checkpoint_writer, "WARN_INTERVAL", 0.02)
-    monkeypatch.setattr(checkpoint_writer, "LAST_WAIT", 0.04)
+    monkeypatch.setattr(checkpoint_writer, "FLUSH_TIMEOUT", 0.04)
     store, told = SlowStore(), list[Checkpoint]()
     writer = start_writer(store, told)
     writer.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -9,12 +10,13 @@ import pytest
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.data.store import Store
-from spark_elastic.errors import InvalidInput
-from spark_elastic.protocol.types import Checkpoint
-from spark_elastic.state.checkpoint import Checkpointer, CheckpointPolicy, SnapshotReader
+from spark_elastic.errors import InvalidInput, StoreError
+from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
+from spark_elastic.state import checkpoint
+from spark_elastic.state.checkpoint import Checkpointer, CheckpointPolicy, CheckpointStore, SnapshotReader
 from spark_elastic.state.elastic_loop import elastic
 from spark_elastic.state.handlers import StateHandler
-from spark_elastic.state.snapshot import PickleCodec
+from spark_elastic.state.snapshot import PickleCodec, Snapshot
 from spark_elastic.state.state import ObjectState, State
 from tests.memory_store import make_memory_store
 from tests.unit.state.stage import FakeDriver, FakeSession
@@ -31,6 +33,7 @@ class SimulatedJob:
         stage = FakeDriver(size)
         policy = CheckpointPolicy("run", steps=2, seconds=None)
         stage.checkpointer = Checkpointer(store, policy, SystemClock(), PickleCodec(), self.told.append)
+        stage.snapshot_reader = SnapshotReader(store, "run", PickleCodec())
         stage.resume = resume
 
         def work(session: FakeSession) -> float:
@@ -54,6 +57,7 @@ class SimulatedJob:
             self.results = stage.play(work)
         finally:
             stage.checkpointer.close()
+        self.stall_seconds = stage.checkpointer.stall_seconds
 
 
 def test_p7_due_commits_and_the_last_one_are_written_and_resumed_from() -> None:
@@ -62,6 +66,7 @@ def test_p7_due_commits_and_the_last_one_are_written_and_resumed_from() -> None:
     steps = [checkpoint.position.step for checkpoint in first.told]
     assert steps[-1] == 7, "the end is not durable"
     assert set(steps) <= {1, 3, 5, 7}
+    assert first.stall_seconds > 0, "the report of the job takes checkpoints to be free"
     second = SimulatedJob(store, size=3, until=10, resume=tuple(reversed(first.told)))
     assert second.trained == [[7, 8, 9]] * 3
     assert second.results == [10.0] * 3
@@ -133,3 +138,42 @@ class Sampler:
         return {}
 
     def load_state_dict(self, given: dict[str, int]) -> None: ...
+
+
+class FlakyStore(CheckpointStore):
+    """Fails as often as told, then keeps the steps of the checkpoints that it was given."""
+
+    def __init__(self, failures: int) -> None:
+        self.failures = failures
+        self.written: list[int] = []
+
+    def write(self, fence: Fence, position: Position, parts: Mapping[str, bytes]) -> Checkpoint:
+        if self.failures:
+            self.failures -= 1
+            raise StoreError("no answer")
+        self.written.append(position.step)
+        return Checkpoint(fence, position, "name", "digest")
+
+
+@pytest.mark.parametrize(
+    ("failures", "offered", "written"),
+    [
+        pytest.param(1, [(1, 7)] * 3, [7], id="it failed the first time, and is there the third time"),
+        pytest.param(0, [(1, 9), (2, 6), (2, 9)], [9, 6, 9], id="the second world went back"),
+    ],
+)
+def test_p7_only_what_this_world_has_written_is_not_written_again(
+    failures: int, offered: list[tuple[int, int]], written: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FlakyStore(failures)
+    monkeypatch.setattr(checkpoint, "CheckpointStore", lambda *given: store)
+    policy = CheckpointPolicy("run")
+    checkpointer = Checkpointer(
+        make_memory_store(), policy, SystemClock(), PickleCodec(), lambda report: None
+    )
+    for generation, step in offered:
+        position = Position(0, Phase.TRAIN, step)
+        checkpointer.offer(Fence(1, generation), Snapshot(position, {}, np.zeros(1, np.uint8)))
+        checkpointer.flush()
+    assert store.written == written
+    checkpointer.close()

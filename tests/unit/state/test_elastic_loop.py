@@ -311,7 +311,7 @@ def test_a_second_call_of_the_users_function_continues_from_the_state_of_the_fir
 
     def work(session: FakeSession) -> int:
         for _ in range(2):
-            session.persistent.pop("entered", None)  # as the program does before each call
+            session.process_values.pop("entered", None)  # as the program does before each call
 
             def loop(state: Any) -> int:
                 seen.append(state.step)

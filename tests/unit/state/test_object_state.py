@@ -175,8 +175,8 @@ def test_a_sync_that_breaks_leaves_the_state_as_it_was() -> None:
 
 def test_r20_a_resume_waits_for_the_copy_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """That of a state that was just made; else the user is told that he changed a parameter after a commit."""
-    checkpointer: Any = SimpleNamespace(reader=SimpleNamespace(read=lambda candidates: kept))
-    kept = WeightsState(weights=Weights(fill=5.0), step=3)._snapshots.newest()
+    reader: Any = SimpleNamespace(read=lambda candidates: kept)
+    kept = WeightsState(weights=Weights(fill=5.0), step=3)._snapshots.wait_for_newest()
     copy = snapshot_module._copy
 
     def copy_slowly(pieces: Any, memory: Any) -> None:
@@ -186,7 +186,7 @@ def test_r20_a_resume_waits_for_the_copy_under_way(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(snapshot_module, "_copy", copy_slowly)
     state: Any = WeightsState(weights=Weights(), step=0)
-    state.restore_checkpoint(checkpointer, ())
+    state.restore_checkpoint(reader, ())
     state._snapshots.wait()
     assert (state.step, state.weights.numbers[0]) == (3, 5.0)
 

@@ -13,14 +13,21 @@ from elastic_collectives import CollectiveError, Group
 from elastic_collectives.fakes import FakeFabric
 from spark_elastic.protocol.types import START
 from spark_elastic.state.sharded_commits import ShardedCommits
-from spark_elastic.state.shards import DividedTensor, LostCommit, Place, RestorableCommit, shard_rows
-from spark_elastic.state.snapshot import Bytes
+from spark_elastic.state.shards import (
+    CommitKey,
+    DividedTensor,
+    LostCommit,
+    Place,
+    RestorableCommit,
+    get_shard_range,
+)
+from spark_elastic.state.snapshot import Bytes, SnapshotBuilder
 
 ROWS = 7  # of a tensor with one float64 in each
 
 
-def value_of(rank: int, size: int) -> Bytes:
-    return np.arange(*shard_rows(ROWS, size, rank), dtype=np.float64).view(np.uint8)
+def make_rows(rank: int, size: int) -> Bytes:
+    return np.arange(*get_shard_range(ROWS, size, rank), dtype=np.float64).view(np.uint8)
 
 
 class Ranks:
@@ -40,7 +47,7 @@ class Ranks:
     def save(self) -> list[None]:
         def save(rank: int, group: Group) -> None:
             def capture(builder: Any) -> dict[str, Any]:
-                builder.add_piece(DividedTensor(ROWS, 8), value_of(rank, group.size))
+                builder.add_piece(DividedTensor(ROWS, 8), make_rows(rank, group.size))
                 return {}
 
             self.commits[rank].save(group, START, (1, 1), capture)
@@ -99,10 +106,10 @@ def test_a_shard_that_was_damaged_in_memory_comes_from_the_other_rank_that_holds
     flip_bit(ranks.commits[holder], 0)  # rank 0 made it, rank 1 has the copy
     (chosen, *_) = ranks.begin_world()
     assert isinstance(chosen, RestorableCommit)
-    assert chosen.givers[0] == 1 - holder
+    assert chosen.senders[0] == 1 - holder
     assert "shard 0 of commit 0 is damaged in this worker's memory" in caplog.text
     for rank, pieces in enumerate(ranks.divide(chosen)):
-        np.testing.assert_array_equal(pieces[0], value_of(rank, 3))
+        np.testing.assert_array_equal(pieces[0], make_rows(rank, 3))
 
 
 def test_a_shard_whose_only_holder_is_damaged_is_lost() -> None:
@@ -140,3 +147,11 @@ def test_a_damaged_checkpoint_in_memory_is_not_used() -> None:
     flip_bit(ranks.commits[0], 0)
     (found,) = ranks.begin_world()
     assert not isinstance(found, RestorableCommit)
+
+
+def test_what_lies_on_another_device_is_part_of_a_commit() -> None:
+    def capture(builder: SnapshotBuilder) -> dict[str, Any]:
+        return {"weights": builder.add_remote(3, lambda memory: memory.fill(7))}
+
+    commit = ShardedCommits().copy_state(0, CommitKey(1, (1, 1), 1), START, capture)
+    assert commit.common.values["weights"].of(commit.common.memory).tolist() == [7, 7, 7]

@@ -14,7 +14,7 @@ from elastic_collectives import CollectiveError
 from spark_elastic.errors import InvalidInput
 from spark_elastic.state.elastic_loop import elastic
 from spark_elastic.state.sharded_state import DividedHandler, ShardedState
-from spark_elastic.state.shards import DividedTensor, shard_rows
+from spark_elastic.state.shards import DividedTensor, get_shard_range
 from spark_elastic.state.snapshot import Bytes, SnapshotBuilder
 from tests.unit.state.stage import Event, FakeDriver, FakeSession
 
@@ -25,7 +25,9 @@ class Rows:
     """This rank's rows of two tensors. Row i begins as i, and each step adds 1."""
 
     def __init__(self, session: FakeSession) -> None:
-        self.parts = [np.arange(*shard_rows(n, session.world.size, session.group.rank)) * 1.0 for n in ROWS]
+        self.parts = [
+            np.arange(*get_shard_range(n, session.world.size, session.group.rank)) * 1.0 for n in ROWS
+        ]
 
 
 class RowsHandler(DividedHandler):
@@ -60,7 +62,7 @@ def train(stage: FakeDriver, commit_every: int = 1) -> Callable[[FakeSession], l
                 value - row
                 for rows, part in zip(ROWS, state.rows.parts, strict=True)
                 for row, value in zip(
-                    range(*shard_rows(rows, session.world.size, session.group.rank)), part, strict=True
+                    range(*get_shard_range(rows, session.world.size, session.group.rank)), part, strict=True
                 )
             ]
 

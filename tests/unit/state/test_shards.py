@@ -15,12 +15,12 @@ from spark_elastic.state.shards import (
     DividedTensor,
     LostCommit,
     Place,
+    assign_copies,
     choose_commit,
     find_lost_commit,
     find_overlaps,
+    get_shard_range,
     lay_out,
-    place_copies,
-    shard_rows,
 )
 
 rows, sizes = st.integers(0, 40), st.integers(1, 9)
@@ -30,7 +30,7 @@ rows, sizes = st.integers(0, 40), st.integers(1, 9)
 def test_shards_are_divided_as_by_torch(rows: int, size: int) -> None:
     parts = torch.arange(rows).chunk(size) if rows else ()
     for rank in range(size):
-        begin, end = shard_rows(rows, size, rank)
+        begin, end = get_shard_range(rows, size, rank)
         assert list(range(begin, end)) == (parts[rank].tolist() if rank < len(parts) else [])
         length, offset = Shard(0).local_shard_size_and_offset(rows, size, rank)
         assert (end - begin, begin) == (length, offset)
@@ -44,9 +44,10 @@ def test_each_row_of_a_new_part_comes_from_the_old_part_that_has_it(rows: int, o
             for part, first, last in find_overlaps(rows, old, new, rank)
             for row in range(first, last)
         ]
-        assert [row for _, row in found] == list(range(*shard_rows(rows, new, rank)))
+        assert [row for _, row in found] == list(range(*get_shard_range(rows, new, rank)))
         assert all(
-            shard_rows(rows, old, part)[0] <= row < shard_rows(rows, old, part)[1] for part, row in found
+            get_shard_range(rows, old, part)[0] <= row < get_shard_range(rows, old, part)[1]
+            for part, row in found
         )
 
 
@@ -65,7 +66,7 @@ places = st.lists(st.integers(0, 5), min_size=1, max_size=12).map(
 
 @given(places)
 def test_a_copy_lies_on_another_machine_else_another_host_else_another_rank(places: list[Place]) -> None:
-    for rank, target in enumerate(place_copies(places)):
+    for rank, target in enumerate(assign_copies(places)):
         mine, there = places[rank], places[target]
         if len({place.machine for place in places}) > 1:
             assert mine.machine != there.machine
@@ -78,7 +79,7 @@ def test_a_copy_lies_on_another_machine_else_another_host_else_another_rank(plac
 @given(st.integers(2, 6), st.integers(1, 4))
 def test_on_equal_hosts_each_rank_keeps_one_copy(hosts: int, workers: int) -> None:
     places = [Place(f"m{host}", f"h{host}") for host in range(hosts) for _ in range(workers)]
-    assert set(Counter(place_copies(places)).values()) == {1}
+    assert set(Counter(assign_copies(places)).values()) == {1}
 
 
 OLD, NEW = CommitKey(7, (1, 2), 3), CommitKey(8, (1, 2), 3)
@@ -88,7 +89,7 @@ def test_the_newest_commit_of_which_each_shard_is_left_is_restored() -> None:
     held = [[(OLD, [0, 2]), (NEW, [0])], [(OLD, [1, 0]), (NEW, [1, 0])]]
     chosen = choose_commit(held)  # the copy of shard 2 of the newer one never arrived
     assert chosen is not None
-    assert (chosen.key, chosen.givers[1:]) == (OLD, (1, 0))
+    assert (chosen.key, chosen.senders[1:]) == (OLD, (1, 0))
     held[0] = [(OLD, [0, 2]), (NEW, [0, 2])]
     chosen = choose_commit(held)
     assert chosen is not None
@@ -99,7 +100,7 @@ def test_the_same_commit_divided_anew_is_the_newer_one() -> None:
     again = CommitKey(8, (1, 3), 1)
     chosen = choose_commit([[(NEW, [0, 1, 2])], [(again, [0])], []])
     assert chosen is not None
-    assert (chosen.key, chosen.givers) == (again, (1,))
+    assert (chosen.key, chosen.senders) == (again, (1,))
 
 
 def test_shards_that_are_gone_with_their_copies_are_named() -> None:

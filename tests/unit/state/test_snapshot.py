@@ -14,7 +14,7 @@ def at(number: int) -> Position:
 
 
 def read_newest(buffer: SnapshotBuffer) -> tuple[int, bytes]:
-    newest = buffer.newest()
+    newest = buffer.wait_for_newest()
     assert newest is not None
     return newest.position.step, newest.memory.tobytes()
 
@@ -62,7 +62,7 @@ def test_two_buffers_alternate() -> None:
     memories = []
     for version in range(4):
         buffer.begin(at(version), lambda builder: builder.add(live))
-        newest = buffer.newest()
+        newest = buffer.wait_for_newest()
         assert newest is not None
         memories.append(newest.memory.ctypes.data)
     assert memories[0] == memories[2] != memories[1] == memories[3]
@@ -72,6 +72,6 @@ def test_a_state_that_grows_gets_larger_memory() -> None:
     buffer = SnapshotBuffer()
     for size in (10, 1000, 20):
         buffer.begin(at(size), lambda builder, size=size: builder.add(np.full(size, 7, np.uint8)))  # type: ignore[misc]
-        newest = buffer.newest()
+        newest = buffer.wait_for_newest()
         assert newest is not None
         assert bytes(newest.memory[:size]) == bytes([7]) * size

@@ -113,4 +113,4 @@ def test_another_model_is_refused() -> None:
     one = hvd.elastic.TensorFlowState([tf.Variable([1.0])])
     other = hvd.elastic.TensorFlowState([tf.Variable([1.0, 2.0])])
     with pytest.raises(InvalidInput, match="number 0 is of another shape"):
-        other.take_from(one)
+        other.continue_from(one)

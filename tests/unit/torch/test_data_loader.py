@@ -300,7 +300,7 @@ def test_worker_processes_end_with_their_world_unless_persistent(persistent: boo
 def test_a_loader_outside_of_the_state_is_refused_in_an_elastic_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     class Session:
         def __init__(self, state: Any) -> None:
-            self.persistent = {STATE: state, ENTERED: True}
+            self.process_values = {STATE: state, ENTERED: True}
 
     inside, outside = ElasticDataLoader(range(4), 2), ElasticDataLoader(range(4), 2)
     session = Session(hvd.elastic.TorchState(rows=inside))

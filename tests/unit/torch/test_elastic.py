@@ -263,7 +263,7 @@ def test_several_models_and_optimizers_by_name() -> None:
 
 def test_loading_the_state_of_another_model_is_an_error_of_one_sentence() -> None:
     state: Any = hvd.elastic.TorchState(net())
-    kept = state._snapshots.newest()
+    kept = state._snapshots.wait_for_newest()
     other = ModelStateHandler(torch.nn.Linear(2, 2))
     with pytest.raises(InvalidInput, match="different parameters"):
         other.load(kept.values["model"], kept.memory)
@@ -280,7 +280,7 @@ def test_a_model_whose_parameters_differ_is_refused_before_anything_is_loaded(
     other: torch.nn.Linear, says: str
 ) -> None:
     state: Any = hvd.elastic.TorchState(torch.nn.Linear(3, 5).bfloat16())
-    kept = state._snapshots.newest()
+    kept = state._snapshots.wait_for_newest()
     if other.weight.dtype == torch.float32:
         other.bfloat16()
     before = copy_states(other)
@@ -307,7 +307,7 @@ def test_a_group_added_after_the_commit_is_dropped_and_one_that_a_newcomer_lacks
         state.restore()
         assert_same(copy_states(model, optimizer), committed)
     optimizer.add_param_group(group)
-    kept: Any = hvd.elastic.TorchState(model, optimizer)._snapshots.newest()
+    kept: Any = hvd.elastic.TorchState(model, optimizer)._snapshots.wait_for_newest()
     with pytest.raises(InvalidInput, match="2 parameters in 1 groups here, 4 in 2 there"):
         OptimizerStateHandler(make()).load(kept.values["optimizer"], kept.memory)
 
@@ -441,9 +441,10 @@ class LoneSession:
     """A worker alone, in world after world; the third time it is asked somebody wants to join."""
 
     checkpointer = None
+    snapshot_reader = None
 
     def __init__(self) -> None:
-        self.persistent: dict[str, Any] = {}
+        self.process_values: dict[str, Any] = {}
         self.asked = 0
         self.next_world(None)
 
@@ -472,8 +473,8 @@ class LoneSession:
         return False
 
     def next_world(self, error: CollectiveError | None) -> None:
-        self.persistent["generation"] = self.persistent.get("generation", 0) + 1
-        enter_group(FakeFabric(1, fence=(1, self.persistent["generation"])).group(0))
+        self.process_values["generation"] = self.process_values.get("generation", 0) + 1
+        enter_group(FakeFabric(1, fence=(1, self.process_values["generation"])).group(0))
 
 
 def test_a_plain_optimizers_step_is_under_way_from_its_first_gradient_to_its_step() -> None:
@@ -542,6 +543,6 @@ def test_p1_a_commit_between_two_backward_passes_of_a_step_loses_no_rows(
 
     elastic(train, lambda: session)(state)
     assert weight.tolist() == [1.0] * 8
-    assert session.persistent["generation"] > 1
+    assert session.process_values["generation"] > 1
     assert caplog.text.count("saves nothing") == 1
     optimizer.close()

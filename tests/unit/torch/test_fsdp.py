@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.state.sharded_commits import ShardBuilder
-from spark_elastic.state.shards import DividedTensor, lay_out, shard_rows
+from spark_elastic.state.shards import DividedTensor, get_shard_range, lay_out
 from spark_elastic.torch.elastic import ElasticSampler
 from spark_elastic.torch.fsdp import DividedModelHandler, DividedOptimizerHandler, FSDPState
 
@@ -59,7 +59,7 @@ def test_a_commit_holds_this_ranks_shards_and_replicated_values() -> None:
     assert set(values["buffers"]) == {name for name, _ in whole.named_buffers()}
     for name, parameter in whole.named_parameters():
         piece = values["divided"][name]
-        begin, end = shard_rows(len(parameter), SIZE, RANK)
+        begin, end = get_shard_range(len(parameter), SIZE, RANK)
         expected = parameter.detach()[begin:end].numpy()
         np.testing.assert_array_equal(
             builder.locals[piece.number].view(np.float64).reshape(expected.shape), expected
@@ -80,7 +80,7 @@ def test_parameters_and_moments_are_restored_divided() -> None:
     builder = ShardBuilder()
     saved = DividedModelHandler(source).capture(builder), DividedOptimizerHandler(optimizer).capture(builder)
     memory = np.empty(builder.size, np.uint8)
-    for offset, piece in builder.pieces + builder.deferred:
+    for offset, piece in builder.immediate + builder.deferred:
         memory[offset : offset + piece.nbytes] = piece
     _, target = make()
     fresh = torch.optim.AdamW(target.parameters(), lr=0.5)

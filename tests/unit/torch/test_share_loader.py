@@ -152,7 +152,7 @@ def test_what_cannot_be_cut_or_trained_is_refused(monkeypatch: pytest.MonkeyPatc
 def test_layers_with_statistics_of_a_worker_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     loader = make(RecordingExchange())
     state = TorchState(torch.nn.Sequential(torch.nn.BatchNorm1d(3)), loader=loader)
-    session = SimpleNamespace(persistent={ENTERED: True, STATE: state})
+    session = SimpleNamespace(process_values={ENTERED: True, STATE: state})
     monkeypatch.setattr(data_loader, "get_session", lambda: session)
     with pytest.raises(InvalidInput, match=r"layer '0', BatchNorm1d, which keeps statistics .* GroupNorm"):
         iter(loader)

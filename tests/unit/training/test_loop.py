@@ -32,11 +32,13 @@ def resumes(*candidates: Checkpoint) -> Any:
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Checkpoint]:
     done: list[Checkpoint] = []
 
-    def read_newest(store: object, candidates: tuple[Checkpoint, ...]) -> tuple[Checkpoint, dict[str, bytes]]:
+    def read_first_undamaged(
+        store: object, candidates: tuple[Checkpoint, ...]
+    ) -> tuple[Checkpoint, dict[str, bytes]]:
         done.append(*candidates)
         return candidates[0], {"values": PickleCodec().dumps({}), "memory": b""}
 
-    monkeypatch.setattr(CheckpointStore, "read_newest", read_newest)
+    monkeypatch.setattr(CheckpointStore, "read_first_undamaged", read_first_undamaged)
     return done
 
 

@@ -11,6 +11,7 @@ import pytest
 
 import spark_elastic
 from spark_elastic.errors import InvalidInput
+from spark_elastic.state.checkpoint import CHECKPOINTER
 from spark_elastic.worker.context import WorkerContext, set_context
 from spark_elastic.worker.session import get_session
 
@@ -19,7 +20,7 @@ from spark_elastic.worker.session import get_session
 def told() -> Iterator[list[Any]]:
     heard: list[Any] = []
     handle: Any = SimpleNamespace(
-        persistent={}, report_metrics=heard.append, report_position=lambda position: None
+        process_values={}, report_metrics=heard.append, report_position=lambda position: None
     )
     world: Any = SimpleNamespace(size=3)
     set_context(WorkerContext("w", world=world, handle=handle))
@@ -38,6 +39,14 @@ def test_reported_numbers_stay_when_a_commit_is_reported(told: list[Any]) -> Non
         {"loss": 0.5, "epoch": 2, "world": 3, "step": 7},
         {"loss": 0.25, "epoch": 2, "world": 3, "step": 7},
     ]
+
+
+def test_the_seconds_that_checkpoints_took_are_reported_with_each_commit(told: list[Any]) -> None:
+    session = get_session()
+    assert session is not None
+    session.process_values[CHECKPOINTER] = SimpleNamespace(stall_seconds=0.5)
+    session.report_commit(7)
+    assert told == [{"step": 7, "world": 3, "checkpoint_seconds": 0.5}]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import errno
 import io
 import shutil
 import tempfile
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +39,7 @@ def test_the_least_recently_used_piece_is_deleted_before_the_disk_is_full(
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
     pieces = len(reader._manifest.row_groups)
     assert pieces == GROUPS * 4
-    with reader:
+    with closing(reader):
         for _ in range(2):  # what is gone is cut again
             found = np.concatenate([reader.fetch(group)["x"] for group in range(pieces)])
             assert np.array_equal(found, np.arange(ROWS * GROUPS))
@@ -54,7 +55,7 @@ def test_categories_may_differ_between_the_parts_of_a_row_group(tmp_path: Path) 
     store = Store.open(str(tmp_path))
     manifest = describe_parquet(store, ["word", "number"], transformed=True, piece_bytes=2000)
     assert len(manifest.row_groups) > 4
-    with ArrowReader(store, manifest, cache_bytes=1) as reader:
+    with closing(ArrowReader(store, manifest, cache_bytes=1)) as reader:
         parts = [reader.fetch(group) for group in range(len(manifest.row_groups))]
     assert np.concatenate([part["word"] for part in parts]).tolist() == words.to_pylist()
     assert np.concatenate([part["number"] for part in parts]).tolist() == list(range(ROWS))
@@ -75,5 +76,5 @@ def test_a_full_disk_is_named_with_what_to_change(
 
     monkeypatch.setattr(tempfile, "TemporaryFile", FullDiskFile)
     says = rf"cut in {tempfile.gettempdir()} \(No space left on device\): set TMPDIR"
-    with reader, pytest.raises(StoreError, match=says):
+    with closing(reader), pytest.raises(StoreError, match=says):
         reader.fetch(0)

@@ -24,7 +24,7 @@ from spark_elastic.torch.train.spec import BatchBuilder
 from spark_elastic.torch.train.state import TorchTrainingState
 from spark_elastic.torch.train.step import GradientScaling
 from spark_elastic.training.fit_config import FitConfig
-from spark_elastic.training.ledger import NullLedger
+from spark_elastic.training.ledger import Ledger
 from tests.unit.torch.worlds import run_in_world
 
 ROWS, SHARES, STEPS = 23, 5, 3
@@ -75,7 +75,7 @@ def take_steps(group: Group) -> dict[str, Any]:
     )
     losses = []
     with GradientExchange(model.named_parameters(), ExchangeOptions(shares=SHARES)) as exchange:
-        step = ShareStep(state, loss, exchange, CONFIG, NullLedger(), metrics, GradientScaling())
+        step = ShareStep(state, loss, exchange, CONFIG, Ledger(), metrics, GradientScaling())
         for number in range(STEPS):
             # In the second step the last rank has all shares that it may have.
             unequal = Division((*range(group.size), SHARES))

@@ -20,7 +20,7 @@ from spark_elastic.torch.train.state import TorchTrainingState
 from spark_elastic.torch.train.step import GradientScaling, TrainStep
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.fit_config import FitConfig
-from spark_elastic.training.ledger import NullLedger
+from spark_elastic.training.ledger import Ledger
 
 ROWS = 10
 X = torch.randn(ROWS, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -28,7 +28,7 @@ Y = torch.arange(ROWS) % 3
 NEXT = Position(0, Phase.TRAIN, 1)
 
 
-class Order(NullLedger):
+class Order(Ledger):
     """Which lines came in which order."""
 
     def __init__(self) -> None:

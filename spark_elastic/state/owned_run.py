@@ -1,4 +1,4 @@
-"""The lease of a run: which driver owns it, the checkpoints that count, and the thread that publishes them.
+"""A run that this driver owns: its attempts, its published checkpoints, and the thread that publishes them.
 
 Each driver that opens a run takes the next attempt, by creating an object in the store that only one driver can create.
 The highest attempt owns the run (R10, fence). A driver that finds a higher attempt publishes nothing more. The driver's
@@ -29,15 +29,15 @@ END_WAIT = 30.0  # seconds that closing waits for the store
 CheckpointList: TypeAlias = tuple[Checkpoint, ...]
 
 
-class RunLease:
-    """One driver's ownership of a run, until another driver takes the run over."""
+class OwnedRun:
+    """A run, as its driver uses it until another driver takes the run over."""
 
     def __init__(self, store: Store, run_id: str, attempt: int, checkpoints: CheckpointList) -> None:
         """
         Args:
             run_id: name of the run's folder in the store.
             attempt: this driver's.
-            checkpoints: those that count when the driver opens the run, newest first.
+            checkpoints: those that are published when the driver opens the run, newest first.
         """
         self.store, self.run_id, self.attempt, self.checkpoints = store, run_id, attempt, checkpoints
         self._checkpoint_store = CheckpointStore(store, run_id)
@@ -46,7 +46,7 @@ class RunLease:
         self._thread: threading.Thread | None = None
 
     @classmethod
-    def acquire(cls, store: Store, run_id: str) -> RunLease:
+    def acquire(cls, store: Store, run_id: str) -> OwnedRun:
         """Take the run's next attempt. From then on no other driver owns the run, and what earlier ones left half
         written is removed.
 
@@ -54,9 +54,9 @@ class RunLease:
             StoreError: the store cannot be read or written.
         """
         attempt = acquire_attempt(store, run_id)
-        lease = cls(store, run_id, attempt, CheckpointStore(store, run_id).read_published())
-        lease.remove_partial()
-        return lease
+        run = cls(store, run_id, attempt, CheckpointStore(store, run_id).read_published())
+        run.remove_partial()
+        return run
 
     def check(self) -> None:
         """Raises JobCancelled if another driver owns the run, or the run was removed from the store."""
@@ -77,14 +77,14 @@ class RunLease:
 
         If the store fails to delete one, it stays with all that follow, and a warning names them.
         """
-        for place, name in enumerate(names):
+        for number, name in enumerate(names):
             try:
                 if self._find_owner() != self.attempt:
                     return
                 if name:
                     self.store.remove_tree(name)
             except StoreError as error:
-                log.warning("%s Remove %s by hand.", error, " and ".join(filter(None, names[place:])))
+                log.warning("%s Remove %s by hand.", error, " and ".join(filter(None, names[number:])))
                 return
 
     def remove_partial(self) -> None:
@@ -96,7 +96,7 @@ class RunLease:
 
         The record comes first: a run whose record names rows that are gone could not be resumed either.
         """
-        self.delete_objects(f"runs/{self.run_id}/run.json", *names, attempts_folder(self.run_id))
+        self.delete_objects(f"runs/{self.run_id}/run.json", *names, get_attempts_folder(self.run_id))
         self.store.remove_empty_folder(f"runs/{self.run_id}")
 
     def _find_owner(self) -> int:
@@ -116,7 +116,7 @@ class RunLease:
         self._thread.start()
 
     def publish(self, checkpoints: CheckpointList) -> None:
-        """Have the thread publish the checkpoints that count from now on, newest first. Returns at once."""
+        """Have the thread publish these checkpoints, newest first, in place of the former list. Returns at once."""
         self._requests.put(checkpoints)
 
     def close(self) -> None:
@@ -174,26 +174,26 @@ def acquire_attempt(store: Store, run_id: str) -> int:
     attempt = find_highest_attempt(store, run_id)
     for _ in range(MAX_TRIES):
         attempt += 1
-        if store.create_exclusive(f"{attempts_folder(run_id)}/{attempt:06d}", content):
+        if store.create_exclusive(f"{get_attempts_folder(run_id)}/{attempt:06d}", content):
             return attempt
     raise StoreError(f"Run {run_id!r}: {MAX_TRIES} other drivers opened it at the same moment; try again.")
 
 
 def find_highest_attempt(store: Store, run_id: str) -> int:
     """The attempt that owns the run; 0 if no driver has opened it."""
-    names = [name.rpartition("/")[2] for name in store.list(attempts_folder(run_id))]
+    names = [name.rpartition("/")[2] for name in store.list(get_attempts_folder(run_id))]
     return max((int(name) for name in names if name.isdigit()), default=0)
 
 
 def describe_owner(store: Store, run_id: str, attempt: int) -> str:
     """The attempt with the process and host of its driver, for messages."""
     try:
-        driver = json.loads(store.read_bytes(f"{attempts_folder(run_id)}/{attempt:06d}"))
+        driver = json.loads(store.read_bytes(f"{get_attempts_folder(run_id)}/{attempt:06d}"))
         return f"attempt {attempt}, process {driver['pid']} on {driver['host']}"
     except (StoreError, ValueError, TypeError, KeyError):
         return f"attempt {attempt}"
 
 
-def attempts_folder(run_id: str) -> str:
+def get_attempts_folder(run_id: str) -> str:
     """The folder with one object for each attempt of the run."""
     return f"runs/{run_id}/attempts"

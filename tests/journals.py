@@ -1,0 +1,19 @@
+"""The journal of a job that a test runs."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from spark_elastic.config import ElasticConfig
+
+
+@contextmanager
+def keep_journal(config: ElasticConfig) -> Iterator[tuple[ElasticConfig, list[str]]]:
+    """(the configuration with a journal, the journal's lines, which are there after the block)."""
+    lines: list[str] = []
+    with tempfile.NamedTemporaryFile("r", encoding="utf-8") as file:
+        yield replace(config, journal=file.name), lines
+        lines.extend(file)
