@@ -218,7 +218,7 @@ def scale_ups(trial: RegroupTrial) -> list[float]:
     joins = [
         line["event"]
         for line in journal(trial.folder)
-        if line["event"]["type"] == "JoinWorld" and line["at"] > 0
+        if line["event"]["type"] == "RequestNextWorld" and line["at"] > 0
     ]
     newcomers = {e["worker"]: e["now"] for e in reversed(joins) if e["fence"] is None}
     found = []

@@ -16,9 +16,9 @@ from typing import Any
 
 from spark_elastic.protocol.messages import (
     Heartbeat,
-    JoinWorld,
     RegisterSlot,
     Request,
+    RequestNextWorld,
     WorkerStarted,
     WorldFormed,
 )
@@ -109,7 +109,7 @@ class Worker:
         """Ask for the next world, exchange addresses, tell that it stands. When it did."""
         worker, _ = self._names
         position = None if self._fence is None else Position(0, Phase.TRAIN, self._fence.generation)
-        join = JoinWorld(worker, self._fence, position, planned=self._fence is not None)
+        join = RequestNextWorld(worker, self._fence, position, planned=self._fence is not None)
         while (world := (await self._worker.ask(join, MAX_POLL_SECONDS))["world"]) is None:
             pass
         self._fence = Fence(world["fence"]["attempt"], world["fence"]["generation"])
@@ -157,12 +157,12 @@ class Worker:
             pass
 
     async def _watch_worker(self) -> None:
-        over, version, stop = None, INITIAL_VERSION, None
+        ended_fence, version, stop = None, INITIAL_VERSION, None
         while stop is None:
-            request = WatchWorker(self._names[0], over, version)
+            request = WatchWorker(self._names[0], ended_fence, version)
             news = await self._worker.ask(request, MAX_POLL_SECONDS, watching=True)
             version, stop = MembershipVersion(**news["version"]), news["stop"]
-            over = Fence(**news["over"]) if news["over"] else None
+            ended_fence = Fence(**news["ended_fence"]) if news["ended_fence"] else None
 
 
 def be_clients(pipe: Connection, address: str, jobs: Sequence[int], size: int) -> None:

@@ -15,7 +15,8 @@
 
 namespace elastic {
 
-// channel: identifies a group of the generation; groups of one generation have no order.
+// Identifies a group: its world (driver's attempt, generation) and, among that world's groups, which have no order, the
+// channel.
 struct Fence {
   uint64_t attempt = 0;
   uint64_t generation = 0;

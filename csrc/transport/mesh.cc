@@ -64,7 +64,7 @@ void Mesh::close() {
 
 void Mesh::closeSockets() {
   Lock lock(mu_);
-  // Closing is not a failure: peers may still be busy with one another, so no close frame is sent.
+  // Later calls of this rank fail. No close frame is sent, as `abort` does: peers may still be busy with one another.
   if (!failure_) {
     failure_ = std::make_unique<Failure>(Cause::kAborted, std::vector<int>{}, name() + ": the group is closed");
   }
@@ -136,10 +136,10 @@ void Mesh::sendCloseFrames() {
   for (Pair* pair : all) {
     if (pair->beginClose(body)) late.push_back(pair);
   }
-  std::vector<PendingClose> words;
-  for (Pair* pair : late) words.push_back(pair->takePendingClose());
+  std::vector<PendingClose> unsent;
+  for (Pair* pair : late) unsent.push_back(pair->takePendingClose());
   for (Pair* pair : all) pair->finishClose(*failure_);
-  if (!words.empty()) closing_.start(std::move(words));
+  if (!unsent.empty()) closing_.start(std::move(unsent));
 }
 
 void Mesh::wake() {
@@ -345,13 +345,13 @@ void Mesh::wait(Lock& lock, const std::function<bool()>& done, const char* what)
   while (!done()) {
     checkLocked();
     const auto now = Clock::now(), deadline = deadlineOf(begin);
-    if (now >= deadline) failByTimeout(what, now - deadline >= kGrace);
+    if (now >= deadline) blameAwaitedPeers(what, now - deadline >= kGrace);
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - now);
     const auto slice = now < deadline ? std::min(kSlice, left) : kSlice;
     if (!hasPoller_) {
       begin += pollForAll(lock, slice, begin);
     } else if (wakeup_.wait_for(lock, slice) == std::cv_status::timeout) {
-      begin += stoppedTime(now, slice);
+      begin += computeStoppedTime(now, slice);
       reportWait(lock, begin, {});
     }
   }
@@ -359,13 +359,13 @@ void Mesh::wait(Lock& lock, const std::function<bool()>& done, const char* what)
 }
 
 // Returns how long this process or its machine was stopped; that time does not count against peers.
-Mesh::Clock::duration Mesh::stoppedTime(Clock::time_point since, std::chrono::milliseconds slice) {
-  const auto over = Clock::now() - since - slice;
-  return over > kSlice ? over : Clock::duration::zero();
+Mesh::Clock::duration Mesh::computeStoppedTime(Clock::time_point since, std::chrono::milliseconds slice) {
+  const auto excess = Clock::now() - since - slice;
+  return excess > kSlice ? excess : Clock::duration::zero();
 }
 
 // Peers that this rank waits for. silentOnes: only those that sent no keepalive, which waiting peers do.
-std::vector<int> Mesh::ranksAwaited(bool silentOnes) {
+std::vector<int> Mesh::findAwaitedRanks(bool silentOnes) {
   const auto since = Clock::now() - kSilenceLimit;
   std::vector<int> ranks;
   for (int r = 0; r < size; r++) {
@@ -374,11 +374,11 @@ std::vector<int> Mesh::ranksAwaited(bool silentOnes) {
   return ranks;
 }
 
-// Ends the group and blames the silent peers that this rank waits for. If there are none, another rank knows the cause
-// and gets a moment to report it.
-void Mesh::failByTimeout(const char* what, bool suspectAll) {
-  const std::vector<int> ranks = ranksAwaited(!suspectAll);
-  if (ranks.empty() && !suspectAll) return;
+// Ends the group and blames the silent peers that this rank waits for. If there are none, it returns: another rank
+// knows the cause and gets a moment to report it. blameAll: that moment is over, so all awaited peers are blamed.
+void Mesh::blameAwaitedPeers(const char* what, bool blameAll) {
+  const std::vector<int> ranks = findAwaitedRanks(!blameAll);
+  if (ranks.empty() && !blameAll) return;
   std::string names;
   for (int r : ranks) names += (names.empty() ? "" : ", ") + std::to_string(r);
   abortLocked(Cause::kTimeout, ranks,
@@ -392,13 +392,13 @@ Mesh::Clock::duration Mesh::pollForAll(Lock& lock, std::chrono::milliseconds sli
   const auto before = Clock::now();
   const int ready = pollEvents(lock, slice);
   const auto now = Clock::now();
-  const auto lost = stoppedTime(before, slice);
+  const auto lost = computeStoppedTime(before, slice);
   // Decided by time, not by readiness: keepalives of waiting peers arrive all the time.
   if (failure_ || (ready > 0 && now - std::max(begin, lastPeriodicWork_) < kSlice)) return lost;
   lastPeriodicWork_ = now;
   doPeriodicWork(begin);
   if (failure_) return lost;
-  const std::vector<int> ranks = ranksAwaited(true);
+  const std::vector<int> ranks = findAwaitedRanks(true);
   if (ready <= 0 || !ranks.empty()) reportWait(lock, begin, ranks);
   return lost;
 }

@@ -89,9 +89,9 @@ class Mesh : public gloo::transport::Context {
   void closeSockets();
   // Runs the event loop, or sleeps while another caller does, until done() or the deadline; `what` is for the error.
   void wait(Lock& lock, const std::function<bool()>& done, const char* what);
-  std::vector<int> ranksAwaited(bool silentOnes);
-  void failByTimeout(const char* what, bool suspectAll);
-  static Clock::duration stoppedTime(Clock::time_point since, std::chrono::milliseconds slice);
+  std::vector<int> findAwaitedRanks(bool silentOnes);
+  void blameAwaitedPeers(const char* what, bool blameAll);
+  static Clock::duration computeStoppedTime(Clock::time_point since, std::chrono::milliseconds slice);
   Clock::duration pollForAll(Lock& lock, std::chrono::milliseconds slice, Clock::time_point begin);
   int pollEvents(Lock& lock, std::chrono::milliseconds timeout);
   void reportWait(Lock& lock, Clock::time_point begin, const std::vector<int>& ranks);

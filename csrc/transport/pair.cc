@@ -222,16 +222,16 @@ bool Pair::beginClose(const std::vector<char>& body) {
 PendingClose Pair::takePendingClose() {
   size_t size = 0;
   for (const Send& send : sends_) size += sizeof(FrameHeader) + send.header.size - send.done;
-  PendingClose words(size);
+  PendingClose unsent(size);
   for (const Send& send : sends_) {
     const size_t header = std::min(send.done, sizeof(FrameHeader)), body = send.done - header;
-    words.add(reinterpret_cast<const char*>(&send.header) + header, sizeof(FrameHeader) - header);
-    words.add(send.data + body, send.header.size - body);
+    unsent.add(reinterpret_cast<const char*>(&send.header) + header, sizeof(FrameHeader) - header);
+    unsent.add(send.data + body, send.header.size - body);
   }
   mesh_.unwatch(connection_.fd());
   mesh_.byFd_.erase(connection_.fd());
-  words.connection = std::move(connection_);
-  return words;
+  unsent.connection = std::move(connection_);
+  return unsent;
 }
 
 void Pair::finishClose(const Failure& failure) {
@@ -283,7 +283,7 @@ void Pair::onProbeResult(int error) {
   probeFd_ = -1;
   const bool again = lastProbeRefused_;
   lastProbeRefused_ = error == ECONNREFUSED;
-  if (lastProbeRefused_ && again && state_ == State::kIdle) fail("it is gone and never came");
+  if (lastProbeRefused_ && again && state_ == State::kIdle) fail("it died before it connected");
 }
 
 void Pair::closeSocket() {
@@ -345,9 +345,9 @@ bool Pair::readExactly(char* data, size_t& have, size_t size) {
     const ssize_t got = connection_.recv(data + have, size - have);
     if (got < 0 && errno == EAGAIN) return false;
     if (got <= 0) {
-      const bool cipher = got < 0 && errno == EPROTO;
+      const bool tlsFailed = got < 0 && errno == EPROTO;
       fail(got == 0                      ? "closed by peer"
-           : !cipher                     ? strerror(errno)
+           : !tlsFailed                  ? strerror(errno)
            : state_ == State::kConnected ? "what it sent was changed on the way, or was not its own"
                                          : "it does not hold the job's key, by TLS");
       return false;
@@ -387,8 +387,8 @@ void Pair::readPastUnexpected() {
 }
 
 bool Pair::bufferUnexpected() {
-  const bool ours = isControlSlot(header_.slot);
-  if (!ours && posted_ == 0 && !readingToEnd_) {
+  const bool isControl = isControlSlot(header_.slot);
+  if (!isControl && posted_ == 0 && !readingToEnd_) {
     paused_ = true;  // back-pressure: stop reading until a receive is posted
     updateEpollEvents();
     return false;
@@ -397,7 +397,7 @@ bool Pair::bufferUnexpected() {
     fail("it sent more unexpected data than this rank buffers");
     return false;
   }
-  if (!ours) mesh_.unexpectedBytes_ += header_.size;
+  if (!isControl) mesh_.unexpectedBytes_ += header_.size;
   unexpectedBody_.resize(header_.size);
   target_ = {nullptr, unexpectedBody_.data(), header_.size};
   return true;

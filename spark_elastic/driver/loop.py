@@ -17,7 +17,7 @@ from spark_elastic.driver.journal import Journal
 from spark_elastic.driver.ports import Launcher
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import driver_machine
-from spark_elastic.protocol.commands import DriverCommand, End, Outcome
+from spark_elastic.protocol.commands import DriverCommand, End, JobOutcome
 from spark_elastic.protocol.events import CancelRequested, DriverEvent, Tick, is_heartbeat
 from spark_elastic.protocol.types import Checkpoint
 from spark_elastic.rendezvous.server import RendezvousServer
@@ -110,7 +110,7 @@ class DriverLoop:
                     self._execute(command)
         except Exception as error:  # the machine's own defect must end the job, not hang it
             log.exception("the driver loop failed")
-            self._finish(End(f"the driver loop failed: {error!r}", Outcome.DEFECT))
+            self._finish(End(f"the driver loop failed: {error!r}", JobOutcome.DEFECT))
 
     def _step(self, event: DriverEvent) -> tuple[DriverCommand, ...]:
         try:
@@ -165,8 +165,8 @@ class CommandExecutor:
                 self._server.publish(world)
             case do.AbortWorld(reason, fence):
                 self._server.abort(fence, reason)
-            case do.AnnounceChange(reason, version):
-                self._server.announce(version, reason)
+            case do.AnnounceChange(_, version):
+                self._server.announce(version)
             case do.StopWorker(reason, worker, kill):
                 self._server.stop_worker(worker, reason, kill)
             case do.ReleaseSlot(reason, slot):

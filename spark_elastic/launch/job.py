@@ -37,7 +37,7 @@ from spark_elastic.monitoring.page import save_page
 from spark_elastic.monitoring.report import JobReport, WorldSpan
 from spark_elastic.monitoring.status import build_status, build_status_pages
 from spark_elastic.protocol import driver_machine
-from spark_elastic.protocol.commands import End, Outcome
+from spark_elastic.protocol.commands import End, JobOutcome
 from spark_elastic.protocol.events import CancelRequested
 from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.protocol.types import Checkpoint, Limits, heartbeat_interval
@@ -118,9 +118,12 @@ def supervise(
     events: EventQueue = EventQueue()
 
     # What people see of the job.
-    pace = partial(heartbeat_interval, limits.lease)
+    compute_interval = partial(heartbeat_interval, limits.lease)
     store_log = _create_store_log(run, config, clock)
-    observers = [StallDetector(events.put, config.stall_after, pace), *([store_log] if store_log else [])]
+    observers = [
+        StallDetector(events.put, config.stall_after, compute_interval),
+        *([store_log] if store_log else []),
+    ]
     hooks = () if scheduler is None else (scheduler.finish_gathering, scheduler.report_shortage)
     monitor = JobMonitor(listener or JobListener(), clock, observers, *hooks)
     journal = Journal(config.journal, monitor.on_transition)
@@ -135,7 +138,9 @@ def supervise(
         auth.select_certificate(config, options.encrypted),
     )
     attempt, checkpoints = (run.attempt, run.checkpoints) if run is not None else (FIRST_ATTEMPT, ())
-    callbacks = ServerCallbacks(events.put, monitor.on_lines, options.check_host, monitor.on_report, pace)
+    callbacks = ServerCallbacks(
+        events.put, monitor.on_lines, options.check_host, monitor.on_report, compute_interval
+    )
     server = RendezvousServer(key, attempt, callbacks, clock, bind, status)
     executor = CommandExecutor(server, launcher, run.publish if run is not None else _publish_nothing)
     state = driver_machine.initial(limits, attempt, checkpoints)
@@ -214,19 +219,19 @@ def unpack_results(end: End) -> tuple[str, ...]:
         JobCancelled: the user or Spark ended the job.
     """
     match end.outcome:
-        case Outcome.SUCCESS:
+        case JobOutcome.SUCCESS:
             return end.results
-        case Outcome.USER_ERROR:
+        case JobOutcome.USER_ERROR:
             raise WorkerFailed(f"{end.reason}\n{end.detail}")
-        case Outcome.NOT_ENOUGH_WORKERS:
+        case JobOutcome.NOT_ENOUGH_WORKERS:
             raise NotEnoughWorkers(end.reason)
-        case Outcome.OUT_OF_MEMORY:
+        case JobOutcome.OUT_OF_MEMORY:
             raise OutOfMemory(f"{end.reason}\n{end.detail}".rstrip())
-        case Outcome.FAILURE_BUDGET | Outcome.RESET_LIMIT:
+        case JobOutcome.FAILURE_BUDGET | JobOutcome.RESET_LIMIT:
             raise FailureBudgetExceeded(f"{end.reason}\n{end.detail}".rstrip())
-        case Outcome.TIME_LIMIT:
+        case JobOutcome.TIME_LIMIT:
             raise TimeLimitReached(end.reason)
-        case Outcome.CANCELLED:
+        case JobOutcome.CANCELLED:
             raise JobCancelled(end.reason)
     raise JobFailed(end.reason)
 

@@ -21,7 +21,7 @@ from spark_elastic.rendezvous.messages import SLOT_LINE_PREFIX, LogLines, Report
 log = logging.getLogger("spark_elastic")
 
 STALL_CHECK_INTERVAL = 0.2  # seconds
-SPARE_HEARTBEATS = 100  # heartbeats that are kept of slots outside of the current world
+MAX_OTHER_HEARTBEATS = 100  # heartbeats that are kept of slots outside of the current world
 
 
 class StallDetector(JobListener):
@@ -46,7 +46,7 @@ class StallDetector(JobListener):
         self._heartbeat_interval = heartbeat_interval
         self._world: World | None = None
         self._world_since = 0.0
-        self._world_over_since: float | None = None  # while its members are to come back for the next world
+        self._world_ended_at: float | None = None  # while its members are to come back for the next world
         # The newest of each slot, and when the driver received it.
         self._heartbeats: dict[SlotId, tuple[float, Heartbeat]] = {}
         self._named: set[tuple[int, WorkerId]] = set()  # generations and members
@@ -57,9 +57,9 @@ class StallDetector(JobListener):
     ) -> None:
         for command in commands:
             if isinstance(command, PublishWorld):
-                self._world, self._world_since, self._world_over_since = command.world, event.now, None
+                self._world, self._world_since, self._world_ended_at = command.world, event.now, None
             elif isinstance(command, AbortWorld):
-                self._world_over_since = event.now
+                self._world_ended_at = event.now
         if isinstance(event, Received) and isinstance(event.message, Heartbeat):
             self._heartbeats[event.message.slot] = event.now, event.message
             if self._world is not None and event.now >= self._next_check:
@@ -68,12 +68,12 @@ class StallDetector(JobListener):
 
     def _check(self, world: World, now: float) -> None:
         # Slots come and go for as long as a job lasts.
-        if len(self._heartbeats) > 2 * world.size + SPARE_HEARTBEATS:
+        if len(self._heartbeats) > 2 * world.size + MAX_OTHER_HEARTBEATS:
             slots = {member.slot for member in world.members}
             self._heartbeats = {slot: seen for slot, seen in self._heartbeats.items() if slot in slots}
         interval = self._heartbeat_interval(len(self._heartbeats))
-        since, over = self._world_since, self._world_over_since
-        for stall in find_stalls(world, self._heartbeats, now, self._stall_after, since, interval, over):
+        since, ended_at = self._world_since, self._world_ended_at
+        for stall in find_stalls(world, self._heartbeats, now, self._stall_after, since, interval, ended_at):
             key = world.fence.generation, stall.member.worker
             if key not in self._named:
                 self._named.add(key)

@@ -28,7 +28,7 @@ from spark_elastic.monitoring.report import (
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.driver.state import DriverState
-from spark_elastic.protocol.messages import JoinWorld, WorkerDone, WorldFormed
+from spark_elastic.protocol.messages import RequestNextWorld, WorkerDone, WorldFormed
 from spark_elastic.protocol.types import Checkpoint, Phase, Position, World
 
 MAX_WORLD_CHANGES = 5000
@@ -121,7 +121,7 @@ class JobHistory(JobListener):
             match event:
                 case on.Received(_, WorldFormed() as message):
                     change = self._complete_world(at, message, state)
-                case on.Received(_, JoinWorld() | WorkerDone() as message):
+                case on.Received(_, RequestNextWorld() | WorkerDone() as message):
                     self._leave_world(at, message)
                 case on.WorkerStalled():
                     self._add_entry(at, "stall", event.text)
@@ -202,7 +202,7 @@ class JobHistory(JobListener):
             if name not in state.slots:
                 worker = None if slot.worker is None else before.workers.get(slot.worker)
                 rank = None if worker is None else worker.rank
-                reason = state.slots.evicted.get(name, "")
+                reason = state.slots.departed.get(name, "")
                 self._lost.append(LostSlot(at, slot.host, slot.node, slot.worker or "", rank, reason))
 
     def _add_world(self, at: float, world: World) -> None:
@@ -241,7 +241,7 @@ class JobHistory(JobListener):
         self._switch_phase(at, "training")
         return change
 
-    def _leave_world(self, at: float, message: JoinWorld | WorkerDone) -> None:
+    def _leave_world(self, at: float, message: RequestNextWorld | WorkerDone) -> None:
         """The world stops training as soon as its first member leaves it."""
         if self._world is None or message.fence != self._world.fence:
             return

@@ -34,10 +34,10 @@ class LaunchSlot(Command):
 
 @dataclass(frozen=True)
 class PublishWorld(Command):
-    """A new world: answer the joins (and results) of its members with it and open its address exchange.
+    """A new world: answer the requests (and results) of its members with it and open its address exchange.
 
     A member that asks with an older fence gets it too, however late: an answer may have been lost, and the driver
-    machine ignores a join that this world answers.
+    machine ignores a request that this world answers.
     """
 
     world: World
@@ -84,7 +84,7 @@ class NotifyUser(Command):
     """Nothing changes; tell the user why."""
 
 
-class Outcome(Enum):
+class JobOutcome(Enum):
     SUCCESS = "success"
     USER_ERROR = "user error"
     NOT_ENOUGH_WORKERS = "not enough workers"
@@ -100,7 +100,7 @@ class Outcome(Enum):
 class End(Command):
     """The job is over."""
 
-    outcome: Outcome
+    outcome: JobOutcome
     results: tuple[str, ...] = ()  # by rank (JSON text), for SUCCESS
     detail: str = ""  # the traceback, for USER_ERROR
 
@@ -122,12 +122,12 @@ DriverCommand: TypeAlias = (
 
 
 @dataclass(frozen=True)
-class Join(Command):
+class AskForWorld(Command):
     """Ask the driver for the next world; repeat until answered."""
 
     fence: Fence | None  # of the world that it left, None before its first
     position: Position | None  # of the state that it holds, None if it holds none
-    suspects: tuple[WorkerId, ...] = ()  # members that it saw break
+    suspects: tuple[WorkerId, ...] = ()  # members that it blames for its broken group
     planned: bool = False  # it stopped at a boundary because a change was announced
 
 
@@ -190,5 +190,5 @@ class Exit(Command):
 
 
 WorkerCommand: TypeAlias = (
-    Join | Form | Sync | Run | AbortGroup | CloseGroup | ReportFailure | ReportDone | Exit
+    AskForWorld | Form | Sync | Run | AbortGroup | CloseGroup | ReportFailure | ReportDone | Exit
 )

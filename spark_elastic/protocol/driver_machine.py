@@ -1,7 +1,7 @@
 """The driver's decisions: `step(state, event) -> (state, commands)`, pure.
 
-A handler per kind of event (package `driver`) changes the records. Then `forming.settle` looks at the new state and
-decides on worlds, announcements and the end. None of them knows clocks, sockets or Spark.
+A handler per kind of event (package `driver`) changes the records. Then `forming.decide_next_step` looks at the new
+state and decides on worlds, announcements and the end. None of them knows clocks, sockets or Spark.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from spark_elastic.protocol import events as on
 from spark_elastic.protocol import messages
 from spark_elastic.protocol.commands import (
     DriverCommand,
-    Outcome,
+    JobOutcome,
     PublishCheckpoint,
     ReleaseSlot,
     StopWorker,
 )
 from spark_elastic.protocol.driver import failure_detector, slots, workers
-from spark_elastic.protocol.driver.forming import settle
-from spark_elastic.protocol.driver.state import DriverState, SlotLaunch, Stage, Transition
+from spark_elastic.protocol.driver.forming import decide_next_step
+from spark_elastic.protocol.driver.state import DriverState, JobStage, SlotLaunch, Transition
 from spark_elastic.protocol.types import Checkpoint, Limits
 
 __all__ = ["DriverState", "initial", "step"]
@@ -39,20 +39,20 @@ def initial(
 def step(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, tuple[DriverCommand, ...]]:
     """What follows from an event. `state` itself is never changed."""
     tx = Transition(state, event.now)
-    if state.stage is Stage.ENDED:
+    if state.stage is JobStage.ENDED:
         _answer_after_end(tx, event)
         return state, tuple(tx.commands)
     failure_detector.notice_pause(tx)
     subject = event.message if isinstance(event, on.Received) else event
     HANDLERS[type(subject)](tx, subject)
     if tx.commands or not on.is_heartbeat(event):  # a mere heartbeat makes nothing due
-        settle(tx)
+        decide_next_step(tx)
         slots.carry_out_waiting_drains(tx)
     return tx.state, tuple(tx.commands)
 
 
 def _on_tick(tx: Transition, event: on.Tick) -> None:
-    failure_detector.scan(tx)
+    failure_detector.check_connections_and_leases(tx)
 
 
 def _on_checkpoint_written(tx: Transition, event: messages.CheckpointWritten) -> None:
@@ -82,7 +82,7 @@ def _on_checkpoint_store_full(tx: Transition, event: messages.CheckpointStoreFul
 
 
 def _on_cancel_requested(tx: Transition, event: on.CancelRequested) -> None:
-    tx.end(Outcome.CANCELLED, event.reason)
+    tx.end(JobOutcome.CANCELLED, event.reason)
 
 
 def _answer_after_end(tx: Transition, event: on.DriverEvent) -> None:
@@ -92,7 +92,7 @@ def _answer_after_end(tx: Transition, event: on.DriverEvent) -> None:
             _, messages.RegisterSlot() | messages.Heartbeat() | messages.WorkerStarted() as message
         ):
             tx.emit(ReleaseSlot("the job is over", message.slot))
-        case on.Received(_, messages.JoinWorld() | messages.WorkerDone() as message):
+        case on.Received(_, messages.RequestNextWorld() | messages.WorkerDone() as message):
             tx.emit(StopWorker("the job is over", message.worker))
 
 
@@ -105,7 +105,7 @@ HANDLERS: dict[type[messages.DriverMessage | on.DriverEvent], Callable[[Transiti
     on.HostLost: slots.on_host_lost,
     on.HostsDiscovered: slots.on_hosts_discovered,
     messages.WorkerStarted: slots.on_worker_started,
-    messages.JoinWorld: workers.on_worker_joins,
+    messages.RequestNextWorld: workers.on_next_world_requested,
     messages.WorldFormed: workers.on_worker_formed,
     on.ConnectionLost: failure_detector.on_connection_lost,
     on.ConnectionBack: failure_detector.on_connection_back,

@@ -72,9 +72,8 @@ class ConnectionLost(Event):
 
     slot: SlotId
     worker: WorkerId | None = None  # None: it is the slot task's connection
-    reset: bool = (
-        False  # the network reset it or it timed out; False: the kernel closed it, as for a process that dies
-    )
+    # The network reset it or it timed out; False: the kernel closed it, as for a process that dies.
+    reset: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ class ConnectionBack(Event):
 
 @dataclass(frozen=True)
 class WorkerStalled(Event):
-    """A member has kept others of its world waiting."""
+    """A member has kept others of its world waiting. That only explains the end of this world, if it ends."""
 
     worker: WorkerId
     fence: Fence

@@ -142,14 +142,15 @@ class WorkerExited(SlotRequest[Acknowledged]):
 
 
 @dataclass(frozen=True)
-class JoinWorld(WorkerRequest[NextWorld]):
-    """The worker asks for its next world (long poll). It repeats the request until it gets one."""
+class RequestNextWorld(WorkerRequest[NextWorld]):
+    """The worker has left its world, if it had one, and asks for the next (long poll), again and again until it gets
+    one."""
 
     # The world it left; None before its first.
     fence: Fence | None = None
     # Where its state stands; None for a newcomer, which holds no state.
     position: Position | None = None
-    # Workers whose connections it saw break; empty for a planned change.
+    # Members that it blames for its broken group; empty for a planned change.
     suspects: tuple[WorkerId, ...] = ()
     reason: str = ""
     # It stopped at a step boundary because a change was announced.
@@ -210,7 +211,7 @@ DriverMessage: TypeAlias = (
     | Heartbeat
     | WorkerStarted
     | WorkerExited
-    | JoinWorld
+    | RequestNextWorld
     | WorldFormed
     | WorkerFailed
     | WorkerDone

@@ -18,7 +18,7 @@ HostId: TypeAlias = str  # one live executor
 
 
 class SlotId(str):
-    """One attempt of a slot task, never used twice in a job: "<launch>-<attempt>".
+    """One of Spark's attempts of a slot task, never used twice in a job: "<launch>-<attempt>".
 
     Text, so that messages and logs carry it as it is. Other text is refused.
     """
@@ -67,9 +67,8 @@ class WorkerId(str):
         return int(self.rpartition(".")[2])
 
 
-NOT_RUNNING = frozenset(
-    "TZX"
-)  # letters of process states in which a process does not run: stopped, zombie, dead
+# Letters of process states in which a process does not run: stopped, zombie, dead.
+NOT_RUNNING = frozenset("TZX")
 # Exit code of a worker that ended itself under R12 (driver silence). Crashing programs choose smaller codes.
 DRIVER_SILENT_EXIT_CODE = 75
 # Exit codes of processes that a signal killed, or that ended themselves because the driver was silent.
@@ -78,9 +77,9 @@ KILLED_EXIT_CODES = (-9, -15, DRIVER_SILENT_EXIT_CODE)
 
 @dataclass(frozen=True, order=True)
 class Fence:
-    """R10 (fence): what every message carries."""
+    """R10 (fence): identifies a world. Messages about an older world are ignored."""
 
-    attempt: int  # a driver that opens a run takes the next one
+    attempt: int  # the driver's: one that opens a run takes the next number
     generation: int  # of the world; 0 before the first
 
 
@@ -216,15 +215,14 @@ class World:
 
 
 class WorkerStatus(Enum):
-    """Lifecycle of a worker as the driver sees it."""
+    """Lifecycle of a living worker as the driver sees it."""
 
     STARTING = "starting"  # its process was announced
     WARM = "warm"  # imported, waits for its first world
     JOINING = "joining"  # named in a published world, not yet seen running in it
     RUNNING = "running"  # built the generation it is a member of
     READY = "ready"  # left its world at a known position and waits for the next
-    SUCCESS = "success"
-    FAILURE = "failure"  # raised, died, or was evicted
+    SUCCESS = "success"  # has returned its result
 
 
 @dataclass(frozen=True)
@@ -239,12 +237,10 @@ class Limits:
     lease: float = 5.0  # silence after which a worker is evicted
     reconnect_grace: float = 1.0  # how long a broken control connection alone may stay broken
     driver_timeout: float = 60.0  # a worker that the driver has not answered for so long has ended itself
-    disconnect_window: float = 0.05  # connections that break within it count as broken at once
+    disconnect_window: float = 0.05  # connections that break within it count as broken together
     regroup_timeout: float = 600.0  # how long survivors wait for a member that runs but does not come
     debounce: float = 0.05  # how long a planned change waits for others to be announced with it
-    failure_budget: int = (
-        10  # failures that are the workers' own (not of a lost host) within `failure_window`
-    )
+    failure_budget: int = 10  # failures within `failure_window` that are the workers' own, not of a lost host
     failure_window: float = 600.0
     # New worlds after the first, as Horovod counts, after which no change is planned; None: unlimited.
     reset_limit: int | None = None
@@ -254,9 +250,8 @@ class Limits:
     idle_slot_timeout: float = 60.0  # after so long a slot that no world needs gives its core back
     checkpoints_kept: int = 3  # how many are published at a time
     max_runtime: float | None = None  # after so long the job ends at its next step boundary; None: unlimited
-    all_results: bool = (
-        False  # R15 (end): a success needs every member's result; False: rank 0's is the job's
-    )
+    # R15 (end): a success needs every member's result; False: rank 0's is the job's.
+    all_results: bool = False
 
     @property
     def capacity(self) -> int:

@@ -14,10 +14,10 @@ from typing import TypeAlias
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import (
     AbortGroup,
+    AskForWorld,
     CloseGroup,
     Exit,
     Form,
-    Join,
     ReportDone,
     ReportFailure,
     Run,
@@ -34,9 +34,9 @@ from spark_elastic.protocol.types import (
 )
 
 
-class Stage(Enum):
+class WorkerStage(Enum):
     STARTING = "starting"
-    JOINING = "joining"  # asked for a world
+    WAITING = "waiting"  # asked for a world
     FORMING = "forming"
     SYNCING = "syncing"
     RUNNING = "running"
@@ -49,12 +49,12 @@ class WorkerState:
     """What a worker knows of itself and its world."""
 
     worker: WorkerId
-    stage: Stage = Stage.STARTING
+    stage: WorkerStage = WorkerStage.STARTING
     fence: Fence | None = None  # of the last world that it entered
     world: World | None = None
     # Of the state that it holds, None while it holds none. R5 (staging): the old one until a new one is swapped in.
     position: Position | None = None
-    aborted: Fence | None = None  # newest world that is known to be over
+    newest_ended: Fence | None = None  # of the newest world that is known to be over
     open: bool = False  # the group of `fence` was not closed yet
     result: str = ""
     code: int = 0  # of its exit
@@ -70,11 +70,11 @@ def initial(worker: WorkerId) -> StepResult:
 
 def step(state: WorkerState, event: on.WorkerEvent) -> StepResult:
     """What follows from an event."""
-    if state.stage is Stage.STOPPED:
+    if state.stage is WorkerStage.STOPPED:
         return state, (Exit("it was told to end", state.code),)
     match event:
         case on.Warm():
-            return _join(state, "warm") if state.stage is Stage.STARTING else (state, ())
+            return _ask_for_world(state, "warm") if state.stage is WorkerStage.STARTING else (state, ())
         case on.WorldReceived():
             return _receive_world(state, event.world)
         case on.GroupFormed() | on.Synced() | on.Applied() | on.Boundary() | on.GroupBroken() | on.Finished():
@@ -91,32 +91,34 @@ def step(state: WorkerState, event: on.WorkerEvent) -> StepResult:
             )
 
 
-def _join(
+def _ask_for_world(
     state: WorkerState, reason: str, suspects: tuple[WorkerId, ...] = (), planned: bool = False
 ) -> StepResult:
-    return replace(state, stage=Stage.JOINING), (
-        Join(reason, state.fence, state.position, suspects, planned),
+    return replace(state, stage=WorkerStage.WAITING), (
+        AskForWorld(reason, state.fence, state.position, suspects, planned),
     )
 
 
 def _receive_world(state: WorkerState, world: World) -> StepResult:
-    if state.stage not in (Stage.JOINING, Stage.DONE):
+    if state.stage not in (WorkerStage.WAITING, WorkerStage.DONE):
         return state, ()
     if state.fence is not None and world.fence <= state.fence:
-        if state.stage is Stage.DONE:
+        if state.stage is WorkerStage.DONE:
             return state, (_report_result(state),)
-        return _join(state, f"world {world.fence.generation} is one that it left")
+        return _ask_for_world(state, f"world {world.fence.generation} is one that it left")
     me = world.member(state.worker)
     if me is None:
         return _stop(state, f"world {world.fence.generation} was formed without it", 0)
     number = world.fence.generation
     closing = _close_commands(state, f"world {number} follows")
-    entered = replace(state, stage=Stage.FORMING, fence=world.fence, world=world, open=False)
+    entered = replace(state, stage=WorkerStage.FORMING, fence=world.fence, world=world, open=False)
     if _is_over(entered):
-        after, commands = _join(entered, f"world {number} was over before it came")
+        after, commands = _ask_for_world(entered, f"world {number} was over before it came")
     elif me.position != state.position:
-        # A late message misled the driver. Training on from here would break P1, so this world must not begin.
-        after, commands = _join(entered, f"world {number} was formed for a position that it does not hold")
+        # A late message misled the driver. To train on from here would break P1 (exactly once).
+        after, commands = _ask_for_world(
+            entered, f"world {number} was formed for a position that it does not hold"
+        )
     else:
         after = replace(entered, open=True)
         commands = (Form(f"rank {me.rank} of {world.size}: {world.reason}", world),)
@@ -126,22 +128,26 @@ def _receive_world(state: WorkerState, world: World) -> StepResult:
 def _handle_in_world(state: WorkerState, event: on.WorkerEvent) -> StepResult:
     """Events of the current world's own work."""
     match event:
-        case on.GroupFormed() if state.stage is Stage.FORMING:
+        case on.GroupFormed() if state.stage is WorkerStage.FORMING:
             return _enter_formed(state)
-        case on.Synced() if state.stage is Stage.SYNCING:
+        case on.Synced() if state.stage is WorkerStage.SYNCING:
             return _run(replace(state, position=event.position or state.position))
-        case on.Applied() if state.stage is Stage.RUNNING:
+        case on.Applied() if state.stage is WorkerStage.RUNNING:
             return replace(state, position=event.position), ()
-        case on.Boundary() if state.stage is Stage.RUNNING:
+        case on.Boundary() if state.stage is WorkerStage.RUNNING:
             # The group stays open until the next world comes: a slower peer may still read this step's last bytes.
-            return _join(state, event.reason, planned=True)
-        case on.GroupBroken() if state.stage in (Stage.FORMING, Stage.SYNCING, Stage.RUNNING):
+            return _ask_for_world(state, event.reason, planned=True)
+        case on.GroupBroken() if state.stage in (
+            WorkerStage.FORMING,
+            WorkerStage.SYNCING,
+            WorkerStage.RUNNING,
+        ):
             assert state.world is not None
             members = state.world.members
             suspects = tuple(members[rank].worker for rank in event.suspects if 0 <= rank < len(members))
             return _leave(state, event.reason, suspects)
-        case on.Finished() if state.stage is Stage.RUNNING:
-            done = replace(state, stage=Stage.DONE, result=event.result)
+        case on.Finished() if state.stage is WorkerStage.RUNNING:
+            done = replace(state, stage=WorkerStage.DONE, result=event.result)
             return done, (_report_result(done),)
         case _:
             return state, ()
@@ -155,7 +161,9 @@ def _enter_formed(state: WorkerState) -> StepResult:
     if not world.receivers:
         return _run(state)
     verb = "take" if _rank(state) in world.receivers else "hand on"
-    return replace(state, stage=Stage.SYNCING), (Sync(f"{verb} the state of rank {world.source}", world),)
+    return replace(state, stage=WorkerStage.SYNCING), (
+        Sync(f"{verb} the state of rank {world.source}", world),
+    )
 
 
 def _run(state: WorkerState) -> StepResult:
@@ -165,13 +173,13 @@ def _run(state: WorkerState) -> StepResult:
     if _is_over(state):
         return _leave(state, f"world {world.fence.generation} is over")
     position = START if world.source is None else state.position
-    running = replace(state, stage=Stage.RUNNING, position=position)
+    running = replace(state, stage=WorkerStage.RUNNING, position=position)
     return running, (Run(f"rank {_rank(state)} of {world.size}", world, state.position),)
 
 
 def _leave(state: WorkerState, reason: str, suspects: tuple[WorkerId, ...] = ()) -> StepResult:
-    joined, commands = _join(replace(state, open=False), reason, suspects)
-    return joined, (*_close_commands(state, reason), *commands)
+    waiting, commands = _ask_for_world(replace(state, open=False), reason, suspects)
+    return waiting, (*_close_commands(state, reason), *commands)
 
 
 def _close_commands(state: WorkerState, reason: str) -> tuple[CloseGroup, ...]:
@@ -188,11 +196,11 @@ def _receive_abort(state: WorkerState, event: on.AbortReceived) -> StepResult:
     """R10 (fence): an abort of an older world is ignored; one of a newer world waits for that world."""
     if state.fence is not None and event.fence < state.fence:
         return state, ()
-    known = event.fence if state.aborted is None else max(state.aborted, event.fence)
-    over = replace(state, aborted=known)
+    newest = event.fence if state.newest_ended is None else max(state.newest_ended, event.fence)
+    updated = replace(state, newest_ended=newest)
     if event.fence != state.fence or not state.open:
-        return over, ()
-    return over, (AbortGroup(event.reason, event.fence),)
+        return updated, ()
+    return updated, (AbortGroup(event.reason, event.fence),)
 
 
 def _report_exception(state: WorkerState, event: on.UserRaised) -> StepResult:
@@ -200,19 +208,20 @@ def _report_exception(state: WorkerState, event: on.UserRaised) -> StepResult:
     never arrive first."""
     reason = "user code raised"
     report = ReportFailure(reason, state.fence, state.position, event.fingerprint, event.traceback)
-    stopped = replace(state, stage=Stage.STOPPED, code=1, open=False)
+    stopped = replace(state, stage=WorkerStage.STOPPED, code=1, open=False)
     return stopped, (report, *_close_commands(state, reason), Exit(reason, 1))
 
 
 def _stop(state: WorkerState, reason: str, code: int) -> StepResult:
-    stopped = replace(state, stage=Stage.STOPPED, code=code)
+    stopped = replace(state, stage=WorkerStage.STOPPED, code=code)
     if state.open and state.fence is not None:
         return stopped, (AbortGroup(reason, state.fence), Exit(reason, code))
     return stopped, (Exit(reason, code),)
 
 
 def _is_over(state: WorkerState) -> bool:
-    return state.aborted is not None and state.fence is not None and state.fence <= state.aborted
+    ended = state.newest_ended
+    return ended is not None and state.fence is not None and state.fence <= ended
 
 
 def _rank(state: WorkerState) -> int:

@@ -165,8 +165,8 @@ def _shut_down(connection: socket.socket) -> None:
 R = TypeVar("R")
 
 POLL_SHARE = 2 / 3  # of the time that is left, the most that a long poll may be held
-MIN_ATTEMPT_SECONDS = 0.05  # an attempt that begins gets at least so long
-ANSWER_SECONDS = 10.0  # how long one attempt waits for an answer, beyond the hold of a long poll
+MIN_TRY_SECONDS = 0.05  # a try that begins gets at least so long
+ANSWER_SECONDS = 10.0  # how long one try waits for an answer, beyond the hold of a long poll
 RETRY_DELAYS = (0.01, 0.05, 0.2, 0.5)  # seconds before dialling again; the last one repeats
 
 
@@ -230,7 +230,7 @@ class RendezvousClient:
         Raises:
             DriverUnreachable: no answer in that time; names host:port.
             Unauthorized: one side does not prove the job's key.
-            StaleGeneration: the request belongs to an attempt or generation that is over.
+            StaleGeneration: the request belongs to a driver's attempt or a generation that is over.
             InvalidInput: the driver refuses the request's form or size.
             ConnectionClosed: `close` was called.
         """
@@ -310,7 +310,7 @@ class RendezvousClient:
 
     def _post(self, path: str, credentials: auth.Credentials, body: bytes, seconds: float) -> httpx.Response:
         headers = {"authorization": credentials.header()}
-        return self._transport.post(path, headers, body, max(MIN_ATTEMPT_SECONDS, seconds))
+        return self._transport.post(path, headers, body, max(MIN_TRY_SECONDS, seconds))
 
     def _drop_session(self, session: _Session) -> None:
         with self._session_lock:

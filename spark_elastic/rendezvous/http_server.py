@@ -484,9 +484,8 @@ async def _abort_connections(server: _UvicornRun) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-FILES_PER_WORKER = (
-    6  # connections: two long polls, and heartbeats, log lines, reports, a join at the same time
-)
+# Connections: two long polls, and heartbeats, log lines, reports and a request for a world at the same time.
+FILES_PER_WORKER = 6
 RESERVED_FILES = 256  # for what else the driver's process opens
 
 

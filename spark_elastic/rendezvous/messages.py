@@ -13,10 +13,9 @@ from typing import Any, Protocol, TypeVar
 from spark_elastic.protocol.messages import Acknowledged, DriverMessage, Request, SlotRequest, WorkerRequest
 from spark_elastic.protocol.types import INITIAL_VERSION, Fence, MembershipVersion, WorkerId
 
-VERSION = 3  # of the wire format; client and server must have the same
-SLOT_LINE_PREFIX = (
-    "spark_elastic: "  # begins a log line that a slot itself writes; the driver always logs such lines
-)
+VERSION = 4  # of the wire format; client and server must have the same
+# Begins a log line that a slot itself writes; the driver always logs such lines.
+SLOT_LINE_PREFIX = "spark_elastic: "
 MAX_BODY_BYTES = 8 << 20  # of a request
 MAX_POLL_SECONDS = 20.0  # for which the server holds a long poll
 
@@ -83,25 +82,24 @@ class LogLines(SlotRequest[Acknowledged]):
 class WorkerUpdate:
     """What a worker must know at once."""
 
-    # The newest membership version, and why it was announced.
+    # The newest membership version.
     version: MembershipVersion
-    reason: str = ""
-    # The newest generation that is over, and why.
-    over: Fence | None = None
-    why: str = ""
+    # The fence of the newest world that is over, and why it is.
+    ended_fence: Fence | None = None
+    end_reason: str = ""
     # Why the worker must end; None: it continues.
     stop: str | None = None
 
 
 @dataclass(frozen=True)
 class WatchWorker(WorkerRequest[WorkerUpdate]):
-    """Waits until the version differs, a generation after `over` is over, or the worker must stop (long poll).
+    """Waits until the version differs, a world after `ended_fence` is over, or the worker must stop (long poll).
 
     The request says what the worker received last, not which world it is in. It therefore cannot miss a world that
     begins while the poll is open.
     """
 
-    over: Fence | None = None
+    ended_fence: Fence | None = None
     version: MembershipVersion = INITIAL_VERSION
 
 

@@ -138,7 +138,7 @@ class Routes:
         own: dict[type[Request[Any]], Handler] = {
             messages.RegisterSlot: self._register,
             messages.Heartbeat: self._heartbeat,
-            messages.JoinWorld: self._next_world,
+            messages.RequestNextWorld: self._next_world,
             messages.WorkerDone: self._next_world,
             LogLines: self._logs,
             WatchSlot: self._watch_slot,
@@ -181,7 +181,7 @@ class Routes:
 
     async def _next_world(self, call: Call) -> NextWorld:
         """Answers with the next world or the end; posts the message unless the answer is there already."""
-        message: messages.JoinWorld | messages.WorkerDone = call.message
+        message: messages.RequestNextWorld | messages.WorkerDone = call.message
 
         def find_answer() -> NextWorld | None:
             stop = self._state.get_stop_reason(message.worker)
@@ -229,7 +229,9 @@ class Routes:
 
         def find_update() -> WorkerUpdate | None:
             now = self._state.get_update(message.worker)
-            is_known = now.version == message.version and now.over == message.over and now.stop is None
+            is_known = (
+                now.version == message.version and now.ended_fence == message.ended_fence and now.stop is None
+            )
             return None if is_known else now
 
         reply = await self._poll(call, _sender(message), message.worker, find_update)

@@ -177,16 +177,16 @@ class RendezvousServer:
         return f"{'https' if self._bind.certificate else 'http'}://{self._address}"
 
     def publish(self, world: World) -> None:
-        """Answer the joins of its members, now and later, and open its exchange."""
+        """Answer the requests of its members for it, now and later, and open its exchange."""
         self._submit(lambda: self._state.publish(world))
 
     def abort(self, fence: Fence, reason: str) -> None:
         """That generation is over: wake its watchers and close its exchange."""
         self._submit(lambda: self._state.abort(fence, reason))
 
-    def announce(self, version: MembershipVersion, reason: str) -> None:
+    def announce(self, version: MembershipVersion) -> None:
         """Tell every watcher the newest membership version."""
-        self._submit(lambda: self._state.announce(version, reason))
+        self._submit(lambda: self._state.announce(version))
 
     def stop_worker(self, worker: WorkerId, reason: str, kill: bool = False) -> None:
         """Tell the worker and its slot that it shall end."""

@@ -160,9 +160,9 @@ class ServerState:
         self._blobs: dict[str, Blobs] = {}
         self._world: World | None = None
         self._next = NextWorld()  # the reply that tells its members of it
-        self._aborted: str | None = None  # why the current world is over
-        self._over: tuple[Fence, str] | None = None  # the newest generation that is over
-        self._version, self._version_reason = INITIAL_VERSION, ""
+        self._abort_reason: str | None = None  # why the current world is over
+        self._newest_ended: tuple[Fence, str] | None = None  # the newest world that is over, and why it is
+        self._version = INITIAL_VERSION
         self._stops: dict[WorkerId, WorkerToStop] = {}
         self._commands: defaultdict[SlotId, list[WorkerToStop]] = defaultdict(list)
         self._released: dict[SlotId, str] = {}
@@ -171,23 +171,23 @@ class ServerState:
 
     def publish(self, world: World) -> None:
         self._close_exchange()
-        if self._world is not None and self._aborted is None:
-            self._over = self._world.fence, world.reason
-        self._world, self._aborted, self._next = world, None, NextWorld(world)
+        if self._world is not None and self._abort_reason is None:
+            self._newest_ended = self._world.fence, world.reason
+        self._world, self._abort_reason, self._next = world, None, NextWorld(world)
         self.values.open(generation_scope(world.fence.generation))
         # Also those that are no members: they may watch the previous world, which is over now.
         self.waiters.wake_all()
 
     def abort(self, fence: Fence, reason: str) -> None:
-        """A fence that is not the current one's is over already."""
-        if self._world is not None and self._world.fence == fence and self._aborted is None:
-            self._aborted = reason
-            self._over = fence, reason
+        """Ignores a fence other than the current world's: that world is over."""
+        if self._world is not None and self._world.fence == fence and self._abort_reason is None:
+            self._abort_reason = reason
+            self._newest_ended = fence, reason
             self._close_exchange()
             self.waiters.wake_all()
 
-    def announce(self, version: MembershipVersion, reason: str) -> None:
-        self._version, self._version_reason = version, reason
+    def announce(self, version: MembershipVersion) -> None:
+        self._version = version
         self.waiters.wake_all()
 
     def stop_worker(self, worker: WorkerId, reason: str, kill: bool) -> None:
@@ -264,11 +264,11 @@ class ServerState:
             return f"generation {fence.generation} is not known here"
         if fence < self._world.fence:
             return f"generation {fence.generation} was followed by {self._world.fence.generation}: {self._world.reason}"
-        return self._aborted
+        return self._abort_reason
 
     def get_update(self, worker: WorkerId) -> WorkerUpdate:
-        over, why = self._over or (None, "")
-        return WorkerUpdate(self._version, self._version_reason, over, why, self.get_stop_reason(worker))
+        fence, reason = self._newest_ended or (None, "")
+        return WorkerUpdate(self._version, fence, reason, self.get_stop_reason(worker))
 
     def get_commands(self, slot: SlotId, seen: int) -> SlotCommands:
         """The commands for a slot after the first `seen` ones."""

@@ -28,7 +28,7 @@ from spark_elastic.state.checkpoint import Checkpointer, SnapshotReader
 from spark_elastic.state.snapshot import build_snapshot
 from spark_elastic.training.ledger import open_ledger
 from spark_elastic.training.progress import TrainingProgress, select_figures, to_json_values
-from spark_elastic.training.row_balancer import RowBalancer
+from spark_elastic.training.row_balancer import STRAGGLER_GAIN, RowBalancer
 from spark_elastic.training.spec import Rows, TrainSpec
 from spark_elastic.training.step_summary import StepDecision
 from spark_elastic.training.trainer import ModelTrainer, StepDisputed, sync_state
@@ -232,8 +232,8 @@ class TrainingLoop:
         if self._balancer is not None and self._balancer.straggler == group.rank and not self._reported:
             self._reported = True
             handle.report_straggler(
-                f"rank {group.rank} takes longer than all others together would take for its rows, too, although it "
-                f"has {self._balancer.parts[group.rank]} of a step's {sum(self._balancer.parts)}"
+                f"without rank {group.rank} the others would finish the step at least {STRAGGLER_GAIN:.0%} sooner, "
+                f"although it has only {self._balancer.parts[group.rank]} of its {sum(self._balancer.parts)} parts"
             )
 
     def _show_division(self, parts: Sequence[int], group: Group) -> None:

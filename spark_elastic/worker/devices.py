@@ -107,9 +107,8 @@ def apply_device(spec: SlotSpec, identity: SlotIdentity, environment: MutableMap
     Raises:
         InvalidInput: the slot could not be given what the job asks for.
     """
-    from spark_elastic.worker.context import (
-        get_process_context,
-    )  # imports the engine, which `transform` does without
+    # Imports the engine, which `transform` does without.
+    from spark_elastic.worker.context import get_process_context
 
     process = get_process_context()
     gpus = identity.resources.get(GPU, ())

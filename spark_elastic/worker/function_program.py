@@ -91,9 +91,8 @@ class FunctionProgram:
             fn, args, kwargs = cloudpickle.loads(self._call)
             with exit_forks():
                 value = fn(*args, **kwargs)
-            last = (
-                get_context() or worker
-            ).group or group  # an elastic function may have gone on to later worlds
+            # An elastic function may have gone on to later worlds.
+            last = (get_context() or worker).group or group
             return Completed(program.encode_result(value, last.rank))
         except MismatchError as error:
             # Another world would not help.

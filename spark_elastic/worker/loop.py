@@ -1,8 +1,8 @@
 """The worker's loop, which executes the commands of the worker machine around the user's program.
 
-The main thread joins and forms worlds, syncs and runs the program (`WorkerLoop`). A thread of `DriverWatch` polls the
-driver and posts what it says; both go through `WorkerLoop._post`, whose lock owns the machine. The thread that learns
-of an abort executes it. Another thread sends the newest metrics to the driver (`MetricsReporter`).
+The main thread asks for worlds and forms them, syncs and runs the program (`WorkerLoop`). A thread of `DriverWatch`
+polls the driver and posts what it says; both go through `WorkerLoop._post`, whose lock owns the machine. The thread
+that learns of an abort executes it. Another thread sends the newest metrics to the driver (`MetricsReporter`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from spark_elastic.protocol.events import AbortReceived, DriverSilent, StopRecei
 from spark_elastic.protocol.messages import (
     CheckpointStoreFull,
     CheckpointWritten,
-    JoinWorld,
     NextWorld,
     Request,
+    RequestNextWorld,
     WorkerDone,
     WorkerFailed,
     WorkerStraggles,
@@ -69,7 +69,7 @@ from spark_elastic.worker.program import (
 )
 
 EXIT_GRACE = 2.0  # seconds that the main thread gets to end by itself once it was told to stop
-RETRY_EVERY = 0.2  # seconds between attempts to reach a silent driver; the last attempts come closer together
+RETRY_EVERY = 0.2  # seconds between tries to reach a silent driver; the last ones come closer together
 RETRY_AT_LEAST = 0.01  # seconds
 REPORT_EVERY = 0.25  # seconds between two messages with metrics
 
@@ -122,12 +122,12 @@ class WorkerLoop:
         self._clock = clock
         self._reporter = reporter
         self._groups = groups
-        self._lock = threading.Lock()  # owns _state, _group, _aborted
+        self._lock = threading.Lock()  # owns _state, _group, _aborted_fence
         self._state, _ = worker_machine.initial(identity.worker)
         self._group: Group | None = None
         self._world: World | None = None
         self._group_context = GroupContext()
-        self._aborted: Fence | None = None
+        self._aborted_fence: Fence | None = None
         self._handle = WorkerHandle(
             lambda: watch.version,
             self._report_position,
@@ -217,8 +217,8 @@ class WorkerLoop:
 
     def _execute(self, command: do.WorkerCommand) -> on.WorkerEvent | None:
         match command:
-            case do.Join():
-                return self._join(command)
+            case do.AskForWorld():
+                return self._ask_for_world(command)
             case do.Form():
                 return self._form(command.world)
             case do.AbortGroup():
@@ -236,10 +236,10 @@ class WorkerLoop:
                 pass  # not for `_execute`
         return None
 
-    def _join(self, command: do.Join) -> on.WorkerEvent:
+    def _ask_for_world(self, command: do.AskForWorld) -> on.WorkerEvent:
         set_context(self._context_between_worlds)
         reason = command.suspects, command.reason, command.planned
-        return self._poll(JoinWorld(self._identity.worker, command.fence, command.position, *reason))
+        return self._poll(RequestNextWorld(self._identity.worker, command.fence, command.position, *reason))
 
     def _poll(self, request: Request[NextWorld]) -> on.WorkerEvent:
         """Repeat a long poll until it brings a world or the end."""
@@ -260,7 +260,7 @@ class WorkerLoop:
             return self._group_broke(world.fence, error)
         with self._lock:
             self._group, self._world = group, world
-            aborted = self._aborted is not None and self._aborted >= world.fence
+            aborted = self._aborted_fence is not None and self._aborted_fence >= world.fence
         if aborted:
             group.abort("the driver ended this generation while it was formed")
         try:
@@ -326,7 +326,7 @@ class WorkerLoop:
 
     def _abort_group(self, command: do.AbortGroup) -> None:
         with self._lock:
-            self._aborted = command.fence
+            self._aborted_fence = command.fence
             is_current = self._world is not None and self._world.fence == command.fence
             group = self._group if is_current else None  # the main thread may have gone on to the next world
         if group is not None:
@@ -371,7 +371,7 @@ class DriverWatch:
 
     def _watch(self, handle_event: Callable[[on.WorkerEvent], int | None]) -> None:
         began = self._clock.now()
-        over: Fence | None = None  # the newest generation that the driver has ended
+        ended_fence: Fence | None = None  # of the newest world that the driver has ended
         while not self._closing.is_set():
             last_seen = max(began, self._driver.last_answered_at())
             left = last_seen + self._driver_timeout - self._clock.now()
@@ -381,7 +381,7 @@ class DriverWatch:
             try:
                 # Asks by what it received last, not by the world that the worker is in. So it does not miss the end of
                 # a world that begins while the request is open.
-                request = WatchWorker(self._worker, over, self._version)
+                request = WatchWorker(self._worker, ended_fence, self._version)
                 watched = self._driver.ask(request, MAX_POLL_SECONDS, max(0.0, left))
             except ElasticError:
                 self._closing.wait(min(RETRY_EVERY, max(RETRY_AT_LEAST, left)))
@@ -390,9 +390,9 @@ class DriverWatch:
             if watched.version > self._version:
                 self._version = watched.version
                 notification_manager.handle_hosts_updated(self._clock.wall(), watched.version.update)
-            if watched.over is not None and watched.over != over:
-                over = watched.over
-                handle_event(AbortReceived(now, over, watched.why))
+            if watched.ended_fence is not None and watched.ended_fence != ended_fence:
+                ended_fence = watched.ended_fence
+                handle_event(AbortReceived(now, ended_fence, watched.end_reason))
             if watched.stop is not None:
                 self._exit(handle_event(StopReceived(now, watched.stop)), watched.stop)
                 return

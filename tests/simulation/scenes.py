@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from spark_elastic.protocol.commands import Outcome
+from spark_elastic.protocol.commands import JobOutcome
 from spark_elastic.protocol.types import Limits
 from tests.simulator.fault_plan import Fault, FaultPlan, plan_storm
 from tests.simulator.simulation import simulate
@@ -35,7 +35,7 @@ def scene(*faults: Fault, seed: int = 1, hosts: int = 4, steps: int = 12, **limi
 def survive_storm(hosts: int) -> None:
     """Play a storm. The simulation judges the rest: every row once, replicas identical, invariants at each world."""
     report = simulate(plan_storm(seed=1, hosts=hosts))
-    assert report.end.outcome is Outcome.SUCCESS, report.event_log
+    assert report.end.outcome is JobOutcome.SUCCESS, report.event_log
     sizes = [world.size for world in report.worlds]
     workers = 10 * hosts
     assert sizes[0] == workers

@@ -10,7 +10,7 @@ import pytest
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import driver_machine, worker_machine
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.driver.state import DriverState, EvictedMembers
+from spark_elastic.protocol.driver.state import DriverState, PossiblyAliveMembers
 from spark_elastic.protocol.worker_machine import StepResult, WorkerState
 from spark_elastic.state import checkpoint
 from spark_elastic.state.owned_run import OwnedRun
@@ -40,20 +40,20 @@ def test_p7_all_workers_are_lost_and_the_newest_checkpoint_is_taken() -> None:
 )
 def test_p7_another_driver_resumes_wherever_the_first_dies(moment: Moment, nth: int, silent: bool) -> None:
     report = simulate(plan_durable(Fault(FaultKind.KILL_DRIVER, moment, nth, silent=silent)))
-    assert report.end.outcome is do.Outcome.SUCCESS
+    assert report.end.outcome is do.JobOutcome.SUCCESS
     assert report.worlds[-1].fence.attempt == 2
     assert report.worlds[-1].resume
 
 
 def test_p7_a_damaged_checkpoint_gives_way_to_the_one_before() -> None:
     report = simulate(plan_durable(CORRUPTED, replace(ALL_KILLED, after=0.001)))
-    assert report.end.outcome is do.Outcome.SUCCESS
+    assert report.end.outcome is do.JobOutcome.SUCCESS
     assert report.worlds[-1].resume
 
 
 def test_r10_a_driver_that_lost_its_run_ends() -> None:
     report = simulate(plan_durable(TAKEN_OVER))
-    assert report.end.outcome is do.Outcome.SUCCESS
+    assert report.end.outcome is do.JobOutcome.SUCCESS
     assert report.worlds[-1].fence.attempt == 2
     assert "was taken over by another driver" in report.event_log
 
@@ -63,16 +63,16 @@ def test_r10_a_driver_that_lost_its_run_ends() -> None:
 
 def _forget_old_members(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, Commands]:
     """R18 broken: does not wait for old members that may live."""
-    return driver_machine.step(replace(state, evicted_members=EvictedMembers()), event)
+    return driver_machine.step(replace(state, possibly_alive=PossiblyAliveMembers()), event)
 
 
 def _trust_spark(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, Commands]:
     """R18 broken: an executor that Spark calls lost is dead."""
     after, commands = driver_machine.step(state, event)
     after = after.copy()
-    for name, member in after.evicted_members.possibly_alive.items():
+    for name, member in after.possibly_alive.members.items():
         if member.executor_lost:
-            after.evicted_members.confirm_dead(name)
+            after.possibly_alive.confirm_dead(name)
     return after, commands
 
 
@@ -111,7 +111,7 @@ def test_r18_a_driver_that_trusts_sparks_report_of_a_lost_executor_is_caught() -
     plans = [plan_durable(lost, seed=seed, steps=600, driver_timeout=DRIVER_TIMEOUT) for seed in range(6)]
     for plan in plans:
         report = simulate(plan)
-        assert report.end.outcome is do.Outcome.SUCCESS
+        assert report.end.outcome is do.JobOutcome.SUCCESS
         assert report.worlds[-1].resume
     assert any(_is_caught(plan, driver_step=_trust_spark, match="train on (R18)") for plan in plans)
 

@@ -12,9 +12,9 @@ from spark_elastic.protocol import driver_machine, worker_machine
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.driver.state import DriverState
 from spark_elastic.protocol.events import Received
-from spark_elastic.protocol.messages import JoinWorld, WorkerDone
+from spark_elastic.protocol.messages import RequestNextWorld, WorkerDone
 from spark_elastic.protocol.types import Fence, Position, WorkerId
-from spark_elastic.protocol.worker_machine import Stage, StepResult, WorkerState
+from spark_elastic.protocol.worker_machine import StepResult, WorkerStage, WorkerState
 from tests.simulation.scenes import scene
 from tests.simulator.fault_plan import Fault, FaultKind, FaultPlan, Moment, random_plan
 from tests.simulator.invariants import Violation
@@ -57,7 +57,7 @@ def _drop_aborts(command: do.DriverCommand) -> do.DriverCommand | None:
 def _form_too_early(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, Commands]:
     """Forms the next world before all members have left the last."""
     message = event.message if isinstance(event, Received) else None
-    if isinstance(message, JoinWorld) and message.planned and state.workers.not_left > 1:
+    if isinstance(message, RequestNextWorld) and message.planned and state.workers.not_left > 1:
         state = replace(state, workers=replace(state.workers, not_left=1))
     return driver_machine.step(state, event)
 
@@ -65,7 +65,7 @@ def _form_too_early(state: DriverState, event: on.DriverEvent) -> tuple[DriverSt
 def _end_too_early(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, Commands]:
     """Takes the first worker that stops to be done."""
     match event:
-        case Received(now, JoinWorld(worker, Fence() as fence, Position() as position, planned=True)):
+        case Received(now, RequestNextWorld(worker, Fence() as fence, Position() as position, planned=True)):
             event = Received(now, WorkerDone(worker, fence, position, "0:0"))
     return driver_machine.step(state, event)
 
@@ -91,7 +91,7 @@ def test_a_driver_that_breaks_a_rule_is_caught(rule: str) -> None:
 def _skip_sync(state: WorkerState, event: on.WorkerEvent) -> StepResult:
     """Trains on with whatever state it has."""
     after, commands = worker_machine.step(state, event)
-    if after.stage is Stage.SYNCING and after.world is not None:
+    if after.stage is WorkerStage.SYNCING and after.world is not None:
         position = after.world.position
         return worker_machine.step(after, on.Synced(event.now, after.world.fence, position))  # type: ignore[arg-type]
     return after, commands
@@ -100,7 +100,7 @@ def _skip_sync(state: WorkerState, event: on.WorkerEvent) -> StepResult:
 def _report_before_sync(state: WorkerState, event: on.WorkerEvent) -> StepResult:
     """R5 broken: takes the new position before the new state is there."""
     after, commands = worker_machine.step(state, event)
-    if isinstance(event, on.GroupFormed) and after.stage is Stage.SYNCING and after.world is not None:
+    if isinstance(event, on.GroupFormed) and after.stage is WorkerStage.SYNCING and after.world is not None:
         after = replace(after, position=after.world.position)
     return after, commands
 

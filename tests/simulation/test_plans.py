@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from spark_elastic.protocol.commands import Outcome
+from spark_elastic.protocol.commands import JobOutcome
 from tests.simulator.fault_plan import FaultKind, random_plan
 from tests.simulator.simulation import Report, simulate
 
@@ -23,10 +23,10 @@ def _play(first: int) -> list[Report]:
 def test_random_fault_plans_keep_all_promises(first: int) -> None:
     reports = _play(first)
     ends = Counter(report.end.outcome for report in reports)
-    assert set(ends) <= {Outcome.SUCCESS, Outcome.USER_ERROR, Outcome.NOT_ENOUGH_WORKERS}
-    assert ends[Outcome.SUCCESS] >= CHUNK * 0.7, ends
+    assert set(ends) <= {JobOutcome.SUCCESS, JobOutcome.USER_ERROR, JobOutcome.NOT_ENOUGH_WORKERS}
+    assert ends[JobOutcome.SUCCESS] >= CHUNK * 0.7, ends
     for report in reports:
-        if report.end.outcome is Outcome.USER_ERROR:
+        if report.end.outcome is JobOutcome.USER_ERROR:
             may_end = {FaultKind.RAISE, FaultKind.RAISE_AT_ROW, FaultKind.DEAD_LINK}
             assert may_end & {fault.kind for fault in report.injected}, report.event_log
 

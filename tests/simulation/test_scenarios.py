@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from spark_elastic.protocol.commands import Outcome
+from spark_elastic.protocol.commands import JobOutcome
 from tests.simulation.scenes import scene
 from tests.simulator.fault_plan import Fault, FaultKind, Moment, Share
 from tests.simulator.simulation import simulate
@@ -20,14 +20,14 @@ def test_r01_death_at_any_point_of_a_step_costs_no_step(moment: Moment, target: 
     """Some have the step and others not; the history stays whole (the simulation judges it)."""
     for seed in SEEDS:
         report = simulate(scene(Fault(FaultKind.KILL_WORKER, moment, nth=3, target=target), seed=seed))
-        assert report.end.outcome is Outcome.SUCCESS, report.event_log
+        assert report.end.outcome is JobOutcome.SUCCESS, report.event_log
         assert report.seconds < 6.0, report.event_log
 
 
 def test_r04_state_comes_from_survivors_and_late_workers_join_as_newcomers() -> None:
     """A stopped member is left out; it comes back without a step, ranked after those who stayed."""
     report = simulate(scene(Fault(FaultKind.STOP_WORKER, Moment.EXCHANGE, nth=5, target=0, duration=60.0)))
-    assert report.end.outcome is Outcome.SUCCESS
+    assert report.end.outcome is JobOutcome.SUCCESS
     stopped = report.worlds[0].members[0].worker
     after = report.worlds[1]
     assert after.member(stopped) is None
@@ -46,7 +46,7 @@ def test_r05_a_laggard_whose_sync_broke_keeps_its_old_position() -> None:
                 seed=seed,
             )
         )
-        assert report.end.outcome is Outcome.SUCCESS, report.event_log
+        assert report.end.outcome is JobOutcome.SUCCESS, report.event_log
         apart += any(len({m.position for m in w.members if m.position}) > 1 for w in report.worlds)
     assert apart > 3  # the scene happens
 
@@ -74,14 +74,14 @@ def test_r12_a_pause_of_the_driver_stops_nothing() -> None:
 
 def test_r13_a_deterministic_failure_ends_the_job_with_its_traceback() -> None:
     report = simulate(scene(Fault(FaultKind.RAISE_AT_ROW, Moment.EXCHANGE, nth=5, target=7)))
-    assert report.end.outcome is Outcome.USER_ERROR
+    assert report.end.outcome is JobOutcome.USER_ERROR
     assert "failing row at step 7" in report.end.detail
     assert len(report.worlds) == 2
 
 
 def test_r13_one_exception_of_one_worker_does_not_end_the_job() -> None:
     report = simulate(scene(Fault(FaultKind.RAISE, Moment.EXCHANGE, nth=5, target=2)))
-    assert report.end.outcome is Outcome.SUCCESS
+    assert report.end.outcome is JobOutcome.SUCCESS
 
 
 @pytest.mark.parametrize("hosts", [2, 4])
@@ -98,7 +98,7 @@ def test_r13_of_two_hosts_with_a_dead_link_one_is_left_out(hosts: int) -> None:
         report = simulate(
             scene(dead, seed=seed, hosts=hosts, steps=60, num_workers=hosts, driver_timeout=10.0)
         )
-        assert report.end.outcome is Outcome.SUCCESS, report.event_log
+        assert report.end.outcome is JobOutcome.SUCCESS, report.event_log
         assert report.worlds[-1].size == hosts - 1, report.event_log
         assert "could not reach each other" in report.event_log
         assert report.seconds < 40.0, report.event_log
@@ -110,7 +110,7 @@ def test_r13_a_host_that_reaches_none_of_the_others_is_the_one_left_out() -> Non
             FaultKind.DEAD_LINK, Moment.EXCHANGE, nth=9, target=seed % 4, share=Share.ALL, duration=math.inf
         )
         report = simulate(scene(dead, seed=seed, steps=60, driver_timeout=10.0))
-        assert report.end.outcome is Outcome.SUCCESS, report.event_log
+        assert report.end.outcome is JobOutcome.SUCCESS, report.event_log
         assert report.worlds[-1].size == 3, report.event_log
 
 
@@ -118,22 +118,22 @@ def test_r13_a_dead_link_that_comes_back_costs_no_worker() -> None:
     for seed in SEEDS:
         dead = Fault(FaultKind.DEAD_LINK, Moment.EXCHANGE, nth=9, target=1, share=Share.TWO, duration=6.0)
         report = simulate(scene(dead, seed=seed, driver_timeout=10.0))
-        assert report.end.outcome is Outcome.SUCCESS, report.event_log
+        assert report.end.outcome is JobOutcome.SUCCESS, report.event_log
         assert {world.size for world in report.worlds} == {4}, report.event_log
 
 
 def test_r13_a_dead_link_ends_a_job_that_needs_both_hosts() -> None:
     dead = Fault(FaultKind.DEAD_LINK, Moment.EXCHANGE, nth=9, target=1, share=Share.TWO, duration=math.inf)
     report = simulate(scene(dead, min_workers=4, driver_timeout=10.0))
-    assert report.end.outcome is Outcome.USER_ERROR
-    assert "could not continue, which saw" in report.end.reason
+    assert report.end.outcome is JobOutcome.USER_ERROR
+    assert "could not continue and blames" in report.end.reason
 
 
 def test_r14_a_second_attempt_is_an_extra_slot() -> None:
     for seed in SEEDS:
         second = Fault(FaultKind.SECOND_ATTEMPT, Moment.EXCHANGE, nth=5, target=1)
         report = simulate(scene(second, seed=seed, hosts=5))
-        assert report.end.outcome is Outcome.SUCCESS
+        assert report.end.outcome is JobOutcome.SUCCESS
         assert len(report.worlds) == 1  # the world is full: it parks
 
 
@@ -143,7 +143,7 @@ def test_r15_a_job_succeeds_after_a_loss_while_some_workers_are_done(target: int
     for seed in SEEDS:
         late = Fault(FaultKind.KILL_WORKER, Moment.CLOSING, nth=2, after=0.01, target=target)
         report = simulate(scene(late, seed=seed, all_results=whole))
-        assert report.end.outcome is Outcome.SUCCESS
+        assert report.end.outcome is JobOutcome.SUCCESS
         assert "null" not in (report.end.results if whole else report.end.results[:1])
 
 
@@ -156,14 +156,14 @@ def test_r16_the_first_world_waits_for_num_workers_for_a_limited_time() -> None:
 
 def test_too_few_workers_end_the_job_with_a_sentence() -> None:
     report = simulate(scene(hosts=2, min_workers=3))
-    assert report.end.outcome is Outcome.NOT_ENOUGH_WORKERS
+    assert report.end.outcome is JobOutcome.NOT_ENOUGH_WORKERS
     assert "2 workers came within 40 s and 3 are needed" in report.end.reason
     assert "slot jobs that the cluster did not start: 3, 4" in report.end.reason
 
 
 def test_training_starts_again_and_says_so_after_the_loss_of_all_workers() -> None:
     report = simulate(scene(Fault(FaultKind.KILL_WORKER, Moment.EXCHANGE, nth=20, share=Share.ALL)))
-    assert report.end.outcome is Outcome.SUCCESS
+    assert report.end.outcome is JobOutcome.SUCCESS
     assert report.worlds[1].source is None
     assert "the next starts from the beginning" in report.worlds[1].reason
 
@@ -174,7 +174,7 @@ def test_training_continues_from_the_only_survivor(kind: FaultKind) -> None:
         report = simulate(
             scene(Fault(kind, Moment.EXCHANGE, nth=20, share=Share.ALL_BUT_ONE, target=1), seed=seed)
         )
-        assert report.end.outcome is Outcome.SUCCESS
+        assert report.end.outcome is JobOutcome.SUCCESS
         assert report.worlds[1].position is not None, report.event_log
 
 
@@ -193,7 +193,7 @@ def test_a_drain_of_all_members_waits_for_a_newcomer_that_takes_the_state() -> N
     for seed in SEEDS:
         everybody = Fault(FaultKind.DRAIN_WORKER, Moment.EXCHANGE, nth=8, share=Share.ALL)
         report = simulate(scene(everybody, Fault(FaultKind.ADD_HOST, after=0.9), seed=seed))
-        assert report.end.outcome is Outcome.SUCCESS
+        assert report.end.outcome is JobOutcome.SUCCESS
         assert all(world.source is not None for world in report.worlds[1:]), report.event_log
 
 
@@ -208,4 +208,4 @@ def test_a_planned_stop_and_a_loss_at_once() -> None:
                 num_workers=3,
             )
         )
-        assert report.end.outcome is Outcome.SUCCESS, report.event_log
+        assert report.end.outcome is JobOutcome.SUCCESS, report.event_log

@@ -7,8 +7,14 @@ from dataclasses import dataclass, field
 
 from spark_elastic.driver.gang_scheduler import GangScheduler, JobQueue
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import AbortWorld, End, LaunchSlot, Outcome, PublishWorld, ReleaseSlot
-from spark_elastic.protocol.messages import DriverMessage, Heartbeat, JoinWorld, RegisterSlot, WorkerStarted
+from spark_elastic.protocol.commands import AbortWorld, End, JobOutcome, LaunchSlot, PublishWorld, ReleaseSlot
+from spark_elastic.protocol.messages import (
+    DriverMessage,
+    Heartbeat,
+    RegisterSlot,
+    RequestNextWorld,
+    WorkerStarted,
+)
 from spark_elastic.protocol.types import Limits, SlotId, WorkerId
 from spark_elastic.testing.fakes import FakeClock
 from tests.unit.protocol.driver_bench import Bench, at
@@ -67,7 +73,7 @@ class Job(Bench):
                 case AbortWorld():
                     for member in self.world.members:
                         if member.worker in self.state.workers and member.slot != self.late:
-                            self.post(JoinWorld(member.worker, self.fence, at(self.step)))
+                            self.post(RequestNextWorld(member.worker, self.fence, at(self.step)))
                 case End():
                     self.scheduler.alive_lock.release()
 
@@ -76,7 +82,7 @@ class Job(Bench):
         worker = WorkerId(f"{number}-0.1")
         self.post(RegisterSlot(worker.slot, f"h{number}", number))
         self.post(WorkerStarted(worker.slot, worker))
-        self.post(JoinWorld(worker, None, None))
+        self.post(RequestNextWorld(worker, None, None))
 
     def _end_slot(self, number: int) -> None:
         if number in self.running:
@@ -147,7 +153,7 @@ def test_r17_a_first_job_that_can_never_continue_ends_with_a_sentence_and_the_se
     assert len(first.running) == 2
     assert len(second.running) == 1
     _pass(60.0, clock, cores, first, second)
-    assert first.end.outcome is Outcome.NOT_ENOUGH_WORKERS
+    assert first.end.outcome is JobOutcome.NOT_ENOUGH_WORKERS
     assert (len(second.find_commands(PublishWorld)), second.world.position) == (2, at(7))
 
 
@@ -155,7 +161,7 @@ def test_r17_a_job_keeps_its_slots_while_the_first_only_waits_for_a_late_member(
     clock, cores, first, second = _start_two_jobs()
     first.late = "1-0"
     member = next(member for member in first.world.members if member.slot != first.late)
-    first.post(JoinWorld(member.worker, first.fence, at(7), reason="its peer is silent"))
+    first.post(RequestNextWorld(member.worker, first.fence, at(7), reason="its peer is silent"))
     second.lose_slot(1)
     _pass(3 * LIMITS.gather_timeout, clock, cores, first, second)
     assert len(first.find_commands(PublishWorld)) == 1

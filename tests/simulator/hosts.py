@@ -22,7 +22,7 @@ from spark_elastic.protocol.types import (
     World,
     heartbeat_interval,
 )
-from spark_elastic.protocol.worker_machine import Stage
+from spark_elastic.protocol.worker_machine import WorkerStage
 from tests.simulator.fault_plan import Moment
 from tests.simulator.invariants import Violation
 
@@ -202,7 +202,7 @@ class SimWorker:
 
     def is_training_before(self, fence: Fence) -> bool:
         """Whether it is in an older world and does not wait for the next."""
-        busy = self.state.stage in (Stage.FORMING, Stage.SYNCING, Stage.RUNNING)
+        busy = self.state.stage in (WorkerStage.FORMING, WorkerStage.SYNCING, WorkerStage.RUNNING)
         return self.alive and busy and self.group is not None and self.group.world.fence < fence
 
     # ---- time
@@ -254,7 +254,7 @@ class SimWorker:
 
     def _carry_out(self, command: do.WorkerCommand) -> None:
         match command:
-            case do.Join():
+            case do.AskForWorld():
                 self.ask(lambda: self.slot.server.joins(self, command))
             case do.Form():
                 self.question = None

@@ -11,7 +11,7 @@ from dataclasses import fields
 
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.driver.state import DriverState, Stage
+from spark_elastic.protocol.driver.state import DriverState, JobStage
 from spark_elastic.protocol.types import Checkpoint, Fence, Position, WorkerId, WorkerStatus, World
 
 EVENTS_IN_LOG = 80  # lines kept
@@ -200,7 +200,7 @@ class DriverInvariants:
     def _check_state(self, state: DriverState) -> None:
         """The counters agree with the records, and the records with each other."""
         members = [w for w in state.workers.values() if w.rank is not None]
-        if state.stage in (Stage.RUNNING, Stage.REGROUPING):
+        if state.stage in (JobStage.RUNNING, JobStage.REGROUPING):
             self._require(
                 state.workers.not_left == sum(not w.has_left for w in members), "not_left is miscounted"
             )
@@ -219,7 +219,7 @@ class DriverInvariants:
                 listed == {slot.slot: getattr(slot, key) for slot in state.slots.values()},
                 f"slots are listed under another {key}",
             )
-        gone = [w for w in state.workers if w in state.workers.evicted]
+        gone = [w for w in state.workers if w in state.workers.departed]
         self._require(not gone, f"both living and gone: {gone}")
         waiting = [w for w in state.workers.waiting if state.workers[w].rank is not None]
         self._require(not waiting, f"waiting members: {waiting}")

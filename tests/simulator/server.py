@@ -20,8 +20,8 @@ from spark_elastic.protocol.messages import (
     CheckpointWritten,
     DriverMessage,
     Heartbeat,
-    JoinWorld,
     RegisterSlot,
+    RequestNextWorld,
     WorkerDone,
     WorkerExited,
     WorkerFailed,
@@ -134,8 +134,10 @@ class SimServer:
 
     # ---- messages of workers
 
-    def joins(self, worker: SimWorker, join: do.Join) -> None:
-        event = JoinWorld(worker.name, join.fence, join.position, join.suspects, join.reason, join.planned)
+    def joins(self, worker: SimWorker, join: do.AskForWorld) -> None:
+        event = RequestNextWorld(
+            worker.name, join.fence, join.position, join.suspects, join.reason, join.planned
+        )
         self._send(worker.slot.host, lambda: self._receive_question(worker, join.fence, event))
 
     def receive_done(self, worker: SimWorker, report: do.ReportDone) -> None:
@@ -154,7 +156,7 @@ class SimServer:
         self._send(worker.slot.host, lambda: self.post(event))
 
     def _receive_question(
-        self, worker: SimWorker, fence: Fence | None, message: JoinWorld | WorkerDone
+        self, worker: SimWorker, fence: Fence | None, message: RequestNextWorld | WorkerDone
     ) -> None:
         if self.dead:
             return

@@ -330,7 +330,7 @@ class Simulation:
         """P1 and P4 at the end of a job that ended well."""
         end = self.server.end
         assert end is not None
-        if end.outcome is not do.Outcome.SUCCESS:
+        if end.outcome is not do.JobOutcome.SUCCESS:
             return
         try:
             self._history.check(self.plan.compute_rows())

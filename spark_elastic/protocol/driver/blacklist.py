@@ -33,7 +33,7 @@ class Cooldown:
 Cooldowns: TypeAlias = Table[str, Cooldown]
 
 
-def delay(name: str, failures: int, lower: float, upper: float) -> float:
+def compute_cooldown(name: str, failures: int, lower: float, upper: float) -> float:
     """Seconds of cooldown after so many failures: `lower`, then twice as long each time with up to `JITTER` more, at
     most `upper`. The jitter is a hash of name and count, so that a replay gives the same."""
     doubled = lower * 2.0 ** min(failures - 1, MAX_DOUBLINGS)
@@ -79,7 +79,7 @@ class Blacklist:
         """Workers on these two machines could not reach each other."""
         failures = self.links[machines].failures + 1 if machines in self.links else 1
         name = "-".join(sorted(machines))
-        until = now + delay(name, failures, limits.driver_timeout, LONGEST_LINK_COOLDOWN)
+        until = now + compute_cooldown(name, failures, limits.driver_timeout, LONGEST_LINK_COOLDOWN)
         return replace(self, links=self.links.put(machines, Cooldown(failures, now, until)))
 
     def find_unreachable(self, machines: Collection[str], now: float) -> set[str]:
@@ -118,7 +118,7 @@ def _add_failure(cooldowns: Cooldowns, name: str, now: float, limits: Limits) ->
     )
     failures = 1 if before is None or forgiven else before.failures + 1
     lower, upper = limits.cooldown_range
-    return cooldowns.put(name, Cooldown(failures, now, now + delay(name, failures, lower, upper)))
+    return cooldowns.put(name, Cooldown(failures, now, now + compute_cooldown(name, failures, lower, upper)))
 
 
 def _with_success(cooldowns: Cooldowns, name: str) -> Cooldowns:

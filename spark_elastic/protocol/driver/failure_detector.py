@@ -12,22 +12,22 @@ from dataclasses import replace
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import AbortWorld, NotifyUser, StopWorker
 from spark_elastic.protocol.driver.state import (
-    EvictedWorker,
+    DepartedWorker,
+    JobStage,
     PossiblyAlive,
     SlotEnd,
     SlotRecord,
-    Stage,
     Transition,
     WorkerRecord,
 )
 from spark_elastic.protocol.types import SlotId, WorkerId, WorkerStatus
 
-SCANS_PER_LEASE = 20
+CHECKS_PER_LEASE = 20
 # Seconds. Imports keep a host busy, nothing waits for a worker that is not warm, and a new one would import again.
 STARTING_LEASE = 30.0
 MARGIN = 5.0  # seconds added to driver_timeout, for clocks that differ and for a last step
 
-# ---- evictions
+# ---- evictions and removals
 
 
 def break_world(tx: Transition, reason: str, cause_unknown: bool = False) -> None:
@@ -37,13 +37,13 @@ def break_world(tx: Transition, reason: str, cause_unknown: bool = False) -> Non
         cause_unknown: see `CurrentWorld`.
     """
     state = tx.state
-    if state.stage is not Stage.RUNNING or state.timers.done_since is not None:
+    if state.stage is not JobStage.RUNNING or state.timers.done_since is not None:
         return
     for stall in state.current.stalled.values():
         reason = reason if stall in reason else f"{reason}; {stall}"
-    state.stage = Stage.REGROUPING
+    state.stage = JobStage.REGROUPING
     state.current.break_reason, state.current.cause_unknown = reason, cause_unknown
-    state.timers.regroup_since = tx.now
+    state.timers.leaving_since = tx.now
     tx.emit(AbortWorld(f"world {state.generation} is over: {reason}", state.fence))
 
 
@@ -54,7 +54,7 @@ def evict(
 
     Args:
         kill: it may be alive; its slot kills it.
-        exit_unreported: see `EvictedWorker`.
+        exit_unreported: see `DepartedWorker`.
     """
     state = tx.state
     title = tx.describe(worker)
@@ -62,11 +62,11 @@ def evict(
         reason = f"{reason}; {state.current.stalled[worker.worker]}"
     if kill:
         _note_possibly_alive(tx, worker)
-    remove(tx, worker, EvictedWorker(reason, WorkerStatus.FAILURE, exit_unreported, worker.took_part))
-    state.launches.relaunch |= worker.rank is not None and not worker.draining
+    remove_worker(tx, worker, DepartedWorker(reason, exit_unreported, worker.took_part))
+    state.launches.relaunch |= worker.is_member and not worker.draining
     if kill:
         tx.emit(StopWorker(f"{title} is evicted: {reason}", worker.worker, kill=True))
-    if worker.rank is not None and worker.worker not in state.current.results:
+    if worker.is_member and worker.worker not in state.current.results:
         loss, current = f"{title} is lost: {reason}", state.current
         if current.cause_unknown and worker.worker in current.suspected - current.late:
             current.break_reason, current.cause_unknown = loss, False
@@ -77,23 +77,23 @@ def evict_externally_lost(
     tx: Transition, worker: WorkerRecord, reason: str, kill: bool = False, exit_unreported: bool = False
 ) -> None:
     """Evict a worker where nothing points to the program: a signal, silence, or the end of its slot or host."""
-    if worker.rank is not None:
+    if worker.is_member:
         failures = tx.state.failures
         failures.externally_lost = failures.externally_lost.put(worker.worker, tx.state.generation)
     evict(tx, worker, reason, kill, exit_unreported)
 
 
-def remove(tx: Transition, worker: WorkerRecord, evicted: EvictedWorker) -> None:
-    """Move a worker's record from the present workers to the evicted ones."""
+def remove_worker(tx: Transition, worker: WorkerRecord, departed: DepartedWorker) -> None:
+    """Move a worker's record from the living workers to the departed ones."""
     state = tx.state
-    state.workers.evict(worker.worker, evicted)
+    state.workers.record_departure(worker.worker, departed)
     state.connections.forget(worker.worker)
     slot = state.slots.get(worker.slot)
     if slot is not None and slot.worker == worker.worker:
         state.slots.put(replace(slot, worker=None))
 
 
-def evict_slot(tx: Transition, slot: SlotRecord, reason: str, how: SlotEnd) -> None:
+def remove_slot(tx: Transition, slot: SlotRecord, reason: str, how: SlotEnd) -> None:
     """A slot task is gone, and its worker with it."""
     state = tx.state
     worker = tx.worker_of(slot)
@@ -102,16 +102,16 @@ def evict_slot(tx: Transition, slot: SlotRecord, reason: str, how: SlotEnd) -> N
             _note_possibly_alive(tx, worker, executor_lost=True)
         evict_externally_lost(tx, worker, reason)
     elif how is not SlotEnd.TOLD_TO_END:
-        for name, evicted in state.workers.evicted.items():
-            if evicted.exit_unreported and evicted.took_part and name.startswith(f"{slot.slot}."):
-                # Its world was broken without knowing this.
+        for name, departed in state.workers.departed.items():
+            if departed.exit_unreported and departed.took_part and name.startswith(f"{slot.slot}."):
+                # The world's break reason was announced before this was known.
                 tx.emit(NotifyUser(f"worker {name} was lost with its slot: {reason}"))
-    state.slots.evict(slot, reason)
-    state.evicted_members.end_slot(slot.slot, how)
+    state.slots.record_departure(slot, reason)
+    state.possibly_alive.end_slot(slot.slot, how)
     state.blacklist = state.blacklist.forget_slot(slot.slot)
     state.failures.forget_slot(slot.slot)
     state.connections.forget(slot.slot)
-    state.launches.count_attempts(slot.launch, -1)
+    state.launches.count_task_attempts(slot.launch, -1)
 
 
 # ---- connections
@@ -121,11 +121,11 @@ def on_connection_lost(tx: Transition, event: on.ConnectionLost) -> None:
     state, name = tx.state, event.worker or event.slot
     connections = state.connections
     connections.reset = connections.reset | {name} if event.reset else connections.reset - {name}
-    for worker, member in state.evicted_members.find_by_connection(event.slot, event.worker):
+    for worker, member in state.possibly_alive.find_by_connection(event.slot, event.worker):
         closed = _ends_within_lease(tx, tx.now, member.last_seen) and (
             member.connection_closed or not event.reset
         )
-        state.evicted_members.update(worker, replace(member, connection_closed=closed))
+        state.possibly_alive.update(worker, replace(member, connection_closed=closed))
     slot = state.slots.get(event.slot)
     if event.worker is None:
         if slot is not None and slot.disconnected_at is None:
@@ -139,25 +139,25 @@ def on_connection_lost(tx: Transition, event: on.ConnectionLost) -> None:
 def on_connection_back(tx: Transition, event: on.ConnectionBack) -> None:
     state = tx.state
     _mark_mass_disconnect(tx)
-    for name, member in state.evicted_members.find_by_connection(event.slot, event.worker):
-        state.evicted_members.update(name, replace(member, connection_closed=False))
+    for name, member in state.possibly_alive.find_by_connection(event.slot, event.worker):
+        state.possibly_alive.update(name, replace(member, connection_closed=False))
     slot = state.slots.get(event.slot)
     worker = state.workers.get(event.worker) if event.worker is not None else None
     if worker is not None:
-        mark_seen(tx, worker)
+        mark_reconnected(tx, worker)
     elif event.worker is None and slot is not None:
         state.slots.put(replace(slot, disconnected_at=None, last_seen=tx.now))
 
 
-def mark_seen(tx: Transition, worker: WorkerRecord) -> WorkerRecord:
+def mark_reconnected(tx: Transition, worker: WorkerRecord) -> WorkerRecord:
     """Record that the worker sent a message over a working connection. Returns its renewed record."""
     _mark_mass_disconnect(tx)
     tx.state.connections.restore(worker.worker)
-    return tx.state.workers.mark_seen(worker, tx.now)
+    return tx.state.workers.set_last_seen(worker, tx.now)
 
 
 def suspect(tx: Transition, witness: WorkerId, suspects: tuple[WorkerId, ...]) -> None:
-    """Note workers that a peer saw break. That alone evicts no worker."""
+    """Note members that a peer blames for its broken group. That alone evicts no worker."""
     current = tx.state.current
     world = current.world
     seen = [name for name in suspects if world is not None and world.member(name) is not None]
@@ -170,21 +170,22 @@ def suspect(tx: Transition, witness: WorkerId, suspects: tuple[WorkerId, ...]) -
 def _check_connection(tx: Transition, name: WorkerId) -> None:
     """Evict a worker whose connection is broken, if there is enough evidence.
 
-    A peer's report evicts it at once. A broken connection of its slot evicts it once it is clear that not all
-    connections broke. Without either it is evicted after `reconnect_grace`. If all connections broke at once, the
+    A peer's report evicts it immediately. A broken connection of its slot evicts it once it is clear that not all
+    connections broke. Without either it is evicted after `reconnect_grace`. If all connections broke together, the
     server lost them, and every worker has that time to reconnect.
     """
     state, connections = tx.state, tx.state.connections
     worker, since = state.workers.get(name), connections.disconnected.get(name)
     if worker is None or since is None or _is_mass_disconnect(tx):
         return
-    broken = tx.now - max(since, connections.mass_disconnect, connections.driver_partitioned)
+    broken = tx.now - max(since, connections.mass_disconnect_at, connections.driver_partitioned_at)
     slot = state.slots.get(worker.slot)
-    own = connections.mass_disconnect < since
+    window = state.limits.disconnect_window
+    broke_alone = connections.mass_disconnect_at < since
     slot_since = slot.disconnected_at if slot is not None else None
-    if own and name in state.current.suspected:
-        reason = "its connection broke and a peer saw it break"
-    elif own and slot_since is not None and tx.now - max(since, slot_since) >= state.limits.disconnect_window:
+    if broke_alone and name in state.current.suspected:
+        reason = "its connection broke and a peer blames it"
+    elif broke_alone and slot_since is not None and tx.now - max(since, slot_since) >= window:
         reason = "its connection and its slot's broke"
     elif broken >= state.limits.reconnect_grace:
         reason = f"its connection has been broken for {broken:.1f} s"
@@ -197,7 +198,7 @@ def _mark_mass_disconnect(tx: Transition) -> None:
     """Remember that all workers were disconnected, as long as it lasts."""
     connections = tx.state.connections
     if connections.disconnected and _is_mass_disconnect(tx):
-        connections.mass_disconnect = tx.now
+        connections.mass_disconnect_at = tx.now
 
 
 def _is_mass_disconnect(tx: Transition) -> bool:
@@ -214,28 +215,28 @@ def _is_mass_disconnect(tx: Transition) -> bool:
 
 
 def notice_pause(tx: Transition) -> None:
-    """Detect before each event that the driver was paused: no scan ran for half a lease. Messages that came meanwhile
-    are still unread, so the silence of the other slots proves nothing: R12 (driver silence)."""
+    """Detect before each event that the driver was paused: it checked no leases for half a lease. Messages that came
+    meanwhile are still unread, so the silence of the other slots proves nothing: R12 (driver silence)."""
     connections = tx.state.connections
-    if tx.now - connections.last_scan > tx.state.limits.lease / 2:
-        connections.driver_partitioned = tx.now
+    if tx.now - connections.last_lease_check > tx.state.limits.lease / 2:
+        connections.driver_partitioned_at = tx.now
 
 
-def scan(tx: Transition) -> None:
+def check_connections_and_leases(tx: Transition) -> None:
     """On a tick: check broken connections, and now and then the leases."""
     state, connections = tx.state, tx.state.connections
     _mark_mass_disconnect(tx)
     for name in tuple(connections.disconnected):
         _check_connection(tx, name)
-    if tx.now < connections.next_scan:
+    if tx.now < connections.next_lease_check:
         return
     lease = state.limits.lease
-    connections.last_scan = tx.now
-    connections.next_scan = tx.now + lease / SCANS_PER_LEASE
+    connections.last_lease_check = tx.now
+    connections.next_lease_check = tx.now + lease / CHECKS_PER_LEASE
     if _is_driver_partitioned(tx):
-        connections.driver_partitioned = tx.now
+        connections.driver_partitioned_at = tx.now
         return
-    reachable_since = connections.driver_partitioned
+    reachable_since = connections.driver_partitioned_at
     for worker in tuple(state.workers.values()):
         slot = state.slots.get(worker.slot)
         limit = max(lease, STARTING_LEASE) if worker.status is WorkerStatus.STARTING else lease
@@ -255,9 +256,9 @@ def _evict_silent_slots(tx: Transition) -> None:
     state = tx.state
     limit = state.limits.driver_timeout + MARGIN
     for slot in tuple(state.slots.values()):
-        silence = tx.now - max(slot.last_seen, state.connections.driver_partitioned)
+        silence = tx.now - max(slot.last_seen, state.connections.driver_partitioned_at)
         if slot.worker is None and silence > limit:
-            evict_slot(tx, slot, f"slot {slot.slot} was silent for {silence:.1f} s", SlotEnd.TOLD_TO_END)
+            remove_slot(tx, slot, f"slot {slot.slot} was silent for {silence:.1f} s", SlotEnd.TOLD_TO_END)
 
 
 def _is_driver_partitioned(tx: Transition) -> bool:
@@ -278,8 +279,8 @@ def _is_driver_partitioned(tx: Transition) -> bool:
 
 
 def _note_possibly_alive(tx: Transition, worker: WorkerRecord, executor_lost: bool = False) -> None:
-    """Called before the records of the worker and its slot change."""
-    if worker.rank is None:
+    """Remember an evicted member that may still run. Call it before its records change."""
+    if not worker.is_member:
         return
     state, connections = tx.state, tx.state.connections
     slot = state.slots.get(worker.slot)
@@ -293,9 +294,9 @@ def _note_possibly_alive(tx: Transition, worker: WorkerRecord, executor_lost: bo
         at is not None and name not in connections.reset and _ends_within_lease(tx, at, seen)
         for name, at in ends
     )
-    state.evicted_members.add(worker.worker, PossiblyAlive(until, seen, closed, executor_lost))
+    state.possibly_alive.add(worker.worker, PossiblyAlive(until, seen, closed, executor_lost))
 
 
 def _ends_within_lease(tx: Transition, at: float, last_seen: float) -> bool:
-    """Whether a connection ended sooner than that of a host that is cut off would, by silence."""
+    """Whether the connection closed within a lease of the last message, hence not by a cut-off host's timeout."""
     return at - last_seen <= tx.state.limits.lease

@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from itertools import chain
 
-from spark_elastic.protocol.commands import Outcome
+from spark_elastic.protocol.commands import JobOutcome
 from spark_elastic.protocol.driver.failure_detector import evict_externally_lost
 from spark_elastic.protocol.driver.slots import PARKING_LIMIT, give_back
-from spark_elastic.protocol.driver.state import DriverState, Failure, Stage, Transition, WorkerRecord
+from spark_elastic.protocol.driver.state import DriverState, Failure, JobStage, Transition, WorkerRecord
 from spark_elastic.protocol.messages import WorkerExited
 from spark_elastic.protocol.types import (
     DRIVER_SILENT_EXIT_CODE,
@@ -27,14 +27,12 @@ from spark_elastic.protocol.types import (
 
 MAX_OOM_KILLS = 2  # kills because memory ran out that a job tolerates within the failure window
 MIN_TRIES = 2  # worlds, or workers of a slot, that must crash at one place to end the job
-MAX_NO_PROGRESS = 2  # worlds in a row without progress that a job tolerates
+MAX_WORLDS_WITHOUT_PROGRESS = 2  # worlds in a row without progress that a job tolerates
 MAX_KILLS_PER_SLOT = 20  # kills within the failure window that count as losses, not as failures
 # Kills of one slot's workers in a row, before they took part in a world, that count as losses.
 MAX_KILLS_IN_A_ROW = 2
-WORKER_EXIT_CODES = (
-    1,
-    DRIVER_SILENT_EXIT_CODE,
-)  # with which the worker, not the user's function, ends its process
+# With which the worker, not the user's function, ends its process.
+WORKER_EXIT_CODES = (1, DRIVER_SILENT_EXIT_CODE)
 
 # ---- recording
 
@@ -48,7 +46,7 @@ def record_failure(tx: Transition, failure: Failure, slot_at_fault: bool = True)
         return
     _count(tx, failure)
     slot = state.slots.get(name)
-    if slot_at_fault and slot is not None and state.stage is not Stage.ENDED:
+    if slot_at_fault and slot is not None and state.stage is not JobStage.ENDED:
         record_slot_failure(tx, slot.slot, slot.host)
 
 
@@ -110,21 +108,23 @@ def _count(tx: Transition, failure: Failure) -> None:
     if not reason:
         reason, detail = _find_exception_of_all(state, failure)
     if reason:
-        tx.end(Outcome.USER_ERROR, reason, detail)
+        tx.end(JobOutcome.USER_ERROR, reason, detail)
         return
     affected = history.generations_with_losses
-    count = len({_key(f) for f in history.records if not (f.fingerprint and f.generation in affected)})
+    count = len(
+        {_find_common_cause(f) for f in history.records if not (f.fingerprint and f.generation in affected)}
+    )
     if count > state.limits.failure_budget:
         tx.end(
-            Outcome.FAILURE_BUDGET,
+            JobOutcome.FAILURE_BUDGET,
             f"workers failed {count} times within {state.limits.failure_window:g} s and the job tolerates "
             f"{state.limits.failure_budget} (failure_budget); the last was worker {failure.worker}",
             failure.detail,
         )
 
 
-def _key(failure: Failure) -> Hashable:
-    """Failures with one key count once: all exceptions in one world may be consequences of the first."""
+def _find_common_cause(failure: Failure) -> Hashable:
+    """What failures that count once have in common: all exceptions in one world may be consequences of the first."""
     return failure.generation if failure.generation and failure.fingerprint else failure.worker
 
 
@@ -135,7 +135,7 @@ def _record_oom_kill(tx: Transition, detail: str) -> None:
     kills = tx.state.failures.add_oom_kill(tx.now, window)
     if kills > MAX_OOM_KILLS:
         tx.end(
-            Outcome.OUT_OF_MEMORY,
+            JobOutcome.OUT_OF_MEMORY,
             f"workers ran out of memory {kills} times within {window:g} s; the "
             "training process is outside the JVM: raise spark.executor.memoryOverhead (or the container's memory), "
             "or lower batch_size or the number of slots per executor",
@@ -156,7 +156,7 @@ def record_slot_failure(tx: Transition, slot: SlotId, host: HostId) -> None:
         return
     for record in slots:
         worker = tx.worker_of(record)
-        if worker is None or worker.rank is None:
+        if worker is None or not worker.is_member:
             give_back(tx, record, f"host {host} is blacklisted for {until - tx.now:.1f} s")
 
 
@@ -240,8 +240,9 @@ def _find_exception_of_all(state: DriverState, new: Failure) -> tuple[str, str]:
     return f"{who} of world {new.generation} {how}{which}, at {format_position(first.position)}", first.detail
 
 
-def check_progress(tx: Transition, chosen: Collection[WorkerId], position: Position | None) -> str:
-    """Why another world of these workers at that position would break like those before it, "" if it need not.
+def record_progress(tx: Transition, chosen: Collection[WorkerId], position: Position | None) -> str:
+    """Count the world that is over if it made no progress. Returns why another world of these workers at that position
+    would break, too, "" if it need not.
 
     A world made no progress if it broke, lost no member and came no further. The same holds if it lost only members
     that did not come to the regroup, since others did the same from the same state. An outage between peers looks like
@@ -258,15 +259,15 @@ def check_progress(tx: Transition, chosen: Collection[WorkerId], position: Posit
         or not same
         or (world.position or START) != (position or START)
     ):
-        history.no_progress, history.broken_links = 0, ()
+        history.worlds_without_progress, history.broken_links = 0, ()
         return ""
-    history.no_progress += 1
+    history.worlds_without_progress += 1
     history.broken_links += current.broken_links
-    if history.no_progress == 1:
-        history.no_progress_since = tx.now
+    if history.worlds_without_progress == 1:
+        history.without_progress_since = tx.now
     another_try = (
-        history.no_progress <= MAX_NO_PROGRESS
-        or tx.now - history.no_progress_since < state.limits.driver_timeout
+        history.worlds_without_progress <= MAX_WORLDS_WITHOUT_PROGRESS
+        or tx.now - history.without_progress_since < state.limits.driver_timeout
     )
     known = state.blacklist.links.keys() & set(_find_machines(tx, current.broken_links))
     if another_try and not known:
@@ -277,7 +278,7 @@ def check_progress(tx: Transition, chosen: Collection[WorkerId], position: Posit
     if current.stalled:
         reasons.append("where such work just takes long, raise collective_timeout above it")
     return (
-        f"{history.no_progress} worlds in a row, up to world {state.generation}, broke at "
+        f"{history.worlds_without_progress} worlds in a row, up to world {state.generation}, broke at "
         f"{resume_point(state, position)} {how}, and another would too: {'; '.join(reasons)}"
     )
 
@@ -285,8 +286,11 @@ def check_progress(tx: Transition, chosen: Collection[WorkerId], position: Posit
 def leave_out(tx: Transition, chosen: Sequence[WorkerRecord], position: Position | None) -> bool:
     """Evict one of two members that could not reach each other in the worlds without progress.
 
-    False where that is no remedy: a member worked or did not come while others waited for it, none blames one on
-    another machine, too few would be left, or another one was left out at this position before.
+    False, and nothing is done, if
+    - a member kept others waiting, by work or because it did not come to the regroup: no link is at fault, then;
+    - no member blames one on another machine;
+    - fewer than `min_workers` would be left;
+    - a member was left out at this position before, and this link is not known to be dead.
     """
     state, history, current = tx.state, tx.state.failures, tx.state.current
     links = Counter(_find_machines(tx, history.broken_links))
@@ -294,22 +298,23 @@ def leave_out(tx: Transition, chosen: Sequence[WorkerRecord], position: Position
         return False
     # Peers that only heard of it blame one of the two as well, so that one's other links count no more often.
     known = state.blacklist.links
-    dead = max(links, key=lambda link: (link in known, links[link], *sorted(link)))
-    if history.left_out_at == (position or START) and dead not in known:
+    dead_link = max(links, key=lambda link: (link in known, links[link], *sorted(link)))
+    if history.left_out_at == (position or START) and dead_link not in known:
         return False
     blamed = Counter(chain(*history.broken_links))
     # Of two that are blamed equally, the later rank; never the only one with the newest state.
     newest = [worker for worker in chosen if worker.position == position]
-    ends = [w for w in chosen if state.slots[w.slot].machine in dead and newest != [w]]
+    ends = [w for w in chosen if state.slots[w.slot].machine in dead_link and newest != [w]]
     left_out = max(ends, key=lambda worker: (blamed[worker.worker], worker.rank or 0))
-    worlds = "a world" if history.no_progress == 1 else f"{history.no_progress} worlds in a row"
+    count = history.worlds_without_progress
+    worlds = "a world" if count == 1 else f"{count} worlds in a row"
     reason = (
-        f"machines {' and '.join(sorted(dead))} could not reach each other, in {worlds} at "
+        f"machines {' and '.join(sorted(dead_link))} could not reach each other, in {worlds} at "
         f"{resume_point(state, position)}: {current.break_reason}"
     )
     title = tx.describe(left_out)
     history.left_out_at = position or START
-    state.blacklist = state.blacklist.record_dead_link(dead, tx.now, state.limits)
+    state.blacklist = state.blacklist.record_dead_link(dead_link, tx.now, state.limits)
     evict_externally_lost(tx, left_out, reason, kill=True)
     current.break_reason = f"{title} is left out: {reason}"
     return True

@@ -4,8 +4,8 @@
     RUNNING     `_check_running` announces planned changes; each member then leaves at the next step boundary
     REGROUPING  the world broke or stopped: `_regroup` publishes the next when every member has left it or is evicted
 
-`settle` runs after every event. It is level-triggered: only the present state counts, never the event that led to it,
-so two changes at the same time cannot hide each other.
+`decide_next_step` runs after every event. It is level-triggered: only the present state counts, never the event that
+led to it, so two changes at the same time cannot hide each other.
 """
 
 from __future__ import annotations
@@ -15,34 +15,33 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from spark_elastic.protocol.commands import AnnounceChange, NotifyUser, Outcome, PublishWorld, StopWorker
-from spark_elastic.protocol.driver.failure_detector import break_world, evict, remove
+from spark_elastic.protocol.commands import AnnounceChange, JobOutcome, NotifyUser, PublishWorld, StopWorker
+from spark_elastic.protocol.driver.failure_detector import break_world, evict, remove_worker
 from spark_elastic.protocol.driver.failures import (
-    check_progress,
     leave_out,
+    record_progress,
     record_slot_failure,
     resume_point,
 )
 from spark_elastic.protocol.driver.slots import (
     admit_excluded,
     find_blacklisted_hosts,
+    find_newest_position,
     give_back,
     launch_due,
-    newest_position,
     relaunch,
     release_idle,
 )
 from spark_elastic.protocol.driver.state import (
+    DepartedWorker,
     DrainCause,
     DriverState,
-    EvictedWorker,
-    Stage,
+    JobStage,
     Transition,
     WorkerRecord,
 )
 from spark_elastic.protocol.types import (
     START,
-    Fence,
     HostId,
     HostUpdateResult,
     Limits,
@@ -54,23 +53,22 @@ from spark_elastic.protocol.types import (
     World,
 )
 
-LAST_STOP_TIMEOUT = (
-    60.0  # seconds for the way to a job's last boundary under `max_runtime`; some functions have none
-)
+# Seconds for the way to a job's last boundary under `max_runtime`; some functions have none.
+LAST_STOP_TIMEOUT = 60.0
 # Seconds to build a world, to come to a planned stop, or to report a result after rank 0's.
 SHORT_TIMEOUT = 30.0
 LAST_STATE_FACTOR = 10  # times regroup_timeout, while only a member that has not come back has a state
-# Seconds from one world to the next for each world in a row without progress, and at most: peers that refuse
+# Seconds from one world to the next for each world in a row without progress, and at most, since peers that refuse
 # connections break worlds within milliseconds.
-PAUSE, LONGEST_PAUSE = 0.5, 5.0
+NO_PROGRESS_BACK_OFF, MAX_NO_PROGRESS_BACK_OFF = 0.5, 5.0
 
 # ---- what is due
 
 
-def settle(tx: Transition) -> None:
+def decide_next_step(tx: Transition) -> None:
     """Take the next step that the present state allows: announce, publish a world, or end the job."""
     state = tx.state
-    if state.stage is Stage.ENDED:
+    if state.stage is JobStage.ENDED:
         return
     if state.timers.done_since is not None:
         _finish(tx)
@@ -82,18 +80,18 @@ def settle(tx: Transition) -> None:
     if state.launches.delayed:
         launch_due(tx)
     over_time = check_max_runtime(tx)
-    if state.stage is Stage.RUNNING:
+    if state.stage is JobStage.RUNNING:
         _check_running(tx, over_time)
     if over_time and _may_end(tx):
-        tx.end(Outcome.TIME_LIMIT, over_time)
+        tx.end(JobOutcome.TIME_LIMIT, over_time)
         return
-    if state.stage is Stage.REGROUPING:
+    if state.stage is JobStage.REGROUPING:
         _regroup(tx)
-    if state.stage is Stage.GATHERING:
+    if state.stage is JobStage.GATHERING:
         _gather(tx)
 
 
-def short_timeout(tx: Transition) -> float:
+def get_short_timeout(tx: Transition) -> float:
     """Seconds for something that runs no user code."""
     return min(SHORT_TIMEOUT, tx.state.limits.regroup_timeout)
 
@@ -103,7 +101,7 @@ def _finish(tx: Transition) -> None:
     state = tx.state
     assert state.world is not None
     assert state.timers.done_since is not None
-    if state.workers.not_left and tx.now - state.timers.done_since < short_timeout(tx):
+    if state.workers.not_left and tx.now - state.timers.done_since < get_short_timeout(tx):
         return
     members, reported = state.world.members, state.current.results
     missing = [member.worker for member in members if member.worker not in reported]
@@ -111,7 +109,7 @@ def _finish(tx: Transition) -> None:
     if missing:
         reason = f"rank 0 of world {state.generation} is done; no result came from {format_names(missing)}"
     results = tuple(reported.get(member.worker, "null") for member in members)
-    tx.end(Outcome.SUCCESS, reason, results=results)
+    tx.end(JobOutcome.SUCCESS, reason, results=results)
 
 
 # ---- max_runtime
@@ -136,7 +134,7 @@ def _may_end(tx: Transition) -> bool:
     assert state.limits.max_runtime is not None
     if tx.now - state.timers.began >= state.limits.max_runtime + LAST_STOP_TIMEOUT:
         return True
-    if state.stage is Stage.RUNNING:
+    if state.stage is JobStage.RUNNING:
         return False
     current = state.current
     only_end_announced = (
@@ -154,11 +152,11 @@ def _check_running(tx: Transition, over_time: str) -> None:
     """Handle a published world: regroup if it has stopped, break it if it is late, announce a planned change."""
     state, timers = tx.state, tx.state.timers
     # Under max_runtime a last checkpoint is written before the members come.
-    timeout = LAST_STOP_TIMEOUT if over_time else short_timeout(tx)
+    timeout = LAST_STOP_TIMEOUT if over_time else get_short_timeout(tx)
     if state.workers.not_left == 0:
-        state.stage = Stage.REGROUPING
-    elif timers.regroup_since is not None:
-        if tx.now - timers.regroup_since >= timeout:
+        state.stage = JobStage.REGROUPING
+    elif timers.leaving_since is not None:
+        if tx.now - timers.leaving_since >= timeout:
             late = [worker.worker for worker in tx.survivors() if not worker.has_left]
             break_world(tx, f"{format_names(late)} did not come to the planned stop within {timeout:g} s")
     elif state.workers.unformed:
@@ -188,7 +186,7 @@ def _announce(tx: Transition, over_time: str) -> None:
         state.workers.starting or state.workers.draining or state.hosts.discovered is not None or over_time
     )
     if more_may_come and tx.now - timers.change_since < state.limits.debounce:
-        return  # working out the next world is worth it once, not at each of a thousand joins
+        return  # working out the next world is worth it once, not at each of a thousand requests
     joining, leaving = ([], []) if over_time else _find_change(tx)
     why = over_time or _format_change(joining, leaving)
     if not why:
@@ -234,8 +232,8 @@ def _regroup(tx: Transition) -> None:
     if state.workers.not_left and not _evict_late_members(tx):
         return
     if not tx.has_survivors():
-        state.stage = Stage.GATHERING
-        state.timers.regroup_since = None
+        state.stage = JobStage.GATHERING
+        state.timers.leaving_since = None
         begins = f"checkpoint {state.checkpoints[0].name}" if state.checkpoints else "the beginning"
         state.current.break_reason = (
             f"no worker of world {state.generation} is left, so the next starts from {begins}: "
@@ -245,24 +243,24 @@ def _regroup(tx: Transition) -> None:
     most = len(state.workers) - state.workers.starting
     if most < state.limits.min_workers and not _has_enough(tx, most):
         return
-    if tx.now - state.timers.published_at < min(LONGEST_PAUSE, PAUSE * state.failures.no_progress):
+    back_off = min(MAX_NO_PROGRESS_BACK_OFF, NO_PROGRESS_BACK_OFF * state.failures.worlds_without_progress)
+    if tx.now - state.timers.published_at < back_off:
         return
     chosen = choose_members(tx.survivors(), tx.newcomers(), state.limits)
     if _has_enough(tx, len(chosen)) and not _waits_for_failed_rank(tx, len(chosen)):
-        _publish(tx, chosen)
+        _form_world(tx, chosen)
 
 
 def _evict_late_members(tx: Transition) -> bool:
     """Evict members that do not leave the old world in time; False while the driver still waits for them."""
     state = tx.state
-    since, timeout = state.timers.regroup_since, state.limits.regroup_timeout
+    since, timeout = state.timers.leaving_since, state.limits.regroup_timeout
     waited = math.inf if since is None else tx.now - since
     if waited < timeout:
-        return (
-            False  # the following is worth working out once it counts, not as each of a thousand comes back
-        )
+        # Before the survivors are looked at: otherwise each of a thousand requests would do that.
+        return False
     if not any(worker.has_left and worker.position is not None for worker in tx.survivors()):
-        timeout *= LAST_STATE_FACTOR  # P3: no member that came back has a state
+        timeout *= LAST_STATE_FACTOR  # P3 (no rollback): no member that came back has a state
     if waited < timeout:
         return False
     for worker in tx.survivors():
@@ -283,10 +281,10 @@ def _waits_for_failed_rank(tx: Transition, size: int) -> bool:
         return False
     survivors = tx.survivors()
     returned = any(worker.status is WorkerStatus.SUCCESS for worker in survivors)
-    if not returned and (newest_position(survivors) or START) != START:
+    if not returned and (find_newest_position(survivors) or START) != START:
         return False
-    since = state.timers.regroup_since if state.timers.regroup_since is not None else tx.now
-    until = since + min(state.limits.gather_timeout, short_timeout(tx))
+    since = state.timers.leaving_since if state.timers.leaving_since is not None else tx.now
+    until = since + min(state.limits.gather_timeout, get_short_timeout(tx))
     failed = {f.worker.slot for f in state.failures.records if f.generation == state.generation}
     return tx.now < until and any(_may_return(tx, slot, until) for slot in failed)
 
@@ -301,15 +299,16 @@ def _may_return(tx: Transition, name: SlotId, until: float) -> bool:
 
 
 def _gather(tx: Transition) -> None:
-    """R16 (start): publish a first world of `num_workers`, or of at least `min_workers` once the first newcomer has
-    waited for `gather_timeout`."""
+    """R16 (start): publish the first world, of `num_workers`, or of at least `min_workers` once the first newcomer has
+    waited for `gather_timeout`. The same after the last member was lost, once no old member can still run: R18
+    (publication)."""
     state, timers = tx.state, tx.state.timers
     count = tx.count_newcomers()
     if count == 0:
         timers.gather_since = None
     elif timers.gather_since is None:
         timers.gather_since = tx.now
-    if not _has_enough(tx, count) or state.evicted_members.may_run(tx.now):
+    if not _has_enough(tx, count) or state.possibly_alive.any_may_run(tx.now):
         return
     assert timers.gather_since is not None
     waited = tx.now - timers.gather_since
@@ -322,7 +321,7 @@ def _gather(tx: Transition) -> None:
                     "the cluster has cores for them"
                 )
             )
-        _publish(tx, tx.newcomers()[: state.limits.capacity])
+        _form_world(tx, tx.newcomers()[: state.limits.capacity])
 
 
 # ---- too few workers
@@ -335,11 +334,11 @@ def _has_enough(tx: Transition, count: int) -> bool:
         timers.too_few_since = None
         timers.too_few_notified = False
         return True
-    state.launches.relaunch |= state.launches.held_back > 0  # what was given back is needed now
+    state.launches.relaunch |= state.launches.held_back_count > 0  # what was given back is needed now
     if timers.too_few_since is None:
         timers.too_few_since = tx.now
     elif tx.now - timers.too_few_since >= state.limits.start_timeout:
-        tx.end(Outcome.NOT_ENOUGH_WORKERS, _explain_missing_workers(tx, count))
+        tx.end(JobOutcome.NOT_ENOUGH_WORKERS, _explain_missing_workers(tx, count))
     else:
         if not timers.too_few_notified and tx.now - timers.too_few_since >= state.limits.gather_timeout:
             timers.too_few_notified = True
@@ -365,7 +364,7 @@ def _end_if_all_blacklisted(tx: Transition, deadline: float) -> None:
     hosts, first = found
     when = "never" if first == math.inf else f"in {first - tx.now:.0f} s"
     tx.end(
-        Outcome.NOT_ENOUGH_WORKERS,
+        JobOutcome.NOT_ENOUGH_WORKERS,
         f"all hosts are blacklisted since their workers failed: {format_names(hosts)}; the first returns {when} "
         f"(cooldown_range), and the job waits for workers for {tx.state.limits.start_timeout:g} s (start_timeout)",
     )
@@ -409,41 +408,46 @@ def format_names(names: Sequence[str], most: int = 8) -> str:
 # ---- publishing a world
 
 
-def _publish(tx: Transition, chosen: list[WorkerRecord]) -> None:
-    state, current = tx.state, tx.state.current
+def _form_world(tx: Transition, chosen: list[WorkerRecord]) -> None:
+    """Publish a world of these workers. If another world is not allowed, or would only break again, leave a member out
+    or end the job instead."""
+    state = tx.state
     if _resets_used_up(state):
         formed = (
             f"{state.generation - 1} were formed after the first (reset_limit {state.limits.reset_limit})"
         )
-        tx.end(Outcome.RESET_LIMIT, f"a new world is needed and {formed}: {current.break_reason}")
+        tx.end(JobOutcome.RESET_LIMIT, f"a new world is needed and {formed}: {state.current.break_reason}")
         return
+    position = find_newest_position(chosen)
+    why_end = record_progress(tx, {worker.worker for worker in chosen}, position)
+    if not why_end:
+        _publish(tx, chosen, position)
+    elif leave_out(tx, chosen, position):
+        _regroup(tx)
+    else:
+        tx.end(JobOutcome.USER_ERROR, why_end)
+
+
+def _publish(tx: Transition, chosen: list[WorkerRecord], position: Position | None) -> None:
+    state, current = tx.state, tx.state.current
     names = {worker.worker for worker in chosen}
     survivors = {worker.worker: worker for worker in tx.survivors()}
     leaving = [worker for worker in survivors.values() if worker.worker not in names]
     machines = {worker.worker: state.slots[worker.slot].machine for worker in chosen}
     staying = [worker for worker in chosen if worker.worker in survivors]
     joining = [worker for worker in chosen if worker.worker not in survivors]
-    chosen = group_by_machine(staying, joining, machines)
-    assignments = [RankAssignment(w.worker, w.slot, w.host, w.position, machines[w.worker]) for w in chosen]
+    ranked = group_by_machine(staying, joining, machines)
+    assignments = [ChosenWorker(w.worker, w.slot, w.host, w.position, machines[w.worker]) for w in ranked]
     source = find_source(assignments)
-    position = None if source is None else chosen[source].position
-    no_progress = check_progress(tx, names, position)
-    if no_progress:
-        if leave_out(tx, chosen, position):
-            _regroup(tx)
-        else:
-            tx.end(Outcome.USER_ERROR, no_progress)
-        return
     current.generation += 1
-    reason = _explain_world(tx, chosen, leaving, position)
+    reason = _explain_world(tx, ranked, leaving, position)
     resume = state.checkpoints if source is None else ()
-    fence = Fence(state.attempt, state.generation)
     members = assign_ranks(assignments)
-    world = World(fence, members, 0 if resume else source, reason, current.version, resume)
+    world = World(state.fence, members, 0 if resume else source, reason, current.version, resume)
     tx.emit(PublishWorld(reason, world))
     for worker in leaving:
         _dismiss(tx, worker)
-    _enter(tx, world, chosen)
+    _enter(tx, world, ranked)
 
 
 def _resets_used_up(state: DriverState) -> bool:
@@ -456,7 +460,7 @@ def _explain_world(
     tx: Transition, chosen: list[WorkerRecord], leaving: list[WorkerRecord], position: Position | None
 ) -> str:
     state = tx.state
-    joining = [worker.worker for worker in chosen if worker.rank is None]
+    joining = [worker.worker for worker in chosen if not worker.is_member]
     change = _format_change(joining, [worker.worker for worker in leaving])
     why = "; ".join(part for part in (state.current.break_reason, change) if part) or "nothing changed"
     point = resume_point(state, position)
@@ -469,28 +473,26 @@ def _enter(tx: Transition, world: World, chosen: list[WorkerRecord]) -> None:
     for rank, worker in enumerate(chosen):
         entered = replace(worker, rank=rank, formed=False, has_left=False, status=WorkerStatus.JOINING)
         state.workers.put(entered)
-    state.stage = Stage.RUNNING
+    state.stage = JobStage.RUNNING
     state.current.enter(world)
     timers.published_at = tx.now
-    timers.gather_since = timers.regroup_since = timers.change_since = timers.too_few_since = None
+    timers.gather_since = timers.leaving_since = timers.change_since = timers.too_few_since = None
     state.launches.preempted = ""
 
 
 def _dismiss(tx: Transition, worker: WorkerRecord) -> None:
     """Release a drained member, once the world without it is published."""
     reason = f"worker {worker.worker} leaves: {worker.draining}"
-    remove(tx, worker, EvictedWorker(reason, WorkerStatus.SUCCESS))
+    remove_worker(tx, worker, DepartedWorker(reason))
     tx.emit(StopWorker(reason, worker.worker))
     slot = tx.state.slots[worker.slot]
-    if worker.drain_cause is DrainCause.STRAGGLER and not slot.replaced_straggler:
-        tx.state.slots.put(
-            replace(slot, replaced_straggler=True)
-        )  # its spare becomes a worker, which may do better
+    if worker.drain_cause is DrainCause.STRAGGLER and not slot.straggled_before:
+        # Its spare becomes a worker, which may do better.
+        tx.state.slots.put(replace(slot, straggled_before=True))
         return
     if worker.drain_cause is DrainCause.STRAGGLER:
-        record_slot_failure(
-            tx, slot.slot, slot.host
-        )  # the next slot is to be on another host, if there is one
+        # The next slot is to be on another host, if there is one.
+        record_slot_failure(tx, slot.slot, slot.host)
     give_back(tx, slot, reason, hold_back=worker.drain_cause is DrainCause.BY_USER)
 
 
@@ -510,8 +512,8 @@ def choose_members(
     staying = [worker for worker in survivors if not worker.draining]
     leaving = [worker for worker in survivors if worker.draining]
     needed: list[WorkerRecord] = []
-    newest = newest_position(survivors)
-    if newest != newest_position(staying):
+    newest = find_newest_position(survivors)
+    if newest != find_newest_position(staying):
         needed = [next(worker for worker in leaving if worker.position == newest)]
     joining = list(newcomers[: max(0, limits.capacity - len(staying) - len(needed))])
     missing = limits.min_workers - len(staying) - len(needed) - len(joining)
@@ -529,9 +531,8 @@ def group_by_machine(
     Args:
         machines: the machine of each worker.
     """
-    last = {
-        machines[worker.worker]: worker.worker for worker in staying
-    }  # a machine's survivor of the highest rank
+    # By machine, the survivor of the highest rank.
+    last = {machines[worker.worker]: worker.worker for worker in staying}
     coming: dict[str, list[WorkerRecord]] = {}
     for worker in joining:
         coming.setdefault(machines[worker.worker], []).append(worker)
@@ -545,7 +546,7 @@ def group_by_machine(
 
 
 @dataclass(frozen=True)
-class RankAssignment:
+class ChosenWorker:
     """A worker that becomes a member of the next world."""
 
     worker: WorkerId
@@ -555,7 +556,7 @@ class RankAssignment:
     machine: str = ""  # that carries its host; "": the host is one
 
 
-def assign_ranks(assignments: Sequence[RankAssignment]) -> tuple[Member, ...]:
+def assign_ranks(assignments: Sequence[ChosenWorker]) -> tuple[Member, ...]:
     """Members in the order given. Local ranks count a machine's members, on whichever of its hosts; cross ranks count,
     over the machines in order of their first member, the members with an equal local rank (Horovod's definition)."""
     machines = [each.machine or each.host for each in assignments]
@@ -585,7 +586,7 @@ def assign_ranks(assignments: Sequence[RankAssignment]) -> tuple[Member, ...]:
     )
 
 
-def find_source(assignments: Sequence[RankAssignment]) -> int | None:
+def find_source(assignments: Sequence[ChosenWorker]) -> int | None:
     """R4 (survivors): the lowest rank among those at the highest position; None if no worker has a state."""
     positions = [each.position for each in assignments]
     highest = max((position for position in positions if position is not None), default=None)

@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import LaunchSlot, NotifyUser, Outcome, ReleaseSlot, StopWorker
-from spark_elastic.protocol.driver.failure_detector import evict, evict_slot
+from spark_elastic.protocol.commands import JobOutcome, LaunchSlot, NotifyUser, ReleaseSlot, StopWorker
+from spark_elastic.protocol.driver.failure_detector import evict, remove_slot
 from spark_elastic.protocol.driver.state import (
+    DepartedWorker,
     DrainCause,
-    EvictedWorker,
+    JobStage,
     SlotEnd,
     SlotLaunch,
     SlotRecord,
-    Stage,
     Transition,
     WorkerRecord,
 )
@@ -30,16 +30,15 @@ from spark_elastic.protocol.types import (
     Position,
     SlotId,
     WorkerId,
-    WorkerStatus,
 )
 
-# Seconds before a launch, by failed attempts before it. Spark alone decides where a slot job lands: without a delay it
-# would use a host that has room but may not take part again and again. The last value is how long another host that
-# gets room meanwhile may go unnoticed. The machine delays the job, not the launcher, so that a changed listing or a new
-# executor launches it at once.
+# Seconds before a launch, by how many before it failed in a row. Spark alone decides where a slot job lands: without a
+# delay it would use a host that has room but may not take part again and again. The last value is how long another host
+# that gets room meanwhile may go unnoticed. The machine delays the job, not the launcher, so that a changed listing or
+# a new executor launches it immediately.
 BACK_OFF = (0.0, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-# A slot that was given to another job is launched again after the same delay as after so many failed attempts.
-ATTEMPTS_AFTER_PREEMPTION = BACK_OFF.index(4.0) - 1
+# A slot that was given to another job is launched again after the same delay as after so many failed launches.
+FAILURES_AFTER_PREEMPTION = BACK_OFF.index(4.0) - 1
 # Seconds of cooldown that a slot waits out with its warm worker. For a longer one it is given back, since its core may
 # be useful elsewhere.
 PARKING_LIMIT = 5.0
@@ -48,10 +47,10 @@ PARKING_LIMIT = 5.0
 
 
 def launch(tx: Transition, slot_launch: SlotLaunch, reason: str) -> None:
-    """Launch a slot, at once or after the back-off."""
-    launches, number = tx.state.launches, slot_launch.launch
+    """Launch a slot, now or after the back-off."""
+    launches, number = tx.state.launches, slot_launch.number
     launches.put(slot_launch)
-    back_off = BACK_OFF[min(slot_launch.failed_attempts, len(BACK_OFF) - 1)]
+    back_off = BACK_OFF[min(slot_launch.failed_predecessors, len(BACK_OFF) - 1)]
     delay = max(back_off, _seconds_until_a_host_returns(tx))
     if delay:
         launches.delay(number, tx.now + delay, reason)
@@ -68,8 +67,8 @@ def launch_due(tx: Transition) -> None:
             tx.emit(LaunchSlot(delayed.reason, number))
 
 
-def launch_now(tx: Transition) -> None:
-    """Other hosts may be used than before: failed attempts delay no launch any more."""
+def skip_back_off(tx: Transition) -> None:
+    """Drop the back-off of delayed launches: other hosts may be used than before."""
     launches = tx.state.launches
     until = tx.now + _seconds_until_a_host_returns(tx)
     for number, delayed in tuple(launches.delayed.items()):
@@ -80,7 +79,7 @@ def relaunch(tx: Transition) -> None:
     """Launch all slots again that were held back, because a member was lost."""
     launches = tx.state.launches
     launches.relaunch = False
-    count, launches.held_back = launches.held_back, 0
+    count, launches.held_back_count = launches.held_back_count, 0
     for _ in range(count):
         reason = "a member was lost, so a slot that was given back is asked for again"
         launch(tx, SlotLaunch(launches.next_launch), reason)
@@ -93,11 +92,11 @@ def on_launch_ended(tx: Transition, event: on.LaunchEnded) -> None:
         return
     how = SlotEnd.EXECUTOR_LOST if event.executor_lost else SlotEnd.OBSERVED
     for slot in state.slots.of_launch(event.launch):
-        evict_slot(tx, slot, f"slot job {event.launch} ended: {event.reason}", how)
-    state.evicted_members.end_launch(event.launch, event.executor_lost)
+        remove_slot(tx, slot, f"slot job {event.launch} ended: {event.reason}", how)
+    state.possibly_alive.end_launch(event.launch, event.executor_lost)
     state.launches.remove(event.launch)
     if event.cancelled:
-        tx.end(Outcome.CANCELLED, f"slot job {event.launch} was cancelled: {event.reason}")
+        tx.end(JobOutcome.CANCELLED, f"slot job {event.launch} was cancelled: {event.reason}")
     elif state.timers.done_since is None:
         _launch_successor(tx, ended, event.reason)
 
@@ -105,13 +104,13 @@ def on_launch_ended(tx: Transition, event: on.LaunchEnded) -> None:
 def _launch_successor(tx: Transition, ended: SlotLaunch, why: str) -> None:
     launches = tx.state.launches
     if ended.held_back:
-        launches.held_back += 1
+        launches.held_back_count += 1
         return
-    failed_attempts = 0 if ended.got_warm or ended.executor_lost else ended.failed_attempts + 1
-    if failed_attempts:
+    failed_predecessors = 0 if ended.got_warm or ended.executor_lost else ended.failed_predecessors + 1
+    if failed_predecessors:
         launches.last_failure = why
-    successor = SlotLaunch(launches.next_launch, failed_attempts)
-    launch(tx, successor, f"slot job {ended.launch} ended ({why})")
+    successor = SlotLaunch(launches.next_launch, failed_predecessors)
+    launch(tx, successor, f"slot job {ended.number} ended ({why})")
 
 
 def find_blacklisted_hosts(tx: Transition) -> tuple[list[HostId], float] | None:
@@ -164,7 +163,7 @@ def give_back(tx: Transition, slot: SlotRecord, reason: str, hold_back: bool = F
 
 
 def _release(tx: Transition, slot: SlotRecord, reason: str) -> None:
-    evict_slot(tx, slot, reason, SlotEnd.TOLD_TO_END)
+    remove_slot(tx, slot, reason, SlotEnd.TOLD_TO_END)
     tx.emit(ReleaseSlot(reason, slot.slot))
 
 
@@ -199,13 +198,13 @@ def on_slots_wanted(tx: Transition, event: on.SlotsWanted) -> None:
 
 def _preempt(tx: Transition, reason: str) -> None:
     """Give all slots back to another job and ask for them again later, since they are too few for a world. A survivor
-    with the newest state keeps its slot (P3)."""
+    with the newest state keeps its slot: P3 (no rollback)."""
     state = tx.state
-    if state.stage is Stage.RUNNING or state.workers.not_left:
+    if state.stage is JobStage.RUNNING or state.workers.not_left:
         return
     state.launches.preempted = reason
     survivors = tx.survivors()
-    newest = newest_position(survivors)
+    newest = find_newest_position(survivors)
     holders = [worker for worker in survivors if newest is not None and worker.position == newest]
     holders.sort(key=lambda worker: bool(worker.draining))  # workers that do not drain come first
     # With all attempts of its task: R14 (duplicates).
@@ -216,12 +215,12 @@ def _preempt(tx: Transition, reason: str) -> None:
         slot_launch = state.launches.get(slot.launch)
         if slot_launch is not None:
             state.launches.put(
-                replace(slot_launch, got_warm=False, failed_attempts=ATTEMPTS_AFTER_PREEMPTION)
+                replace(slot_launch, got_warm=False, failed_predecessors=FAILURES_AFTER_PREEMPTION)
             )
         _release(tx, slot, reason)
 
 
-def newest_position(workers: Sequence[WorkerRecord]) -> Position | None:
+def find_newest_position(workers: Sequence[WorkerRecord]) -> Position | None:
     """The highest position of the workers; None if no worker has one."""
     return max((worker.position for worker in workers if worker.position is not None), default=None)
 
@@ -235,8 +234,8 @@ def on_slot_registered(tx: Transition, event: RegisterSlot) -> None:
     slot_launch = state.launches.get(event.launch)
     if known is not None:
         state.slots.put(replace(known, last_seen=tx.now))
-    elif event.slot in state.slots.evicted:
-        release_evicted(tx, event.slot)
+    elif event.slot in state.slots.departed:
+        release_departed(tx, event.slot)
     elif slot_launch is None:
         _refuse(tx, event.slot, f"slot {event.slot} belongs to slot job {event.launch}, which is over")
     else:
@@ -255,7 +254,7 @@ def _register(tx: Transition, slot: SlotRecord) -> None:
     if why and not slot.extra:
         _refuse(tx, slot.slot, why)
         return
-    state.launches.count_attempts(slot.launch, 1)
+    state.launches.count_task_attempts(slot.launch, 1)
     state.hosts.add(slot.host)
     state.slots.put(slot)
     if why:
@@ -267,52 +266,52 @@ def _refuse(tx: Transition, slot: SlotId, reason: str) -> None:
     tx.emit(ReleaseSlot(reason, slot))
 
 
-def release_evicted(tx: Transition, slot: SlotId) -> None:
-    """Tell an evicted slot that still sends messages to end."""
-    reason = tx.state.slots.evicted.get(slot)
+def release_departed(tx: Transition, slot: SlotId) -> None:
+    """Tell a departed slot that still sends messages to end."""
+    reason = tx.state.slots.departed.get(slot)
     if reason is not None:
-        tx.emit(ReleaseSlot(f"slot {slot} was evicted: {reason}", slot))
+        tx.emit(ReleaseSlot(f"slot {slot} is no longer part of the job: {reason}", slot))
 
 
 def on_heartbeat(tx: Transition, event: Heartbeat) -> None:
     state = tx.state
     slot = state.slots.get(event.slot)
     if slot is None:
-        release_evicted(tx, event.slot)
+        release_departed(tx, event.slot)
         return
     slot = replace(slot, last_seen=tx.now)
     state.slots.put(slot)
     if event.worker is None:
         return
-    evicted = state.workers.evicted.get(event.worker)
-    if evicted is not None:
-        reason = f"worker {event.worker} was evicted: {evicted.reason}"
-        tx.emit(StopWorker(reason, event.worker, kill=not evicted.reported_end))
+    departed = state.workers.departed.get(event.worker)
+    if departed is not None:
+        reason = f"worker {event.worker} is no longer part of the job: {departed.reason}"
+        tx.emit(StopWorker(reason, event.worker, kill=not departed.reported_end))
     else:
         if event.worker not in state.workers:
-            adopt_worker(tx, slot, event.worker)
+            register_worker(tx, slot, event.worker)
         worker = state.workers.get(event.worker)
         if worker is not None and event.state not in NOT_RUNNING:
-            state.workers.mark_seen(worker, tx.now)
+            state.workers.set_last_seen(worker, tx.now)
 
 
 def on_worker_started(tx: Transition, event: WorkerStarted) -> None:
     state = tx.state
     slot = state.slots.get(event.slot)
     if slot is None:
-        release_evicted(tx, event.slot)
-    elif event.worker not in state.workers and event.worker not in state.workers.evicted:
-        adopt_worker(tx, replace(slot, last_seen=tx.now), event.worker)
+        release_departed(tx, event.slot)
+    elif event.worker not in state.workers and event.worker not in state.workers.departed:
+        register_worker(tx, replace(slot, last_seen=tx.now), event.worker)
 
 
-def adopt_worker(tx: Transition, slot: SlotRecord, name: WorkerId) -> None:
+def register_worker(tx: Transition, slot: SlotRecord, name: WorkerId) -> None:
     """`name` is the slot's worker now; another that it had has ended."""
     state = tx.state
     previous = tx.worker_of(slot)
     if previous is not None and name.number < previous.worker.number:
         # This message was delayed, and the slot has another worker since.
         reason = f"its slot started worker {previous.worker} in its place"
-        state.workers.evict(name, EvictedWorker(reason, WorkerStatus.FAILURE, exit_unreported=True))
+        state.workers.record_departure(name, DepartedWorker(reason, exit_unreported=True))
         return
     if previous is not None:
         evict(tx, previous, f"its slot started worker {name} in its place", exit_unreported=True)
@@ -328,9 +327,9 @@ def adopt_worker(tx: Transition, slot: SlotRecord, name: WorkerId) -> None:
 
 
 def on_host_appeared(tx: Transition, event: on.HostAppeared) -> None:
-    """Launch delayed slots now: failed attempts on other hosts say nothing about the new one."""
+    """Launch delayed slots now: failed launches on other hosts say nothing about the new one."""
     if tx.state.hosts.add(event.host):
-        launch_now(tx)
+        skip_back_off(tx)
 
 
 def on_host_lost(tx: Transition, event: on.HostLost) -> None:
@@ -338,7 +337,7 @@ def on_host_lost(tx: Transition, event: on.HostLost) -> None:
     state.hosts.draining = state.hosts.draining.drop(event.host)
     state.blacklist = state.blacklist.forget_host(event.host)
     for slot in state.slots.on_host(event.host):
-        evict_slot(tx, slot, f"host {event.host} is lost: {event.reason}", SlotEnd.EXECUTOR_LOST)
+        remove_slot(tx, slot, f"host {event.host} is lost: {event.reason}", SlotEnd.EXECUTOR_LOST)
         state.launches.mark_executor_lost(slot.launch)
 
 
@@ -347,18 +346,17 @@ def on_hosts_discovered(tx: Transition, event: on.HostsDiscovered) -> None:
     again in time."""
     state = tx.state
     state.hosts.discovered = event.hosts
-    launch_now(tx)
+    skip_back_off(tx)
     allowed = _find_allowed_slots(tx)
     for slot in tuple(state.slots.values()):
         worker = tx.worker_of(slot)
         if slot.slot in allowed:
             if worker is not None and worker.drain_cause is DrainCause.NOT_DISCOVERED:
                 state.workers.put(replace(worker, draining="", drain_cause=None))
-        elif worker is not None and worker.rank is not None:
-            reason = f"discovery does not list host {worker.host} with that slot"
-            _drain(tx, worker, reason, DrainCause.NOT_DISCOVERED)
+        elif worker is not None and worker.is_member:
+            _drain(tx, worker, _format_not_discovered(slot), DrainCause.NOT_DISCOVERED)
         else:
-            give_back(tx, slot, f"discovery does not list host {slot.host} with slot {slot.slot}")
+            give_back(tx, slot, _format_not_discovered(slot))
 
 
 def admit_excluded(tx: Transition) -> None:
@@ -410,6 +408,10 @@ def _explain_drain(tx: Transition, slot: SlotRecord) -> str:
 def _explain_missing_discovery(tx: Transition, slot: SlotRecord) -> str:
     if tx.state.hosts.discovered is None or slot.slot in _find_allowed_slots(tx):
         return ""
+    return _format_not_discovered(slot)
+
+
+def _format_not_discovered(slot: SlotRecord) -> str:
     return f"discovery does not list host {slot.host} with slot {slot.slot}"
 
 
@@ -436,7 +438,7 @@ def _match_discovered(slot: SlotRecord, room: dict[str, int]) -> str | None:
 
 def _has_member(tx: Transition, slot: SlotRecord) -> bool:
     worker = tx.worker_of(slot)
-    return worker is not None and worker.rank is not None
+    return worker is not None and worker.is_member
 
 
 # ---- drains
@@ -458,7 +460,7 @@ def on_drain_requested(tx: Transition, event: on.DrainRequested) -> None:
         if not by_host and not by_worker:
             continue
         found = True
-        if worker is not None and worker.rank is not None:
+        if worker is not None and worker.is_member:
             _drain(tx, worker, event.reason, cause)
             if by_user:
                 state.launches.hold_back(slot.launch)
@@ -471,7 +473,7 @@ def on_drain_requested(tx: Transition, event: on.DrainRequested) -> None:
 def on_worker_straggles(tx: Transition, event: WorkerStraggles) -> None:
     """Have a straggler replaced, unless the world would be too small without it."""
     worker, world = tx.state.workers.get(event.worker), tx.state.world
-    if worker is None or worker.rank is None or event.fence != tx.state.fence:
+    if worker is None or not worker.is_member or event.fence != tx.state.fence:
         return
     assert world is not None
     if world.size > tx.state.limits.min_workers:

@@ -36,7 +36,7 @@ def find_stalls(
     after: float,
     since: float,
     interval: float,
-    over: float | None = None,
+    ended_at: float | None = None,
 ) -> tuple[Stall, ...]:
     """The members that have kept another waiting for `after` seconds or more.
 
@@ -44,7 +44,7 @@ def find_stalls(
         heartbeats: the newest of each slot, with the time at which it came.
         since: when the world began.
         interval: seconds between two heartbeats of a slot.
-        over: since when the world is over, None if it is not. Members that run on in it keep the next world waiting,
+        ended_at: when the world ended, None if it has not. Members that run on in it keep the next world waiting,
             even if no other is left whose heartbeats could say that it waits.
     """
     silent = MAX_MISSED_HEARTBEATS * max(1.0, interval)
@@ -52,15 +52,15 @@ def find_stalls(
     longest = min(
         now - since, max(_get_wait_seconds(member, fresh.get(member.slot)) for member in world.members)
     )
-    alone = over is not None and longest < after
-    if over is not None and alone:
-        longest = now - over
+    no_wait_known = ended_at is not None and longest < after
+    if ended_at is not None and no_wait_known:
+        longest = now - ended_at
     if longest < after:
         return ()
     found = []
     for member in world.members:
         came, heartbeat = heartbeats.get(member.slot, (since, None))
-        if alone and (member.slot not in fresh or heartbeat is None or heartbeat.state in ENDED):
+        if no_wait_known and (member.slot not in fresh or heartbeat is None or heartbeat.state in ENDED):
             continue  # it is lost, not late
         if heartbeat is None or member.slot not in fresh:
             how = f"its slot has been silent for {now - came:.1f} s"
@@ -70,7 +70,7 @@ def find_stalls(
             how = f"its process {STATES.get(heartbeat.state, f'is in state {heartbeat.state}')}"
         else:
             continue
-        found.append(Stall(member, _sentence(member, longest, how, heartbeat)))
+        found.append(Stall(member, _format_stall(member, longest, how, heartbeat)))
     return tuple(found)
 
 
@@ -81,7 +81,7 @@ def _get_wait_seconds(member: Member, heartbeat: Heartbeat | None) -> float:
     return heartbeat.seconds if heartbeat.waits and heartbeat.state not in NOT_RUNNING else 0.0
 
 
-def _sentence(member: Member, waited: float, how: str, heartbeat: Heartbeat | None) -> str:
+def _format_stall(member: Member, waited: float, how: str, heartbeat: Heartbeat | None) -> str:
     stack = heartbeat.stack if heartbeat is not None and heartbeat.worker == member.worker else ""
     where = f", last seen in {stack}" if stack else ""
     return (

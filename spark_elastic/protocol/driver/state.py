@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import TypeVar
 
-from spark_elastic.protocol.commands import DriverCommand, End, Outcome, ReleaseSlot, StopWorker
+from spark_elastic.protocol.commands import DriverCommand, End, JobOutcome, ReleaseSlot, StopWorker
 from spark_elastic.protocol.driver.blacklist import Blacklist
 from spark_elastic.protocol.events import DrainRequested
 from spark_elastic.protocol.table import Table
@@ -81,8 +81,8 @@ class _LiveRecords(Part, Mapping[K, V]):
 class SlotLaunch:
     """A single-task Spark job that carries a slot, while it runs or waits to be launched."""
 
-    launch: int  # its number
-    failed_attempts: int = 0  # how many of its predecessors in a row ended without a warm worker
+    number: int  # never used twice
+    failed_predecessors: int = 0  # in a row, each of which ended without a warm worker
     slots: int = 0  # how many of its task's attempts are alive
     got_warm: bool = False  # an attempt brought a warm worker
     executor_lost: bool = False  # an attempt's host was lost
@@ -103,14 +103,14 @@ class Launches(_LiveRecords[int, SlotLaunch]):
 
     next_launch: int = 1  # the number of the next one
     delayed: Table[int, DelayedLaunch] = field(default_factory=Table)  # those that are not launched yet
-    held_back: int = 0  # how many are not asked for again before a member is lost
+    held_back_count: int = 0  # how many are not asked for again before a member is lost
     relaunch: bool = False  # a member was lost, so those that are held back are asked for again
     preempted: str = ""  # why slots were given back although there are too few
     last_failure: str = ""  # what the last launch said that ended before its worker was warm
 
     def put(self, launch: SlotLaunch) -> None:
-        self.alive = self.alive.put(launch.launch, launch)
-        self.next_launch = max(self.next_launch, launch.launch + 1)
+        self.alive = self.alive.put(launch.number, launch)
+        self.next_launch = max(self.next_launch, launch.number + 1)
 
     def remove(self, number: int) -> None:
         self.alive = self.alive.drop(number)
@@ -134,7 +134,7 @@ class Launches(_LiveRecords[int, SlotLaunch]):
         if launch is not None:
             self.put(replace(launch, executor_lost=True))
 
-    def count_attempts(self, number: int, change: int) -> None:
+    def count_task_attempts(self, number: int, change: int) -> None:
         """An attempt of the launch's task came up or ended."""
         launch = self.get(number)
         if launch is not None:
@@ -175,9 +175,7 @@ class SlotRecord:
     disconnected_at: float | None = None  # since when its control connection is broken
     node: str = ""  # its machine's name
     unfit: str = ""  # why what its host runs cannot take part, "" if it can
-    replaced_straggler: bool = (
-        False  # it started a worker in place of one without which the others were quicker
-    )
+    straggled_before: bool = False  # a worker of it was replaced, without which the others were quicker
 
     @property
     def machine(self) -> str:
@@ -200,7 +198,7 @@ class Slots(_LiveRecords[SlotId, SlotRecord]):
     # Indexes, so that an event costs its own slot or host, never all of them.
     _by_host: Table[HostId, tuple[SlotId, ...]] = field(default_factory=Table)
     _by_launch: Table[int, tuple[SlotId, ...]] = field(default_factory=Table)
-    evicted: Table[SlotId, str] = field(default_factory=Table)  # slots that are gone, and why
+    departed: Table[SlotId, str] = field(default_factory=Table)  # gone or refused, and why
     # Slots that take no part, but must not return yet: R14 (duplicates).
     excluded: Table[SlotId, None] = field(default_factory=Table)
 
@@ -210,7 +208,7 @@ class Slots(_LiveRecords[SlotId, SlotRecord]):
             self._by_launch = _add_to_index(self._by_launch, slot.launch, slot.slot)
         self.alive = self.alive.put(slot.slot, slot)
 
-    def evict(self, slot: SlotRecord, reason: str) -> None:
+    def record_departure(self, slot: SlotRecord, reason: str) -> None:
         """Record that the slot is gone. Its name is never used again."""
         self.alive = self.alive.drop(slot.slot)
         self._by_host = _remove_from_index(self._by_host, slot.host, slot.slot)
@@ -219,7 +217,7 @@ class Slots(_LiveRecords[SlotId, SlotRecord]):
         self.refuse(slot.slot, reason)
 
     def refuse(self, slot: SlotId, reason: str) -> None:
-        self.evicted = self.evicted.put(slot, reason)
+        self.departed = self.departed.put(slot, reason)
 
     def exclude(self, slot: SlotId) -> None:
         self.excluded = self.excluded.put(slot, None)
@@ -258,9 +256,8 @@ class DrainCause(Enum):
     HOST = "its host goes"
     NOT_DISCOVERED = "discovery does not list its host"  # undone once discovery lists it again
     BY_USER = "a user asked for it"  # its slot is not asked for again before a member is lost
-    STRAGGLER = (
-        "the others are quicker without it"  # another worker of its slot, or another slot, replaces it
-    )
+    # Another worker of its slot, or another slot, replaces it.
+    STRAGGLER = "the others are quicker without it"
 
 
 @dataclass(frozen=True)
@@ -274,26 +271,30 @@ class WorkerRecord:
     status: WorkerStatus = WorkerStatus.STARTING
     arrival: int = 0  # its number in the order in which newcomers came; 0: it has not come yet
     arrived_at: float = 0.0  # when it came as a newcomer
-    rank: int | None = None  # in the newest world; None: it is no member
+    rank: int | None = None  # in the newest world; None: it is no member of it
     formed: bool = False  # it has built that world's group
-    has_left: bool = False  # it has left that world at `position`, by a join or with a result
+    has_left: bool = False  # it has left that world at `position`, by asking for the next or with a result
     position: Position | None = None
     draining: str = ""  # why it has to leave, "" if it stays
     drain_cause: DrainCause | None = None
     extra: bool = False  # as in its `SlotRecord`
 
     @property
+    def is_member(self) -> bool:
+        """Whether it is a member of the newest world."""
+        return self.rank is not None
+
+    @property
     def took_part(self) -> bool:
         """Whether it has ever worked in a world, this one or an earlier one."""
-        return self.rank is not None and (self.formed or self.position is not None)
+        return self.is_member and (self.formed or self.position is not None)
 
 
 @dataclass(frozen=True)
-class EvictedWorker:
-    """A worker that ended or was evicted."""
+class DepartedWorker:
+    """A worker that left or ended, was evicted, or was removed with its slot."""
 
     reason: str
-    status: WorkerStatus
     # Its slot has not reported the exit of its process yet. If the exit failed, it counts as a failure then.
     exit_unreported: bool = False
     took_part: bool = False  # it had been in a world
@@ -304,7 +305,7 @@ class EvictedWorker:
 class Workers(_LiveRecords[WorkerId, WorkerRecord]):
     """Workers that are alive, by name, and how many of them are in a condition that forming a world waits for."""
 
-    evicted: Table[WorkerId, EvictedWorker] = field(default_factory=Table)
+    departed: Table[WorkerId, DepartedWorker] = field(default_factory=Table)
     waiting: Table[WorkerId, None] = field(default_factory=Table)  # warm newcomers in order of arrival
     arrivals: int = 0  # how many newcomers have come so far
     starting: int = 0  # workers that are not warm yet
@@ -316,22 +317,26 @@ class Workers(_LiveRecords[WorkerId, WorkerRecord]):
         self._count(self.alive.get(worker.worker), worker)
         self.alive = self.alive.put(worker.worker, worker)
 
-    def mark_seen(self, worker: WorkerRecord, now: float) -> WorkerRecord:
+    def set_last_seen(self, worker: WorkerRecord, now: float) -> WorkerRecord:
         """The renewed record of a worker that was seen to run."""
         seen = replace(worker, last_seen=now)
         self.alive = self.alive.put(worker.worker, seen)
         return seen
 
-    def evict(self, worker: WorkerId, evicted: EvictedWorker) -> None:
+    def record_departure(self, worker: WorkerId, departed: DepartedWorker) -> None:
         """Record that the worker is gone, whether it was alive or not. Its name is never used again."""
         before = self.alive.get(worker)
         if before is not None:
             self._count(before, None)
             self.alive = self.alive.drop(worker)
-        self.evicted = self.evicted.put(worker, evicted)
+        self.departed = self.departed.put(worker, departed)
+
+    def update_departed(self, worker: WorkerId, departed: DepartedWorker) -> None:
+        """Change the record of a worker that is gone."""
+        self.departed = self.departed.put(worker, departed)
 
     def _count(self, before: WorkerRecord | None, after: WorkerRecord | None) -> None:
-        was, now = _conditions(before), _conditions(after)
+        was, now = _find_conditions(before), _find_conditions(after)
         if was == now:
             return
         starting, draining, not_left, unformed, waiting = (b - a for a, b in zip(was, now, strict=True))
@@ -345,11 +350,11 @@ class Workers(_LiveRecords[WorkerId, WorkerRecord]):
             self.waiting = self.waiting.drop(before.worker)
 
 
-def _conditions(worker: WorkerRecord | None) -> tuple[bool, ...]:
+def _find_conditions(worker: WorkerRecord | None) -> tuple[bool, ...]:
     """Whether it is starting, draining, in its world, unformed and waiting, as `Workers` counts them."""
     if worker is None:
         return (False, False, False, False, False)
-    member = worker.rank is not None
+    member = worker.is_member
     return (
         worker.status is WorkerStatus.STARTING,
         bool(worker.draining),
@@ -372,11 +377,11 @@ class PossiblyAlive:
 
 
 @dataclass
-class EvictedMembers(Part):
+class PossiblyAliveMembers(Part):
     """Evicted members that are not known to be dead. A connection that was closed and an executor that is lost prove
     together that a member is dead; one of them alone does not."""
 
-    possibly_alive: Table[WorkerId, PossiblyAlive] = field(default_factory=Table)
+    members: Table[WorkerId, PossiblyAlive] = field(default_factory=Table)
     # By the launch of their slot, for most of ten thousand are of other launches. Some of them are dead by now.
     _by_launch: Table[int, tuple[WorkerId, ...]] = field(default_factory=Table)
 
@@ -389,10 +394,10 @@ class EvictedMembers(Part):
         if member.connection_closed and member.executor_lost:
             self.confirm_dead(worker)
         else:
-            self.possibly_alive = self.possibly_alive.put(worker, member)
+            self.members = self.members.put(worker, member)
 
     def confirm_dead(self, worker: WorkerId) -> None:
-        self.possibly_alive = self.possibly_alive.drop(worker)
+        self.members = self.members.drop(worker)
 
     def find_by_connection(
         self, slot: SlotId, worker: WorkerId | None
@@ -417,12 +422,12 @@ class EvictedMembers(Part):
         if not self._of_launch(launch):
             self._by_launch = self._by_launch.drop(launch)
 
-    def may_run(self, now: float) -> bool:
+    def any_may_run(self, now: float) -> bool:
         """Whether a member of an old world may still train."""
-        return any(member.until > now for member in self.possibly_alive.values())
+        return any(member.until > now for member in self.members.values())
 
     def _of_launch(self, launch: int) -> list[tuple[WorkerId, PossiblyAlive]]:
-        known = self.possibly_alive
+        known = self.members
         return [(name, known[name]) for name in self._by_launch.get(launch, ()) if name in known]
 
     def _end(self, worker: WorkerId, member: PossiblyAlive, how: SlotEnd) -> None:
@@ -442,10 +447,10 @@ class Connections(Part):
     disconnected: Table[WorkerId, float] = field(default_factory=Table)  # workers, and since when
     # Workers and slots whose last connection was reset or timed out, hence not closed by a kernel.
     reset: frozenset[WorkerId | SlotId] = frozenset()
-    mass_disconnect: float = float("-inf")  # when last all workers were disconnected at once
-    driver_partitioned: float = float("-inf")  # when last the driver itself was cut off or paused
-    last_scan: float = float("inf")  # when the leases were last checked
-    next_scan: float = 0.0
+    mass_disconnect_at: float = float("-inf")  # when last all workers were disconnected together
+    driver_partitioned_at: float = float("-inf")  # when last the driver itself was cut off or paused
+    last_lease_check: float = float("inf")  # when the leases were last checked
+    next_lease_check: float = 0.0
 
     def restore(self, worker: WorkerId) -> None:
         self.disconnected = self.disconnected.drop(worker)
@@ -486,8 +491,8 @@ class FailureHistory(Part):
     kill_times: Table[SlotId, tuple[float, ...]] = field(default_factory=Table)  # of the slot's workers
     # Workers that a signal, or the end of their slot or host, took out of a world, and which world.
     externally_lost: Table[WorkerId, int] = field(default_factory=Table)
-    no_progress: int = 0  # how many worlds in a row broke, lost no member and came no further
-    no_progress_since: float = 0.0
+    worlds_without_progress: int = 0  # in a row: they broke, lost no member and came no further
+    without_progress_since: float = 0.0
     broken_links: tuple[frozenset[WorkerId], ...] = ()  # in these worlds
     left_out_at: Position | None = None  # where a member at a dead link was left out last
 
@@ -518,7 +523,7 @@ class FailureHistory(Part):
 # ---- the world
 
 
-class Stage(Enum):
+class JobStage(Enum):
     GATHERING = "gathering"  # no world, and no survivor of one: the next begins without a member's state
     RUNNING = "running"  # a world is published and not known to be broken
     REGROUPING = "regrouping"  # the world is over; its living members come, then the next is formed
@@ -535,13 +540,11 @@ class CurrentWorld(Part):
     announced: bool = False  # the world was told to stop at its next boundary
     end_announced: bool = False  # and that this boundary is the job's last
     break_reason: str = ""  # why the world broke, "" if it did not
-    cause_unknown: bool = (
-        False  # `break_reason` is what a survivor saw: who was lost, and how, is not known yet
-    )
-    suspected: frozenset[WorkerId] = frozenset()  # members that peers saw break
-    broken_links: tuple[
-        frozenset[WorkerId], ...
-    ] = ()  # two members each, one of which saw the other one break
+    # `break_reason` is what a survivor saw: who was lost, and how, is not known yet.
+    cause_unknown: bool = False
+    suspected: frozenset[WorkerId] = frozenset()  # members that a peer blames for its broken group
+    # Two members each, one of which blames the other one for its broken group.
+    broken_links: tuple[frozenset[WorkerId], ...] = ()
     late: frozenset[WorkerId] = frozenset()  # members evicted because they did not come to the regroup
     stalled: Table[WorkerId, str] = field(default_factory=Table)  # members that kept others waiting, and how
     results: Table[WorkerId, str] = field(default_factory=Table)
@@ -571,7 +574,7 @@ class Timers(Part):
     gather_since: float | None = None  # there is a newcomer, and no world
     published_at: float = 0.0  # the newest world was published
     change_since: float | None = None  # a planned change is wanted
-    regroup_since: float | None = None  # the world broke, or its first member left as planned
+    leaving_since: float | None = None  # members leave the world: it broke, or the first left as planned
     too_few_since: float | None = None  # there are too few workers
     too_few_notified: bool = False  # the user knows that there are too few workers
     done_since: float | None = None  # the job's result is there
@@ -586,7 +589,7 @@ class DriverState(Part):
 
     limits: Limits
     attempt: int
-    stage: Stage = Stage.GATHERING
+    stage: JobStage = JobStage.GATHERING
     checkpoints: tuple[Checkpoint, ...] = ()  # the published ones, newest first
     checkpoints_kept: int | None = None  # how many the full store has room for; None: as many as `limits` say
     blacklist: Blacklist = field(default_factory=Blacklist)
@@ -594,7 +597,7 @@ class DriverState(Part):
     hosts: Hosts = field(default_factory=Hosts)
     slots: Slots = field(default_factory=Slots)
     workers: Workers = field(default_factory=Workers)
-    evicted_members: EvictedMembers = field(default_factory=EvictedMembers)
+    possibly_alive: PossiblyAliveMembers = field(default_factory=PossiblyAliveMembers)
     connections: Connections = field(default_factory=Connections)
     failures: FailureHistory = field(default_factory=FailureHistory)
     current: CurrentWorld = field(default_factory=CurrentWorld)
@@ -618,7 +621,7 @@ class DriverState(Part):
     def lacks_slots(self) -> bool:
         """Whether there is no world, and too few slots for one. Otherwise the job waits for its own workers alone."""
         usable = len(self.slots) - len(self.slots.excluded)
-        return self.stage in (Stage.GATHERING, Stage.REGROUPING) and usable < self.limits.min_workers
+        return self.stage in (JobStage.GATHERING, JobStage.REGROUPING) and usable < self.limits.min_workers
 
     def copy(self) -> DriverState:
         copied = super().copy()
@@ -652,12 +655,12 @@ class Transition:
     def emit(self, command: DriverCommand) -> None:
         self.commands.append(command)
 
-    def end(self, outcome: Outcome, reason: str, detail: str = "", results: tuple[str, ...] = ()) -> None:
+    def end(self, outcome: JobOutcome, reason: str, detail: str = "", results: tuple[str, ...] = ()) -> None:
         """The job is over: tell all workers and slots, then the caller."""
         state = self.state
-        if state.stage is Stage.ENDED:
+        if state.stage is JobStage.ENDED:
             return
-        state.stage = Stage.ENDED
+        state.stage = JobStage.ENDED
         for worker in state.workers.values():
             self.emit(StopWorker(f"the job is over ({outcome.value}): {reason}", worker.worker))
         for slot in state.slots.values():

@@ -1,7 +1,6 @@
-"""Handlers of the driver machine for messages that concern workers: joins, formed worlds, results, failures, exits.
+"""Handlers of the driver machine for messages that concern workers: requests for worlds, results, failures, exits.
 
-A worker joins twice in each world: the driver answers its `JoinWorld` with a world, and the worker's next `JoinWorld`
-tells the driver that it has left that world.
+One `RequestNextWorld` ends a worker's part in a world and asks for the next one, which is the answer to it.
 """
 
 from __future__ import annotations
@@ -14,52 +13,58 @@ from spark_elastic.protocol.driver.failure_detector import (
     break_world,
     evict,
     evict_externally_lost,
-    mark_seen,
+    mark_reconnected,
     suspect,
 )
 from spark_elastic.protocol.driver.failures import format_position, record_exit, record_failure
-from spark_elastic.protocol.driver.slots import adopt_worker
-from spark_elastic.protocol.driver.state import EvictedWorker, Failure, Stage, Transition, WorkerRecord
-from spark_elastic.protocol.messages import JoinWorld, WorkerDone, WorkerExited, WorkerFailed, WorldFormed
+from spark_elastic.protocol.driver.slots import register_worker
+from spark_elastic.protocol.driver.state import DepartedWorker, Failure, JobStage, Transition, WorkerRecord
+from spark_elastic.protocol.messages import (
+    RequestNextWorld,
+    WorkerDone,
+    WorkerExited,
+    WorkerFailed,
+    WorldFormed,
+)
 from spark_elastic.protocol.types import KILLED_EXIT_CODES, Fence, Position, SlotId, WorkerId, WorkerStatus
 
-# ---- joins
+# ---- requests for the next world
 
 
-def on_worker_joins(tx: Transition, event: JoinWorld) -> None:
-    worker = _find_worker(tx, event.worker, event.slot, event.fence)
+def on_next_world_requested(tx: Transition, event: RequestNextWorld) -> None:
+    worker = _find_or_stop_sender(tx, event.worker, event.slot, event.fence)
     if worker is None:
         return
-    worker = mark_seen(tx, worker)
-    if worker.rank is None:
+    worker = mark_reconnected(tx, worker)
+    if not worker.is_member:
         _admit_newcomer(tx, worker)
     elif event.fence == tx.state.fence:
         _leave_world(tx, worker, event)
-    elif tx.state.stage is Stage.REGROUPING:
+    elif tx.state.stage is JobStage.REGROUPING:
         # It never received the world that it is a member of, and that world is over by now.
         _mark_left(tx, worker, event.position, WorkerStatus.READY)
     # Otherwise it has not received that world yet: the server answers its repeated request with it.
 
 
-def _find_worker(
+def _find_or_stop_sender(
     tx: Transition, name: WorkerId, slot_name: SlotId, fence: Fence | None
 ) -> WorkerRecord | None:
     """The record of the worker that asks. If it cannot take part, emit its `StopWorker` and return None."""
     state = tx.state
-    evicted, slot = state.workers.evicted.get(name), state.slots.get(slot_name)
+    departed, slot = state.workers.departed.get(name), state.slots.get(slot_name)
     worker = state.workers.get(name)
-    if evicted is not None:
-        tx.emit(StopWorker(f"worker {name} was evicted: {evicted.reason}", name))
+    if departed is not None:
+        tx.emit(StopWorker(f"worker {name} is no longer part of the job: {departed.reason}", name))
         return None
     if worker is None and slot is None:
         tx.emit(StopWorker(f"worker {name} is of slot {slot_name}, which is not of this job", name))
         return None
-    if fence is not None and (worker is None or worker.rank is None or fence.attempt != state.attempt):
+    if fence is not None and (worker is None or not worker.is_member or fence.attempt != state.attempt):
         reason = f"worker {name} comes from world {fence.generation}, in which it is no member"
         tx.emit(StopWorker(reason, name))
         return None
     if worker is None and slot is not None:
-        adopt_worker(tx, slot, name)
+        register_worker(tx, slot, name)
     return state.workers.get(name)
 
 
@@ -76,15 +81,15 @@ def _admit_newcomer(tx: Transition, worker: WorkerRecord) -> None:
         state.launches.mark_warm(slot.launch)
 
 
-def _leave_world(tx: Transition, worker: WorkerRecord, event: JoinWorld) -> None:
+def _leave_world(tx: Transition, worker: WorkerRecord, event: RequestNextWorld) -> None:
     """A member has left its world and asks for the next one. If no change was announced, the world is broken."""
     timers = tx.state.timers
     _mark_left(tx, worker, event.position, WorkerStatus.READY)
-    if timers.regroup_since is None:
-        timers.regroup_since = tx.now
+    if timers.leaving_since is None:
+        timers.leaving_since = tx.now
     if not event.planned:
-        saw = f", which saw {', '.join(event.suspects)} break" if event.suspects else ""
-        reason = f"{tx.describe(worker)} could not continue{saw}: {event.reason or 'its group broke'}"
+        blame = f" and blames {', '.join(event.suspects)}" if event.suspects else ""
+        reason = f"{tx.describe(worker)} could not continue{blame}: {event.reason or 'its group broke'}"
         break_world(tx, reason, cause_unknown=True)
         suspect(tx, event.worker, event.suspects)
 
@@ -101,7 +106,7 @@ def _mark_left(tx: Transition, worker: WorkerRecord, position: Position | None, 
 def on_worker_formed(tx: Transition, event: WorldFormed) -> None:
     state = tx.state
     worker = state.workers.get(event.worker)
-    if worker is None or worker.rank is None or worker.formed or event.fence != state.fence:
+    if worker is None or not worker.is_member or worker.formed or event.fence != state.fence:
         return
     state.workers.put(replace(worker, formed=True, status=WorkerStatus.RUNNING, last_seen=tx.now))
     if state.blacklist:
@@ -110,7 +115,7 @@ def on_worker_formed(tx: Transition, event: WorldFormed) -> None:
 
 
 def on_worker_stalled(tx: Transition, event: on.WorkerStalled) -> None:
-    if event.fence == tx.state.fence and tx.state.stage in (Stage.RUNNING, Stage.REGROUPING):
+    if event.fence == tx.state.fence and tx.state.stage in (JobStage.RUNNING, JobStage.REGROUPING):
         tx.state.current.add_stall(event.worker, event.text)
 
 
@@ -119,16 +124,18 @@ def on_worker_done(tx: Transition, event: WorkerDone) -> None:
     state = tx.state
     worker = state.workers.get(event.worker)
     if worker is None:
-        evicted = state.workers.evicted.get(event.worker)
-        why = evicted.reason if evicted is not None else "it is not of this job"
-        tx.emit(StopWorker(f"worker {event.worker} is done but was evicted: {why}", event.worker))
+        departed = state.workers.departed.get(event.worker)
+        why = departed.reason if departed is not None else "it is not of this job"
+        tx.emit(
+            StopWorker(f"worker {event.worker} is done but no longer part of the job: {why}", event.worker)
+        )
         return
-    worker = mark_seen(tx, worker)
-    if worker.rank is None or event.fence != state.fence or worker.has_left:
+    worker = mark_reconnected(tx, worker)
+    if not worker.is_member or event.fence != state.fence or worker.has_left:
         return  # the server answers an older question with the world that it is in
     all_results = state.limits.all_results
     _mark_left(tx, worker, event.position, WorkerStatus.SUCCESS)
-    if all_results and state.stage is not Stage.RUNNING:
+    if all_results and state.stage is not JobStage.RUNNING:
         return  # another member was lost: this one takes part in the next world, too
     state.current.add_result(event.worker, event.result)
     assert state.world is not None
@@ -144,19 +151,21 @@ def on_worker_failed(tx: Transition, event: WorkerFailed) -> None:
     """Evict the worker and count the failure. The slot is not at fault if the world was over already: user code with
     connections of its own, such as those of torch.distributed, raises because a peer is gone."""
     state = tx.state
-    over = state.stage is Stage.REGROUPING and event.fence == state.fence
-    worker, evicted = state.workers.get(event.worker), state.workers.evicted.get(event.worker)
+    world_ended = state.stage is JobStage.REGROUPING and event.fence == state.fence
+    worker, departed = state.workers.get(event.worker), state.workers.departed.get(event.worker)
     if worker is not None:
         what = _last_line(event.traceback)
         evict(tx, worker, f"it raised an exception at {format_position(event.position)}: {what}")
-        state.workers.evict(event.worker, replace(state.workers.evicted[event.worker], reported_end=True))
-    elif evicted is not None and evicted.exit_unreported:
-        state.workers.evict(event.worker, replace(evicted, exit_unreported=False))
+        state.workers.update_departed(
+            event.worker, replace(state.workers.departed[event.worker], reported_end=True)
+        )
+    elif departed is not None and departed.exit_unreported:
+        state.workers.update_departed(event.worker, replace(departed, exit_unreported=False))
     else:
         return
     generation = event.fence.generation if event.fence is not None else 0
     failure = Failure(tx.now, generation, event.worker, event.position, event.fingerprint, event.traceback)
-    record_failure(tx, failure, slot_at_fault=not over)
+    record_failure(tx, failure, slot_at_fault=not world_ended)
 
 
 def _last_line(traceback: str) -> str:
@@ -166,8 +175,8 @@ def _last_line(traceback: str) -> str:
 
 def on_worker_exited(tx: Transition, event: WorkerExited) -> None:
     state = tx.state
-    state.evicted_members.confirm_dead(event.worker)
-    worker, evicted = state.workers.get(event.worker), state.workers.evicted.get(event.worker)
+    state.possibly_alive.confirm_dead(event.worker)
+    worker, departed = state.workers.get(event.worker), state.workers.departed.get(event.worker)
     how = event.reason or f"exit code {event.exit_code}"
     was_killed = event.exit_code in KILLED_EXIT_CODES
     if worker is not None:
@@ -175,13 +184,13 @@ def on_worker_exited(tx: Transition, event: WorkerExited) -> None:
         evict_worker(tx, worker, f"its process ended ({how})")
         detail = f"the process of {tx.describe(worker)} ended: {how}"
         record_exit(tx, event, worker.took_part, True, detail)
-    elif evicted is None:
-        state.workers.evict(event.worker, EvictedWorker(f"its process ended ({how})", WorkerStatus.FAILURE))
-    elif evicted.exit_unreported and event.exit_code != 0:
+    elif departed is None:
+        state.workers.record_departure(event.worker, DepartedWorker(f"its process ended ({how})"))
+    elif departed.exit_unreported and event.exit_code != 0:
         if not was_killed:  # its connection broke because it failed by itself
             state.failures.externally_lost = state.failures.externally_lost.drop(event.worker)
-        state.workers.evict(event.worker, replace(evicted, exit_unreported=False))
+        state.workers.update_departed(event.worker, replace(departed, exit_unreported=False))
         detail = f"the process of worker {event.worker} ended: {how}"
-        if evicted.took_part:
-            tx.emit(NotifyUser(detail))  # its world was broken without knowing this
-        record_exit(tx, event, evicted.took_part, False, detail)
+        if departed.took_part:
+            tx.emit(NotifyUser(detail))  # the world's break reason was announced before this was known
+        record_exit(tx, event, departed.took_part, False, detail)

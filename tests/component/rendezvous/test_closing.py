@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from spark_elastic.errors import ConnectionClosed
-from spark_elastic.protocol.messages import Heartbeat, JoinWorld
+from spark_elastic.protocol.messages import Heartbeat, RequestNextWorld
 from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, WatchSlot, WatchWorker
 from tests.component.rendezvous.driver_side import PATIENCE, Driver, world
 
@@ -19,7 +19,9 @@ def test_closing_a_client_frees_all_its_threads(driver: Driver) -> None:
     worker = client
     driver.server.publish(world(1, "2-0.1"))
     waits: list[Future[Any]] = [
-        driver.call_in_thread(lambda: worker.ask(JoinWorld("1-0.1", None, None), hold=MAX_POLL_SECONDS)),
+        driver.call_in_thread(
+            lambda: worker.ask(RequestNextWorld("1-0.1", None, None), hold=MAX_POLL_SECONDS)
+        ),
         driver.call_in_thread(lambda: worker.ask(WatchWorker("1-0.1"), hold=MAX_POLL_SECONDS)),
         driver.call_in_thread(lambda: client.ask(WatchSlot("1-0", 0), hold=MAX_POLL_SECONDS)),
     ]
@@ -29,7 +31,7 @@ def test_closing_a_client_frees_all_its_threads(driver: Driver) -> None:
         with pytest.raises(ConnectionClosed):
             wait.result(PATIENCE)
     with pytest.raises(ConnectionClosed):
-        worker.ask(JoinWorld("1-0.1", None, None), hold=MAX_POLL_SECONDS)
+        worker.ask(RequestNextWorld("1-0.1", None, None), hold=MAX_POLL_SECONDS)
     client.close()
 
 
@@ -43,8 +45,10 @@ def test_closing_a_client_frees_a_thread_that_waits_to_dial_again(driver: Driver
 
 def test_closing_the_server_answers_open_requests(driver: Driver) -> None:
     worker = driver.client()
-    join = driver.call_in_thread(lambda: worker.ask(JoinWorld("1-0.1", None, None), hold=MAX_POLL_SECONDS))
-    driver.await_event(JoinWorld)
+    join = driver.call_in_thread(
+        lambda: worker.ask(RequestNextWorld("1-0.1", None, None), hold=MAX_POLL_SECONDS)
+    )
+    driver.await_event(RequestNextWorld)
     driver.server.close()
     assert join.result(PATIENCE).stop == "the driver has closed"
 

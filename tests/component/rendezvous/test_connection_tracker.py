@@ -16,7 +16,7 @@ import pytest
 
 from spark_elastic.errors import ConnectionClosed
 from spark_elastic.protocol import events
-from spark_elastic.protocol.messages import Heartbeat, JoinWorld
+from spark_elastic.protocol.messages import Heartbeat, RequestNextWorld
 from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, WatchSlot, WatchWorker
 from tests.component.rendezvous.driver_side import ATTEMPT, KEY, PATIENCE, Driver
 
@@ -102,12 +102,12 @@ def process(driver: Driver) -> Iterator[Start]:
 
 
 def test_a_killed_worker_is_noticed_by_its_join(driver: Driver, process: Start) -> None:
-    child = process('client.ask(JoinWorld("1-0.1"), 20.0)')
-    driver.await_event(JoinWorld)
+    child = process('client.ask(RequestNextWorld("1-0.1"), 20.0)')
+    driver.await_event(RequestNextWorld)
     child.send_signal(signal.SIGKILL)
     lost = driver.await_event(events.ConnectionLost)
     assert (lost.slot, lost.worker, lost.reset) == ("1-0", "1-0.1", False)
-    driver.client().ask(JoinWorld("1-0.1", None, None), hold=0.0)
+    driver.client().ask(RequestNextWorld("1-0.1", None, None), hold=0.0)
     back = driver.await_event(events.ConnectionBack)
     assert (back.slot, back.worker) == ("1-0", "1-0.1")
 

@@ -13,7 +13,7 @@ from spark_elastic.driver.journal import Journal
 from spark_elastic.driver.loop import DriverLoop, EventQueue
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import AbortWorld, DriverCommand, PublishWorld
-from spark_elastic.protocol.messages import JoinWorld, RegisterSlot, WorkerStarted, WorldFormed
+from spark_elastic.protocol.messages import RegisterSlot, RequestNextWorld, WorkerStarted, WorldFormed
 from spark_elastic.protocol.types import Limits, Phase, Position, World
 from spark_elastic.rendezvous.client import RendezvousClient, exchange_blobs
 from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, ExchangeAddresses
@@ -59,7 +59,7 @@ def _live(address: str, job: int, together: threading.Barrier) -> list[World]:
             fence = worlds[-1].fence if worlds else None
             position = Position(0, Phase.TRAIN, number) if worlds else None
             answer = worker.ask(
-                JoinWorld(f"{job}-0.1", fence, position, planned=bool(worlds)), hold=MAX_POLL_SECONDS
+                RequestNextWorld(f"{job}-0.1", fence, position, planned=bool(worlds)), hold=MAX_POLL_SECONDS
             )
             world = answer.world
             assert world is not None, answer

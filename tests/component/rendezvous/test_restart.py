@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from spark_elastic.protocol.messages import Heartbeat, JoinWorld
+from spark_elastic.protocol.messages import Heartbeat, RequestNextWorld
 from spark_elastic.protocol.types import MembershipVersion
 from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, WatchWorker
 from tests.component.rendezvous.driver_side import PATIENCE, Driver, world
@@ -40,13 +40,13 @@ def test_a_dead_loop_is_replaced_on_the_same_port(driver: Driver, caplog: pytest
     with caplog.at_level(logging.WARNING):
         kill = driver.call_in_thread(lambda: _kill_loop(driver))
         # Said while nobody may be serving: it must not be lost.
-        driver.server.announce(MembershipVersion(5), "a newcomer")
+        driver.server.announce(MembershipVersion(5))
         kill.result(PATIENCE)
         assert watching.result(PATIENCE).version == MembershipVersion(5)
     assert "starts again on the same port" in caplog.text
     assert driver.server.address == address
     # What was known is known still, and a break on the driver's side is no loss of the worker.
-    assert worker.ask(JoinWorld("1-0.1", None, None), hold=MAX_POLL_SECONDS).world == world(3, "1-0.1")
+    assert worker.ask(RequestNextWorld("1-0.1", None, None), hold=MAX_POLL_SECONDS).world == world(3, "1-0.1")
     with pytest.raises(queue.Empty):
         driver.events.get_nowait()
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from spark_elastic.errors import StaleGeneration
-from spark_elastic.protocol.messages import JoinWorld, NextWorld, WorkerDone, WorkerFailed, WorldFormed
+from spark_elastic.protocol.messages import NextWorld, RequestNextWorld, WorkerDone, WorkerFailed, WorldFormed
 from spark_elastic.protocol.types import INITIAL_VERSION, Fence, Phase, Position, WorkerId
 from spark_elastic.rendezvous.codec import encode_numbers
 from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, Report, WatchWorker, WorkerUpdate
@@ -19,9 +19,9 @@ HERE = Position(1, Phase.VALIDATE, 5)
 
 def test_a_join_waits_for_its_world(driver: Driver) -> None:
     client = driver.client()
-    request = JoinWorld(A, Fence(ATTEMPT, 1), HERE, (B,), "connection reset", planned=False)
+    request = RequestNextWorld(A, Fence(ATTEMPT, 1), HERE, (B,), "connection reset", planned=False)
     waiting = driver.call_in_thread(lambda: client.ask(request, hold=MAX_POLL_SECONDS))
-    assert driver.await_event(JoinWorld) == request
+    assert driver.await_event(RequestNextWorld) == request
     assert not waiting.done()
     new = world(2, A, C, positions=(HERE, None))
     driver.server.publish(new)
@@ -31,10 +31,10 @@ def test_a_join_waits_for_its_world(driver: Driver) -> None:
 def test_a_worker_that_is_no_member_of_the_new_world_keeps_waiting(driver: Driver) -> None:
     worker = driver.client()
     driver.server.publish(world(1, A, B))
-    answer = worker.ask(JoinWorld(C, None, None), hold=0.1)
+    answer = worker.ask(RequestNextWorld(C, None, None), hold=0.1)
     assert answer.is_undecided
     driver.server.publish(world(2, A, B, C))
-    answer = worker.ask(JoinWorld(C, None, None), hold=MAX_POLL_SECONDS)
+    answer = worker.ask(RequestNextWorld(C, None, None), hold=MAX_POLL_SECONDS)
     assert answer.world is not None
     assert answer.world.fence.generation == 2
 
@@ -43,18 +43,20 @@ def test_a_repeated_join_is_answered_without_a_second_event(driver: Driver) -> N
     """The reply may have been lost on the way."""
     worker = driver.client()
     new = world(1, A)
-    waiting = driver.call_in_thread(lambda: worker.ask(JoinWorld(A, None, None), hold=MAX_POLL_SECONDS))
-    driver.await_event(JoinWorld)
+    waiting = driver.call_in_thread(
+        lambda: worker.ask(RequestNextWorld(A, None, None), hold=MAX_POLL_SECONDS)
+    )
+    driver.await_event(RequestNextWorld)
     driver.server.publish(new)
     assert waiting.result(PATIENCE).world == new
-    assert worker.ask(JoinWorld(A, None, None), hold=MAX_POLL_SECONDS).world == new
+    assert worker.ask(RequestNextWorld(A, None, None), hold=MAX_POLL_SECONDS).world == new
     assert driver.events.empty()
 
 
 def test_a_join_is_not_answered_with_the_world_that_the_worker_left(driver: Driver) -> None:
     worker = driver.client()
     driver.server.publish(world(1, A))
-    assert worker.ask(JoinWorld(A, Fence(ATTEMPT, 1), None), hold=0.05).is_undecided
+    assert worker.ask(RequestNextWorld(A, Fence(ATTEMPT, 1), None), hold=0.05).is_undecided
 
 
 def test_a_watch_returns_a_new_membership_version(driver: Driver) -> None:
@@ -63,8 +65,8 @@ def test_a_watch_returns_a_new_membership_version(driver: Driver) -> None:
     assert worker.ask(WatchWorker(A), hold=0.05) == WorkerUpdate(INITIAL_VERSION)
     waiting = driver.call_in_thread(lambda: worker.ask(WatchWorker(A), hold=MAX_POLL_SECONDS))
     newer = INITIAL_VERSION.next()
-    news = WorkerUpdate(newer, "3-0.1 is warm")
-    driver.server.announce(newer, "3-0.1 is warm")
+    news = WorkerUpdate(newer)
+    driver.server.announce(newer)
     assert waiting.result(PATIENCE) == news
     # Level-triggered: one that has not heard hears at once.
     assert worker.ask(WatchWorker(A), hold=MAX_POLL_SECONDS) == news
@@ -78,13 +80,15 @@ def test_a_watch_returns_an_abort_once(driver: Driver) -> None:
     driver.server.abort(Fence(ATTEMPT, 3), "an older one")
     driver.server.abort(Fence(ATTEMPT, 4), "2-0.1 was lost")
     news = waiting.result(PATIENCE)
-    assert (news.over, news.why) == (Fence(ATTEMPT, 4), "2-0.1 was lost")
+    assert (news.ended_fence, news.end_reason) == (Fence(ATTEMPT, 4), "2-0.1 was lost")
     # Asked by what was heard last: it waits for the next one, and hears again after a lost reply.
-    waiting = driver.call_in_thread(lambda: worker.ask(WatchWorker(A, news.over), hold=MAX_POLL_SECONDS))
+    waiting = driver.call_in_thread(
+        lambda: worker.ask(WatchWorker(A, news.ended_fence), hold=MAX_POLL_SECONDS)
+    )
     assert worker.ask(WatchWorker(A), hold=MAX_POLL_SECONDS) == news
     driver.until_polls(1)
     assert not waiting.done()
-    driver.server.announce(INITIAL_VERSION.next(), "3-0.1 is warm")
+    driver.server.announce(INITIAL_VERSION.next())
     assert waiting.result(PATIENCE).version == INITIAL_VERSION.next()
 
 
@@ -94,7 +98,7 @@ def test_a_watch_of_an_older_world_returns_the_next_one(driver: Driver) -> None:
     waiting = driver.call_in_thread(lambda: worker.ask(WatchWorker(A), hold=MAX_POLL_SECONDS))
     driver.server.publish(world(2, B, reason="1-0.1 was silent"))
     news = waiting.result(PATIENCE)
-    assert (news.over, news.why) == (Fence(ATTEMPT, 1), "1-0.1 was silent")
+    assert (news.ended_fence, news.end_reason) == (Fence(ATTEMPT, 1), "1-0.1 was silent")
 
 
 def test_progress_becomes_an_event(driver: Driver) -> None:
@@ -114,15 +118,17 @@ def test_progress_with_nan_and_infinity_becomes_an_event(driver: Driver) -> None
 
 def test_a_stop_reaches_join_watch_and_later_requests(driver: Driver) -> None:
     worker = driver.client()
-    joining = driver.call_in_thread(lambda: worker.ask(JoinWorld(A, None, None), hold=MAX_POLL_SECONDS))
+    joining = driver.call_in_thread(
+        lambda: worker.ask(RequestNextWorld(A, None, None), hold=MAX_POLL_SECONDS)
+    )
     watching = driver.call_in_thread(lambda: worker.ask(WatchWorker(A), hold=MAX_POLL_SECONDS))
-    driver.await_event(JoinWorld)
+    driver.await_event(RequestNextWorld)
     driver.server.stop_worker(A, "its slot is drained")
     assert joining.result(PATIENCE) == NextWorld(stop="its slot is drained")
     assert watching.result(PATIENCE).stop == "its slot is drained"
-    assert worker.ask(JoinWorld(A, None, None), hold=MAX_POLL_SECONDS).stop == "its slot is drained"
+    assert worker.ask(RequestNextWorld(A, None, None), hold=MAX_POLL_SECONDS).stop == "its slot is drained"
     other = driver.client()
-    assert other.ask(JoinWorld(B, None, None), hold=0.05).is_undecided
+    assert other.ask(RequestNextWorld(B, None, None), hold=0.05).is_undecided
 
 
 def test_r15_done_waits_for_the_acknowledgement_or_another_world(driver: Driver) -> None:
@@ -161,7 +167,7 @@ def test_r10_another_attempt_and_an_older_generation_are_stale(driver: Driver) -
     driver.server.publish(world(2, A))
     old = driver.client(attempt=ATTEMPT - 1)
     with pytest.raises(StaleGeneration, match=f"attempt {ATTEMPT}"):
-        old.ask(JoinWorld(A, None, None), hold=MAX_POLL_SECONDS)
+        old.ask(RequestNextWorld(A, None, None), hold=MAX_POLL_SECONDS)
     worker = driver.client()
     with pytest.raises(StaleGeneration, match="followed by 2"):
         worker.ask(WorldFormed(A, Fence(ATTEMPT, 1)))

@@ -57,7 +57,7 @@ def test_p5_a_hanging_worker_and_its_stack_are_named_in_the_errors_of_its_peers(
     assert "last seen in call_c_code (worker/stuck.py:" in sentence
     assert entry(job, "WorkerStalled")
     over = entry(job, "world 1 is over")
-    assert "saw" in over
+    assert "and blames" in over
     assert "has kept others waiting for" in over
     assert "last seen in call_c_code (worker/stuck.py:" in over
     assert "last seen in call_c_code" in entry(job, "did not come to the regroup within 2 s")

@@ -18,7 +18,13 @@ import pytest
 from spark_elastic.clock import SystemClock
 from spark_elastic.data.store import scratch_folder
 from spark_elastic.protocol.events import is_heartbeat
-from spark_elastic.protocol.messages import Heartbeat, JoinWorld, RegisterSlot, WorkerExited, WorkerStarted
+from spark_elastic.protocol.messages import (
+    Heartbeat,
+    RegisterSlot,
+    RequestNextWorld,
+    WorkerExited,
+    WorkerStarted,
+)
 from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
 from spark_elastic.protocol.types import SlotId
 from spark_elastic.rendezvous.messages import MAX_BODY_BYTES
@@ -183,7 +189,7 @@ def test_a_worker_that_dies_before_its_spare_is_due_is_replaced_by_a_cold_one(
     def play() -> None:
         driver.await_event(RegisterSlot)
         assert driver.await_event(WorkerStarted).worker == f"{SLOT}.1"
-        driver.await_event(JoinWorld)
+        driver.await_event(RequestNextWorld)
         (worker,) = await_children(1)
         worker.kill()
         assert driver.await_event(WorkerStarted).worker == f"{SLOT}.2"

@@ -12,7 +12,7 @@ from spark_elastic.driver import journal as codec
 from spark_elastic.driver.journal import Journal
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol import driver_machine
-from spark_elastic.protocol.commands import End, Outcome
+from spark_elastic.protocol.commands import End, JobOutcome
 from spark_elastic.protocol.events import (
     CancelRequested,
     DriverEvent,
@@ -37,7 +37,7 @@ def test_the_file_holds_every_field_of_an_entry(tmp_path: Path) -> None:
     journal = Journal(str(path))
     journal.begin(*driver_machine.initial(Limits(2, 1, 3, lease=1.5), 7))
     journal.record(LaunchEnded(5.0, 3, "lost"), ())
-    journal.record(CancelRequested(7.5, "enough"), (End("enough", Outcome.CANCELLED),))
+    journal.record(CancelRequested(7.5, "enough"), (End("enough", JobOutcome.CANCELLED),))
     journal.close()
     head, first, second = _lines(path)
     assert head["initial"]["attempt"] == 7
@@ -117,6 +117,6 @@ def test_a_file_that_cannot_be_opened_is_refused_with_a_sentence(tmp_path: Path)
 def test_a_full_disk_ends_the_file_and_not_the_job(caplog: pytest.LogCaptureFixture) -> None:
     journal = Journal("/dev/full")
     journal.begin(*driver_machine.initial(Limits(1, 1, 1), 1))
-    journal.record(CancelRequested(1.0, "enough"), (End("enough", Outcome.CANCELLED),))
+    journal.record(CancelRequested(1.0, "enough"), (End("enough", JobOutcome.CANCELLED),))
     journal.close()
     assert caplog.text.count("the journal /dev/full ends here") == 1

@@ -9,7 +9,7 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.driver.journal import Journal
 from spark_elastic.driver.loop import DriverLoop, EventQueue
 from spark_elastic.protocol import driver_machine
-from spark_elastic.protocol.commands import DriverCommand, End, LaunchSlot, Outcome
+from spark_elastic.protocol.commands import DriverCommand, End, JobOutcome, LaunchSlot
 from spark_elastic.protocol.events import CancelRequested, DriverEvent, Received
 from spark_elastic.protocol.messages import Heartbeat
 from spark_elastic.protocol.types import Limits, SlotId
@@ -32,7 +32,7 @@ def test_the_driver_loop_executes_the_first_commands_and_the_end() -> None:
     end = loop.wait(5)
     loop.close()
     assert end is not None
-    assert end.outcome is Outcome.CANCELLED
+    assert end.outcome is JobOutcome.CANCELLED
     assert [type(c) for c in done[:2]] == [LaunchSlot, LaunchSlot]
     assert any(isinstance(event, CancelRequested) and event.reason == "enough" for event in heard)
 
@@ -56,7 +56,7 @@ def test_ticks_are_taken_although_the_queue_is_never_empty() -> None:
     thread.join()
     loop.close()
     assert end is not None
-    assert end.outcome is Outcome.NOT_ENOUGH_WORKERS
+    assert end.outcome is JobOutcome.NOT_ENOUGH_WORKERS
 
 
 def test_an_exception_in_a_command_ends_the_job(caplog: pytest.LogCaptureFixture) -> None:
@@ -73,6 +73,6 @@ def test_an_exception_in_a_command_ends_the_job(caplog: pytest.LogCaptureFixture
     inbox.put(CancelRequested(0.0, "too late"))
     loop.close()
     assert isinstance(end, End)
-    assert end.outcome is Outcome.DEFECT
+    assert end.outcome is JobOutcome.DEFECT
     assert "no room" in end.reason
     assert "the driver loop failed" in caplog.text

@@ -14,27 +14,27 @@ from spark_elastic.errors import (
     WorkerFailed,
 )
 from spark_elastic.launch.job import unpack_results
-from spark_elastic.protocol.commands import End, Outcome
+from spark_elastic.protocol.commands import End, JobOutcome
 
 ENDS = {
-    Outcome.USER_ERROR: WorkerFailed,
-    Outcome.NOT_ENOUGH_WORKERS: NotEnoughWorkers,
-    Outcome.FAILURE_BUDGET: FailureBudgetExceeded,
-    Outcome.RESET_LIMIT: FailureBudgetExceeded,
-    Outcome.OUT_OF_MEMORY: OutOfMemory,
-    Outcome.TIME_LIMIT: TimeLimitReached,
-    Outcome.CANCELLED: JobCancelled,
-    Outcome.DEFECT: JobFailed,
+    JobOutcome.USER_ERROR: WorkerFailed,
+    JobOutcome.NOT_ENOUGH_WORKERS: NotEnoughWorkers,
+    JobOutcome.FAILURE_BUDGET: FailureBudgetExceeded,
+    JobOutcome.RESET_LIMIT: FailureBudgetExceeded,
+    JobOutcome.OUT_OF_MEMORY: OutOfMemory,
+    JobOutcome.TIME_LIMIT: TimeLimitReached,
+    JobOutcome.CANCELLED: JobCancelled,
+    JobOutcome.DEFECT: JobFailed,
 }
 WITH_DETAIL = (WorkerFailed, FailureBudgetExceeded, OutOfMemory)
 
 
 def test_a_success_has_its_results() -> None:
-    assert unpack_results(End("all are done", Outcome.SUCCESS, results=("1", "2"))) == ("1", "2")
+    assert unpack_results(End("all are done", JobOutcome.SUCCESS, results=("1", "2"))) == ("1", "2")
 
 
-@pytest.mark.parametrize("outcome", [outcome for outcome in Outcome if outcome is not Outcome.SUCCESS])
-def test_a_failed_job_is_an_error_with_its_reason(outcome: Outcome) -> None:
+@pytest.mark.parametrize("outcome", [outcome for outcome in JobOutcome if outcome is not JobOutcome.SUCCESS])
+def test_a_failed_job_is_an_error_with_its_reason(outcome: JobOutcome) -> None:
     kind = ENDS[outcome]
     with pytest.raises((JobFailed, JobCancelled), match=r"\Athe reason") as caught:
         unpack_results(End("the reason", outcome, detail="Traceback of it"))

@@ -9,11 +9,11 @@ import pytest
 from spark_elastic.driver.journal import Journal
 from spark_elastic.launch.job_monitor import JobListener, JobMonitor
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.driver.state import Stage
+from spark_elastic.protocol.driver.state import JobStage
 from spark_elastic.protocol.messages import (
     DriverMessage,
-    JoinWorld,
     RegisterSlot,
+    RequestNextWorld,
     WorkerExited,
     WorkerStarted,
 )
@@ -95,7 +95,7 @@ def test_the_listener_gets_a_loss_before_the_next_world() -> None:
         for message in (
             *(RegisterSlot(SlotId(f"{job}-0"), f"h{job}", job) for job in (1, 2)),
             *(WorkerStarted(SlotId(f"{job}-0"), name(job)) for job in (1, 2)),
-            *(JoinWorld(name(job), None, None) for job in (1, 2)),
+            *(RequestNextWorld(name(job), None, None) for job in (1, 2)),
             WorkerExited(name(1).slot, name(1), -9, "killed by signal 9"),
         ):
             monitor.on_transition(stamp_event(message, bench.now), bench.on(message), bench.state)
@@ -118,9 +118,9 @@ def test_r17_the_scheduler_hook_gets_whether_slots_are_missing() -> None:
     assert heard == [True, False]
     for job in (1, 2):
         play(WorkerStarted(SlotId(f"{job}-0"), name(job)))
-        play(JoinWorld(name(job), None, None))
+        play(RequestNextWorld(name(job), None, None))
     play(WorkerExited(name(1).slot, name(1), -9))
-    assert bench.state.stage is Stage.REGROUPING
+    assert bench.state.stage is JobStage.REGROUPING
     assert heard == [True, False], "the slot starts another worker"
     play(on.LaunchEnded(0, 1, "executor lost", executor_lost=True))
     play(on.Tick(0))
@@ -151,7 +151,7 @@ def test_r17_a_scheduler_hook_that_raises_costs_the_job_neither_its_monitor_nor_
         for event in (
             RegisterSlot(SlotId("1-0"), "h1", 1),
             WorkerStarted(SlotId("1-0"), name(1)),
-            JoinWorld(name(1), None, None),
+            RequestNextWorld(name(1), None, None),
             on.HostLost(0, "h1", "executor lost"),
         ):
             stamped = stamp_event(event, bench.now)

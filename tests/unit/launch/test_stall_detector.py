@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spark_elastic.launch.job_monitor import SPARE_HEARTBEATS, StallDetector
+from spark_elastic.launch.job_monitor import MAX_OTHER_HEARTBEATS, StallDetector
 from spark_elastic.protocol.commands import AbortWorld, DriverCommand, PublishWorld
 from spark_elastic.protocol.events import DriverEvent, Received, Tick, WorkerStalled
 from spark_elastic.protocol.messages import Heartbeat
@@ -79,7 +79,7 @@ def test_a_member_that_works_on_after_the_end_of_its_world_is_named() -> None:
 def test_the_detector_forgets_heartbeats_of_slots_that_are_gone() -> None:
     stage = DetectorUnderTest()
     stage.decide(PublishWorld("start", world(1)))
-    for number in range(10 * SPARE_HEARTBEATS):
+    for number in range(10 * MAX_OTHER_HEARTBEATS):
         stage.send_heartbeat(number, False, 0.0)
         stage.clock.advance(0.3)
-    assert len(stage.detector._heartbeats) < 2 * SPARE_HEARTBEATS
+    assert len(stage.detector._heartbeats) < 2 * MAX_OTHER_HEARTBEATS

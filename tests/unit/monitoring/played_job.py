@@ -11,8 +11,8 @@ from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import PublishWorld
 from spark_elastic.protocol.messages import (
     DriverMessage,
-    JoinWorld,
     RegisterSlot,
+    RequestNextWorld,
     WorkerDone,
     WorkerStarted,
     WorldFormed,
@@ -56,7 +56,7 @@ class SimulatedJob:
     def start_worker(self, job: int) -> None:
         self.on(RegisterSlot(SlotId(f"{job}-0"), f"host-{job}", job))
         self.on(WorkerStarted(SlotId(f"{job}-0"), WorkerId(f"{job}-0.1")))
-        self.on(JoinWorld(WorkerId(f"{job}-0.1"), None, None))
+        self.on(RequestNextWorld(WorkerId(f"{job}-0.1"), None, None))
 
     def form(self) -> None:
         assert self.world is not None
@@ -85,7 +85,7 @@ class SimulatedJob:
         fence, position = self.world.fence, Position(0, Phase.TRAIN, step)
         for member in self.world.members:
             if member.slot != f"{but}-0":
-                self.on(JoinWorld(member.worker, fence, position, planned=planned))
+                self.on(RequestNextWorld(member.worker, fence, position, planned=planned))
 
     def report(self, step: int, **more: float) -> None:
         metrics = {"epoch": 0, "epochs": 1, "step": step, "steps": 100, "rows": 10, "loss": 1.0, "world": 3}

@@ -20,7 +20,13 @@ from spark_elastic.monitoring.status import MAX_SLOTS, build_status, build_statu
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import PublishWorld
-from spark_elastic.protocol.messages import DriverMessage, JoinWorld, RegisterSlot, WorkerStarted, WorldFormed
+from spark_elastic.protocol.messages import (
+    DriverMessage,
+    RegisterSlot,
+    RequestNextWorld,
+    WorkerStarted,
+    WorldFormed,
+)
 from spark_elastic.protocol.types import Limits, SlotId, WorkerId
 from spark_elastic.testing.fakes import FakeClock
 from tests.simulator.stamping import stamp_event
@@ -59,7 +65,7 @@ def create_job(workers: int) -> tuple[JobHistory, FakeClock]:
     for number in range(1, workers + 1):
         play(RegisterSlot(SlotId(f"{number}-0"), f"host-{number % 7}", number, "node"))
         play(WorkerStarted(SlotId(f"{number}-0"), WorkerId(f"{number}-0.1")))
-        play(JoinWorld(WorkerId(f"{number}-0.1"), None, None))
+        play(RequestNextWorld(WorkerId(f"{number}-0.1"), None, None))
     assert world is not None
     for member in world.members:
         play(WorldFormed(member.worker, world.fence))

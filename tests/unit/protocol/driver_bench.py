@@ -13,8 +13,8 @@ from spark_elastic.protocol.driver.state import DriverState
 from spark_elastic.protocol.messages import (
     DriverMessage,
     Heartbeat,
-    JoinWorld,
     RegisterSlot,
+    RequestNextWorld,
     WorkerStarted,
     WorldFormed,
 )
@@ -99,7 +99,7 @@ class Bench:
     def join(
         self, worker: str, fence: Fence | None = None, position: Position | None = None, **more: object
     ) -> None:
-        self.on(JoinWorld(worker, fence, position, **more))  # type: ignore[arg-type]
+        self.on(RequestNextWorld(worker, fence, position, **more))  # type: ignore[arg-type]
 
     def form(self) -> None:
         for member in self.world.members:

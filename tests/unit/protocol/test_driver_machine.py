@@ -10,16 +10,16 @@ from spark_elastic.protocol.commands import (
     AbortWorld,
     AnnounceChange,
     End,
+    JobOutcome,
     LaunchSlot,
-    Outcome,
     PublishWorld,
     ReleaseSlot,
     StopWorker,
 )
 from spark_elastic.protocol.events import Received
 from spark_elastic.protocol.messages import (
-    JoinWorld,
     RegisterSlot,
+    RequestNextWorld,
     WorkerDone,
     WorkerExited,
     WorkerStarted,
@@ -56,7 +56,7 @@ def test_a_cancelled_slot_job_ends_the_job_and_is_not_launched_again() -> None:
     bench = Bench()
     bench.start(1, 2, 3, 4)
     bench.on(on.LaunchEnded(0, 2, "sc.cancelJobGroup", cancelled=True))
-    assert bench.end.outcome is Outcome.CANCELLED
+    assert bench.end.outcome is JobOutcome.CANCELLED
     assert len(bench.find_commands(LaunchSlot)) == 4
 
 
@@ -109,7 +109,7 @@ def test_too_few_workers_after_start_timeout_end_the_job_with_the_names_of_those
     bench.start_warm(1)
     bench.slot(2)
     bench.wait(21.0, heartbeats_of=[1, 2])
-    assert bench.end.outcome is Outcome.NOT_ENOUGH_WORKERS
+    assert bench.end.outcome is JobOutcome.NOT_ENOUGH_WORKERS
     for part in (
         "1 workers came within 20 s and 3 are needed",
         "hosts: h1, h2",
@@ -200,7 +200,7 @@ def test_reset_limit_counts_new_worlds() -> None:
     for lost, left in ((1, (2, 3, 4)), (2, (3, 4))):
         bench.on(WorkerExited(name(lost).slot, name(lost), -9))
         bench.regroup(3, *(name(job) for job in left))
-    assert bench.end.outcome is Outcome.RESET_LIMIT
+    assert bench.end.outcome is JobOutcome.RESET_LIMIT
     assert len(bench.find_commands(PublishWorld)) == 2
 
 
@@ -218,7 +218,7 @@ def test_once_the_reset_limit_is_used_up_no_planned_change_ends_the_job(order: o
     assert len(bench.find_commands(AnnounceChange)) == 1
     bench.on(WorkerExited(name(3).slot, name(3), -9))
     bench.regroup(3, name(1), name(2))
-    assert bench.end.outcome is Outcome.RESET_LIMIT
+    assert bench.end.outcome is JobOutcome.RESET_LIMIT
 
 
 # ---- planned changes
@@ -322,7 +322,7 @@ def test_r15_results_in_rank_order_once_all_are_done() -> None:
     _finish(bench, 3, 1, 4)
     assert not bench.find_commands(End)
     _finish(bench, 2)
-    assert bench.end.outcome is Outcome.SUCCESS
+    assert bench.end.outcome is JobOutcome.SUCCESS
     assert bench.end.results == ("result 1", "result 2", "result 3", "result 4")
     assert {stop.worker for stop in bench.find_commands(StopWorker)} == {name(job) for job in (1, 2, 3, 4)}
     assert {release.slot for release in bench.find_commands(ReleaseSlot)} == {"1-0", "2-0", "3-0", "4-0"}
@@ -358,7 +358,7 @@ def test_r15_the_wait_for_a_member_that_never_reports_is_limited() -> None:
     bench.start(1, 2)
     _finish(bench, 1)
     bench.wait(31.0, heartbeats_of=[1, 2])
-    assert bench.end.outcome is Outcome.SUCCESS
+    assert bench.end.outcome is JobOutcome.SUCCESS
     assert name(2) in bench.end.reason
 
 
@@ -366,7 +366,7 @@ def test_after_the_end_of_the_job_all_workers_and_slots_are_stopped() -> None:
     bench = Bench()
     bench.start(1, 2, 3, 4)
     bench.on(on.CancelRequested(0, "Ctrl-C"))
-    assert bench.end.outcome is Outcome.CANCELLED
+    assert bench.end.outcome is JobOutcome.CANCELLED
     bench.on(RegisterSlot(SlotId("9-0"), "h9", 9))
     assert [type(command) for command in bench.commands] == [ReleaseSlot]
     bench.join(name(1), bench.fence, at(3))
@@ -392,7 +392,7 @@ def test_thousands_of_workers_form_one_world() -> None:
     for job in range(1, count + 1):
         for message in (
             RegisterSlot(SlotId(f"{job}-0"), f"h{job // 8}", job),
-            JoinWorld(name(job), None, None),
+            RequestNextWorld(name(job), None, None),
         ):
             state, commands = driver_machine.step(state, Received(0.0, message))
             published += sum(isinstance(command, PublishWorld) for command in commands)

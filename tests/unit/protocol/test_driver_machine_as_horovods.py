@@ -14,12 +14,18 @@ from spark_elastic.protocol.commands import (
     AbortWorld,
     AnnounceChange,
     End,
-    Outcome,
+    JobOutcome,
     PublishWorld,
     ReleaseSlot,
     StopWorker,
 )
-from spark_elastic.protocol.messages import JoinWorld, RegisterSlot, WorkerDone, WorkerExited, WorkerFailed
+from spark_elastic.protocol.messages import (
+    RegisterSlot,
+    RequestNextWorld,
+    WorkerDone,
+    WorkerExited,
+    WorkerFailed,
+)
 from spark_elastic.protocol.types import INITIAL_VERSION, HostUpdateResult, SlotId
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
 
@@ -89,7 +95,7 @@ def test_wait_for_min_hosts() -> None:
     bench.on(on.HostsDiscovered(0, TWO_HOSTS[:1]))
     _slots(bench, 1, 2)
     bench.wait(6.0, heartbeats_of=[1, 2])
-    assert bench.end.outcome is Outcome.NOT_ENOUGH_WORKERS
+    assert bench.end.outcome is JobOutcome.NOT_ENOUGH_WORKERS
     assert "2 workers came within 5 s and 3 are needed" in bench.end.reason
 
 
@@ -100,7 +106,7 @@ def test_all_workers_fail() -> None:
     bench.form()
     for job in (1, 2, 3, 4):
         bench.on(WorkerFailed(name(job), bench.fence, at(3), f"of {job}", "ValueError: all"))
-    assert bench.end.outcome is Outcome.USER_ERROR
+    assert bench.end.outcome is JobOutcome.USER_ERROR
     assert "all 4 workers of world 1 raised" in bench.end.reason
 
 
@@ -113,7 +119,7 @@ def test_shutdown_on_success() -> None:
     for job in (1, 2, 3, 4):
         assert not bench.find_commands(End)
         bench.on(WorkerDone(name(job), bench.fence, at(9), f"result {job}"))
-    assert bench.end.outcome is Outcome.SUCCESS
+    assert bench.end.outcome is JobOutcome.SUCCESS
     assert bench.end.results == ("result 1", "result 2", "result 3", "result 4")
 
 
@@ -138,9 +144,9 @@ def test_worker_notification_manager() -> None:
     bench.form()
     _slots(bench, 2)
     bench.wait(0.2, heartbeats_of=[1, 2, 3])
-    bench.on(JoinWorld(name(1), bench.fence, at(5), planned=True))
+    bench.on(RequestNextWorld(name(1), bench.fence, at(5), planned=True))
     _slots(bench, 4)
-    bench.on(JoinWorld(name(3), bench.fence, at(5), planned=True))
+    bench.on(RequestNextWorld(name(3), bench.fence, at(5), planned=True))
     assert bench.members() == [name(1), name(2), name(3), name(4)]
     assert [announce.version for announce in bench.find_commands(AnnounceChange)] == [ONE_JOINS]
 

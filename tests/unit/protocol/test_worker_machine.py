@@ -8,17 +8,17 @@ from spark_elastic.protocol import events as on
 from spark_elastic.protocol import worker_machine
 from spark_elastic.protocol.commands import (
     AbortGroup,
+    AskForWorld,
     CloseGroup,
     Exit,
     Form,
-    Join,
     ReportDone,
     ReportFailure,
     Run,
     Sync,
     WorkerCommand,
 )
-from spark_elastic.protocol.driver.forming import RankAssignment, assign_ranks, find_source
+from spark_elastic.protocol.driver.forming import ChosenWorker, assign_ranks, find_source
 from spark_elastic.protocol.types import DRIVER_SILENT_EXIT_CODE, START, Fence, Position, World
 from tests.unit.protocol.driver_bench import at
 
@@ -26,9 +26,7 @@ ME = "a"
 
 
 def _world(generation: int, **positions: Position | None) -> World:
-    places = [
-        RankAssignment(worker, f"slot {worker}", "h", position) for worker, position in positions.items()
-    ]
+    places = [ChosenWorker(worker, f"slot {worker}", "h", position) for worker, position in positions.items()]
     return World(Fence(1, generation), assign_ranks(places), find_source(places), "because")
 
 
@@ -51,8 +49,8 @@ class MachineUnderTest:
 
 def test_a_worker_joins_builds_its_group_syncs_and_runs() -> None:
     me = MachineUnderTest()
-    assert me.on(on.Warm(0)) == [Join]
-    assert me.commands[0] == Join(me.commands[0].reason, None, None)
+    assert me.on(on.Warm(0)) == [AskForWorld]
+    assert me.commands[0] == AskForWorld(me.commands[0].reason, None, None)
     assert me.on(on.WorldReceived(0, _world(1, a=None, b=None))) == [Form]
     assert me.on(on.GroupFormed(0, Fence(1, 1))) == [Run]
     assert me.state.position == START
@@ -73,8 +71,8 @@ def test_r05_a_laggard_whose_sync_broke_reports_its_old_position() -> None:
     me.on(on.GroupBroken(0, Fence(1, 1), (1,), "reset"))
     me.on(on.WorldReceived(0, _world(2, a=at(5), c=at(6))))
     assert me.on(on.GroupFormed(0, Fence(1, 2))) == [Sync]
-    assert me.on(on.GroupBroken(0, Fence(1, 2), (1,), "reset")) == [CloseGroup, Join]
-    assert me.commands[1] == Join("reset", Fence(1, 2), at(5), ("c",), planned=False)
+    assert me.on(on.GroupBroken(0, Fence(1, 2), (1,), "reset")) == [CloseGroup, AskForWorld]
+    assert me.commands[1] == AskForWorld("reset", Fence(1, 2), at(5), ("c",), planned=False)
 
 
 def test_a_member_at_the_sources_position_sends_state_and_keeps_its_position() -> None:
@@ -88,8 +86,8 @@ def test_a_member_at_the_sources_position_sends_state_and_keeps_its_position() -
 def test_r06_at_a_boundary_the_group_stays_open_until_the_next_world() -> None:
     """A slower peer may still read the step's last bytes from it."""
     me = MachineUnderTest().start_running(step=5)
-    assert me.on(on.Boundary(0, Fence(1, 1), "the membership changes")) == [Join]
-    assert me.commands[0] == Join("the membership changes", Fence(1, 1), at(5), planned=True)
+    assert me.on(on.Boundary(0, Fence(1, 1), "the membership changes")) == [AskForWorld]
+    assert me.commands[0] == AskForWorld("the membership changes", Fence(1, 1), at(5), planned=True)
     assert me.on(on.WorldReceived(0, _world(2, a=at(5), c=None))) == [CloseGroup, Form]
     assert isinstance(me.commands[0], CloseGroup)
     assert me.commands[0].fence == Fence(1, 1)
@@ -107,8 +105,8 @@ def test_r10_a_newer_abort_is_kept_for_its_world() -> None:
     me = MachineUnderTest().start_running(step=5)
     me.on(on.GroupBroken(0, Fence(1, 1), (), "reset"))
     assert me.on(on.AbortReceived(0, Fence(1, 2), "over")) == []
-    assert me.on(on.WorldReceived(0, _world(2, a=at(5), b=at(5)))) == [Join]
-    assert isinstance(me.commands[0], Join)
+    assert me.on(on.WorldReceived(0, _world(2, a=at(5), b=at(5)))) == [AskForWorld]
+    assert isinstance(me.commands[0], AskForWorld)
     assert me.commands[0].fence == Fence(1, 2)
 
 
@@ -117,14 +115,14 @@ def test_a_worker_leaves_a_world_that_ends_before_it_is_formed() -> None:
     me.on(on.GroupBroken(0, Fence(1, 1), (), "reset"))
     me.on(on.WorldReceived(0, _world(2, a=at(5), b=at(5))))
     assert me.on(on.AbortReceived(0, Fence(1, 2), "over")) == [AbortGroup]
-    assert me.on(on.GroupFormed(0, Fence(1, 2))) == [CloseGroup, Join]
+    assert me.on(on.GroupFormed(0, Fence(1, 2))) == [CloseGroup, AskForWorld]
 
 
 @pytest.mark.parametrize("generation", [0, 1])
 def test_a_worker_joins_again_if_it_gets_an_older_world(generation: int) -> None:
     me = MachineUnderTest().start_running(step=5)
     me.on(on.GroupBroken(0, Fence(1, 1), (), "reset"))
-    assert me.on(on.WorldReceived(0, _world(generation, a=None, b=None))) == [Join]
+    assert me.on(on.WorldReceived(0, _world(generation, a=None, b=None))) == [AskForWorld]
 
 
 def test_a_worker_ends_if_the_world_does_not_contain_it() -> None:
@@ -136,8 +134,8 @@ def test_a_worker_ends_if_the_world_does_not_contain_it() -> None:
 def test_a_worker_joins_again_if_the_world_has_a_position_that_it_does_not_hold() -> None:
     me = MachineUnderTest().start_running(step=5)
     me.on(on.GroupBroken(0, Fence(1, 1), (), "reset"))
-    assert me.on(on.WorldReceived(0, _world(2, a=at(4), b=at(4)))) == [Join]
-    assert me.commands[0] == Join(me.commands[0].reason, Fence(1, 2), at(5))
+    assert me.on(on.WorldReceived(0, _world(2, a=at(4), b=at(4)))) == [AskForWorld]
+    assert me.commands[0] == AskForWorld(me.commands[0].reason, Fence(1, 2), at(5))
 
 
 def test_r13_an_exception_is_reported_before_the_group_closes() -> None:

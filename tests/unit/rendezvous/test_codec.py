@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spark_elastic.protocol.messages import Heartbeat, JoinWorld, NextWorld, RegisterSlot, Request
+from spark_elastic.protocol.messages import Heartbeat, NextWorld, RegisterSlot, Request, RequestNextWorld
 from spark_elastic.protocol.types import Fence, Member, Phase, Position, SlotId, WorkerId, World
 from spark_elastic.rendezvous import codec
 from spark_elastic.rendezvous.messages import (
@@ -58,8 +58,8 @@ def test_bytes_come_back_as_they_were(fence: Fence, blob: bytes) -> None:
 def test_absent_values_come_back_as_absent(
     fence: Fence | None, position: Position | None, suspects: tuple[WorkerId, ...]
 ) -> None:
-    request = JoinWorld("1-0.1", fence, position, suspects, "é – ✓", True)
-    assert codec.read(JoinWorld, codec.loads(codec.dumps(request))) == request
+    request = RequestNextWorld("1-0.1", fence, position, suspects, "é – ✓", True)
+    assert codec.read(RequestNextWorld, codec.loads(codec.dumps(request))) == request
 
 
 def test_facts_may_hold_any_json() -> None:
@@ -92,13 +92,13 @@ def test_every_request_and_reply_has_a_reader_and_a_path_of_its_own(
         (Heartbeat, {"slot": "1-0", "rank": 1}, "Heartbeat has no field 'rank'"),
         (
             WatchWorker,
-            {"worker": "1-0.1", "over": None, "version": {"number": True}},
+            {"worker": "1-0.1", "ended_fence": None, "version": {"number": True}},
             "version.number must be int, not bool",
         ),
         (
             WatchWorker,
-            {"worker": "1-0.1", "over": {"attempt": 1}, "version": {}},
-            "over lacks generation",
+            {"worker": "1-0.1", "ended_fence": {"attempt": 1}, "version": {}},
+            "ended_fence lacks generation",
         ),
         (Position, {"epoch": 1, "phase": 9, "step": 0}, "phase must be one of"),
         (Blobs, {"blobs": "x"}, "blobs must be a list"),

@@ -14,7 +14,7 @@ import numpy as np
 
 from elastic_collectives import CollectiveError, Group
 from elastic_collectives.fakes import FakeFabric
-from spark_elastic.protocol.driver.forming import RankAssignment, assign_ranks, find_source
+from spark_elastic.protocol.driver.forming import ChosenWorker, assign_ranks, find_source
 from spark_elastic.protocol.types import (
     INITIAL_VERSION,
     START,
@@ -159,7 +159,7 @@ class FakeDriver:
         order = [session for session in self._members if session in self._here]
         order += [session for session in self._here if session not in order]
         self._generation += 1
-        places = [RankAssignment(f"w{id(s)}", "s", "h", s.position) for s in order]
+        places = [ChosenWorker(f"w{id(s)}", "s", "h", s.position) for s in order]
         fence = Fence(1, self._generation)
         source = find_source(places)
         resume = self.resume if source is None else ()

@@ -351,9 +351,9 @@ def test_one_state_may_be_trained_in_two_parts() -> None:
 
 
 def _world(*positions: Position | None) -> World:
-    from spark_elastic.protocol.driver.forming import RankAssignment, assign_ranks, find_source
+    from spark_elastic.protocol.driver.forming import ChosenWorker, assign_ranks, find_source
 
-    places = [RankAssignment(f"w{i}", "s", "h", position) for i, position in enumerate(positions)]
+    places = [ChosenWorker(f"w{i}", "s", "h", position) for i, position in enumerate(positions)]
     return World(Fence(1, 2), assign_ranks(places), find_source(places), "")
 
 

@@ -10,9 +10,9 @@ from spark_elastic.driver.journal import Journal
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import DriverCommand
-from spark_elastic.protocol.driver.state import DriverState, Stage
+from spark_elastic.protocol.driver.state import DriverState, JobStage
 from spark_elastic.protocol.events import DriverEvent
-from spark_elastic.protocol.messages import JoinWorld
+from spark_elastic.protocol.messages import RequestNextWorld
 from spark_elastic.testing import ReplayDiffers, replay
 from tests.simulator.fault_plan import FaultKind, random_plan
 from tests.simulator.simulation import simulate
@@ -41,7 +41,7 @@ def test_a_replayed_job_makes_the_same_decisions(seed: int, tmp_path: Path) -> N
     _journal_of(seed, path)
     again = replay(path)
     assert len(again.entries) == len(path.read_text().splitlines()) - 1
-    assert again.state.stage is Stage.ENDED
+    assert again.state.stage is JobStage.ENDED
 
 
 def test_a_journal_becomes_a_unit_test_that_passes_and_can_fail(
@@ -55,7 +55,7 @@ def test_a_journal_becomes_a_unit_test_that_passes_and_can_fail(
     test = module["test_the_job_of_monday"]
     assert callable(test)
     test()
-    monkeypatch.setitem(driver_machine.HANDLERS, JoinWorld, lambda tx, event: None)
+    monkeypatch.setitem(driver_machine.HANDLERS, RequestNextWorld, lambda tx, event: None)
     with pytest.raises(AssertionError):
         test()
 
@@ -88,8 +88,8 @@ def test_an_exception_of_the_machine_is_a_difference(tmp_path: Path, monkeypatch
     def raise_error(tx: object, event: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setitem(driver_machine.HANDLERS, JoinWorld, raise_error)
-    with pytest.raises(ReplayDiffers, match="the machine fails at JoinWorld"):
+    monkeypatch.setitem(driver_machine.HANDLERS, RequestNextWorld, raise_error)
+    with pytest.raises(ReplayDiffers, match="the machine fails at RequestNextWorld"):
         replay(path)
 
 

@@ -13,7 +13,7 @@ from spark_elastic.errors import DriverUnreachable
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import Exit
-from spark_elastic.protocol.driver.forming import RankAssignment, assign_ranks
+from spark_elastic.protocol.driver.forming import ChosenWorker, assign_ranks
 from spark_elastic.protocol.events import UserRaised
 from spark_elastic.protocol.messages import Acknowledged, NextWorld, WorkerDone
 from spark_elastic.protocol.types import DRIVER_SILENT_EXIT_CODE, INITIAL_VERSION, START, Fence, World
@@ -23,9 +23,7 @@ from tests.unit.worker.loops import build_loop
 
 
 def _world(generation: int) -> World:
-    return World(
-        Fence(1, generation), assign_ranks([RankAssignment("1-0.1", "1-0", "h", None)]), None, "start"
-    )
+    return World(Fence(1, generation), assign_ranks([ChosenWorker("1-0.1", "1-0", "h", None)]), None, "start")
 
 
 class _Group:

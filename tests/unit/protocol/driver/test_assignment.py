@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from spark_elastic.protocol.driver.forming import RankAssignment, assign_ranks, find_source, group_by_machine
+from spark_elastic.protocol.driver.forming import ChosenWorker, assign_ranks, find_source, group_by_machine
 from spark_elastic.protocol.driver.state import WorkerRecord
 from spark_elastic.protocol.types import Position
 from tests.unit.protocol.driver_bench import at
 
 
-def _places(hosts: str) -> list[RankAssignment]:
-    return [RankAssignment(f"w{i}", f"s{i}", host, None) for i, host in enumerate(hosts)]
+def _places(hosts: str) -> list[ChosenWorker]:
+    return [ChosenWorker(f"w{i}", f"s{i}", host, None) for i, host in enumerate(hosts)]
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_local_and_cross_ranks_follow_the_machines(
 
 def test_executors_of_one_machine_share_its_local_ranks() -> None:
     places = [
-        RankAssignment(f"w{i}", f"s{i}", f"executor {i}", None, machine) for i, machine in enumerate("mmn")
+        ChosenWorker(f"w{i}", f"s{i}", f"executor {i}", None, machine) for i, machine in enumerate("mmn")
     ]
     members = assign_ranks(places)
     assert [(m.local_rank, m.local_size) for m in members] == [(0, 2), (1, 2), (0, 1)]
@@ -73,4 +73,4 @@ def test_newcomers_come_behind_the_members_of_their_machine(staying: str, joinin
 def test_r04_the_source_is_the_lowest_rank_at_the_highest_position(
     positions: list[Position | None], source: int | None
 ) -> None:
-    assert find_source([RankAssignment(f"w{i}", f"s{i}", "h", p) for i, p in enumerate(positions)]) == source
+    assert find_source([ChosenWorker(f"w{i}", f"s{i}", "h", p) for i, p in enumerate(positions)]) == source

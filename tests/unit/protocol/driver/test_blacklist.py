@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import End, LaunchSlot, Outcome, PublishWorld, ReleaseSlot
-from spark_elastic.protocol.driver.blacklist import JITTER, Blacklist, delay
+from spark_elastic.protocol.commands import End, JobOutcome, LaunchSlot, PublishWorld, ReleaseSlot
+from spark_elastic.protocol.driver.blacklist import JITTER, Blacklist, compute_cooldown
 from spark_elastic.protocol.messages import RegisterSlot, WorkerExited, WorkerStarted
 from spark_elastic.protocol.types import INITIAL_VERSION, Limits, SlotId
 from tests.unit.protocol.driver_bench import FOUR, Bench, name
@@ -20,15 +20,19 @@ def _fail(blacklist: Blacklist, slot: str, now: float, slots: int = 4) -> Blackl
 
 
 def test_cooldowns_double_from_the_lower_to_the_upper_limit() -> None:
-    delays = [delay("h", failures, 2.0, 30.0) for failures in range(1, 9)]
+    delays = [compute_cooldown("h", failures, 2.0, 30.0) for failures in range(1, 9)]
     assert delays[0] == 2.0
     for count, seconds in enumerate(delays):
         assert min(30.0, 2.0 * 2**count) <= seconds <= min(30.0, 2.0 * 2**count * (1 + JITTER))
     assert delays[-1] == 30.0
-    assert delay("h", 3, 2.0, 30.0) == delays[2]
-    assert delay("g", 3, 2.0, 30.0) != delays[2]
-    assert delay("h", 10_000, 2.0, 30.0) == 30.0
-    assert delay("h", 1, math.inf, math.inf) == delay("h", 5, math.inf, math.inf) == math.inf
+    assert compute_cooldown("h", 3, 2.0, 30.0) == delays[2]
+    assert compute_cooldown("g", 3, 2.0, 30.0) != delays[2]
+    assert compute_cooldown("h", 10_000, 2.0, 30.0) == 30.0
+    assert (
+        compute_cooldown("h", 1, math.inf, math.inf)
+        == compute_cooldown("h", 5, math.inf, math.inf)
+        == math.inf
+    )
 
 
 def test_one_blacklisted_slot_of_several_leaves_its_host_in_use() -> None:
@@ -162,7 +166,7 @@ def test_a_slot_whose_workers_are_killed_before_they_take_part_is_to_blame() -> 
         bench.on(WorkerExited(name(2, number).slot, name(2, number), -9))
         if number == 2:
             assert not bench.state.failures.records
-    assert bench.end.outcome is Outcome.FAILURE_BUDGET
+    assert bench.end.outcome is JobOutcome.FAILURE_BUDGET
     assert "ended so in a row before they took part" in bench.end.detail
 
 
@@ -172,7 +176,7 @@ def test_all_hosts_blacklisted_for_longer_than_the_job_waits_end_it_at_once() ->
     for job in (1, 2, 3, 4):
         _crash(bench, job)
     bench.wait(0.1)
-    assert bench.end.outcome is Outcome.NOT_ENOUGH_WORKERS
+    assert bench.end.outcome is JobOutcome.NOT_ENOUGH_WORKERS
     assert "all hosts are blacklisted" in bench.end.reason
     assert "h1, h2, h3, h4; the first returns never" in bench.end.reason
     assert bench.now < 11.0 + bench.limits.gather_timeout

@@ -8,7 +8,13 @@ import pytest
 
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import AbortWorld, NotifyUser, ReleaseSlot, StopWorker
-from spark_elastic.protocol.messages import Heartbeat, JoinWorld, WorkerExited, WorkerFailed, WorkerStarted
+from spark_elastic.protocol.messages import (
+    Heartbeat,
+    RequestNextWorld,
+    WorkerExited,
+    WorkerFailed,
+    WorkerStarted,
+)
 from spark_elastic.protocol.types import SlotId
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
 
@@ -182,14 +188,14 @@ def test_a_late_message_about_an_older_worker_is_ignored() -> None:
     bench.on(WorkerStarted(SlotId("2-0"), name(2, 3)))
     bench.on(WorkerStarted(SlotId("2-0"), name(2, 2)))
     assert name(2, 3) in bench.state.workers
-    assert name(2, 2) in bench.state.workers.evicted
+    assert name(2, 2) in bench.state.workers.departed
 
 
 def test_an_exit_that_is_reported_after_the_next_world_reaches_the_user() -> None:
     bench = Bench(replace(FOUR, num_workers=2))
     bench.start(1, 2)
     bench.on(on.ConnectionLost(0, W2.slot, W2))
-    bench.on(JoinWorld(name(1), bench.fence, at(5), suspects=(W2,), reason="it hung up"))
+    bench.on(RequestNextWorld(name(1), bench.fence, at(5), suspects=(W2,), reason="it hung up"))
     assert bench.members() == [name(1)]
     bench.on(WorkerExited(W2.slot, W2, -9, "killed by signal 9"))
     assert [told.reason for told in bench.find_commands(NotifyUser)][-1:] == [
@@ -201,7 +207,7 @@ def test_an_executor_lost_after_its_workers_connection_is_reported() -> None:
     bench = Bench(replace(FOUR, num_workers=2))
     bench.start(1, 2)
     bench.on(on.ConnectionLost(0, W2.slot, W2))
-    bench.on(JoinWorld(name(1), bench.fence, at(5), suspects=(W2,), reason="it hung up"))
+    bench.on(RequestNextWorld(name(1), bench.fence, at(5), suspects=(W2,), reason="it hung up"))
     assert bench.members() == [name(1)]
     bench.on(on.HostLost(0, "h2", "Spark lost executor 2"))
     assert [told.reason for told in bench.find_commands(NotifyUser)][-1:] == [
@@ -212,7 +218,7 @@ def test_an_executor_lost_after_its_workers_connection_is_reported() -> None:
 def test_the_reason_of_the_next_world_names_the_lost_worker_and_its_exit() -> None:
     bench = Bench(replace(FOUR, num_workers=2))
     bench.start(1, 2)
-    bench.on(JoinWorld(name(1), bench.fence, at(5), suspects=(W2,), reason="it hung up"))
+    bench.on(RequestNextWorld(name(1), bench.fence, at(5), suspects=(W2,), reason="it hung up"))
     assert "could not continue" in bench.find_commands(AbortWorld)[0].reason
     bench.on(WorkerExited(W2.slot, W2, -9, "killed by signal 9"))
     assert bench.members() == [name(1)]

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import AnnounceChange, End, Outcome
+from spark_elastic.protocol.commands import AnnounceChange, End, JobOutcome
 from spark_elastic.protocol.driver.failures import format_position
 from spark_elastic.protocol.messages import CheckpointWritten, WorkerExited, WorkerFailed, WorkerStarted
 from spark_elastic.protocol.types import Checkpoint, SlotId
@@ -28,7 +28,7 @@ def test_r13_the_same_exception_at_the_same_position_in_two_worlds_ends_the_job(
     bench.regroup(3, name(1), name(3), name(4))
     bench.form()
     _raise(bench, name(4), "row 17")
-    assert bench.end.outcome is Outcome.USER_ERROR
+    assert bench.end.outcome is JobOutcome.USER_ERROR
     assert "ValueError: row 17" in bench.end.detail
     assert "step 3" in bench.end.reason
 
@@ -52,7 +52,7 @@ def test_r13_an_exception_of_every_member_ends_the_job() -> None:
     for job in (1, 2, 3, 4):
         assert not bench.find_commands(End)
         _raise(bench, name(job), "the same")
-    assert bench.end.outcome is Outcome.USER_ERROR
+    assert bench.end.outcome is JobOutcome.USER_ERROR
 
 
 def test_exceptions_that_follow_a_lost_peer_are_one_failure_and_blame_no_slot() -> None:
@@ -120,7 +120,7 @@ def test_r13_if_all_members_raise_the_job_ends_with_the_first_exception() -> Non
     bench.start(1, 2)
     _raise(bench, name(2), "row 17", step=0)
     _raise(bench, name(1), "connection closed by peer", step=0)
-    assert bench.end.outcome is Outcome.USER_ERROR
+    assert bench.end.outcome is JobOutcome.USER_ERROR
     assert name(2) in bench.end.reason
     assert "ValueError: row 17" in bench.end.detail
 
@@ -132,7 +132,7 @@ def test_a_program_that_no_worker_can_load_ends_the_job() -> None:
     _raise(bench, name(1), "no module", step=None)
     assert not bench.find_commands(End)
     _raise(bench, name(2), "no module", step=None)
-    assert bench.end.outcome is Outcome.USER_ERROR
+    assert bench.end.outcome is JobOutcome.USER_ERROR
 
 
 def test_the_budget_is_for_failures_of_workers_within_the_window() -> None:
@@ -147,7 +147,7 @@ def test_the_budget_is_for_failures_of_workers_within_the_window() -> None:
     for started in (4, 5):
         bench.on(WorkerStarted(SlotId("2-0"), name(2, started)))
         bench.on(WorkerExited(name(2, started).slot, name(2, started), 1))
-    assert bench.end.outcome is Outcome.FAILURE_BUDGET
+    assert bench.end.outcome is JobOutcome.FAILURE_BUDGET
     assert "failed 3 times within 100 s" in bench.end.reason
 
 
@@ -163,7 +163,7 @@ def test_memory_that_runs_out_again_and_again_ends_the_job_with_the_setting_to_r
         assert not bench.find_commands(End)
         bench.on(WorkerStarted(SlotId("2-0"), name(2, started)))
         bench.on(event)
-    assert bench.end.outcome is Outcome.OUT_OF_MEMORY
+    assert bench.end.outcome is JobOutcome.OUT_OF_MEMORY
     assert "ran out of memory 3 times within 100 s" in bench.end.reason
     assert "spark.executor.memoryOverhead" in bench.end.reason
 
@@ -188,7 +188,7 @@ def test_an_exit_that_is_reported_after_its_broken_connection_is_counted_once() 
     assert name(2) not in bench.state.workers
     assert not bench.find_commands(End)
     bench.on(WorkerExited(name(2).slot, name(2), -11))
-    assert bench.end.outcome is Outcome.FAILURE_BUDGET
+    assert bench.end.outcome is JobOutcome.FAILURE_BUDGET
 
 
 def test_a_report_and_the_exit_that_follows_are_one_failure() -> None:
@@ -225,7 +225,7 @@ def test_r13_worlds_without_progress_end_the_job_with_the_workers_own_reason(ste
         _break_in_vain(bench, step)
         assert not bench.find_commands(End)
     _break_in_vain(bench, step)
-    assert bench.end.outcome is Outcome.USER_ERROR
+    assert bench.end.outcome is JobOutcome.USER_ERROR
     assert f"3 worlds in a row, up to world {before + 3}" in bench.end.reason
     assert f"broke at {format_position(None if step is None else at(step))} although" in bench.end.reason
     assert "'loss' waited too long for rank(s) 1" in bench.end.reason
@@ -282,7 +282,7 @@ def test_r13_native_code_that_crashes_at_one_place_in_two_worlds_ends_the_job() 
     _crash_and_come_back(bench, 2, 1)
     assert not bench.find_commands(End)
     _crash(bench, name(1))
-    assert bench.end.outcome is Outcome.USER_ERROR
+    assert bench.end.outcome is JobOutcome.USER_ERROR
     assert f"killed by signal 11 in {AT}" in bench.end.reason
 
 
@@ -305,7 +305,7 @@ def test_r13_a_crash_that_is_reported_after_its_broken_connection_counts() -> No
         assert not bench.find_commands(End)
         bench.on(on.ConnectionLost(0, SlotId(f"{job}-0"), name(job)))
         bench.join(other, bench.fence, None, suspects=(name(job),))
-        assert name(job) in bench.state.workers.evicted
+        assert name(job) in bench.state.workers.departed
         _crash(bench, name(job))
         bench.on(WorkerStarted(SlotId(f"{job}-0"), name(job, 2)))
         bench.join(name(job, 2))
@@ -313,7 +313,7 @@ def test_r13_a_crash_that_is_reported_after_its_broken_connection_counts() -> No
         bench.join(name(3), bench.fence, None)
         bench.wait(2.0, heartbeats_of=[1, 2, 3])
         bench.form()
-    assert bench.end.outcome is Outcome.USER_ERROR
+    assert bench.end.outcome is JobOutcome.USER_ERROR
 
 
 def test_r13_a_forgotten_host_does_not_count_as_a_second_host() -> None:
@@ -341,7 +341,7 @@ def test_r13_two_crashes_on_the_only_host_end_the_job() -> None:
     _crash_and_come_back(bench, 1)
     assert not bench.find_commands(End)
     _crash(bench, name(1, 2))
-    assert bench.end.outcome is Outcome.USER_ERROR
+    assert bench.end.outcome is JobOutcome.USER_ERROR
 
 
 def test_r13_worlds_from_two_checkpoints_count_as_progress() -> None:
@@ -360,7 +360,7 @@ def test_r13_worlds_from_two_checkpoints_count_as_progress() -> None:
         bench.form()
     assert not bench.find_commands(End)
     _crash(bench, name(1, 4))
-    assert bench.end.outcome is Outcome.USER_ERROR
+    assert bench.end.outcome is JobOutcome.USER_ERROR
     assert f"in 2 worlds that began at {format_position(at(200))}" in bench.end.reason
 
 
@@ -430,7 +430,7 @@ def test_r13_worlds_without_progress_end_the_job_where_leaving_one_out_is_no_rem
         _lose_link(bench)
         if not bench.find_commands(End):
             bench.form()
-    assert bench.end.outcome is Outcome.USER_ERROR
+    assert bench.end.outcome is JobOutcome.USER_ERROR
     assert len(bench.members()) == (2 if cause == "again" else 3)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import AbortWorld, End, NotifyUser, Outcome, PublishWorld, StopWorker
+from spark_elastic.protocol.commands import AbortWorld, End, JobOutcome, NotifyUser, PublishWorld, StopWorker
 from spark_elastic.protocol.driver.forming import LAST_STATE_FACTOR, SHORT_TIMEOUT
 from spark_elastic.protocol.messages import Heartbeat, WorkerExited, WorkerStarted, WorldFormed
 from spark_elastic.protocol.types import SlotId
@@ -105,7 +105,7 @@ def test_r13_repeated_evictions_of_rank_0_at_one_position_end_the_job(moves: boo
         assert not bench.find_commands(End)
         return
     assert len(bench.find_commands(PublishWorld)) == 4
-    assert bench.end.outcome is Outcome.USER_ERROR
+    assert bench.end.outcome is JobOutcome.USER_ERROR
     for words in ("step 7", "one did not come back", "timed out after 60 s", "evaluate (train.py:7)"):
         assert words in bench.end.reason
     assert "raise collective_timeout" in bench.end.reason

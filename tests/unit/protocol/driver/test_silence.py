@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import AbortWorld, End, Outcome, PublishWorld, ReleaseSlot
+from spark_elastic.protocol.commands import AbortWorld, End, JobOutcome, PublishWorld, ReleaseSlot
 from spark_elastic.protocol.messages import Heartbeat, RegisterSlot, WorkerExited, WorkerStarted
 from spark_elastic.protocol.types import DRIVER_SILENT_EXIT_CODE, Limits, SlotId, WorkerId
 from tests.unit.protocol.driver_bench import FOUR, Bench, name
@@ -120,7 +120,7 @@ def test_a_program_that_exits_with_the_code_of_a_silent_driver_ends_the_job() ->
             break
         bench.on(WorkerExited(name(1, started).slot, name(1, started), DRIVER_SILENT_EXIT_CODE))
         bench.on(WorkerStarted(SlotId("1-0"), name(1, started + 1)))
-    assert bench.end.outcome is Outcome.FAILURE_BUDGET
+    assert bench.end.outcome is JobOutcome.FAILURE_BUDGET
 
 
 def test_one_host_that_is_cut_off_is_lost_after_the_lease() -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import End, LaunchSlot, Outcome, ReleaseSlot
+from spark_elastic.protocol.commands import End, JobOutcome, LaunchSlot, ReleaseSlot
 from spark_elastic.protocol.messages import Heartbeat, RegisterSlot, WorkerExited, WorkerFailed, WorkerStarted
 from spark_elastic.protocol.types import Limits, SlotId, WorkerId
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
@@ -272,7 +272,9 @@ def test_r17_slots_whose_workers_still_import_are_enough_to_begin() -> None:
     assert not bench.find_commands(End)
     bench.on(on.SlotsWanted(0, "another fit"))
     bench.wait(31.0, heartbeats_of=[1, 2])
-    assert bench.end.outcome is Outcome.NOT_ENOUGH_WORKERS, "no other job is why its workers do not get warm"
+    assert bench.end.outcome is JobOutcome.NOT_ENOUGH_WORKERS, (
+        "no other job is why its workers do not get warm"
+    )
 
 
 def test_r17_all_attempts_of_a_slot_are_left_to_the_other_job() -> None:
@@ -334,6 +336,6 @@ def test_r18_a_released_slot_may_live_until_its_launch_is_over() -> None:
     bench.join(name(1), bench.fence, at(3), suspects=(name(2),))
     bench.on(on.HostsDiscovered(0, (("h1", 1),)))
     assert set(bench.state.slots) == {"1-0"}
-    assert set(bench.state.evicted_members.possibly_alive) == {name(2)}
+    assert set(bench.state.possibly_alive.members) == {name(2)}
     bench.on(on.LaunchEnded(0, 2, "released"))
-    assert not bench.state.evicted_members.possibly_alive
+    assert not bench.state.possibly_alive.members

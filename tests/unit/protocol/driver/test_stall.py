@@ -21,7 +21,7 @@ WAITING: Sign = ("S", True, 4.0)
 
 
 def find(
-    *signs: Sign | None, began: float = 0.0, at: float = NOW - 0.5, over: float | None = None
+    *signs: Sign | None, began: float = 0.0, at: float = NOW - 0.5, ended_at: float | None = None
 ) -> tuple[Stall, ...]:
     """signs: (state, waits, seconds) of each rank's newest heartbeat."""
     heartbeats = {
@@ -29,7 +29,7 @@ def find(
         for rank, sign in enumerate(signs)
         if sign is not None
     }
-    return find_stalls(WORLD, heartbeats, NOW, AFTER, began, 1.0, over)
+    return find_stalls(WORLD, heartbeats, NOW, AFTER, began, 1.0, ended_at)
 
 
 def ranks(found: tuple[Stall, ...]) -> list[int]:
@@ -56,8 +56,8 @@ def test_the_member_that_the_others_wait_for_is_named(sign: Sign | None, how: st
 def test_a_member_that_works_on_in_a_world_that_is_over_is_named_although_no_member_waits() -> None:
     signs: tuple[Sign | None, ...] = (("S", False, 50.0), None, ("Z", False, 50.0))
     assert not find(*signs)
-    assert not find(*signs, over=NOW - 2.9)
-    (stall,) = find(*signs, over=NOW - 4.0)
+    assert not find(*signs, ended_at=NOW - 2.9)
+    (stall,) = find(*signs, ended_at=NOW - 4.0)
     assert stall.text.startswith(
         "rank 0 (worker 0-0.1, host host-0) has kept others waiting for 4.0 s: its process"
     )

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import AnnounceChange, DriverCommand, End, Outcome, PublishWorld
+from spark_elastic.protocol.commands import AnnounceChange, DriverCommand, End, JobOutcome, PublishWorld
 from spark_elastic.protocol.driver.forming import LAST_STOP_TIMEOUT
 from spark_elastic.protocol.events import Received
 from spark_elastic.protocol.messages import (
     Heartbeat,
-    JoinWorld,
     RegisterSlot,
+    RequestNextWorld,
     WorkerExited,
     WorkerStarted,
     WorldFormed,
@@ -35,7 +35,7 @@ class Driver:
         self.say(on.Tick(0.0))
         self.say(Received(1.0, RegisterSlot(SlotId("1-0"), "h", 1)))
         self.say(Received(1.0, WorkerStarted(SlotId("1-0"), WorkerId("1-0.1"))))
-        said = self.say(Received(2.0, JoinWorld(WorkerId("1-0.1"), None, None, (), "warm", False)))
+        said = self.say(Received(2.0, RequestNextWorld(WorkerId("1-0.1"), None, None, (), "warm", False)))
         assert any(isinstance(command, PublishWorld) for command in said)
         self.say(Received(2.0, WorldFormed(WorkerId("1-0.1"), Fence(1, 1))))
         return self
@@ -45,7 +45,7 @@ class Driver:
         return (*said, *self.say(on.Tick(now)))
 
 
-def list_outcomes(commands: tuple[DriverCommand, ...]) -> list[Outcome]:
+def list_outcomes(commands: tuple[DriverCommand, ...]) -> list[JobOutcome]:
     return [command.outcome for command in commands if isinstance(command, End)]
 
 
@@ -56,8 +56,10 @@ def test_max_runtime_ends_the_job_once_all_members_have_stopped() -> None:
     (announced,) = [c for c in said if isinstance(c, AnnounceChange)]
     assert "max_runtime" in announced.reason
     assert not list_outcomes(said)
-    came = driver.say(Received(101.5, JoinWorld(WorkerId("1-0.1"), Fence(1, 1), START, (), "boundary", True)))
-    assert list_outcomes(came) == [Outcome.TIME_LIMIT]
+    came = driver.say(
+        Received(101.5, RequestNextWorld(WorkerId("1-0.1"), Fence(1, 1), START, (), "boundary", True))
+    )
+    assert list_outcomes(came) == [JobOutcome.TIME_LIMIT]
 
 
 def test_a_job_that_reaches_no_step_boundary_ends_after_the_last_stop_timeout() -> None:
@@ -65,14 +67,14 @@ def test_a_job_that_reaches_no_step_boundary_ends_after_the_last_stop_timeout() 
     assert not any(
         list_outcomes(driver.heartbeats(100.0 + second)) for second in range(int(LAST_STOP_TIMEOUT))
     )
-    assert list_outcomes(driver.heartbeats(100.0 + LAST_STOP_TIMEOUT)) == [Outcome.TIME_LIMIT]
+    assert list_outcomes(driver.heartbeats(100.0 + LAST_STOP_TIMEOUT)) == [JobOutcome.TIME_LIMIT]
 
 
 def test_max_runtime_ends_a_job_without_a_world_at_once() -> None:
     driver = Driver()
     driver.say(on.Tick(5.0))
     assert not list_outcomes(driver.say(on.Tick(104.0)))
-    assert list_outcomes(driver.say(on.Tick(105.0))) == [Outcome.TIME_LIMIT]
+    assert list_outcomes(driver.say(on.Tick(105.0))) == [JobOutcome.TIME_LIMIT]
 
 
 def test_a_job_without_max_runtime_does_not_end() -> None:
@@ -97,7 +99,7 @@ def _check_planned_end(bench: Bench, step: int, *jobs: int) -> None:
     assert bench.find_commands(AnnounceChange)[-1].version.job_ends
     assert bench.find_commands(AnnounceChange)[-1].version > bench.world.version
     bench.stop_planned(step, *(name(job) for job in jobs))
-    assert bench.end.outcome is Outcome.TIME_LIMIT
+    assert bench.end.outcome is JobOutcome.TIME_LIMIT
 
 
 def test_after_a_planned_change_that_comes_late_the_next_world_learns_that_the_time_is_up() -> None:
@@ -139,7 +141,7 @@ def test_without_survivors_a_job_whose_time_is_up_ends_at_once() -> None:
     bench.wait(101.0 - bench.now, heartbeats_of=[1, 2])
     for job in (1, 2):
         bench.on(WorkerExited(name(job).slot, name(job), -9))
-    assert bench.end.outcome is Outcome.TIME_LIMIT
+    assert bench.end.outcome is JobOutcome.TIME_LIMIT
 
 
 def test_survivors_that_reach_no_step_boundary_are_ended_after_the_grace_period() -> None:
@@ -151,4 +153,4 @@ def test_survivors_that_reach_no_step_boundary_are_ended_after_the_grace_period(
     bench.wait(LAST_STOP_TIMEOUT - 2.0, heartbeats_of=[1])
     assert not bench.find_commands(End)
     bench.wait(2.0, heartbeats_of=[1])
-    assert bench.end.outcome is Outcome.TIME_LIMIT
+    assert bench.end.outcome is JobOutcome.TIME_LIMIT

@@ -6,7 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from spark_elastic.protocol.commands import AbortWorld, AnnounceChange, End, Outcome, PublishWorld, StopWorker
+from spark_elastic.protocol.commands import (
+    AbortWorld,
+    AnnounceChange,
+    End,
+    JobOutcome,
+    PublishWorld,
+    StopWorker,
+)
 from spark_elastic.protocol.messages import Heartbeat, WorkerDone, WorkerExited, WorkerFailed, WorkerStarted
 from spark_elastic.protocol.types import SlotId
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
@@ -48,7 +55,7 @@ def test_r15_the_job_waits_for_a_working_member_however_long_it_takes() -> None:
     assert not bench.find_commands(End)
     assert not bench.find_commands(AnnounceChange), "those that are done would be called again"
     _finish(bench, name(2))
-    assert bench.end.outcome is Outcome.SUCCESS
+    assert bench.end.outcome is JobOutcome.SUCCESS
     assert bench.end.results == tuple(f"result of {name(job)}" for job in (1, 2, 3))
 
 
@@ -94,7 +101,7 @@ def test_r15_an_exception_of_one_rank_is_retried_once_and_then_ends_the_job(rank
     bench.form()
     _finish(bench, name(1))
     _raise(bench, newcomer, None)  # it was told no position yet
-    assert bench.end.outcome is Outcome.USER_ERROR
+    assert bench.end.outcome is JobOutcome.USER_ERROR
     assert bench.end.detail.endswith("ValueError: rank 1")
 
 
@@ -117,9 +124,11 @@ def test_r15_a_failed_rank_is_not_waited_for_if_its_slot_cools_down_for_longer()
 
 
 @pytest.mark.parametrize(
-    ("code", "outcome"), [(5, Outcome.USER_ERROR), (0, Outcome.USER_ERROR), (1, None), (-11, None)]
+    ("code", "outcome"), [(5, JobOutcome.USER_ERROR), (0, JobOutcome.USER_ERROR), (1, None), (-11, None)]
 )
-def test_r13_a_code_that_the_function_chose_is_like_an_exception(code: int, outcome: Outcome | None) -> None:
+def test_r13_a_code_that_the_function_chose_is_like_an_exception(
+    code: int, outcome: JobOutcome | None
+) -> None:
     bench = Bench(replace(WHOLE, num_workers=2, max_workers=2))
     bench.start(1, 2)
     bench.on(WorkerExited(name(2).slot, name(2), code))
