@@ -187,7 +187,7 @@ def _time_commits(net: Net, rounds: int, ours: Any, _: Any, barrier: Callable[[]
         optimizer.step()
 
     def commit_alone() -> None:
-        commit = uncopied.capture(group.rank, CommitKey(0, group.fence, group.size), START, capture)
+        commit = uncopied.copy_state(group.rank, CommitKey(0, group.fence, group.size), START, capture)
         group.barrier()
         uncopied.keep_only(commit)
 

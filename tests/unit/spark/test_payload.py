@@ -51,7 +51,9 @@ def test_the_file_of_a_program_holds_neither_environment_nor_store_options() -> 
     store = Store.open("memory://jobs", token="store-7f3a9c51e0")
     policy, secrets = CheckpointPolicy("run", 1), ("env-7f3a9c51e0", "store-7f3a9c51e0")
     many = bytes(INLINE_AT_MOST + 1)
-    program = FunctionProgram(len, (many,), environment={"TOKEN": secrets[0]}, durable=(store, policy))
+    program = FunctionProgram(
+        len, (many,), environment={"TOKEN": secrets[0]}, checkpoint_target=(store, policy)
+    )
     carrier = make_program_payload(session, program)
     (file,) = session.files
     assert not [secret for secret in secrets if secret.encode() in file]
@@ -60,7 +62,7 @@ def test_the_file_of_a_program_holds_neither_environment_nor_store_options() -> 
     carrier = replace(carrier, bulk=InlinePayload(file))  # as the executor reads it
     loaded = cloudpickle.loads(carrier.value)
     assert (loaded.environment, loaded.pickled_call) == (program.environment, program.pickled_call)
-    assert loaded._durable[0].filesystem.storage_options == store.filesystem.storage_options
+    assert loaded._checkpoint_target[0].filesystem.storage_options == store.filesystem.storage_options
 
 
 def test_a_small_program_is_an_inline_payload() -> None:
