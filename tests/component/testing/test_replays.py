@@ -6,7 +6,6 @@ import os
 import signal
 from pathlib import Path
 
-from spark_elastic.config import ElasticConfig
 from spark_elastic.protocol.commands import AbortWorld, End, PublishWorld
 from spark_elastic.testing import replay
 from tests.component.worker.losses import Job
@@ -15,9 +14,10 @@ from tests.component.worker.moments import HeldProgram
 
 def test_the_journal_of_a_real_job_with_a_loss_replays_to_the_same_decisions(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    job = Job(HeldProgram(steps=15, seconds=0.02), size=2, config=ElasticConfig(journal=str(path)))
+    job = Job(HeldProgram(steps=15, seconds=0.02), size=2)
     job.act_at_step(5, lambda: os.kill(job.workers()[1].pid, signal.SIGKILL))
     result = job.run()
+    path.write_text("".join(job.journal))
     again = replay(path)
     said = [command for entry in again.entries for command in entry.commands]
     assert [c.world.size for c in said if isinstance(c, PublishWorld)] == [
