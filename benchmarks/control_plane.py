@@ -2,8 +2,8 @@
 
     python benchmarks/control_plane.py --json benchmarks/results/control_plane.json
 
-Every worker is what a real job has: a slot's session (registration, beats, a long poll for orders) and a worker's
-(joins, the exchange of addresses, a long poll for news). A rendezvous is measured from the moment at which all ask for
+Every worker is what a real job has: a slot's session (registration, heartbeats, a long poll for orders) and a worker's
+(joins, the exchange of addresses, a long poll for updates). A rendezvous is measured from the moment at which all ask for
 the next world to the last one that holds all addresses and has said so. The driver has a process, and processor time,
 of its own; server and clients share the machine, so that the wall time of many workers is mostly theirs.
 
@@ -105,15 +105,23 @@ def drive(pipe: Connection, size: int) -> None:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Seconds; processor time is the driver's. steady: beats per second that arrived and their processor share."""
+    """What clients of one number take, in seconds; processor time is the driver's."""
 
+    # Of the first rendezvous, connecting included.
     first: float
+    # Of a later one.
     again: float
+    # Processor time of a later one.
     cpu: float
+    # Heartbeats per second that the driver answers at most.
     flat_out: float
+    # Heartbeats per second that arrive at the pace that slots are told.
     steady: float
+    # The driver's processor share meanwhile.
     steady_cpu: float
+    # Three meshes of single GETs; None: too many clients.
     mesh: float | None
+    # torch's TCPStore; None: too many clients.
     store: float | None
 
 
@@ -172,8 +180,8 @@ def measure(size: int, mesh_until: int, store_until: int) -> Measurement:
             answers, begun, cpu, _ = cluster.order("rendezvous")
             walls.append(max(answers) - begun)
             cpus.append(cpu)
-        _, _, _, flat = cluster.order("beat", (STEADY, False))
-        _, _, steady_cpu, steady = cluster.order("beat", (STEADY, True))
+        _, _, _, flat = cluster.order("heartbeat", (STEADY, False))
+        _, _, steady_cpu, steady = cluster.order("heartbeat", (STEADY, True))
         mesh = None
         if size <= mesh_until:
             answers, begun, _, _ = cluster.order("mesh", MESHES)
@@ -251,7 +259,7 @@ def rows(found: dict[int, Measurement]) -> list[Row]:
         )
         made.append(Row(f"{size} workers: events flat out", m.flat_out, unit="1/s"))
         made.append(
-            Row(f"{size} workers: beats that arrive at the pace that slots are told", m.steady, unit="1/s")
+            Row(f"{size} workers: heartbeats that arrive at the pace that slots are told", m.steady, unit="1/s")
         )
         made.append(
             Row(f"{size} workers: driver's CPU then, per worker", m.steady_cpu / size * 1e3, unit="ms/s")

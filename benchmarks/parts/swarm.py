@@ -160,9 +160,9 @@ class Worker:
         ended_fence, version, stop = None, INITIAL_VERSION, None
         while stop is None:
             request = WatchWorker(self._names[0], ended_fence, version)
-            news = await self._worker.ask(request, MAX_POLL_SECONDS, watching=True)
-            version, stop = MembershipVersion(**news["version"]), news["stop"]
-            ended_fence = Fence(**news["ended_fence"]) if news["ended_fence"] else None
+            update = await self._worker.ask(request, MAX_POLL_SECONDS, watching=True)
+            version, stop = MembershipVersion(**update["version"]), update["stop"]
+            ended_fence = Fence(**update["ended_fence"]) if update["ended_fence"] else None
 
 
 def be_clients(pipe: Connection, address: str, jobs: Sequence[int], size: int) -> None:
@@ -182,16 +182,16 @@ async def _obey(pipe: Connection, workers: list[Worker], size: int) -> None:
             pipe.send(max(await asyncio.gather(*(worker.rendezvous() for worker in workers))))
         elif what == "mesh":
             pipe.send(max(await asyncio.gather(*(worker.mesh(size, argument) for worker in workers))))
-        elif what == "beat":
+        elif what == "heartbeat":
             seconds, paced = argument
             now = time.monotonic()
             # Spread over a second, as slots that came one after the other are.
             begins = [now + paced * number / len(workers) for number in range(len(workers))]
-            beats = (
+            heartbeats = (
                 w.send_heartbeats(begin, now + seconds, paced)
                 for w, begin in zip(workers, begins, strict=True)
             )
-            pipe.send(sum(await asyncio.gather(*beats)))
+            pipe.send(sum(await asyncio.gather(*heartbeats)))
     for worker in workers:
         await worker.leave()
 

@@ -178,7 +178,7 @@ class ModuleWithTransformation:
 class TorchPredictor:
     """Rows in, predictions out; the module runs in evaluation mode without gradients.
 
-    packed: a module, or one that is `Transformed`.
+    packed: a module, or a `ModuleWithTransformation`.
     """
 
     packed: Packed

@@ -286,7 +286,7 @@ class ModelReader(MLReader[Any]):
 
 # A table's columns as a fitted model takes them: checked by the schema, before any job, against the trained ones.
 #
-# What a schema cannot tell (nulls, lengths, values beyond a dtype) `stacking` finds in the rows. Caller's thread.
+# What a schema cannot tell (nulls, lengths, values beyond a dtype) `stack_rows` finds in the rows. Caller's thread.
 
 
 # Which kinds of numpy's dtypes may stand for which, since each value stays what it is or is refused in the rows.

@@ -28,7 +28,7 @@ from spark_elastic.worker import entry
 
 IDLE_SECONDS = 60.0  # as long as Spark keeps a Python worker without a task
 DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel")
-DESCRIPTORS = 6  # of a request: standard input and output, `entry.Handed`, and where the answer goes
+DESCRIPTORS = 6  # of a request: standard input and output, `entry.ChildFds`, and where the answer goes
 FORK = b"fork"
 # The slot announces that it will adopt the process; the server answers that the process has started.
 ADOPT, STARTED = b"adopt", b"started"
@@ -190,7 +190,7 @@ def _fork(request: _Request) -> int:
     An intermediate process forks it: when the intermediate process is killed, the slot's process inherits its child.
 
     Raises:
-        _Born: in the new process.
+        _InForkedProcess: in the new process.
     """
     pid_read, pid_write = os.pipe()
     begin_read, begin_write = os.pipe()
