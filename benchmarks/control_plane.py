@@ -3,9 +3,9 @@
     python benchmarks/control_plane.py --json benchmarks/results/control_plane.json
 
 Every worker is what a real job has: a slot's session (registration, heartbeats, a long poll for orders) and a worker's
-(joins, the exchange of addresses, a long poll for updates). A rendezvous is measured from the moment at which all ask for
-the next world to the last one that holds all addresses and has said so. The driver has a process, and processor time,
-of its own; server and clients share the machine, so that the wall time of many workers is mostly theirs.
+(joins, the exchange of addresses, a long poll for updates). A rendezvous is measured from the moment at which all ask
+for the next world to the last one that holds all addresses and has said so. The driver has a process, and processor
+time, of its own; server and clients share the machine, so that the wall time of many workers is mostly theirs.
 
 Peers, in the same run: torch's TCPStore with one GET per pair of ranks, as torch's Gloo rendezvous asks for addresses,
 and three meshes of single GETs over HTTP (our server's own key-value store), as Horovod's Gloo contexts ask for them.
@@ -259,7 +259,11 @@ def rows(found: dict[int, Measurement]) -> list[Row]:
         )
         made.append(Row(f"{size} workers: events flat out", m.flat_out, unit="1/s"))
         made.append(
-            Row(f"{size} workers: heartbeats that arrive at the pace that slots are told", m.steady, unit="1/s")
+            Row(
+                f"{size} workers: heartbeats that arrive at the pace that slots are told",
+                m.steady,
+                unit="1/s",
+            )
         )
         made.append(
             Row(f"{size} workers: driver's CPU then, per worker", m.steady_cpu / size * 1e3, unit="ms/s")

@@ -140,6 +140,7 @@ CASES = (
     ("images", "50,000 JPEGs of 64 x 64, 2 processes, against DataLoader row by row"),
     ("images", "50,000 JPEGs of 64 x 64, 2 processes, against DataLoader in whole batches"),
     ("stragglers", "one worker with 25 % of a core, beside the bound"),
+    ("stragglers", "one worker with 25 % of a core, beside the bound with an exchange"),
     ("stragglers", "one worker with 25 % of a core, beside an equal division"),
     ("recovery", "child killed: p50 to the next step"),
     ("recovery", "executor killed: p50 to the next step"),

@@ -49,7 +49,8 @@ def test_p5_a_stopped_worker_is_named_with_its_last_stack_before_its_eviction(
 def test_p5_a_hanging_worker_and_its_stack_are_named_in_the_errors_of_its_peers(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """C code holds its interpreter's lock for ever: no thread of Python's could tell where it is; its slot still sends heartbeats."""
+    """C code holds its interpreter's lock for ever: no thread of Python's could tell where it is; its slot still sends
+    heartbeats."""
     slow_to_name = ElasticConfig(stall_after=5.0)  # its stack is known three seconds after it hangs
     job = Job(stuck.NeverReturns(20, 0.03), size=2, collective_timeout=10.0, config=slow_to_name)
     job.run(regroup_timeout=2.0)
