@@ -240,13 +240,14 @@ verb_test() { # everything but the long fault plans and the benchmarks
 }
 
 # Tests on Spark mostly wait and the others mostly compute, so they run at once; those on Spark on two clusters, one for the tests
-# that share a session, after which the unit tests run. The output of the streams behind comes at the end. Arguments go to each pytest.
+# that share a session, after which the plain ones run, so that all streams end together. The output of the streams behind
+# comes at the end. Arguments go to each pytest.
 three_streams() {
-    local log=$NATIVE/tests failed=0 others own chosen="not faults or ci"
+    local log=$NATIVE/tests failed=0 others own chosen="not faults or ci" plain="tests/unit tests/simulation tests/component/collectives"
     # Longer than any of these tests may take: one that even its own limit cannot end, ends the run, with all stacks.
     set -- -o faulthandler_timeout=720 -o faulthandler_exit_on_timeout=true "$@"
     set -m # a process group for each one behind, in which Ctrl-C is not ignored
-    python -m pytest -m "($chosen) and not own_session" "$@" --ignore=tests/spark --ignore=tests/faults --ignore=tests/unit >"$log-others.log" 2>&1 &
+    python -m pytest -m "($chosen) and not own_session" "$@" --ignore=tests/spark --ignore=tests/faults ${plain//tests/--ignore=tests} >"$log-others.log" 2>&1 &
     others=$!
     {
         python -m pytest -m "($chosen) and own_session" "$@" tests/spark tests/test_wheel.py && verb_s3 -m "$chosen" "$@"
@@ -254,7 +255,7 @@ three_streams() {
     own=$!
     trap "kill -INT -- -$others -$own 2>/dev/null; exit 130" INT TERM
     python -m pytest -m "($chosen) and not own_session" "$@" tests/spark tests/faults || failed=1
-    python -m pytest -m "$chosen" "$@" tests/unit || failed=1
+    python -m pytest -m "$chosen" "$@" $plain || failed=1
     wait $own || failed=1
     wait $others || failed=1
     trap - INT TERM
