@@ -354,7 +354,7 @@ def _make_discovery(
 
 def _update_hosts(launcher: SshLauncher, hosts: HostSlots, needed: int, listed: Mapping[str, int]) -> None:
     """The first hosts are checked before any worker starts; those that come later are not waited for."""
-    if not hosts.were_listed:
+    if not hosts.has_hosts:
         launcher.check_hosts(listed, needed)
     hosts.update(listed)
 

@@ -56,7 +56,7 @@ class CollectiveTimeout(CollectiveError):
 
 
 class RequestTimeout(CollectiveTimeout):
-    """Ranks that can be reached did not request a named operation in time."""
+    """Ranks that can be reached did not request a negotiated operation in time."""
 
 
 class MismatchError(CollectiveError):

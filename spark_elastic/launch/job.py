@@ -208,7 +208,7 @@ def _create_store_log(run: OwnedRun | None, config: ElasticConfig, clock: Clock)
 def _close_launcher(launcher: Launcher) -> None:
     left = launcher.close(STOP_WITHIN)
     if left:
-        log.warning("still running at Spark %.0f s after the job's end: %s", STOP_WITHIN, ", ".join(left))
+        log.warning("%.0f s after the job's end these slots still run: %s", STOP_WITHIN, ", ".join(left))
 
 
 def unpack_results(end: End) -> tuple[str, ...]:

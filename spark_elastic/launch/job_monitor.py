@@ -112,7 +112,7 @@ class JobMonitor:
         self._ranks: dict[str, int] = {}  # of the current world, by worker
         self._output_failed = False  # the listener has failed at the last line of output
         self.notifier = AsyncNotifier()
-        self.history = JobHistory(clock, self._world_completed)
+        self.history = JobHistory(clock, self._announce_world_change)
         self.worlds: list[WorldSpan] = []
         self._observers = (self.history, *observers)
         self._failed: set[JobListener] = set()  # observers that have failed
@@ -128,7 +128,7 @@ class JobMonitor:
         for command in commands:
             match command:
                 case PublishWorld(_, world):
-                    self._world_published(world)
+                    self._record_world(world)
                 case AbortWorld(reason):
                     log.info("%s", reason)
                     self.notifier.submit(lambda reason=reason: self._listener.on_world_broken(reason))  # type: ignore[misc]
@@ -158,13 +158,13 @@ class JobMonitor:
             self._observe(lambda observer: observer.on_progress(report.numbers))
             self.notifier.submit_latest(lambda: self._listener.on_progress(report.numbers))
 
-    def _world_published(self, world: World) -> None:
+    def _record_world(self, world: World) -> None:
         self._call_scheduler(self._on_gathered)
         self._ranks = {member.worker: member.rank for member in world.members}
         self.worlds.append(WorldSpan(self._clock.now() - self._started, world.size, world.reason))
         self.notifier.submit(lambda: self._listener.on_world(world.size, world.reason))
 
-    def _world_completed(self, change: WorldChange) -> None:
+    def _announce_world_change(self, change: WorldChange) -> None:
         self.notifier.submit(lambda: self._listener.on_message(str(change)))
 
     def _call_scheduler(self, hook: Callable[[], None]) -> None:

@@ -61,7 +61,7 @@ class HostSlots:
             self._change.notify_all()
 
     @property
-    def were_listed(self) -> bool:
+    def has_hosts(self) -> bool:
         """Whether discovery has named hosts."""
         with self._change:
             return bool(self._room)

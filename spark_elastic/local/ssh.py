@@ -23,6 +23,7 @@ from spark_elastic.errors import InvalidInput
 CONNECT_WITHIN = 10  # seconds for the connection and its handshake
 READY_WITHIN = 30.0  # seconds until the host's Python runs, a slow login included
 RESOLVE_WITHIN = 5.0  # seconds for ssh to read its configuration
+END_CHECK_EVERY = 0.5  # seconds between two checks whether ssh has ended
 ALIVE_EVERY = 5  # seconds between two questions of ssh to a silent host
 ALIVE_COUNT = 3  # of them without an answer end the connection
 LINES_KEPT = 20  # last lines of standard error
@@ -61,9 +62,11 @@ ADVICE: tuple[tuple[str, str], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class SshOptions:
-    """How other hosts are entered. What is None is up to ssh's own configuration."""
+    """How ssh logs in to other hosts. None: ssh's own configuration decides."""
 
+    # Of the other hosts' ssh servers.
     port: int | None = None
+    # On the other hosts.
     user: str | None = None
     # Path of a private key.
     identity_file: str | None = None
@@ -194,8 +197,14 @@ class SshProcess:
             for pipe in readers:
                 selector.register(pipe, selectors.EVENT_READ)
             while readers:
-                left = None if self._was_ready else max(0.0, deadline - self.clock.now())
-                for key, _ in selector.select(left):
+                has_ended = process.poll() is not None
+                left = END_CHECK_EVERY
+                if not self._was_ready:
+                    left = min(left, max(0.0, deadline - self.clock.now()))
+                events = selector.select(left)
+                if has_ended and not events:
+                    break  # a helper of ssh keeps the pipes open
+                for key, _ in events:
                     if key.fileobj is process.stdin:
                         unsent = _write(process.stdin.fileno(), unsent)
                         if not unsent:

@@ -146,8 +146,10 @@ class SshLauncher(LocalLauncher):
             free_login()
         if end.code == 0:
             return end.output
+        if end.was_ready and end.code != REFUSED:
+            return f"the slot on host {host} ended: {end.explain()}"
         why = _explain(host, end)
-        if not self._closing.is_set() and (not end.was_ready or end.code == REFUSED):
+        if not self._closing.is_set():
             self._tell(host, why)
         return why
 

@@ -65,8 +65,8 @@ class MetricSeries:
         self._points.append(_merge_points(self._pending))
         self._pending.clear()
         if len(self._points) > self._max_points:
-            pairs = zip(self._points[::2], self._points[1::2], strict=False)
-            self._points = [_merge_points([first, second]) for first, second in pairs]
+            points = self._points
+            self._points = [_merge_points(points[i : i + 2]) for i in range(0, len(points), 2)]
             self._stride *= 2
 
     @property
@@ -103,7 +103,7 @@ class Throughput:
         epochs, steps = metrics.get("epochs"), metrics.get("steps")
         self._steps_left = int(epochs) * int(steps) - done if epochs and steps else None
 
-    def is_stalled(self, at: float) -> bool:
+    def is_stale(self, at: float) -> bool:
         """Whether no report has come for longer than the window and than three times the usual interval."""
         if not self._samples:
             return True

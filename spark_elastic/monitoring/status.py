@@ -61,7 +61,7 @@ def build_status(history: JobHistory, name: str) -> dict[str, Any]:
     """A value that JSON can hold. Times are seconds since the launch."""
     now, state, metrics, throughput, entries, lost_slots = history.view()
     report = history.build_report()
-    stalled = throughput.is_stalled(report.seconds)
+    stale = throughput.is_stale(report.seconds)
     return {
         "name": name,
         **describe_report(report),
@@ -69,10 +69,16 @@ def build_status(history: JobHistory, name: str) -> dict[str, Any]:
         "slots": _describe_slots(state, now),
         "more_slots": max(0, len(state.slots) - MAX_SLOTS) if state is not None else 0,
         "lost_slots": [{**dataclasses.asdict(lost), "reason": lost.reason[:MAX_TEXT]} for lost in lost_slots],
+        "slot_counts": _count_slots(state),
         "stalled": _describe_stalled_workers(state),
-        "metrics": {key: value for key, value in metrics.items() if isinstance(value, int | float)},
-        "rows_per_second": 0.0 if stalled else round(throughput.rows_per_second, 2),
-        "seconds_left": None if stalled else throughput.seconds_left,
+        "stalled_count": 0 if state is None else len(state.current.stalled),
+        "metrics": {
+            key: value
+            for key, value in metrics.items()
+            if isinstance(value, int | float) and not isinstance(value, bool)
+        },
+        "rows_per_second": 0.0 if stale else round(throughput.rows_per_second, 2),
+        "seconds_left": None if stale else throughput.seconds_left,
         "events": _list_events(report, entries),
     }
 
@@ -116,6 +122,16 @@ def _describe_slots(state: DriverState | None, now: float) -> list[dict[str, Any
     return slots[:MAX_SLOTS]
 
 
+def _count_slots(state: DriverState | None) -> dict[str, int]:
+    """All slots, also those that the page leaves out, by the status of their worker."""
+    return {} if state is None else dict(Counter(_get_status(state, slot) for slot in state.slots.values()))
+
+
+def _get_status(state: DriverState, slot: SlotRecord) -> str:
+    worker = None if slot.worker is None else state.workers.get(slot.worker)
+    return "no worker" if worker is None else worker.status.value
+
+
 def _describe_slot(state: DriverState, slot: SlotRecord, now: float) -> dict[str, Any]:
     worker = None if slot.worker is None else state.workers.get(slot.worker)
     cooldown_end = state.blacklist.find_slot_return(slot.slot, slot.host, now) if state.blacklist else None
@@ -125,7 +141,7 @@ def _describe_slot(state: DriverState, slot: SlotRecord, now: float) -> dict[str
         "node": slot.node,
         "worker": slot.worker or "",
         "rank": None if worker is None else worker.rank,
-        "status": "no worker" if worker is None else worker.status.value,
+        "status": _get_status(state, slot),
         "last_seen": round(max(0.0, now - slot.last_seen), 1),  # seconds ago
         "draining": "" if worker is None else worker.draining,  # why
         "cooling_down": cooldown_end is not None,
@@ -164,16 +180,17 @@ def format_prometheus(status: dict[str, Any]) -> bytes:
 def _list_metrics(status: dict[str, Any]) -> Iterator[tuple[str, str, str, list[tuple[str, Any]]]]:
     """Yield name, type, description and samples (further labels, value) of each metric."""
     report, metrics = status["report"], status["metrics"]
-    slots = Counter(slot["status"] for slot in status["slots"])
     others = sorted(set(metrics) - set(POSITION_METRICS))
-    by_status = [(f',status="{_escape_label(value)}"', count) for value, count in sorted(slots.items())]
+    by_status = [
+        (f',status="{_escape_label(value)}"', count) for value, count in sorted(status["slot_counts"].items())
+    ]
     by_name = [(f',name="{_escape_label(name)}"', metrics[name]) for name in others]
     by_phase = [(f',phase="{_escape_label(phase)}"', seconds) for phase, seconds in report["phases"].items()]
     goodput = "Share of the job's time in which a whole world trained, less what checkpoints took."
     yield "world_size", "gauge", "Workers of the newest world.", [("", status["size"])]
     yield "generation", "counter", "Worlds so far.", [("", status["generation"])]
     yield "slots", "gauge", "Slots by the state of their worker.", by_status
-    yield "stalled_workers", "gauge", "Members that keep others waiting.", [("", len(status["stalled"]))]
+    yield "stalled_workers", "gauge", "Members that keep others waiting.", [("", status["stalled_count"])]
     yield "rows_per_second", "gauge", "Rows trained by the whole world.", [("", status["rows_per_second"])]
     for name in ("epoch", "step", "loss"):
         yield name, "gauge", f"Newest {name} that rank 0 reported.", [("", metrics.get(name))]

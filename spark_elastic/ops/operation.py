@@ -1,4 +1,4 @@
-"""One named operation: its handle, and its execution on a group in the order that all ranks agreed on.
+"""One negotiated operation: its handle, and its execution on a group in the order that all ranks agreed on.
 
 Small allreduces of one kind that are ready together are fused: every rank fuses the same ones, since the same
 operations are ready everywhere. The thread that runs the queue's round executes operations; any thread may wait for
@@ -212,7 +212,7 @@ def execute(group: Group, batch: Sequence[Task]) -> None:
         group.barrier()
         outputs: tuple[Array, ...] = ()
     else:
-        assert operation is not None  # a rank that has joined takes part in reductions and barriers only
+        assert operation is not None  # a rank that has joined takes part in allreduces and barriers only
         outputs = _execute_single(group, operation)
     if operation is not None:
         operation.complete(outputs)

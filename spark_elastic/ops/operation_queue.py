@@ -36,8 +36,10 @@ HEAD = 512  # bytes of the exchange that each round begins with; longer messages
 _HEADING = struct.Struct(
     "<I?"
 )  # at their beginning: the length of the message, and whether the rank seems deadlocked
-CYCLE = 0.001  # seconds that the thread of the queue waits for further requests before it starts a round
-CYCLES = 5  # how many such waits at most, as long as further requests come
+COLLECT_WAIT = (
+    0.001  # seconds that the thread of the queue waits for further requests before it starts a round
+)
+COLLECT_WAITS = 5  # how many such waits at most, as long as further requests come
 # Ranks without a request meet as well, so that the log can say which rank lacks what.
 IDLE = 0.5  # seconds between rounds while no rank has a request
 BACK_OFF = (0.001, 0.05)  # seconds between rounds while every rank has requests and none of them is ready
@@ -45,7 +47,7 @@ JOIN = Request("join")
 
 
 class OperationQueue:
-    """The named operations of one group, from the first one on."""
+    """The negotiated operations of one group, from the first one on."""
 
     def __init__(
         self,
@@ -122,7 +124,7 @@ class OperationQueue:
         return operation
 
     def join(self, steps: int = 0) -> Operation:
-        """Take part in reductions without contributing, until all ranks have joined.
+        """Take part in allreduces and barriers without contributing, until all ranks have joined.
 
         Args:
             steps: optimizer steps that this rank has taken in this world; they tell which rank joined last.
@@ -190,11 +192,11 @@ class OperationQueue:
         return self._waiting_threads > 0 or not needed
 
     def _collect_more_requests(self) -> None:
-        for _ in range(CYCLES):
+        for _ in range(COLLECT_WAITS):
             before = len(self._new)
             if not before:
                 return
-            self._clock.sleep(CYCLE)
+            self._clock.sleep(COLLECT_WAIT)
             if len(self._new) <= before:
                 return
 

@@ -123,6 +123,7 @@ class _TimelineState:
     path: str | None = None  # None: no timeline was started
     mark_cycles: bool = False
     timeline: Timeline | None = None  # the open file
+    was_stopped: bool = False  # by `stop_timeline`, in this process
 
     def get_open(self) -> Timeline | None:
         """Return the open file on rank 0. A worker that has become rank 0 continues the file if it can write there."""
@@ -175,8 +176,8 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     if state.path is not None:
         raise InvalidInput("a timeline is being written: stop_timeline() first.")
     if world().rank == 0:
-        state.timeline = Timeline(file_path, mark_cycles)
-        _record_begin(file_path)
+        has_begun = not _record_begin(file_path)
+        state.timeline = Timeline(file_path, mark_cycles, append=has_begun and not state.was_stopped)
     state.path, state.mark_cycles = file_path, mark_cycles
 
 
@@ -186,3 +187,4 @@ def stop_timeline() -> None:
     if state.timeline is not None:
         state.timeline.close()
     state.path = state.timeline = None
+    state.was_stopped = True

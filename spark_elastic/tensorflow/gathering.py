@@ -204,10 +204,10 @@ def broadcast_global_variables(root_rank: int) -> Any:
 
 @no_autograph
 def join() -> Tensor:
-    """Take part in the reductions of the other ranks without contributing, until all ranks have joined.
+    """Take part in the allreduces of the other ranks without contributing, until all ranks have joined.
 
-    Averages still divide by the world's size. Allgather and broadcast need all ranks, and so do gradients with missing
-    rows.
+    Averages still divide by the world's size. Allgather, broadcast, alltoall and reducescatter need all ranks, and so do
+    gradients with missing rows.
 
     Returns:
         The rank that joined last, as a scalar int32 tensor.

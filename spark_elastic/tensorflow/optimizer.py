@@ -34,6 +34,7 @@ from spark_elastic.tensorflow.arrays import (
     call,
     copy_arrays,
     no_autograph,
+    view_of,
 )
 from spark_elastic.tensorflow.compression import Compression
 from spark_elastic.tensorflow.topology_ops import size_op
@@ -146,12 +147,22 @@ def _accumulate(
     accumulator: GradientAccumulator[Array], gradients: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
     """Add one backward pass. Returns (whether the step is complete, the sums; before, without meaning)."""
+    if (
+        tf.executing_eagerly()
+    ):  # each pass may have other gradients, while a graph has the same ones each time
+        totals = accumulator.add([None if g is None else view_of(g) for g in gradients])
+        if totals is None:
+            return tf.constant(False), list(gradients)
+        return tf.constant(True), [None if t is None else tf.convert_to_tensor(t) for t in totals]
     present = [i for i, gradient in enumerate(gradients) if gradient is not None]
     tensors = [gradients[i] for i in present]
 
     def body(arrays: list[Array]) -> list[Array]:
-        sums = accumulator.add(arrays)
-        return [np.array(sums is not None), *(arrays if sums is None else (s for s in sums if s is not None))]
+        totals = accumulator.add(arrays)
+        return [
+            np.array(totals is not None),
+            *(arrays if totals is None else (t for t in totals if t is not None)),
+        ]
 
     results = call(body, tensors, [tf.bool, *(t.dtype for t in tensors)], [[], *(t.shape for t in tensors)])
     sums = list(gradients)

@@ -25,25 +25,32 @@ from spark_elastic.rendezvous.codec import MalformedMessage
 
 
 class ReplayDiffers(AssertionError):
-    """The machine decided otherwise than the journal says, or fell over an event of it."""
+    """The machine decided otherwise than the journal says, or raised at one of its events."""
 
 
 @dataclass(frozen=True)
 class JournalEntry:
-    """An event and the commands that it led to. line: of the journal."""
+    """An event and the commands that it led to."""
 
+    # Of the journal.
     line: int
+    # What the machine was given.
     event: DriverEvent
+    # What it decided.
     commands: tuple[DriverCommand, ...]
 
 
 @dataclass(frozen=True)
 class Replay:
-    """A job that decided again as it had. initial: arguments of `driver_machine.initial`. state: how it ended."""
+    """A job that decided again as it had."""
 
+    # Arguments of `driver_machine.initial`.
     initial: dict[str, Any]
+    # What the machine decided at the beginning.
     first: tuple[DriverCommand, ...]
+    # Events and decisions, in order.
     entries: tuple[JournalEntry, ...]
+    # How the machine ended.
     state: DriverState
 
     def as_test(self, name: str = "test_replayed_journal", entries: int | None = None) -> str:
@@ -60,7 +67,7 @@ class Replay:
                 "from spark_elastic.protocol import driver_machine",
                 *lines.imports(),
                 "",
-                "TURNS = [",
+                "TRANSITIONS = [",
                 *table,
                 "]",
                 "",
@@ -68,7 +75,7 @@ class Replay:
                 f"def {name}() -> None:",
                 f"    state, commands = driver_machine.initial({arguments})",
                 f"    assert commands == {first}",
-                "    for event, expected in TURNS:",
+                "    for event, expected in TRANSITIONS:",
                 "        state, commands = driver_machine.step(state, event)",
                 "        assert commands == expected, event",
                 "",
@@ -85,7 +92,9 @@ def replay(path: str | os.PathLike[str], job: int = -1) -> Replay:
     """
     jobs = list(_jobs(Path(path)))
     if not -len(jobs) <= job < len(jobs):
-        raise InvalidInput(f"The journal {path} holds {len(jobs)} jobs, and number {job} is asked for.")
+        raise InvalidInput(
+            f"the journal {path} has {len(jobs)} jobs, and none has the number {job}: give another one."
+        )
     initial, first, entries = jobs[job]
     state, commands = driver_machine.initial(**initial)
     _compare(path, "the beginning", first, commands)

@@ -204,7 +204,7 @@ def broadcast_optimizer_state(
 
 
 def join(device: int = -1) -> int:
-    """Take part in the reductions of the other ranks without contributing, until all ranks have joined: for a rank
+    """Take part in the allreduces of the other ranks without contributing, until all ranks have joined: for a rank
     that is out of data.
 
     Averages still divide by the world's size. This rank does not apply the steps of its `DistributedOptimizer`: as with

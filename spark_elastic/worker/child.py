@@ -72,7 +72,7 @@ class Child:
         ]
 
     @classmethod
-    def spawn(
+    def start(
         cls,
         spec: SlotSpec,
         identity: SlotIdentity,

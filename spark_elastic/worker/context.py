@@ -23,12 +23,12 @@ from spark_elastic.rendezvous.messages import DriverClient
 from spark_elastic.worker.program import WorkerHandle
 
 
-class Closing(Protocol):
+class Closeable(Protocol):
     def close(self) -> None: ...
 
 
 T = TypeVar("T")
-C = TypeVar("C", bound=Closing)
+C = TypeVar("C", bound=Closeable)
 
 
 class CollectiveThread:
@@ -163,18 +163,18 @@ class GroupContext(Scope):
         # collectives after `wait_until_idle`, or through `collective_thread.drain_and_call`.
         self.collective_thread = CollectiveThread()
         self._agreed_version: MembershipVersion | None = None
-        self._closing: list[Closing] = []
+        self._closeables: list[Closeable] = []
 
     def record_agreed_version(self, version: MembershipVersion) -> None:
         """An exchange brought every rank the same newest membership version: R6 (step summary)."""
         self._agreed_version = max(version, self._agreed_version or version)
 
-    def get_or_create_closing(self, cls: type[C]) -> C:
+    def get_or_create_closeable(self, cls: type[C]) -> C:
         """`get_or_create` of an object that is closed once the group is. Any thread."""
 
         def create() -> C:
             created = cls()
-            self._closing.append(created)
+            self._closeables.append(created)
             return created
 
         return self.get_or_create(cls, create)
@@ -182,7 +182,7 @@ class GroupContext(Scope):
     def close(self) -> None:
         """End the group's threads. Call it after the group was closed, which frees them from their collectives."""
         self.collective_thread.close()
-        for each in self._closing:
+        for each in self._closeables:
             each.close()
 
     def take_agreed_version(self) -> MembershipVersion | None:

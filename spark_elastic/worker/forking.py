@@ -312,7 +312,7 @@ class ForkedProcess:
             )
             return None
         pid = int(answer)
-        with _adopting_orphans():
+        with _adopt_orphans():
             _send(self._reply, ADOPT)
             started = _receive(self._reply) == STARTED
         process = AdoptedProcess(pid)
@@ -330,7 +330,7 @@ _subreaper_lock = threading.Lock()
 
 
 @contextmanager
-def _adopting_orphans() -> Iterator[None]:
+def _adopt_orphans() -> Iterator[None]:
     """Inside the block, descendants of this process that lose their parent become children of its main thread."""
     prctl: Callable[..., int] = ctypes.CDLL(None, use_errno=True).prctl
     before = ctypes.c_int()

@@ -58,7 +58,7 @@ def find_load_error_in_fork(payload: bytes, spec: SlotSpec) -> str | None:
         codes.append(code)
         ready.set()
 
-    child = Child.spawn(
+    child = Child.start(
         spec,
         SlotIdentity(slot=SlotId.build(0, 0)),
         pickle.dumps(LoadingProgram(payload)),

@@ -336,7 +336,7 @@ class WorkerLoop:
         with self._lock:
             group, self._group = self._group, None
         if group is not None:
-            group.close()  # frees the `CollectiveThread` from one that waits for peers
+            group.close()  # ends a collective in which the `CollectiveThread` waits for peers
             self._group_context.close()
 
 

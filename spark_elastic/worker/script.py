@@ -8,7 +8,7 @@ import runpy
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -135,7 +135,8 @@ def _search_first(folder: str) -> Iterator[None]:
     try:
         yield
     finally:
-        sys.path.remove(folder)
+        with suppress(ValueError):  # the program may have removed it
+            sys.path.remove(folder)
 
 
 def set_dist_env(world: World, group: Group, address: str, ports: tuple[int, int] | None = None) -> None:

@@ -140,7 +140,8 @@ def report(**numbers: Any) -> None:
         if name in RESERVED:
             raise InvalidInput(f"report() counts {name} itself: give yours under another name.")
         try:
-            metrics[name] = value if isinstance(value, int) else float(value)
+            is_whole = isinstance(value, int) and not isinstance(value, bool)
+            metrics[name] = value if is_whole else float(value)
         except (TypeError, ValueError) as error:
             raise InvalidInput(
                 f"report() takes numbers; {name} is a {type(value).__name__} and no number: {error}."

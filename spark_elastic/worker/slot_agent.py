@@ -113,8 +113,8 @@ class SlotAgent:
 
     # ---- main thread
 
-    def _spawn(self) -> Child:
-        return Child.spawn(
+    def _start_child(self) -> Child:
+        return Child.start(
             self._spec, self._identity, self._payload, self._on_line, self._on_warm, self._on_exit
         )
 
@@ -122,7 +122,7 @@ class SlotAgent:
         """Make the spare the slot's worker, or start a worker if there is no spare."""
         self._started += 1
         worker = WorkerId.build(self._identity.slot, self._started)
-        child = self._spare if self._spare is not None else self._spawn()
+        child = self._spare if self._spare is not None else self._start_child()
         self._active, self._spare = child, None
         # From here on its lines are the worker's, however long the driver takes to answer.
         child.worker = worker
@@ -178,7 +178,7 @@ class SlotAgent:
     def _prepare_spare(self, child: Child) -> str | None:
         """Start a spare if `child` is still the slot's worker."""
         if child is self._active and self._spare is None:
-            self._spare = self._spawn()
+            self._spare = self._start_child()
         return None
 
     def _execute(self, commands: SlotCommands) -> str | None:

@@ -1,4 +1,4 @@
-"""Columns of a step as the arrays that a Keras model takes: order, shapes, dtypes. Numpy only; training thread."""
+"""Columns of a step as the arrays that a Keras model takes: order, shapes, dtypes. Any thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.fit_config import FitConfig
 
-# Which column belongs to which input or output of a Keras model: by keys, by names, or by place. Pure; any thread.
+# Which column belongs to which input or output of a Keras model: by keys, by names, or by place.
 
 
 def order_features(model: Any, columns: Sequence[str]) -> list[str]:

@@ -37,11 +37,11 @@ class KerasCallbackList:
         self._callbacks = list(callbacks)
         self._model = model
         self._rank = 0
-        # The epoch, (epoch, step) and validated epoch of which callbacks know that they began.
+        # The newest epoch, (epoch, step) and validated epoch that the callbacks were told the beginning of; -1: none yet.
         self._epoch = -1
         self._step = [-1, -1]
         self._tested = -1
-        # Numbers of the callbacks that know that training began.
+        # Numbers of the callbacks whose on_train_begin was called.
         self._started: set[int] = set()
         model.stop_training = False
         for callback in self._callbacks:

@@ -37,8 +37,6 @@ from spark_elastic.training.trainer import WorkClock
 from spark_elastic.training.transformation import Transformation, transform_columns
 from spark_elastic.worker.context import get_process_context
 
-# What the user brings to a training with Keras. Shipped to the workers; no thread.
-
 
 @dataclass(frozen=True)
 class KerasUserObjects:
@@ -99,10 +97,10 @@ def _call_model(model: Any, rows: LocalBatch[Any]) -> tuple[Structure, Any]:
 
     outputs = model(inputs([np.asarray(array) for array in rows.features]), training=False)
 
-    def structured(values: Sequence[Any]) -> Any:
+    def pack_outputs(values: Sequence[Any]) -> Any:
         return keras.tree.pack_sequence_as(outputs, list(values))
 
-    return Structure(inputs, structured), outputs
+    return Structure(inputs, pack_outputs), outputs
 
 
 class KerasTrainProgram(TrainingLoop):

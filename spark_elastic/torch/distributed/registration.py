@@ -120,7 +120,7 @@ def _create_group(options: Any, _: object = None) -> ElasticProcessGroup:
     world = worker.require_group()
     ranks = tuple(options.global_ranks_in_group) or tuple(range(world.size))
     _check_ranks(ranks, options, world)
-    groups = worker.group_context.get_or_create_closing(_WorldGroups)
+    groups = worker.group_context.get_or_create_closeable(_WorldGroups)
     name = str(options.group_id)
     key = name, ranks, groups.count(name, ranks)
 

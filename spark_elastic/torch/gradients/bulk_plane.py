@@ -420,7 +420,7 @@ def get_or_start_bulk_plane(group: Group, device: torch.device, options: Exchang
         return None
     if worker is None or worker.driver is None:
         return None
-    planes = worker.group_context.get_or_create_closing(_Planes)
+    planes = worker.group_context.get_or_create_closeable(_Planes)
     return planes.get_or_create(
         group,
         device,

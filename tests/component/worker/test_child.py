@@ -20,7 +20,7 @@ def run_child(payload: bytes) -> tuple[list[str], int]:
     lines: list[str] = []
     ends: queue.Queue[int] = queue.Queue()
 
-    child = Child.spawn(
+    child = Child.start(
         SlotSpec(address="127.0.0.1:1", key=b"\0", attempt=1, collective_timeout=5.0, driver_timeout=0.5),
         SlotIdentity(slot=SlotId("1-0")),
         payload,

@@ -75,7 +75,7 @@ class ForkedChild:
             cpus_per_worker=threads,
             imports=imports,
         )
-        self.child = Child.spawn(
+        self.child = Child.start(
             spec,
             SlotIdentity(slot=SlotId("1-0"), resources={"gpu": gpus} if gpus else {}),
             payload,

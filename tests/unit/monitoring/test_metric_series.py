@@ -58,7 +58,7 @@ def test_a_run_is_stalled_after_three_of_its_usual_report_intervals(
     every: float, still: float, stands: bool
 ) -> None:
     speed = Throughput(window=5.0)
-    assert speed.is_stalled(0.0)
+    assert speed.is_stale(0.0)
     for number in range(10):
         speed.add(number * every, numbers(0, number))
-    assert speed.is_stalled(9 * every + still) is stands
+    assert speed.is_stale(9 * every + still) is stands

@@ -102,7 +102,7 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     _journal_of(44, path)  # the next driver appends to it
     assert len(replay(path, 0).entries) == whole - 1
     assert replay(path).initial["limits"] == random_plan(44).limits
-    with pytest.raises(InvalidInput, match="holds 2 jobs, and number 2 is asked for"):
+    with pytest.raises(InvalidInput, match="has 2 jobs, and none has the number 2"):
         replay(path, 2)
 
 
@@ -118,7 +118,7 @@ def test_a_torn_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("", "holds 0 jobs"),
+        ("", "has 0 jobs"),
         ('{"at": 1}\n', "line 1 does not belong to a job"),
         ('{"journal": 9}\n', "it has format 9, and this release knows 6"),
         ('{"journal": 6, "initial": {"attempt": 1}, "commands": []}\n', "the machine begins from"),
