@@ -321,7 +321,7 @@ def _parse(variable: str, field: dataclasses.Field[Any], text: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class OperationConfig:
-    """How negotiated operations behave; read in the training process, since each process has its own. Times in seconds."""
+    """How negotiated operations behave; read in the training process, as each process has its own. Times in seconds."""
 
     # Bytes of gradients that are exchanged at once; 0: each gradient alone.
     bucket_bytes: int = 25 << 20

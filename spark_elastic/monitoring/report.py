@@ -65,8 +65,9 @@ class MetricSeries:
         self._points.append(_merge_points(self._pending))
         self._pending.clear()
         if len(self._points) > self._max_points:
-            points = self._points
-            self._points = [_merge_points(points[i : i + 2]) for i in range(0, len(points), 2)]
+            points, even = self._points, len(self._points) // 2 * 2
+            self._points = [_merge_points(points[i : i + 2]) for i in range(0, even, 2)]
+            self._pending = points[even:] * self._stride  # it stands for so many reports
             self._stride *= 2
 
     @property

@@ -1,4 +1,4 @@
-"""The order in which ranks carry out negotiated operations: the same state machine on every rank, fed with all messages.
+"""The order in which ranks carry out negotiated operations: one state machine on every rank, fed with all messages.
 
 In each round every rank sends what it newly requests. An operation is ready once every rank that has not joined has
 requested it; operations that become ready in the same round run in the order in which they were first requested, lower

@@ -1,8 +1,8 @@
 """Horovod's stall check: logs which ranks a collective waits for, and how long it may wait.
 
-Two forms of it. `OperationStallCheck` serves negotiated operations, which ranks request before they carry them out: rank 0
-knows from the negotiation which ranks have not asked. `watch_collective` serves the exchange of gradients, which no
-negotiation precedes: the engine reports which ranks it waits for.
+Two forms of it. `OperationStallCheck` serves negotiated operations, which ranks request before they carry them out:
+rank 0 knows from the negotiation which ranks have not asked. `watch_collective` serves the exchange of gradients, which
+no negotiation precedes: the engine reports which ranks it waits for.
 """
 
 from __future__ import annotations

@@ -206,8 +206,8 @@ def broadcast_global_variables(root_rank: int) -> Any:
 def join() -> Tensor:
     """Take part in the allreduces of the other ranks without contributing, until all ranks have joined.
 
-    Averages still divide by the world's size. Allgather, broadcast, alltoall and reducescatter need all ranks, and so do
-    gradients with missing rows.
+    Averages still divide by the world's size. Allgather, broadcast, alltoall and reducescatter need all ranks, and so
+    do gradients with missing rows.
 
     Returns:
         The rank that joined last, as a scalar int32 tensor.

@@ -97,8 +97,8 @@ class FunctionProgram:
         except MismatchError as error:
             # Another world would not help.
             raise InvalidInput(
-                f"the workers' collectives do not match: {error}; let all ranks call the same ones with the same names, "
-                "shapes and dtypes."
+                f"the workers' collectives do not match: {error}; let all ranks call the same ones, with the same "
+                "names, shapes and dtypes."
             ) from error
 
     def close(self) -> None:

@@ -37,7 +37,7 @@ class KerasCallbackList:
         self._callbacks = list(callbacks)
         self._model = model
         self._rank = 0
-        # The newest epoch, (epoch, step) and validated epoch that the callbacks were told the beginning of; -1: none yet.
+        # The newest epoch, (epoch, step) and validated epoch whose beginning the callbacks were told; -1: none yet.
         self._epoch = -1
         self._step = [-1, -1]
         self._tested = -1

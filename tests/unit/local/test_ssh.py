@@ -1,9 +1,11 @@
-"""What is said to ssh and to other hosts, and how the end of either is told. Only the last test starts a process."""
+"""What is said to ssh and other hosts, and how the end of either is reported. The last two tests start processes."""
 
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 from spark_elastic.clock import SystemClock
 from spark_elastic.errors import PreflightError
 from spark_elastic.local.launcher import HostSlots
-from spark_elastic.local.ssh import BOOTSTRAP, RemoteEnd, SshOptions, SshProcess, export_environment
+from spark_elastic.local.ssh import BOOTSTRAP, READY, RemoteEnd, SshOptions, SshProcess, export_environment
 from spark_elastic.local.ssh_launcher import SshLauncher
 from spark_elastic.protocol.slot_spec import SlotSpec
 from tests.patience import until
@@ -115,3 +117,14 @@ def test_a_login_that_takes_too_long_ends_with_what_ssh_has_started() -> None:
     assert reason == "its login timed out after 1 s"
     commands = Path(f"/proc/{child}/cmdline")
     until(lambda: not commands.exists() or not commands.read_bytes())
+
+
+def test_an_ssh_that_has_ended_is_not_awaited_while_a_helper_holds_its_pipes() -> None:
+    commands = {"sleep 60 & exit 255": False, f"sleep 60 & echo '{READY.decode().strip()}'": True}
+    for command, was_ready in commands.items():
+        login = SshProcess.start(["/bin/sh", "-c", command], SystemClock())
+        try:
+            end = login.run(b"", ready_within=1.0)
+        finally:
+            os.killpg(login.process.pid, signal.SIGKILL)
+        assert (end.code, end.was_ready) == (0 if was_ready else 255, was_ready)

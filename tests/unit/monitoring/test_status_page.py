@@ -105,7 +105,9 @@ def test_a_slot_that_is_gone_stays_on_the_page_for_a_while_with_the_reason() -> 
 def test_the_status_describes_stage_slots_and_metrics() -> None:
     history, clock = create_job(3)
     clock.advance(2.0)
-    history.on_progress({"epoch": 0, "step": 4, "steps": 9, "loss": 0.5, "rows": 8, "auc": 0.9, "note": "x"})
+    history.on_progress(
+        {"epoch": 0, "step": 4, "steps": 9, "loss": 0.5, "rows": 8, "auc": 0.9, "note": "x", "done": True}
+    )
     clock.advance(1.0)
     seen = json.loads(encode_json(build_status(history, "job")))
     assert (seen["stage"], seen["size"], seen["generation"]) == ("running", 3, 1)
@@ -114,7 +116,7 @@ def test_the_status_describes_stage_slots_and_metrics() -> None:
     assert {slot["status"] for slot in seen["slots"]} == {"running"}
     assert seen["stalled"][0]["text"].startswith("rank 1 keeps others waiting")
     assert seen["metrics"]["auc"] == 0.9
-    assert "note" not in seen["metrics"]
+    assert not {"note", "done"} & seen["metrics"].keys()
     assert seen["curve"] == {"at": [2.0], "loss": [0.5], "rows": [0.0]}
     assert any(event["text"].startswith("world of 3: started in 1.00 s") for event in seen["events"])
 
@@ -187,6 +189,7 @@ def test_the_status_of_a_large_job_is_bounded() -> None:
     assert len(seen["slots"]) == MAX_SLOTS
     assert seen["more_slots"] == 50
     assert len(encode_json(seen)) < 400_000
+    assert f'status="running"}} {MAX_SLOTS + 50}.0' in format_prometheus(seen).decode()
 
 
 def test_a_job_that_has_not_begun_has_a_status() -> None:

@@ -149,6 +149,32 @@ def test_a_function_that_begins_again_continues_its_timeline(
     assert all(f"of {generation}" in path.read_text() for generation in (1, 2))
 
 
+def test_a_function_that_begins_again_in_another_process_continues_its_timeline(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path, driver = tmp_path / "trace.json", _Driver()
+    path.write_text('[{"name": "of an older job", "ph": "i"},\n{}]\n')
+    for generation in (1, 2):
+        use_context_per_thread(monkeypatch)  # another process: the first one was killed
+        enter_group(FakeFabric(1, fence=(1, generation)).group(0))
+        worker = context.get_context()
+        assert worker is not None
+        context.set_context(dataclasses.replace(worker, driver=driver))
+        start_timeline(str(path))
+        timeline = get_queue().timeline
+        assert timeline is not None
+        timeline.gradients(f"of {generation}", 8, 0.0, 1.0, 2.0)
+        if generation == 1:
+            timeline._file.close()
+    text = path.read_text()
+    assert all(f"of {generation}" in text for generation in (1, 2))
+    assert "of an older job" not in text
+    stop_timeline()
+    start_timeline(str(path))
+    stop_timeline()
+    assert "of 1" not in path.read_text(), "a timeline that was stopped is another one"
+
+
 def test_a_full_disk_ends_the_timeline_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -212,6 +212,16 @@ def test_a_graph_of_a_single_process_returns_its_input() -> None:
     assert (size.numpy(), gathered.numpy().tolist()) == (1, [1, 2])
 
 
+def test_passes_without_some_gradients_add_up_by_variable() -> None:
+    """Two experts of one shape, of which each pass takes one or both."""
+    a, b = (tf.Variable(tf.zeros([2])) for _ in range(2))
+    optimizer = hvd.DistributedOptimizer(tf.keras.optimizers.SGD(1.0), backward_passes_per_step=2)
+    ones = tf.ones([2])
+    for first, second in ((ones, None), (None, 2 * ones), (ones, ones), (None, ones)):
+        optimizer.apply_gradients([(first, a), (second, b)])
+    assert (a.numpy().tolist(), b.numpy().tolist()) == ([-2, -2], [-4, -4])
+
+
 def test_the_optimizers_of_one_graph_exchange_one_after_the_other() -> None:
     variables = [tf.Variable(tf.zeros([3])) for _ in range(2)]
     optimizers = [

@@ -29,16 +29,17 @@ def told() -> Iterator[list[Any]]:
 
 
 def test_reported_numbers_stay_when_a_commit_is_reported(told: list[Any]) -> None:
-    spark_elastic.report(loss=np.float32(0.5), epoch=2)
+    spark_elastic.report(loss=np.float32(0.5), epoch=2, converged=True)
     session = get_session()
     assert session is not None
     session.report_commit(7)
     spark_elastic.report(loss=0.25)
     assert told == [
-        {"loss": 0.5, "epoch": 2, "world": 3},
-        {"loss": 0.5, "epoch": 2, "world": 3, "step": 7},
-        {"loss": 0.25, "epoch": 2, "world": 3, "step": 7},
+        {"loss": 0.5, "epoch": 2, "converged": 1.0, "world": 3},
+        {"loss": 0.5, "epoch": 2, "converged": 1.0, "world": 3, "step": 7},
+        {"loss": 0.25, "epoch": 2, "converged": 1.0, "world": 3, "step": 7},
     ]
+    assert type(told[0]["converged"]) is float, "JSON's true is no number for the status page"
 
 
 def test_the_seconds_that_checkpoints_took_are_reported_with_each_commit(told: list[Any]) -> None:
