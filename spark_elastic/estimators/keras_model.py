@@ -30,15 +30,15 @@ PART, CUSTOM, TRANSFORMATION = "model.keras", "custom", "transformation"
 
 @dataclass(frozen=True)
 class KerasPredictor:
-    """Rows in, predictions out; the model is called with training=False.
+    """Rows in, predictions out; the model is called with training=False."""
 
-    transformation: cloudpickle of what makes its inputs of the feature columns. labels: whose order the outputs have;
-    none: the model's own.
-    """
-
+    # The model.
     archive: Archive
+    # Of the features.
     columns: tuple[Column, ...]
+    # cloudpickle of what makes the model's inputs of the feature columns; None: they are its inputs.
     transformation: bytes | None = None
+    # The outputs have their order; (): the model's own.
     labels: tuple[str, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -176,12 +176,11 @@ class ModuleWithTransformation:
 
 @dataclass(frozen=True)
 class TorchPredictor:
-    """Rows in, predictions out; the module runs in evaluation mode without gradients.
+    """Rows in, predictions out; the module runs in evaluation mode without gradients."""
 
-    packed: a module, or a `ModuleWithTransformation`.
-    """
-
+    # A module, or a `ModuleWithTransformation`.
     packed: Packed
+    # Of the features.
     columns: tuple[Column, ...]
 
     def _unpack(self) -> tuple[torch.nn.Module, Transformation | None]:
@@ -313,14 +312,14 @@ ACTIVATIONS = ("softmax", "sigmoid", "exp", "identity")
 
 @dataclass(frozen=True)
 class Outputs:
-    """Columns and the numbers that a row has in each; 1 is a plain double.
+    """The columns that predictions fill."""
 
-    activation: None, or what makes class probabilities of the one output: then the columns are the class, as a double,
-    the probabilities and, if there is a third one, what they are made of.
-    """
-
+    # Names.
     columns: tuple[str, ...]
+    # How many numbers a row has in each column; 1: a plain double.
     widths: tuple[int, ...]
+    # What makes class probabilities of the one output: then the columns are the class, as a double, the probabilities
+    # and, if there is a third one, what they are made of. None: the outputs are returned as they are.
     activation: str | None = None
 
     @classmethod

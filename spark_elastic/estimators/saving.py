@@ -87,9 +87,11 @@ def check_format(metadata: dict[str, Any], path: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Packed:
-    """architecture: cloudpickle, to be loaded only from places that are trusted. weights: tensors by name."""
+    """A torch module as bytes."""
 
+    # cloudpickle, to be loaded only from places that are trusted.
     architecture: bytes
+    # Tensors by name.
     weights: bytes
 
     def parts(self) -> dict[str, bytes]:

@@ -55,11 +55,11 @@ class LostSlot:
     """A slot that is gone."""
 
     at: float  # seconds since the launch
-    host: str
-    node: str
+    host: str  # Spark's id of the executor, or the host's name
+    node: str  # name of the machine
     worker: str  # "" if it had none
-    rank: int | None
-    reason: str
+    rank: int | None  # None if it was in no world
+    reason: str  # why it is gone, in words
 
 
 class HistoryView(NamedTuple):
@@ -68,8 +68,8 @@ class HistoryView(NamedTuple):
     now: float  # on the driver's clock
     state: DriverState | None  # of the driver machine; None before its first event
     metrics: Metrics  # newest report of rank 0
-    throughput: Throughput
-    entries: tuple[HistoryEntry, ...]
+    throughput: Throughput  # from those reports
+    entries: tuple[HistoryEntry, ...]  # what happened, oldest first
     lost_slots: tuple[LostSlot, ...]  # those of the last `LOST_SECONDS`, newest first
 
 

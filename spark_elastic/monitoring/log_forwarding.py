@@ -41,9 +41,9 @@ def format_as_spark(wall: float, level: int, text: str) -> str:
 class LogEntry:
     """A log record on its way to another process."""
 
-    level: int
-    logger: str
-    text: str
+    level: int  # of `logging`
+    logger: str  # name
+    text: str  # formatted, without level and time
     announced: bool  # as `ANNOUNCED`
 
 

@@ -31,8 +31,8 @@ class WorldSpan:
     """A world and when it began."""
 
     seconds: float  # since the launch
-    size: int
-    reason: str
+    size: int  # number of workers
+    reason: str  # why it was formed, in words
 
 
 # ---- what rank 0 reports over time
@@ -153,14 +153,14 @@ UNPLANNED = (WorldChangeKind.LOSS, WorldChangeKind.RESTART)
 class WorldChange:
     """A new world: what happened, why, and what it cost."""
 
-    generation: int
+    generation: int  # of the new world
     at: float  # when the world was published, in seconds since the launch
-    kind: WorldChangeKind
+    kind: WorldChangeKind  # start, loss or planned
     before: int  # size of the previous world
-    size: int
+    size: int  # of the new world
     joined: int  # members that were not in the previous world
     left: int  # members of the previous world that are not in this one
-    reason: str
+    reason: str  # in words
     seconds: float | None = (
         None  # downtime until every member had built this world; None if it was never built
     )

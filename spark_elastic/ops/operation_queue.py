@@ -294,7 +294,7 @@ class OperationQueue:
         elif self._negotiation.all_ranks_wait:
             self._back_off = min(2 * self._back_off, BACK_OFF[1])
         if self.timeline is not None:
-            self.timeline.cycle(begin)
+            self.timeline.mark_round(begin)
         self._execute_responses(result)
         if self.group.rank == 0:
             self._stall_check.check(self._negotiation.pending, self._clock.now())
@@ -334,7 +334,7 @@ class OperationQueue:
             for task in batch:
                 self._announced.pop(task.label, None)
                 if self.timeline is not None and task.operation is not None:
-                    self.timeline.operation(task.operation, begin, self._clock.now())
+                    self.timeline.write_operation(task.operation, begin, self._clock.now())
         if result.last_joined is not None and self._join is not None:
             joined, self._join = self._join, None
             joined.complete((np.array([result.last_joined], np.int64),))

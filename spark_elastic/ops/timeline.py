@@ -54,23 +54,23 @@ class Timeline:
             about = {"start_time_since_epoch_in_micros": zero}
             self._write({"name": "process_name", "ph": "M", "pid": 0, "args": about})
 
-    def operation(self, operation: Operation, begin: float, end: float) -> None:
+    def write_operation(self, operation: Operation, begin: float, end: float) -> None:
         """Write an operation that ran from `begin` to `end`, in seconds of the clock of its handle."""
         kind = operation.request.kind.upper()
-        self._spans(
+        self._write_spans(
             operation.label,
             ("QUEUE", operation.requested_at, operation.announced_at),
             (f"NEGOTIATE_{kind}", operation.announced_at, begin),
             (kind, begin, end),
         )
 
-    def gradients(self, label: str, nbytes: int, complete: float, begin: float, end: float) -> None:
+    def write_gradients(self, label: str, nbytes: int, complete: float, begin: float, end: float) -> None:
         """Write a gradient bucket that was complete at `complete` and was summed from `begin` to `end`."""
-        self._spans(label, ("QUEUE", complete, begin), ("ALLREDUCE", begin, end), bytes=nbytes)
+        self._write_spans(label, ("QUEUE", complete, begin), ("ALLREDUCE", begin, end), bytes=nbytes)
 
-    def _spans(self, label: str, *spans: tuple[str, float, float], **details: int) -> None:
+    def _write_spans(self, label: str, *spans: tuple[str, float, float], **details: int) -> None:
         with self._lock:
-            row = self._row(label)
+            row = self._find_row(label)
             for name, first, last in spans:
                 event = {
                     "name": name,
@@ -81,7 +81,7 @@ class Timeline:
                 }
                 self._write({**event, "args": details} if details else event)
 
-    def cycle(self, now: float) -> None:
+    def mark_round(self, now: float) -> None:
         """Mark the beginning of a round."""
         if self._mark_cycles:
             with self._lock:
@@ -92,7 +92,7 @@ class Timeline:
         with self._lock:
             self._put("{}]\n", last=True)
 
-    def _row(self, label: str) -> int:
+    def _find_row(self, label: str) -> int:
         if label not in self._rows:
             self._rows[label] = len(self._rows) + 1
             self._write(

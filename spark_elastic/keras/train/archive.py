@@ -35,18 +35,19 @@ _PARTS = (keras.initializers.Initializer, keras.regularizers.Regularizer, keras.
 
 @dataclass(frozen=True)
 class Archive:
-    """content: the `.keras` file. custom: cloudpickle of classes and functions by name. floatx: Keras's default dtype.
+    """A Keras model as bytes, with what its `.keras` file does not say."""
 
-    safe: the file may come from anywhere, so that Keras refuses lambdas in it. undecayed: numbers of the trainable
-    variables that are excluded from the optimizer's weight decay, which the file does not say. adapters: the first
-    matrix of each LoRA layer, of which a file has the merged kernel alone.
-    """
-
+    # The `.keras` file.
     content: bytes
+    # cloudpickle of classes and functions by name.
     custom: bytes
+    # Keras's default dtype.
     floatx: str = "float32"
+    # The file may come from anywhere, so that Keras refuses lambdas in it.
     safe: bool = False
+    # Numbers of the trainable variables that are excluded from the optimizer's weight decay.
     undecayed: tuple[int, ...] = ()
+    # The first matrix of each LoRA layer, of which the file has the merged kernel alone.
     adapters: tuple[npt.NDArray[Any], ...] = field(default=(), compare=False)
 
     @classmethod

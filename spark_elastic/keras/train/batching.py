@@ -63,11 +63,13 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Inputs:
-    """How feature columns become the model's inputs. columns: as the model sees them, in the order of its inputs.
-    dtypes, shapes: () for what the arrays have."""
+    """How feature columns become the model's inputs."""
 
+    # As the model sees them, in the order of its inputs.
     columns: tuple[Column, ...]
+    # Of each input; (): those of the arrays.
     dtypes: tuple[str, ...]
+    # Of one row of each input; (): those of the arrays.
     shapes: tuple[tuple[int, ...], ...]
 
     @classmethod

@@ -40,11 +40,15 @@ from spark_elastic.worker.context import get_process_context
 
 @dataclass(frozen=True)
 class KerasUserObjects:
-    """model: compiled. callbacks: Keras's own, or of their kind. class_weight: of the one label's classes."""
+    """What the user brings to a training with Keras."""
 
+    # Compiled.
     model: Archive
+    # Keras's own, or of their kind.
     callbacks: tuple[Any, ...] = ()
+    # By class of the one label.
     class_weight: Mapping[int, float] | None = None
+    # Applied to the columns of each step; None: they stay as they are.
     transformation: Transformation | None = None
 
     def identity(self) -> dict[str, str]:

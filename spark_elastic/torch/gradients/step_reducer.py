@@ -211,7 +211,7 @@ class StepReducer:
                     allreduce_compressed(compressor, group, memory.gradients(number), scale)
                 memory.combine(number)
             if self._timeline is not None:
-                self._timeline.gradients(
+                self._timeline.write_gradients(
                     f"gradients {number}", array.nbytes, complete, begin, self._clock.now()
                 )
 

@@ -237,5 +237,5 @@ def reduce_mismatched() -> None:
 
 
 def test_collectives_that_do_not_match_end_the_job_after_few_worlds() -> None:
-    with pytest.raises(WorkerFailed, match="same collectives"):
+    with pytest.raises(WorkerFailed, match="collectives do not match"):
         Run(reduce_mismatched, room=2, num_workers=2).results()

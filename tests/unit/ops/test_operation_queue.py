@@ -230,7 +230,7 @@ def test_a_broken_world_fails_all_handles_at_once(end: str) -> None:
 class _FullDisk:
     """A timeline that cannot be written."""
 
-    def cycle(self, now: float) -> None:
+    def mark_round(self, now: float) -> None:
         raise OSError(28, "No space left on device")
 
 
@@ -241,7 +241,7 @@ def test_a_failure_of_one_rank_is_raised_there_as_itself_and_as_a_collective_err
     handles = [submit_sum(queue, "x", np.ones(1)) for queue in queues]
     with pytest.raises(OSError, match="No space left") as raised:
         handles[1].wait()
-    assert "cycle" in [entry.name for entry in raised.traceback]
+    assert "mark_round" in [entry.name for entry in raised.traceback]
     with pytest.raises(OSError, match="No space left"):
         submit_sum(queues[1], "later", np.ones(1))
     with pytest.raises(CollectiveError, match="rank 1 cannot continue: OSError"):

@@ -92,7 +92,7 @@ def test_a_new_rank_0_does_not_continue_the_timeline_of_an_older_job(
         context.set_context(dataclasses.replace(worker, driver=driver))
         timeline = get_queue().timeline
         assert timeline is not None
-        timeline.gradients(f"of {generation}", 8, 0.0, 1.0, 2.0)
+        timeline.write_gradients(f"of {generation}", 8, 0.0, 1.0, 2.0)
         stop_timeline()
     text = path.read_text()
     assert all(f"of {generation}" in text for generation in (2, 3))
@@ -144,7 +144,7 @@ def test_a_function_that_begins_again_continues_its_timeline(
         start_timeline(str(path))
         timeline = get_queue().timeline
         assert timeline is not None
-        timeline.gradients(f"of {generation}", 8, 0.0, 1.0, 2.0)
+        timeline.write_gradients(f"of {generation}", 8, 0.0, 1.0, 2.0)
     stop_timeline()
     assert all(f"of {generation}" in path.read_text() for generation in (1, 2))
 
@@ -163,7 +163,7 @@ def test_a_function_that_begins_again_in_another_process_continues_its_timeline(
         start_timeline(str(path))
         timeline = get_queue().timeline
         assert timeline is not None
-        timeline.gradients(f"of {generation}", 8, 0.0, 1.0, 2.0)
+        timeline.write_gradients(f"of {generation}", 8, 0.0, 1.0, 2.0)
         if generation == 1:
             timeline._file.close()
     text = path.read_text()
