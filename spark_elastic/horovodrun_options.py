@@ -125,7 +125,9 @@ def _pass_on(
 ) -> None:
     if value is not None:
         found = context.meta.setdefault(_VARIABLES, {})
-        found.update({name: str(text) for name, text in follows(value).items()})
+        for name, text in follows(value).items():
+            if found.get(name) != "inf":  # --no-stall-check holds wherever it stands
+                found[name] = str(text)
 
 
 def _refuse(why: str, context: click.Context, parameter: click.Parameter, value: object) -> None:

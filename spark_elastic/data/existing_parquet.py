@@ -310,8 +310,13 @@ def _widens(stored: pa.DataType, declared: pa.DataType) -> bool:
     return bool(stored == declared)
 
 
+def _is_hidden(part: str) -> bool:
+    return part.startswith(".") or (part.startswith("_") and "=" not in part)
+
+
 def _parquet(store: Store, name: str) -> list[ObjectInfo]:
-    """What Spark and others take for data: names that begin with _ or . are not. Nor are texts beside the files."""
+    """What Spark and others take for data: names that begin with _ or . are not, but for values of partitions. Nor are
+    texts beside the files."""
     listed = store.find(name)
     _refuse_table_formats(store, name, listed)
     found = [
@@ -319,7 +324,7 @@ def _parquet(store: Store, name: str) -> list[ObjectInfo]:
         for each in listed
         if _may_be_parquet(each.name)
         and (each.bytes or each.name.endswith(_PARQUET))  # some clients list empty objects for folders
-        and not any(part.startswith(("_", ".")) for part in each.name[len(name) :].split("/"))
+        and not any(map(_is_hidden, each.name[len(name) :].split("/")))
     ]
     if not found:
         raise StoreError(f"There is no Parquet file under {store.join(name)}.")

@@ -170,6 +170,8 @@ def test_every_option_of_horovodrun_is_taken_or_refused() -> None:
         ("--timeline-mark-cycles", "timeline_mark_cycles", True),
         ("--no-timeline-mark-cycles", "timeline_mark_cycles", False),
         ("--no-stall-check", "warn_after", math.inf),
+        ("--no-stall-check --stall-check-warning-time-seconds 3", "warn_after", math.inf),
+        ("--stall-check-warning-time-seconds 3 --no-stall-check", "warn_after", math.inf),
         ("--stall-check", "warn_after", 20.0),
         ("--stall-check-warning-time-seconds 3", "warn_after", 3.0),
         ("--stall-check-shutdown-time-seconds 4", "wait_at_most", 4.0),

@@ -151,13 +151,13 @@ class ArrowReader(GroupReader):
         try:
             rows = self._read_part(group, entry) if entry.parent_rows else self._read_whole(group, entry)
             self._check_state(entry.file)
-            if rows.num_rows != entry.stored_rows:
+            names = self._names[entry.file]  # none: all columns are constants, of which nothing is read
+            if names and rows.num_rows != entry.stored_rows:
                 raise ValueError(
                     f"it has {rows.num_rows} rows, not the {entry.stored_rows} rows of the manifest"
                 )
-            if entry.keep_mask is not None:
+            if names and entry.keep_mask is not None:
                 rows = rows.filter(pa.array(entry.keep_mask))
-            names = self._names[entry.file]
             found = zip(rows.schema.names, rows.columns, strict=True)
             # By a name with a dot, Arrow reads the field of a struct as well.
             columns = {names[name]: column for name, column in found if name in names}

@@ -297,6 +297,18 @@ def test_months_that_are_written_with_an_underscore_are_texts(tmp_path: Path) ->
     assert found["month"].tolist() == ["2024_01", "2024_02"]
 
 
+def test_columns_that_lie_in_paths_are_read_without_those_of_the_files(tmp_path: Path) -> None:
+    for day in (1, 2):
+        write(tmp_path, f"_day={day}/_temporary/0.parquet", {"x": [0]})
+        write(tmp_path, f"_day={day}/0.parquet", {"x": [day] * day})
+    store = Store.open(str(tmp_path))
+    manifest = describe_parquet(store, ["x", "_day"])
+    assert read_columns(store, manifest)["_day"].tolist() == [1, 2, 2]
+    reader = open_reader("arrow", store, manifest, ["_day"])
+    assert [reader.fetch(group)["_day"].tolist() for group in range(2)] == [[1], [2, 2]]
+    reader.close()
+
+
 def test_files_without_a_suffix_are_read_as_hive_and_flink_write_them(tmp_path: Path) -> None:
     """Beside files that Spark wrote into the same table, and a text."""
     for number, name in enumerate(
