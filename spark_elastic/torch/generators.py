@@ -63,9 +63,12 @@ def set_device_rng_state(state: torch.Tensor | None) -> None:
 
 
 def _find_device_module() -> Any:
-    """torch's module of the worker's device; None: that is the CPU, or a GPU that this torch cannot use."""
+    """torch's module of the worker's device; None: that is the CPU, or a GPU that this torch cannot use, or that this
+    process cannot, since a DataLoader has forked it."""
     kind = get_process_context().device
-    if kind == "cpu" or (kind == "cuda" and not torch.cuda.is_available()):
+    if kind == "cpu" or torch.utils.data.get_worker_info() is not None:
+        return None
+    if kind == "cuda" and not torch.cuda.is_available():
         return None
     return getattr(torch, kind)
 

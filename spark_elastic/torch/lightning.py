@@ -148,6 +148,7 @@ class ElasticStrategy(_DDPStrategy):  # type: ignore[misc]
             arguments: those of `fit`; one of them is the path of a checkpoint, which counts until the first commit.
         """
         self._trainer, self._pending, self._handlers = trainer, None, None
+        self._committed_step = 0  # also if training begins in mid-run, from a checkpoint's file
         _replace_loops(trainer, self)
         place = list(inspect.signature(fit).parameters).index("ckpt_path")
         has_begun = False

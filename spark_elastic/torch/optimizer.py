@@ -260,6 +260,8 @@ class _Distributed(DistributedBase):
             yield
         finally:
             self._skips = False
+            # A `GradScaler` that has found infinities does not call `step`: it is done with these gradients, too.
+            self._sync.is_synchronized = False
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Exchange the gradients, unless `synchronize` did, and apply them. closure: computes gradients.

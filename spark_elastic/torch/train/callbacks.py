@@ -66,6 +66,7 @@ class TorchCallbackList:
         if not self.callbacks:
             return None
         before = copy.deepcopy([callback.state_dict() for callback in self.callbacks]), self._settings()
+        stopped = self._training.stopped  # by `on_step_end`, which is not called again
         try:
             for callback in self.callbacks:
                 callback.on_epoch_end(self._training, logs)
@@ -75,7 +76,7 @@ class TorchCallbackList:
                 callback.load_state_dict(state)
             for parameters, settings in zip(self._groups, before[1], strict=True):
                 parameters.update(settings)
-            self._training.stopped = None
+            self._training.stopped = stopped
             raise
         return self._training.stopped
 

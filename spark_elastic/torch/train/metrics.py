@@ -108,6 +108,7 @@ class Metrics:
         self._objects = {
             name: (given, _restore_metric(self._given[given], saved, self._updates))
             for name, (given, saved) in state["objects"].items()
+            if given in self._given  # a run may be resumed with other metrics
         }
 
     def _update(self, outputs: list[torch.Tensor], labels: list[torch.Tensor]) -> None:

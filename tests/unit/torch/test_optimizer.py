@@ -15,6 +15,7 @@ import torch
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.torch import Adasum, Average, Compression, DistributedOptimizer, Sum
+from spark_elastic.torch.optimizer import has_unapplied
 from tests.unit.torch.loops import CurrentWorker, X, adam, enter, net, train_plain, weights
 from tests.unit.torch.worlds import run_in_world
 
@@ -320,6 +321,19 @@ def test_the_loop_of_a_gan_freezes_the_judge_while_the_maker_learns() -> None:
         train_gan(distribute, freeze=False)
     plain = train_gan(lambda optimizer, model: optimizer, freeze=False)
     assert torch.equal(train_gan(distribute, freeze=True), plain)
+
+
+def test_a_step_that_a_scaler_skips_is_over(alone: tuple[torch.nn.Sequential, Any]) -> None:
+    model, opt = alone
+    scaler, before = torch.amp.GradScaler("cpu"), weights(model)
+    scaler.scale(model(X).sum() * torch.inf).backward()
+    assert has_unapplied(opt)
+    opt.synchronize()
+    with opt.skip_synchronize():
+        scaler.step(opt)
+    scaler.update()
+    assert torch.equal(weights(model), before)
+    assert not has_unapplied(opt), "a commit is due"
 
 
 def test_more_backward_passes_than_announced_are_an_error(alone: tuple[torch.nn.Sequential, Any]) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from elastic_collectives import CollectiveError
+from elastic_collectives.fakes import FakeFabric
 from spark_elastic.errors import InvalidInput
-from spark_elastic.torch.callbacks import Callback, LearningRateSchedule
+from spark_elastic.torch.callbacks import Callback, LearningRateSchedule, Training
 from spark_elastic.torch.train.callbacks import TorchCallbackList
 from spark_elastic.torch.train.state import TorchTrainingState, check_storable
 from tests.checkpoints import reload_from_checkpoint
@@ -115,3 +118,19 @@ def test_a_resumed_run_may_have_other_callbacks() -> None:
     reload_from_checkpoint(state, resumed)
     assert [each.kept for each in resumed.schedulers[:4]] == [3, 1, 2, 4]
     assert again.state_dict()["last_epoch"] == 1
+
+
+def test_a_stop_of_the_last_step_survives_a_world_that_breaks_at_the_epochs_end() -> None:
+    """`on_step_end`, which asked for it, is not called again for that step."""
+
+    class Stopping(Callback):
+        def on_step_end(self, training: Training, logs: Mapping[str, Any]) -> None:
+            training.stop("it is enough")
+
+    net, world = torch.nn.Linear(2, 1), FakeFabric(1).group(0)
+    callback_list = TorchCallbackList([Stopping()], net, torch.optim.SGD(net.parameters()))
+    callback_list.on_step_finalized({})
+    world.abort("a peer was lost")
+    with pytest.raises(CollectiveError):
+        callback_list.on_epoch_end(world, {})
+    assert callback_list.on_epoch_end(FakeFabric(1).group(0), {}) == "it is enough"

@@ -201,3 +201,16 @@ def test_metrics_of_the_installed_torchmetrics_work() -> None:
     column = Metrics({"r2": given.R2Score()}, ["y"], logs=False)
     column._update([torch.tensor([[1.0], [2.0]])], [torch.tensor([1.0, 2.0])])
     assert column.results() == {"r2": 1.0}
+
+
+def test_a_run_may_be_resumed_with_other_metrics() -> None:
+    first, other = (
+        Metrics({"near": MeanDistance()}, ["y"], False),
+        Metrics({"far": MeanDistance()}, ["y"], False),
+    )
+    rows = torch.tensor([1.0, 2.0]), torch.tensor([0.0, 0.0])
+    first._update([rows[0]], [rows[1]])
+    other.load_state_dict(first.state_dict())
+    other.reset()
+    other._update([rows[0]], [rows[1]])
+    assert other.results() == {"far": 1.5}
