@@ -247,3 +247,44 @@ def test_the_scaler_of_fp16_forgets_the_gradients_of_a_step_that_broke(
     trainer.fit(Net(), ElasticDataLoader(rows, global_batch_size=2))
     assert trainer.global_step == 4
     assert scaler.get_scale() == 4.0, "an infinity that is void has changed the scale"
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists")
+def test_training_begins_in_mid_epoch_from_a_checkpoints_file(tmp_path: Path) -> None:
+    import lightning.pytorch as pl
+
+    import spark_elastic.torch as hvd
+    from spark_elastic.torch.lightning import ElasticStrategy
+
+    class Net(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(7)
+            self.linear = torch.nn.Linear(4, 1)
+
+        def training_step(self, batch: Any) -> Any:
+            return self.linear(batch[0]).pow(2).mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.05)
+
+    rows = torch.utils.data.TensorDataset(torch.randn(24, 4, generator=torch.Generator().manual_seed(3)))
+
+    def fit(begin: Path | None) -> tuple[int, list[float]]:
+        keeper = pl.callbacks.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_top_k=-1)
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            strategy=ElasticStrategy(),
+            max_epochs=2,
+            callbacks=[keeper],
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        net = Net()
+        trainer.fit(net, hvd.elastic.ElasticDataLoader(rows, BATCH), ckpt_path=begin)
+        return trainer.global_step, net.linear.weight.detach().flatten().tolist()
+
+    whole = fit(None)
+    assert whole[0] == 8
+    assert fit(tmp_path / "step=3.ckpt") == whole
