@@ -194,9 +194,11 @@ class Manifest:
     files: tuple[str, ...]
     # In the order of the table's rows.
     row_groups: RowGroups
-    # Identifies what it was made from.
+    # Of written rows: identifies what they were made from. Of a table: digest of what is selected of it. Of other
+    # files: `content`.
     fingerprint: str
-    # Digest of all values and their places.
+    # Of written rows: digest of all values and their places. Of files that exist: digest of their names, sizes and
+    # times, and of which of their rows are deleted.
     content: str
     # Of each file; (): the files say all.
     file_columns: tuple[FileColumns, ...] = ()
@@ -215,7 +217,7 @@ class Manifest:
 
     @cached_property
     def hash(self) -> str:
-        """Hash of the content without names and encodings: equal rows written again have the same."""
+        """Hash of columns, row groups and `content`: equal rows written again have the same, in files of any names."""
         content = {
             "version": VERSION,
             "columns": [_to_fields(column) for column in self.columns],

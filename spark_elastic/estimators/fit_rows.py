@@ -68,7 +68,7 @@ class RowSource(Protocol):
     def session(self) -> SparkSession: ...
 
     def check(self, request: Request) -> None:
-        """Raises InvalidInput if the columns do not fit the request; starts no job."""
+        """Raises InvalidInput if the columns do not fit the request; starts no job but one for many files' footers."""
         ...
 
     def has_validation(self, request: Request) -> bool:
@@ -430,7 +430,11 @@ class SnapshotRows(FileRows):
 def _find_table(session: SparkSession, table: Any, version: Version | None) -> tuple[Any, Version | None]:
     """What `read_snapshot` takes, for a table that Spark's catalog knows by its name."""
     # Spark raises an error for what is no name, such as that of a relative folder.
-    if not isinstance(table, str) or not _TABLE_NAME.fullmatch(table) or not session.catalog.tableExists(table):
+    if (
+        not isinstance(table, str)
+        or not _TABLE_NAME.fullmatch(table)
+        or not session.catalog.tableExists(table)
+    ):
         return table, version
     described = session.sql(f"DESCRIBE TABLE EXTENDED {table}").collect()
     facts = {row["col_name"]: row["data_type"] for row in described}
