@@ -25,7 +25,7 @@ ROWS = (
 )
 # Steps sideways that are meant: who imports -> whom, with the reason.
 SIDEWAYS = {
-    ("estimators", "launch"): "fit() is run() over a materialised DataFrame",
+    ("estimators", "launch"): "fit() is run() over a materialized DataFrame",
     ("estimators", "platforms"): "the kinds of session that a fit runs over",
     ("running", "launch"): "run() is launch() with a function for a program",
     ("running", "platforms"): "the kinds of session that a call runs over",

@@ -36,9 +36,9 @@ from spark_elastic.data.manifest import (
     FileColumns,
     Manifest,
     RowGroups,
-    decoded_bytes,
+    compute_decoded_bytes,
     pack_deleted,
-    share_equal,
+    reuse_equal,
 )
 from spark_elastic.data.predicate import Predicate
 from spark_elastic.data.reading.decoding import dtype_of, is_list, is_vector, partition_values
@@ -182,7 +182,7 @@ def describe_files(  # noqa: PLR0913 - what callers know of the files
     groups = _cut_groups(files, described, piece_bytes)
     seen = [each.info for each in read], list(groups.deleted.values())
     digest = hashlib.sha256(repr(seen).encode()).hexdigest()[:32]
-    known = share_equal(files.file_columns(set(names)))
+    known = reuse_equal(files.file_columns(set(names)))
     is_fixed = all(each.is_fixed for each in read)
     states = () if is_fixed else tuple(each.info.state for each in files.data)
     return Manifest(
@@ -485,7 +485,7 @@ def _cut_groups(files: _Files, columns: Sequence[Column], most: int) -> RowGroup
     """
     footers = files.footers
     rows, size = footers.group_rows, footers.group_bytes
-    decoded = decoded_bytes(columns, rows, size)
+    decoded = compute_decoded_bytes(columns, rows, size)
     cut = (decoded > 2 * most) & (rows > 1)  # to cut costs a write and a read
     part_rows = np.where(cut, np.maximum(1, rows * most // np.maximum(1, decoded)), np.maximum(1, rows))
     parts = -(-rows // part_rows)

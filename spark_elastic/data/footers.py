@@ -249,7 +249,7 @@ class FileFooter:
             found[column] = next((name for name in mapped if name in self.schema.names), found[column])
         return found if self.data.mapped_names else {}
 
-    def stored_name(self, column: str) -> str:
+    def find_stored_name(self, column: str) -> str:
         """The column's name in the file."""
         return self.columns.stored_names.get(column, column)
 
@@ -262,7 +262,7 @@ class FileFooter:
 
     def find_type(self, column: str) -> pa.DataType | None:
         """The plain type; None: the column is not in the file. A table that gives names knows all columns of a file."""
-        name, known = self.stored_name(column), self.columns.stored_names
+        name, known = self.find_stored_name(column), self.columns.stored_names
         if name not in self.schema.names or (known and column not in known):
             return None
         return to_plain_type(self.schema.field(name).type)
@@ -294,7 +294,7 @@ class FileFooter:
             return np.full(group.num_rows, judged)
 
         def read(column: str) -> pa.Array:
-            name = self.stored_name(column)
+            name = self.find_stored_name(column)
             found = file.read_row_group(index, columns=[name], use_threads=False)
             return drop_views(pa.concat_arrays(found[name].chunks))
 
@@ -326,7 +326,7 @@ class FileFooter:
 
     def leaf(self, column: str) -> int:
         """The number of the stored column that tells of a column's nulls and length: its last, a vector's first."""
-        leaves, name = 0, self.stored_name(column)
+        leaves, name = 0, self.find_stored_name(column)
         for each in self.schema:
             width = _leaves(each.type)
             if each.name == name:
@@ -340,7 +340,7 @@ class FileFooter:
 
     def count_values(self, column: str, groups: Int64s) -> Int64s:
         """The numbers of an array column in each of these row groups; -1 where they are not known or do not count."""
-        name = self.stored_name(column)
+        name = self.find_stored_name(column)
         known = self.data.deleted is None and name in self.schema.names
         if not known or not is_list(self.schema.field(name).type):
             return np.full(len(groups), -1, np.int64)
@@ -363,7 +363,7 @@ class FileFooter:
     def _read(self, column: str, rows: int, buffer_size: int) -> Iterator[pa.Array]:
         """The rows of a column that the table has, by so many in the file."""
         with self._open(buffer_size) as file:
-            begin, name = 0, self.stored_name(column)
+            begin, name = 0, self.find_stored_name(column)
             for batch in file.iter_batches(rows, columns=[name], use_threads=False):
                 # Not the first one: by a name with a dot, Arrow reads the field of a struct as well.
                 values, end = drop_views(batch[name]), begin + batch.num_rows

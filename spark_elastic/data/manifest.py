@@ -194,9 +194,11 @@ class Manifest:
     files: tuple[str, ...]
     # In the order of the table's rows.
     row_groups: RowGroups
-    # Identifies what it was made from.
+    # Of written rows: identifies what they were made from. Of a table: digest of what is selected of it. Of other
+    # files: `content`.
     fingerprint: str
-    # Digest of all values and their places.
+    # Of written rows: digest of all values and their places. Of files that exist: digest of their names, sizes and
+    # times, and of which of their rows are deleted.
     content: str
     # Of each file; (): the files say all.
     file_columns: tuple[FileColumns, ...] = ()
@@ -215,7 +217,7 @@ class Manifest:
 
     @cached_property
     def hash(self) -> str:
-        """Hash of the content without names and encodings: equal rows written again have the same."""
+        """Hash of columns, row groups and `content`: equal rows written again have the same, in files of any names."""
         content = {
             "version": VERSION,
             "columns": [_to_fields(column) for column in self.columns],
@@ -236,11 +238,11 @@ class Manifest:
     def max_decoded_group_bytes(self, names: Iterable[str] | None = None) -> int:
         """Bytes of the largest row group in memory, of all columns or of those named."""
         columns: Sequence[Column] = self.columns if names is None else [self.column(name) for name in names]
-        return int(decoded_bytes(columns, self.row_groups.rows, self.row_groups.bytes).max(initial=0))
+        return int(compute_decoded_bytes(columns, self.row_groups.rows, self.row_groups.bytes).max(initial=0))
 
     def to_json(self) -> str:
         """The document."""
-        shared = share_equal(self.file_columns)
+        shared = reuse_equal(self.file_columns)
         kinds = {id(each): each for each in shared}
         number = {kind: place for place, kind in enumerate(kinds)}
         content: dict[str, Any] = {
@@ -302,14 +304,14 @@ def _to_fields(column: Column) -> dict[str, Any]:
     return {name: value for name, value in asdict(column).items() if name != "codec" or value}
 
 
-def decoded_bytes(columns: Iterable[Column], rows: Int64s, encoded: Int64s) -> Int64s:
+def compute_decoded_bytes(columns: Iterable[Column], rows: Int64s, encoded: Int64s) -> Int64s:
     """Bytes of row groups in memory. The lengths of bytes and strings are known from the files alone."""
     known = list(columns)
     objects = any(column.dtype == "object" for column in known)
     return rows * sum(column.row_bytes for column in known) + objects * encoded
 
 
-def share_equal(file_columns: Iterable[FileColumns]) -> tuple[FileColumns, ...]:
+def reuse_equal(file_columns: Iterable[FileColumns]) -> tuple[FileColumns, ...]:
     """The same, where equal ones are one object: there may be 100,000 files."""
     seen: dict[object, FileColumns] = {}
     return tuple(

@@ -313,8 +313,11 @@ class Store:
     def exists(self, name: str) -> bool:
         """Whether an object or a folder of that name exists."""
         with self._translate_errors("look for", name):
+            path = self.path(name)
+            if self.is_local:  # that of fsspec also takes a file system that fails for one without the object
+                return _exists_locally(path)
             self.filesystem.invalidate_cache()
-            return bool(self._call("exists", self.path(name)))
+            return bool(self._call("exists", path))
 
     def describe(self, name: str) -> ObjectInfo:
         """The state that an object is in now. StoreError if there is none."""
@@ -407,6 +410,14 @@ class Store:
             raise (StoreFull if _is_full(error) else StoreError)(
                 f"Cannot {verb} {name or 'the root'!r} in the store {self.url} ({reason})."
             ) from error
+
+
+def _exists_locally(path: str) -> bool:
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def _is_partial(name: str) -> bool:

@@ -167,6 +167,9 @@ class ScannedRows(FileRows):
         """The files, for people."""
         return f"{len(self._parts)} {self._kind} in {self._files.url}"
 
+    def describe(self, record: RunRecord) -> str:
+        return self.description
+
     def check(self, request: Request) -> None:
         """Reads the files' footers."""
         self._described = self._describe(request)

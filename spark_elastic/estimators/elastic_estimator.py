@@ -162,10 +162,11 @@ def check_run_ids(own: str | None, given: Sequence[str | None]) -> None:
     """Raise InvalidInput if fits would share a run_id. own: the estimator's; given: those of the param maps."""
     found = [own if each is None else each for each in given]
     named = [each for each in found if each is not None]
-    if (own is not None and own in named) or len(set(named)) < len(named):
+    shared = own if own in named else next((each for each in named if named.count(each) > 1), None)
+    if shared is not None:
         raise InvalidInput(
-            f"run_id {named[0]!r} names one run, and a CrossValidator, a TrainValidationSplit or a list of param maps "
-            "makes several: leave run_id out, or give each param map one of its own."
+            f"run_id {shared!r} names one run, and this would make several: leave run_id out; only a list of param "
+            "maps that is fitted directly may give each map a run_id of its own."
         )
 
 

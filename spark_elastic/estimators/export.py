@@ -39,7 +39,7 @@ def export_program(model: ElasticTorchModel, inputs: Sequence[Any] | None = None
 def export_onnx(model: ElasticTorchModel, path: str | Path, inputs: Sequence[Any] | None = None) -> None:
     """Write an ONNX file. Its inputs have the names of the feature columns, its outputs "output_0", "output_1" ...
 
-    inputs: as of `export_program`, which see.
+    inputs: as for `export_program`.
     """
     _import_or_refuse("onnxscript", "onnx onnxscript")
     program = export_program(model, inputs)

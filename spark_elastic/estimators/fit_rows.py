@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -56,6 +57,9 @@ log = logging.getLogger("spark_elastic")
 
 Request = FitRequest[Any]
 
+# Parts that are words, or anything but a slash in backquotes.
+_TABLE_NAME = re.compile(r"(?:\w+|`[^/]+`)(?:\.(?:\w+|`[^/]+`))*")
+
 
 class RowSource(Protocol):
     """Where the rows of a fit come from."""
@@ -64,7 +68,7 @@ class RowSource(Protocol):
     def session(self) -> SparkSession: ...
 
     def check(self, request: Request) -> None:
-        """Raises InvalidInput if the columns do not fit the request; starts no job."""
+        """Raises InvalidInput if the columns do not fit the request; starts no job but one for many files' footers."""
         ...
 
     def has_validation(self, request: Request) -> bool:
@@ -227,6 +231,11 @@ class FileRows:
                 f"row_order='hash' sorts a table while it is written; {self.call} reads files as they are: leave it "
                 "out, or use fit."
             )
+        if request.missing.nans == "refuse" and not request.config.terminate_on_nan:
+            raise InvalidInput(
+                f"missing='refuse' looks for NaN while a table is written; {self.call} reads files as they are: set "
+                "missing={'nans': 'keep'}, or terminate_on_nan=True."
+            )
         self._described = self._describe(request)
         _check_equal_columns(*self._described, self.validation_argument)
 
@@ -373,6 +382,14 @@ class SnapshotRows(FileRows):
     def has_validation(self, request: Request) -> bool:
         return len(self._snapshots) > 1
 
+    def check(self, request: Request) -> None:
+        if request.config.reader != "arrow":
+            raise InvalidInput(
+                f"reader={request.config.reader!r} knows neither renamed columns nor deleted rows, which tables have: "
+                f"{self.call} needs reader='arrow'."
+            )
+        super().check(request)
+
     def describe(self, record: RunRecord) -> str:
         assert self._described is not None
         if record.load_manifest() == self._described[0]:
@@ -412,7 +429,12 @@ class SnapshotRows(FileRows):
 
 def _find_table(session: SparkSession, table: Any, version: Version | None) -> tuple[Any, Version | None]:
     """What `read_snapshot` takes, for a table that Spark's catalog knows by its name."""
-    if not isinstance(table, str) or "/" in table or not session.catalog.tableExists(table):
+    # Spark raises an error for what is no name, such as that of a relative folder.
+    if (
+        not isinstance(table, str)
+        or not _TABLE_NAME.fullmatch(table)
+        or not session.catalog.tableExists(table)
+    ):
         return table, version
     described = session.sql(f"DESCRIBE TABLE EXTENDED {table}").collect()
     facts = {row["col_name"]: row["data_type"] for row in described}

@@ -80,8 +80,9 @@ class ElasticKerasEstimator(  # type: ignore[misc,unused-ignore]
     store: shared by driver and executors; optional if all of them run on this machine.
     config, or any field of `ElasticConfig` as a keyword: ports, addresses, time limits, ledger.
 
-    `fit` raises InvalidInput if an argument or a column is wrong, before any Spark job; PreflightError if a host cannot
-    take part; JobFailed and its subclasses; JobCancelled; StoreError.
+    `fit` raises InvalidInput if an argument or a column is wrong: before any Spark job where the schema shows it, else
+    after the rows were written or their footers read; PreflightError if a host cannot take part; JobFailed and its
+    subclasses; JobCancelled; StoreError.
     """
 
     @classmethod

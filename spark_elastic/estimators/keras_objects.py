@@ -202,7 +202,7 @@ def _model(model: Any, seed: Any) -> Any:
     if isinstance(model, type):
         raise InvalidInput(f"model is the class {model.__name__}; pass an instance of it.")
     if not isinstance(model, keras.Model) and callable(model):
-        with MODEL_FACTORY_LOCK:
+        with MODEL_FACTORY_LOCK, seeded_rng(int(seed)):
             keras.utils.set_random_seed(int(seed))
             model = model()
     if not isinstance(model, keras.Model):

@@ -21,9 +21,9 @@ log = logging.getLogger("spark_elastic")
 class TrialPruning:
     """Around the fit of a trial: `with TrialPruning(trial) as pruning`, and its two members among the parameters.
 
-    After each epoch the trial is told `monitor`, a number of validation or a metric of the history. If Optuna prunes
-    it, the job is cancelled and the block raises `optuna.TrialPruned`. Of epochs shorter than a quarter of a second
-    only some are told.
+    After each epoch `monitor`, a number of validation or a metric of the history, is reported to the trial. If Optuna
+    prunes it, the job is cancelled and the block raises `optuna.TrialPruned`. Of epochs shorter than a quarter of a
+    second only some are reported.
     """
 
     def __init__(self, trial: Any, monitor: str = "val_loss") -> None:
@@ -35,21 +35,21 @@ class TrialPruning:
         # For the estimator's parameter `handle`.
         self.handle = JobHandle()
         self._trial, self._monitor = trial, monitor
-        self._told = 0  # epochs
+        self._reported_epochs = 0
         self._missing = False
         self._pruned = False
 
     def report(self, metrics: Mapping[str, Any]) -> None:
         """For the estimator's parameter `on_progress`."""
         closed = int(metrics.get("closed", 0))
-        if closed <= self._told or self._pruned:
+        if closed <= self._reported_epochs or self._pruned:
             return
         if self._monitor not in metrics:
             if not self._missing:
                 log.warning("Optuna cannot prune by %r, which the epochs do not have.", self._monitor)
             self._missing = True
             return
-        self._told = closed
+        self._reported_epochs = closed
         self._trial.report(float(metrics[self._monitor]), closed - 1)
         if self._trial.should_prune():
             self._pruned = True

@@ -166,8 +166,8 @@ REFUSED = {
     "val_reader_num_workers": _READERS,
     "validation_steps_per_epoch": "validation looks at every row exactly once",
 }
-# The same for the Keras estimator.
-KERAS_REFUSED = REFUSED | {
+# The same for the Keras estimator, which takes `custom_objects`.
+KERAS_REFUSED = {name: reason for name, reason in REFUSED.items() if name != "custom_objects"} | {
     "checkpoint_callback": "checkpoints are written by themselves (checkpoint_steps, checkpoint_seconds); the best "
     "epoch's weights are kept by callbacks=[keras.callbacks.EarlyStopping(..., restore_best_weights=True)]",
     "tensorflow_dataset_prefetch_buffer_size": _READERS,
@@ -294,7 +294,7 @@ class EstimatorParams(ColumnParams):
     gradient_compression: Param[str] = declare("bf16 or fp16 for float32 gradients on the wire, or None")
     reader: Param[str] = declare("what reads the rows: arrow or petastorm")
     balance_rows: Param[bool] = declare(
-        "whether slow workers get fewer rows of a step than others, and stragglers are exchanged"
+        "whether slow workers get fewer rows of a step than others, and workers that stay slow are replaced"
     )
     terminate_on_nan: Param[bool] = declare("whether the first loss of NaN or infinity ends the training")
     inmemory_cache_all: Param[bool] = declare(
@@ -321,7 +321,7 @@ class EstimatorParams(ColumnParams):
     )
     lanes: Param[int] = declare(
         "row groups that the rows of a step come from, at most; more mix a sorted table better, and read large row "
-        "groups in smaller pieces; None: 16, or 2 for each of max_workers if that is more"
+        "groups in smaller pieces; None: 16, or 2 for each of max_workers if that is more, at most 64"
     )
     materialize: Param[str] = declare(
         "whether fit writes the table's rows to the store: always; never, which refuses all DataFrames but those that "
@@ -332,7 +332,7 @@ class EstimatorParams(ColumnParams):
     verbose: Param[int] = declare(
         "0: silent; 1: progress, worlds and what workers print; 2: also the log of spark_elastic"
     )
-    keep_data: Param[bool] = declare("keep the materialised data in the store for the next fit")
+    keep_data: Param[bool] = declare("keep the materialized data in the store for the next fit")
     on_progress: Param[Any] = declare(
         "function called on the driver with each report of progress (a dict); a slow one gets only the newest; or None"
     )

@@ -43,31 +43,37 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WorldRecord:
-    """A world and when it began, in seconds since training was launched."""
+    """A world of a fit."""
 
+    # When it began, since training was launched.
     seconds: float
+    # Workers.
     size: int
+    # Why it was formed, in words.
     reason: str
 
 
 @dataclass(frozen=True)
 class FitSummary:
-    """epochs: one dict per epoch, with at least `epoch`, `loss` and `rows`; seconds: the whole of `fit`.
+    """What a fit did."""
 
-    digest: checksum of the final weights. data_rows: rows of the training table. data: which rows these were, such as
-    the version of a table; data_digest: checksum of what they were read from. report: where the time went, what
-    losses cost, and the rows of each epoch; of the last `fit` of the run alone.
-    """
-
+    # The run's name in the store.
     run_id: str = ""
+    # One dict per epoch, with at least `epoch`, `loss` and `rows`.
     epochs: tuple[Mapping[str, Any], ...] = ()
+    # In the order in which they began.
     worlds: tuple[WorldRecord, ...] = ()
+    # That the whole of `fit` took.
     seconds: float = 0.0
+    # Rows of the training table.
     data_rows: int = 0
+    # Checksum of the final weights.
     digest: str = ""
+    # Which rows were trained on, such as the version of a table.
     data: str = ""
+    # Checksum of what they were read from.
     data_digest: str = ""
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    # Where the time went, what losses cost, and the rows of each epoch; of the last `fit` of the run alone.
     report: JobReport = field(default_factory=JobReport)
 
     @property
@@ -82,6 +88,7 @@ class FitSummary:
     @classmethod
     def from_json(cls, text: str) -> FitSummary:
         fields = json.loads(text)
+        fields.pop("settings", None)  # a model that was saved by an earlier version has it, empty
         worlds = tuple(WorldRecord(**world) for world in fields.pop("worlds"))
         # A model that was saved by an earlier version has none.
         report = JobReport.from_json(json.dumps(fields.pop("report"))) if "report" in fields else JobReport()

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 log = logging.getLogger("spark_elastic")
 
-MOST_IDLE = 3  # coordinators that may be lost in a row without a new checkpoint
+MOST_IDLE = 3  # this many coordinators lost in a row without a new checkpoint end the fit
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class JobSpec:
     # A `worker.program.Program`.
     program: object
     limits: Limits
-    # As people see it; "": the application's name and four letters.
+    # As people see it; "": the application's name and four hex digits.
     name: str
     # Modules that a spare imports before it is warm.
     preload: tuple[str, ...] = ()

@@ -153,7 +153,7 @@ def preflight(spark: SparkSession, spec: ProbeSpec, number: int, timeout: float)
         PreflightError: a host cannot run the job, or the time was over.
     """
     with open_probe(spec) as alone:
-        probe = replace(alone, together=number, towards=driver_host(spark))
+        probe = replace(alone, peers=number, reachable_host=driver_host(spark))
         task = make_probe_task(probe, make_payload(spark, spec.payload))
 
         def body(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

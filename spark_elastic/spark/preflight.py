@@ -1,4 +1,4 @@
-"""Checks over a SparkContext whether each host can run a job, before rows are materialised or slots launched.
+"""Checks over a SparkContext whether each host can run a job, before rows are materialized or slots launched.
 
 A preflight is a Spark job of short tasks, each a `probe.Probe`; the calling thread waits for it.
 """

@@ -13,7 +13,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -164,9 +164,9 @@ class Probe:
     driver: str | None = None
     encrypted: bool = False
     # Number of probes that check whether they reach one another; 0: not checked.
-    together: int = 0
+    peers: int = 0
     # A host that all executors reach: their own addresses are those on the way to it.
-    towards: str | None = None
+    reachable_host: str | None = None
     # As in `ProbeSpec`.
     slot: SlotSpec | None = None
 
@@ -187,10 +187,10 @@ class Probe:
         return ProbeReport(found, os.getppid(), name, fault, unreached)
 
     def _check_peers(self, host: str) -> str | None:
-        if self.store is None or self.together < 2:
+        if self.store is None or self.peers < 2:
             return None
-        folder, address = f"{PROBES}/{self.token}/peers", find_own_address(self.towards)
-        refused = PeerCheck(self.store, folder, address).run(self.together, SystemClock())
+        folder, address = f"{PROBES}/{self.token}/peers", find_own_address(self.reachable_host)
+        refused = PeerCheck(self.store, folder, address).run(self.peers, SystemClock())
         return refused and (
             f"host {host} cannot reach {refused}, another executor: workers exchange gradients directly, which "
             "serverless compute does not allow; use a cluster whose executors reach one another, or num_workers=1."
@@ -280,7 +280,8 @@ def open_probe(spec: ProbeSpec) -> Iterator[Probe]:
         if listener is not None:
             listener.close()
         if store is not None:
-            store.remove_tree(f"{PROBES}/{token}")
+            with suppress(StoreError):  # what the block raised says more; `Store.clean` removes what is left
+                store.remove_tree(f"{PROBES}/{token}")
 
 
 def _describe_error(error: Exception) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pyspark.resource import ResourceProfile, ResourceProfileBuilder, TaskResourceRequests
 
-from spark_elastic.data.reading.row_group_cache import cgroup_limit
+from spark_elastic.data.reading.row_group_cache import read_cgroup_limit
 
 log = logging.getLogger("spark_elastic.spark")
 
@@ -140,7 +140,7 @@ class ExecutorMemory:
             sum(sizes) * self.slots,
             mapped,
             None if most == resource.RLIM_INFINITY else most,
-            cgroup_limit(),
+            read_cgroup_limit(),
         )
 
 

@@ -1,4 +1,4 @@
-"""What the estimators' workers run: epochs over a materialised data set, step by step, from any position on.
+"""What the estimators' workers run: epochs over a materialized data set, step by step, from any position on.
 
 A `worker.program.Program`, shipped by cloudpickle with the user's model inside its trainer. Knows no Spark and no
 framework. The worker's main thread calls everything here.

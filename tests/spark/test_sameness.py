@@ -84,5 +84,5 @@ def test_r19_another_fold_or_table_is_refused_for_a_run(spark: SparkSession, tmp
     search = CrossValidator(
         estimator=est, estimatorParamMaps=grid, evaluator=RegressionEvaluator(labelCol="y"), numFolds=2
     )
-    with pytest.raises(InvalidInput, match="'mine' names one run, and a CrossValidator"):
+    with pytest.raises(InvalidInput, match="'mine' names one run, and this would make several"):
         search.fit(df)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from spark_elastic.data.manifest import Manifest, decoded_bytes
+from spark_elastic.data.manifest import Manifest, compute_decoded_bytes
 from spark_elastic.data.reading.decoding import ColumnArrays, Reader
 from spark_elastic.data.reading.group_reader import ArrowReader
 from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES
@@ -61,7 +61,7 @@ class SampleGroup(NamedTuple):
 def find_sample_group(manifest: Manifest, columns: Sequence[str]) -> SampleGroup:
     """The row group from which a sample is taken."""
     groups = manifest.row_groups
-    decoded = decoded_bytes(map(manifest.column, columns), groups.rows, groups.bytes)
+    decoded = compute_decoded_bytes(map(manifest.column, columns), groups.rows, groups.bytes)
     whole = decoded * np.maximum(groups.parent_rows, groups.rows) // groups.rows  # parts are cut out of it
     number = int(whole.argmin())
     return SampleGroup(number, int(whole[number]))

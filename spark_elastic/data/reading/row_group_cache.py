@@ -17,7 +17,7 @@ from spark_elastic.data.reading.decoding import ColumnArrays, nbytes
 from spark_elastic.errors import StoreError
 
 NEVER_LIMITED = 1 << 60  # cgroup v1 says "no limit" by a number near 2**63
-_GROUPS = (  # files with the limit, the use, and the table and key of the page cache in it
+_CGROUP_FILES = (  # files with the limit, the use, and the table and key of the page cache in it
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     (
         "memory/memory.limit_in_bytes",
@@ -28,15 +28,15 @@ _GROUPS = (  # files with the limit, the use, and the table and key of the page 
 )
 
 
-def available_memory(root: Path = Path("/")) -> tuple[int, int] | None:
+def measure_available_memory(root: Path = Path("/")) -> tuple[int, int] | None:
     """(free bytes, limit in bytes) of the tightest limit; None if none is known. root: of /proc and /sys."""
-    found = (_of_machine(root), _of_group(root / "sys/fs/cgroup"), _of_address_space(root))
+    found = (_measure_machine(root), _measure_cgroup(root / "sys/fs/cgroup"), _measure_address_space(root))
     return min((room for room in found if room is not None), default=None)
 
 
-def cgroup_limit(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+def read_cgroup_limit(root: Path = Path("/sys/fs/cgroup")) -> int | None:
     """The memory limit of this process's container in bytes; None if it has none."""
-    for name, *_ in _GROUPS:
+    for name, *_ in _CGROUP_FILES:
         try:
             text = (root / name).read_text().strip()
         except OSError:
@@ -45,27 +45,27 @@ def cgroup_limit(root: Path = Path("/sys/fs/cgroup")) -> int | None:
     return None
 
 
-def _of_machine(root: Path) -> tuple[int, int] | None:
-    numbers = _table(root / "proc/meminfo")
+def _measure_machine(root: Path) -> tuple[int, int] | None:
+    numbers = _read_table(root / "proc/meminfo")
     if "MemAvailable:" not in numbers or "MemTotal:" not in numbers:
         return None
     return numbers["MemAvailable:"] << 10, numbers["MemTotal:"] << 10
 
 
-def _of_group(root: Path) -> tuple[int, int] | None:
-    limit = cgroup_limit(root)
+def _measure_cgroup(root: Path) -> tuple[int, int] | None:
+    limit = read_cgroup_limit(root)
     if limit is None:
         return None
-    for _, use, table, cached in _GROUPS:
+    for _, use, table, cached in _CGROUP_FILES:
         try:
             used = int((root / use).read_text())
         except (OSError, ValueError):
             continue
-        return max(0, limit - used + _table(root / table).get(cached, 0)), limit
+        return max(0, limit - used + _read_table(root / table).get(cached, 0)), limit
     return None
 
 
-def _of_address_space(root: Path) -> tuple[int, int] | None:
+def _measure_address_space(root: Path) -> tuple[int, int] | None:
     most, _ = resource.getrlimit(resource.RLIMIT_AS)
     if most == resource.RLIM_INFINITY:
         return None
@@ -76,7 +76,7 @@ def _of_address_space(root: Path) -> tuple[int, int] | None:
     return max(0, most - pages * os.sysconf("SC_PAGE_SIZE")), most
 
 
-def _table(file: Path) -> dict[str, int]:
+def _read_table(file: Path) -> dict[str, int]:
     """A name and a number on each line."""
     try:
         lines = [line.split() for line in file.read_text().splitlines()]
@@ -101,7 +101,9 @@ class RowGroupCache:
     the last one used is the last one needed again, while evicting the oldest would leave nothing to reuse.
     """
 
-    def __init__(self, limit: int, room: Callable[[], tuple[int, int] | None] = available_memory) -> None:
+    def __init__(
+        self, limit: int, room: Callable[[], tuple[int, int] | None] = measure_available_memory
+    ) -> None:
         """room: gives (free bytes, limit) of the memory; called before the cache grows above the default."""
         self._limit, self._room = limit, room
         self._allowed = DEFAULT_CACHE_BYTES  # grows while there is memory

@@ -156,8 +156,7 @@ def _find_files(df: DataFrame, columns: Mapping[str, str], index: str) -> FileSc
 def _list_files(df: DataFrame, frame: Any) -> Sequence[str]:
     """Raises NoFileScan if a file is there twice, as its rows then are: `DataFrame.inputFiles` names it once."""
     if frame is None:  # Spark Connect has no list with repetitions
-        found = re.search(r"Location: \w+\s?\(\d+ paths\)\[(.*?)\], PartitionFilters", _explain(df))
-        names = sorted(path.rstrip("/") + "/" for path in found[1].split(", ")) if found else []
+        names = sorted(path.rstrip("/") + "/" for path in _read_paths(_explain(df)))
         repeats = any(after.startswith(before) for before, after in pairwise(names))
         files = list(df.inputFiles())
     else:
@@ -167,6 +166,18 @@ def _list_files(df: DataFrame, frame: Any) -> Sequence[str]:
     if repeats:
         raise NoFileScan("it reads a file several times")
     return files
+
+
+def _read_paths(explained: str) -> Sequence[str]:
+    """The paths that a relation reads, where it has several. Raises NoFileScan if Spark shortens their list."""
+    count = re.search(r"Location: \w+\s?\((\d+) paths\)\[", explained)
+    if count is not None and count[1] == "1":
+        return []
+    found = re.search(r"Location: \w+\s?\(\d+ paths\)\[(.*?)\], PartitionFilters", explained)
+    paths = [] if found is None else found[1].split(", ")
+    if count is None or len(paths) != int(count[1]) or "..." in paths:
+        raise NoFileScan("Spark does not show all of its paths")
+    return paths
 
 
 def _find_iceberg(df: DataFrame, columns: Mapping[str, str]) -> FileScan:

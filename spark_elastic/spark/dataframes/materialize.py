@@ -250,9 +250,17 @@ def _write_and_publish(
         for name, manifest in reversed(list(zip(published, manifests, strict=True))):
             manifest.save(target.store, name)
     except BaseException:
-        target.store.remove_tree(target.folder)
+        _remove_folder(target)
         raise
     return manifests
+
+
+def _remove_folder(target: _Target) -> None:
+    """Remove what was written there; a store that fails leaves it."""
+    try:
+        target.store.remove_tree(target.folder)
+    except StoreError as error:
+        log.warning("%s Remove it by hand.", error)
 
 
 def _write(
@@ -331,10 +339,7 @@ def _sort(
     else:
         last.write(order.apply(rows, split), row_bytes)
         files = order.group_files(last.list_files())
-    try:
-        target.store.remove_tree(first.folder)
-    except StoreError as error:
-        log.warning("%s Remove it by hand.", error)
+    _remove_folder(first)
     return files
 
 

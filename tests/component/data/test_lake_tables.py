@@ -643,6 +643,16 @@ def test_a_view_of_spark_s_catalog_gets_a_sentence() -> None:
         SnapshotRows.open(session, "v", None, None, {}, Selection.parse(None, None))
 
 
+@pytest.mark.parametrize("name", ["my-table", "my table", "..", "a`b"])
+def test_a_relative_folder_is_no_name_for_spark_s_catalog(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    session: Any = SimpleNamespace()  # without a catalog
+    with pytest.raises(InvalidInput, match="There is no table of Delta or Iceberg in"):
+        SnapshotRows.open(session, name, None, None, {}, Selection.parse(None, None))
+
+
 def test_a_folder_without_a_table_and_a_missing_package_get_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

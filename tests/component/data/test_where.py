@@ -368,6 +368,8 @@ def test_a_run_keeps_to_its_version_its_columns_and_its_where(tmp_path: Path) ->
         open_rows({"feature": "maybee"}, None)
     with pytest.raises(InvalidInput, match="columns must be a dict"):
         Selection.parse(["id"], None)
+    with pytest.raises(InvalidInput, match="fit_on_table needs reader='arrow'"):
+        open_rows(columns, None).check(request(reader="petastorm"))
 
 
 def test_a_run_keeps_to_its_tables_of_which_several_lie_in_one_folder(tmp_path: Path) -> None:

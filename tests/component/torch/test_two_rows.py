@@ -319,3 +319,10 @@ def test_what_a_transformation_opens_on_the_driver_does_not_travel_to_the_worker
         check(data, torch.nn.Linear(WIDTH, CLASSES), CROSS_ENTROPY, transformation=transformation)
     assert loads.opened is None
     assert script["opened"] is None
+
+
+@pytest.mark.parametrize(("batch", "tried"), [(1, "on one row of the data"), (5, "on two rows of the data")])
+def test_the_sentence_says_how_many_rows_were_tried(data: Data, batch: int, tried: str) -> None:
+    model = torch.nn.Sequential(Fails(ValueError("wrong")), torch.nn.Linear(WIDTH, 1))
+    with pytest.raises(InvalidInput, match=tried):
+        check(data, model, torch.nn.MSELoss(), {"batch_size": batch})

@@ -81,6 +81,27 @@ def test_objects_are_written_read_and_listed_by_name(store: Store) -> None:
     assert not store.exists("a/b/one")
 
 
+def test_a_file_system_that_fails_is_not_taken_for_one_without_the_object(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store.open(tmp_path)
+    store.write_bytes("a", b"1")
+    assert store.exists("a")
+    assert not store.exists("b")
+    assert not store.exists("a/b")
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", fail)
+        patch.setattr(os.path, "exists", fail)
+        with pytest.raises(
+            StoreError, match=r"Cannot look for 'a' in the store .* \(OSError: .*Input/output error"
+        ):
+            store.exists("a")
+
+
 def test_only_one_of_two_writers_creates_an_object(store: Store) -> None:
     assert store.create_exclusive("a/new", b"first")
     assert not store.create_exclusive("a/new", b"second")

@@ -93,6 +93,7 @@ def test_r18_a_driver_that_lost_the_run_writes_and_removes_nothing_of_it(tmp_pat
         ({"missing": MissingValues("drop")}, "missing leaves out rows while a table is written"),
         ({"missing": MissingValues(nans="drop")}, "missing leaves out rows while a table is written"),
         ({"row_order": "hash"}, "row_order='hash' sorts a table while it is written"),
+        ({"terminate_on_nan": False}, "missing='refuse' looks for NaN while a table is written"),
         ({"label_cols": ("z",)}, "There is no column 'z'"),
     ],
 )
@@ -102,6 +103,11 @@ def test_options_that_need_a_dataframe_are_refused_for_files(
     rows = FileRows.locate(SESSION, [write(tmp_path / "t", 3)], [], {})
     with pytest.raises(InvalidInput, match=says):
         rows.check(request(**values))
+
+
+def test_nan_may_be_kept_in_files(tmp_path: Path) -> None:
+    rows = FileRows.locate(SESSION, [write(tmp_path / "t", 3)], [], {})
+    rows.check(request(terminate_on_nan=False, missing=MissingValues(nans="keep")))
 
 
 def test_files_need_a_session_and_a_path(tmp_path: Path) -> None:

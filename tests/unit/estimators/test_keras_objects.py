@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import random
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from spark_elastic import ElasticKerasEstimator
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
+from spark_elastic.estimators import keras_objects
 from spark_elastic.estimators.keras_model import ElasticKerasModel, KerasPredictor
 from spark_elastic.estimators.keras_objects import (
     check_keras_objects,
@@ -594,3 +596,26 @@ def test_a_runs_digest_ignores_the_numbers_in_names_of_keras() -> None:
         {"loss": "mae"},
     ):
         assert check_model(**changes) != first, changes
+
+
+def test_a_model_s_factory_leaves_the_user_s_random_numbers_as_they_were() -> None:
+    def build() -> Any:
+        return net(optimizer="sgd", loss="mse")
+
+    drawn = []
+    for values in (None, {"model": build, "seed": 3}):
+        random.seed(7)
+        np.random.seed(7)
+        if values is not None:
+            keras_objects._model(**values)
+        drawn.append((random.random(), np.random.rand()))
+    assert drawn[0] == drawn[1]
+    weights = [keras_objects._model(build, 3).get_weights()[0].tolist() for _ in range(2)]
+    assert weights[0] == weights[1]
+
+
+def test_custom_objects_are_a_parameter_although_horovod_s_torch_estimator_lacks_them() -> None:
+    estimator = ElasticKerasEstimator()
+    assert estimator.setCustomObjects({"f": abs}) is estimator
+    assert estimator.getCustomObjects() == {"f": abs}
+    assert "another framework" not in str(ElasticKerasEstimator.setCustomObjects.__doc__)

@@ -143,19 +143,22 @@ def test_r19_a_run_refuses_fewer_epochs_than_it_has_trained() -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "given", "refused"),
+    ("own", "given", "shared"),
     [
-        (None, [None, None], False),
-        ("r", [None], True),
-        ("r", ["a", None], True),
-        (None, ["a", "a"], True),
-        ("r", ["a", "b"], False),
-        (None, ["a", None], False),
+        (None, [None, None], None),
+        ("r", [None], "r"),
+        ("r", ["a", None], "r"),
+        (None, ["a", "a"], "a"),
+        (None, ["a", "b", "b"], "b"),
+        ("r", ["a", "b"], None),
+        (None, ["a", None], None),
     ],
 )
-def test_several_fits_do_not_share_a_run(own: str | None, given: list[str | None], refused: bool) -> None:
-    if not refused:
+def test_several_fits_do_not_share_a_run(
+    own: str | None, given: list[str | None], shared: str | None
+) -> None:
+    if shared is None:
         check_run_ids(own, given)
         return
-    with pytest.raises(InvalidInput, match="names one run, and a CrossValidator"):
+    with pytest.raises(InvalidInput, match=f"run_id '{shared}' names one run, and this would make several"):
         check_run_ids(own, given)

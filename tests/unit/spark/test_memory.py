@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spark_elastic.data.reading.row_group_cache import cgroup_limit
+from spark_elastic.data.reading.row_group_cache import read_cgroup_limit
 from spark_elastic.spark.settings import ExecutorMemory, explain_shortage, parse_size, read_executor_memory
 
 G = 1 << 30
@@ -61,7 +61,7 @@ def test_a_nearly_full_address_space_is_reported() -> None:
 
 def test_memory_is_measured_for_running_processes_only() -> None:
     assert ExecutorMemory(0, 1, 1).find_shortage(os.getpid()) is not None
-    assert ExecutorMemory(0, 1 << 50, 1).find_shortage(os.getpid()) is None or cgroup_limit() is not None
+    assert ExecutorMemory(0, 1 << 50, 1).find_shortage(os.getpid()) is None or read_cgroup_limit() is not None
     assert ExecutorMemory(0, 1, 1).find_shortage(2**22 + 1) is None
 
 
@@ -96,4 +96,4 @@ def test_shared_memory_counts_once_and_a_spare_counts_separately(tmp_path: Path)
 def test_limits_of_containers_are_read(tmp_path: Path, file: str, text: str, limit: int | None) -> None:
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text(text + "\n")
-    assert cgroup_limit(tmp_path) == limit
+    assert read_cgroup_limit(tmp_path) == limit

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 import cloudpickle
 import pytest
 
 pytest.importorskip("pyspark")
 
-from spark_elastic.errors import PreflightError
+from spark_elastic.data.store import Store
+from spark_elastic.errors import PreflightError, StoreError
 from spark_elastic.rendezvous.http_server import Bind, format_address, listen
-from spark_elastic.spark.probe import Probe, check_reports, make_version_check
+from spark_elastic.spark.probe import Probe, ProbeSpec, check_reports, make_version_check, open_probe
 from spark_elastic.spark.session import collect_host_facts
 
 
@@ -52,3 +54,17 @@ def test_a_probe_checks_encryption(monkeypatch: pytest.MonkeyPatch) -> None:
         f"host {socket.gethostname()}: TLS between workers needs OpenSSL, and there is none: install it on this host, "
         "or set tls=False."
     )
+
+
+def test_a_store_that_cannot_remove_a_probe_s_objects_does_not_hide_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise StoreError("Cannot delete 'probes/t' in the store.")
+
+    monkeypatch.setattr(Store, "remove_tree", fail)
+    with (
+        pytest.raises(PreflightError, match="a host is broken"),
+        open_probe(ProbeSpec(b"", Store.open(tmp_path))),
+    ):
+        raise PreflightError("a host is broken.")

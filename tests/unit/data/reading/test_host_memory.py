@@ -10,7 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES, RowGroupCache, available_memory
+from spark_elastic.data.reading.row_group_cache import (
+    DEFAULT_CACHE_BYTES,
+    RowGroupCache,
+    measure_available_memory,
+)
 
 MB = 1 << 20
 
@@ -53,13 +57,13 @@ def machine(root: Path, files: dict[str, str]) -> Path:
 def test_the_smallest_limit_decides_the_available_memory(
     tmp_path: Path, files: dict[str, str], expected: Any
 ) -> None:
-    assert available_memory(machine(tmp_path, files)) == expected
+    assert measure_available_memory(machine(tmp_path, files)) == expected
 
 
 def test_a_limit_of_the_address_space_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (3 * MB, 3 * MB))
     root = machine(tmp_path, {"proc/self/statm": f"{MB // resource.getpagesize()} 1 1"})
-    assert available_memory(root) == (2 * MB, 3 * MB)
+    assert measure_available_memory(root) == (2 * MB, 3 * MB)
 
 
 def group(number: int) -> Any:

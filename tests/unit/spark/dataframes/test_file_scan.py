@@ -119,6 +119,25 @@ def test_a_file_that_is_read_twice_has_its_rows_twice_and_is_no_scan() -> None:
 
 
 @pytest.mark.parametrize(
+    ("shown", "says"),
+    [
+        ("(1 paths)[file:/data/a long pa...", None),
+        ("(2 paths)[file:/data/a long path, file:/dat...", "does not show all of its paths"),
+        ("(2 paths)[file:/data/a long path, ...]", "does not show all of its paths"),
+        ("(3 paths)[file:/data/a long path, ...]", "does not show all of its paths"),
+    ],
+)
+def test_paths_that_spark_shortens_may_repeat_and_are_no_scan(shown: str, says: str | None) -> None:
+    explained = explain(PROJECT, PROJECT, FILES.format("InMemoryFileIndex"))
+    frame: Any = Frame(explained.replace("(1 paths)[file:/data/t]", shown))
+    if says is None:
+        assert len(find_file_scan(frame, ["x", "y"]).urls) == 2
+        return
+    with pytest.raises(NoFileScan, match=says):
+        find_file_scan(frame, ["x", "y"])
+
+
+@pytest.mark.parametrize(
     ("analyzed", "optimized", "says"),
     [
         (f"Filter (x#5L > 3)\n+- {LEAF}", f"Filter (x#5L > 3)\n+- {LEAF}", r"has Filter \(x#5L > 3\)"),
