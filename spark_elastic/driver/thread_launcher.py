@@ -63,8 +63,12 @@ class ThreadPerSlotLauncher(ABC):
     def launch(self, launch: int) -> None:
         name = f"slot launch {launch}"
         thread = self.thread_class(target=self._run_and_post, args=(launch,), name=name, daemon=True)
+        try:
+            thread.start()
+        except Exception as error:  # the process has as many threads as it may
+            self._post_end(launch, _describe_failed_start(error))
+            return
         self._threads.append(thread)
-        thread.start()
 
     def close(self, timeout: float) -> list[str]:
         """Wait for the slots, which the driver has released by message; after a while cancel those that still run."""
@@ -83,8 +87,12 @@ class ThreadPerSlotLauncher(ABC):
         try:
             end = self.run_slot(launch)
         except Exception as error:  # the driver launches the slot again
-            end = SlotEnd(f"it could not be started: {type(error).__name__}: {error}")
-        if end is not None and not self._closing.is_set():
+            end = _describe_failed_start(error)
+        if end is not None:
+            self._post_end(launch, end)
+
+    def _post_end(self, launch: int, end: SlotEnd) -> None:
+        if not self._closing.is_set():
             assert self._post is not None
             self._post(LaunchEnded(self._clock.now(), launch, *end))
 
@@ -94,3 +102,8 @@ class ThreadPerSlotLauncher(ABC):
     def _join(self, deadline: float) -> None:
         for thread in self._threads:
             thread.join(max(0.0, deadline - self._clock.now()))
+
+
+def _describe_failed_start(error: Exception) -> SlotEnd:
+    """The driver launches such a slot again."""
+    return SlotEnd(f"it could not be started: {type(error).__name__}: {error}")

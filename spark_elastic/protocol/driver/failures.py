@@ -39,10 +39,10 @@ WORKER_EXIT_CODES = (1, DRIVER_SILENT_EXIT_CODE)
 
 def record_failure(tx: Transition, failure: Failure, slot_at_fault: bool = True) -> None:
     """Count a failure. It ends the job if it is deterministic or exceeds the budget; a slot at fault cools down.
-    Failures of excluded slots do not count."""
+    Failures of excluded slots do not count, nor any after the job's result: R15 (end)."""
     state = tx.state
     name = failure.worker.slot
-    if name in state.slots.excluded:
+    if name in state.slots.excluded or state.timers.done_since is not None:
         return
     _count(tx, failure)
     slot = state.slots.get(name)
@@ -62,7 +62,7 @@ def record_exit(tx: Transition, event: WorkerExited, took_part: bool, alive: boo
     """
     state = tx.state
     slot = event.worker.slot
-    if slot in state.slots.excluded:
+    if slot in state.slots.excluded or state.timers.done_since is not None:  # R15 (end)
         return
     window = state.limits.failure_window
     if event.out_of_memory:

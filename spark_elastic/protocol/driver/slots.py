@@ -95,9 +95,11 @@ def on_launch_ended(tx: Transition, event: on.LaunchEnded) -> None:
         remove_slot(tx, slot, f"slot job {event.launch} ended: {event.reason}", how)
     state.possibly_alive.end_launch(event.launch, event.executor_lost)
     state.launches.remove(event.launch)
+    if state.timers.done_since is not None:
+        return  # R15 (end): the result is there
     if event.cancelled:
         tx.end(JobOutcome.CANCELLED, f"slot job {event.launch} was cancelled: {event.reason}")
-    elif state.timers.done_since is None:
+    else:
         _launch_successor(tx, ended, event.reason)
 
 

@@ -55,6 +55,22 @@ def test_a_slot_that_could_not_be_started_ends_with_the_error() -> None:
     assert end.reason == "it could not be started: UnicodeError: label too long"
 
 
+def test_a_slot_whose_thread_cannot_start_is_launched_again_by_the_driver() -> None:
+    class FullProcess(threading.Thread):
+        def start(self) -> None:
+            raise RuntimeError("can't start new thread")
+
+    class SlotsInFullProcess(Slots):
+        thread_class = FullProcess
+
+    slots = SlotsInFullProcess()
+    slots.launch(2)
+    end = slots.posted.get(timeout=20.0)
+    assert isinstance(end, LaunchEnded)
+    assert end.reason == "it could not be started: RuntimeError: can't start new thread"
+    assert slots.close(1.0) == []
+
+
 def test_close_cancels_running_slots_until_they_end_and_posts_nothing() -> None:
     slots = Slots()
     slots.launch(1)

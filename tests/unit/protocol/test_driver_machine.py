@@ -22,6 +22,7 @@ from spark_elastic.protocol.messages import (
     RequestNextWorld,
     WorkerDone,
     WorkerExited,
+    WorkerFailed,
     WorkerStarted,
     WorldFormed,
 )
@@ -339,6 +340,19 @@ def test_r15_after_rank_0s_result_no_world_is_formed() -> None:
     assert not bench.find_commands(AbortWorld)
     _finish(bench, 3)
     assert bench.end.results == ("result 1", "null", "result 3")
+
+
+def test_r15_what_fails_after_rank_0s_result_does_not_cost_it() -> None:
+    """An exception beyond the failure budget, processes killed for memory, and a slot job that somebody cancels."""
+    bench = Bench(replace(FOUR, failure_budget=0))
+    bench.start(1, 2, 3, 4)
+    _finish(bench, 1)
+    bench.on(WorkerFailed(name(2), bench.fence, CLOSE, "f", "ValueError: in a callback of the last rank"))
+    for job in (2, 3):
+        bench.on(WorkerExited(name(job).slot, name(job), -9, out_of_memory=True))
+    bench.on(on.LaunchEnded(0, 4, "by hand", cancelled=True))
+    assert bench.end.outcome is JobOutcome.SUCCESS
+    assert bench.end.results == ("result 1", "null", "null", "null")
 
 
 def test_r15_the_loss_of_rank_0_before_its_result_regroups_finished_members() -> None:
