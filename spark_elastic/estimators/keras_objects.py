@@ -184,14 +184,20 @@ def check_lambdas(things: Iterable[Any]) -> None:
 
 
 def find_activation(model: Any) -> str | None:
-    """The activation that turns the model's outputs into probabilities, by its loss; None if it is unknown."""
+    """The activation that turns the model's outputs into probabilities, by its loss; None if it is unknown, as of the
+    user's own losses."""
     loss = getattr(getattr(model, "_compile_config", None), "config", {}).get("loss")
+    if isinstance(loss, list | tuple) and len(loss) == 1:
+        (loss,) = loss
     try:
         loss = keras.losses.get(loss) if isinstance(loss, str) else loss
     except ValueError:
         return None
-    name = getattr(loss, "name", getattr(loss, "__name__", "")) or ""
-    if "crossentropy" not in name:
+    function = getattr(loss, "fn", loss)  # what a loss of Keras computes, whatever its name
+    kind = function if inspect.isfunction(loss) else type(loss)
+    modules = (getattr(each, "__module__", None) or "" for each in (function, kind))
+    name = getattr(function, "__name__", "")
+    if "crossentropy" not in name or not all(module.startswith("keras.") for module in modules):
         return None
     if not getattr(loss, "_fn_kwargs", {}).get("from_logits", False):
         return "identity"

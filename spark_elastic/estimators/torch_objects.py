@@ -173,6 +173,8 @@ def check_torch_objects(values: Mapping[str, Any]) -> TorchUserObjects:
 
 def find_activation(loss: Any) -> str | None:
     """The activation that turns the inputs of the loss into probabilities; None if it is unknown."""
+    if isinstance(loss, list | tuple) and len(loss) == 1:
+        (loss,) = loss
     if isinstance(loss, functools.partial):
         loss = loss.func
     kind = loss if inspect.isfunction(loss) or inspect.isbuiltin(loss) else type(loss)

@@ -260,6 +260,15 @@ def test_several_optimizers_take_no_common_rate() -> None:
         check_keras_objects(values(**given, learning_rate=0.1))
 
 
+def weighted_crossentropy(y: Any, logits: Any) -> Any:
+    return keras.ops.square(y - logits)
+
+
+class FocalCrossentropy(keras.losses.Loss):
+    def call(self, y: Any, logits: Any) -> Any:
+        return keras.ops.square(y - logits)
+
+
 @pytest.mark.parametrize(
     ("loss", "activation"),
     [
@@ -267,6 +276,9 @@ def test_several_optimizers_take_no_common_rate() -> None:
         ("sparse_categorical_crossentropy", "identity"),
         (keras.losses.SparseCategoricalCrossentropy(from_logits=True), "softmax"),
         (keras.losses.BinaryCrossentropy(from_logits=True), "sigmoid"),
+        ([keras.losses.CategoricalCrossentropy(from_logits=True, name="of_binary_codes")], "softmax"),
+        (weighted_crossentropy, None),
+        (FocalCrossentropy(), None),
     ],
 )
 def test_probabilities_follow_from_the_loss(loss: Any, activation: str | None) -> None:

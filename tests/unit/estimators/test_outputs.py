@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.predictor import Outputs
+from spark_elastic.estimators.torch_objects import find_activation
 
 
 def outputs(widths: list[int], **names: Any) -> Outputs:
@@ -19,6 +21,11 @@ def test_one_output_has_one_column_and_several_have_labels_or_names_of_their_own
     assert outputs([1]).columns == ("p",)
     assert outputs([1], output_cols=["y__output"]).columns == ("y__output",)
     assert outputs([1, 3], labels=["a", "b"]).columns == ("a__output", "b__output")
+
+
+def test_one_loss_implies_its_activation_in_a_list_too() -> None:
+    loss = torch.nn.CrossEntropyLoss()
+    assert find_activation(loss) == find_activation([loss]) == "softmax"
 
 
 @pytest.mark.parametrize(
