@@ -61,7 +61,7 @@ def main() -> None:
     # Ctrl-C reaches all processes of a terminal, but the driver ends the job. Child processes inherit this setting.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with RendezvousClient(
-        spec.address, spec.key, spec.attempt, clock, spec.driver_timeout, spec.certificate
+        spec.address, spec.key, spec.attempt, clock, certificate=spec.certificate
     ) as client:
         try:
             identity = replace(slot.identity, address=find_address_towards(*split_address(spec.address)))

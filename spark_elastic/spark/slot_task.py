@@ -59,7 +59,7 @@ class SlotTask:
         )
         payload, clock, spec = self.program.value, SystemClock(), self.spec
         with RendezvousClient(
-            spec.address, spec.key, spec.attempt, clock, spec.driver_timeout, spec.certificate
+            spec.address, spec.key, spec.attempt, clock, certificate=spec.certificate
         ) as client:
             facts, shortage = collect_host_facts(), self.memory.find_shortage
             return SlotAgent(spec, identity, payload, client, clock, facts, shortage).run()
