@@ -134,7 +134,7 @@ def describe_failure(failure: Failure, shapes: Mapping[str, tuple[int, ...]] = M
     )
     text = _format(error)
     text = text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} ..."
-    tried = {1: "one row", 2: "two rows"}.get(len(rows), f"{len(rows)} rows")
+    tried = "one row" if len(rows) == 1 else "two rows"
     return (
         f"the model or the loss fails on {tried} of the data, {given}, with {type(error).__name__}: {text}."
     )

@@ -147,9 +147,8 @@ def _accumulate(
     accumulator: GradientAccumulator[Array], gradients: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
     """Add one backward pass. Returns (whether the step is complete, the sums; before, without meaning)."""
-    if (
-        tf.executing_eagerly()
-    ):  # each pass may have other gradients, while a graph has the same ones each time
+    # Without a graph, whose gradients are the same ones each time, each pass may have others.
+    if tf.executing_eagerly():
         totals = accumulator.add([None if g is None else view_of(g) for g in gradients])
         if totals is None:
             return tf.constant(False), list(gradients)
