@@ -20,7 +20,7 @@ from spark_elastic.torch.tensors import get_dtype_name
 class ExchangeOptions:
     """How gradients are exchanged; the same on all ranks."""
 
-    bucket_bytes: int = BUCKET_BYTES
+    bucket_bytes: int = BUCKET_BYTES  # about so many in each bucket: see `build_buckets`
     groups: tuple[
         tuple[int, ...], ...
     ] = ()  # numbers of parameters that travel together: see `build_buckets`
