@@ -91,7 +91,7 @@ class NextWorld:
 class RegisterSlot(SlotRequest[Admission]):
     """A slot task has started on a host."""
 
-    # The executor's id.
+    # The executor's id; where there is no Spark, the machine's name.
     host: HostId
     # Number of the launch that carries it. One launch may have several attempts alive: R14 (duplicates).
     launch: int
