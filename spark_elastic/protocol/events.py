@@ -188,7 +188,7 @@ class Boundary(Event):
     """R6 (step summary): all ranks stop here; the step before is applied on each."""
 
     fence: Fence  # of the world that stops
-    reason: str  # which planned change they stop for, as the next request tells the driver
+    reason: str  # why, in words, for the next request
 
 
 @dataclass(frozen=True)

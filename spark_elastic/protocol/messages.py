@@ -158,7 +158,7 @@ class RequestNextWorld(WorkerRequest[NextWorld]):
     position: Position | None = None
     # Members that it blames for its broken group; empty for a planned change.
     suspects: tuple[WorkerId, ...] = ()
-    # Why it left its world; the driver shows it unless the change was planned.
+    # Why it asks; the driver shows it if its world broke.
     reason: str = ""
     # It stopped at a step boundary because a change was announced.
     planned: bool = False

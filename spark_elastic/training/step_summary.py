@@ -28,7 +28,7 @@ class _Header(NamedTuple):
     phase: int  # `Phase`
     step: int  # from 0 in each phase
     version: int  # as `MembershipVersion.encode` has it
-    layout: int  # the rest as in `StepSummary`: hash of how gradients are cut
+    layout: int  # hash of how gradients are cut into buckets
     rows: int  # of this rank
     loss: float  # sum over these rows
     denominator: float  # this rank's part

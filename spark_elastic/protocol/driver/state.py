@@ -496,7 +496,7 @@ class FailureHistory(Part):
     # Workers that a signal, or the end of their slot or host, took out of a world, and which world.
     externally_lost: Table[WorkerId, int] = field(default_factory=Table)
     worlds_without_progress: int = 0  # in a row: they broke, lost no member and came no further
-    without_progress_since: float = 0.0  # when the first of these worlds was over
+    without_progress_since: float = 0.0  # when the first of these worlds was counted
     broken_links: tuple[frozenset[WorkerId], ...] = ()  # in these worlds
     left_out_at: Position | None = None  # where a member at a dead link was left out last
 
