@@ -87,7 +87,8 @@ class ElasticConfig:
     bind_address: what the server binds; default `spark.driver.bindAddress`.
     tls: the server and the mesh use TLS; None: if `spark.ssl.enabled` is set or a certificate is given. See
         docs/security.md.
-    tls_certificate, tls_key: PEM files; None: made for the job. Workers accept only this certificate.
+    tls_certificate: a PEM file; None: one is made for the job. Workers accept only this certificate.
+    tls_key: the PEM file of its private key; goes with tls_certificate.
     worker_port_range: ports (first, last) that workers may listen on for each other; None for any free ones.
         MASTER_PORT is one of them.
     gather_timeout: how long the start waits for `num_workers` once `min_workers` are there.
@@ -99,6 +100,7 @@ class ElasticConfig:
         evaluation, a compilation); then they continue without it. Ten times as long if no other worker holds the state.
     driver_timeout: a worker that cannot reach the driver for this long ends itself.
     failure_budget: failures of workers within failure_window that the job tolerates (lost hosts do not count).
+    failure_window: for how long a failure counts.
     reset_limit: most new worlds after the first, including planned ones; then no worker joins or drains, and a loss
         ends the job. None for no limit.
     cooldown_range: how long a slot is not used after its worker failed: at first, and, doubling each time, at most. The

@@ -60,9 +60,11 @@ LOOK_EVERY = 0.5  # seconds between two looks at the coordinator's job
 class LineLogged:
     """A line that a worker printed."""
 
+    # Its id; "": the process is no worker yet, or the slot itself said it.
     worker: str
     # None: the worker is in no world.
     rank: int | None
+    # Without its line end.
     line: str
 
 
@@ -70,12 +72,15 @@ class LineLogged:
 class ProgressMade:
     """Metrics that rank 0 reported."""
 
+    # As `JobListener.on_progress` takes them.
     metrics: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class WorldStarted:
+    # Number of workers.
     size: int
+    # Why it was formed, in words.
     reason: str
 
 
@@ -88,6 +93,7 @@ class SlotsGathered:
 class SlotsLacking:
     """Whether the job lacks slots for its next world."""
 
+    # False: it has enough again.
     lacking: bool
 
 
@@ -95,6 +101,7 @@ class SlotsLacking:
 class UserNotified:
     """A sentence for people."""
 
+    # As `JobListener.on_message` takes it.
     text: str
 
 
@@ -102,6 +109,7 @@ class UserNotified:
 class RecordLogged:
     """A record of the coordinator's log, which would otherwise stay in the executor's standard error."""
 
+    # Logged again by the client, under the same logger.
     entry: LogEntry
 
 
@@ -109,6 +117,7 @@ class RecordLogged:
 class JobSucceeded:
     # What the workers returned, JSON text in rank order.
     results: tuple[str, ...]
+    # In the order in which they were formed.
     worlds: tuple[WorldSpan, ...]
     # JSON text of a `JobReport`.
     report: str
@@ -118,6 +127,7 @@ class JobSucceeded:
 class JobEndedInError:
     # Name of the class in `spark_elastic.errors`.
     error: str
+    # The error's message; the client raises the error with it.
     text: str
     # JSON text of a `JobReport`, if the error has one.
     report: str | None = None
@@ -138,8 +148,11 @@ COORDINATOR_MESSAGES: tuple[type, ...] = get_args(Message)
 class Coordinator:
     """The body of the coordinator's task, as it is shipped."""
 
+    # Its end of the channel to the client. Holds the job's key.
     end: ChannelEnd = field(repr=False)
+    # Of the job.
     limits: Limits
+    # From `check_config`: without settings that belong to the client's machine.
     config: ElasticConfig
     # The job's name.
     name: str
@@ -198,6 +211,7 @@ class Coordinator:
 class _ForwardingListener(JobListener):
     """Sends everything to the client's listener."""
 
+    # To the client.
     channel: StoreChannel
 
     def on_output(self, worker: str, rank: int | None, line: str) -> None:
@@ -220,6 +234,7 @@ class _ForwardingListener(JobListener):
 class _RemoteScheduler:
     """Passes calls to the scheduler of the client, where the other jobs of the application are."""
 
+    # To the client.
     channel: StoreChannel
 
     def finish_gathering(self) -> None:

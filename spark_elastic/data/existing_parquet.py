@@ -223,9 +223,9 @@ def _is_number(text: str, kind: type[int] | type[float] = float) -> bool:
 class _Files:
     """The files that have rows, and what their footers say."""
 
-    store: Store
-    data: Sequence[DataFile]
-    footers: Footers
+    store: Store  # that holds them
+    data: Sequence[DataFile]  # a file's number is its place
+    footers: Footers  # of these files alone
 
     @classmethod
     def select(cls, store: Store, data: Sequence[DataFile], footers: Footers) -> _Files:

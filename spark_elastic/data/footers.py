@@ -104,14 +104,19 @@ class FileSchema:
 class Footers:
     """What the footers of some files say."""
 
+    # Those that occur, each once.
     schemas: tuple[FileSchema, ...]
-    # Of each file: its schema's number, and the rows that the table has of it.
+    # Of each file, its schema's number.
     schema: Int64s
+    # Of each file, the rows that the table has of it.
     rows: Int64s
-    # Of each row group with rows: the file's number, the row group's in the file, rows, and bytes before compression.
+    # Of each row group with rows, its file's number; they are listed file by file.
     group_file: Int64s
+    # Of each row group with rows, its number in the file.
     group_index: Int64s
+    # Of each row group with rows, its rows in the file, deleted ones among them.
     group_rows: Int64s
+    # Of each row group with rows, its bytes before compression.
     group_bytes: Int64s
     # Wanted column -> its nulls in each file.
     nulls: Mapping[str, Int64s]

@@ -57,6 +57,7 @@ class TableSnapshot:
     version: int
     # Holds all files.
     store: Store
+    # Each marks the rows that the table has no more.
     files: tuple[DataFile, ...]
     # The names of its columns.
     columns: tuple[str, ...]

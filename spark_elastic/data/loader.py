@@ -34,7 +34,9 @@ MIN_GROUP_BYTES_FOR_THREAD = 1 << 20  # for smaller row groups a decoding thread
 class StepRows:
     """One rank's rows of a step, in memory of their own."""
 
+    # From 0.
     epoch: int
+    # Of the epoch, from 0.
     step: int
     # Rows of the step over all ranks, by which the sum of losses is divided (R8, weighting).
     planned: int
@@ -53,8 +55,9 @@ class StepRows:
 class Prefetch:
     """How far the gathering thread may run ahead, and how long the consumer waits for it."""
 
-    # At least one step is gathered, whatever its bytes.
+    # Steps that are gathered and not consumed yet, at most.
     steps: int = 64
+    # Bytes of these steps, at most; a step that alone has more is gathered all the same.
     bytes: int = 64 << 20
     # Seconds without an answer from the store.
     deadline: float = 300.0

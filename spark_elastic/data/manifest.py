@@ -32,6 +32,7 @@ Int64s = npt.NDArray[np.int64]
 class Column:
     """A column as numpy arrays."""
 
+    # As in the table.
     name: str
     # numpy's dtype. Raw columns, which a transformation turns into numbers, have `object` (bytes or strings),
     # `datetime64[D]` or `datetime64[us]`.
@@ -56,16 +57,19 @@ class Column:
 class RowGroup:
     """A row group of a file, or a part of a large row group of an existing file."""
 
-    # Number of the file in the manifest, and of the row group in the file.
+    # Number of the file in the manifest.
     file: int
+    # Number of the row group in the file.
     index: int
+    # Rows that the table has of it.
     rows: int
     # Encoded bytes before compression.
     bytes: int
-    # First row of a part, rows of the whole row group, and rows of each part but the last; 0: this is the whole row
-    # group. They count the rows in the file.
+    # Of a part, its first row in the row group as it is in the file; 0 for a whole one.
     first_row: int = 0
+    # Of a part, the rows in the file of the whole row group; 0: this is the whole one.
     parent_rows: int = 0
+    # Of a part, the rows in the file of each part of the row group but the last; 0 for a whole one.
     part_rows: int = 0
     # Which rows in the file the table has no more, by `pack_deleted`; "": it has all of them.
     deleted: str = ""
@@ -96,16 +100,16 @@ def pack_deleted(deleted: npt.NDArray[np.bool_]) -> str:
 class RowGroups:
     """Row groups as arrays of RowGroup's fields: there may be a million."""
 
+    # The names of the arrays, in which both forms have the same fields.
     NUMBERS: ClassVar = ("file", "index", "rows", "bytes", "first_row", "parent_rows", "part_rows")
 
-    # See RowGroup.
-    file: Int64s
-    index: Int64s
-    rows: Int64s
-    bytes: Int64s
-    first_row: Int64s
-    parent_rows: Int64s
-    part_rows: Int64s
+    file: Int64s  # number of the file in the manifest
+    index: Int64s  # number of the row group in its file
+    rows: Int64s  # that the table has
+    bytes: Int64s  # encoded, before compression
+    first_row: Int64s  # of a part, in the row group; 0 for a whole one
+    parent_rows: Int64s  # of the whole row group; 0: it is no part
+    part_rows: Int64s  # of each part but the last; 0 for a whole one
     # Row group -> `RowGroup.deleted`, where the table has not all rows.
     deleted: Mapping[int, str] = field(default_factory=dict)
 
@@ -189,6 +193,7 @@ class FileColumns:
 class Manifest:
     """A data set."""
 
+    # Of the data set; its files may have more.
     columns: tuple[Column, ...]
     # Names of Parquet files in the store.
     files: tuple[str, ...]

@@ -63,9 +63,10 @@ def compute_share_bounds(planned: int, shares: int, share: int) -> tuple[int, in
 
 @dataclass(frozen=True)
 class Division:
-    """How the ranks of a world divide the rows of each step: a step is cut into `cuts[-1]` parts of equally many rows,
-    give or take one, and rank i takes the parts `cuts[i] ... cuts[i + 1]`."""
+    """How the ranks of a world divide the rows of each step: it is cut into parts of equally many rows, give or take
+    one, and each rank takes some neighbours of them."""
 
+    # Rank i takes the parts `cuts[i] ... cuts[i + 1]`; the last number is that of all parts.
     cuts: tuple[int, ...]
 
     @classmethod
@@ -118,12 +119,15 @@ def _splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 class RankRows:
     """One rank's rows of one step, in the step's order."""
 
+    # Of the epoch, from 0.
     step: int
-    # Rows of the step over all ranks; this rank takes `start ... start + len(rows)` of them.
+    # Rows of the step over all ranks.
     planned: int
+    # The rank takes the rows `start ... start + len(rows)` of the step's.
     start: int
-    # (n,) the row group of each row, and the row's number inside it.
+    # (n,) the row group of each row.
     groups: Int64s
+    # (n,) each row's number inside its row group.
     rows: Int64s
 
     def __len__(self) -> int:
@@ -134,8 +138,9 @@ class RankRows:
 class LaneRows:
     """The rows of one lane that a rank takes in consecutive steps."""
 
-    # The rows are rows `offset ... offset + width` of the rank's rows of each step.
+    # Where they begin in the rank's rows of each step.
     offset: int
+    # How many they are in each step.
     width: int
     # (row group, rows inside it), step by step.
     runs: tuple[tuple[int, Int64s], ...]
@@ -143,14 +148,19 @@ class LaneRows:
 
 @dataclass(frozen=True)
 class RankBlock:
-    """One rank's rows of the steps `step ... step + count`, which have equally many rows."""
+    """One rank's rows of consecutive steps, which have equally many rows."""
 
+    # The first step.
     step: int
+    # How many steps.
     count: int
-    # Rows of each step over all ranks; this rank takes `start ... start + length` of them.
+    # Rows of each step over all ranks.
     planned: int
+    # The rank takes the rows `start ... start + length` of each step's.
     start: int
+    # How many rows the rank takes of each step; 0: none.
     length: int
+    # Those of which the rank takes rows, in the order of the step's rows.
     lanes: tuple[LaneRows, ...]
 
     @cached_property
@@ -167,6 +177,7 @@ class DataPlan:
     row_groups: tuple[int, ...]
     # The most rows that a step may take.
     global_batch: int
+    # Decides the order, together with the epoch.
     seed: int
     # Row streams that an epoch is cut into.
     lanes: int

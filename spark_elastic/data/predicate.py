@@ -40,11 +40,13 @@ _OPERATORS = (*_COMPARE, *_OPPOSITES, "in")
 class Bounds:
     """What is known of the values of a column in some rows."""
 
-    # Values that all others but nulls and NaN lie between, these two included; None: all are null, NaN: all are NaN.
+    # No value is less, nulls and NaN aside; None: all are null, NaN: all are NaN.
     low: Any
+    # No value is greater; None and NaN as for `low`.
     high: Any
-    # Whether there may be nulls or NaN.
+    # Whether there may be nulls.
     may_be_null: bool
+    # Whether there may be NaN.
     may_be_nan: bool
 
 
@@ -54,8 +56,9 @@ FindBounds = Callable[[str, Any], Bounds | None]
 
 @dataclass(frozen=True)
 class Predicate:
-    """A row matches if it matches all comparisons of one of the groups."""
+    """Which rows to take."""
 
+    # A row matches if it matches all comparisons of one of the groups.
     groups: tuple[tuple[Comparison, ...], ...]
 
     @classmethod

@@ -50,6 +50,7 @@ Range = tuple[int, int]
 class RetryingClient:
     """An fsspec file system whose calls are coroutines, with the limit of its retries."""
 
+    # Its coroutines run in fsspec's thread.
     filesystem: AsyncFileSystem
     # How long a call is tried, beside the time that its bytes take at BYTES_PER_SECOND.
     seconds: float

@@ -159,8 +159,9 @@ def parse_store_url(given: object) -> str:
 class ObjectInfo:
     """An object of a listing."""
 
+    # Within the store.
     name: str
-    bytes: int
+    bytes: int  # its size
     # When it was last written, in seconds since 1970; None if the store does not say.
     modified: float | None
     # An object store's name for this content of the object; "": it has none.
@@ -177,8 +178,11 @@ class ObjectInfo:
 class Store:
     """A root under which objects are read and written by name ("data/ab12/manifest.json")."""
 
+    # As given, with a scheme where it was a local path; Spark and messages get it.
     url: str
+    # Of fsspec, with the user's `storage_options`.
     filesystem: Any = field(repr=False, compare=False)
+    # The url's path as the file system takes it, without a slash at the end.
     root: str = field(repr=False)
     # How long a call of an object store is tried again.
     retry_seconds: float = field(default=RETRY_SECONDS, repr=False, compare=False)
@@ -501,9 +505,11 @@ _KINDS = {"data": "data", "runs": "run", "probes": "probe", "channels": "channel
 class StoreEntry:
     """A folder of this package in a store."""
 
+    # Its path within the store.
     name: str
     # data, run, probe, channel, or partial: a file whose writer was killed, or still writes
     kind: str
+    # Of all objects in it.
     bytes: int
     # When its newest object was written, in seconds since 1970; None if the store does not say.
     modified: float | None

@@ -159,11 +159,11 @@ Listed = tuple[tuple[str, int], ...]
 
 @dataclass
 class _Call:
-    """One question: `done` once `answer` or `error` is there."""
+    """One question to the user's function."""
 
-    done: threading.Event = field(default_factory=threading.Event)
-    answer: Listed = ()
-    error: Exception | None = None
+    done: threading.Event = field(default_factory=threading.Event)  # set once `answer` or `error` is there
+    answer: Listed = ()  # (host, slots) each; () also until it came
+    error: Exception | None = None  # raised in place of an answer; None: nothing was
 
 
 class HostPoller:

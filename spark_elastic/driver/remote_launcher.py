@@ -23,15 +23,15 @@ CLIENT_EVENTS = (LaunchEnded, SlotsWanted, CancelRequested)  # what the client s
 class DriverStarted:
     """The driver listens: slots can be launched."""
 
-    address: str
-    certificate: str | None
+    address: str  # host:port of its rendezvous server
+    certificate: str | None  # of that server, PEM; None: plain HTTP
 
 
 @dataclass(frozen=True)
 class SlotRequested:
     """The client is to launch a slot."""
 
-    launch: int
+    launch: int  # its number, as in `LaunchSlot`
 
 
 class RemoteLauncher:

@@ -21,6 +21,7 @@ CANCEL_EVERY = 0.5  # seconds between two cancels of what still runs at the end
 class SlotEnd(NamedTuple):
     """How a slot ended, as `LaunchEnded` has it."""
 
+    # In words, for people.
     reason: str
     # By the user or by Spark: the driver does not launch the slot again.
     cancelled: bool = False

@@ -76,6 +76,7 @@ class FitResult:
     weights: bytes
     # The feature columns as the model takes them, or as the transformation does.
     features: tuple[Column, ...]
+    # What the fitted model tells of its training.
     summary: FitSummary
     # A row of the features for a model with a transformation, if rows were read.
     sample: list[Any] | None = None
@@ -83,13 +84,13 @@ class FitResult:
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A run that has ended; the last three fields are empty if another fit trained it."""
+    """A run that has ended, in this fit or in another one."""
 
-    record: RunRecord
-    result: RunResult
-    worlds: tuple[WorldSpan, ...] = ()
-    report: JobReport = field(default_factory=JobReport)
-    sample: list[Any] | None = None
+    record: RunRecord  # what it is bound to
+    result: RunResult  # what it trained
+    worlds: tuple[WorldSpan, ...] = ()  # in order; (): another fit trained it
+    report: JobReport = field(default_factory=JobReport)  # empty if another fit trained it
+    sample: list[Any] | None = None  # as in `FitResult`; None if another fit trained it
 
 
 def train_model(rows: RowSource, request: FitRequest[O], framework: Framework[O]) -> FitResult:
@@ -198,16 +199,23 @@ def _show_progress(request: FitRequest[Any]) -> Iterator[ProgressListener]:
 
 @dataclass(frozen=True)
 class Training(Generic[O]):
-    """The inputs of one training: request, rows, platform, store and the listener for its progress."""
+    """The inputs of one training."""
 
+    # Launches its job.
     platform: SparkPlatform
+    # Which rows, and how they come into files.
     rows: RowSource
+    # What the user asked for.
     request: FitRequest[O]
+    # What differs between torch and Keras.
     framework: Framework[O]
+    # Of run, checkpoints, model and ledger.
     store: Store
+    # The user's, or a random one.
     run_id: str
     # Folder of the ledger, if there is one.
     ledger: str | None
+    # Shows the progress.
     listener: ProgressListener
 
     def run(self) -> FinishedRun:

@@ -35,7 +35,7 @@ class ShippedPredictor(Protocol):
 class PickledPredictor:
     """For where there are no broadcasts."""
 
-    content: Payload
+    content: Payload  # of cloudpickle
 
     @cached_property
     def value(self) -> Predictor:

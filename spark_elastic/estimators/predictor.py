@@ -170,8 +170,8 @@ def _build_null_error(column: Column) -> InvalidInput:
 class ModuleWithTransformation:
     """A module whose inputs a function makes of the feature columns; packed in the module's place."""
 
-    module: torch.nn.Module
-    transformation: Transformation
+    module: torch.nn.Module  # takes the columns that `transformation` returns
+    transformation: Transformation  # the user's `transformation_fn`
 
 
 @dataclass(frozen=True)

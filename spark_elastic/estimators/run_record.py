@@ -34,8 +34,9 @@ class RunRecord:
 
     # Where the rows are: a folder of the store ("": its root), or the url of existing files, or those of two tables.
     data: str
-    # The manifest of the rows that are trained on, as JSON, and its hash.
+    # The manifest of the rows that are trained on, as JSON.
     manifest: str
+    # Its `Manifest.hash`; `load_manifest` compares it.
     manifest_hash: str
     # Rows of one step.
     global_batch: int
@@ -47,6 +48,7 @@ class RunRecord:
     validation: Mapping[str, Any] | None
     # Digests of the user's objects, by the names that an error has for them.
     objects: Mapping[str, str]
+    # Of this record; a release reads its own alone.
     format: int = FORMAT
 
     @classmethod
@@ -142,11 +144,13 @@ class RunRecord:
 class RunResult:
     """The result of a finished run."""
 
-    # Name of the trained weights in the store, and their SHA-256.
+    # Name of the trained weights in the store.
     model: str
+    # SHA-256 of that object.
     sha256: str
     # Checksum of weights and optimizer, equal on all replicas.
     digest: str
+    # That the run was to have; callbacks may have ended it sooner.
     epochs: int
     # One dict for each epoch.
     history: list[dict[str, Any]]

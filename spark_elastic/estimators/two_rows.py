@@ -47,8 +47,8 @@ _NOISE = re.compile(r"\{\{function_node .*?\}\}|\x1b\[\d*m|\s+Arguments received
 class Failure(NamedTuple):
     """What the user's code raised, and on which rows."""
 
-    rows: StepRows
-    error: Exception
+    rows: StepRows  # that it was called with
+    error: Exception  # as it was raised
 
 
 def check_runs(

@@ -39,7 +39,7 @@ print(json.dumps(answer))
 class Interpreter:
     """A Python that workers run with."""
 
-    path: str
+    path: str  # of its executable
 
     @property
     def is_own(self) -> bool:

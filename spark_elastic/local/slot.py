@@ -32,7 +32,9 @@ REFUSED = 3  # exit code of a host that cannot run slots; standard output says w
 class LocalSlot:
     """What the launcher tells a slot's process."""
 
+    # The same for all slots of the job.
     spec: SlotSpec
+    # Of this slot.
     identity: SlotIdentity
     # Process id of the launcher; None: it is on another host.
     parent: int | None

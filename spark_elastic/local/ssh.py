@@ -160,14 +160,15 @@ class RemoteEnd:
 class SshProcess:
     """A started `ssh`. One thread calls `run`; any thread may kill `process`."""
 
-    process: subprocess.Popen[bytes]
-    clock: Clock
+    process: subprocess.Popen[bytes]  # its three standard streams are pipes
+    clock: Clock  # for the deadline of the login
     # Called once the host's Python runs.
     on_ready: Callable[[], None] = lambda: None
-    _output: bytearray = field(default_factory=bytearray)
+    _output: bytearray = field(default_factory=bytearray)  # standard output, once ready what follows READY
+    # The last lines of standard error, without empty ones.
     _errors: deque[str] = field(default_factory=lambda: deque(maxlen=LINES_KEPT))
     _partial: bytes = b""  # of the last line of standard error
-    _was_ready: bool = False
+    _was_ready: bool = False  # READY came: the login succeeded, and the host's Python runs
 
     @classmethod
     def start(cls, command: list[str], clock: Clock) -> SshProcess:

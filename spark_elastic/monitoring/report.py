@@ -161,9 +161,8 @@ class WorldChange:
     joined: int  # members that were not in the previous world
     left: int  # members of the previous world that are not in this one
     reason: str  # in words
-    seconds: float | None = (
-        None  # downtime until every member had built this world; None if it was never built
-    )
+    # Downtime until every member had built this world; None if it was never built.
+    seconds: float | None = None
     steps_lost: int | None = 0  # applied steps that have to be repeated; None: the program counts no steps
     # From the beginning of this world until NCCL summed its gradients; None: it never did.
     bulk_seconds: float | None = None
@@ -201,7 +200,7 @@ class WorldChange:
 class EpochRows:
     """Row counts of one epoch; `ledger=True` records the ids of the rows as well."""
 
-    epoch: int
+    epoch: int  # from 0
     seen: int  # rows that entered an applied step
     missing: int  # how many fewer than planned
     duplicated: int  # how many more than planned
@@ -219,13 +218,13 @@ class JobReport:
     # recovery and planned: while training was interrupted by a loss or a planned change; closing: after the first
     # worker had finished.
     phases: Mapping[str, float] = field(default_factory=dict)
-    world_changes: tuple[WorldChange, ...] = ()
+    world_changes: tuple[WorldChange, ...] = ()  # oldest first; only the newest of very many
     curve: tuple[MetricPoint, ...] = ()  # thinned to MAX_POINTS
     checkpoints: int = 0  # published ones
     checkpoint_seconds: float = 0.0  # for how long checkpoints (copying the state) held up training
     reserved_hours: float = 0.0  # of all slots
     useful_hours: float = 0.0  # of all workers while their world trained
-    epochs: tuple[EpochRows, ...] = ()
+    epochs: tuple[EpochRows, ...] = ()  # as in a fit's history; (): a function or script ran
 
     @property
     def goodput(self) -> float:

@@ -28,12 +28,11 @@ JOINABLE = (ALLREDUCE, BARRIER)  # a rank that has joined can take part in these
 class Request:
     """One operation on one or more arrays: everything in which the ranks must agree."""
 
-    kind: str
+    kind: str  # ALLREDUCE or another one of the names above
     name: str | None = None  # None: the next of this rank's unnamed operations of this kind
     dtypes: tuple[str, ...] = ()  # of each array: numpy's names, and bfloat16
-    shapes: tuple[
-        tuple[int, ...], ...
-    ] = ()  # of each array; -1 is a first dimension that may differ between ranks
+    # Of each array; -1 is a first dimension that may differ between ranks.
+    shapes: tuple[tuple[int, ...], ...] = ()
     op: str = ""  # of a reduction: the engine's name
     scale: tuple[float, float] = (1.0, 1.0)  # factors before and after a reduction
     compression: str | None = None  # None, "fp16" or "bf16"
@@ -88,10 +87,10 @@ _LENGTH = struct.Struct("<I")
 
 @dataclass(frozen=True)
 class Message:
-    """What a rank sends in a round: a request, an operation that waited too long, or (with neither) its join."""
+    """What a rank sends in a round: a request, an operation that waited too long, or its join."""
 
-    request: Request | None = None
-    expired: str | None = None  # the label of the operation
+    request: Request | None = None  # None: it is one of the others
+    expired: str | None = None  # the label of the operation; None, with no request either: it is a join
     joined: int = 0  # of a join: the steps that the rank took before it
 
 
@@ -159,8 +158,8 @@ def _encode_text(number: int, text: bytes) -> bytes:
 class Response:
     """An operation that every rank carries out now, or gives up."""
 
-    label: str
-    request: Request
+    label: str  # names the operation, alike on all ranks
+    request: Request  # of the lowest rank that has requested it
     error: CollectiveError | None = None  # not None: every rank gives it up with this error
 
 
@@ -170,9 +169,8 @@ class RoundResult:
 
     responses: tuple[Response, ...]  # in the order in which to carry them out
     announced: tuple[str, ...]  # labels of the requests that this rank announced in the round, in their order
-    last_joined: int | None = (
-        None  # once all ranks have joined: the one that joined last; the join is over then
-    )
+    # Once all ranks have joined: the one that joined last; the join is over then.
+    last_joined: int | None = None
 
 
 @dataclass

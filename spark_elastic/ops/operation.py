@@ -39,6 +39,7 @@ POLLED_AGAIN = 0.5  # seconds: a caller that polls more rarely than this does ot
 class CompletionSignal:
     """What the handles of one queue share to wait for their completion."""
 
+    # Tells when operations were requested, and for how long they wait.
     clock: Clock
     # Entered around a wait for other processes.
     waiting: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -142,8 +143,8 @@ FUSED_AT_MOST = 1 << 20  # bytes of an operation: to copy a larger one costs mor
 class Task:
     """An operation that all ranks carry out now."""
 
-    label: str
-    request: Request
+    label: str  # as in its `Response`
+    request: Request  # as in its `Response`
     operation: Operation | None  # None: this rank has joined and has not requested it
 
 

@@ -88,10 +88,10 @@ def resolve_op(average: bool | None, op: ReduceOp | None) -> ReduceOp:
 class ReduceOptions:
     """How a reduction is computed, and by whom: Horovod's arguments after all checks."""
 
-    op: ReduceOp
+    op: ReduceOp  # over the ranks of `process_set`
     scale: tuple[float, float] = (1.0, 1.0)  # factors before and after the reduction
-    compression: type[Compressor] = NoneCompressor
-    process_set: ProcessSet = global_process_set
+    compression: type[Compressor] = NoneCompressor  # while arrays travel; results have the arrays' type
+    process_set: ProcessSet = global_process_set  # the ranks that take part
 
     @classmethod
     def from_args(

@@ -121,7 +121,7 @@ class _TimelineState:
     """The timeline that the user has started on every rank; rank 0 of each world has the file open."""
 
     path: str | None = None  # None: no timeline was started
-    mark_cycles: bool = False
+    mark_cycles: bool = False  # the file marks the beginning of each round, too
     timeline: Timeline | None = None  # the open file
     was_stopped: bool = False  # by `stop_timeline`, in this process
 

@@ -35,6 +35,7 @@ class JobSpec:
 
     # A `worker.program.Program`.
     program: object
+    # Numbers of workers, times and budgets.
     limits: Limits
     # As people see it; "": the application's name and four hex digits.
     name: str

@@ -1,4 +1,4 @@
-"""The commands of the two machines, as values. Each has a reason; the reasons are the job's event log."""
+"""The commands of the two machines, as values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from spark_elastic.protocol.types import (
 
 @dataclass(frozen=True)
 class Command:
-    reason: str
+    reason: str  # why, in a sentence: the reasons are the job's event log
 
 
 # ---- of the driver machine
@@ -40,14 +40,14 @@ class PublishWorld(Command):
     machine ignores a request that this world answers.
     """
 
-    world: World
+    world: World  # of the generation after the last published one
 
 
 @dataclass(frozen=True)
 class AbortWorld(Command):
     """That generation is over: tell every member, close its address exchange."""
 
-    fence: Fence
+    fence: Fence  # of the newest world
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class AnnounceChange(Command):
 class StopWorker(Command):
     """Tell the worker to end (exit code 0). Its slot starts the spare in its place, unless it is released, too."""
 
-    worker: WorkerId
+    worker: WorkerId  # often one that has departed, or was never of the job, but asks
     kill: bool = False  # its slot kills it without asking
 
 
@@ -69,7 +69,7 @@ class StopWorker(Command):
 class ReleaseSlot(Command):
     """Tell the slot task to end its worker and return."""
 
-    slot: SlotId
+    slot: SlotId  # may be one that the driver refused
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class JobOutcome(Enum):
 class End(Command):
     """The job is over."""
 
-    outcome: JobOutcome
+    outcome: JobOutcome  # decides which error the caller gets
     results: tuple[str, ...] = ()  # by rank (JSON text), for SUCCESS
     detail: str = ""  # the traceback, for USER_ERROR
 
@@ -135,21 +135,21 @@ class AskForWorld(Command):
 class Form(Command):
     """Build the group of this world."""
 
-    world: World
+    world: World  # in which the worker is a member
 
 
 @dataclass(frozen=True)
 class Sync(Command):
     """Take part in the broadcast of the source's state to the world's `receivers`, into staging."""
 
-    world: World
+    world: World  # whose group is formed
 
 
 @dataclass(frozen=True)
 class Run(Command):
     """Train on."""
 
-    world: World
+    world: World  # whose group is formed and whose state, if it has one, is in place
     position: Position | None  # None: from the beginning
 
 
@@ -157,36 +157,36 @@ class Run(Command):
 class AbortGroup(Command):
     """Wake every thread that waits in the group of `fence`, at once."""
 
-    fence: Fence
+    fence: Fence  # ignored unless it is of the world that the worker is in
 
 
 @dataclass(frozen=True)
 class CloseGroup(Command):
-    fence: Fence
+    fence: Fence  # of the world that it leaves
 
 
 @dataclass(frozen=True)
 class ReportFailure(Command):
-    fence: Fence | None
-    position: Position | None
-    fingerprint: str
-    traceback: str
+    fence: Fence | None  # of the world that it entered last, None before its first
+    position: Position | None  # of the state that it holds, None if it holds none
+    fingerprint: str  # equal for exceptions that count as the same failure
+    traceback: str  # of the user's exception
 
 
 @dataclass(frozen=True)
 class ReportDone(Command):
     """Report the result and wait: for the acknowledgement (stop) or another world."""
 
-    fence: Fence
-    position: Position
-    result: str
+    fence: Fence  # of the world in which it reached the end
+    position: Position  # of its state, which it keeps
+    result: str  # JSON text, opaque here
 
 
 @dataclass(frozen=True)
 class Exit(Command):
     """End the process."""
 
-    code: int
+    code: int  # 0: it is not needed; 1: user code raised; or DRIVER_SILENT_EXIT_CODE
 
 
 WorkerCommand: TypeAlias = (

@@ -1,4 +1,4 @@
-"""What can happen, as values. Each event has `now`: monotonic seconds of the process that posts it.
+"""What can happen, as values.
 
 Driver events are posted by the rendezvous server, the launcher, discovery and the ticker; worker events by the
 worker's loop and its thread that polls the driver.
@@ -15,7 +15,7 @@ from spark_elastic.protocol.types import Fence, HostId, Position, SlotId, Worker
 
 @dataclass(frozen=True)
 class Event:
-    now: float
+    now: float  # monotonic seconds of the process that posts it
 
 
 # ---- at the driver
@@ -30,15 +30,15 @@ class Tick(Event):
 class Received(Event):
     """The server received a message from a slot or a worker."""
 
-    message: DriverMessage
+    message: DriverMessage  # as it was sent; `now` is when it came
 
 
 @dataclass(frozen=True)
 class LaunchEnded(Event):
     """A slot launch, that is the Spark job that carries a slot, is over."""
 
-    launch: int
-    reason: str
+    launch: int  # its number, as in `LaunchSlot`
+    reason: str  # how it ended, as Spark or the launcher says it; part of what the user reads
     cancelled: bool = False  # by the user or Spark, so the job ends
     executor_lost: bool = False  # its task did not end by itself: Spark says that the executor is lost
 
@@ -47,15 +47,15 @@ class LaunchEnded(Event):
 class HostAppeared(Event):
     """Spark lists another executor."""
 
-    host: HostId
+    host: HostId  # the executor's id
 
 
 @dataclass(frozen=True)
 class HostLost(Event):
     """Spark no longer lists the executor."""
 
-    host: HostId
-    reason: str
+    host: HostId  # the executor's id
+    reason: str  # a sentence for the log, as for all slots and workers of the host
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class HostsDiscovered(Event):
 class ConnectionLost(Event):
     """A control connection broke while a request was open on it."""
 
-    slot: SlotId
+    slot: SlotId  # that holds the connection, or whose worker does
     worker: WorkerId | None = None  # None: it is the slot task's connection
     # The network reset it or it timed out; False: the kernel closed it, as for a process that dies.
     reset: bool = False
@@ -80,7 +80,7 @@ class ConnectionLost(Event):
 class ConnectionBack(Event):
     """The worker or slot has connected again."""
 
-    slot: SlotId
+    slot: SlotId  # as in `ConnectionLost`
     worker: WorkerId | None = None  # as in `ConnectionLost`
 
 
@@ -88,8 +88,8 @@ class ConnectionBack(Event):
 class WorkerStalled(Event):
     """A member has kept others of its world waiting. That only explains the end of this world, if it ends."""
 
-    worker: WorkerId
-    fence: Fence
+    worker: WorkerId  # the one that the others wait for
+    fence: Fence  # of the world in which it did; ignored once that is not the newest
     text: str  # for how long, and what it was doing
 
 
@@ -102,8 +102,8 @@ class DrainRequested(Event):
     on other hosts.
     """
 
-    reason: str
-    worker: WorkerId | None = None
+    reason: str  # why they have to leave, for messages
+    worker: WorkerId | None = None  # leaves alone
     host: HostId | None = None  # its id or its machine's name
     rank: int | None = None  # of the newest world
     by_user: bool = False  # a user requested it, and receives a message if it concerns no worker
@@ -114,7 +114,7 @@ class SlotsWanted(Event):
     """R17 (gathering): another job of the application needs slots, or trains on them. A job with too few slots gives
     them back for a while, and its `start_timeout` begins again."""
 
-    reason: str
+    reason: str  # what the user reads about slots that are given back
     in_use: bool = False  # the other job trains, so this job keeps its slots
 
 
@@ -122,7 +122,7 @@ class SlotsWanted(Event):
 class CancelRequested(Event):
     """The user or Spark ends the job."""
 
-    reason: str
+    reason: str  # a sentence; the job's error shows it
 
 
 DriverEvent: TypeAlias = (
@@ -156,21 +156,21 @@ class Warm(Event):
 
 @dataclass(frozen=True)
 class WorldReceived(Event):
-    world: World
+    world: World  # the answer to the newest request; it may be one that the worker has left
 
 
 @dataclass(frozen=True)
 class GroupFormed(Event):
     """The group of that generation stands."""
 
-    fence: Fence
+    fence: Fence  # of that world
 
 
 @dataclass(frozen=True)
 class Synced(Event):
     """R5 (staging): received state was verified and swapped in together with its position."""
 
-    fence: Fence
+    fence: Fence  # of the world whose source sent the state
     # None for a program that broadcasts its state while it runs: its old position stays until `Applied` comes.
     position: Position | None
 
@@ -179,7 +179,7 @@ class Synced(Event):
 class Applied(Event):
     """A step was applied."""
 
-    fence: Fence
+    fence: Fence  # of the world that took the step
     position: Position  # the next step
 
 
@@ -187,38 +187,38 @@ class Applied(Event):
 class Boundary(Event):
     """R6 (step summary): all ranks stop here; the step before is applied on each."""
 
-    fence: Fence
-    reason: str
+    fence: Fence  # of the world that stops
+    reason: str  # why, in words, for the next request
 
 
 @dataclass(frozen=True)
 class GroupBroken(Event):
     """Forming, the broadcast of the state, or a collective failed."""
 
-    fence: Fence
+    fence: Fence  # of the group's world
     suspects: tuple[int, ...]  # ranks at fault in that world; may be empty
-    reason: str
+    reason: str  # the text of the error
 
 
 @dataclass(frozen=True)
 class AbortReceived(Event):
     """The driver says that a generation is over."""
 
-    fence: Fence
-    reason: str
+    fence: Fence  # of the newest generation that is over; older ones are over as well
+    reason: str  # why, for the error of every collective that waits
 
 
 @dataclass(frozen=True)
 class UserRaised(Event):
-    fingerprint: str
-    traceback: str
+    fingerprint: str  # equal for exceptions that count as the same failure
+    traceback: str  # from `format_traceback`: cut to what a message can carry
 
 
 @dataclass(frozen=True)
 class Finished(Event):
     """The end of training was reached."""
 
-    fence: Fence
+    fence: Fence  # of the world in which it was
     result: str  # JSON text, opaque here
 
 
@@ -226,7 +226,7 @@ class Finished(Event):
 class StopReceived(Event):
     """The driver needs this worker no more: it was acknowledged, released, or left out of the world."""
 
-    reason: str
+    reason: str  # as the driver said it
 
 
 @dataclass(frozen=True)

@@ -23,14 +23,14 @@ class Request(Generic[R_co]):
 class SlotRequest(Request[R_co]):
     """A message from a slot."""
 
-    slot: SlotId
+    slot: SlotId  # the sender
 
 
 @dataclass(frozen=True)
 class WorkerRequest(Request[R_co]):
     """A message from a worker."""
 
-    worker: WorkerId
+    worker: WorkerId  # the sender
 
     @property
     def slot(self) -> SlotId:
@@ -52,6 +52,7 @@ class Acknowledged:
 class Admission:
     """Whether a slot may carry a worker. A refused slot stays until the driver releases it: R14 (duplicates)."""
 
+    # False: the job is over, or the host is unfit.
     accepted: bool
     # The sentence that refuses it; "" when accepted.
     reason: str = ""
@@ -73,6 +74,7 @@ class HeartbeatReply:
 class NextWorld:
     """Answers a worker that waits for a world. Both fields None: not decided yet, ask again."""
 
+    # In which the worker is a member.
     world: World | None = None
     # Why the worker must end.
     stop: str | None = None
@@ -89,6 +91,7 @@ class NextWorld:
 class RegisterSlot(SlotRequest[Admission]):
     """A slot task has started on a host."""
 
+    # The executor's id; where there is no Spark, the machine's name.
     host: HostId
     # Number of the launch that carries it. One launch may have several attempts alive: R14 (duplicates).
     launch: int
@@ -121,6 +124,7 @@ class Heartbeat(SlotRequest[HeartbeatReply]):
 class WorkerStarted(SlotRequest[Acknowledged]):
     """The slot announces the process that is its worker now."""
 
+    # Its number in the slot is higher than those of all workers that the slot had before.
     worker: WorkerId
 
 
@@ -128,9 +132,11 @@ class WorkerStarted(SlotRequest[Acknowledged]):
 class WorkerExited(SlotRequest[Acknowledged]):
     """The slot saw the process of its worker end."""
 
+    # Whose process it was.
     worker: WorkerId
     # As subprocess gives it; negative: the signal that killed it.
     exit_code: int
+    # The exit in words, for people.
     reason: str = ""
     # The kernel killed it because memory ran out.
     out_of_memory: bool = False
@@ -152,6 +158,7 @@ class RequestNextWorld(WorkerRequest[NextWorld]):
     position: Position | None = None
     # Members that it blames for its broken group; empty for a planned change.
     suspects: tuple[WorkerId, ...] = ()
+    # Why it asks; the driver shows it if its world broke.
     reason: str = ""
     # It stopped at a step boundary because a change was announced.
     planned: bool = False
@@ -161,6 +168,7 @@ class RequestNextWorld(WorkerRequest[NextWorld]):
 class WorldFormed(WorkerRequest[Acknowledged]):
     """The worker has built the group of that generation."""
 
+    # Of that generation.
     fence: Fence
 
 
@@ -168,10 +176,13 @@ class WorldFormed(WorkerRequest[Acknowledged]):
 class WorkerFailed(WorkerRequest[Acknowledged]):
     """User code raised an exception: R13 (deterministic failures). Sent before the worker closes its group."""
 
+    # Of the world that it entered last; None before its first, or if it could not load the program.
     fence: Fence | None
+    # Of the state that it held; None: it held none.
     position: Position | None
     # Equal for exceptions that count as the same failure.
     fingerprint: str
+    # Cut to what a message can carry.
     traceback: str
 
 
@@ -180,7 +191,9 @@ class WorkerDone(WorkerRequest[NextWorld]):
     """The worker reached the end of training, R15 (end), and keeps its state until the reply (long poll): either
     a stop, or another world."""
 
+    # Of the world in which it did.
     fence: Fence
+    # Of the state that it keeps.
     position: Position
     # JSON text.
     result: str
@@ -190,6 +203,7 @@ class WorkerDone(WorkerRequest[NextWorld]):
 class CheckpointWritten(WorkerRequest[Acknowledged]):
     """The worker has written a checkpoint. The driver publishes it: R18 (publication)."""
 
+    # Complete in the store.
     checkpoint: Checkpoint
 
 
@@ -202,7 +216,9 @@ class CheckpointStoreFull(WorkerRequest[Acknowledged]):
 class WorkerStraggles(WorkerRequest[Acknowledged]):
     """The worker keeps the others of its world waiting, and they would be quicker without it."""
 
+    # Of that world; ignored once there is a newer one.
     fence: Fence
+    # Why it drains, as people read it.
     reason: str
 
 

@@ -40,13 +40,22 @@ class SlotSpec:
     imports: tuple[str, ...] = ()
 
     # Settings of `ElasticConfig` under their names; times in seconds.
+
+    # The longest wait for peers in one collective.
     collective_timeout: float = _SETTINGS.collective_timeout
+    # After so long a silence of the driver a worker ends itself.
     driver_timeout: float = _SETTINGS.driver_timeout
+    # From when the slot's first worker is warm until a spare is started.
     spare_after: float = _SETTINGS.spare_after
+    # A fork server starts processes, if the program allows it; False: each is spawned.
     fork_workers: bool = _SETTINGS.fork_workers
+    # First and last port at which workers may listen; None: any.
     worker_port_range: tuple[int, int] | None = _SETTINGS.worker_port_range
+    # Threads that a worker computes with; None: as the slot's environment says, on Spark `spark.task.cpus`.
     cpus_per_worker: int | None = _SETTINGS.cpus_per_worker
+    # What workers train on: auto, cuda, cpu or, in tests, a name of torch's.
     device: str = _SETTINGS.device
+    # How many slots share a GPU.
     slots_per_gpu: int = _SETTINGS.slots_per_gpu
 
     @classmethod
@@ -60,6 +69,7 @@ class SlotSpec:
 class SlotIdentity:
     """Which slot a process belongs to."""
 
+    # Its id, which names the attempt of the task.
     slot: SlotId
     # The host that carries the slot: a Spark executor.
     host: HostId = ""
@@ -77,6 +87,7 @@ class SlotIdentity:
 class WorkerIdentity(SlotIdentity):
     """Which worker of its slot a training process is, once its slot has made it one."""
 
+    # Its number counts the slot's workers, not its processes.
     worker: WorkerId
     # First and last port at which the worker may listen. None: any.
     ports: tuple[int, int] | None = None

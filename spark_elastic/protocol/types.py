@@ -95,9 +95,9 @@ class Phase(IntEnum):
 class Position:
     """Where a run stands: the next step to take. Totally ordered; part of the state."""
 
-    epoch: int
-    phase: Phase
-    step: int
+    epoch: int  # from 0
+    phase: Phase  # the part of the epoch
+    step: int  # from 0 in each phase
 
 
 START = Position(0, Phase.TRAIN, 0)
@@ -146,14 +146,14 @@ INITIAL_VERSION = MembershipVersion()
 class Member:
     """One worker's place in a world."""
 
-    worker: WorkerId
-    slot: SlotId
-    host: HostId
-    rank: int
-    local_rank: int
-    local_size: int
-    cross_rank: int
-    cross_size: int
+    worker: WorkerId  # its process; another one in its place is another member
+    slot: SlotId  # in which it runs
+    host: HostId  # the executor that carries its slot
+    rank: int  # its index in the world's `members`
+    local_rank: int  # from 0, among the members on its machine, whichever executor they are in
+    local_size: int  # how many members are on its machine
+    cross_rank: int  # from 0, among the members with its local rank, one a machine
+    cross_size: int  # how many machines have a member with its local rank
     position: Position | None  # of the state that it brought along; None for a newcomer
 
 
@@ -162,21 +162,21 @@ class Checkpoint:
     """A state that was written to the store."""
 
     fence: Fence  # of the world in which a member wrote it
-    position: Position
-    name: str
+    position: Position  # at which a run resumes from it
+    name: str  # its folder among the run's checkpoints, from `format_checkpoint_name`
     digest: str  # of its manifest
 
 
 @dataclass(frozen=True)
 class World:
-    """The workers of one generation, in rank order (members[i].rank == i)."""
+    """The workers of one generation."""
 
-    fence: Fence
-    members: tuple[Member, ...]
+    fence: Fence  # its own; the generation grows with each world
+    members: tuple[Member, ...]  # in rank order: members[i].rank == i
     # The rank whose state the others take, a survivor at the highest position: R4 (survivors). None where no member
     # brings a position and no checkpoint is published: all begin from the same initial state.
     source: int | None
-    reason: str
+    reason: str  # a sentence: where it continues, and what ended the world before or who joins and leaves
     # The membership version that it was formed at. Members stop at a boundary once a step summary carries a higher one,
     # so all of them compare with the same number: R6 (step summary).
     version: MembershipVersion = INITIAL_VERSION
@@ -241,7 +241,7 @@ class Limits:
     regroup_timeout: float = 600.0  # how long survivors wait for a member that runs but does not come
     debounce: float = 0.05  # how long a planned change waits for others to be announced with it
     failure_budget: int = 10  # failures within `failure_window` that are the workers' own, not of a lost host
-    failure_window: float = 600.0
+    failure_window: float = 600.0  # for so long a failure or a kill counts
     # New worlds after the first, as Horovod counts, after which no change is planned; None: unlimited.
     reset_limit: int | None = None
     max_global_batch: int | None = None  # the size of a world never exceeds it: R8 (weighting)

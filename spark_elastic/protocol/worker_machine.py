@@ -48,15 +48,15 @@ class WorkerStage(Enum):
 class WorkerState:
     """What a worker knows of itself and its world."""
 
-    worker: WorkerId
-    stage: WorkerStage = WorkerStage.STARTING
+    worker: WorkerId  # its own id
+    stage: WorkerStage = WorkerStage.STARTING  # what its main thread does
     fence: Fence | None = None  # of the last world that it entered
-    world: World | None = None
+    world: World | None = None  # that of `fence`; None before its first
     # Of the state that it holds, None while it holds none. R5 (staging): the old one until a new one is swapped in.
     position: Position | None = None
     newest_ended: Fence | None = None  # of the newest world that is known to be over
     open: bool = False  # the group of `fence` was not closed yet
-    result: str = ""
+    result: str = ""  # JSON text; "" until it has reached the end of training
     code: int = 0  # of its exit
 
 

@@ -33,11 +33,11 @@ REPLY_HEADER = "x-elastic-signature"
 
 @dataclass(frozen=True)
 class Credentials:
-    """The authorization header of a request. In a hello, `session` is the client's nonce and the count is 0."""
+    """The authorization header of a request."""
 
-    session: str
-    count: int
-    signature: str
+    session: str  # the id that the server gave; in a hello, the client's nonce; 32 characters
+    count: int  # the client never uses one twice in a session; 0 in a hello alone
+    signature: str  # HMAC-SHA256 in 64 hexadecimal digits
 
     def header(self) -> str:
         return f"{SCHEME}{self.session}.{self.count}.{self.signature}"

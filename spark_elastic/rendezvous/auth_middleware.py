@@ -49,9 +49,9 @@ class Call:
     """An authenticated request."""
 
     message: Any  # a Request
-    scope: Scope
-    receive: Receive
-    hold: float
+    scope: Scope  # ASGI's, of the request
+    receive: Receive  # ASGI's; after the body only a broken connection comes
+    hold: float  # seconds for which the client allows a long poll, at most MAX_POLL_SECONDS
 
     async def wait_disconnected(self) -> None:
         """Returns when the connection breaks."""

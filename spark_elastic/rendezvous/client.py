@@ -190,6 +190,7 @@ class _Retries:
 
     # On the client's clock.
     deadline: float
+    # Those that failed so far.
     tries: int = 0
     # A new session was opened since the request began.
     renewed: bool = False

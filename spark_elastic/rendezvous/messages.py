@@ -39,7 +39,9 @@ class DriverClient(Protocol):
 class WorkerToStop:
     """A worker that its slot must end."""
 
+    # One of the slot, which may have ended by now.
     worker: WorkerId
+    # Why; the server also tells it to the worker itself.
     reason: str
     # The slot kills it without asking.
     kill: bool = False
@@ -61,6 +63,7 @@ class SlotCommands:
 class WatchSlot(SlotRequest[SlotCommands]):
     """Waits for commands after the first `seen` ones (long poll)."""
 
+    # As the newest reply has it; 0 before the first.
     seen: int = 0
 
 
@@ -72,6 +75,7 @@ class LogLines(SlotRequest[Acknowledged]):
     worker: WorkerId | None
     # None before its first world.
     rank: int | None
+    # Without their line ends.
     lines: tuple[str, ...]
 
 
@@ -84,8 +88,9 @@ class WorkerUpdate:
 
     # The newest membership version.
     version: MembershipVersion
-    # The fence of the newest world that is over, and why it is.
+    # The fence of the newest world that is over; None: none is yet.
     ended_fence: Fence | None = None
+    # Why that world is over; "" if none is.
     end_reason: str = ""
     # Why the worker must end; None: it continues.
     stop: str | None = None
@@ -99,7 +104,9 @@ class WatchWorker(WorkerRequest[WorkerUpdate]):
     begins while the poll is open.
     """
 
+    # Of the newest world that the worker knows to be over; None: none yet.
     ended_fence: Fence | None = None
+    # The newest membership version that it knows.
     version: MembershipVersion = INITIAL_VERSION
 
 
@@ -125,8 +132,11 @@ class Blobs:
 class ExchangeAddresses(WorkerRequest[Blobs]):
     """Sends the address of `rank`, as bytes, and waits for those of all ranks (long poll)."""
 
+    # Of the world whose members exchange; refused unless that is the newest and not over.
     fence: Fence
+    # The sender's in that world.
     rank: int
+    # For the peers, opaque to the server.
     blob: bytes
     # A world may have several exchanges.
     name: str = "mesh"
@@ -137,8 +147,9 @@ class ExchangeAddresses(WorkerRequest[Blobs]):
 
 @dataclass(frozen=True)
 class Values:
-    """In the order of the requested keys; None where a key has no value."""
+    """Answers `GetValues` and `SetValues`."""
 
+    # In the order of the requested keys, None where a key has no value; () answers `SetValues`.
     values: tuple[bytes | None, ...] = ()
 
 
@@ -146,8 +157,11 @@ class Values:
 class SetValues(Request[Values]):
     """Stores values[i] under keys[i] of a scope."""
 
+    # A generation's, open while its world is, or any other, which the first write opens.
     scope: str
+    # Names within the scope, one for each value.
     keys: tuple[str, ...]
+    # Replace those that the keys had before.
     values: tuple[bytes, ...]
 
 
@@ -155,7 +169,9 @@ class SetValues(Request[Values]):
 class GetValues(Request[Values]):
     """Reads keys of a scope."""
 
+    # As in `SetValues`; one that nobody has written is empty.
     scope: str
+    # Of values that may not be there (yet).
     keys: tuple[str, ...]
     # Wait until all of them have a value (long poll).
     wait: bool = False
@@ -175,7 +191,9 @@ class Comparison:
 class CompareAndSet(Request[Comparison]):
     """Changes a key of a scope in one step, if it has the expected value."""
 
+    # As in `SetValues`.
     scope: str
+    # The one that changes.
     key: str
     # None: the key has no value.
     expected: bytes | None

@@ -29,10 +29,13 @@ GENERATION = "generation/"  # begins the scopes that only `open` makes
 class KeyValueLimits:
     """Upper bounds of the key-value store."""
 
+    # Of the store; a generation's is counted, but never refused.
     scopes: int = 256
     # Of one scope.
     keys: int = 65536
+    # Characters of one key.
     key_bytes: int = 512
+    # Of one value.
     value_bytes: int = 4 << 20
     # Of all values together.
     total_bytes: int = 256 << 20

@@ -131,7 +131,9 @@ def run(
 class Call:
     """A checked call of `run`, which has not begun."""
 
+    # What each worker runs.
     program: FunctionProgram
+    # The arguments that are not the function's.
     options: options.Options
     # Modules that a spare imports before it is warm.
     preload: tuple[str, ...]

@@ -75,14 +75,17 @@ class Options:
     stdout: IO[str] | None = None
     # 0: what workers print. 1: also worlds, joins, losses and drains. 2: also the log "spark_elastic", level INFO.
     verbose: int = 1
+    # Each line of the workers begins with the time.
     prefix_output_with_timestamp: bool = False
     # Modules that are imported before a worker is warm; None: those that the function seems to need.
     preload: tuple[str, ...] | None = None
     # Checkpoints of commits are written to the store under this name, and another call with it continues from them.
     run_id: str | None = None
+    # Path or url of the store; goes with `run_id`. None: commits are in memory alone.
     store: str | None = None
     # fsspec's options for the store. They may hold credentials, and are neither shown nor stored.
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    # The settings of the job, arguments that name one included.
     config: ElasticConfig = field(default_factory=ElasticConfig)
 
     def open_store(self) -> Store | None:

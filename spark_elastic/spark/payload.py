@@ -36,7 +36,7 @@ class Payload(Protocol):
 class InlinePayload:
     """Bytes inside the pickled task."""
 
-    value: bytes
+    value: bytes  # INLINE_AT_MOST bytes at most
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,7 @@ class PeerCheck:
     Probes that do not run at the same time find no fault.
     """
 
+    # All probes reach it.
     store: Store
     # The folder of the check.
     folder: str
@@ -155,6 +156,7 @@ class PeerCheck:
 class Probe:
     """The body of a probe's task. It returns what went wrong: if it raised, Spark would try again."""
 
+    # As in `ProbeSpec`; None: it is not checked, and peers neither.
     store: Store | None
     # Names this preflight's objects in the store.
     token: str
@@ -162,6 +164,7 @@ class Probe:
     what: str = ProbeSpec.what
     # The address that workers will dial; None: not checked.
     driver: str | None = None
+    # As in `ProbeSpec`; the host must be able to use TLS then.
     encrypted: bool = False
     # Number of probes that check whether they reach one another; 0: not checked.
     peers: int = 0

@@ -30,6 +30,7 @@ from spark_elastic.worker.slot_agent import SlotAgent
 class SlotTask:
     """The task of a slot, shipped to an executor."""
 
+    # The same for all slots of the job.
     spec: SlotSpec
     # The pickled program, fetched once by each executor.
     program: Payload

@@ -269,6 +269,7 @@ class CheckpointWriter:
 class CheckpointPolicy:
     """When a checkpoint is due: after so many steps or seconds, whichever comes first."""
 
+    # Whose checkpoints they are.
     run_id: str
     # Steps between two checkpoints; None: their number does not matter.
     steps: int | None = None

@@ -70,6 +70,7 @@ class ShardBuilder(SnapshotBuilder):
 class ShardedCommit:
     """What this process holds of one commit."""
 
+    # Its size is the number of shards.
     key: CommitKey
     # What all ranks have alike.
     common: Snapshot

@@ -22,6 +22,7 @@ def get_shard_range(rows: int, size: int, rank: int) -> tuple[int, int]:
 class DividedTensor(NamedTuple):
     """A tensor whose rows are divided over the ranks."""
 
+    # Of all ranks together.
     rows: int
     # Bytes of a row.
     row_bytes: int
@@ -58,7 +59,9 @@ def find_overlaps(rows: int, old_size: int, new_size: int, new_rank: int) -> Ite
 class Place(NamedTuple):
     """Where a rank runs."""
 
+    # The address at which peers reach its workers.
     machine: str
+    # The executor.
     host: str
 
 
@@ -88,6 +91,7 @@ class CommitKey(NamedTuple):
     """Names a commit; of two keys the higher one is the newer commit. The members of a new world commit the same state
     again, divided anew."""
 
+    # Commits so far, as `Position.step` counts them; 0: the initial state.
     number: int
     # (attempt, generation) of the world that made it; (0, 0): it was read from a checkpoint.
     fence: tuple[int, int]
@@ -99,6 +103,7 @@ class CommitKey(NamedTuple):
 class RestorableCommit:
     """A commit of which each shard is there."""
 
+    # The newest that is whole.
     key: CommitKey
     # For each of its shards the rank of the present world that sends it.
     senders: tuple[int, ...]
@@ -108,6 +113,7 @@ class RestorableCommit:
 class LostCommit:
     """A commit of which shards are gone, with all of their copies."""
 
+    # The newest that is known.
     key: CommitKey
     # The numbers of those shards.
     shards: tuple[int, ...]

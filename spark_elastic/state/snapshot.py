@@ -45,8 +45,11 @@ class Extent(NamedTuple):
 class ArrayRef(NamedTuple):
     """A numpy array in a snapshot's memory."""
 
+    # Its bytes.
     extent: Extent
+    # As numpy writes it, with the byte order.
     dtype: str
+    # () for a scalar.
     shape: tuple[int, ...]
 
     def of(self, memory: Bytes) -> npt.NDArray[Any]:

@@ -32,11 +32,15 @@ SEND_EVERY = 2.0  # seconds after which a side without messages sends an empty l
 class ChannelEnd:
     """One side's end of a channel."""
 
+    # That both sides reach.
     store: Store
+    # Of this channel alone, in the store.
     folder: str
+    # The job's, with which messages are signed.
     key: bytes = field(repr=False)
-    # Names of this side and of the other.
+    # Name of this side.
     own: str
+    # Name of the other side.
     other: str
 
     def object_name(self, to: str, number: int) -> str:

@@ -89,7 +89,7 @@ def copy_arrays(arrays: Sequence[Array]) -> FlatBuffer:
 
 @dataclass
 class _Remembered:
-    error: BaseException | None = None
+    error: BaseException | None = None  # since the newest graph began; None: there was none
 
 
 def remember(error: BaseException) -> None:

@@ -46,7 +46,7 @@ Plain = TypeVar("Plain")
 class ExchangeOptions:
     """How gradients are exchanged."""
 
-    reduce: ReduceOptions
+    reduce: ReduceOptions  # the same for all variables that are not local
     sparse_as_dense: bool  # IndexedSlices become dense
     groups: int | Sequence[Sequence[Any]]  # a number of groups to make, or lists of variables
     scale_local: bool  # divide local gradients by the size of the process set

@@ -37,9 +37,9 @@ class InjectedFault:
     drain: SIGPWR to the executor, which decommissions itself under `spark.decommission.enabled=true`, or else dies.
     """
 
-    kind: FaultKind
+    kind: FaultKind  # as described above
     step: int  # of the epoch, from 0
-    epoch: int = 0
+    epoch: int = 0  # from 0
     rank: int = 0  # of the worker, modulo the world's size
     seconds: float = 5.0  # how long a worker is stopped or slow
     pause: float = 0.25  # seconds by which a slow worker's steps are longer

@@ -26,8 +26,8 @@ class Training:
     The optimizer's rates may be changed in any hook, weights only in `on_fit_begin` and `on_fit_end`.
     """
 
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
+    model: torch.nn.Module  # this worker's replica
+    optimizer: torch.optim.Optimizer  # of that model
     rank: int = 0  # in the current world; rank 0 should write files
     size: int = 1  # of the current world
     stopped: str | None = None  # the reason, once a callback has asked to stop
@@ -240,8 +240,8 @@ class Progress:
     epoch: int  # from 0
     step: int  # within the epoch, from 0
     generation: int  # of the world that takes the step
-    rank: int
-    size: int
+    rank: int  # of this worker in that world
+    size: int  # of that world
 
 
 def progress() -> Progress | None:

@@ -180,8 +180,8 @@ class _TensorRef(NamedTuple):
     """A tensor in a snapshot's memory."""
 
     extent: Extent  # its bytes in the memory of the snapshot
-    dtype: torch.dtype
-    shape: tuple[int, ...]
+    dtype: torch.dtype  # with which these bytes are viewed
+    shape: tuple[int, ...]  # () for a scalar
     on_host: bool  # False: it was on the device that the process trains on
 
     @classmethod

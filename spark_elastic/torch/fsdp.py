@@ -71,7 +71,7 @@ class _PieceRef(NamedTuple):
     """A divided tensor in a commit: each rank has its rows."""
 
     number: int  # among the divided tensors of the commit
-    dtype: torch.dtype
+    dtype: torch.dtype  # of whole and piece
     shape: tuple[int, ...]  # of the whole tensor
 
 

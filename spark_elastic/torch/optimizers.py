@@ -17,14 +17,14 @@ from spark_elastic.torch.callbacks import Callback, LearningRateSchedule
 class TrainerPlan:
     """Stands in for a LightningModule's `self.trainer` in `configure_optimizers`, before the first step."""
 
-    max_epochs: int
+    max_epochs: int  # of the fit
     num_training_batches: int  # steps of an epoch
-    current_epoch: int = 0
+    current_epoch: int = 0  # from 0
     global_step: int = 0  # optimizer steps since the training began, in all worlds
     global_rank: int = 0  # ranks are 0 until there is a world, as in Lightning without a Trainer
-    local_rank: int = 0
-    logger: None = None
-    loggers: tuple[()] = ()
+    local_rank: int = 0  # as `global_rank`
+    logger: None = None  # Lightning's; there is none
+    loggers: tuple[()] = ()  # as `logger`
 
     @property
     def estimated_stepping_batches(self) -> int:
@@ -42,9 +42,9 @@ class TrainerPlan:
 class TrainerStandIn(TrainerPlan):
     """Stands in for `self.trainer` in a step: also knows the world that takes it, and whether it trains."""
 
-    world_size: int
-    training: bool
-    sanity_checking: bool = False
+    world_size: int  # of the world that takes the step
+    training: bool  # False: it validates
+    sanity_checking: bool = False  # never: no validation comes before the training
 
     @property
     def validating(self) -> bool:

@@ -43,8 +43,9 @@ class LocalBatch(Generic[R]):
     weights: R | None
     # In bitwise mode the rows of each virtual share of this rank, in order; the arrays above are then empty.
     shares: tuple[LocalBatch[R], ...] = ()
-    # Which of the step's virtual shares these are: the first one's number, and how all ranks divide them.
+    # The number, among the step's virtual shares, of the first of `shares`.
     first_share: int = 0
+    # How all ranks divide the step's virtual shares; None: there are none, or this is one of them.
     division: Division | None = None
     # Labels and weights in memory of the host, where the arrays above are on another device.
     on_host: tuple[tuple[R, ...], R | None] | None = None

@@ -24,7 +24,9 @@ class Rows:
 
     # Where the files of the manifest are.
     data: Store
+    # The files, and the rows in them.
     manifest: Manifest
+    # The order of these rows.
     plan: DataPlan
 
 

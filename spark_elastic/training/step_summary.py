@@ -22,19 +22,19 @@ from spark_elastic.protocol.types import MembershipVersion, Position
 class _Header(NamedTuple):
     """The numbers of a summary as they travel. numpy's record types would take five times as long."""
 
-    attempt: int
-    generation: int
-    epoch: int
-    phase: int
-    step: int
-    version: int
-    layout: int
-    rows: int
-    loss: float
-    denominator: float
-    seconds: float
-    wants_stop: bool
-    has_weight: bool
+    attempt: int  # of the fence
+    generation: int  # of the fence
+    epoch: int  # of the position, as the next two
+    phase: int  # `Phase`
+    step: int  # from 0 in each phase
+    version: int  # as `MembershipVersion.encode` has it
+    layout: int  # hash of how gradients are cut into buckets
+    rows: int  # of this rank
+    loss: float  # sum over these rows
+    denominator: float  # this rank's part
+    seconds: float  # 0.0: not measured
+    wants_stop: bool  # rank 0's counts
+    has_weight: bool  # False: all of the rank's rows have a sample weight of 0
 
 
 _FORMAT = struct.Struct("<QQqqqqQqddd??")

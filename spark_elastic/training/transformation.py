@@ -119,8 +119,11 @@ def _transform_and_reshape(
 class RowBatch:
     """A rank's rows of one step, as a transformation is to see them; crosses to another process."""
 
+    # Column -> an array of the rows' values, before the transformation.
     columns: Mapping[str, Any]
+    # (n,) the global number of each row, which its random numbers go by.
     row_ids: Int64s
+    # From 0.
     epoch: int
     # Where to cut the rows into parts that are transformed one by one: 0, ..., their number. (): nowhere.
     cuts: tuple[int, ...]
@@ -132,9 +135,11 @@ class RowBatch:
 class BatchTransformation:
     """A transformation with all that it needs of the fit; crosses to other processes."""
 
+    # The user's.
     function: Transformation
     # Columns that model and loss take.
     wanted: tuple[str, ...]
+    # Of the fit, for augmentation.
     seed: int
 
     def apply(self, batch: RowBatch) -> dict[str, Any]:

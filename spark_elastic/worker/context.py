@@ -218,6 +218,7 @@ class WaitRecorder:
 class WorkerContext:
     """The worker that this process is, at one point in time."""
 
+    # Its id; the same as long as the process lives.
     worker: WorkerId
     # None before the first world.
     world: World | None = None
@@ -227,6 +228,7 @@ class WorkerContext:
     position: Position | None = None
     # The way to the worker's loop.
     handle: WorkerHandle | None = None
+    # What the users of `group` share; a new one for each group.
     group_context: GroupContext = field(default_factory=GroupContext)
     # The driver, whose key-value store the worker may use; None in a process without one.
     driver: DriverClient | None = None
@@ -236,6 +238,7 @@ class WorkerContext:
     ports: tuple[int, int] | None = None
     # Addresses of the resources that Spark gave to the slot, by name ("gpu").
     resources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # Told of waits for other workers, which the slot's heartbeats report.
     wait_recorder: WaitRecorder = field(default_factory=WaitRecorder)
 
     def require_group(self) -> Group:

@@ -50,8 +50,9 @@ class ChildFds:
 
     # Writing end of the pipe on which the process says that it is warm.
     status: int
-    # Files of `stack_sampler`.
+    # File of `stack_sampler`: since when the main thread waits or works.
     activity: int
+    # File of `stack_sampler`: where the main thread is.
     stacks: int
 
 
@@ -59,12 +60,15 @@ class ChildFds:
 class Header:
     """What a slot tells its child process on the first line of its standard input."""
 
+    # The same for all slots of the job.
     spec: SlotSpec
+    # Of the slot; the process's own worker id follows, once it becomes a worker.
     identity: SlotIdentity
     # Process id of the slot.
     parent: int
     # Length of the pickled program, which follows the header.
     payload_bytes: int
+    # For a process that was spawned; one that was forked has its own numbers for them.
     fds: ChildFds
 
     def to_line(self) -> bytes:

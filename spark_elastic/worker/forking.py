@@ -61,6 +61,7 @@ class InheritedSettings:
 
     # Imported by the server.
     modules: tuple[str, ...]
+    # Of the server; it may hold secrets, and is not shown.
     environment: Mapping[str, str] = field(repr=False)
     # Of the process: folder, umask, limits, signal mask, processors and so on.
     others: tuple[object, ...] = ()

@@ -25,7 +25,7 @@ FAILED = "spark_elastic cannot load: "  # what the process prints before the err
 class LoadingProgram:
     """Takes the place of a worker's program. Its preparation loads the object, or ends the process."""
 
-    payload: bytes
+    payload: bytes  # cloudpickle of the object
 
     def prepare(self) -> None:
         error = find_load_error(self.payload)

@@ -41,7 +41,7 @@ ENVELOPE = 4096  # bytes that the rest of that message needs at most
 class Stopped:
     """The program stopped at a step boundary because a planned change was announced: R6 (step summary)."""
 
-    reason: str
+    reason: str  # in words
 
 
 @dataclass(frozen=True)

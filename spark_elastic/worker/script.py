@@ -34,6 +34,7 @@ class Script:
     path: str
     # The file's bytes, for hosts without that file.
     source: bytes
+    # What follows the script in `sys.argv`.
     arguments: tuple[str, ...] = ()
 
     @classmethod
@@ -75,11 +76,13 @@ class Script:
 class Module:
     """A module to run as `python -m` does."""
 
+    # With its package, as `python -m` takes it.
     name: str
     # The caller's current folder, in which the module is searched first.
     folder: str
     # The file's bytes.
     source: bytes
+    # What follows the module in `sys.argv`.
     arguments: tuple[str, ...] = ()
 
     @classmethod

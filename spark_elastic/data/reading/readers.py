@@ -54,7 +54,7 @@ def open_reader(
 class SampleGroup(NamedTuple):
     """The row group whose first row costs least."""
 
-    number: int
+    number: int  # in the manifest
     bytes: int  # in memory, of what has to be read for it
 
 

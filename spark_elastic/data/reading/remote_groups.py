@@ -32,6 +32,7 @@ class LoadedGroup:
 
     # Bytes of the file.
     size: int
+    # Of that file.
     footer: pq.FileMetaData
     # First byte -> content of the columns.
     ranges: Mapping[int, bytes]

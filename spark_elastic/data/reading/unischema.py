@@ -42,12 +42,15 @@ _DTYPES = {"string_": "bytes_", "unicode_": "str_", "bool": "bool_"}
 class Field(NamedTuple):
     """One field of a schema, in the order of petastorm's UnischemaField."""
 
+    # As in the Parquet file.
     name: str
     # numpy's dtype, "Decimal", or an object of `_Stored`.
     numpy_dtype: Any
     # Of one row; None stands for a dimension of any length.
     shape: tuple[int | None, ...]
+    # Petastorm's object, by whose class `codec_name` goes; None: values are stored as they are.
     codec: Any = None
+    # Not read here: the values tell.
     nullable: Any = False
 
     def __setstate__(self, state: object) -> None:

@@ -36,6 +36,7 @@ class _OutputLoss:
     loss: Any
     # Its weight in the sum of the losses.
     weight: float
+    # As Keras names it; the history has it as NAME_loss.
     name: str
     # The reduction that the user chose.
     reduction: str

@@ -64,15 +64,19 @@ class KerasUserObjects:
 class ConnectedModel:
     """How a model and its losses take the columns, which a call of the model with some rows has shown."""
 
+    # How feature columns become inputs.
     inputs: Inputs
     # In the order of the outputs.
     label_cols: Sequence[str]
     # Without class weights, as Keras validates.
     batches: BatchBuilder
+    # How inputs and outputs are nested.
     structure: Structure
+    # Those that the model was compiled with, one for each output that has one.
     losses: CompiledLosses
     # Of those rows, in the structure of the outputs.
     labels: Any
+    # Of those rows.
     outputs: Any
 
     @classmethod

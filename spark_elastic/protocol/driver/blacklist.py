@@ -43,8 +43,8 @@ def compute_cooldown(name: str, failures: int, lower: float, upper: float) -> fl
 
 @dataclass(frozen=True)
 class Blacklist:
-    slots: Cooldowns = field(default_factory=Table)
-    hosts: Cooldowns = field(default_factory=Table)
+    slots: Cooldowns = field(default_factory=Table)  # by slot id
+    hosts: Cooldowns = field(default_factory=Table)  # each as a whole, with all of its slots
     links: Table[frozenset[str], Cooldown] = field(default_factory=Table)  # by the two machines at the ends
     # By host, which of its slots failed and when (the newest failure of each).
     failed: Table[HostId, tuple[tuple[SlotId, float], ...]] = field(default_factory=Table)

@@ -549,9 +549,9 @@ def group_by_machine(
 class ChosenWorker:
     """A worker that becomes a member of the next world."""
 
-    worker: WorkerId
-    slot: SlotId
-    host: HostId
+    worker: WorkerId  # a living one, warm or of the world before
+    slot: SlotId  # that its process runs in
+    host: HostId  # the executor that carries the slot
     position: Position | None  # of its state; None: a newcomer
     machine: str = ""  # that carries its host; "": the host is one
 

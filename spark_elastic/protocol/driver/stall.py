@@ -25,8 +25,8 @@ ENDED = ("", "X", "Z")  # states of a process that is no more
 
 @dataclass(frozen=True)
 class Stall:
-    member: Member
-    text: str
+    member: Member  # the one that the others wait for
+    text: str  # who keeps others waiting, for how long, and what its process does
 
 
 def find_stalls(

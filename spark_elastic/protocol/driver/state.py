@@ -53,7 +53,7 @@ class Part:
 class _LiveRecords(Part, Mapping[K, V]):
     """A part that can be read as a mapping of the records of what is alive."""
 
-    alive: Table[K, V] = field(default_factory=Table)
+    alive: Table[K, V] = field(default_factory=Table)  # the records; only the methods of the part change it
 
     def __getitem__(self, key: K) -> V:
         return self.alive[key]
@@ -93,7 +93,7 @@ class SlotLaunch:
 class DelayedLaunch:
     """A slot launch that waits for its time."""
 
-    until: float
+    until: float  # when it is launched
     reason: str  # why there is a launch at all
 
 
@@ -166,11 +166,12 @@ class Hosts(Part):
 class SlotRecord:
     """A slot task that is alive: one attempt of a launch's task."""
 
-    slot: SlotId
-    launch: int
-    host: HostId
+    slot: SlotId  # its own id
+    launch: int  # the number of the `SlotLaunch` that carries it
+    host: HostId  # the executor that carries it
     last_seen: float  # when its last heartbeat came
     extra: bool = False  # another attempt of its task was alive when it came: R14 (duplicates)
+    # A living one, spares not counted. None: it has announced none since it lost its last.
     worker: WorkerId | None = None
     disconnected_at: float | None = None  # since when its control connection is broken
     node: str = ""  # its machine's name
@@ -195,9 +196,9 @@ class SlotEnd(Enum):
 class Slots(_LiveRecords[SlotId, SlotRecord]):
     """Slots that are alive, by name."""
 
-    # Indexes, so that an event costs its own slot or host, never all of them.
+    # Slots of a host, so that an event costs its own, never all.
     _by_host: Table[HostId, tuple[SlotId, ...]] = field(default_factory=Table)
-    _by_launch: Table[int, tuple[SlotId, ...]] = field(default_factory=Table)
+    _by_launch: Table[int, tuple[SlotId, ...]] = field(default_factory=Table)  # the same, by launch
     departed: Table[SlotId, str] = field(default_factory=Table)  # gone or refused, and why
     # Slots that take no part, but must not return yet: R14 (duplicates).
     excluded: Table[SlotId, None] = field(default_factory=Table)
@@ -264,19 +265,20 @@ class DrainCause(Enum):
 class WorkerRecord:
     """A worker that is alive."""
 
-    worker: WorkerId
-    slot: SlotId
-    host: HostId
+    worker: WorkerId  # its own id
+    slot: SlotId  # that its process runs in
+    host: HostId  # as in its `SlotRecord`
     last_seen: float  # when it was last known to run
-    status: WorkerStatus = WorkerStatus.STARTING
+    status: WorkerStatus = WorkerStatus.STARTING  # the stage of its life, which the status page shows
     arrival: int = 0  # its number in the order in which newcomers came; 0: it has not come yet
     arrived_at: float = 0.0  # when it came as a newcomer
     rank: int | None = None  # in the newest world; None: it is no member of it
     formed: bool = False  # it has built that world's group
     has_left: bool = False  # it has left that world at `position`, by asking for the next or with a result
+    # Of its state when it last left a world; None: it held none, or has left none.
     position: Position | None = None
     draining: str = ""  # why it has to leave, "" if it stays
-    drain_cause: DrainCause | None = None
+    drain_cause: DrainCause | None = None  # None if it stays
     extra: bool = False  # as in its `SlotRecord`
 
     @property
@@ -294,7 +296,7 @@ class WorkerRecord:
 class DepartedWorker:
     """A worker that left or ended, was evicted, or was removed with its slot."""
 
-    reason: str
+    reason: str  # a sentence, with which later messages of the worker are answered
     # Its slot has not reported the exit of its process yet. If the exit failed, it counts as a failure then.
     exit_unreported: bool = False
     took_part: bool = False  # it had been in a world
@@ -305,6 +307,7 @@ class DepartedWorker:
 class Workers(_LiveRecords[WorkerId, WorkerRecord]):
     """Workers that are alive, by name, and how many of them are in a condition that forming a world waits for."""
 
+    # Kept until the job ends, so that late messages get an answer.
     departed: Table[WorkerId, DepartedWorker] = field(default_factory=Table)
     waiting: Table[WorkerId, None] = field(default_factory=Table)  # warm newcomers in order of arrival
     arrivals: int = 0  # how many newcomers have come so far
@@ -381,6 +384,7 @@ class PossiblyAliveMembers(Part):
     """Evicted members that are not known to be dead. A connection that was closed and an executor that is lost prove
     together that a member is dead; one of them alone does not."""
 
+    # Those that are known to be dead are dropped.
     members: Table[WorkerId, PossiblyAlive] = field(default_factory=Table)
     # By the launch of their slot, for most of ten thousand are of other launches. Some of them are dead by now.
     _by_launch: Table[int, tuple[WorkerId, ...]] = field(default_factory=Table)
@@ -450,7 +454,7 @@ class Connections(Part):
     mass_disconnect_at: float = float("-inf")  # when last all workers were disconnected together
     driver_partitioned_at: float = float("-inf")  # when last the driver itself was cut off or paused
     last_lease_check: float = float("inf")  # when the leases were last checked
-    next_lease_check: float = 0.0
+    next_lease_check: float = 0.0  # the first tick from this time on checks them
 
     def restore(self, worker: WorkerId) -> None:
         self.disconnected = self.disconnected.drop(worker)
@@ -469,10 +473,10 @@ class Connections(Part):
 class Failure:
     """A failure that is a worker's own."""
 
-    at: float
+    at: float  # when the driver learned of it
     generation: int  # 0: before it was in any world
-    worker: WorkerId
-    position: Position | None
+    worker: WorkerId  # usually departed by now
+    position: Position | None  # where it raised, or, for an exit, where its world began; None: the beginning
     fingerprint: str  # of the exception; "" if there was none
     detail: str  # the traceback, or a sentence
     crash: str = ""  # how and where native code ended it, "" if nothing did
@@ -492,7 +496,7 @@ class FailureHistory(Part):
     # Workers that a signal, or the end of their slot or host, took out of a world, and which world.
     externally_lost: Table[WorkerId, int] = field(default_factory=Table)
     worlds_without_progress: int = 0  # in a row: they broke, lost no member and came no further
-    without_progress_since: float = 0.0
+    without_progress_since: float = 0.0  # when the first of these worlds was counted
     broken_links: tuple[frozenset[WorkerId], ...] = ()  # in these worlds
     left_out_at: Position | None = None  # where a member at a dead link was left out last
 
@@ -534,8 +538,8 @@ class JobStage(Enum):
 class CurrentWorld(Part):
     """The newest world, the changes announced to it, and its condition."""
 
-    world: World | None = None
-    generation: int = 0
+    world: World | None = None  # kept while the next is formed; None before the first
+    generation: int = 0  # of the last published world; 0 before the first
     version: MembershipVersion = INITIAL_VERSION  # of the newest announced change
     announced: bool = False  # the world was told to stop at its next boundary
     end_announced: bool = False  # and that this boundary is the job's last
@@ -547,7 +551,7 @@ class CurrentWorld(Part):
     broken_links: tuple[frozenset[WorkerId], ...] = ()
     late: frozenset[WorkerId] = frozenset()  # members evicted because they did not come to the regroup
     stalled: Table[WorkerId, str] = field(default_factory=Table)  # members that kept others waiting, and how
-    results: Table[WorkerId, str] = field(default_factory=Table)
+    results: Table[WorkerId, str] = field(default_factory=Table)  # JSON text, by members that returned
 
     def enter(self, world: World) -> None:
         """A new world was published."""
@@ -587,21 +591,22 @@ class Timers(Part):
 class DriverState(Part):
     """Everything that the driver knows about a job. Times are monotonic seconds, in the sense of `Event.now`."""
 
-    limits: Limits
-    attempt: int
-    stage: JobStage = JobStage.GATHERING
+    limits: Limits  # never changes
+    attempt: int  # of this driver, the first half of every fence; never changes
+    stage: JobStage = JobStage.GATHERING  # ENDED is final
     checkpoints: tuple[Checkpoint, ...] = ()  # the published ones, newest first
     checkpoints_kept: int | None = None  # how many the full store has room for; None: as many as `limits` say
-    blacklist: Blacklist = field(default_factory=Blacklist)
-    launches: Launches = field(default_factory=Launches)
-    hosts: Hosts = field(default_factory=Hosts)
-    slots: Slots = field(default_factory=Slots)
-    workers: Workers = field(default_factory=Workers)
+    blacklist: Blacklist = field(default_factory=Blacklist)  # what cools down after failures
+    launches: Launches = field(default_factory=Launches)  # slot launches that run or are delayed
+    hosts: Hosts = field(default_factory=Hosts)  # that may carry slots, or drain
+    slots: Slots = field(default_factory=Slots)  # slot tasks that are alive
+    workers: Workers = field(default_factory=Workers)  # that are alive, spares not counted
+    # Evicted members that may train on.
     possibly_alive: PossiblyAliveMembers = field(default_factory=PossiblyAliveMembers)
-    connections: Connections = field(default_factory=Connections)
-    failures: FailureHistory = field(default_factory=FailureHistory)
-    current: CurrentWorld = field(default_factory=CurrentWorld)
-    timers: Timers = field(default_factory=Timers)
+    connections: Connections = field(default_factory=Connections)  # for the failure detector
+    failures: FailureHistory = field(default_factory=FailureHistory)  # that still count
+    current: CurrentWorld = field(default_factory=CurrentWorld)  # the newest world
+    timers: Timers = field(default_factory=Timers)  # from which deadlines count
 
     @property
     def world(self) -> World | None:

@@ -140,6 +140,7 @@ class ValidationSplit:
     fraction: float = 0.0
     # Rows where this column is true or above 0 validate.
     column: str | None = None
+    # Of the fit; it changes which rows the fraction takes.
     seed: int = 0
 
     def select(self, df: DataFrame, types: Mapping[str, ColumnType]) -> DataFrame:
@@ -198,9 +199,13 @@ def materialize(
 class _Target:
     """Where and how a data set is written."""
 
+    # Executors and driver both reach it.
     store: Store
+    # In the store; nothing else is written there.
     folder: str
+    # What the rows come from and how they are written: `fingerprint_table`.
     fingerprint: str
+    # How files are laid out.
     options: WriteOptions
 
     def write(self, rows: DataFrame, row_bytes: int | None, folders: str | None = None) -> None:

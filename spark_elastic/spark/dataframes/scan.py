@@ -33,8 +33,8 @@ class MissingValues:
     refuse: an error with their number. drop: they are left out, and a log line has their number. keep: they stay.
     """
 
-    nulls: Literal["refuse", "drop"] = "refuse"
-    nans: Literal["keep", "refuse", "drop"] = "refuse"
+    nulls: Literal["refuse", "drop"] = "refuse"  # in columns of any type
+    nans: Literal["keep", "refuse", "drop"] = "refuse"  # in columns of floats
 
     def __post_init__(self) -> None:
         if self.nulls not in ("refuse", "drop"):

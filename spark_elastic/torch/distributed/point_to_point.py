@@ -32,9 +32,11 @@ SHORT = FRAME - HEADING.size  # bytes of a message that fits into its frame
 class _Receive:
     """A posted receive."""
 
+    # That of the messages that it takes.
     tag: int
     # The rank that it takes a message from; None: any.
     source: int | None
+    # Receives the message, which must have its size.
     target: Operand
     # Completed with the sender's rank.
     future: Future[int] = field(default_factory=Future)

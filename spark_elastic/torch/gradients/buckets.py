@@ -21,8 +21,8 @@ ALIGN = 64  # bytes between the beginnings of two gradients: a cache line
 class ParameterSpec:
     """What the ranks must know of a parameter to cut its gradient into the same bucket."""
 
-    name: str
-    shape: tuple[int, ...]
+    name: str  # within the model, part of the layout's hash
+    shape: tuple[int, ...]  # of the whole parameter
     dtype: str  # as torch names it
     itemsize: int  # bytes
     device: str = "cpu"  # of its gradient
@@ -39,20 +39,20 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class Slice:
-    """Where a parameter lies in its bucket: elements [offset, offset + numel)."""
+    """Where a parameter lies in its bucket."""
 
     index: int  # its number among the parameters
-    offset: int
-    numel: int
+    offset: int  # elements before it, padding included
+    numel: int  # elements
 
 
 @dataclass(frozen=True)
 class Bucket:
     """Gradients that are summed by one collective."""
 
-    dtype: str
+    dtype: str  # of all of them, as torch names it
     numel: int  # elements, padding included
-    slices: tuple[Slice, ...]
+    slices: tuple[Slice, ...]  # in their order in memory
 
 
 def build_buckets(

@@ -87,7 +87,7 @@ class _Step:
     write_counts: list[int | None]  # by bucket: its write count after the newest gradient
     reducer: StepReducer | None  # None: this process trains alone
     launched: int = 0  # buckets that `reducer` has got
-    is_open: bool = True
+    is_open: bool = True  # gradients count, until it is finished or given up
     shares_left: int = 0  # virtual shares of this rank that were not completed
     in_share: bool = False  # whether one was begun and not completed
     # Called with each parameter's gradient of the virtual share under way.

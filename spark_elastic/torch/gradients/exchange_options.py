@@ -20,10 +20,9 @@ from spark_elastic.torch.tensors import get_dtype_name
 class ExchangeOptions:
     """How gradients are exchanged; the same on all ranks."""
 
-    bucket_bytes: int = BUCKET_BYTES
-    groups: tuple[
-        tuple[int, ...], ...
-    ] = ()  # numbers of parameters that travel together: see `build_buckets`
+    bucket_bytes: int = BUCKET_BYTES  # about so many in each bucket: see `build_buckets`
+    # Numbers of parameters that travel together: see `build_buckets`.
+    groups: tuple[tuple[int, ...], ...] = ()
     average: bool = False  # divide by the size of the group
     predivide: float = 1.0  # divide by this much before the sum, and by the rest after it
     wire: str | None = None  # the engine's format of float32; None: as it is

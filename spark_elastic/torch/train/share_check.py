@@ -32,9 +32,11 @@ MAX_WITNESSES = 2  # one shows a difference, the second decides who is wrong
 class ShareCheck:
     """A virtual share that several ranks compute."""
 
+    # Its number among the step's shares.
     share: int
-    # The rank whose share it is, and those that compute it, too.
+    # The rank whose share it is.
     owner: int
+    # One or two ranks that compute it, too.
     witnesses: tuple[int, ...]
 
 

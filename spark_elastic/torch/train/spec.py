@@ -138,6 +138,7 @@ def _to_plain(value: Any) -> Any:
 class TorchUserObjects:
     """The objects that the user gave to the estimator, checked."""
 
+    # May be a LightningModule.
     model: torch.nn.Module
     # Over the model's parameters and pickled together with it, or a function that builds one; None: the model is a
     # LightningModule, which builds its own.
@@ -148,6 +149,7 @@ class TorchUserObjects:
     loss_weights: tuple[float, ...] | None = None
     # Functions or torchmetrics objects, by name.
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    # Called in this order.
     callbacks: tuple[Callback, ...] = ()
     # The user's own forward pass and loss of a part of a batch.
     train_minibatch_fn: Callable[..., Any] | None = None

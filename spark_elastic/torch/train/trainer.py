@@ -65,6 +65,7 @@ class ArrivingBatch:
 
     # What it is made of.
     rows: StepRows
+    # On the device; complete once `arrival` is.
     batch: LocalBatch[torch.Tensor]
     # None: the device is the CPU, and everything is there.
     arrival: Arrival | None
