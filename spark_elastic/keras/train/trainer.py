@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import keras
@@ -19,7 +20,7 @@ from spark_elastic.data.loader import StepRows
 from spark_elastic.data.reading.readers import read_sample_row
 from spark_elastic.errors import InvalidInput
 from spark_elastic.keras.train.archive import Archive, save_model
-from spark_elastic.keras.train.batching import BatchBuilder, Inputs, order_labels
+from spark_elastic.keras.train.batching import BatchBuilder, Inputs, order_labels, pack_inputs
 from spark_elastic.keras.train.callbacks import KerasCallbackList
 from spark_elastic.keras.train.compiled import CompiledLosses, CompiledMetrics
 from spark_elastic.keras.train.state import KerasTrainingState
@@ -92,13 +93,7 @@ class ConnectedModel:
 
 def _call_model(model: Any, rows: LocalBatch[Any]) -> tuple[Structure, Any]:
     """How inputs and outputs are nested, and the outputs of these rows."""
-    nested = getattr(model, "input", None) if getattr(model, "inputs", None) else None
-
-    def inputs(arrays: Sequence[Any]) -> Any:
-        if nested is not None:
-            return keras.tree.pack_sequence_as(nested, list(arrays))
-        return arrays[0] if len(arrays) == 1 else list(arrays)
-
+    inputs = partial(pack_inputs, model)
     outputs = model(inputs([np.asarray(array) for array in rows.features]), training=False)
 
     def pack_outputs(values: Sequence[Any]) -> Any:
