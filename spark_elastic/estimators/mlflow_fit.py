@@ -152,18 +152,22 @@ def _open_run(mlflow: Any, logger: MLflowLogger | None) -> Iterator[None]:
         with nullcontext() if mlflow.active_run() is not None else mlflow.start_run():
             yield
         return
-    before = mlflow.get_tracking_uri()
     run_id = logger.find_run()
     if run_id is None:
         raise InvalidInput(
             "the MLflowLogger has no run yet: pass the one that was among the callbacks of this fit."
         )
+    fluent: Any = importlib.import_module("mlflow.tracking.fluent")
+    # MLflow opens no run of another experiment than the user has set, and tells it nowhere else.
+    before = mlflow.get_tracking_uri(), getattr(fluent, "_active_experiment_id", None)
     mlflow.set_tracking_uri(logger.tracking_uri)
     try:
+        fluent._active_experiment_id = mlflow.get_run(run_id).info.experiment_id
         with mlflow.start_run(run_id=run_id, nested=True):
             yield
     finally:
-        mlflow.set_tracking_uri(before)
+        mlflow.set_tracking_uri(before[0])
+        fluent._active_experiment_id = before[1]
 
 
 def _import_mlflow() -> Any:

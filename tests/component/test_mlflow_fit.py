@@ -17,6 +17,7 @@ pytest.importorskip("pyspark")
 
 import keras
 import mlflow
+from mlflow.tracking import fluent
 
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
@@ -141,6 +142,23 @@ def test_a_keras_model_is_given_its_inputs_by_name_and_in_their_shapes(tracking:
     given = {name: given[name] for name in names}
     loaded = mlflow.pyfunc.load_model(info.model_uri)
     np.testing.assert_allclose(loaded.predict(given), np.asarray(net(given)), rtol=1e-5)
+
+
+def test_the_logger_s_run_may_be_of_another_experiment_than_the_user_s(
+    tracking: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", "0")  # which set_experiment changes
+    monkeypatch.setattr(fluent, "_active_experiment_id", None)
+    net, logger = torch.nn.Linear(4, 2), MLflowLogger(tracking, "digits")
+    _play_training(logger)
+    mine = mlflow.set_experiment("mine").experiment_id
+    log_fit(_make_estimator(), ElasticTorchModel(TorchPredictor(pack(net), COLUMNS), SUMMARY), logger=logger)
+    logged = mlflow.get_run(logger.find_run())
+    assert logged.data.params["epochs"] == "2"
+    (found,) = mlflow.search_logged_models([logged.info.experiment_id], output_format="list")
+    assert found.source_run_id == logged.info.run_id
+    with mlflow.start_run() as run:
+        assert run.info.experiment_id == mine
 
 
 def test_a_transformation_needs_a_signature_from_the_user() -> None:
