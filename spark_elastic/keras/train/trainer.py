@@ -150,6 +150,7 @@ class KerasTrainer:
         self._batches = BatchBuilder(config, found.inputs, found.label_cols, objects.class_weight)
         self._validation_batches = found.batches
         losses, structure = found.losses, found.structure
+        self._loss_names = losses.names
         self._metrics = CompiledMetrics(model, losses.names, structure.outputs, bool(model.run_eagerly))
         self._metrics.build(found.labels, found.outputs)
         params = {"epochs": config.epochs, "steps": spec.plan.steps, "verbose": 0}
@@ -213,9 +214,11 @@ class KerasTrainer:
     def epoch_metrics(self) -> dict[str, Any]:
         rate = getattr(self.model.optimizer, "learning_rate", None)  # a MultiOptimizer has none of its own
         found = {} if rate is None else {"learning_rate": float(np.asarray(rate))}
-        found.update(self.state.progress.train_metrics)
+        progress, losses = self.state.progress, self._loss_names
+        found.update(progress.epoch.correct_losses(progress.train_metrics, losses))
         if self._spec.validation is not None:
-            found.update({f"val_{name}": value for name, value in self._metrics.results().items()})
+            validated = progress.validation.correct_losses(self._metrics.results(), losses)
+            found.update({f"val_{name}": value for name, value in validated.items()})
         return found
 
     def reset_metrics(self) -> None:

@@ -47,6 +47,16 @@ def test_losses_are_nan_where_all_sample_weights_are_zero(tmp_path: Path) -> Non
     assert [math.isnan(results[0]["history"][0][name]) for name in ("loss", "val_loss")] == [True, True]
 
 
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+def test_losses_of_outputs_are_nan_only_where_all_sample_weights_are_zero(
+    weight: float, tmp_path: Path
+) -> None:
+    job = replace(JOBS["two outputs"], weight="w", validates=True, epochs=1)
+    (entry, *_), *_ = (each["history"] for each in train_in_two(job, *make_data(tmp_path, weight)))
+    names = [prefix + name for prefix in ("", "val_") for name in ("w_loss", "id_loss")]
+    assert [math.isnan(entry[name]) for name in names] == [weight == 0] * 4
+
+
 def train_in_two(job: Job, store: Store, manifest: Manifest) -> list[dict[str, Any]]:
     world: Any = SimpleNamespace(version=INITIAL_VERSION, fence=(1, 1), source=0, resume=(), receivers=())
     handle: Any = SimpleNamespace(
