@@ -217,6 +217,7 @@ class KerasTrainer:
         progress, losses = self.state.progress, self._loss_names
         found.update(progress.epoch.correct_losses(progress.train_metrics, losses))
         if self._spec.validation is not None:
+            self._metrics.sums = progress.metric_sums  # this worker may have joined since the last step
             validated = progress.validation.correct_losses(self._metrics.results(), losses)
             found.update({f"val_{name}": value for name, value in validated.items()})
         return found

@@ -42,6 +42,16 @@ def test_p2_a_world_of_two_equals_keras(name: str, tmp_path: Path) -> None:
         assert all(epoch["val_rows"] == ROWS and 0 < epoch["val_accuracy"] <= 1 for epoch in history)
 
 
+def test_a_worker_that_joins_behind_the_validation_knows_its_losses(tmp_path: Path) -> None:
+    task = replace(JOBS["two outputs"], validates=True).task(*make_data(tmp_path))
+    task.prepare()
+    progress, trainer = task._state.progress, task._trainer
+    progress.metric_sums, progress.validation.has_weight = {"w_loss": [6.0, 3]}, True  # as received
+    assert trainer.epoch_metrics()["val_w_loss"] == 2.0
+    task.close()
+    keras.config.set_floatx("float32")
+
+
 def test_losses_are_nan_where_all_sample_weights_are_zero(tmp_path: Path) -> None:
     results = train_in_two(replace(JOBS["row weights"], epochs=1), *make_data(tmp_path, weight=0.0))
     assert [math.isnan(results[0]["history"][0][name]) for name in ("loss", "val_loss")] == [True, True]
