@@ -10,6 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import keras
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from elastic_collectives import Group
@@ -39,7 +41,8 @@ def test_p2_a_world_of_two_equals_keras(name: str, tmp_path: Path) -> None:
     assert [epoch["loss"] for epoch in history] == pytest.approx(losses, rel=1e-9)
     assert [epoch["rows"] for epoch in history] == [ROWS] * job.epochs
     if job.validates:
-        assert all(epoch["val_rows"] == ROWS and 0 < epoch["val_accuracy"] <= 1 for epoch in history)
+        (name,) = {"val_accuracy", "val_positive"} & set(history[0])
+        assert all(epoch["val_rows"] == ROWS and 0 < epoch[name] <= 1 for epoch in history)
 
 
 def test_a_worker_that_joins_behind_the_validation_knows_its_losses(tmp_path: Path) -> None:
@@ -50,6 +53,14 @@ def test_a_worker_that_joins_behind_the_validation_knows_its_losses(tmp_path: Pa
     assert trainer.epoch_metrics()["val_w_loss"] == 2.0
     task.close()
     keras.config.set_floatx("float32")
+
+
+def test_metrics_of_layers_see_each_row_once_an_epoch(tmp_path: Path) -> None:
+    store, manifest = make_data(tmp_path)
+    results = train_in_two(JOBS["metrics of layers"], store, manifest)
+    x = np.stack(pq.read_table(store.path("rows/part.parquet"))["x"].to_numpy())
+    for epoch in [*results[0]["history"], *results[1]["history"]]:
+        assert [epoch[name] for name in ("positive", "val_positive")] == pytest.approx([(x > 0).mean()] * 2)
 
 
 def test_losses_are_nan_where_all_sample_weights_are_zero(tmp_path: Path) -> None:
