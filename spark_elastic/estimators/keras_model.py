@@ -18,10 +18,10 @@ from pyspark.ml.util import MLReadable, MLReader
 
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import StoreError
-from spark_elastic.estimators.predictor import Floats, choose_gpu, predict_in_batches
+from spark_elastic.estimators.predictor import Floats, choose_gpu, name_parts, predict_in_batches
 from spark_elastic.estimators.transformer import ElasticModel, ModelReader
 from spark_elastic.keras.train.archive import Archive
-from spark_elastic.keras.train.batching import Inputs, order_labels
+from spark_elastic.keras.train.batching import Inputs, order_labels, pack_inputs
 from spark_elastic.tensorflow.devices import let_gpu_memory_grow
 from spark_elastic.training.transformation import transform_inputs
 
@@ -74,16 +74,23 @@ class KerasPredictor:
         with tf.device("CPU:0" if number is None else f"GPU:{number}"):
             return predict_in_batches(self.columns, columns, self._forward, self.widths)
 
+    def call_model(self, columns: Sequence[npt.NDArray[Any]]) -> tuple[Any, Any]:
+        model = self.archive.load()
+        with self.archive.default_dtype():
+            inputs = Inputs.of(model, self.columns)
+        arrays = inputs.arrays({c.name: values for c, values in zip(self.columns, columns, strict=True)})
+        given = pack_inputs(model, arrays)
+        outputs = keras.tree.map_structure(np.asarray, model(given, training=False))
+        tensors = getattr(model, "inputs", None) or inputs.columns  # a class of the user's names no inputs
+        return _name_parts(given, [each.name for each in tensors]), _name_parts(outputs)
+
     @cached_property
     def _called(self) -> Any:
         """(inputs of the columns, function of them, transformation)."""
         model = self.archive.load()
-        nested = getattr(model, "input", None) if getattr(model, "inputs", None) else None
 
         def call(arrays: list[Any]) -> list[Any]:
-            single = arrays[0] if len(arrays) == 1 else arrays
-            inputs = single if nested is None else keras.tree.pack_sequence_as(nested, arrays)
-            outputs = model(inputs, training=False)
+            outputs = model(pack_inputs(model, arrays), training=False)
             found = list(keras.tree.flatten(outputs))
             if not self.labels:
                 return found
@@ -101,6 +108,13 @@ class KerasPredictor:
         named = {c.name: values for c, values in zip(self.columns, given, strict=True)}
         outputs = call([tf.constant(array) for array in columns.arrays(named)])
         return [np.asarray(o).reshape(len(inputs[0]), -1).astype(np.float64) for o in outputs]
+
+
+def _name_parts(structure: Any, names: Sequence[str] = ()) -> Any:
+    """The only part, or several by name; those of a dict have its keys."""
+    if isinstance(structure, Mapping) and not any(map(keras.tree.is_nested, structure.values())):
+        return dict(structure)
+    return name_parts(keras.tree.flatten(structure), names)
 
 
 class ElasticKerasModel(ElasticModel, MLReadable["ElasticKerasModel"]):  # type: ignore[misc,unused-ignore]

@@ -32,7 +32,7 @@ from spark_elastic.keras.train.archive import (
     select_user_objects,
 )
 from spark_elastic.keras.train.batching import BatchBuilder, order_features, order_labels
-from spark_elastic.keras.train.compiled import CompiledLosses
+from spark_elastic.keras.train.compiled import CompiledLosses, compute_results, list_layer_metrics
 from spark_elastic.keras.train.trainer import ConnectedModel, KerasUserObjects
 from spark_elastic.tensorflow.sync_batch_norm import SyncBatchNormalization
 from spark_elastic.torch.generators import seeded_rng
@@ -134,11 +134,12 @@ def _list_epoch_numbers(model: Any) -> list[str] | None:
         return None
     outputs = getattr(model, "output", model.outputs[0])
     losses = CompiledLosses(model, outputs, outputs)
-    if model._compile_metrics is None:
-        return ["loss", *losses.names]
+    metrics = list_layer_metrics(model)
     try:
-        model._compile_metrics.build(outputs, outputs)
-        return ["loss", *losses.names, *model._compile_metrics.result()]
+        if model._compile_metrics is not None:
+            model._compile_metrics.build(outputs, outputs)
+            metrics.append(model._compile_metrics)
+        return ["loss", *losses.names, *compute_results(metrics)]
     except Exception:  # a metric of the user's may have no result without rows
         return None
 

@@ -115,29 +115,8 @@ def make_signature(model: ElasticModel) -> Any:
             "signature=mlflow.models.infer_signature(inputs, outputs) of what transformation_fn returns."
         )
     columns = [np.zeros((ROWS, *column.shape), column.dtype) for column in predictor.columns]
-    if isinstance(predictor, TorchPredictor):
-        inputs, outputs = _call_torch(predictor, columns)
-    else:
-        inputs, outputs = _call_keras(model.getModel(), columns)
-    names = [column.name for column in predictor.columns]
-    given = inputs[0] if len(inputs) == 1 else dict(zip(names, inputs, strict=True))
-    returned = outputs[0] if len(outputs) == 1 else {f"output_{i}": each for i, each in enumerate(outputs)}
+    given, returned = predictor.call_model(columns)
     return importlib.import_module("mlflow.models").infer_signature(given, returned)
-
-
-def _call_torch(predictor: TorchPredictor, columns: list[Any]) -> tuple[list[Any], list[Any]]:
-    tensors = [predictor.make_tensor(column) for column in columns]
-    outputs = predictor.call_module(tensors)
-    return [tensor.numpy() for tensor in tensors], [output.numpy() for output in outputs]
-
-
-def _call_keras(model: Any, columns: list[Any]) -> tuple[list[Any], list[Any]]:
-    tensors = getattr(model, "inputs", None) or ()
-    if len(tensors) == len(columns):
-        columns = [column.astype(str(tensor.dtype)) for column, tensor in zip(columns, tensors, strict=True)]
-    outputs = model(columns[0] if len(columns) == 1 else columns, training=False)
-    keras = importlib.import_module("keras")
-    return columns, [np.asarray(output) for output in keras.tree.flatten(outputs)]
 
 
 def _choose_format(flavor: Any) -> dict[str, str]:
@@ -173,18 +152,22 @@ def _open_run(mlflow: Any, logger: MLflowLogger | None) -> Iterator[None]:
         with nullcontext() if mlflow.active_run() is not None else mlflow.start_run():
             yield
         return
-    before = mlflow.get_tracking_uri()
     run_id = logger.find_run()
     if run_id is None:
         raise InvalidInput(
             "the MLflowLogger has no run yet: pass the one that was among the callbacks of this fit."
         )
+    fluent: Any = importlib.import_module("mlflow.tracking.fluent")
+    # MLflow opens no run of another experiment than the user has set, and tells it nowhere else.
+    before = mlflow.get_tracking_uri(), getattr(fluent, "_active_experiment_id", None)
     mlflow.set_tracking_uri(logger.tracking_uri)
     try:
+        fluent._active_experiment_id = mlflow.get_run(run_id).info.experiment_id
         with mlflow.start_run(run_id=run_id, nested=True):
             yield
     finally:
-        mlflow.set_tracking_uri(before)
+        mlflow.set_tracking_uri(before[0])
+        fluent._active_experiment_id = before[1]
 
 
 def _import_mlflow() -> Any:

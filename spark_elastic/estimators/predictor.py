@@ -166,6 +166,12 @@ def _build_null_error(column: Column) -> InvalidInput:
     return InvalidInput(f"column {column.name!r} has nulls: fill or drop them before transform.")
 
 
+def name_parts(parts: Sequence[Any], names: Sequence[str] = ()) -> Any:
+    """The only part, or several by name. names: (): numbers."""
+    found = names or [f"output_{number}" for number in range(len(parts))]
+    return parts[0] if len(parts) == 1 else dict(zip(found, parts, strict=True))
+
+
 @dataclass(frozen=True)
 class ModuleWithTransformation:
     """A module whose inputs a function makes of the feature columns; packed in the module's place."""
@@ -243,6 +249,12 @@ class TorchPredictor:
         forward = partial(self._forward, device="cpu" if number is None else f"cuda:{number}")
         return predict_in_batches(self.columns, columns, forward, self.widths)
 
+    def call_model(self, columns: Sequence[npt.NDArray[Any]]) -> tuple[Any, Any]:
+        tensors = [self.make_tensor(column) for column in columns]
+        outputs = [output.numpy() for output in self.call_module(tensors)]
+        inputs = [tensor.numpy() for tensor in tensors]
+        return name_parts(inputs, [column.name for column in self.columns]), name_parts(outputs)
+
     def call_module(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         """The module's outputs for its inputs, which lie where the module does."""
         with torch.inference_mode():
@@ -293,6 +305,10 @@ class Predictor(Protocol):
     @property
     def needs_sample(self) -> bool:
         """Whether `widths` must be given rows to try."""
+        ...
+
+    def call_model(self, columns: Sequence[npt.NDArray[Any]]) -> tuple[Any, Any]:
+        """(what the model takes of the feature columns, what it returns): arrays, or dicts of several by name."""
         ...
 
     def widths(self, sample: Sequence[Sequence[Any]] | None = None) -> list[int]:

@@ -174,12 +174,14 @@ class CheckpointWriter:
         """
         self._store = store
         self._report = report
-        # Guards the four fields below.
+        # Guards the five fields below.
         self._changed = threading.Condition()
         # The checkpoint to write next: its world, position, and a function that makes its parts.
         self._waiting: tuple[Fence, Position, Callable[[], Mapping[str, bytes]]] | None = None
         # World and position of the checkpoint that was offered last; None: it failed, or none was.
         self._offered: tuple[Fence, Position] | None = None
+        # Whether it was offered again while it was not known to fail: at the end of a job nothing offers it once more.
+        self._offered_again = False
         self._writing = False
         self._closing = False
         self._thread: threading.Thread | None = None  # `offer` starts it
@@ -187,13 +189,14 @@ class CheckpointWriter:
         self._failures = 0
 
     def offer(self, fence: Fence, position: Position, make_parts: Callable[[], Mapping[str, bytes]]) -> None:
-        """Have a checkpoint written, unless it was offered before and has not failed. Returns at once.
+        """Have a checkpoint written, unless it was offered before and does not fail. Returns at once.
 
         Args:
             make_parts: called by the writer's thread.
         """
         with self._changed:
-            if self._offered == (fence, position):
+            self._offered_again = self._offered == (fence, position)
+            if self._offered_again:
                 return
             self._offered = (fence, position)
             self._waiting = (fence, position, make_parts)
@@ -232,8 +235,9 @@ class CheckpointWriter:
             succeeded = self._try_to_write(*task)
             with self._changed:
                 self._writing = False
-                if not succeeded and self._offered == task[:2]:
-                    self._offered = None
+                if not succeeded and self._offered == task[:2]:  # so none waits
+                    again, self._offered_again = self._offered_again, False
+                    self._offered, self._waiting = (task[:2], task) if again else (None, None)
                 self._changed.notify_all()
 
     def _try_to_write(
@@ -391,7 +395,7 @@ class Checkpointer:
         self._pending = None
 
     def offer(self, fence: Fence, snapshot: Snapshot) -> None:
-        """Pass a snapshot to the writer's thread, unless this world did so before and it has not failed. It must not
+        """Pass a snapshot to the writer's thread, unless this world did so before and it does not fail. It must not
         change any more."""
         codec = self._codec
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +51,11 @@ class StepSums:
         if not self.has_weight:
             return math.nan
         return self.loss / (self.divisor or self.steps)
+
+    def correct_losses(self, metrics: Mapping[str, Any], losses: Sequence[str]) -> dict[str, Any]:
+        """The metrics of the epoch; those among them that are losses of single outputs are NaN if no row counted."""
+        wrong = () if self.has_weight else losses
+        return {name: math.nan if name in wrong else value for name, value in metrics.items()}
 
     def history_entry(self, epoch: int, planned: int) -> dict[str, Any]:
         """The epoch as an entry of the history.

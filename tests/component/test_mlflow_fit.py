@@ -17,6 +17,7 @@ pytest.importorskip("pyspark")
 
 import keras
 import mlflow
+from mlflow.tracking import fluent
 
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
@@ -100,17 +101,64 @@ def test_curves_parameters_data_environment_and_model_are_in_one_run(tracking: s
         loaded.predict(np.zeros((3, 5), np.float32))
 
 
+def _make_estimator() -> Any:
+    return ElasticTorchEstimator(epochs=2)  # its parameters alone count
+
+
 def test_a_keras_model_is_registered_with_its_signature(tracking: str) -> None:
     net = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
     net.compile(optimizer="sgd", loss="mse")
     model = ElasticKerasModel(KerasPredictor(Archive.of(net, None), COLUMNS), SUMMARY)
-    estimator: Any = ElasticTorchEstimator(epochs=2)  # its parameters alone count
     with mlflow.start_run() as run:
-        log_fit(estimator, model, registered_model_name="prices")
+        log_fit(_make_estimator(), model, registered_model_name="prices")
     assert mlflow.get_run(run.info.run_id).data.params["epochs"] == "2"
     x = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
     loaded = mlflow.pyfunc.load_model("models:/prices/1")
     np.testing.assert_allclose(loaded.predict(x), np.asarray(net(x)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["names", "keys", "one key"])
+def test_a_keras_model_is_given_its_inputs_by_name_and_in_their_shapes(tracking: str, kind: str) -> None:
+    image, code = keras.Input((2, 2), name="image"), keras.Input((1,), dtype="int32", name="code")
+    flat = keras.layers.Flatten()(image)
+    joined = keras.layers.Concatenate()([flat, keras.layers.Flatten()(keras.layers.Embedding(9, 3)(code))])
+    taken: Any = {"names": [image, code], "keys": {"image": image, "code": code}, "one key": {"image": image}}
+    net = keras.Model(taken[kind], keras.layers.Dense(2)(flat if kind == "one key" else joined))
+    net.compile(optimizer="sgd", loss="mse")
+    columns = (Column("code", "int64"), Column("image", "float64", (4,)))
+    names = ["image"] if kind == "one key" else ["code", "image"]
+    chosen = tuple(column for column in columns if column.name in names)
+    model = ElasticKerasModel(KerasPredictor(Archive.of(net, None), chosen), SUMMARY)
+    with mlflow.start_run():
+        info = log_fit(_make_estimator(), model)
+    shapes = {spec.name: (spec.type.name, spec.shape) for spec in info.signature.inputs.inputs}
+    expected = {"image": ("float32", (-1, 2, 2)), "code": ("int32", (-1, 1))}
+    assert shapes == {name: expected[name] for name in names}
+    rng = np.random.default_rng(0)
+    given = {
+        "image": rng.normal(size=(3, 2, 2)).astype(np.float32),
+        "code": rng.integers(0, 9, (3, 1), np.int32),
+    }
+    given = {name: given[name] for name in names}
+    loaded = mlflow.pyfunc.load_model(info.model_uri)
+    np.testing.assert_allclose(loaded.predict(given), np.asarray(net(given)), rtol=1e-5)
+
+
+def test_the_logger_s_run_may_be_of_another_experiment_than_the_user_s(
+    tracking: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", "0")  # which set_experiment changes
+    monkeypatch.setattr(fluent, "_active_experiment_id", None)
+    net, logger = torch.nn.Linear(4, 2), MLflowLogger(tracking, "digits")
+    _play_training(logger)
+    mine = mlflow.set_experiment("mine").experiment_id
+    log_fit(_make_estimator(), ElasticTorchModel(TorchPredictor(pack(net), COLUMNS), SUMMARY), logger=logger)
+    logged = mlflow.get_run(logger.find_run())
+    assert logged.data.params["epochs"] == "2"
+    (found,) = mlflow.search_logged_models([logged.info.experiment_id], output_format="list")
+    assert found.source_run_id == logged.info.run_id
+    with mlflow.start_run() as run:
+        assert run.info.experiment_id == mine
 
 
 def test_a_transformation_needs_a_signature_from_the_user() -> None:

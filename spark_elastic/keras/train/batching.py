@@ -58,6 +58,14 @@ def _order_columns(
     return list(names) if named else list(columns)
 
 
+def pack_inputs(model: Any, arrays: Sequence[Any]) -> Any:
+    """The arrays, in the order of the model's inputs, as a call of the model takes them."""
+    nested = getattr(model, "input", None) if getattr(model, "inputs", None) else None
+    if nested is not None:
+        return keras.tree.pack_sequence_as(nested, list(arrays))
+    return arrays[0] if len(arrays) == 1 else list(arrays)
+
+
 Array = npt.NDArray[Any]
 
 

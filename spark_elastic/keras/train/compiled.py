@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
+from spark_elastic.keras.train.state import read_value
 from spark_elastic.training.batch import Arrays, LocalBatch, MetricRows
 
 MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
@@ -223,6 +224,60 @@ def _get_at(path: Sequence[Any], structure: Any) -> Any:
     return structure
 
 
+def list_layer_metrics(model: Any) -> list[Any]:
+    """The metrics that the model and its layers own and update in their calls."""
+    tracked = [model._loss_tracker, model._compile_metrics, *model._compile_loss.metrics]
+    known = set(map(id, tracked))
+    return list({id(metric): metric for metric in model.metrics if id(metric) not in known}.values())
+
+
+def compute_results(metrics: Sequence[Any]) -> dict[str, Any]:
+    """By name, as Keras's history has them."""
+    found: dict[str, Any] = {}
+    for metric in metrics:
+        result = metric.result()
+        found.update(result if isinstance(result, dict) else {metric.name: result})
+    return {name: np.asarray(value).tolist() for name, value in found.items()}
+
+
+class LayerMetrics:
+    """Metrics that layers update in their calls. What each pass adds to their accumulators, which are sums as those of
+    Keras's metrics, is taken out, and added up over the passes of all ranks."""
+
+    def __init__(self, model: Any) -> None:
+        self.metrics = list_layer_metrics(model)
+        self._variables = [variable for metric in self.metrics for variable in metric.variables]
+        self.reset()  # a pass has shown the shapes
+        self._empty = self._read()
+
+    def take(self) -> dict[str, float]:
+        """What the passes since `reset` added, by place."""
+        added = self._read() - self._empty
+        self.reset()
+        return {f"layer metric {place}": float(added[place]) for place in np.flatnonzero(added)}
+
+    def results(self, sums: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+        """Metrics by name. sums: first of each, what `take` returned, added up."""
+        place, values = 0, self._empty.copy()
+        for number in range(len(values)):
+            values[number] += sums.get(f"layer metric {number}", (0.0,))[0]
+        for variable in self._variables:
+            size = math.prod(variable.shape)
+            variable.assign(values[place : place + size].reshape(variable.shape))
+            place += size
+        found = compute_results(self.metrics)
+        self.reset()
+        return found
+
+    def reset(self) -> None:
+        for metric in self.metrics:
+            metric.reset_state()
+
+    def _read(self) -> npt.NDArray[np.float64]:
+        values = [np.asarray(read_value(v), np.float64).ravel() for v in self._variables]
+        return np.concatenate([np.zeros(0), *values])
+
+
 class CompiledMetrics:
     """Metrics of training or validation, one after the other; the accumulators are Keras's own.
 
@@ -238,7 +293,7 @@ class CompiledMetrics:
             pack: puts a list into the structure of the model's outputs.
         """
         self._names, self._pack = list(names), pack
-        self._compiled = model._compile_metrics
+        self._model, self._compiled = model, model._compile_metrics
         self._run = self._update if eager else tf.function(self._update, reduce_retracing=True)
         self._sums: dict[str, list[float]] = {}
         self._outputs = 0
@@ -251,7 +306,7 @@ class CompiledMetrics:
 
     @property
     def sums(self) -> dict[str, list[float]]:
-        """[sum over rows, rows] of each loss, by name; part of the state."""
+        """[sum over rows, rows] of each loss and each number of layers' metrics, by name; part of the state."""
         return self._sums
 
     @sums.setter
@@ -259,10 +314,12 @@ class CompiledMetrics:
         self._sums = sums
 
     def build(self, labels: Any, outputs: Any) -> None:
-        """Build the accumulators from labels and outputs of one row, in the structure of the model's outputs."""
+        """Build the accumulators from labels and outputs of one row, in the structure of the model's outputs. The model
+        was called with it."""
         self._outputs = len(keras.tree.flatten(outputs))
         if self._compiled is not None and not self._compiled.built:
             self._compiled.build(labels, outputs)
+        self._layers = LayerMetrics(self._model)
 
     def add(
         self, part: LocalBatch[npt.NDArray[Any]], losses: Sequence[npt.NDArray[Any]], outputs: Arrays
@@ -275,15 +332,16 @@ class CompiledMetrics:
         logged = {name: float(loss) * part.planned for name, loss in zip(self._names, losses, strict=False)}
         weights = [] if part.weights is None else [part.weights]
         columns = None if self._compiled is None else [*map(_wide, [*outputs, *part.labels, *weights])]
-        self._rows.add(len(part), logged, columns)
+        self._rows.add(len(part), logged | self._layers.take(), columns)
 
     def gather(self, group: Group) -> None:
         """Exchange the step's rows. Collective; also called on a rank without rows."""
-        if self._compiled is not None or self._names:
+        if self._compiled is not None or self._names or self._layers.metrics:
             self._rows.gather(group)
 
     def discard(self) -> None:
         """Forget the rows of an aborted step."""
+        self._layers.reset()
         self._rows.discard()
 
     def commit(self) -> None:
@@ -298,12 +356,13 @@ class CompiledMetrics:
 
     def results(self) -> dict[str, Any]:
         """Metrics of all rows since `reset`, by name."""
-        found = {name: total / (rows or 1) for name, (total, rows) in self._sums.items()}
-        if self._compiled is not None:
-            found.update(
-                {name: np.asarray(value).tolist() for name, value in self._compiled.result().items()}
-            )
-        return found
+        losses = {name: self._sums[name] for name in self._names if name in self._sums}
+        compiled = [] if self._compiled is None else [self._compiled]
+        return {
+            **{name: total / (rows or 1) for name, (total, rows) in losses.items()},
+            **compute_results(compiled),
+            **self._layers.results(self._sums),
+        }
 
     def reset(self) -> None:
         self._sums = {}

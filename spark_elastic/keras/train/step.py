@@ -49,9 +49,8 @@ class RunningStats:
     def __init__(self, model: Any) -> None:
         layers = model._flatten_layers()
         frozen = {id(v) for layer in layers if not layer.trainable for v in layer.weights}
-        written = [
-            v for v in model.non_trainable_variables if id(v) not in frozen and not v.path.endswith(_SEED)
-        ]
+        # Of metrics `CompiledMetrics` takes care, and of seeds `begin`.
+        written = [v for v in model.non_trainable_weights if id(v) not in frozen]
         floats = [v for v in written if np.dtype(_numpy_dtype(v)).kind == "f"]
         self.variables = list({id(v): v for v in [*floats, *_find_normalized(layers)]}.values())
         self._counters = [v for v in written if np.dtype(_numpy_dtype(v)).kind in "iub"]

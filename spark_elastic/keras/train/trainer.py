@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import keras
@@ -19,7 +20,7 @@ from spark_elastic.data.loader import StepRows
 from spark_elastic.data.reading.readers import read_sample_row
 from spark_elastic.errors import InvalidInput
 from spark_elastic.keras.train.archive import Archive, save_model
-from spark_elastic.keras.train.batching import BatchBuilder, Inputs, order_labels
+from spark_elastic.keras.train.batching import BatchBuilder, Inputs, order_labels, pack_inputs
 from spark_elastic.keras.train.callbacks import KerasCallbackList
 from spark_elastic.keras.train.compiled import CompiledLosses, CompiledMetrics
 from spark_elastic.keras.train.state import KerasTrainingState
@@ -96,13 +97,7 @@ class ConnectedModel:
 
 def _call_model(model: Any, rows: LocalBatch[Any]) -> tuple[Structure, Any]:
     """How inputs and outputs are nested, and the outputs of these rows."""
-    nested = getattr(model, "input", None) if getattr(model, "inputs", None) else None
-
-    def inputs(arrays: Sequence[Any]) -> Any:
-        if nested is not None:
-            return keras.tree.pack_sequence_as(nested, list(arrays))
-        return arrays[0] if len(arrays) == 1 else list(arrays)
-
+    inputs = partial(pack_inputs, model)
     outputs = model(inputs([np.asarray(array) for array in rows.features]), training=False)
 
     def pack_outputs(values: Sequence[Any]) -> Any:
@@ -159,6 +154,7 @@ class KerasTrainer:
         self._batches = BatchBuilder(config, found.inputs, found.label_cols, objects.class_weight)
         self._validation_batches = found.batches
         losses, structure = found.losses, found.structure
+        self._loss_names = losses.names
         self._metrics = CompiledMetrics(model, losses.names, structure.outputs, bool(model.run_eagerly))
         self._metrics.build(found.labels, found.outputs)
         params = {"epochs": config.epochs, "steps": spec.plan.steps, "verbose": 0}
@@ -222,9 +218,12 @@ class KerasTrainer:
     def epoch_metrics(self) -> dict[str, Any]:
         rate = getattr(self.model.optimizer, "learning_rate", None)  # a MultiOptimizer has none of its own
         found = {} if rate is None else {"learning_rate": float(np.asarray(rate))}
-        found.update(self.state.progress.train_metrics)
+        progress, losses = self.state.progress, self._loss_names
+        found.update(progress.epoch.correct_losses(progress.train_metrics, losses))
         if self._spec.validation is not None:
-            found.update({f"val_{name}": value for name, value in self._metrics.results().items()})
+            self._metrics.sums = progress.metric_sums  # this worker may have joined since the last step
+            validated = progress.validation.correct_losses(self._metrics.results(), losses)
+            found.update({f"val_{name}": value for name, value in validated.items()})
         return found
 
     def reset_metrics(self) -> None:

@@ -261,8 +261,14 @@ class TorchTrainer:
 
     def epoch_metrics(self) -> dict[str, Any]:
         found: dict[str, Any] = {"learning_rate": float(self.state.optimizer.param_groups[0]["lr"])}
-        for metrics in self._metrics:
-            found.update(metrics.results())
+        losses = _list_losses(self._objects, self._spec.config.label_cols)
+        for metrics, prefix, sums in zip(
+            self._metrics,
+            ("", "val_"),
+            (self.state.progress.epoch, self.state.progress.validation),
+            strict=True,
+        ):
+            found.update(sums.correct_losses(metrics.results(), [prefix + name for name in losses]))
         if self._spec.config.precision == "fp16":
             found["skipped_steps"] = self._scaling.skipped
         return found
@@ -316,9 +322,14 @@ def check_watched(objects: TorchUserObjects, labels: Sequence[str], validates: b
 def list_epoch_numbers(objects: TorchUserObjects, labels: Sequence[str]) -> list[str]:
     """Names of the losses and metrics of each epoch. Those of its validation have the prefix `val_`."""
     several = len(labels) > 1
-    losses = [f"loss_{label}" for label in labels] if len(objects.losses) > 1 else []
+    losses = _list_losses(objects, labels)
     outputs = [f"{name}_{label}" for name in objects.metrics for label in labels] if several else []
     return ["loss", *losses, *objects.metrics, *outputs]
+
+
+def _list_losses(objects: TorchUserObjects, labels: Sequence[str]) -> list[str]:
+    """Names of the losses of single outputs."""
+    return [f"loss_{label}" for label in labels] if len(objects.losses) > 1 else []
 
 
 def _is_own(hook: object) -> bool:

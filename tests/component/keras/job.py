@@ -88,6 +88,28 @@ def build_written() -> Any:
     return model
 
 
+@keras.saving.register_keras_serializable("tests")
+class Watched(keras.layers.Layer):
+    """Has a metric of its own."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.positive = keras.metrics.Mean("positive")
+
+    def call(self, x: Any) -> Any:
+        self.positive.update_state(keras.ops.cast(x > 0, x.dtype))
+        return x
+
+
+def build_watched() -> Any:
+    """A layer inside of another model has a metric."""
+    inner = keras.Sequential([keras.Input((WIDTH,)), Watched(), keras.layers.Dense(8)])
+    x = keras.Input((WIDTH,), name="x")
+    model = keras.Model(x, keras.layers.Dense(1)(inner(x)))
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    return model
+
+
 @dataclass(frozen=True)
 class Job:
     """What is trained; everything float64."""
@@ -154,6 +176,7 @@ JOBS = {
     "two outputs": Job(build_two_heads, features=("x", "y"), labels=("w", "id")),
     "ignored labels": Job(build_ignoring),
     "weights written in training": Job(build_written, labels=("w",)),
+    "metrics of layers": Job(build_watched, labels=("w",), validates=True),
 }
 
 

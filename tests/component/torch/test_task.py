@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from elastic_collectives import Group
 from spark_elastic.data.manifest import Manifest
@@ -61,6 +62,18 @@ def test_p2_holds_with_schedules_weights_callbacks_and_validation(tmp_path: Path
     assert {name.removeprefix("val_") for name in numbers} <= {*known, *NOT_METRICS}
 
 
+class TwoHeads(torch.nn.Module):
+    """Two equal outputs."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Any) -> tuple[Any, Any]:
+        output = self.module(x)
+        return output, output[:, 0]
+
+
 def test_losses_are_nan_where_all_sample_weights_are_zero(tmp_path: Path) -> None:
     (store, manifest), job = make_data(tmp_path, weight=0.0), JOBS["row weights"]
     world: Any = SimpleNamespace(version=INITIAL_VERSION, fence=(1, 1), source=0, resume=(), receivers=())
@@ -74,15 +87,18 @@ def test_losses_are_nan_where_all_sample_weights_are_zero(tmp_path: Path) -> Non
     def work(group: Group) -> Any:
         made = job.task(store, manifest)
         trainer: Any = made._trainer
-        spec = replace(made._spec, validation=seen, checkpoints=None)
-        task = TorchTrainProgram(spec, trainer._objects)
+        config = replace(made._spec.config, label_cols=("y", "w"))
+        spec = replace(made._spec, config=config, validation=seen, checkpoints=None)
+        model, losses = TwoHeads(trainer._objects.model), (*trainer._objects.losses, torch.nn.MSELoss())
+        task = TorchTrainProgram(spec, replace(trainer._objects, model=model, losses=losses))
         task.prepare()
         outcome = task.run(world, group, handle)
         task.close()
         return json.loads(outcome.result)["history"][0]
 
     entry, _ = run_in_world(2, work)
-    assert [math.isnan(entry[name]) for name in ("loss", "val_loss")] == [True, True]
+    names = [prefix + name for prefix in ("", "val_") for name in ("loss", "loss_y", "loss_w")]
+    assert [math.isnan(entry[name]) for name in names] == [True] * 6
 
 
 def check_reports(told: list[Any], history: list[Any]) -> None:

@@ -144,6 +144,22 @@ def test_what_callbacks_watch_must_exist(callbacks: Any, validates: bool, senten
         check_watched(objects, validates)
 
 
+class Watched(keras.layers.Layer):
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.seen = keras.metrics.Mean("seen")
+
+    def call(self, x: Any) -> Any:
+        self.seen.update_state(x)
+        return x
+
+
+def test_callbacks_may_watch_the_metrics_of_layers() -> None:
+    model = keras.Sequential([keras.Input((2,), name="x"), Watched(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    check_watched(check_keras_objects(values(model=model, callbacks=[STOP("seen", mode="min")])), False)
+
+
 def test_inputs_and_columns_are_counted() -> None:
     model = net(optimizer="sgd", loss="mse")
     given = values(model=model) | {"feature_cols": ["a", "b"]}

@@ -10,6 +10,7 @@ from typing import cast
 
 import pytest
 
+from spark_elastic.errors import StoreError
 from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
 from spark_elastic.state import checkpoint as checkpoint_writer
 from spark_elastic.state.checkpoint import CheckpointStore, CheckpointWriter
@@ -19,11 +20,18 @@ FENCE, POSITION = Fence(1, 1), Position(0, Phase.TRAIN, 7)
 
 
 class SlowStore:
-    def __init__(self) -> None:
-        self.answers = threading.Event()
+    """Answers when it is told to, and fails as often as told."""
+
+    def __init__(self, failures: int = 0) -> None:
+        self.asked, self.answers = threading.Event(), threading.Event()
+        self.failures = failures
 
     def write(self, fence: Fence, position: Position, parts: Mapping[str, bytes]) -> Checkpoint:
+        self.asked.set()
         assert self.answers.wait(45)
+        if self.failures:
+            self.failures -= 1
+            raise StoreError("no answer")
         return Checkpoint(fence, position, "name", "digest")
 
 
@@ -62,4 +70,19 @@ def test_a_store_that_never_answers_ends_the_wait_and_is_named(
     assert "given up: the store does not answer" in caplog.text
     assert not told
     store.answers.set()
+    writer.close()
+
+
+@pytest.mark.parametrize(("failures", "told"), [(1, [POSITION]), (2, [])])
+def test_p7_a_checkpoint_that_fails_after_it_was_offered_again_is_written_again(
+    failures: int, told: list[Position]
+) -> None:
+    """As the last commit of a job, which nothing offers a third time."""
+    store, written = SlowStore(failures), list[Checkpoint]()
+    writer = start_writer(store, written)
+    assert store.asked.wait(45)
+    writer.offer(FENCE, POSITION, dict)
+    store.answers.set()
+    writer.flush()
+    assert [checkpoint.position for checkpoint in written] == told
     writer.close()

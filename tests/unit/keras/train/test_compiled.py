@@ -9,7 +9,8 @@ import keras
 import numpy as np
 import pytest
 
-from spark_elastic.keras.train.compiled import SUMS_ACTIVITY, CompiledLosses, activity_by_row
+from elastic_collectives.fakes import FakeFabric
+from spark_elastic.keras.train.compiled import SUMS_ACTIVITY, CompiledLosses, CompiledMetrics, activity_by_row
 from spark_elastic.training.batch import LocalBatch
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -78,3 +79,39 @@ def test_a_loss_that_a_layer_has_for_each_row_is_summed_as_in_keras() -> None:
     parts = [rows[:2], rows[2:]]
     totals = [float(compiled.total(p, model(p), None, [0.0], len(p) / 6)[0]) for p in parts]
     assert sum(totals) == pytest.approx(rows.sum() + rows.mean())
+
+
+class Watched(keras.layers.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.high = keras.metrics.Mean("seen"), keras.metrics.Precision(name="high")
+
+    def call(self, x: Any) -> Any:
+        self.seen.update_state(x)
+        self.high.update_state(x > 2, x > 1)
+        return x
+
+
+def test_metrics_of_layers_are_of_the_passes_of_steps_that_were_applied() -> None:
+    model, group = keras.Sequential([keras.Input((1,)), Watched()]), FakeFabric(1).group(0)
+    model.compile("sgd", "mse", metrics=["mae"])
+    metrics = CompiledMetrics(model, [], lambda outputs: outputs[0], eager=True)
+
+    def take_pass(*numbers: float) -> None:
+        rows = np.array([numbers], "f").T
+        part = LocalBatch(len(rows), np.arange(len(rows)), (rows,), (np.zeros_like(rows),), None)
+        metrics.add(part, [], [np.asarray(model(rows))])
+
+    sample = np.zeros((1, 1), "f")
+    metrics.build(sample, model(sample))
+    take_pass(100.0)
+    metrics.discard()
+    for numbers in ((1.0, 2.0), (6.0,)):
+        take_pass(*numbers)
+    metrics.gather(group)
+    metrics.commit()
+    for _ in range(2):
+        found = metrics.results()
+        assert found == pytest.approx({"mae": 3.0, "seen": 3.0, "high": 0.5})
+    metrics.reset()
+    assert metrics.results()["seen"] == 0
