@@ -91,6 +91,7 @@ class JobHistory(JobListener):
         self._entries: deque[HistoryEntry] = deque(maxlen=MAX_ENTRIES)
         self._series, self._throughput = MetricSeries(), Throughput()
         self._metrics: Metrics = {}
+        self._steps_done = 0  # reported ones, without those that the present world repeats
         self._phases = dict.fromkeys(PHASES, 0.0)  # seconds, without the current phase
         self._phase, self._phase_since = "start", 0.0
         self._reserved = self._useful = 0.0  # worker-seconds
@@ -138,9 +139,10 @@ class JobHistory(JobListener):
             self._checkpoint_seconds = checkpoint_seconds
             self._add_bulk_seconds(metrics)
             self._metrics = dict(metrics)
+            self._steps_done = count_steps(metrics)
             self._throughput.add(at, metrics)
             rate, world = self._throughput.rows_per_second, int(metrics.get("world", 0))
-            self._series.add(MetricPoint(at, count_steps(metrics), loss, rate, world))
+            self._series.add(MetricPoint(at, self._steps_done, loss, rate, world))
 
     def build_report(self) -> JobReport:
         """The report of the job so far."""
@@ -268,13 +270,16 @@ class JobHistory(JobListener):
         return self._world.size * max(0.0, at - self._phase_since)
 
     def _count_steps_lost(self, world: World) -> int | None:
-        """Reported steps that the new world has to repeat; None if the program reports no steps."""
+        """Reported steps that the new world has to repeat; None if the program reports no steps. Call it once for each
+        world: if the next one comes before a new report, it does not lose the same steps again."""
         if self._world is None:
             return 0
         if "step" not in self._metrics:
             return None
         resumed_from = _count_steps_before(world.start_position, int(self._metrics.get("steps", 0)))
-        return max(0, count_steps(self._metrics) - resumed_from)
+        lost = max(0, self._steps_done - resumed_from)
+        self._steps_done -= lost
+        return lost
 
     def _add_entry(self, at: float, kind: str, text: str) -> None:
         times = 1

@@ -64,25 +64,36 @@ class StoreLog(JobListener):
 
     def on_output(self, worker: str, rank: int | None, line: str) -> None:
         """Never blocks."""
-        when = datetime.fromtimestamp(self._clock.wall(), timezone.utc).isoformat(timespec="milliseconds")
+        when = self._format_time()
         text = f"{when} {worker or '-'} [{'-' if rank is None else rank}] {line}\n"
         with self._lock:
             if len(self._parts) > MAX_PENDING_PARTS:
                 self._dropped += 1
                 return
+            self._note_dropped(when)
             part = self._parts[-1]
-            if self._dropped:
-                part += f"{when} - [-] {self._dropped} lines are missing: the store was too slow\n".encode()
-                self._dropped = 0
             part += text.encode("utf-8", "replace")
             if len(part) >= self._part_bytes:
                 self._parts.append(bytearray())
 
     def close(self) -> None:
         """Writes the rest; waits for the store for `CLOSE_SECONDS` at most."""
+        with self._lock:
+            self._note_dropped(self._format_time())
         self._closing.set()
         if self._thread.ident is not None:
             self._thread.join(CLOSE_SECONDS)
+
+    def _format_time(self) -> str:
+        return datetime.fromtimestamp(self._clock.wall(), timezone.utc).isoformat(timespec="milliseconds")
+
+    def _note_dropped(self, when: str) -> None:
+        """Tell of dropped lines, once; under the lock."""
+        if self._dropped:
+            self._parts[-1] += (
+                f"{when} - [-] {self._dropped} lines are missing: the store was too slow\n".encode()
+            )
+            self._dropped = 0
 
     def _run(self) -> None:
         last = False

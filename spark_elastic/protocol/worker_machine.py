@@ -147,7 +147,9 @@ def _handle_in_world(state: WorkerState, event: on.WorkerEvent) -> StepResult:
             suspects = tuple(members[rank].worker for rank in event.suspects if 0 <= rank < len(members))
             return _leave(state, event.reason, suspects)
         case on.Finished() if state.stage is WorkerStage.RUNNING:
-            done = replace(state, stage=WorkerStage.DONE, result=event.result)
+            # A newcomer that took no state has a position from here on: the one that the driver is told.
+            position = state.position or START
+            done = replace(state, stage=WorkerStage.DONE, position=position, result=event.result)
             return done, (_report_result(done),)
         case _:
             return state, ()
@@ -189,7 +191,8 @@ def _close_commands(state: WorkerState, reason: str) -> tuple[CloseGroup, ...]:
 
 def _report_result(state: WorkerState) -> ReportDone:
     assert state.fence is not None
-    return ReportDone("the end of training", state.fence, state.position or START, state.result)
+    assert state.position is not None
+    return ReportDone("the end of training", state.fence, state.position, state.result)
 
 
 def _receive_abort(state: WorkerState, event: on.AbortReceived) -> StepResult:

@@ -102,7 +102,7 @@ class AuthMiddleware:
             if not auth.request_is_genuine(self._key, scope["path"], credentials, body):
                 raise HttpRefusal(401)
             if scope["path"] == auth.HELLO:
-                mark_authenticated(scope)
+                # It may be a replay: the connection counts as unauthenticated until a request in that session.
                 status, text = 200, _encode_text("session", self._sessions.open(credentials.session))
             elif not self._sessions.use(credentials):
                 raise HttpRefusal(401)

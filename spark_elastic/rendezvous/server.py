@@ -38,10 +38,11 @@ class LogForwarder:
     def __init__(self, deliver: Callable[[LogLines], None], max_pending: int = MAX_PENDING) -> None:
         self._deliver = deliver
         self._max_pending = max_pending
-        self._changed = threading.Condition()  # guards the four below
+        self._changed = threading.Condition()  # guards the five below
         self._queue: deque[LogLines] = deque()
         self._pending = 0  # characters in `_queue`
         self._dropped = 0  # lines since the last one that was taken
+        self._last_dropped: LogLines | None = None  # whose they were last, without lines
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="spark-elastic-logs", daemon=True)
 
@@ -54,11 +55,9 @@ class LogForwarder:
         with self._changed:
             if self._pending + size > self._max_pending:
                 self._dropped += len(message.lines)
+                self._last_dropped = dataclasses.replace(message, lines=())
                 return
-            if self._dropped:
-                note = f"[{self._dropped} lines were dropped: they came faster than they were read]"
-                message = dataclasses.replace(message, lines=(note, *message.lines))
-                self._dropped = 0
+            message = dataclasses.replace(message, lines=(*self._note_dropped(), *message.lines))
             self._queue.append(message)
             self._pending += _size(message)
             self._changed.notify()
@@ -81,11 +80,20 @@ class LogForwarder:
     def _next(self) -> LogLines | None:
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closing)
-            if not self._queue:
+            if self._queue:
+                message = self._queue.popleft()
+                self._pending -= _size(message)
+                return message
+            if self._last_dropped is None or not self._dropped:
                 return None
-            message = self._queue.popleft()
-            self._pending -= _size(message)
-            return message
+            return dataclasses.replace(
+                self._last_dropped, lines=self._note_dropped()
+            )  # none was taken after those
+
+    def _note_dropped(self) -> tuple[str, ...]:
+        """The line that tells of dropped ones, once; under the lock."""
+        dropped, self._dropped = self._dropped, 0
+        return (f"[{dropped} lines were dropped: they came faster than they were read]",) if dropped else ()
 
 
 def _size(message: LogLines) -> int:

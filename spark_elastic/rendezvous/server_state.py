@@ -56,7 +56,8 @@ class KeyValueStore:
     def __init__(self, bounds: KeyValueLimits | None = None) -> None:
         self._bounds = bounds or KeyValueLimits()
         self._scopes: dict[str, dict[str, bytes]] = {}
-        self._comparisons: dict[str, dict[str, Comparison]] = {}  # replies by scope and token
+        # Whether each comparison changed its key, by scope and token; no values, since `_bytes` does not count these.
+        self._comparisons: dict[str, dict[str, bool]] = {}
         self._bytes = 0
 
     def open(self, scope: str) -> None:
@@ -92,19 +93,22 @@ class KeyValueStore:
         return tuple(entries.get(key) for key in keys)
 
     def compare_and_set(self, request: CompareAndSet) -> Comparison:
+        """A request that is sent again changes nothing again. If the first one changed nothing either, the answer has
+        the value of now."""
         entries = self._scope(request.scope, create=True)
-        replies = self._comparisons.setdefault(request.scope, {})
-        if request.token in replies:
-            return replies[request.token]
+        comparisons = self._comparisons.setdefault(request.scope, {})
+        if request.token in comparisons:
+            changed = comparisons[request.token]
+            return Comparison(changed, request.desired if changed else entries.get(request.key))
         changed = entries.get(request.key) == request.expected
         if changed and request.desired is not None:
             self.set(request.scope, request.key, request.desired)
         elif changed:
             self._bytes -= len(entries.pop(request.key, b""))
-        if len(replies) >= self._bounds.keys:
-            del replies[next(iter(replies))]  # the oldest, which no client sends again
-        replies[request.token] = reply = Comparison(changed, entries.get(request.key))
-        return reply
+        if len(comparisons) >= self._bounds.keys:
+            del comparisons[next(iter(comparisons))]  # the oldest, which no client sends again
+        comparisons[request.token] = changed
+        return Comparison(changed, entries.get(request.key))
 
     def find_missing(self, scope: str, keys: Iterable[str]) -> list[str]:
         entries = self._scope(scope)

@@ -237,7 +237,7 @@ class CrashLocation:
         self._complete = threading.Event()
 
     def read_line(self, line: str) -> None:
-        if line.startswith("Fatal Python error: "):
+        if "Fatal Python error: " in line:  # it may follow a progress bar, which ends no line
             self._frames = []
         elif self._frames is not None and line.startswith("Current thread "):
             self._in_stack = True

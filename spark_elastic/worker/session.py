@@ -5,6 +5,7 @@ Training thread only.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -133,7 +134,7 @@ def report(**numbers: Any) -> None:
     Takes any value that `float` takes. Does nothing in a process that is no worker.
 
     Raises:
-        InvalidInput: a value is not a number, or the job counts a number of that name itself.
+        InvalidInput: a value is not a number, the job counts a number of that name itself, or `epoch` is not finite.
     """
     metrics: dict[str, Any] = {}
     for name, value in numbers.items():
@@ -146,6 +147,8 @@ def report(**numbers: Any) -> None:
             raise InvalidInput(
                 f"report() takes numbers; {name} is a {type(value).__name__} and no number: {error}."
             ) from error
+    if not -math.inf < metrics.get("epoch", 0) < math.inf:
+        raise InvalidInput(f"report() takes a finite epoch, not {metrics['epoch']}.")
     worker = get_context()
     if worker is not None and worker.handle is not None:
         size = {} if worker.world is None else {"world": worker.world.size}

@@ -413,6 +413,9 @@ def _form_world(tx: Transition, chosen: list[WorkerRecord]) -> None:
     or end the job instead."""
     state = tx.state
     if _resets_used_up(state):
+        if over_time := check_max_runtime(tx):
+            tx.end(JobOutcome.TIME_LIMIT, f"{over_time}: {state.current.break_reason}")
+            return
         formed = (
             f"{state.generation - 1} were formed after the first (reset_limit {state.limits.reset_limit})"
         )

@@ -296,6 +296,36 @@ def test_unauthenticated_clients_cannot_take_all_connections(encrypted: bool) ->
         serving.close()
 
 
+def test_replayed_hellos_hold_no_more_connections_than_silence_does() -> None:
+    async def acknowledge(call: Call) -> object:
+        return Acknowledged()
+
+    listener = listen(Bind())
+    address = listener.getsockname()
+    serving = HttpServer(
+        AuthMiddleware(KEY, ATTEMPT, {Heartbeat: acknowledge}), listener, _ThreeClientConnection
+    )
+    serving.start()
+    hello = auth.sign_request(KEY, auth.HELLO, auth.create_id(), 0, b"").header()
+    replay = f"POST {auth.HELLO} HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\nauthorization: {hello}\r\n\r\n"
+    thieves: list[socket.socket] = []
+    client = RendezvousClient(f"127.0.0.1:{address[1]}", KEY, ATTEMPT, SystemClock())
+    try:
+        client.ask(Heartbeat("1-0"))
+        for _ in range(6):
+            thieves.append(socket.create_connection(address, timeout=PATIENCE))
+            thieves[-1].sendall(replay.encode())
+            assert thieves[-1].recv(65536).startswith(b"HTTP/1.1 200")
+        for hung_up_on in thieves[:3]:
+            assert read_all(hung_up_on) == b""
+        client.ask(Heartbeat("1-0"))
+    finally:
+        client.close()
+        for thief in thieves:
+            thief.close()
+        serving.close()
+
+
 def test_connections_whose_tls_handshake_fails_are_forgotten() -> None:
     """Else those who came later would be hung up on for their sake."""
 

@@ -143,6 +143,24 @@ def test_the_loss_of_all_workers_is_a_restart() -> None:
     assert job.world_changes[-1].steps_lost == 7
 
 
+def test_restarts_before_the_next_report_do_not_lose_the_same_steps_again() -> None:
+    job = SimulatedJob(1)
+    job.start([1])
+    job.report(7)
+    for host in (1, 2, 3):
+        job.lose_host(host, step=0, regroup=0.0)
+        job.on(on.LaunchEnded(0, host, "its host is lost"))
+        job.start_worker(host + 1)
+        job.form()
+    assert [change.steps_lost for change in job.world_changes] == [0, 7, 0, 0]
+    job.report(2)
+    job.lose_host(4, step=0, regroup=0.0)
+    job.on(on.LaunchEnded(0, 4, "its host is lost"))
+    job.start_worker(5)
+    job.form()
+    assert job.world_changes[-1].steps_lost == 2
+
+
 def test_a_program_that_reports_no_steps_has_no_lost_steps() -> None:
     job = SimulatedJob(1)
     job.start([1])

@@ -7,7 +7,7 @@ import pytest
 from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
 from spark_elastic.monitoring import log_files
-from spark_elastic.monitoring.log_files import StoreLog
+from spark_elastic.monitoring.log_files import MAX_PENDING_PARTS, StoreLog
 from spark_elastic.testing.fakes import FakeClock
 from tests.memory_store import make_memory_store
 
@@ -58,6 +58,16 @@ def test_a_growing_part_is_one_object() -> None:
         files._write()
     ((_, text),) = _read_logs(store)
     assert text.splitlines()[1].endswith("two")
+
+
+def test_lines_that_found_no_room_last_are_counted_at_the_end() -> None:
+    store = make_memory_store()
+    files = StoreLog(store, "r", 1, 4000, FakeClock())
+    for number in range(MAX_PENDING_PARTS + 3):
+        files.on_output("0-0.1", 0, f"{number} {'x' * 1000}")
+    files.start()
+    files.close()
+    assert _read_logs(store)[-1][1].endswith(" - [-] 3 lines are missing: the store was too slow\n")
 
 
 def test_a_store_that_fails_costs_one_warning_and_then_lines(

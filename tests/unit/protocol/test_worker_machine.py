@@ -153,6 +153,19 @@ def test_r15_a_finished_worker_waits_and_can_take_part_again() -> None:
     assert me.on(on.WorldReceived(0, _world(2, a=at(5), c=at(5)))) == [CloseGroup, Form]
 
 
+def test_r15_a_newcomer_that_returned_without_a_state_holds_the_position_that_it_reported() -> None:
+    me = MachineUnderTest()
+    me.on(on.Warm(0))
+    me.on(on.WorldReceived(0, _world(2, b=START, a=None)))
+    me.on(on.GroupFormed(0, Fence(1, 2)))
+    me.on(on.Synced(0, Fence(1, 2), None))
+    assert me.on(on.Finished(0, Fence(1, 2), "42")) == [ReportDone]
+    (done,) = me.commands
+    assert isinstance(done, ReportDone)
+    assert done.position == START
+    assert me.on(on.WorldReceived(0, _world(3, a=done.position))) == [CloseGroup, Form]
+
+
 @pytest.mark.parametrize(
     ("event", "code"),
     [(on.StopReceived(0, "done"), 0), (on.DriverSilent(0, 61.0), DRIVER_SILENT_EXIT_CODE)],

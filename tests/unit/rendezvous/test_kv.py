@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 
 from spark_elastic.errors import InvalidInput, StaleGeneration
@@ -85,3 +87,28 @@ def test_a_request_that_is_sent_again_changes_nothing_again() -> None:
     store.compare_and_set(compare("k", b"1", None, "t2"))
     assert store.compare_and_set(compare("k", None, b"1", "t1")) == first
     assert store.get("a", ["k"]) == (None,)
+
+
+def test_a_request_that_changed_nothing_and_is_sent_again_tells_the_value_of_now() -> None:
+    store = KeyValueStore()
+    store.set("a", "k", b"1")
+    assert store.compare_and_set(compare("k", None, b"2", "t1")) == Comparison(False, b"1")
+    store.set("a", "k", b"3")
+    assert store.compare_and_set(compare("k", None, b"2", "t1")) == Comparison(False, b"3")
+    assert store.get("a", ["k"]) == (b"3",)
+
+
+def test_comparisons_hold_no_values_beside_those_of_the_store() -> None:
+    size = 1 << 20
+    store = KeyValueStore(KeyValueLimits(total_bytes=size))
+    tracemalloc.start()
+    try:
+        for number in range(32):
+            value = bytes(size - 1) + bytes([number])
+            store.compare_and_set(compare("k", None, value, f"set {number}"))
+            store.compare_and_set(compare("k", None, b"", f"refused {number}"))
+            store.compare_and_set(compare("k", value, None, f"delete {number}"))
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 3 * size

@@ -48,6 +48,17 @@ def test_a_blocked_reader_costs_lines_that_are_counted() -> None:
     pump.close()
 
 
+def test_lines_that_were_dropped_last_are_counted_at_the_end() -> None:
+    got: list[LogLines] = []
+    pump = LogForwarder(got.append, max_pending=2)
+    for text in ("a", "b", "c", "d"):
+        pump.put(_lines(text))
+    pump.start()
+    pump.close()
+    note = "[2 lines were dropped: they came faster than they were read]"
+    assert got == [_lines("a"), _lines("b"), _lines(note)]
+
+
 def test_a_reader_that_raises_goes_on_reading() -> None:
     got: queue.Queue[str] = queue.Queue()
 

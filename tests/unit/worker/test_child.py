@@ -116,6 +116,18 @@ def test_a_crash_location_has_the_innermost_frames_of_the_crashed_thread() -> No
     assert callers == ["<string>, line 7, in forward", "<string>, line 9, in train"]
 
 
+def test_a_crash_after_an_unfinished_line_has_a_location() -> None:
+    printed = (
+        b"\r 50%|##  | 5/10Fatal Python error: Segmentation fault\n\n"
+        b'Current thread 0x1 (most recent call first):\n  File "/a/b.py", line 3 in f\n'
+    )
+    site = CrashLocation()
+    for line in read_lines(io.BytesIO(printed), FakeClock()):
+        site.read_line(line)
+    site.close()
+    assert site.wait(0.0) == "b.py, line 3, in f"
+
+
 def test_a_python_traceback_gives_no_crash_location() -> None:
     site = site_of("raise ValueError")
     assert site.wait(0.01) == ""

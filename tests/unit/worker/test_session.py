@@ -52,7 +52,12 @@ def test_the_seconds_that_checkpoints_took_are_reported_with_each_commit(told: l
 
 @pytest.mark.parametrize(
     ("given", "says"),
-    [({"loss": "low"}, "loss is a str and no number"), ({"steps": 3}, "counts steps itself")],
+    [
+        ({"loss": "low"}, "loss is a str and no number"),
+        ({"steps": 3}, "counts steps itself"),
+        ({"epoch": float("nan")}, "takes a finite epoch, not nan"),
+        ({"epoch": np.float32("-inf")}, "takes a finite epoch, not -inf"),
+    ],
 )
 def test_report_refuses_values_that_are_no_numbers_and_reserved_names(
     given: dict[str, Any], says: str

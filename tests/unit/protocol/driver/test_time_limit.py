@@ -136,6 +136,16 @@ def test_a_loss_just_before_the_time_is_up_costs_no_checkpoint() -> None:
     _check_planned_end(bench, 51, 1)
 
 
+def test_a_loss_after_the_time_is_up_ends_a_job_without_resets_by_its_time() -> None:
+    bench = Bench(replace(FOUR, num_workers=2, max_workers=2, max_runtime=100.0, reset_limit=0))
+    bench.start(1, 2)
+    bench.wait(101.0 - bench.now, heartbeats_of=[1, 2])
+    bench.on(WorkerExited(name(2).slot, name(2), -9))
+    bench.regroup(50, name(1))
+    assert bench.end.outcome is JobOutcome.TIME_LIMIT
+    assert "(max_runtime)" in bench.end.reason
+
+
 def test_without_survivors_a_job_whose_time_is_up_ends_at_once() -> None:
     bench = _start_two()
     bench.wait(101.0 - bench.now, heartbeats_of=[1, 2])
