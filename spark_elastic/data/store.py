@@ -281,8 +281,14 @@ class Store:
             if _protocols(self.filesystem) & _OBJECT_STORES:
                 self._call("pipe_file", path, data, size=len(data))
                 return
-            self.filesystem.makedirs(os.path.dirname(path), exist_ok=True)
-            replace_file(self.filesystem, path, data, local=self.is_local)
+            try:
+                self._write_file(path, data)
+            except FileNotFoundError:  # another job has removed the folder, which was empty
+                self._write_file(path, data)
+
+    def _write_file(self, path: str, data: bytes) -> None:
+        self.filesystem.makedirs(os.path.dirname(path), exist_ok=True)
+        replace_file(self.filesystem, path, data, local=self.is_local)
 
     def write_verified(self, name: str, data: bytes) -> None:
         """Write an object and, unless the store is local, read it back: the driver learns only of objects that exist,

@@ -225,8 +225,8 @@ class RendezvousClient:
         Args:
             hold: seconds for which the server may hold a long poll. It is reduced to MAX_POLL_SECONDS and to 2/3 of
                 the remaining time.
-            within: seconds until the request must be answered, at most `timeout`. Without it, `timeout` begins when
-                the first hold is over.
+            within: seconds until the request must be answered. Without it, `timeout` begins when the first hold is
+                over.
 
         Raises:
             DriverUnreachable: no answer in that time; names host:port.
@@ -237,9 +237,7 @@ class RendezvousClient:
         """
         path = path_of(type(request))
         hold = min(hold, MAX_POLL_SECONDS, self._timeout * POLL_SHARE)
-        retries = _Retries(
-            self._clock.now() + (self._timeout + hold if within is None else min(self._timeout, within))
-        )
+        retries = _Retries(self._clock.now() + (self._timeout + hold if within is None else within))
         while True:
             sent = self._clock.now()
             left = retries.deadline - sent

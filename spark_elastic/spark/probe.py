@@ -285,6 +285,7 @@ def open_probe(spec: ProbeSpec) -> Iterator[Probe]:
         if store is not None:
             with suppress(StoreError):  # what the block raised says more; `Store.clean` removes what is left
                 store.remove_tree(f"{PROBES}/{token}")
+                store.remove_empty_folder(PROBES)
 
 
 def _describe_error(error: Exception) -> str:

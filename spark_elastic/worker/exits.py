@@ -61,3 +61,13 @@ def exit_forks() -> Iterator[None]:
         code = get_exit_code(error)
     if os.getpid() != own:
         exit_process(code)
+
+
+@contextlib.contextmanager
+def accept_exit_zero() -> Iterator[None]:
+    """`sys.exit()` and `sys.exit(0)` end the block, as they end a script with success; other codes raise."""
+    try:
+        yield
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise

@@ -26,7 +26,7 @@ from spark_elastic.state.elastic_loop import ENTERED
 from spark_elastic.state.snapshot import PickleCodec
 from spark_elastic.worker import pickling, program
 from spark_elastic.worker.context import get_context, start_call
-from spark_elastic.worker.exits import exit_forks
+from spark_elastic.worker.exits import accept_exit_zero, exit_forks
 from spark_elastic.worker.program import Completed, Outcome, WorkerHandle
 from spark_elastic.worker.script import destroy_process_group, set_dist_env
 
@@ -89,7 +89,8 @@ class FunctionProgram:
         try:
             set_dist_env(world, group, worker.address, worker.ports)
             fn, args, kwargs = cloudpickle.loads(self._call)
-            with exit_forks():
+            value: object = None
+            with accept_exit_zero(), exit_forks():
                 value = fn(*args, **kwargs)
             # An elastic function may have gone on to later worlds.
             last = (get_context() or worker).group or group

@@ -19,7 +19,7 @@ from spark_elastic.data.store import make_scratch_folder
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import World
 from spark_elastic.worker.context import get_process_context
-from spark_elastic.worker.exits import exit_forks
+from spark_elastic.worker.exits import accept_exit_zero, exit_forks
 
 # Outside the range that systems use for outgoing connections, one of which could take the port before the user does.
 PORTS = (20_000, 32_767)
@@ -123,12 +123,8 @@ def _find_spec(name: str) -> ModuleSpec | None:
 def _as_program(name: str, arguments: tuple[str, ...], folder: str) -> Iterator[None]:
     sys.argv = [name, *arguments]
     with _search_first(folder):
-        try:
-            with exit_forks():
-                yield
-        except SystemExit as exit:
-            if exit.code not in (None, 0):
-                raise
+        with accept_exit_zero(), exit_forks():
+            yield
 
 
 @contextmanager

@@ -10,11 +10,11 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from spark_elastic.clock import Clock
 from spark_elastic.errors import DriverUnreachable, ElasticError
-from spark_elastic.protocol.messages import Heartbeat, RegisterSlot, WorkerExited, WorkerStarted
+from spark_elastic.protocol.messages import Heartbeat, RegisterSlot, Request, WorkerExited, WorkerStarted
 from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
 from spark_elastic.protocol.types import NOT_RUNNING, WorkerId
 from spark_elastic.rendezvous.client import RendezvousClient
@@ -38,6 +38,8 @@ STOP_GRACE = 3.0  # seconds that a worker told to stop gets before its slot kill
 JOIN_GRACE = 1.0  # seconds for a former spare to join before the next spare is started
 LAST_LINES_WAIT = 2.0  # seconds for sending the last log lines to the driver
 THREAD_END_WAIT = 5.0  # seconds for threads whose requests were cancelled
+
+R = TypeVar("R")
 
 
 class SlotAgent:
@@ -76,6 +78,7 @@ class SlotAgent:
         self._started = 0
         self._oom_kills = OomKillCounter()
         self._heartbeat_every = 1.0
+        self._registered_at = clock.now()
         self._closing = threading.Event()
         self._lines_complete = threading.Event()
         self._line_sender = threading.Thread(target=self._send_lines, name="spark-elastic-logs", daemon=True)
@@ -96,6 +99,7 @@ class SlotAgent:
             RegisterSlot(me.slot, me.host, me.slot.launch, node, me.device_problem, self._facts)
         )
         self._heartbeat_every = answer.heartbeat_interval
+        self._registered_at = self._clock.now()
         for thread in (self._line_sender, *self._threads):
             thread.start()
         try:
@@ -126,7 +130,7 @@ class SlotAgent:
         self._active, self._spare = child, None
         # From here on its lines are the worker's, however long the driver takes to answer.
         child.worker = worker
-        self._client.ask(WorkerStarted(self._identity.slot, worker))
+        self._ask(WorkerStarted(self._identity.slot, worker))
         child.activate(worker)
         if child.warm:
             self._call_later(JOIN_GRACE, lambda: self._on_warm(child))
@@ -140,7 +144,7 @@ class SlotAgent:
                 out_of_memory = self._oom_kills.is_oom_kill(code)
                 crashed_at = child.find_crash_location(code)
                 reason = _describe_exit(code, out_of_memory)
-                self._client.ask(
+                self._ask(
                     WorkerExited(self._identity.slot, child.worker, code, reason, out_of_memory, crashed_at)
                 )
                 self._promote()
@@ -217,6 +221,18 @@ class SlotAgent:
         for thread in (self._line_sender, *self._threads):
             thread.join(THREAD_END_WAIT)
 
+    # ---- any thread
+
+    def _ask(self, request: Request[R], hold: float = 0.0) -> R:
+        """Ask until the slot ends since the driver is silent."""
+        return self._client.ask(request, hold, max(0.0, self._seconds_left()))
+
+    def _seconds_left(self) -> float:
+        """R12 (driver silence): until the slot ends. Answers to heartbeats count, since other requests may be held or
+        tried for long."""
+        last_seen = max(self._registered_at, self._client.last_answered_at())
+        return last_seen + self._spec.driver_timeout - self._clock.now()
+
     # ---- other threads
 
     def _on_line(self, child: Child, line: str) -> None:
@@ -231,19 +247,13 @@ class SlotAgent:
     def _watch(self) -> None:
         """Poll for commands. The slot ends when the driver was silent for `driver_timeout`: R12 (driver silence)."""
         seen = 0
-        began = self._clock.now()
         while not self._closing.is_set():
-            # Answers to heartbeats count, since this poll may be held for long.
-            last_seen = max(began, self._client.last_answered_at())
-            left = last_seen + self._spec.driver_timeout - self._clock.now()
             try:
-                request = WatchSlot(self._identity.slot, seen)
-                commands = self._client.ask(request, MAX_POLL_SECONDS, max(0.0, left))
+                commands = self._ask(WatchSlot(self._identity.slot, seen), MAX_POLL_SECONDS)
             except ElasticError as error:
                 if self._closing.is_set():
                     return
-                silence = self._clock.now() - max(last_seen, self._client.last_answered_at())
-                if silence > self._spec.driver_timeout or not isinstance(error, DriverUnreachable):
+                if self._seconds_left() < 0.0 or not isinstance(error, DriverUnreachable):
                     self._events.put(lambda text=str(error): text)  # type: ignore[misc]
                     return
                 self._closing.wait(0.2)
@@ -281,7 +291,7 @@ class SlotAgent:
         while batch := self._take_lines():
             for worker, lines in batch.items():
                 try:
-                    self._client.ask(LogLines(self._identity.slot, worker, None, tuple(lines)))
+                    self._ask(LogLines(self._identity.slot, worker, None, tuple(lines)))
                 except ElasticError:
                     continue  # losing lines, which are for people, must not hurt training
 

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -24,6 +25,8 @@ GROUPS_AHEAD = 8  # row groups that are read at once
 BYTES_AHEAD = 32 << 20  # of these, by their sizes before compression; at least one is read
 GAP = 256 << 10  # bytes between two columns that cost less than another request
 _TRAILER = 8  # the footer's length and the magic word
+
+Footer: TypeAlias = tuple[int, pq.FileMetaData]  # with the bytes of its file
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,8 @@ class RemoteGroups:
         # Row groups that will be needed, in this order, with the names of their columns in the file.
         self._wanted: dict[int, Collection[str]] = {}
         self._reading: dict[int, Future[LoadedGroup]] = {}
-        # Reads of footers by file, under way or done: bytes of the file, and the footer. Only fsspec's thread adds one.
-        self._footers: dict[int, asyncio.Task[tuple[int, pq.FileMetaData]]] = {}
+        # Reads of footers by file, under way or done. Only fsspec's thread adds one.
+        self._footers: dict[int, asyncio.Task[Footer]] = {}
 
     def announce(self, groups: Iterable[tuple[int, Collection[str]]]) -> None:
         """Row groups that will be taken soon, in this order, and the columns that will be needed of each."""
@@ -108,18 +111,20 @@ class RemoteGroups:
         contents = {start: content for (start, _), content in zip(ranges, found, strict=True)}
         return LoadedGroup(size, footer, contents)
 
-    async def _find_footer(self, file: int, path: str) -> tuple[int, pq.FileMetaData]:
+    async def _find_footer(self, file: int, path: str) -> Footer:
         """Several row groups of a file share one read of its footer, which outlives those that are cancelled."""
         task = self._footers.get(file)
         if task is None:
             task = self._footers[file] = asyncio.ensure_future(self._read_footer(path))
-        try:
-            return await asyncio.shield(task)
-        except Exception:
-            self._footers.pop(file, None)
-            raise
+            task.add_done_callback(lambda ended: self._forget_failed(file, ended))
+        return await asyncio.shield(task)
 
-    async def _read_footer(self, path: str) -> tuple[int, pq.FileMetaData]:
+    def _forget_failed(self, file: int, task: asyncio.Task[Footer]) -> None:
+        """The next read of that file tries again, even if nobody waited for this one."""
+        if (task.cancelled() or task.exception() is not None) and self._footers.get(file) is task:
+            del self._footers[file]
+
+    async def _read_footer(self, path: str) -> Footer:
         size, tail = await self._client.read_tail(path, TAIL_BYTES)
         length = int.from_bytes(tail[-_TRAILER:-4], "little") + _TRAILER
         if length > len(tail):

@@ -124,12 +124,10 @@ def find_blacklisted_hosts(tx: Transition) -> tuple[list[HostId], float] | None:
     out = [
         host for host in state.blacklist.hosts if state.blacklist.find_host_return(host, tx.now) is not None
     ]
-    discovered = state.hosts.discovered
-    if not out or (discovered is None and state.generation == 0):
+    if not out or (state.hosts.discovered is None and state.generation == 0):
         return None
     # Hosts that were lost count as usable: a good one may come back, and is waited for.
-    usable = state.hosts.known if discovered is None else set(dict(discovered))
-    if usable - set(out):
+    if state.hosts.find_usable().difference(out):
         return None
     return sorted(out), min(state.blacklist.hosts[host].until for host in out)
 
@@ -257,7 +255,7 @@ def _register(tx: Transition, slot: SlotRecord) -> None:
         _refuse(tx, slot.slot, why)
         return
     state.launches.count_task_attempts(slot.launch, 1)
-    state.hosts.add(slot.host)
+    state.hosts.add(slot.host, slot.machine)
     state.slots.put(slot)
     if why:
         give_back(tx, slot, why)

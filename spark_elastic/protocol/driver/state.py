@@ -148,18 +148,28 @@ class Launches(_LiveRecords[int, SlotLaunch]):
 class Hosts(Part):
     """Hosts that may carry slots, and the drain requests that concern them."""
 
-    known: frozenset[HostId] = frozenset()  # all that ever had a slot, or appeared
+    # All that ever had a slot, or appeared, and their machines. None: known with the host's first slot.
+    known: Table[HostId, str | None] = field(default_factory=Table)
     # Discovery's newest answer: hosts and how many slots each has. None: all hosts, without limit.
     discovered: tuple[tuple[str, int], ...] | None = None
     draining: Table[HostId, str] = field(default_factory=Table)  # and why
     waiting_drains: tuple[DrainRequested, ...] = ()  # requests that wait for the first world
 
-    def add(self, host: HostId) -> bool:
+    def add(self, host: HostId, machine: str | None = None) -> bool:
         """Whether the host was not known before."""
-        if host in self.known:
-            return False
-        self.known |= {host}
-        return True
+        new = host not in self.known
+        if new or machine is not None:
+            self.known = self.known.put(host, machine)
+        return new
+
+    def find_usable(self) -> set[str]:
+        """The hosts that discovery allows, and the names on its list of which no host is known yet. A host whose
+        machine is not known may be on one that discovery lists."""
+        if self.discovered is None:
+            return set(self.known)
+        listed = {name for name, _ in self.discovered}
+        unseen = listed.difference(self.known, filter(None, self.known.values()))
+        return unseen | {h for h, machine in self.known.items() if machine is None or listed & {h, machine}}
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ One `RequestNextWorld` ends a worker's part in a world and asks for the next one
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from spark_elastic.protocol import events as on
@@ -81,6 +82,14 @@ def _admit_newcomer(tx: Transition, worker: WorkerRecord) -> None:
         state.launches.mark_warm(slot.launch)
 
 
+def _describe_suspects(tx: Transition, suspects: Sequence[WorkerId]) -> Iterator[str]:
+    """Their names, and which had returned: no fault of the network, but of a function that leaves the others alone."""
+    workers = tx.state.workers
+    for name in suspects:
+        returned = name in workers and workers[name].status is WorkerStatus.SUCCESS
+        yield f"{name} (which had returned its result)" if returned else name
+
+
 def _leave_world(tx: Transition, worker: WorkerRecord, event: RequestNextWorld) -> None:
     """A member has left its world and asks for the next one. If no change was announced, the world is broken."""
     timers = tx.state.timers
@@ -88,7 +97,7 @@ def _leave_world(tx: Transition, worker: WorkerRecord, event: RequestNextWorld) 
     if timers.leaving_since is None:
         timers.leaving_since = tx.now
     if not event.planned:
-        blame = f" and blames {', '.join(event.suspects)}" if event.suspects else ""
+        blame = f" and blames {', '.join(_describe_suspects(tx, event.suspects))}" if event.suspects else ""
         reason = f"{tx.describe(worker)} could not continue{blame}: {event.reason or 'its group broke'}"
         break_world(tx, reason, cause_unknown=True)
         suspect(tx, event.worker, event.suspects)

@@ -58,6 +58,7 @@ def check_store_access(spark: SparkSession, store: Store) -> None:
         _read_in_jvm(spark, store, name, token)
     finally:
         store.delete(name)
+        store.remove_empty_folder("probes")
 
 
 def _read_in_jvm(spark: SparkSession, store: Store, name: str, token: str) -> None:

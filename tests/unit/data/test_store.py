@@ -179,6 +179,22 @@ def test_an_unwritable_place_is_one_sentence(tmp_path: Path) -> None:
         Store.open(str(tmp_path / "file")).write_bytes("x", b"")
 
 
+def test_a_write_survives_that_another_job_removes_its_empty_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, other = Store.open(str(tmp_path)), iter([tmp_path / "probes"])
+    make_folders = LocalFileSystem.makedirs
+
+    def make_for_a_moment(self: LocalFileSystem, path: str, exist_ok: bool = False) -> None:
+        make_folders(self, path, exist_ok)
+        for folder in other:
+            folder.rmdir()
+
+    monkeypatch.setattr(LocalFileSystem, "makedirs", make_for_a_moment)
+    store.write_bytes("probes/one", b"1")
+    assert store.read_bytes("probes/one") == b"1"
+
+
 def test_a_failed_write_leaves_the_old_object_and_no_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from typing import cast
 
 import cloudpickle
 import pytest
 
 pytest.importorskip("pyspark")
 
+from pyspark.sql import SparkSession
+
 from spark_elastic.data.store import Store
 from spark_elastic.errors import PreflightError, StoreError
 from spark_elastic.rendezvous.http_server import Bind, format_address, listen
+from spark_elastic.spark.dataframes.store_access import check_store_access
 from spark_elastic.spark.probe import Probe, ProbeSpec, check_reports, make_version_check, open_probe
 from spark_elastic.spark.session import collect_host_facts
 
@@ -54,6 +58,16 @@ def test_a_probe_checks_encryption(monkeypatch: pytest.MonkeyPatch) -> None:
         f"host {socket.gethostname()}: TLS between workers needs OpenSSL, and there is none: install it on this host, "
         "or set tls=False."
     )
+
+
+def test_probes_leave_nothing_in_a_store(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    with open_probe(ProbeSpec(b"", store)):
+        with open_probe(ProbeSpec(b"", store)):
+            pass
+        assert len(store.list("probes")) == 1  # another job's
+    check_store_access(cast("SparkSession", object()), store)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_store_that_cannot_remove_a_probe_s_objects_does_not_hide_the_error(

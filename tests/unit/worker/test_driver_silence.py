@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 
 from spark_elastic.errors import DriverUnreachable
 from spark_elastic.protocol.events import DriverSilent
+from spark_elastic.protocol.messages import Admission, RegisterSlot, WorkerStarted
 from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
 from spark_elastic.protocol.types import INITIAL_VERSION, SlotId
 from spark_elastic.rendezvous.client import RendezvousClient
@@ -86,3 +89,38 @@ def test_r12_a_slot_ends_one_timeout_after_the_drivers_last_answer() -> None:
     agent = SlotAgent(spec, identity, b"", cast("RendezvousClient", driver), clock)
     agent._watch()
     assert TIMEOUT <= clock.now() - driver.at < 1.2 * TIMEOUT
+
+
+class SilentDriver:
+    """A driver that answers a registration and nothing else."""
+
+    def __init__(self) -> None:
+        self.asked: dict[type, float | None] = {}
+        self.closed = threading.Event()
+
+    def last_answered_at(self) -> float:
+        return 0.0
+
+    def ask(self, request: object, hold: float = 0.0, within: float | None = None) -> Any:
+        self.asked[type(request)] = within
+        if isinstance(request, RegisterSlot):
+            return Admission(accepted=True)
+        if not isinstance(request, WorkerStarted):
+            self.closed.wait(10.0)
+        raise DriverUnreachable("no answer")
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+def test_r12_a_slot_waits_for_its_driver_as_long_as_for_a_silent_one_once_it_is_registered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver, spec = SilentDriver(), SlotSpec(address="", key=b"", attempt=1, driver_timeout=600.0)
+    client = cast("RendezvousClient", driver)
+    agent = SlotAgent(spec, SlotIdentity(slot=SlotId("1-0")), b"", client, FakeClock())
+    monkeypatch.setattr(agent, "_start_child", MagicMock())
+    with pytest.raises(DriverUnreachable):
+        agent.run()
+    assert driver.asked[RegisterSlot] is None  # the client's own time
+    assert driver.asked[WorkerStarted] == pytest.approx(600.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -14,7 +15,7 @@ from elastic_collectives.fakes import FakeFabric
 from spark_elastic.ops.process_sets import ProcessSet, add_process_set, get_process_set_ids_and_ranks
 from spark_elastic.worker.context import get_context
 from spark_elastic.worker.function_program import FunctionProgram
-from spark_elastic.worker.program import WorkerHandle
+from spark_elastic.worker.program import Completed, WorkerHandle, decode_result
 from tests.unit.ops.workers import enter_group, use_context_per_thread
 
 OF_A_MODULE = ProcessSet([1])
@@ -43,6 +44,24 @@ def test_a_function_that_is_called_again_can_add_its_process_sets_again(
             assert worker.group is not None
             program.run(worker.world, worker.group, handle)
             assert get_process_set_ids_and_ranks() == {0: [0], 1: [0], 2: []}
+
+
+@pytest.mark.parametrize("code", [None, 0, 3])
+def test_a_function_that_exits_with_zero_has_succeeded_without_a_result(
+    code: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_context_per_thread(monkeypatch)
+    enter_group(FakeFabric(1).group(0))
+    worker = get_context()
+    assert worker is not None
+    assert worker.world is not None
+    assert worker.group is not None
+    handle = WorkerHandle(lambda: 0, lambda at: None, lambda told: None, _fail_if_called)
+    program = FunctionProgram(sys.exit, (code,))
+    with patch.dict(os.environ), pytest.raises(SystemExit, match="3") if code else nullcontext():
+        outcome = program.run(worker.world, worker.group, handle)
+        assert isinstance(outcome, Completed)
+        assert decode_result(outcome.result, 0) is None
 
 
 TALKS = """

@@ -182,6 +182,38 @@ def test_all_hosts_blacklisted_for_longer_than_the_job_waits_end_it_at_once() ->
     assert bench.now < 11.0 + bench.limits.gather_timeout
 
 
+def test_all_machines_that_discovery_names_blacklisted_end_the_job_at_once() -> None:
+    """Discovery lists machines, and hosts are executors: two on the first, one on the second."""
+    bench = Bench(replace(FOUR, num_workers=3, start_timeout=600.0, cooldown_range=(math.inf, math.inf)))
+    bench.on(on.HostsDiscovered(0, (("m1", 2), ("m2", 1))))
+    for job, machine in ((1, "m1"), (2, "m1"), (3, "m2")):
+        bench.on(RegisterSlot(SlotId(f"{job}-0"), str(job), job, machine))
+        bench.start_warm(job)
+    bench.form()
+    for job in (1, 2):
+        _crash(bench, job)
+    bench.wait(bench.limits.gather_timeout)
+    assert not bench.find_commands(End)
+    _crash(bench, 3)
+    bench.wait(0.1)
+    assert bench.end.outcome is JobOutcome.NOT_ENOUGH_WORKERS
+    assert "all hosts are blacklisted since their workers failed: 1, 2, 3" in bench.end.reason
+
+
+@pytest.mark.parametrize("left", ["host", "machine"])
+def test_a_host_or_listed_machine_without_a_slot_so_far_is_waited_for(left: str) -> None:
+    bench = Bench(replace(FOUR, num_workers=1, max_workers=1, cooldown_range=(math.inf, math.inf)))
+    machines = ("m1", "m2") if left == "machine" else ("m1",)
+    bench.on(on.HostsDiscovered(0, tuple((machine, 1) for machine in machines)))
+    bench.on(RegisterSlot(SlotId("1-0"), "1", 1, "m1"))
+    bench.start(1)
+    if left == "host":
+        bench.on(on.HostAppeared(0, "2"))  # it may be on m1
+    _crash(bench, 1)
+    bench.wait(1.0)
+    assert not bench.find_commands(End)
+
+
 def test_a_good_host_that_was_lost_is_waited_for_though_all_others_are_blacklisted() -> None:
     bench = Bench(replace(FOUR, num_workers=2, max_workers=2, cooldown_range=(math.inf, math.inf)))
     bench.start(1, 2)

@@ -178,3 +178,11 @@ def test_r13_equal_exit_codes_with_progress_between_do_not_end_the_job() -> None
     bench.form()
     bench.on(WorkerExited(newcomer.slot, newcomer, 5))
     assert not bench.find_commands(End)
+
+
+def test_a_world_that_breaks_since_a_member_returned_too_early_says_so() -> None:
+    bench = Bench(WHOLE)
+    bench.start(1, 2)
+    _finish(bench, name(1))
+    bench.join(name(2), bench.fence, at(0), suspects=(name(1),), reason="receive timed out")
+    assert f"blames {name(1)} (which had returned its result): receive timed out" in bench.world.reason
