@@ -39,7 +39,7 @@ def draw_permutation(length: int, *words: int) -> Int64s:
 
 
 def draw_uniform(rows: Int64s, count: int, *words: int) -> npt.NDArray[np.float64]:
-    """(rows, count) numbers in [0, 1) that depend on each row's number and `words` alone, as `draw_permutation` does."""
+    """(rows, count) numbers in [0, 1) that depend on each row's number and `words` alone, like `draw_permutation`."""
     seeds = _splitmix64(np.uint64(_absorb_words(words)) + rows.astype(np.uint64) * np.uint64(_GOLDEN))
     counters = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
     return (_splitmix64(seeds[:, None] + counters) >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -3,8 +3,8 @@
 A `Store` writes objects that appear whole or not at all, and turns the errors of all file systems into StoreError. It
 is picklable, so that workers get it; any thread may use it. `list_entries` and `remove_old_entries` know the folders
 that this package writes there: `data/FINGERPRINT`, `runs/RUN`, `probes/TOKEN`, `channels/JOB`. A run that has not ended
-can be resumed: neither it nor the rows that it reads are removed unasked (R19, resuming a run). `make_scratch_folder` is a
-temporary folder of this machine.
+can be resumed: neither it nor the rows that it reads are removed unasked (R19, resuming a run). `make_scratch_folder`
+makes a temporary folder of this machine.
 """
 
 from __future__ import annotations

@@ -128,7 +128,9 @@ def test_w3_a_rank_with_half_a_state_does_not_report_its_position() -> None:
 
 def test_r05_a_state_that_arrives_damaged_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     crc = snapshot_module._compute_crc
-    monkeypatch.setattr(snapshot_module, "_compute_crc", lambda data: crc(data) + (1 if data.nbytes > 400 else 0))
+    monkeypatch.setattr(
+        snapshot_module, "_compute_crc", lambda data: crc(data) + (1 if data.nbytes > 400 else 0)
+    )
     damaged: list[int] = []
 
     def work(session: FakeSession) -> Any:
