@@ -47,6 +47,7 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]
 
     # The Trainer's own.
     current_flos: Any
+    current_gradient_accumulation_steps: int
     model_init: Any
     optimizer: Any
     state: Any
@@ -88,6 +89,8 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]
         self._loss_weights: list[float] = []
         # That of the batch under way; None outside of a training step.
         self._loss_weight: float | None = None
+        # Whether the loss is computed with the Trainer's count of items; None: no training step has told.
+        self._takes_count: bool | None = None
         super().__init__(*args, **options)
         self.add_callback(_ElasticCallback(self))
 
@@ -103,6 +106,7 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]
             InvalidInput: this kind of training cannot be elastic.
         """
         self._check_training(trial)
+        self._takes_count = None
         _forget_progress(self)
         self._loader = self._make_loader()
         max_steps = self.set_initial_training_values(self.args, self._loader)[-1]
@@ -160,13 +164,32 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]
     def get_train_dataloader(self) -> Any:
         return super().get_train_dataloader() if self._loader is None else self._loader
 
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-        """The Trainer's loss. A mean over this rank's rows is weighted: the ranks' average is then that of all rows."""
-        weight = self._loss_weight
-        result = super().compute_loss(model, inputs, *args, **options)
-        if weight is None or options.get("num_items_in_batch") is not None:
-            return result  # normalized over all ranks already
-        return (result[0] * weight, *result[1:]) if isinstance(result, tuple) else result * weight
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The Trainer's loss. A mean over this rank's rows is weighted: the ranks' average is then that of all rows.
+
+        The Trainer gives the count of items to each model whose forward takes **kwargs, and multiplies the loss by the
+        number of ranks, as if every such model divided by that count: from one that averages by itself it is withheld.
+        """
+        weight, count = self._loss_weight, num_items_in_batch
+        asks = count is not None and self._takes_count is None and weight is not None
+        if asks:
+            count = torch.as_tensor(count).detach().float().requires_grad_()
+        elif self._takes_count is False:
+            count = None
+        result = super().compute_loss(model, inputs, return_outputs, count)
+        loss = result[0] if return_outputs else result
+        if asks:
+            self._takes_count = _depends_on(loss, count)
+            if not self._takes_count and self.args.average_tokens_across_devices:
+                loss = loss / max(self.accelerator.num_processes, self.args.n_gpu)
+        normalized = count is not None and self._takes_count is not False  # over all ranks
+        if weight is None or normalized:
+            return result
+        if num_items_in_batch is not None and getattr(self, "loss_is_scaled_for_ga", None) is None:
+            weight /= self.current_gradient_accumulation_steps  # the Trainer believes that the count did this
+        return (loss * weight, *result[1:]) if return_outputs else loss * weight
 
     def training_step(self, *args: Any, **options: Any) -> Any:
         self._loss_weight = self._loss_weights.pop(0) if self._loss_weights else None
@@ -349,6 +372,19 @@ class _TrainingState(TorchState):
 def _forget_progress(trainer: ElasticTrainer) -> None:
     trainer._committed = None
     trainer.__dict__.pop("_tr_loss", None)
+
+
+def _depends_on(loss: torch.Tensor, leaf: torch.Tensor) -> bool:
+    """Whether the graph of a loss reaches that tensor."""
+    todo, seen = [loss.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if getattr(node, "variable", None) is leaf:
+            return True
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo += [following for following, _ in node.next_functions]
+    return False
 
 
 def _list_exportable(handler: CallbackHandler) -> list[Any]:
