@@ -8,7 +8,8 @@ between, and everything around it, is the Trainer's. Training thread only.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,8 +88,8 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]
         self._committed: dict[str, Any] | None = None
         # ElasticDataLoader.loss_weight of the batches that were fetched and are not trained yet.
         self._loss_weights: list[float] = []
-        # That of the batch under way; None outside of a training step.
-        self._loss_weight: float | None = None
+        # That of the newest batch.
+        self._loss_weight = 1.0
         # Whether the loss is computed with the Trainer's count of items; None: no training step has told.
         self._takes_count: bool | None = None
         super().__init__(*args, **options)
@@ -167,36 +168,52 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The Trainer's loss. A mean over this rank's rows is weighted: the ranks' average is then that of all rows.
+        """The Trainer's loss.
 
         The Trainer gives the count of items to each model whose forward takes **kwargs, and multiplies the loss by the
         number of ranks, as if every such model divided by that count: from one that averages by itself it is withheld.
         """
-        weight, count = self._loss_weight, num_items_in_batch
-        asks = count is not None and self._takes_count is None and weight is not None
-        if asks:
-            count = torch.as_tensor(count).detach().float().requires_grad_()
-        elif self._takes_count is False:
-            count = None
+        count = None if self._takes_count is False else num_items_in_batch
         result = super().compute_loss(model, inputs, return_outputs, count)
-        loss = result[0] if return_outputs else result
-        if asks:
+        if self._takes_count is None and isinstance(count, torch.Tensor) and count.requires_grad:
+            loss = result[0] if return_outputs else result
             self._takes_count = _depends_on(loss, count)
             if not self._takes_count and self.args.average_tokens_across_devices:
                 loss = loss / max(self.accelerator.num_processes, self.args.n_gpu)
-        normalized = count is not None and self._takes_count is not False  # over all ranks
-        if weight is None or normalized:
-            return result
+                return (loss, *result[1:]) if return_outputs else loss
+        return result
+
+    def _compute_weighted_loss(
+        self, compute: Callable[..., Any], model: Any, inputs: Any, num_items_in_batch: Any = None
+    ) -> Any:
+        """A mean over this rank's rows is weighted: the ranks' average is then that of all rows.
+
+        Args:
+            compute: `compute_loss`, which may be the user's own.
+        """
+        weight, count = self._loss_weight, num_items_in_batch
+        if self._takes_count is False:
+            count = None
+        elif self._takes_count is None and count is not None:
+            count = torch.as_tensor(count).detach().float().requires_grad_()
+        loss = compute(model, inputs, num_items_in_batch=count)
+        if count is not None:
+            if self._takes_count is None:  # by a `compute_loss` that does without the Trainer's
+                self._takes_count = _depends_on(loss, count)
+            if self._takes_count:
+                return loss  # normalized over all ranks already
         if num_items_in_batch is not None and getattr(self, "loss_is_scaled_for_ga", None) is None:
             weight /= self.current_gradient_accumulation_steps  # the Trainer believes that the count did this
-        return (loss * weight, *result[1:]) if return_outputs else loss * weight
+        return loss * weight
 
     def training_step(self, *args: Any, **options: Any) -> Any:
-        self._loss_weight = self._loss_weights.pop(0) if self._loss_weights else None
+        self._loss_weight = self._loss_weights.pop(0) if self._loss_weights else 1.0
+        compute = self.compute_loss
+        self.compute_loss = partial(self._compute_weighted_loss, compute)  # type: ignore[method-assign]
         try:
             return super().training_step(*args, **options)
         finally:
-            self._loss_weight = None
+            self.compute_loss = compute  # type: ignore[method-assign]
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], *args: Any, **options: Any) -> Any:
         self._loss_weights.clear()

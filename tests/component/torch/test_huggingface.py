@@ -67,11 +67,16 @@ def train_language_model(folder: str, holds: dict[int, int | str]) -> dict[str, 
     return _train(folder, model, rows, holds, [], data_collator=collate, accumulation=2)
 
 
-def train_classifier(folder: str, holds: dict[int, int | str], takes_all: bool = True) -> dict[str, Any]:
+def train_classifier(
+    folder: str, holds: dict[int, int | str], takes_all: bool = True, own_loss: bool = False
+) -> dict[str, Any]:
     """A net that averages its loss by itself, as BERT does; two batches make a step.
 
     takes_all: its forward takes any argument, so that the Trainer gives it a count of items.
+    own_loss: the Trainer's class has a `compute_loss` of its own.
     """
+    from spark_elastic.torch.huggingface import ElasticTrainer
+
     drawn = torch.Generator().manual_seed(3)
     x = torch.randn(ROWS, 4, generator=drawn, dtype=torch.float64)
     rows = [{"x": x[i], "labels": x[i].argmax()} for i in range(ROWS)]
@@ -85,9 +90,18 @@ def train_classifier(folder: str, holds: dict[int, int | str], takes_all: bool =
         def forward(self, x: Any, labels: Any, **others: Any) -> dict[str, Any]:  # type: ignore[override]
             return super().forward(x, labels)
 
+    class OwnLoss(ElasticTrainer):
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            outputs = model(**inputs)
+            loss = torch.nn.functional.cross_entropy(outputs["logits"], inputs["labels"])
+            return (loss, outputs) if return_outputs else loss
+
     torch.manual_seed(7)
     net = (LenientNet if takes_all else Net)(4, 4).double()
-    return _train(folder, net, rows, holds, [], accumulation=2, eval_dataset=rows)
+    kind = OwnLoss if own_loss else ElasticTrainer
+    return _train(folder, net, rows, holds, [], accumulation=2, kind=kind, eval_dataset=rows)
 
 
 def _train(
@@ -97,6 +111,7 @@ def _train(
     holds: dict[int, int | str],
     trainers: list[Any],
     accumulation: int = 1,
+    kind: Any = None,
     **options: Any,
 ) -> dict[str, Any]:
     import time
@@ -131,7 +146,7 @@ def _train(
         remove_unused_columns=False,
         seed=5,
     )
-    trainer = ElasticTrainer(
+    trainer = (kind or ElasticTrainer)(
         model, args, train_dataset=rows, callbacks=[SlowSteps()], global_batch_size=BATCH, **options
     )
     trainers.append(trainer)
@@ -182,16 +197,26 @@ def test_p1_p2_a_trainer_continues_at_the_step_in_flight(
     assert len(trained) - len(set(trained)) <= 1, "more than the step in flight was taken again"
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_p2_a_model_that_averages_its_loss_by_itself_trains_the_same_with_a_count_of_items(
-    size: int, tmp_path: Path
+@pytest.mark.parametrize(
+    ("size", "takes_all", "own_loss"),
+    [
+        (1, True, False),
+        (1, True, True),
+        (2, True, False),
+        (3, True, True),
+        pytest.param(3, True, False, marks=pytest.mark.faults),
+        pytest.param(3, False, True, marks=pytest.mark.faults),
+    ],
+)
+def test_p2_a_mean_of_a_ranks_rows_becomes_that_of_all_rows(
+    size: int, takes_all: bool, own_loss: bool, tmp_path: Path
 ) -> None:
     expected = train_classifier(str(tmp_path), {}, takes_all=False)
+    given = str(tmp_path), {}, takes_all, own_loss
     if size == 1:
-        results = [train_classifier(str(tmp_path), {})]
+        results = [train_classifier(*given)]
     else:
-        run = Run(train_classifier, (str(tmp_path), {}), room=size, num_workers=size, max_workers=size)
-        results = run.results()
+        results = Run(train_classifier, given, room=size, num_workers=size, max_workers=size).results()
     for result in results:
         assert result["weights"] == pytest.approx(expected["weights"], rel=1e-9)
         assert result["losses"] == pytest.approx(expected["losses"], rel=1e-6)
