@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterable, Sequence, Sized
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -347,9 +347,25 @@ class OptimizerStateHandler(SnapshotHandler):
 class GradScalerStateHandler(StateDictHandler):
     """A `GradScaler`, which a world may leave between `unscale_` and `update`."""
 
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)
+        value.step = partial(_take_scaled_step, value)
+
+    def set_value(self, value: Any) -> None:
+        super().set_value(value)
+        value.step = partial(_take_scaled_step, value)
+
     def load(self, values: Any, memory: Bytes) -> None:
         super().load(values, memory)
         self.value._per_optimizer_states.clear()  # what it has found in gradients that are void now
+
+
+def _take_scaled_step(scaler: Any, optimizer: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:
+    """The scaler's own `step`. One that it has skipped, since gradients are infinite, is over as well."""
+    result = type(scaler).step(scaler, optimizer, *args, **options)
+    if not is_distributed(optimizer):
+        mark_applied(optimizer)
+    return result
 
 
 def _find_device(tensors: Iterable[torch.Tensor]) -> torch.device:

@@ -8,7 +8,8 @@ between, and everything around it, is the Trainer's. Training thread only.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]
 
     # The Trainer's own.
     current_flos: Any
+    current_gradient_accumulation_steps: int
     model_init: Any
     optimizer: Any
     state: Any
@@ -86,8 +88,10 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]
         self._committed: dict[str, Any] | None = None
         # ElasticDataLoader.loss_weight of the batches that were fetched and are not trained yet.
         self._loss_weights: list[float] = []
-        # That of the batch under way; None outside of a training step.
-        self._loss_weight: float | None = None
+        # That of the newest batch.
+        self._loss_weight = 1.0
+        # Whether the loss is computed with the Trainer's count of items; None: no training step has told.
+        self._takes_count: bool | None = None
         super().__init__(*args, **options)
         self.add_callback(_ElasticCallback(self))
 
@@ -103,6 +107,7 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]
             InvalidInput: this kind of training cannot be elastic.
         """
         self._check_training(trial)
+        self._takes_count = None
         _forget_progress(self)
         self._loader = self._make_loader()
         max_steps = self.set_initial_training_values(self.args, self._loader)[-1]
@@ -160,20 +165,55 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]
     def get_train_dataloader(self) -> Any:
         return super().get_train_dataloader() if self._loader is None else self._loader
 
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-        """The Trainer's loss. A mean over this rank's rows is weighted: the ranks' average is then that of all rows."""
-        weight = self._loss_weight
-        result = super().compute_loss(model, inputs, *args, **options)
-        if weight is None or options.get("num_items_in_batch") is not None:
-            return result  # normalized over all ranks already
-        return (result[0] * weight, *result[1:]) if isinstance(result, tuple) else result * weight
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The Trainer's loss.
+
+        The Trainer gives the count of items to each model whose forward takes **kwargs, and multiplies the loss by the
+        number of ranks, as if every such model divided by that count: from one that averages by itself it is withheld.
+        """
+        count = None if self._takes_count is False else num_items_in_batch
+        result = super().compute_loss(model, inputs, return_outputs, count)
+        if self._takes_count is None and isinstance(count, torch.Tensor) and count.requires_grad:
+            loss = result[0] if return_outputs else result
+            self._takes_count = _depends_on(loss, count)
+            if not self._takes_count and self.args.average_tokens_across_devices:
+                loss = loss / max(self.accelerator.num_processes, self.args.n_gpu)
+                return (loss, *result[1:]) if return_outputs else loss
+        return result
+
+    def _compute_weighted_loss(
+        self, compute: Callable[..., Any], model: Any, inputs: Any, num_items_in_batch: Any = None
+    ) -> Any:
+        """A mean over this rank's rows is weighted: the ranks' average is then that of all rows.
+
+        Args:
+            compute: `compute_loss`, which may be the user's own.
+        """
+        weight, count = self._loss_weight, num_items_in_batch
+        if self._takes_count is False:
+            count = None
+        elif self._takes_count is None and count is not None:
+            count = torch.as_tensor(count).detach().float().requires_grad_()
+        loss = compute(model, inputs, num_items_in_batch=count)
+        if count is not None:
+            if self._takes_count is None:  # by a `compute_loss` that does without the Trainer's
+                self._takes_count = _depends_on(loss, count)
+            if self._takes_count:
+                return loss  # normalized over all ranks already
+        if num_items_in_batch is not None and getattr(self, "loss_is_scaled_for_ga", None) is None:
+            weight /= self.current_gradient_accumulation_steps  # the Trainer believes that the count did this
+        return loss * weight
 
     def training_step(self, *args: Any, **options: Any) -> Any:
-        self._loss_weight = self._loss_weights.pop(0) if self._loss_weights else None
+        self._loss_weight = self._loss_weights.pop(0) if self._loss_weights else 1.0
+        compute = self.compute_loss
+        self.compute_loss = partial(self._compute_weighted_loss, compute)  # type: ignore[method-assign]
         try:
             return super().training_step(*args, **options)
         finally:
-            self._loss_weight = None
+            self.compute_loss = compute  # type: ignore[method-assign]
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], *args: Any, **options: Any) -> Any:
         self._loss_weights.clear()
@@ -349,6 +389,19 @@ class _TrainingState(TorchState):
 def _forget_progress(trainer: ElasticTrainer) -> None:
     trainer._committed = None
     trainer.__dict__.pop("_tr_loss", None)
+
+
+def _depends_on(loss: torch.Tensor, leaf: torch.Tensor) -> bool:
+    """Whether the graph of a loss reaches that tensor."""
+    todo, seen = [loss.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if getattr(node, "variable", None) is leaf:
+            return True
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo += [following for following, _ in node.next_functions]
+    return False
 
 
 def _list_exportable(handler: CallbackHandler) -> list[Any]:

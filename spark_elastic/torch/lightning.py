@@ -34,6 +34,7 @@ from spark_elastic.torch.elastic import (
     run,
 )
 from spark_elastic.torch.generators import get_generators, set_generators
+from spark_elastic.torch.optimizer import mark_applied
 from spark_elastic.worker.context import get_context
 
 
@@ -203,6 +204,11 @@ class ElasticStrategy(_DDPStrategy):  # type: ignore[misc]
         if loader is not None:
             closure_loss = closure_loss * loader.loss_weight
         return super().backward(closure_loss, *args, **options)
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:
+        result = super().optimizer_step(optimizer, *args, **options)
+        mark_applied(optimizer)  # also where the scaler of fp16 has skipped the step: it is over
+        return result
 
     # ---- commits
 

@@ -324,7 +324,8 @@ def is_distributed(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def mark_applied(optimizer: torch.optim.Optimizer) -> None:
-    """Note that a step of a plain optimizer has applied the gradients that are there, as they are now."""
+    """Note that a step of a plain optimizer has applied the gradients that are there, as they are now, or that a
+    `GradScaler` has skipped it."""
     for gradient in _list_gradients(optimizer):
         gradient._applied_version = gradient._version  # type: ignore[attr-defined]
 

@@ -100,15 +100,19 @@ class Metrics:
             metric.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        objects = {name: (given, _state_of(metric)) for name, (given, metric) in self._objects.items()}
+        objects = {
+            name: (given, type(metric).__name__, _state_of(metric))
+            for name, (given, metric) in self._objects.items()
+        }
         return {"sums": dict(self._sums), "updates": self._updates, "objects": objects}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._sums, self._updates = dict(state["sums"]), state["updates"]
         self._objects = {
             name: (given, _restore_metric(self._given[given], saved, self._updates))
-            for name, (given, saved) in state["objects"].items()
-            if given in self._given  # a run may be resumed with other metrics
+            for name, (given, kind, saved) in state["objects"].items()
+            # A run may be resumed with other metrics: one of another class begins anew.
+            if type(self._given.get(given)).__name__ == kind
         }
 
     def _update(self, outputs: list[torch.Tensor], labels: list[torch.Tensor]) -> None:

@@ -67,6 +67,43 @@ def train_language_model(folder: str, holds: dict[int, int | str]) -> dict[str, 
     return _train(folder, model, rows, holds, [], data_collator=collate, accumulation=2)
 
 
+def train_classifier(
+    folder: str, holds: dict[int, int | str], takes_all: bool = True, own_loss: bool = False
+) -> dict[str, Any]:
+    """A net that averages its loss by itself, as BERT does; two batches make a step.
+
+    takes_all: its forward takes any argument, so that the Trainer gives it a count of items.
+    own_loss: the Trainer's class has a `compute_loss` of its own.
+    """
+    from spark_elastic.torch.huggingface import ElasticTrainer
+
+    drawn = torch.Generator().manual_seed(3)
+    x = torch.randn(ROWS, 4, generator=drawn, dtype=torch.float64)
+    rows = [{"x": x[i], "labels": x[i].argmax()} for i in range(ROWS)]
+
+    class Net(torch.nn.Linear):
+        def forward(self, x: Any, labels: Any) -> dict[str, Any]:  # type: ignore[override]
+            output = super().forward(x)
+            return {"loss": torch.nn.functional.cross_entropy(output, labels), "logits": output}
+
+    class LenientNet(Net):
+        def forward(self, x: Any, labels: Any, **others: Any) -> dict[str, Any]:  # type: ignore[override]
+            return super().forward(x, labels)
+
+    class OwnLoss(ElasticTrainer):
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            outputs = model(**inputs)
+            loss = torch.nn.functional.cross_entropy(outputs["logits"], inputs["labels"])
+            return (loss, outputs) if return_outputs else loss
+
+    torch.manual_seed(7)
+    net = (LenientNet if takes_all else Net)(4, 4).double()
+    kind = OwnLoss if own_loss else ElasticTrainer
+    return _train(folder, net, rows, holds, [], accumulation=2, kind=kind, eval_dataset=rows)
+
+
 def _train(
     folder: str,
     model: torch.nn.Module,
@@ -74,6 +111,7 @@ def _train(
     holds: dict[int, int | str],
     trainers: list[Any],
     accumulation: int = 1,
+    kind: Any = None,
     **options: Any,
 ) -> dict[str, Any]:
     import time
@@ -108,7 +146,7 @@ def _train(
         remove_unused_columns=False,
         seed=5,
     )
-    trainer = ElasticTrainer(
+    trainer = (kind or ElasticTrainer)(
         model, args, train_dataset=rows, callbacks=[SlowSteps()], global_batch_size=BATCH, **options
     )
     trainers.append(trainer)
@@ -121,6 +159,8 @@ def _train(
         "steps": output.global_step,
         "epoch": trainer.state.epoch,
         "logged": [entry["step"] for entry in trainer.state.log_history if "loss" in entry],
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "evaluated": trainer.evaluate()["eval_loss"] if trainer.eval_dataset else None,
         "rate": trainer.lr_scheduler.get_last_lr()[0],
     }
 
@@ -128,7 +168,11 @@ def _train(
 @pytest.mark.scenario("G2")
 @pytest.mark.parametrize(
     ("train", "steps"),
-    [(train_net, 21), pytest.param(train_language_model, 12, marks=pytest.mark.faults)],
+    [
+        (train_net, 21),
+        pytest.param(train_classifier, 12, marks=pytest.mark.faults),
+        pytest.param(train_language_model, 12, marks=pytest.mark.faults),
+    ],
 )
 def test_p1_p2_a_trainer_continues_at_the_step_in_flight(
     train: Any, steps: int, fault: Fault, tmp_path: Path
@@ -151,6 +195,33 @@ def test_p1_p2_a_trainer_continues_at_the_step_in_flight(
     trained = max((result["trained"] for result in results), key=len)
     assert trained[-1] == steps
     assert len(trained) - len(set(trained)) <= 1, "more than the step in flight was taken again"
+
+
+@pytest.mark.parametrize(
+    ("size", "takes_all", "own_loss"),
+    [
+        (1, True, False),
+        (1, True, True),
+        (2, True, False),
+        (3, True, True),
+        pytest.param(3, True, False, marks=pytest.mark.faults),
+        pytest.param(3, False, True, marks=pytest.mark.faults),
+    ],
+)
+def test_p2_a_mean_of_a_ranks_rows_becomes_that_of_all_rows(
+    size: int, takes_all: bool, own_loss: bool, tmp_path: Path
+) -> None:
+    expected = train_classifier(str(tmp_path), {}, takes_all=False)
+    given = str(tmp_path), {}, takes_all, own_loss
+    if size == 1:
+        results = [train_classifier(*given)]
+    else:
+        results = Run(train_classifier, given, room=size, num_workers=size, max_workers=size).results()
+    for result in results:
+        assert result["weights"] == pytest.approx(expected["weights"], rel=1e-9)
+        assert result["losses"] == pytest.approx(expected["losses"], rel=1e-6)
+        # The Trainer evaluates the first rows twice where they do not divide evenly.
+        assert result["evaluated"] == pytest.approx(expected["evaluated"], rel=0.02)
 
 
 def train_and_evaluate(folder: str, holds: dict[int, int | str]) -> dict[str, Any]:

@@ -249,6 +249,47 @@ def test_the_scaler_of_fp16_forgets_the_gradients_of_a_step_that_broke(
     assert scaler.get_scale() == 4.0, "an infinity that is void has changed the scale"
 
 
+def test_a_step_that_the_scaler_of_fp16_skips_is_committed(tmp_path: Path) -> None:
+    import lightning.pytorch as pl
+
+    from spark_elastic.torch.data_loader import ElasticDataLoader
+    from spark_elastic.torch.lightning import ElasticStrategy
+
+    found: list[bool] = []
+
+    class Net(pl.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(4, 1)
+
+        def training_step(self, batch: Any) -> Any:
+            return self.linear(batch[0]).mean() * (float("inf") if self.global_step == 1 else 1.0)
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            found.append(self.trainer.strategy._state.in_mid_step())
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        strategy=ElasticStrategy(),
+        plugins=pl.plugins.MixedPrecision("16-mixed", "cpu", scaler),
+        max_epochs=1,
+        accumulate_grad_batches=2,
+        default_root_dir=tmp_path,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+    )
+    rows = torch.utils.data.TensorDataset(torch.ones(12, 4))
+    trainer.fit(Net(), ElasticDataLoader(rows, global_batch_size=2))
+    assert scaler.get_scale() == 2.0, "no step was skipped"
+    assert found == [True, False] * 3
+
+
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists")
 def test_training_begins_in_mid_epoch_from_a_checkpoints_file(tmp_path: Path) -> None:
     import lightning.pytorch as pl

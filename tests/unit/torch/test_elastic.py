@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -494,6 +495,32 @@ def test_a_plain_optimizers_step_is_under_way_from_its_first_gradient_to_its_ste
             yield state.in_mid_step()
 
     assert list(list_answers()) == [False, True, True, False, False, True, False, False, True]
+
+
+@pytest.mark.skipif(not hasattr(torch.amp, "GradScaler"), reason="torch before 2.3 scales on CUDA alone")
+def test_a_plain_optimizers_step_that_a_scaler_skips_is_over() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state: Any = hvd.elastic.TorchState(model, optimizer, scaler=torch.amp.GradScaler("cpu"), batch=0)
+
+    def take_step(factor: float) -> None:
+        optimizer.zero_grad()
+        state.scaler.scale(model(torch.randn(8, 4)).mean() * factor).backward()
+        assert state.in_mid_step()
+        state.scaler.step(optimizer)
+        state.scaler.update()
+        state.batch += 1
+        state.commit()
+
+    for number, factor in enumerate((1.0, torch.inf, torch.inf, 1.0), 1):
+        take_step(factor)
+        state.restore()
+        assert state.batch == number
+    assert state.scaler.get_scale() == 2.0**14
+    state.scaler = copy.deepcopy(pickle.loads(pickle.dumps(state.scaler)))
+    take_step(torch.inf)
+    assert state.scaler.get_scale() == 2.0**13
+    assert not state.in_mid_step()
 
 
 def test_gradients_that_one_optimizers_loss_leaves_to_another_do_not_count() -> None:

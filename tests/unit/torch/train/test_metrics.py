@@ -214,3 +214,37 @@ def test_a_run_may_be_resumed_with_other_metrics() -> None:
     other.reset()
     other._update([rows[0]], [rows[1]])
     assert other.results() == {"far": 1.5}
+
+
+class Hits:
+    """Its accumulators are its attributes."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def update(self, output: torch.Tensor, label: torch.Tensor) -> None:
+        self.hits += int((output == label).sum())
+
+    def compute(self) -> int:
+        return self.hits
+
+    def reset(self) -> None:
+        self.hits = 0
+
+
+def mean_error(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return (output - label).mean()
+
+
+@pytest.mark.parametrize(
+    ("metric", "result"), [(MeanDistance(), 1.0), (Hits(), 1), (WrappingMetric(), 1.0), (mean_error, 1.0)]
+)
+def test_a_metric_of_another_class_under_the_same_name_begins_anew(metric: Any, result: float) -> None:
+    for former in (MeanDistance(), Hits(), WrappingMetric()):
+        if type(former) is type(metric):
+            continue
+        first, other = (Metrics({"near": each}, ["y"], False) for each in (former, metric))
+        first._update([torch.tensor([5.0, 0.0])], [torch.tensor([0.0, 0.0])])
+        other.load_state_dict(first.state_dict())
+        other._update([torch.tensor([2.0, 0.0])], [torch.tensor([0.0, 0.0])])
+        assert result in other.results().values()
