@@ -319,8 +319,8 @@ def _parse_fixed_hosts(options: RunOptions) -> dict[str, int]:
     text = options.hosts or ""
     if options.hostfile:
         try:
-            text = Path(options.hostfile).read_text(encoding="utf-8")
-        except OSError as error:
+            text = Path(options.hostfile).read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
             raise InvalidInput(f"the host file {options.hostfile} cannot be read: {error}.") from error
     found = parse_hosts(text, options.slots_per_host)
     if not found and (options.hosts or options.hostfile):

@@ -26,20 +26,22 @@ ALL_SLOTS = 1_000_000  # of a host that is listed without a number: as many as i
 def parse_hosts(text: str, default_slots: int | None = None) -> dict[str, int]:
     """Hosts and their slots of "h1:2,h2:4", or one `host[:slots]` a line; # begins a comment.
 
-    "host slots=4", as in MPI's host files, is accepted, too.
+    "host slots=4", as in MPI's host files, is accepted, too. Hosts that differ in case alone are one host.
 
     Raises:
         InvalidInput: an entry is malformed, comes twice, or has no number of slots although there is no default.
     """
     found: dict[str, int] = {}
+    named: set[str] = set()
     lines = [line.partition("#")[0] for line in text.splitlines()]
-    for entry in (part.strip() for line in lines for part in line.split(",")):
+    for entry in (" ".join(part.split()) for line in lines for part in line.split(",")):
         if not entry:
             continue
         host, slots = _parse(entry, default_slots)
-        if host in found:
+        if host.lower() in named:
             raise InvalidInput(f"host {host} is named twice: name each once, with all its slots.")
         found[host] = slots
+        named.add(host.lower())
     return found
 
 
@@ -53,7 +55,7 @@ def _parse(entry: str, default_slots: int | None) -> tuple[str, int]:
     is_host = bool(host) and " " not in host and (":" not in host or _is_ipv6(host))
     if is_host and not slots and default_slots is not None:
         return host, default_slots
-    if not is_host or not slots.isdigit():
+    if not is_host or not slots.isdecimal():
         raise InvalidInput(f"{entry!r} is no host with a number of slots: write host:slots, as in node1:2.")
     return host, int(slots)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from spark_elastic.config import ElasticConfig
-from spark_elastic.errors import CoordinatorLost
+from spark_elastic.errors import CoordinatorLost, InvalidInput
 from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.protocol.types import Limits
 from spark_elastic.state.owned_run import OwnedRun
@@ -56,10 +56,16 @@ class JobSpec:
 
 
 def make_platform(spark: SparkSession, config: ElasticConfig) -> SparkPlatform:
-    """The platform of a session. Spark Connect's own client has neither py4j nor what `classic` imports."""
+    """The platform of a session. Spark Connect's own client has neither py4j nor what `classic` imports.
+
+    Raises:
+        InvalidInput: the session was stopped.
+    """
     from spark_elastic.spark.session import has_context
 
     if has_context(spark):
+        if spark.sparkContext._jsc is None:
+            raise InvalidInput("the SparkSession was stopped: create one.")
         from spark_elastic.platforms.classic import ClassicPlatform
 
         return ClassicPlatform(spark, config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -17,7 +16,7 @@ from spark_elastic.platforms.spark_platform import MakeTask, SparkPlatform
 from spark_elastic.rendezvous.http_server import Bind
 from spark_elastic.spark.executors import ExecutorWatch
 from spark_elastic.spark.launcher import SparkLauncher
-from spark_elastic.spark.payload import Payload, broadcast
+from spark_elastic.spark.payload import Payload, broadcast, destroy
 from spark_elastic.spark.preflight import preflight
 from spark_elastic.spark.probe import ProbeSpec
 from spark_elastic.spark.progress_bar import pause_progress_bar
@@ -28,8 +27,6 @@ from spark_elastic.worker import pickling
 if TYPE_CHECKING:
     from pyspark import SparkContext
     from pyspark.resource import ResourceProfile
-
-log = logging.getLogger("spark_elastic")
 
 
 class ClassicPlatform(SparkPlatform):
@@ -69,10 +66,7 @@ class ClassicPlatform(SparkPlatform):
         try:
             yield shipped
         finally:
-            try:
-                shipped.destroy()
-            except Exception as error:  # a stopped SparkContext has dropped its broadcasts already
-                log.debug("broadcast not destroyed: %s", error)
+            destroy(shipped)
 
     def _check_profile(self, profile: ResourceProfile) -> object:
         return self._get_application().emptyRDD().withResources(profile)

@@ -19,6 +19,7 @@ from spark_elastic.data.store import Store
 from spark_elastic.driver.gang_scheduler import GangScheduler
 from spark_elastic.driver.ports import Discovery
 from spark_elastic.driver.thread_launcher import ThreadPerSlotLauncher
+from spark_elastic.errors import StoreError
 from spark_elastic.launch.job import FIRST_ATTEMPT, LaunchResult
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.platforms import JobSpec
@@ -124,4 +125,7 @@ class ConnectPlatform(SparkPlatform):
         try:
             return client.follow(lambda: launcher.run_coordinator(task), self._config)
         finally:
-            store.remove_tree(folder)
+            try:
+                store.remove_tree(folder)
+            except StoreError as error:  # the job's result or error counts more
+                log.warning("%s Remove it by hand.", error)

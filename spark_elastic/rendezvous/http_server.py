@@ -222,7 +222,7 @@ LOOPBACK = "127.0.0.1"
 class Bind:
     """Where a server listens."""
 
-    # A name or an IPv4 or IPv6 address of this machine.
+    # A name or an IPv4 or IPv6 address of this machine; brackets around it do not count.
     host: str = LOOPBACK
     # 0: any free one.
     port: int = 0
@@ -239,7 +239,8 @@ def listen(bind: Bind) -> socket.socket:
         InvalidInput: the address is not one of this machine, or the port is taken.
     """
     try:
-        found = socket.getaddrinfo(bind.host, bind.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        host = bind.host.strip("[]")
+        found = socket.getaddrinfo(host, bind.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = found[0]
         listener = socket.socket(family, kind, protocol)
         try:

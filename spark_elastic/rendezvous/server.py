@@ -216,6 +216,6 @@ class RendezvousServer:
 
 def _is_wildcard(host: str) -> bool:
     try:
-        return not host or ipaddress.ip_address(host).is_unspecified
+        return not host or ipaddress.ip_address(host.strip("[]")).is_unspecified
     except ValueError:
         return False

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import logging
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from spark_elastic.worker.pickling import WorkerPickler
 if TYPE_CHECKING:
     from pyspark import Broadcast, SparkContext
     from pyspark.sql import SparkSession
+
+log = logging.getLogger("spark_elastic.spark")
 
 INLINE_AT_MOST = 4 << 20  # bytes; Spark Connect accepts messages of 128 MB, and each job is one
 
@@ -85,6 +88,14 @@ def broadcast(sc: SparkContext, content: bytes, what: str) -> Broadcast[bytes]:
         f"{what} ({size:.1f} GiB) is more than the heap of Spark's driver holds: set spark.driver.memory to "
         f"{3 * size + 1:.0f}g or more before the session begins."
     )
+
+
+def destroy(shipped: Broadcast[bytes]) -> None:
+    """Drop a broadcast on the executors, and its file on this machine. Raises nothing."""
+    try:
+        shipped.destroy()
+    except Exception as error:  # a stopped SparkContext has dropped its broadcasts already
+        log.debug("broadcast not destroyed: %s", error)
 
 
 def make_payload(spark: SparkSession, content: bytes) -> InlinePayload | ArtifactPayload:

@@ -6,6 +6,7 @@ A preflight is a Spark job of short tasks, each a `probe.Probe`; the calling thr
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from py4j.protocol import Py4JError
@@ -13,7 +14,7 @@ from pyspark import InheritableThread
 
 from spark_elastic.driver.gang_scheduler import get_job_queue
 from spark_elastic.errors import JobCancelled, PreflightError
-from spark_elastic.spark.payload import broadcast
+from spark_elastic.spark.payload import broadcast, destroy
 from spark_elastic.spark.probe import (
     ProbeReport,
     ProbeSpec,
@@ -53,7 +54,7 @@ def preflight(sc: SparkContext, spec: ProbeSpec, timeout: float, number: int = 1
             reports = _probe_executors(sc, make_probe_task(probe, program), least, tag, timeout)
             check_reports(reports, spec.make_host_check(), spec.store)
     finally:
-        program.unpersist()
+        destroy(program)
     return list({report.executor: report.facts for report in reports}.values())
 
 
@@ -93,7 +94,8 @@ def _run_probes(sc: SparkContext, task: Task, tasks: int, tag: str, timeout: flo
         except Exception as error:
             raise _translate_error(error) from error
         finally:
-            sc.removeJobTag(tag)
+            with suppress(Exception):  # of a stopped SparkContext: what the block raised says more
+                sc.removeJobTag(tag)
 
     return await_probes(
         collect, lambda: sc.cancelJobsWithTag(tag), get_job_queue(sc), timeout, InheritableThread

@@ -273,10 +273,10 @@ def open_probe(spec: ProbeSpec) -> Iterator[Probe]:
         StoreError: the driver cannot write the store. InvalidInput: `bind` cannot be bound.
     """
     token, store, bind = uuid.uuid4().hex, spec.store, spec.bind
-    if store is not None:
-        store.write_bytes(f"{PROBES}/{token}/driver", token.encode())
     listener = listen(bind) if bind is not None else None  # the kernel accepts connections by itself
     try:
+        if store is not None:
+            store.write_bytes(f"{PROBES}/{token}/driver", token.encode())
         driver = format_address(bind, listener) if bind is not None and listener is not None else None
         yield Probe(store, token, spec.what, driver, spec.encrypted, slot=spec.slot)
     finally:

@@ -11,7 +11,7 @@ import os
 import platform
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from pyspark.errors import PySparkRuntimeError
@@ -89,7 +89,8 @@ def describe_jobs(session: SparkSession, what: str) -> Iterator[None]:
     try:
         yield
     finally:
-        sc.setLocalProperty(DESCRIPTION, before)  # type: ignore[arg-type]
+        with suppress(Exception):  # of a stopped SparkContext: what the block raised says more
+            sc.setLocalProperty(DESCRIPTION, before)  # type: ignore[arg-type]
 
 
 # ---- addresses

@@ -116,9 +116,11 @@ def classify_error(text: str) -> SlotEnd:
     """How a Spark job ended that failed with an error of this text."""
     if any(marker in text for marker in STOPPED):
         return CONTEXT_STOPPED
+    if EXECUTOR_LOST in text:  # first: its cause is any text
+        return SlotEnd(_first_line(text), executor_lost=True)
     if any(marker in text for marker in CANCELLED):
         return SlotEnd(f"the slot job was cancelled: {_first_line(text)}", cancelled=True)
-    return SlotEnd(_first_line(text), executor_lost=EXECUTOR_LOST in text)
+    return SlotEnd(_first_line(text))
 
 
 def _first_line(text: str) -> str:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 import uuid
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import pyspark
 import pytest
+from py4j.java_gateway import GatewayClient
+from py4j.protocol import MEMORY_COMMAND_NAME
 from pyspark.sql import functions as F
 
 from spark_elastic.data.manifest import Column, Manifest
@@ -172,6 +176,80 @@ def test_a_table_that_was_overwritten_is_not_reused(
     spark.range(5, 15).write.mode("overwrite").parquet(table)
     second = materialize(spark.read.parquet(table), ["id"], store)
     assert sorted(read(store, second)["id"]) == list(range(5, 15))
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "id > (select max(id) from {})",
+        "id in (select id from {})",
+        "exists (select 1 from {} other where other.id = mine.id)",
+    ],
+)
+def test_rows_chosen_by_a_table_that_was_overwritten_are_not_reused(
+    spark: SparkSession, tmp_path: Path, condition: str
+) -> None:
+    from spark_elastic.spark.dataframes.materialize import WriteOptions, fingerprint_table
+
+    mine, other = (f"parquet.`file://{tmp_path}/{name}`" for name in ("mine", "other"))
+
+    def take() -> str:
+        df = spark.sql(f"select id from {mine} mine where {condition.format(other)}")
+        return fingerprint_table(df, ["id"], WriteOptions(), None)
+
+    spark.range(10).write.parquet(f"file://{tmp_path}/mine")
+    spark.range(3).write.parquet(f"file://{tmp_path}/other")
+    before = take()
+    spark.range(5).write.mode("overwrite").parquet(f"file://{tmp_path}/other")
+    assert take() != before
+
+
+def test_the_files_of_a_table_are_looked_up_by_folder(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests to the JVM are counted, as is seen what it says of each file, whatever its name."""
+    from spark_elastic.spark.dataframes.materialize import _list_files
+
+    spark.range(3).coalesce(1).write.parquet(f"file://{tmp_path}/one")
+    (written,) = (tmp_path / "one").glob("*.parquet")
+    files = [
+        tmp_path / "table" / folder / f"{name} é%41+{number}.parquet"
+        for folder, name, count in (("day=a%3A1", "x", 1), ("day=b", "y", 40), ("day=b c", "z", 1))
+        for number in range(count)
+    ]
+    for path in files:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(written, path)
+    df = spark.read.parquet(f"file://{tmp_path}/table")
+    send, sent = GatewayClient.send_command, list[str]()
+
+    def count(client: GatewayClient, command: str, *more: bool) -> object:
+        if not command.startswith(MEMORY_COMMAND_NAME):
+            sent.append(command)
+        return send(client, command, *more)
+
+    monkeypatch.setattr(GatewayClient, "send_command", count)
+    found = _list_files(df)
+    monkeypatch.undo()
+    assert found == sorted(found)
+    assert {unquote(urlsplit(path).path): state for path, *state in found} == {
+        str(path): [path.stat().st_size, path.stat().st_mtime_ns // 1_000_000] for path in files
+    }
+    assert len(sent) < 10 * len(files)
+
+
+def test_a_sum_that_exceeds_a_bigint_is_added_up(spark: SparkSession) -> None:
+    from spark_elastic.spark.dataframes.scan import _add_halves, _sum_halves
+
+    before = spark.conf.get("spark.sql.ansi.enabled")
+    spark.conf.set("spark.sql.ansi.enabled", "true")
+    try:
+        numbers = spark.createDataFrame([(2**62,), (2**62 + 2**20 + 5,)], "number bigint")
+        found = numbers.agg(*_sum_halves(F.col("number"))).first()
+    finally:
+        spark.conf.set("spark.sql.ansi.enabled", before)
+    assert found is not None
+    assert _add_halves(found.asDict()) == 2**63 + 2**20 + 5
 
 
 @pytest.mark.parametrize(

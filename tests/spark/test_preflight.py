@@ -41,11 +41,14 @@ def probe(
     return preflight(spark.sparkContext, ProbeSpec(payload, store, ("numpy",), what="the model"), timeout)
 
 
-def test_the_preflight_reaches_every_host_and_leaves_nothing_in_the_store(
+def test_the_preflight_reaches_every_host_and_leaves_nothing_in_the_store_or_on_the_driver(
     spark: SparkSession, store: Store
 ) -> None:
+    own = Path(spark.sparkContext._temp_dir)  # of broadcasts, until their context ends
+    before = sorted(own.iterdir())
     assert probe(spark, store) == [collect_host_facts()] * HOSTS
     assert store.list("probes") == []
+    assert sorted(own.iterdir()) == before
 
 
 def test_a_module_that_only_the_driver_has_is_named(

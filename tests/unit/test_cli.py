@@ -97,6 +97,22 @@ def test_mistakes_end_with_1_and_one_sentence(line: str, sentence: str, script: 
 
 
 @pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"\xef\xbb\xbf# none\n", "names no host: write one"),
+        ("knüll:1".encode("latin-1"), "cannot be read: 'utf-8' codec"),
+    ],
+)
+def test_a_host_file_may_begin_with_a_mark_and_must_be_utf_8(
+    content: bytes, sentence: str, script: str, tmp_path: Path
+) -> None:
+    (tmp_path / "hosts").write_bytes(content)
+    result = CliRunner().invoke(cli.run, ["-np", "2", "--hostfile", f"{tmp_path}/hosts", "python", script])
+    assert (result.exit_code, result.output.count("\n")) == (1, 1)
+    assert sentence in result.output
+
+
+@pytest.mark.parametrize(
     ("visible", "sentence"),
     [
         ("", "device='cuda', and this host shows no GPU"),

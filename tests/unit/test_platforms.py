@@ -10,8 +10,9 @@ import pytest
 pytest.importorskip("pyspark")
 
 from spark_elastic.config import ElasticConfig
+from spark_elastic.data.store import Store
 from spark_elastic.driver.discovery import JobHandle
-from spark_elastic.errors import InvalidInput, PreflightError
+from spark_elastic.errors import InvalidInput, JobFailed, PreflightError, StoreError
 from spark_elastic.launch.job import LaunchResult
 from spark_elastic.platforms import JobSpec, make_platform
 from spark_elastic.platforms.classic import ClassicPlatform
@@ -29,11 +30,17 @@ def session() -> Any:
 
 
 def test_a_session_with_a_context_is_classic() -> None:
-    classic: Any = SimpleNamespace(sparkContext=SimpleNamespace(master="yarn", defaultParallelism=7))
+    classic: Any = SimpleNamespace(sparkContext=SimpleNamespace(_jsc=1, master="yarn", defaultParallelism=7))
     platform = make_platform(classic, ElasticConfig())
     assert isinstance(platform, ClassicPlatform)
     assert (platform.master, platform.count_workers(None), platform.count_workers(2)) == ("yarn", 7, 2)
     assert isinstance(make_platform(session(), ElasticConfig()), ConnectPlatform)
+
+
+def test_a_session_that_was_stopped_is_refused() -> None:
+    stopped: Any = SimpleNamespace(sparkContext=SimpleNamespace(_jsc=None))
+    with pytest.raises(InvalidInput, match="the SparkSession was stopped: create one"):
+        make_platform(stopped, ElasticConfig())
 
 
 @pytest.mark.parametrize("unreached", [UNREACHED, None])
@@ -57,6 +64,32 @@ def test_the_driver_runs_in_a_task_if_executors_cannot_reach_the_client(
     assert ("the coordinator will run in a task: host h cannot reach" in caplog.text) is (
         unreached is not None
     )
+
+
+@pytest.mark.parametrize("error", [None, JobFailed("two workers were lost.")])
+def test_a_store_that_cannot_remove_a_job_s_messages_hides_neither_result_nor_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: JobFailed | None
+) -> None:
+    def follow(*arguments: object) -> str:
+        if error is not None:
+            raise error
+        return "the result"
+
+    def fail(*arguments: object) -> None:
+        raise StoreError("Cannot delete 'channels' in the store.")
+
+    monkeypatch.setattr(connect, "preflight", lambda *arguments: UNREACHED)
+    monkeypatch.setattr("spark_elastic.coordinator.CoordinatorClient.follow", follow)
+    monkeypatch.setattr(Store, "remove_tree", fail)
+    platform = ConnectPlatform(session(), ElasticConfig())
+    platform.preflight(b"", make_memory_store(), (), 2, "it")
+    job = JobSpec("program", Limits(1, 1, 1), "job")
+    if error is None:
+        assert platform.launch(job) == "the result"
+    else:
+        with pytest.raises(JobFailed, match="two workers were lost"):
+            platform.launch(job)
+    assert caplog.messages[-1] == "Cannot delete 'channels' in the store. Remove it by hand."
 
 
 def test_settings_that_a_coordinator_cannot_have_are_refused_in_the_preflight(

@@ -6,9 +6,9 @@ error. Rows in the order of their hash are written twice: as they come, so that 
 counted; then sorted, by the driver if they are few, into files and row groups whose sizes follow from these counts.
 
 `fingerprint` identifies what was written from what: the logical plan, the columns, how they are written, and the state
-of the files that the plan reads. Where that state cannot be seen (other databases, Spark Connect, clusters that deny
-it), or the plan has random or time-dependent expressions, a fingerprint is unique and nothing is reused.
-`find_difference` then counts and hashes the rows by a job of its own (R19, resuming a run).
+of the files that the plan reads. Where that state cannot be seen (other databases, subqueries in expressions, Spark
+Connect, clusters that deny it), or the plan has random or time-dependent expressions, a fingerprint is unique and
+nothing is reused. `find_difference` then counts and hashes the rows by a job of its own (R19, resuming a run).
 Runs in the caller's thread.
 """
 
@@ -23,6 +23,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from urllib.parse import unquote
 
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
@@ -415,21 +416,23 @@ def _describe_source(df: DataFrame) -> list[Any]:
     try:
         plan = frame.queryExecution().analyzed()
         kinds = set(_iter_leaves(plan))
-        if not kinds <= _FIXED_LEAVES | {_FILES} or _changes_by_itself(df, plan):
+        if not kinds <= _FIXED_LEAVES | {_FILES} or _has_unseen_content(df, plan):
             return [uuid.uuid4().hex]
         text = str(plan.canonicalized().toString())
         # Spark tells RDDs apart by an address, which may belong to other rows in another driver.
         owner = df.sparkSession.sparkContext.applicationId if kinds & _RDDS else ""
         return [text, _list_files(df) if _FILES in kinds else [], *filter(None, [owner])]
-    except Py4JError:
+    except (Py4JError, KeyError):  # access is denied, or a file is gone
         return [uuid.uuid4().hex]
 
 
-def _changes_by_itself(df: DataFrame, plan: Any) -> bool:
-    """Whether the plan, or a query in it, has random expressions or some that depend on the time, user or session."""
+def _has_unseen_content(df: DataFrame, plan: Any) -> bool:
+    """Whether rows depend on more than the leaves: random expressions, some that depend on the time, user or session,
+    or subqueries (in, exists, of one value), whose tables are no leaves of the plan."""
     gateway: Any = df.sparkSession._jvm
-    current = gateway.org.apache.spark.sql.catalyst.trees.TreePattern.CURRENT_LIKE()
-    return not plan.deterministic() or bool(plan.containsPattern(current))
+    patterns = gateway.org.apache.spark.sql.catalyst.trees.TreePattern
+    unseen = patterns.CURRENT_LIKE(), patterns.PLAN_EXPRESSION()
+    return not plan.deterministic() or any(plan.containsPattern(each) for each in unseen)
 
 
 def _iter_leaves(plan: Any) -> Iterator[str]:
@@ -443,13 +446,21 @@ def _iter_leaves(plan: Any) -> Iterator[str]:
 def _list_files(df: DataFrame) -> list[list[Any]]:
     """(path, bytes, modification time) of each file that the DataFrame reads."""
     gateway: Any = df.sparkSession._jvm
+    # Once: each dot costs a round trip.
+    make_path, make_uri = gateway.org.apache.hadoop.fs.Path, gateway.java.net.URI
     configuration = df.sparkSession._jsparkSession.sessionState().newHadoopConf()
+    folders: dict[str, list[str]] = {}
+    for path in df.inputFiles():
+        folders.setdefault(path.rpartition("/")[0], []).append(path)
     states: list[list[Any]] = []
-    for path in sorted(df.inputFiles()):
-        place = gateway.org.apache.hadoop.fs.Path(gateway.java.net.URI(path))
-        status = place.getFileSystem(configuration).getFileStatus(place)
-        states.append([path, status.getLen(), status.getModificationTime()])
-    return states
+    for folder, paths in folders.items():
+        # One request lists a folder; what it lists for a file is the file.
+        place = make_path(make_uri(f"{folder}/" if len(paths) > 1 else paths[0]))
+        found: dict[str, list[int]] = {}
+        for status in place.getFileSystem(configuration).listStatus(place):
+            found[status.getPath().getName()] = [status.getLen(), status.getModificationTime()]
+        states += ([path, *found[unquote(path.rpartition("/")[2])]] for path in paths)
+    return sorted(states)
 
 
 def find_difference(

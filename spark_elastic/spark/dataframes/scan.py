@@ -182,7 +182,7 @@ class TableScan:
             F.count(F.lit(1)).alias("rows"),
             F.bit_xor(placed).alias("content"),
             F.bit_xor(_ROW_COLUMN).alias("mixed"),
-            F.sum(F.shiftrightunsigned(_ROW_COLUMN, 32)).alias("added"),  # equal rows cancel out in `mixed`
+            *_sum_halves(F.shiftrightunsigned(_ROW_COLUMN, 32)),  # equal rows cancel out in `mixed`
             F.approx_count_distinct(_ROW_COLUMN, _DISTINCT_ERROR).alias("distinct"),
             *(count_where(column).alias("validating") for column in validates),
         ]
@@ -207,7 +207,7 @@ class TableScan:
         """The number of rows, and a digest of them in any order, with float64 rounded to float32: sums after a shuffle
         differ in their last bits from run to run."""
         found = self._observation.get
-        return f"{found['rows']}-{_hex(found['mixed'])}{_hex(found['added'])}"
+        return f"{found['rows']}-{_hex(found['mixed'])}{_hex(_add_halves(found))}"
 
     def count_rows(self) -> dict[bool, int]:
         """The rows to train on (False) and, with a split, those to validate with (True), after the write."""
@@ -285,6 +285,17 @@ def extract_row_digest(content: str) -> str:
     """The part of a manifest's `content` that is `TableScan.digest_rows`."""
     _, _, rows = content.partition("/")[0].partition("-")
     return rows
+
+
+def _sum_halves(number: Column) -> tuple[Column, Column]:
+    """The sum of a column without a sign, as counters of its high bits and its low 16. ANSI mode refuses a sum that
+    overflows: one of 32 bits would after 2**31 rows, and these do after 2**47."""
+    high, low = F.shiftrightunsigned(number, 16), number.bitwiseAND(0xFFFF)
+    return F.sum(high).alias("added_high"), F.sum(low).alias("added_low")
+
+
+def _add_halves(found: Mapping[str, int | None]) -> int:
+    return ((found["added_high"] or 0) << 16) + (found["added_low"] or 0)
 
 
 def _hex(number: int | None) -> str:

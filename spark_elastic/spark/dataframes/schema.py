@@ -117,7 +117,7 @@ def check_distinct_names(df: DataFrame, used: Iterable[str]) -> None:
 
 def get_name_folding(df: DataFrame) -> Callable[[str], str]:
     """A function that makes equal strings of names that the session takes for one."""
-    sensitive = df.sparkSession.conf.get("spark.sql.caseSensitive", "false") == "true"
+    sensitive = str(df.sparkSession.conf.get("spark.sql.caseSensitive", "false")).lower() == "true"
     return str if sensitive else str.lower
 
 

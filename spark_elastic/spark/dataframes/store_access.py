@@ -5,6 +5,7 @@ Translates the urls of stores for Spark, and checks that both clients reach the 
 
 from __future__ import annotations
 
+import logging
 import uuid
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,6 +14,8 @@ from pyspark.sql import SparkSession
 
 from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
+
+log = logging.getLogger("spark_elastic")
 
 # fsspec's scheme -> Spark's.
 _SPARK_SCHEMES = {"s3": "s3a", "gcs": "gs", "az": "abfss", "adl": "abfss", "abfs": "abfss"}
@@ -57,8 +60,11 @@ def check_store_access(spark: SparkSession, store: Store) -> None:
     try:
         _read_in_jvm(spark, store, name, token)
     finally:
-        store.delete(name)
-        store.remove_empty_folder("probes")
+        try:
+            store.delete(name)
+            store.remove_empty_folder("probes")
+        except StoreError as error:  # what the block raised says more
+            log.warning("%s Remove it by hand.", error)
 
 
 def _read_in_jvm(spark: SparkSession, store: Store, name: str, token: str) -> None:

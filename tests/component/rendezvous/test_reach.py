@@ -11,6 +11,7 @@ import pytest
 from spark_elastic.clock import SystemClock
 from spark_elastic.errors import DriverUnreachable, InvalidInput, Unauthorized
 from spark_elastic.protocol.messages import Heartbeat
+from spark_elastic.rendezvous.addresses import find_address_towards
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.http_server import Bind
 from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, WatchSlot
@@ -50,8 +51,10 @@ def _has_ipv6() -> bool:
 
 
 @pytest.mark.skipif(not _has_ipv6(), reason="the kernel has no IPv6")
-def test_clients_reach_the_server_over_ipv6() -> None:
-    driver = start_driver(Bind("::1"))
+@pytest.mark.parametrize("host", ["::1", "[::1]"])  # Spark writes brackets
+def test_clients_reach_the_server_over_ipv6(host: str) -> None:
+    assert find_address_towards(host, 1) == "::1"
+    driver = start_driver(Bind(host))
     try:
         assert driver.server.address.startswith("[::1]:")
         assert driver.client().ask(Heartbeat("1-0")).stop is None
@@ -73,7 +76,7 @@ def test_clients_dial_the_advertised_address() -> None:
         driver.close()
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]", ""])
 def test_every_interface_needs_an_address_to_advertise(host: str) -> None:
     with pytest.raises(InvalidInput, match="set advertise_address"):
         _server(Bind(host))

@@ -141,6 +141,7 @@ def test_a_discovery_script_is_run(tmp_path: Path) -> None:
         ("a:2,b:1", {"a": 2, "b": 1}),
         ("a:2\n# none\nb slots=3  # three\n\n", {"a": 2, "b": 3}),
         ("a,b:1", {"a": 4, "b": 1}),
+        ("a\tslots=4\n b  slots=2\t# two\nc\t", {"a": 4, "b": 2, "c": 4}),
         ("", {}),
         ("fd00::12,[fd00::13]:2,[fd00::14]", {"fd00::12": 4, "fd00::13": 2, "fd00::14": 4}),
     ],
@@ -149,7 +150,9 @@ def test_hosts_are_parsed(text: str, hosts: dict[str, int]) -> None:
     assert parse_hosts(text, 4) == hosts
 
 
-@pytest.mark.parametrize("text", ["a", "a:x", "a:-1", ":3", "a:1,a:2", "two words:1"])
+@pytest.mark.parametrize(
+    "text", ["a", "a:x", "a:-1", ":3", "a:1,a:2", "Node1:2,node1:2", "two words:1", "a:²"]
+)
 def test_a_malformed_list_of_hosts_is_refused(text: str) -> None:
     with pytest.raises(InvalidInput):
         parse_hosts(text)

@@ -36,7 +36,13 @@ def test_a_table_of_pandas_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("more", "sensitive", "refused"),
-    [("X", "false", True), ("X", "true", False), ("x", "true", True), ("z", "false", False)],
+    [
+        ("X", "false", True),
+        ("X", "true", False),
+        ("X", "TRUE", False),
+        ("x", "true", True),
+        ("z", "false", False),
+    ],
 )
 def test_columns_that_spark_cannot_tell_apart_are_refused(more: str, sensitive: str, refused: bool) -> None:
     schema = StructType().add("x", DoubleType()).add("y", DoubleType()).add(more, DoubleType())

@@ -40,3 +40,19 @@ def test_the_callers_description_is_restored(before: str | None) -> None:
 def test_a_session_without_a_context_has_no_descriptions() -> None:
     with describe_jobs(SimpleNamespace(), "writes rows"):  # type: ignore[arg-type]
         pass
+
+
+def test_the_error_of_a_block_in_which_the_session_stops_comes_through() -> None:
+    sc: Any = Properties()
+    session: Any = SimpleNamespace(sparkContext=sc)
+
+    def stop(*_: object) -> None:
+        raise AttributeError("'NoneType' object has no attribute 'setLocalProperty'")
+
+    def write() -> None:
+        with describe_jobs(session, "writes rows"):
+            sc.setLocalProperty = stop
+            raise ValueError("the write ended")
+
+    with pytest.raises(ValueError, match="the write ended"):
+        write()

@@ -31,8 +31,9 @@ def test_a_cancelled_job_is_distinguished_from_a_lost_one(text: str) -> None:
     assert text.splitlines()[0] in end.reason
 
 
-def test_a_lost_executor_is_not_a_cancel_and_its_cause_is_one_line() -> None:
-    end = classify_error(LOST)
+@pytest.mark.parametrize("cause", ["exited", "exited caused by: its container was cancelled"])
+def test_a_lost_executor_is_not_a_cancel_and_its_cause_is_one_line(cause: str) -> None:
+    end = classify_error(LOST.replace("exited", cause))
     assert (end.cancelled, end.executor_lost) == (False, True)
     assert "\n" not in end.reason
 

@@ -80,6 +80,19 @@ def test_the_preflight_waits_while_another_job_trains() -> None:
     assert _run_probes(sc, lambda answers: answers, 2, "tag", timeout=0.0) == ["answer"]
 
 
+def test_the_error_of_a_stopped_context_is_that_of_its_job() -> None:
+    class Stopped(FullCluster):
+        def collect(self) -> list[str]:
+            raise RuntimeError("Job 3 cancelled because SparkContext was shut down")
+
+        def removeJobTag(self, tag: str) -> None:
+            raise AttributeError("'NoneType' object has no attribute 'removeJobTag'")
+
+    sc: Any = Stopped(OtherJobs(None))
+    with pytest.raises(JobCancelled):
+        _run_probes(sc, lambda answers: answers, 2, "tag", timeout=30.0)
+
+
 def test_a_preflight_without_answers_ends_at_its_timeout() -> None:
     sc: Any = FullCluster(OtherJobs(None))
     with pytest.raises(PreflightError, match="no executor took a probe within 0 s"):

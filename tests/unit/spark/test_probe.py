@@ -14,7 +14,7 @@ pytest.importorskip("pyspark")
 from pyspark.sql import SparkSession
 
 from spark_elastic.data.store import Store
-from spark_elastic.errors import PreflightError, StoreError
+from spark_elastic.errors import InvalidInput, PreflightError, StoreError
 from spark_elastic.rendezvous.http_server import Bind, format_address, listen
 from spark_elastic.spark.dataframes.store_access import check_store_access
 from spark_elastic.spark.probe import Probe, ProbeSpec, check_reports, make_version_check, open_probe
@@ -35,6 +35,15 @@ def test_a_probe_dials_the_driver() -> None:
     check_reports([report], make_version_check(collect_host_facts()), None, reached=False)
     assert fault.startswith(f"host {socket.gethostname()} cannot reach the driver at {address} (")
     assert "advertise_address" in fault
+
+
+def test_a_port_that_is_taken_leaves_nothing_in_the_store(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    with listen(Bind("127.0.0.1")) as taken:
+        spec = ProbeSpec(b"", store, bind=Bind("127.0.0.1", taken.getsockname()[1]))
+        with pytest.raises(InvalidInput, match="cannot listen"), open_probe(spec):
+            pass
+    assert store.find() == []
 
 
 def test_a_probe_names_a_program_that_cannot_be_loaded() -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 pytest.importorskip("pyspark")
 
 from spark_elastic.data.store import Store
-from spark_elastic.spark.dataframes.store_access import to_spark_url
+from spark_elastic.errors import StoreError
+from spark_elastic.spark.dataframes.store_access import check_store_access, to_spark_url
+from tests.memory_store import make_memory_store
 
 
 @pytest.mark.parametrize(
@@ -28,3 +33,15 @@ from spark_elastic.spark.dataframes.store_access import to_spark_url
 def test_spark_and_the_store_name_an_object_alike(given: str, python: str, spark: str) -> None:
     store = Store.open(given)
     assert (store.join("a"), to_spark_url(store, "a")) == (python, spark)
+
+
+def test_a_store_that_cannot_delete_the_check_s_object_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise StoreError("Cannot delete 'probes/x' in the store.")
+
+    monkeypatch.setattr(Store, "delete", fail)
+    session: Any = SimpleNamespace(_jvm=None)
+    check_store_access(session, make_memory_store())
+    assert caplog.messages == ["Cannot delete 'probes/x' in the store. Remove it by hand."]
