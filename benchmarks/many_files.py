@@ -53,7 +53,7 @@ times.append(time.perf_counter())
 assert Manifest.from_json(manifest.to_json()) == manifest
 times.append(time.perf_counter())
 plan = DataPlan.for_run(manifest.group_rows, 1024, 3, 4, manifest.max_decoded_group_bytes(), 128 << 20)
-len(plan.permute_epoch(0).share(0, 0, 1))
+len(plan.permute_epoch(0).assign_rows(0, 0, 1))
 times.append(time.perf_counter())
 steps = [end - begin for begin, end in zip(times, times[1:])]
 print(json.dumps([*steps, time.process_time() - cpu, peak() - before]))

@@ -82,7 +82,7 @@ class Case:
 def iterate_plan(plan: DataPlan) -> Iterator[npt.NDArray[np.int64]]:
     """The rows of each step of an epoch, as places in the table."""
     for step in range(plan.steps):
-        yield plan.row_ids(plan.share(0, step, 0, 1))
+        yield plan.compute_row_ids(plan.assign_rows(0, step, 0, 1))
 
 
 def iterate_shuffled(rows: int, steps: int) -> Iterator[npt.NDArray[np.int64]]:

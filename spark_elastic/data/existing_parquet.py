@@ -175,14 +175,14 @@ def describe_files(  # noqa: PLR0913 - what callers know of the files
         raise InvalidInput(
             f"The Parquet files in {store.url} have no rows{which}: there is nothing to train on."
         )
-    described = tuple(_column(name, files, transformed, fields) for name in names)
+    described = tuple(_build_column(name, files, transformed, fields) for name in names)
     for column in described:
         _refuse_nulls(column, files)
         _refuse_ragged(column, files)
     groups = _cut_groups(files, described, piece_bytes)
     seen = [each.info for each in read], list(groups.deleted.values())
     digest = hashlib.sha256(repr(seen).encode()).hexdigest()[:32]
-    known = reuse_equal(files.file_columns(set(names)))
+    known = reuse_equal(files.list_file_columns(set(names)))
     is_fixed = all(each.is_fixed for each in read)
     states = () if is_fixed else tuple(each.info.state for each in files.data)
     return Manifest(
@@ -292,7 +292,7 @@ class _Files:
             f"{self.data[place].info.name!r}: write them alike."
         )
 
-    def file_columns(self, used: Container[str]) -> Iterator[FileColumns]:
+    def list_file_columns(self, used: Container[str]) -> Iterator[FileColumns]:
         stored = [dict(schema.stored_names) for schema in self.footers.schemas]
         for data, schema in zip(self.data, self.footers.schema.tolist(), strict=True):
             yield FileColumns(data.constants, stored[schema]).restrict(used)
@@ -382,7 +382,7 @@ def _find_fields(store: Store, names: Sequence[str]) -> dict[str, Field]:
     return found[0]
 
 
-def _column(name: str, files: _Files, transformed: bool, fields: Mapping[str, Field]) -> Column:
+def _build_column(name: str, files: _Files, transformed: bool, fields: Mapping[str, Field]) -> Column:
     arrow = files.find_type(name)
     if arrow is None:
         return _partition_column(name, files, transformed)
@@ -403,13 +403,13 @@ def _column(name: str, files: _Files, transformed: bool, fields: Mapping[str, Fi
             )
         shape.append(len(values[0]))
         values, arrow = values.flatten(), arrow.value_type
-    dtype = _dtype(name, arrow, transformed)
+    dtype = _find_dtype(name, arrow, transformed)
     # petastorm keeps numbers in the next type that Parquet or Spark has: uint8 as int16.
     is_number = field is not None and np.dtype(dtype).kind in "biuf"
     return Column(name, (field.dtype if field and is_number else None) or dtype, tuple(shape))
 
 
-def _dtype(name: str, arrow: pa.DataType, transformed: bool) -> str:
+def _find_dtype(name: str, arrow: pa.DataType, transformed: bool) -> str:
     dtype = dtype_of(arrow)
     if dtype is None or (Column(name, dtype).is_raw and not transformed):
         raise InvalidInput(
@@ -429,7 +429,7 @@ def _partition_column(name: str, files: _Files, transformed: bool) -> Column:
         )
     nulls = int(files.footers.rows[np.array([value == NO_VALUE for value in found])].sum())
     if nulls:
-        raise _null_error(name, nulls, files)
+        raise _build_null_error(name, nulls, files)
     declared = files.data[0].types.get(name)
     if declared is not None and pa.types.is_binary(declared):
         raise InvalidInput(
@@ -437,14 +437,14 @@ def _partition_column(name: str, files: _Files, transformed: bool) -> Column:
             "whose form depends on who wrote them. Fit on a DataFrame, or on a column that is in the files."
         )
     if declared is not None:
-        return Column(name, _dtype(name, declared, transformed))
+        return Column(name, _find_dtype(name, declared, transformed))
     values = set(found)
     if {str(value).lower() for value in values} <= {"true", "false"}:
         return Column(name, "bool")
     for dtype, kind in (("int64", int), ("float64", float)):
         if all(_is_number(str(value), kind) for value in values):
             return Column(name, dtype)
-    return Column(name, _dtype(name, pa.string(), transformed))
+    return Column(name, _find_dtype(name, pa.string(), transformed))
 
 
 def _refuse_nulls(column: Column, files: _Files) -> None:
@@ -452,10 +452,10 @@ def _refuse_nulls(column: Column, files: _Files) -> None:
     by_path = np.array([each.constants.get(name) == NO_VALUE for each in files.data])
     nulls = int(files.footers.nulls[name].sum() + files.footers.rows[by_path & ~files.has_column(name)].sum())
     if nulls:
-        raise _null_error(name, nulls, files)
+        raise _build_null_error(name, nulls, files)
 
 
-def _null_error(name: str, nulls: int, files: _Files) -> InvalidInput:
+def _build_null_error(name: str, nulls: int, files: _Files) -> InvalidInput:
     return InvalidInput(
         f"The column {name!r} has {nulls} nulls in {files.rows} rows: fill them, or leave those rows out."
     )

@@ -307,7 +307,7 @@ class FileFooter:
             return Bounds(None, None, may_be_null=True, may_be_nan=False)
         if arrow is None:
             return self.data.find_bounds(column, like)
-        statistics = group.column(self.leaf(column)).statistics
+        statistics = group.column(self.find_leaf(column)).statistics
         if statistics is None:
             return None
         nulls = statistics.null_count if statistics.has_null_count else None
@@ -324,11 +324,11 @@ class FileFooter:
         numbers = [(index, group.num_rows, group.total_byte_size) for index, group in enumerate(found)]
         return np.array([each for each in numbers if each[1]], np.int64).reshape(-1, 3).T
 
-    def leaf(self, column: str) -> int:
+    def find_leaf(self, column: str) -> int:
         """The number of the stored column that tells of a column's nulls and length: its last, a vector's first."""
         leaves, name = 0, self.find_stored_name(column)
         for each in self.schema:
-            width = _leaves(each.type)
+            width = _count_leaves(each.type)
             if each.name == name:
                 return leaves if is_vector(each.type) else leaves + width - 1
             leaves += width
@@ -344,12 +344,12 @@ class FileFooter:
         known = self.data.deleted is None and name in self.schema.names
         if not known or not is_list(self.schema.field(name).type):
             return np.full(len(groups), -1, np.int64)
-        leaf = self.leaf(column)
+        leaf = self.find_leaf(column)
         return np.array([self.footer.row_group(g).column(leaf).num_values for g in groups.tolist()], np.int64)
 
     def count_nulls(self, name: str) -> int:
         """How many nulls a column has, at any depth: by the footer, or by reading the column."""
-        leaf, total = self.leaf(name), 0
+        leaf, total = self.find_leaf(name), 0
         if not self.footer.schema.column(leaf).max_definition_level:
             return 0
         for index in range(self.footer.num_row_groups):
@@ -394,10 +394,10 @@ class FileFooter:
         return total
 
 
-def _leaves(arrow: pa.DataType) -> int:
+def _count_leaves(arrow: pa.DataType) -> int:
     """Columns of Parquet that a type takes."""
     if pa.types.is_struct(arrow):
-        return sum(_leaves(field.type) for field in arrow)
+        return sum(_count_leaves(field.type) for field in arrow)
     if pa.types.is_map(arrow):
-        return _leaves(arrow.key_type) + _leaves(arrow.item_type)
-    return _leaves(arrow.value_type) if is_list(arrow) else 1
+        return _count_leaves(arrow.key_type) + _count_leaves(arrow.item_type)
+    return _count_leaves(arrow.value_type) if is_list(arrow) else 1

@@ -209,7 +209,7 @@ class StepStream:
         self._last_read = 0.0  # when a row group was read last
         self._failed: BaseException | None = None
         self._closed = False
-        self._ahead = DecodePrefetcher(loader._reader, self._groups_ahead(), self._note_answer)
+        self._ahead = DecodePrefetcher(loader._reader, self._count_groups_ahead(), self._note_answer)
         self._thread = threading.Thread(
             target=self._read_ahead, args=(order.epoch, first_step), name="read-ahead", daemon=True
         )
@@ -252,7 +252,7 @@ class StepStream:
             rows = self._ready.popleft()
             self._ready_bytes -= self._sizes.popleft()
             # Waking the thread at each step would take the interpreter's lock from the computation.
-            if self._fits():
+            if self._has_room():
                 self._changed.notify_all()
         self._next += 1
         return rows
@@ -307,7 +307,7 @@ class StepStream:
 
     def _gather_epoch(self, epoch: int, first_step: int) -> None:
         order = self._orders[epoch]
-        blocks, coming = self._blocks(order, first_step), deque[RankBlock]()
+        blocks, coming = self._iter_blocks(order, first_step), deque[RankBlock]()
         uses: Counter[int] = Counter()  # how often the coming blocks use each row group
 
         def release(group: int) -> None:
@@ -325,7 +325,7 @@ class StepStream:
                 return
             block = coming.popleft()
             uses.subtract(block.groups)
-            self._wait_for_room(block.count, block.count * self._step_bytes(block.step))
+            self._wait_for_room(block.count, block.count * self._count_step_bytes(block.step))
             gathered = self._loader.gather(epoch, block, self._division, self._fetch, release)
             sizes = self._measure(gathered)
             with self._changed:
@@ -343,37 +343,37 @@ class StepStream:
     def _note_answer(self) -> None:
         self._last_read = self._clock.now()
 
-    def _blocks(self, order: EpochPermutation, first_step: int) -> Iterator[RankBlock]:
+    def _iter_blocks(self, order: EpochPermutation, first_step: int) -> Iterator[RankBlock]:
         """This rank's rows of all steps, in blocks of steps: one step alone has few rows of each lane, and each take is
         a call. Blocks double, so that the first step comes soon."""
         plan, step, count = self._loader.plan, first_step, 1
         while step < plan.steps:
-            room = self._limit.bytes // 2 // self._step_bytes(step)
+            room = self._limit.bytes // 2 // self._count_step_bytes(step)
             count = max(1, min(count, plan.count_equal_steps(step), self._limit.steps // 2, room))
-            yield order.block(step, count, self._rank, self._division)
+            yield order.assign_block(step, count, self._rank, self._division)
             step += count
             count *= 2
 
-    def _groups_ahead(self) -> int:
+    def _count_groups_ahead(self) -> int:
         """How many row groups to decode ahead; none of small ones."""
         plan = self._loader.plan
         usual = plan.rows * self._row_bytes // len(plan.row_groups)
         return max(2, BYTES_AHEAD // usual) if usual >= MIN_GROUP_BYTES_FOR_THREAD else 0
 
-    def _step_bytes(self, step: int) -> int:
+    def _count_step_bytes(self, step: int) -> int:
         """The bytes of this rank's rows of a step."""
-        first, past = self._division.rank_bounds(self._loader.plan.step_size(step), self._rank)
+        first, past = self._division.compute_rank_bounds(self._loader.plan.count_step_rows(step), self._rank)
         return max(1, self._bytes(past - first))
 
     def _wait_for_room(self, steps: int, wanted: int) -> None:
         """Wait until the consumer has taken enough steps, or the stream is closed."""
         with self._changed:
             self._next_block = steps, wanted
-            self._changed.wait_for(lambda: self._closed or self._fits())
+            self._changed.wait_for(lambda: self._closed or self._has_room())
             if self._closed:
                 raise _Closed
 
-    def _fits(self) -> bool:
+    def _has_room(self) -> bool:
         """Whether there is room for the next block."""
         steps, wanted = self._next_block
         return not self._ready or (

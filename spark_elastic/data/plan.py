@@ -26,7 +26,7 @@ _WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
-def permutation(length: int, *words: int) -> Int64s:
+def draw_permutation(length: int, *words: int) -> Int64s:
     """A permutation of `range(length)` that depends on `words` alone, the same in every version and on every machine.
 
     The argsort of the first `length` outputs of SplitMix64 (Steele, Lea, Flood 2014), seeded by absorbing the words
@@ -39,7 +39,7 @@ def permutation(length: int, *words: int) -> Int64s:
 
 
 def draw_uniform(rows: Int64s, count: int, *words: int) -> npt.NDArray[np.float64]:
-    """(rows, count) numbers in [0, 1) that depend on each row's number and `words` alone, as `permutation` does."""
+    """(rows, count) numbers in [0, 1) that depend on each row's number and `words` alone, as `draw_permutation` does."""
     seeds = _splitmix64(np.uint64(_absorb_words(words)) + rows.astype(np.uint64) * np.uint64(_GOLDEN))
     counters = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
     return (_splitmix64(seeds[:, None] + counters) >> np.uint64(11)).astype(np.float64) * 2.0**-53
@@ -51,12 +51,12 @@ def count_affordable_lanes(decoded_group_bytes: int, budget_bytes: int) -> int:
     return max(1, budget_bytes // max(1, decoded_group_bytes) - 2)
 
 
-def share_range(shares: int, rank: int, size: int) -> tuple[int, int]:
+def compute_rank_shares(shares: int, rank: int, size: int) -> tuple[int, int]:
     """The virtual shares `first ... behind the last` of a rank: neighbours, as many on each rank give or take one."""
     return shares * rank // size, shares * (rank + 1) // size
 
 
-def share_bounds(planned: int, shares: int, share: int) -> tuple[int, int]:
+def compute_share_bounds(planned: int, shares: int, share: int) -> tuple[int, int]:
     """The rows `first ... behind the last` of a virtual share in a step of `planned` rows."""
     return planned * share // shares, planned * (share + 1) // shares
 
@@ -72,7 +72,7 @@ class Division:
     def equal(cls, size: int, shares: int = 0) -> Division:
         """As many rows, or virtual shares if there are any, for each of `size` ranks, give or take one."""
         parts = shares or size
-        return cls((*(share_range(parts, rank, size)[0] for rank in range(size)), parts))
+        return cls((*(compute_rank_shares(parts, rank, size)[0] for rank in range(size)), parts))
 
     @property
     def size(self) -> int:
@@ -84,13 +84,13 @@ class Division:
         """The parts of each rank."""
         return [past - first for first, past in pairwise(self.cuts)]
 
-    def rank_parts(self, rank: int) -> tuple[int, int]:
+    def get_rank_parts(self, rank: int) -> tuple[int, int]:
         """The parts `first ... behind the last` of a rank."""
         return self.cuts[rank], self.cuts[rank + 1]
 
-    def rank_bounds(self, planned: int, rank: int) -> tuple[int, int]:
+    def compute_rank_bounds(self, planned: int, rank: int) -> tuple[int, int]:
         """The rows `first ... behind the last` of a rank in a step of `planned` rows."""
-        first, past = self.rank_parts(rank)
+        first, past = self.get_rank_parts(rank)
         return planned * first // self.cuts[-1], planned * past // self.cuts[-1]
 
 
@@ -134,7 +134,7 @@ class RankRows:
 class LaneRows:
     """The rows of one lane that a rank takes in consecutive steps."""
 
-    # The rows are rows `offset ... offset + width` of the rank's share of each step.
+    # The rows are rows `offset ... offset + width` of the rank's rows of each step.
     offset: int
     width: int
     # (row group, rows inside it), step by step.
@@ -174,7 +174,7 @@ class DataPlan:
     shuffle: bool = True
     # Virtual shares that each step is cut into, which ranks take whole (`determinism="bitwise"`); 0: ranks divide rows.
     shares: int = 0
-    # The epoch that `share` was last asked for.
+    # The epoch that `assign_rows` was last asked for.
     _last: list[EpochPermutation] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -241,7 +241,7 @@ class DataPlan:
         """r: the first so many steps have one row more."""
         return self.rows - self.base_rows * self.steps
 
-    def step_size(self, step: int) -> int:
+    def count_step_rows(self, step: int) -> int:
         """n: the rows of a step, over all ranks."""
         self._check_step(step)
         return self.base_rows + (step < self.longer_steps)
@@ -250,7 +250,7 @@ class DataPlan:
         """The equal division among `size` ranks."""
         return Division.equal(size, self.shares)
 
-    def rows_before(self, step: int) -> int:
+    def count_rows_before(self, step: int) -> int:
         """Rows of the first `step` steps of an epoch."""
         return self.base_rows * step + min(step, self.longer_steps)
 
@@ -258,15 +258,15 @@ class DataPlan:
         """The permutation of an epoch, for one thread. Costs a permutation of the row groups."""
         return EpochPermutation(self, epoch)
 
-    def share(self, epoch: int, step: int, rank: int, size: int) -> RankRows:
+    def assign_rows(self, epoch: int, step: int, rank: int, size: int) -> RankRows:
         """The rows of `rank` in a step of a world of `size` ranks; the last epoch's order is kept, for one thread."""
         if not self._last or self._last[0].epoch != epoch:
             self._last[:] = [self.permute_epoch(epoch)]
-        return self._last[0].share(step, rank, size)
+        return self._last[0].assign_rows(step, rank, size)
 
-    def row_ids(self, share: RankRows) -> Int64s:
-        """The global number of each row of a share: its place in the table of the manifest."""
-        return self.group_offsets[share.groups] + share.rows
+    def compute_row_ids(self, rows: RankRows) -> Int64s:
+        """The global number of each of these rows: its place in the table of the manifest."""
+        return self.group_offsets[rows.groups] + rows.rows
 
     @cached_property
     def group_offsets(self) -> Int64s:
@@ -304,7 +304,7 @@ class EpochPermutation:
         self.plan = plan
         self.epoch = epoch
         count = len(plan.row_groups)
-        groups = permutation(count, plan.seed, epoch) if plan.shuffle else np.arange(count)
+        groups = draw_permutation(count, plan.seed, epoch) if plan.shuffle else np.arange(count)
         self._groups: Int64s = groups
         self._starts = np.concatenate([[0], np.cumsum(plan.group_sizes[groups])])
         self._entered: dict[int, int] = {}  # the row group that each lane is in
@@ -315,31 +315,31 @@ class EpochPermutation:
         """The row groups that the lanes are in after the last call."""
         return self._permuted.keys()
 
-    def share(self, step: int, rank: int, size: int) -> RankRows:
+    def assign_rows(self, step: int, rank: int, size: int) -> RankRows:
         """The rows of `rank` in a step of n rows: floor(n·rank/size) to floor(n·(rank+1)/size), or its virtual
         shares."""
-        block = self.block(step, 1, rank, self.plan.divide(size))
+        block = self.assign_block(step, 1, rank, self.plan.divide(size))
         runs = [run for lane in block.lanes for run in lane.runs]
         groups = np.repeat([group for group, _ in runs], [len(rows) for _, rows in runs])
         return RankRows(
             step, block.planned, block.start, groups.astype(np.int64), _concatenate([r for _, r in runs])
         )
 
-    def block(self, first: int, count: int, rank: int, division: Division) -> RankBlock:
+    def assign_block(self, first: int, count: int, rank: int, division: Division) -> RankBlock:
         """A rank's rows of `count` steps with equally many rows (`DataPlan.count_equal_steps`)."""
         if not 0 <= rank < division.size:
             raise InvalidInput(f"Rank {rank} is not in a world of {division.size}.")
-        planned = self.plan.step_size(first)
-        start, stop = division.rank_bounds(planned, rank)
+        planned = self.plan.count_step_rows(first)
+        start, stop = division.compute_rank_bounds(planned, rank)
         lanes = []
         for lane, (low, high) in enumerate(self.plan.lane_bounds):
             a, b = max(low, start), min(high, stop)
             if a < b:
-                runs = self._runs(lane, first, count, (a - low, b - low))
+                runs = self._find_runs(lane, first, count, (a - low, b - low))
                 lanes.append(LaneRows(a - start, b - a, runs))
         return RankBlock(first, count, planned, start, stop - start, tuple(lanes))
 
-    def _runs(
+    def _find_runs(
         self, lane: int, first: int, count: int, taken: tuple[int, int]
     ) -> tuple[tuple[int, Int64s], ...]:
         """A lane's rows of `count` steps. taken: the part of its rows of each step, as (first, behind the last)."""
@@ -351,7 +351,7 @@ class EpochPermutation:
         while at < end:
             past = min(end, int(self._starts[slot + 1]))
             group, origin = int(self._groups[slot]), int(self._starts[slot])
-            rows = self._rows_of(lane, group)[at - origin : past - origin]
+            rows = self._permute_group(lane, group)[at - origin : past - origin]
             if taken != (0, width):  # other ranks take the rows between
                 places = np.arange(at - begin, past - begin) % width
                 rows = rows[(places >= taken[0]) & (places < taken[1])]
@@ -360,14 +360,16 @@ class EpochPermutation:
             at, slot = past, slot + 1
         return tuple(runs)
 
-    def _rows_of(self, lane: int, group: int) -> Int64s:
+    def _permute_group(self, lane: int, group: int) -> Int64s:
         left, self._entered[lane] = self._entered.get(lane, group), group
         if left not in self._entered.values():
             self._permuted.pop(left, None)
         if group not in self._permuted:
             count = self.plan.row_groups[group]
             shuffled = self.plan.shuffle
-            rows = permutation(count, self.plan.seed, self.epoch, group) if shuffled else np.arange(count)
+            rows = (
+                draw_permutation(count, self.plan.seed, self.epoch, group) if shuffled else np.arange(count)
+            )
             self._permuted[group] = rows
         return self._permuted[group]
 

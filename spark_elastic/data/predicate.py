@@ -75,7 +75,8 @@ class Predicate:
             )
         return cls(
             tuple(
-                tuple((name, operator, _order(value)) for name, operator, value in group) for group in groups
+                tuple((name, operator, _sort_members(value)) for name, operator, value in group)
+                for group in groups
             )
         )
 
@@ -86,7 +87,7 @@ class Predicate:
 
     def judge(self, find_bounds: FindBounds) -> bool | None:
         """Whether all rows match, or none does; None: the values must be looked at."""
-        return _any(_all(_judge(each, find_bounds) for each in group) for group in self.groups)
+        return _combine_any(_all(_judge(each, find_bounds) for each in group) for group in self.groups)
 
     def match(self, find_bounds: FindBounds, read: Callable[[str], pa.Array], rows: int) -> Mask:
         """Of each row, whether it matches. read: gives a column, of which the bounds do not tell.
@@ -104,7 +105,7 @@ class Predicate:
         return found
 
 
-def _order(value: Any) -> Any:
+def _sort_members(value: Any) -> Any:
     """A list in place of a set, whose order is another one in each process, and of an array, of which `repr` shows some
     values only: both decide whether a run that is resumed has the same predicate."""
     if isinstance(value, set | frozenset):
@@ -129,7 +130,7 @@ def _all(judged: Any) -> bool | None:
     return False if False in found else None if None in found else True
 
 
-def _any(judged: Any) -> bool | None:
+def _combine_any(judged: Any) -> bool | None:
     found = list(judged)
     return True if True in found else None if None in found else False
 
@@ -147,7 +148,7 @@ def _judge(comparison: Comparison, find_bounds: FindBounds) -> bool | None:
         if bounds.low is None:
             return False
         if given:
-            found = _any([found, _judge_value("==" if positive == "in" else positive, each, bounds)])
+            found = _combine_any([found, _judge_value("==" if positive == "in" else positive, each, bounds)])
     if bounds is None or found is None:
         return None
     matches_nan = operator in _OPPOSITES

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any
 
-from spark_elastic.data.plan import permutation
+from spark_elastic.data.plan import draw_permutation
 from spark_elastic.errors import InvalidInput
 
 
@@ -129,7 +129,9 @@ class ElasticSampler:
     def _find_order(self) -> list[int]:
         """The rows of the epoch in their order, without those that were recorded one by one before the last reset."""
         rows = len(self.dataset)
-        order = permutation(rows, self.seed, self.epoch, 0).tolist() if self.shuffle else list(range(rows))
+        order = (
+            draw_permutation(rows, self.seed, self.epoch, 0).tolist() if self.shuffle else list(range(rows))
+        )
         return [row for row in order if row not in self._known] if self._known else order
 
     def __iter__(self) -> Iterator[int]:

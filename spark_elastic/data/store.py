@@ -3,7 +3,7 @@
 A `Store` writes objects that appear whole or not at all, and turns the errors of all file systems into StoreError. It
 is picklable, so that workers get it; any thread may use it. `list_entries` and `remove_old_entries` know the folders
 that this package writes there: `data/FINGERPRINT`, `runs/RUN`, `probes/TOKEN`, `channels/JOB`. A run that has not ended
-can be resumed: neither it nor the rows that it reads are removed unasked (R19, resuming a run). `scratch_folder` is a
+can be resumed: neither it nor the rows that it reads are removed unasked (R19, resuming a run). `make_scratch_folder` is a
 temporary folder of this machine.
 """
 
@@ -42,7 +42,7 @@ def create_file(path: str, data: bytes) -> bool:
     """Create a local file unless it exists; of several processes that try at once, one gets True."""
     folder = os.path.dirname(path)
     os.makedirs(folder, exist_ok=True)
-    temporary = _temporary(folder)
+    temporary = _name_temporary(folder)
     try:
         with open(temporary, "xb") as file:
             file.write(data)
@@ -63,7 +63,7 @@ def create_file(path: str, data: bytes) -> bool:
 
 def replace_file(filesystem: Any, path: str, data: bytes, *, local: bool) -> None:
     """Write a file of an fsspec file system, or replace it, whole or not at all where the file system can rename."""
-    temporary = _temporary(path.rpartition("/")[0])
+    temporary = _name_temporary(path.rpartition("/")[0])
     try:
         with filesystem.open(temporary, "wb") as file:
             file.write(data)
@@ -77,7 +77,7 @@ def replace_file(filesystem: Any, path: str, data: bytes, *, local: bool) -> Non
         raise
 
 
-def _temporary(folder: str) -> str:
+def _name_temporary(folder: str) -> str:
     return f"{folder}/{TEMPORARY}{uuid.uuid4().hex}"
 
 
@@ -452,7 +452,7 @@ DEAD = "ZX"  # states of a process that has ended, though its parent has not ask
 
 
 @contextmanager
-def scratch_folder() -> Iterator[Path]:
+def make_scratch_folder() -> Iterator[Path]:
     """A temporary folder for as long as the block takes. Another process removes it if this one is killed.
 
     Its name identifies the owner by boot, process id namespace, process id and start time, so that only folders of dead
@@ -460,13 +460,13 @@ def scratch_folder() -> Iterator[Path]:
     """
     remove_stale_folders()
     me = os.getpid()
-    with tempfile.TemporaryDirectory(prefix=f"{_owner_prefix()}-{me}-{_process_start(me)}-") as folder:
+    with tempfile.TemporaryDirectory(prefix=f"{_build_owner_prefix()}-{me}-{_process_start(me)}-") as folder:
         yield Path(folder)
 
 
 def remove_stale_folders() -> None:
     """Remove the scratch folders of dead processes of this machine."""
-    prefix = _owner_prefix()
+    prefix = _build_owner_prefix()
     try:
         found = list(Path(tempfile.gettempdir()).glob(f"{prefix}-*-*-*"))
     except OSError:
@@ -479,7 +479,7 @@ def remove_stale_folders() -> None:
             )  # another process may remove it as well, or another user owns it
 
 
-def _owner_prefix() -> str:
+def _build_owner_prefix() -> str:
     """The prefix of the folders of all processes that this process can see."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")[:8]
     return f"{PREFIX}-{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
@@ -535,7 +535,7 @@ def list_entries(store: Store) -> list[StoreEntry]:
         if found.name == f"{name}/result.json":
             ended.add(name)
     unfinished = runs - ended
-    needed = unfinished | {rows for run in unfinished for rows in _rows_of(store, run)}
+    needed = unfinished | {rows for run in unfinished for rows in _iter_data_sets(store, run)}
     return partial + [
         StoreEntry(n, _KINDS[n.partition("/")[0]], sizes[n], changed[n], n in needed) for n in sorted(sizes)
     ]
@@ -562,7 +562,7 @@ def remove_old_entries(
     return removable
 
 
-def _rows_of(store: Store, run: str) -> Iterator[str]:
+def _iter_data_sets(store: Store, run: str) -> Iterator[str]:
     """The data sets outside of its own folder that a run reads."""
     try:
         manifest = json.loads(json.loads(store.read_bytes(f"{run}/run.json"))["manifest"])

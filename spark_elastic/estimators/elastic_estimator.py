@@ -136,7 +136,11 @@ class _Writer(saving.OverwritingWriter):
         plain = {name: value for name, value in values.items() if name not in objects}
         extra = {"format": saving.FORMAT}
         DefaultParamsWriter.saveMetadata(
-            estimator, path, saving.metadata_session(self.sparkSession), extraMetadata=extra, paramMap=plain
+            estimator,
+            path,
+            saving.find_metadata_session(self.sparkSession),
+            extraMetadata=extra,
+            paramMap=plain,
         )
         saving.write(self.sparkSession, path, estimator._pack_objects(objects))
 
@@ -148,7 +152,7 @@ class EstimatorReader(MLReader[Any]):
 
     def load(self, path: str) -> Any:
         metadata = saving.check_format(
-            DefaultParamsReader.loadMetadata(path, saving.metadata_session(self.sparkSession)), path
+            DefaultParamsReader.loadMetadata(path, saving.find_metadata_session(self.sparkSession)), path
         )
         estimator: Any = self._cls()
         estimator._resetUid(metadata["uid"])

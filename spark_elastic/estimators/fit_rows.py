@@ -536,7 +536,7 @@ def _check_equal_columns(rows: Manifest, validation: Manifest | None, argument: 
     if validation is None:
         return
     for one, other in zip(rows.columns, validation.columns, strict=True):
-        if (_number_kind(one), one.shape) != (_number_kind(other), other.shape):
+        if (_classify_number(one), one.shape) != (_classify_number(other), other.shape):
             raise InvalidInput(
                 f"column {one.name!r} is {other.dtype} of shape {other.shape} in {argument}, and {one.dtype} of "
                 f"shape {one.shape} in the files that are trained on: write them alike."
@@ -550,5 +550,5 @@ def describe_class(value: object) -> str:
     return kind.__qualname__ if package == "builtins" else f"{package}.{kind.__qualname__}"
 
 
-def _number_kind(column: Column) -> str:
+def _classify_number(column: Column) -> str:
     return np.dtype(column.dtype).kind.replace("u", "i")

@@ -23,7 +23,7 @@ import cloudpickle
 from spark_elastic.clock import SystemClock
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.reading.readers import read_sample_row
-from spark_elastic.data.store import Store, scratch_folder
+from spark_elastic.data.store import Store, make_scratch_folder
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators.fit_rows import RowSource
 from spark_elastic.estimators.run_record import RunRecord, RunResult
@@ -168,7 +168,7 @@ def _open_store(request: FitRequest[Any], master: str) -> Iterator[Store]:
     if request.store is not None:
         yield Store.open(request.store, **request.storage_options)
     elif master.startswith("local"):
-        with scratch_folder() as folder:
+        with make_scratch_folder() as folder:
             yield Store.open(str(folder))
     else:
         raise InvalidInput(

@@ -96,7 +96,7 @@ def with_accessors(owner: P) -> P:
         if isinstance(value, Param):
             camel = "".join(part.capitalize() for part in name.split("_"))
             _add(owner, f"set{camel}", _setter(name), f"Set `{name}`: {value.doc}")
-            _add(owner, f"get{camel}", _getter(name), f"`{name}`: {value.doc}")
+            _add(owner, f"get{camel}", _make_getter(name), f"`{name}`: {value.doc}")
     return owner
 
 
@@ -113,7 +113,7 @@ def _setter(name: str) -> Callable[[Any, Any], Any]:
     return set_param
 
 
-def _getter(name: str) -> Callable[[Any], Any]:
+def _make_getter(name: str) -> Callable[[Any], Any]:
     def get_param(self: Any) -> Any:
         return self.getOrDefault(name)
 
@@ -554,13 +554,13 @@ def with_horovod_names(owner: T) -> T:
     """Add setters and getters for Horovod's names; those of refused names raise InvalidInput with the reason."""
     for name in (*ALIASES, *GPU_NAMES, *owner.refused):
         camel = "".join(part.capitalize() for part in name.split("_"))
-        setattr(owner, f"set{camel}", _horovod_setter(name, owner.refused))
+        setattr(owner, f"set{camel}", _make_horovod_setter(name, owner.refused))
         if name in ALIASES:
             setattr(owner, f"get{camel}", lambda self, ours=ALIASES[name]: self.getOrDefault(ours))
     return owner
 
 
-def _horovod_setter(name: str, refused: Mapping[str, str]) -> Any:
+def _make_horovod_setter(name: str, refused: Mapping[str, str]) -> Any:
     def set_param(self: Any, value: Any) -> Any:
         return self.setParams(**{name: value})
 

@@ -64,7 +64,7 @@ def predict_udf(shipped: ShippedPredictor, outputs: Outputs) -> Callable[..., Co
             columns = {n: as_column(v) for n, v in zip(outputs.columns, values, strict=True)}
             yield pd.DataFrame(columns)
 
-    kinds = [_kind(width) for width in outputs.widths]
+    kinds = [_choose_type(width) for width in outputs.widths]
     if len(kinds) == 1:
         return pandas_udf(predict, kinds[0])  # type: ignore[call-overload,no-any-return]
     fields = [StructField(name, kind) for name, kind in zip(outputs.columns, kinds, strict=True)]
@@ -81,7 +81,7 @@ def _values(shipped: ShippedPredictor, outputs: Outputs, batch: Any) -> list[Any
     return list(outputs.values(shipped.value.predict(columns, () if gpu is None else gpu.addresses)))
 
 
-def _kind(width: int) -> DataType:
+def _choose_type(width: int) -> DataType:
     return DoubleType() if width == 1 else ArrayType(DoubleType(), containsNull=True)
 
 

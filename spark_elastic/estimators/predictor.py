@@ -19,7 +19,7 @@ import torch
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.saving import Packed
-from spark_elastic.training.model_io import input_dtype, output_parts, refuse_large_numbers
+from spark_elastic.training.model_io import find_input_dtype, list_output_parts, refuse_large_numbers
 from spark_elastic.training.transformation import Transformation, transform_inputs
 from spark_elastic.worker.devices import find_gpu_number, list_visible_gpus
 
@@ -200,7 +200,7 @@ class TorchPredictor:
 
     @cached_property
     def _dtype(self) -> torch.dtype:
-        found: torch.dtype = input_dtype(self._loaded[0].parameters(), torch.get_default_dtype())
+        found: torch.dtype = find_input_dtype(self._loaded[0].parameters(), torch.get_default_dtype())
         return found
 
     def make_tensor(self, values: npt.NDArray[Any]) -> torch.Tensor:
@@ -247,7 +247,7 @@ class TorchPredictor:
         """The module's outputs for its inputs, which lie where the module does."""
         with torch.inference_mode():
             output = self._loaded[0](*tensors)
-        outputs = output_parts(output)
+        outputs = list_output_parts(output)
         # What transformers' models keep for themselves (a cache) is no prediction.
         if isinstance(output, Mapping):
             outputs = tuple(each for each in outputs if isinstance(each, torch.Tensor)) or outputs
@@ -387,7 +387,7 @@ class Outputs:
         return (
             found
             if len(self.columns) == 2
-            else [*found, _raw_predictions(outputs[0], probabilities, self.activation)]
+            else [*found, _compute_raw_predictions(outputs[0], probabilities, self.activation)]
         )
 
 
@@ -403,7 +403,7 @@ def _probabilities(output: Floats, activation: str) -> Floats:
     return np.concatenate([1.0 - found, found], axis=1) if found.shape[1] == 1 else found
 
 
-def _raw_predictions(output: Floats, probabilities: Floats, activation: str) -> Floats:
+def _compute_raw_predictions(output: Floats, probabilities: Floats, activation: str) -> Floats:
     """What Spark ML's classifiers call rawPrediction: the output itself, or a number for each of two classes."""
     if output.shape[1] > 1:
         return output

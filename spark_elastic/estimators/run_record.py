@@ -60,7 +60,7 @@ class RunRecord:
             manifest_hash=manifest.hash,
             global_batch=plan.global_batch,
             lanes=plan.lanes,
-            settings=request.config.run_settings(),
+            settings=request.config.list_run_settings(),
             validation=None
             if validation is None
             else {
@@ -91,7 +91,7 @@ class RunRecord:
 
     def check(self, request: FitRequest[Any], run_id: str) -> None:
         """Raises InvalidInput with the first setting, or object of the user's, that differs."""
-        for name, value in request.config.run_settings().items():
+        for name, value in request.config.list_run_settings().items():
             before = self.settings.get(name, value)  # a parameter may be newer than the run
             if before != value:
                 raise InvalidInput(

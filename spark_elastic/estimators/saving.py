@@ -26,7 +26,7 @@ FORMAT = 1  # 0: before probability columns, with output_col for prediction_col
 CHUNK = 16 << 20  # bytes
 
 
-def metadata_session(spark: SparkSession) -> Any:
+def find_metadata_session(spark: SparkSession) -> Any:
     """What Spark ML writes metadata with: the SparkContext, as before Spark 4; without one, the session."""
     return spark.sparkContext if has_context(spark) else spark
 

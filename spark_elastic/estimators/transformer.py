@@ -266,7 +266,7 @@ class ModelWriter(saving.OverwritingWriter):
             **model._extra(),
         }
         DefaultParamsWriter.saveMetadata(
-            model, path, saving.metadata_session(self.sparkSession), extraMetadata=extra
+            model, path, saving.find_metadata_session(self.sparkSession), extraMetadata=extra
         )
         saving.write(self.sparkSession, path, model._predictor.parts())
 
@@ -278,7 +278,7 @@ class ModelReader(MLReader[Any]):
 
     def load(self, path: str) -> Any:
         metadata = saving.check_format(
-            DefaultParamsReader.loadMetadata(path, saving.metadata_session(self.sparkSession)), path
+            DefaultParamsReader.loadMetadata(path, saving.find_metadata_session(self.sparkSession)), path
         )
         columns = tuple(Column(name, dtype, tuple(shape)) for name, dtype, shape in metadata["columns"])
         summary = FitSummary.from_json(metadata["summary"])

@@ -157,7 +157,7 @@ class JobHistory(JobListener):
                 checkpoints=self._checkpoints,
                 checkpoint_seconds=self._earlier_checkpoint_seconds + self._checkpoint_seconds,
                 reserved_hours=self._reserved / 3600,
-                useful_hours=(self._useful + self._useful_in_phase(at)) / 3600,
+                useful_hours=(self._useful + self._sum_useful_seconds(at)) / 3600,
             )
 
     def view(self) -> HistoryView:
@@ -206,7 +206,7 @@ class JobHistory(JobListener):
                 self._lost.append(LostSlot(at, slot.host, slot.node, slot.worker or "", rank, reason))
 
     def _add_world(self, at: float, world: World) -> None:
-        before, now = _worker_ids(self._world), _worker_ids(world)
+        before, now = _find_worker_ids(self._world), _find_worker_ids(world)
         # At a planned boundary the previous world may end without any event.
         self._stop_training(at, "planned")
         kind = self._classify_change() if before & now or not before else WorldChangeKind.RESTART
@@ -258,11 +258,11 @@ class JobHistory(JobListener):
             self._phase = phase
 
     def _switch_phase(self, at: float, phase: str) -> None:
-        self._useful += self._useful_in_phase(at)
+        self._useful += self._sum_useful_seconds(at)
         self._phases[self._phase] += max(0.0, at - self._phase_since)
         self._phase, self._phase_since = phase, at
 
-    def _useful_in_phase(self, at: float) -> float:
+    def _sum_useful_seconds(self, at: float) -> float:
         if self._phase != "training" or self._world is None:
             return 0.0
         return self._world.size * max(0.0, at - self._phase_since)
@@ -283,7 +283,7 @@ class JobHistory(JobListener):
         self._entries.append(HistoryEntry(at, kind, text, times))
 
 
-def _worker_ids(world: World | None) -> set[str]:
+def _find_worker_ids(world: World | None) -> set[str]:
     return set() if world is None else {member.worker for member in world.members}
 
 

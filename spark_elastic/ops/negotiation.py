@@ -199,7 +199,7 @@ class Negotiation:
     @property
     def pending(self) -> dict[str, tuple[int, ...]]:
         """Operations that some rank has requested, each with the ranks that have not requested it."""
-        return {label: self._missing_ranks(entry) for label, entry in self._pending.items()}
+        return {label: self._find_missing_ranks(entry) for label, entry in self._pending.items()}
 
     @property
     def all_ranks_wait(self) -> bool:
@@ -250,18 +250,18 @@ class Negotiation:
         self._unnamed_counts[rank][kind] += 1
         return f"{kind}.noname.{self._unnamed_counts[rank][kind]}"
 
-    def _missing_ranks(self, entry: _PendingOperation) -> tuple[int, ...]:
+    def _find_missing_ranks(self, entry: _PendingOperation) -> tuple[int, ...]:
         return tuple(
             rank for rank in range(self._size) if rank not in entry.requests and rank not in self._joined
         )
 
     def _is_ready(self, entry: _PendingOperation) -> bool:
-        return entry.expired or not self._missing_ranks(entry)
+        return entry.expired or not self._find_missing_ranks(entry)
 
     def _make_response(self, label: str) -> Response:
         entry = self._pending[label]
         request = entry.requests[min(entry.requests)]
-        missing = self._missing_ranks(entry)
+        missing = self._find_missing_ranks(entry)
         if missing:
             reason = (
                 f"{label!r} waited too long for rank(s) {_format_ranks(missing)}, which did not request it."
@@ -279,7 +279,7 @@ class Negotiation:
         """Return an error for every pending operation: each rank waits for one that the others do not request."""
         waits = "; ".join(
             f"rank(s) {_format_ranks(sorted(entry.requests))} for {label!r}, which rank(s) "
-            f"{_format_ranks(self._missing_ranks(entry))} did not request"
+            f"{_format_ranks(self._find_missing_ranks(entry))} did not request"
             for label, entry in self._pending.items()
         )
         ranks = sorted({rank for missing in self.pending.values() for rank in missing})

@@ -103,13 +103,13 @@ class Operation:
         return self.outputs
 
     def poll(self) -> bool:
-        """Whether it is done. A caller that polls repeatedly counts as waiting: see `seconds_waited`."""
+        """Whether it is done. A caller that polls repeatedly counts as waiting: see `count_seconds_waited`."""
         if not self._done:
             self._polled_at = self._signal.clock.now()
             self._wait_began_at = self._wait_began_at or self._polled_at
         return self._done
 
-    def seconds_waited(self, now: float) -> float:
+    def count_seconds_waited(self, now: float) -> float:
         """Return the seconds since the first wait or poll; 0 if there was none."""
         return 0.0 if self._wait_began_at is None else now - self._wait_began_at
 
@@ -166,7 +166,8 @@ def fuse_tasks(tasks: Sequence[Task], threshold: int) -> Iterator[list[Task]]:
 
 def _count_bytes(request: Request) -> int:
     return sum(
-        _itemsize(name) * math.prod(shape) for name, shape in zip(request.dtypes, request.shapes, strict=True)
+        _count_item_bytes(name) * math.prod(shape)
+        for name, shape in zip(request.dtypes, request.shapes, strict=True)
     )
 
 
@@ -258,12 +259,14 @@ def _execute_allreduces(group: Group, batch: Sequence[Task]) -> None:
 def make_neutral_arrays(request: Request) -> tuple[Array, ...]:
     """Return what a rank that has joined contributes: arrays that do not change the result of the reduction."""
     return tuple(
-        narrow(np.full(shape, _neutral_element(request.op, name, request.scale[0]), _numpy_name(name)), name)
+        narrow(
+            np.full(shape, _find_neutral_element(request.op, name, request.scale[0]), _numpy_name(name)), name
+        )
         for name, shape in zip(request.dtypes, request.shapes, strict=True)
     )
 
 
-def _neutral_element(op: str, name: str, factor: float) -> float:
+def _find_neutral_element(op: str, name: str, factor: float) -> float:
     """factor: by which every contribution is multiplied before the reduction."""
     if op not in ("min", "max", "product") or factor == 0:  # 0: all others contribute zeros, too
         return 0
@@ -284,5 +287,5 @@ def _numpy_name(name: str) -> str:
     return "float32" if name in ("bfloat16", "float16") else name
 
 
-def _itemsize(name: str) -> int:
+def _count_item_bytes(name: str) -> int:
     return 2 if name == "bfloat16" else np.dtype(name).itemsize

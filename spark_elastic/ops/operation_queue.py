@@ -275,7 +275,7 @@ class OperationQueue:
         messages += [
             Message(expired=label)
             for label, operation in self._announced.items()
-            if operation.seconds_waited(now) > self._wait_at_most
+            if operation.count_seconds_waited(now) > self._wait_at_most
         ]
         self._announcing = [operation for operation in new if operation.request is not JOIN]
         return messages

@@ -25,7 +25,7 @@ from spark_elastic.ops.channels import choose_channel
 from spark_elastic.ops.negotiation import ALLGATHER, ALLREDUCE, BARRIER, BROADCAST, REDUCESCATTER, Request
 from spark_elastic.ops.operation import CompletionSignal
 from spark_elastic.ops.operation_queue import OperationQueue
-from spark_elastic.ops.process_sets import ProcessSet, global_process_set, is_added, root_index, world
+from spark_elastic.ops.process_sets import ProcessSet, find_root_index, global_process_set, is_added, world
 from spark_elastic.ops.reduction import Average, ReduceOp
 from spark_elastic.ops.timeline import get_timeline
 from spark_elastic.state.snapshot import pickle_value
@@ -100,7 +100,9 @@ def allreduce_arrays(
     compression: str | None = None,
 ) -> None:
     """Allreduce arrays in place, as one operation."""
-    request = Request(ALLREDUCE, name, _names(arrays), _shapes(arrays), op.value, scale, compression)
+    request = Request(
+        ALLREDUCE, name, _name_arrays(arrays), _list_shapes(arrays), op.value, scale, compression
+    )
     _execute(request, arrays, process_set)
 
 
@@ -111,8 +113,10 @@ def broadcast_arrays(
     process_set: ProcessSet = global_process_set,
 ) -> None:
     """Broadcast arrays in place, as one operation, from the rank `root_rank` of the world."""
-    root = root_index(process_set, root_rank)
-    _execute(Request(BROADCAST, name, _names(arrays), _shapes(arrays), root=root), arrays, process_set)
+    root = find_root_index(process_set, root_rank)
+    _execute(
+        Request(BROADCAST, name, _name_arrays(arrays), _list_shapes(arrays), root=root), arrays, process_set
+    )
 
 
 def allgather_arrays(
@@ -120,7 +124,7 @@ def allgather_arrays(
 ) -> list[Array]:
     """Return the rows of all ranks, in rank order. The arrays travel as one operation."""
     shapes = tuple((-1, *array.shape[1:]) for array in arrays)
-    return _execute(Request(ALLGATHER, name, _names(arrays), shapes), arrays, process_set)
+    return _execute(Request(ALLGATHER, name, _name_arrays(arrays), shapes), arrays, process_set)
 
 
 def reducescatter_arrays(
@@ -131,7 +135,7 @@ def reducescatter_arrays(
     process_set: ProcessSet = global_process_set,
 ) -> list[Array]:
     """Return this rank's rows of the reduced arrays. They travel as one operation."""
-    request = Request(REDUCESCATTER, name, _names(arrays), _shapes(arrays), op.value, scale)
+    request = Request(REDUCESCATTER, name, _name_arrays(arrays), _list_shapes(arrays), op.value, scale)
     return _execute(request, arrays, process_set)
 
 
@@ -142,11 +146,11 @@ def _execute(request: Request, arrays: Sequence[Array], process_set: ProcessSet)
     return [result.view(array.dtype) for result, array in zip(results, arrays, strict=True)]
 
 
-def _names(arrays: Sequence[Array]) -> tuple[str, ...]:
+def _name_arrays(arrays: Sequence[Array]) -> tuple[str, ...]:
     return tuple(array.dtype.name for array in arrays)
 
 
-def _shapes(arrays: Sequence[Array]) -> tuple[tuple[int, ...], ...]:
+def _list_shapes(arrays: Sequence[Array]) -> tuple[tuple[int, ...], ...]:
     return tuple(array.shape for array in arrays)
 
 
@@ -159,7 +163,7 @@ def broadcast_object(
     """Return the object of rank `root_rank`."""
     if process_set.size() == 1:
         return obj
-    is_root = process_set.rank() == root_index(process_set, root_rank)
+    is_root = process_set.rank() == find_root_index(process_set, root_rank)
     mine = _to_bytes(obj) if is_root else np.empty(0, np.uint8)
     name = name or "object"
     length = np.array([len(mine)], np.int64)

@@ -224,7 +224,7 @@ def get_process_set(process_set_id: int) -> ProcessSet:
     return found
 
 
-def root_index(process_set: ProcessSet, root_rank: int) -> int:
+def find_root_index(process_set: ProcessSet, root_rank: int) -> int:
     """Return the rank within the set of a rank of the world.
 
     Raises:

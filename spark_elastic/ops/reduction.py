@@ -147,7 +147,7 @@ class ReduceOptions:
             )
         return cls(op, _floats((1.0 / predivide, predivide)), resolve_compressor(compression), process_set)
 
-    def wire_format(self, all_float32: bool) -> str | None:
+    def choose_wire_format(self, all_float32: bool) -> str | None:
         """Return the engine's wire format; None: the caller calls `compress` and `decompress` around the exchange."""
         return self.compression.wire if all_float32 and self.op is not Adasum else None
 

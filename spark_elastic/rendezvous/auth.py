@@ -244,11 +244,11 @@ def create_pinned_context(public: str) -> ssl.SSLContext:
 
 def _load_certificate(text: str, certificate: str, key: str) -> Certificate:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key, password=_no_password)
+    context.load_cert_chain(certificate, key, password=_refuse_password_prompt)
     begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
     return Certificate(text[text.index(begin) : text.index(end) + len(end)] + "\n", context)
 
 
-def _no_password() -> str:
+def _refuse_password_prompt() -> str:
     """Instead of asking at the terminal."""
     raise ValueError("the private key has a password")

@@ -244,7 +244,7 @@ class RendezvousClient:
             left = retries.deadline - sent
             # Short enough for a driver that went silent to be noticed in time, at a second try too.
             hold_seconds = max(0.0, min(hold, left * POLL_SHARE))
-            body = self._envelope(request, hold_seconds)
+            body = self._build_envelope(request, hold_seconds)
             try:
                 session = self._session or self._open_session(retries)
                 credentials = auth.sign_request(self._key, path, session.name, session.next(), body)
@@ -290,7 +290,7 @@ class RendezvousClient:
         would not show when the driver last received something (R18, publication)."""
         return self._last_answered
 
-    def _envelope(self, request: Request[Any], hold: float) -> bytes:
+    def _build_envelope(self, request: Request[Any], hold: float) -> bytes:
         return codec.dumps({"v": VERSION, "attempt": self._attempt, "hold": hold, "message": request})
 
     def _open_session(self, retries: _Retries) -> _Session:

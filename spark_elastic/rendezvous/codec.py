@@ -29,12 +29,12 @@ class MalformedMessage(ValueError):
     """Not what the wire speaks; the message says where."""
 
 
-def _no_constant(name: str) -> None:
+def _refuse_constant(name: str) -> None:
     raise ValueError(name)  # NaN and infinities are not JSON
 
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
-_DECODER = json.JSONDecoder(parse_constant=_no_constant)
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 def dumps(value: object) -> bytes:
@@ -122,7 +122,7 @@ def read_as(hint: Any, value: object, where: str) -> object:
     Raises:
         MalformedMessage: it is of another type.
     """
-    return _reader(hint)(value, where)
+    return _build_reader(hint)(value, where)
 
 
 @functools.cache
@@ -131,30 +131,30 @@ def _field_names(cls: Hashable) -> tuple[str, ...]:
 
 
 @functools.cache
-def _reader(hint: Any) -> Reader:
+def _build_reader(hint: Any) -> Reader:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return _optional([_reader(a) for a in arguments if a is not type(None)])
+        return _build_optional_reader([_build_reader(a) for a in arguments if a is not type(None)])
     if origin is tuple:
         if arguments[-1] is Ellipsis:
-            return _sequence(_reader(arguments[0]))
-        return _make_tuple_reader([_reader(argument) for argument in arguments])
+            return _sequence(_build_reader(arguments[0]))
+        return _make_tuple_reader([_build_reader(argument) for argument in arguments])
     if origin is dict or hint is dict:
-        return _mapping(_reader(arguments[1]) if arguments else _anything)
+        return _mapping(_build_reader(arguments[1]) if arguments else _read_anything)
     if hint is Any:
-        return _anything
+        return _read_anything
     if hint is bytes:
-        return _bytes
+        return _read_bytes
     if dataclasses.is_dataclass(hint):
         return _record(typing.cast("type", hint))
     if isinstance(hint, type) and issubclass(hint, Enum):
-        return _enum(hint)
+        return _build_enum_reader(hint)
     if isinstance(hint, type) and issubclass(hint, str) and hint is not str:
-        return _identifier(hint)
+        return _build_identifier_reader(hint)
     return _scalar(hint)
 
 
-def _anything(value: Any, where: str) -> Any:
+def _read_anything(value: Any, where: str) -> Any:
     return value
 
 
@@ -168,7 +168,7 @@ def _scalar(hint: type) -> Reader:
     return parse
 
 
-def _identifier(hint: type[str]) -> Reader:
+def _build_identifier_reader(hint: type[str]) -> Reader:
     """Reads a subclass of str, whose constructor raises ValueError for text that it does not take."""
 
     def parse(value: Any, where: str) -> str:
@@ -182,7 +182,7 @@ def _identifier(hint: type[str]) -> Reader:
     return parse
 
 
-def _bytes(value: Any, where: str) -> bytes:
+def _read_bytes(value: Any, where: str) -> bytes:
     if not isinstance(value, str):
         raise MalformedMessage(f"{where} must be base64 text")
     try:
@@ -191,7 +191,7 @@ def _bytes(value: Any, where: str) -> bytes:
         raise MalformedMessage(f"{where} must be base64 text") from None
 
 
-def _optional(readers: list[Reader]) -> Reader:
+def _build_optional_reader(readers: list[Reader]) -> Reader:
     if len(readers) != 1:
         raise TypeError("the wire knows only `X | None`")
     (reader,) = readers
@@ -225,7 +225,7 @@ def _mapping(reader: Reader) -> Reader:
     return parse
 
 
-def _enum(hint: type[Enum]) -> Reader:
+def _build_enum_reader(hint: type[Enum]) -> Reader:
     def parse(value: Any, where: str) -> Enum:
         try:
             return hint(value)
@@ -238,7 +238,7 @@ def _enum(hint: type[Enum]) -> Reader:
 def _record(cls: type) -> Reader:
     hints = typing.get_type_hints(cls)
     fields = dataclasses.fields(cls)
-    readers = {field.name: _reader(hints[field.name]) for field in fields}
+    readers = {field.name: _build_reader(hints[field.name]) for field in fields}
     required = {
         field.name
         for field in fields

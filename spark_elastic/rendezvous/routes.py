@@ -45,7 +45,7 @@ from spark_elastic.rendezvous.messages import (
     WatchWorker,
     WorkerUpdate,
 )
-from spark_elastic.rendezvous.server_state import ServerState, generation_scope
+from spark_elastic.rendezvous.server_state import ServerState, name_generation_scope
 
 Peer = tuple[SlotId, WorkerId | None]
 
@@ -250,7 +250,7 @@ class Routes:
         member = None if world is None else world.member(message.worker)
         if world is None or member is None or member.rank != message.rank:
             raise StaleGeneration(f"{message.worker} is not rank {message.rank} of that world")
-        scope = generation_scope(message.fence.generation)
+        scope = name_generation_scope(message.fence.generation)
         # Wakes the ranks once, when the last part is there: not all of them at each part.
         if self._state.add_blob(scope, message.name, message.rank, message.blob):
             self._state.waiters.wake(scope)

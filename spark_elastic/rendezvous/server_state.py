@@ -38,7 +38,7 @@ class KeyValueLimits:
     total_bytes: int = 256 << 20
 
 
-def generation_scope(generation: int) -> str:
+def name_generation_scope(generation: int) -> str:
     return f"{GENERATION}{generation}"
 
 
@@ -174,7 +174,7 @@ class ServerState:
         if self._world is not None and self._abort_reason is None:
             self._newest_ended = self._world.fence, world.reason
         self._world, self._abort_reason, self._next = world, None, NextWorld(world)
-        self.values.open(generation_scope(world.fence.generation))
+        self.values.open(name_generation_scope(world.fence.generation))
         # Also those that are no members: they may watch the previous world, which is over now.
         self.waiters.wake_all()
 

@@ -56,7 +56,7 @@ class ExecutorWatch:
         while not self._closing.wait(POLL_EVERY):
             try:
                 backend = _backend(self._sc)
-                present = set(_strings(backend.getExecutorIds()))
+                present = set(_to_strings(backend.getExecutorIds()))
                 leaving = {host for host in present - draining if not backend.isExecutorActive(host)}
             except (Py4JError, AttributeError, OSError) as error:
                 # If the context was stopped, the slots' own jobs end with it.
@@ -89,6 +89,6 @@ def _has_backend_method(sc: SparkContext, method: str) -> bool:
     return method in names
 
 
-def _strings(sequence: Any) -> list[str]:
+def _to_strings(sequence: Any) -> list[str]:
     """A Scala Seq of strings."""
     return [str(sequence.apply(i)) for i in range(sequence.size())]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from spark_elastic.data.store import Store, scratch_folder
+from spark_elastic.data.store import Store, make_scratch_folder
 from spark_elastic.errors import InvalidInput
 from spark_elastic.worker import pickling
 from spark_elastic.worker.pickling import WorkerPickler
@@ -92,7 +92,7 @@ def make_payload(spark: SparkSession, content: bytes) -> InlinePayload | Artifac
     if len(content) <= INLINE_AT_MOST:
         return InlinePayload(content)
     name = f"spark_elastic-{hashlib.sha256(content).hexdigest()}"
-    with scratch_folder() as folder:
+    with make_scratch_folder() as folder:
         path = folder / name
         path.write_bytes(content)
         spark.addArtifacts(str(path), file=True)

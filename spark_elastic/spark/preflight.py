@@ -64,7 +64,7 @@ def _probe_executors(sc: SparkContext, task: Task, least: int, tag: str, timeout
     """
     reports: list[ProbeReport] = []
     for attempt in range(1, ROUNDS + 1):
-        executors = _live_executors(sc)
+        executors = _count_live_executors(sc)
         for answer in _run_probes(sc, task, max(executors * attempt, least), tag, timeout):
             reports.append(require_report(answer))
         if len({report.executor for report in reports}) >= executors or any(
@@ -74,7 +74,7 @@ def _probe_executors(sc: SparkContext, task: Task, least: int, tag: str, timeout
     return reports
 
 
-def _live_executors(sc: SparkContext) -> int:
+def _count_live_executors(sc: SparkContext) -> int:
     try:
         registered = len(sc._jsc.sc().statusTracker().getExecutorInfos())
     except (Py4JError, AttributeError):  # users are denied access: one probe for each core

@@ -131,7 +131,7 @@ class ExecutorMemory:
         try:
             mapped = int((proc / str(worker) / "statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
             pids = [worker, worker if spare is None else spare] + ([] if server is None else [server])
-            sizes = [_share_of(proc / str(pid)) for pid in pids]
+            sizes = [_measure_memory(proc / str(pid)) for pid in pids]
         except (OSError, ValueError):
             return None  # it has ended; the slot notices that elsewhere
         most, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -144,7 +144,7 @@ class ExecutorMemory:
         )
 
 
-def _share_of(process: Path) -> int:
+def _measure_memory(process: Path) -> int:
     """The memory of a process; of what it shares with others, such as shared segments, its part."""
     fields = dict(line.split(":", 1) for line in (process / "smaps_rollup").read_text().splitlines()[1:])
     return int(fields["Pss"].split()[0]) * 1024

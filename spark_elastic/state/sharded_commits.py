@@ -129,7 +129,7 @@ class ShardedCommits:
         own = self._allocate(nbytes)
         for extent, piece in zip(extents, builder.locals, strict=True):
             extent.of(own)[...] = piece
-        return ShardedCommit(key, common, self._places, {rank: own}, {rank: _checksum(own)}, [own])
+        return ShardedCommit(key, common, self._places, {rank: own}, {rank: _compute_checksum(own)}, [own])
 
     def _exchange_copies(self, group: Group, commit: ShardedCommit) -> None:
         """Send this rank's shard to the rank that keeps its copy, and receive those that this rank keeps."""
@@ -182,7 +182,7 @@ class ShardedCommits:
         """Forget shards of which a bit has changed in this process's memory: another rank may hold them as well."""
         for commit in self._held:
             for shard, memory in list(commit.shards.items()):
-                if _checksum(memory) != commit.checksums[shard]:
+                if _compute_checksum(memory) != commit.checksums[shard]:
                     del commit.shards[shard]
                     log.warning(
                         "shard %d of commit %d is damaged in this worker's memory, and is not used: have the memory of "
@@ -250,7 +250,7 @@ class ShardedCommits:
         common = Snapshot(whole.position, whole.values, whole.memory[:begin])
         key, shard = CommitKey(whole.position.step, FROM_CHECKPOINT, 1), whole.memory[begin:]
         self.clear()
-        self._held = [ShardedCommit(key, common, (), {0: shard}, {0: _checksum(shard)})]
+        self._held = [ShardedCommit(key, common, (), {0: shard}, {0: _compute_checksum(shard)})]
 
     def _find(self, key: CommitKey) -> ShardedCommit | None:
         return next((commit for commit in self._held if commit.key == key), None)
@@ -319,7 +319,7 @@ class _Move:
         return pieces
 
 
-def _checksum(memory: Bytes) -> int:
+def _compute_checksum(memory: Bytes) -> int:
     """The sum of all words of 64 bits, which any flipped bit changes. It takes a fifth of the time of crc32."""
     words = memory.nbytes // 8 * 8
     rest = int.from_bytes(memory[words:].tobytes(), "little")
@@ -331,7 +331,7 @@ def _require_checksum(group: Group, arrived: Bytes, checksum: int, what: str) ->
     Raises:
         CollectiveError: what arrived is not what was sent. The group is aborted: the next world tries again.
     """
-    if _checksum(arrived) != checksum:
+    if _compute_checksum(arrived) != checksum:
         reason = f"{what} that rank {group.rank} received is not the one that was sent"
         group.abort(reason)
         raise CollectiveError((), reason)
@@ -341,7 +341,7 @@ def _move_checked(group: Group, sent: Bytes, splits: list[int]) -> Bytes:
     """`alltoall` of bytes, verified by checksums."""
     received, lengths = group.alltoall(sent, splits)
     each = [1] * group.size
-    checksums = np.array([_checksum(part) for part in split(sent, splits)], np.uint64)
+    checksums = np.array([_compute_checksum(part) for part in split(sent, splits)], np.uint64)
     expected, _ = group.alltoall(checksums, each, incoming=each)
     for rank, part in enumerate(split(received, lengths)):
         _require_checksum(group, part, int(expected[rank]), f"the part of a commit from rank {rank}")

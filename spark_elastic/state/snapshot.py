@@ -308,7 +308,7 @@ def broadcast_snapshot(
     if group.rank == source:
         assert snapshot is not None
         values, position = np.frombuffer(codec.dumps(snapshot.values), np.uint8), snapshot.position
-        header = [values.nbytes, snapshot.memory.nbytes, _crc(values), _crc(snapshot.memory)]
+        header = [values.nbytes, snapshot.memory.nbytes, _compute_crc(values), _compute_crc(snapshot.memory)]
         header += [position.epoch, position.phase.value, position.step]
         for part in (np.array(header, np.int64), values, snapshot.memory):
             group.broadcast(part, source)
@@ -321,10 +321,10 @@ def broadcast_snapshot(
     group.broadcast(memory, source)
     if receivers is not None and group.rank not in receivers:
         return None
-    if (_crc(values), _crc(memory)) != (values_crc, memory_crc):
+    if (_compute_crc(values), _compute_crc(memory)) != (values_crc, memory_crc):
         raise StoreError("the state that arrived is not the one that was sent; it was not taken over.")
     return Snapshot(Position(epoch, Phase(phase), step), codec.loads(values.tobytes(), trusted=True), memory)
 
 
-def _crc(data: Bytes) -> int:
+def _compute_crc(data: Bytes) -> int:
     return zlib.crc32(data.data)

@@ -131,14 +131,14 @@ class StoreChannel:
             messages, self._outbox = self._outbox, []
         if messages or self._clock.now() - self._last_sent >= SEND_EVERY:
             plain = [{"type": type(each).__name__, **codec.to_plain(each)} for each in messages]
-            self._write(self._end.sign(self._next_name(), plain))
+            self._write(self._end.sign(self._choose_name(), plain))
 
-    def _next_name(self) -> str:
+    def _choose_name(self) -> str:
         return self._end.object_name(self._end.other, self._sent)
 
     def _write(self, content: bytes) -> None:
         self._unconfirmed = content
-        self._end.store.write_bytes(self._next_name(), content)
+        self._end.store.write_bytes(self._choose_name(), content)
         self._unconfirmed = None
         self._sent += 1
         self._last_sent = self._clock.now()

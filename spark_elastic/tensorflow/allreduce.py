@@ -109,7 +109,7 @@ def compress_tensors(
     tensors: Sequence[Tensor], options: ReduceOptions
 ) -> tuple[str | None, list[tuple[Tensor, Any]]]:
     """Return (the engine's wire format, for each tensor what to exchange and what `decompress` needs)."""
-    wire = options.wire_format(all(tensor.dtype == tf.float32 for tensor in tensors))
+    wire = options.choose_wire_format(all(tensor.dtype == tf.float32 for tensor in tensors))
     if wire is not None:
         return wire, [(tensor, None) for tensor in tensors]
     return None, [options.compression.compress(tensor) for tensor in tensors]

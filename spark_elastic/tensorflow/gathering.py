@@ -16,7 +16,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.ops import operations
 from spark_elastic.ops.negotiation import ALLGATHER, BROADCAST, qualify_name
 from spark_elastic.ops.operations import get_queue
-from spark_elastic.ops.process_sets import ProcessSet, global_process_set, root_index
+from spark_elastic.ops.process_sets import ProcessSet, find_root_index, global_process_set
 from spark_elastic.ops.reduction import Average, ReduceOptions
 from spark_elastic.state.handlers import unwrap_variable
 from spark_elastic.tensorflow.allreduce import allreduce_tensors
@@ -86,7 +86,7 @@ def broadcast(
     def differentiable(value: Tensor) -> tuple[Tensor, Any]:
         def gradient(upstream: Tensor) -> Tensor:
             average = allreduce_tensors([upstream], None, ReduceOptions(Average, process_set=process_set))[0]
-            is_root = tf.equal(rank_in(process_set), root_index(process_set, root_rank))
+            is_root = tf.equal(rank_in(process_set), find_root_index(process_set, root_rank))
             return tf.where(is_root, average, tf.zeros_like(average))
 
         return broadcast_all([value], root_rank, name, process_set)[0], gradient

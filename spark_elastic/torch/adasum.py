@@ -19,7 +19,7 @@ from spark_elastic.torch.gradients.gradient_sync import (
     exchange_summary,
     get_optimizers_in_use,
     get_training_group,
-    world_ranks_in_errors,
+    translate_ranks_in_errors,
 )
 from spark_elastic.torch.tensors import array_of, disable_compile, get_dtype_name
 from spark_elastic.training.step_summary import StepDecision
@@ -54,7 +54,7 @@ class AdasumSync:
         group = get_training_group(self._process_set)
         if group is None or group.size == 1:
             return False
-        with torch.no_grad(), world_ranks_in_errors(group):
+        with torch.no_grad(), translate_ranks_in_errors(group):
             for parameter in self._parameters:
                 _allreduce_adasum(group, torch.zeros_like(parameter))
             return self._exchange_summary(group, rows=0).rows > 0
@@ -71,7 +71,7 @@ class AdasumSync:
         if group is None:
             return value
         try:
-            with torch.no_grad(), world_ranks_in_errors(group):
+            with torch.no_grad(), translate_ranks_in_errors(group):
                 self._combine(group, before)
         except CollectiveError:
             with torch.no_grad():

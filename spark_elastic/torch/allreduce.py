@@ -182,7 +182,7 @@ def _compress(
     working: list[torch.Tensor], options: ReduceOptions
 ) -> tuple[str | None, Callable[[list[torch.Tensor]], list[torch.Tensor]]]:
     """Replace `working` by what is exchanged. Returns (the engine's wire format, a function that decompresses)."""
-    wire = options.wire_format(all(tensor.dtype == torch.float32 for tensor in working))
+    wire = options.choose_wire_format(all(tensor.dtype == torch.float32 for tensor in working))
     if wire is not None:
         return wire, lambda results: results
     compressed = [options.compression.compress(tensor) for tensor in working]

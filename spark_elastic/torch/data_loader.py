@@ -21,10 +21,10 @@ from spark_elastic.data.plan import (
     Division,
     EpochPermutation,
     Int64s,
+    compute_rank_shares,
+    compute_share_bounds,
+    draw_permutation,
     draw_uniform,
-    permutation,
-    share_bounds,
-    share_range,
 )
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.topology import rank, size
@@ -261,7 +261,7 @@ class ElasticDataLoader:
     def _order_epoch(self) -> tuple[Int64s, EpochPermutation]:
         """The order of this epoch's rows, and the steps' places in it; kept, as new worlds ask again."""
         if self._order is None or self._order[0] != self.epoch:
-            shuffled = permutation(self._rows, self.seed, self.epoch, 0) if self.shuffle else None
+            shuffled = draw_permutation(self._rows, self.seed, self.epoch, 0) if self.shuffle else None
             order = np.arange(self._rows) if shuffled is None else shuffled
             self._order = self.epoch, order, self._plan.permute_epoch(self.epoch)
         return self._order[1:]
@@ -291,7 +291,7 @@ class _BatchSampler:
             rows = _divide(loader._plan, *loader._order_epoch(), loader.step, rank(), size())
             return rows if loader.determinism is None else _prepend_epoch(rows, loader.epoch)
         shares = loader.virtual_shares
-        own = range(*share_range(shares, rank(), size()))
+        own = range(*compute_rank_shares(shares, rank(), size()))
         parts = [_divide(loader._plan, *loader._order_epoch(), loader.step, share, shares) for share in own]
         return _prepend_share_key(parts, own, loader.epoch, loader.step)
 
@@ -314,7 +314,7 @@ class _Iteration(Iterator[Any]):
         except StopIteration:
             self._end_epoch()
             raise
-        planned = loader._plan.step_size(loader.step)
+        planned = loader._plan.count_step_rows(loader.step)
         mine = planned * (self._rank + 1) // self._ranks - planned * self._rank // self._ranks
         loader._batch_rows = mine, planned, self._ranks
         loader.step += 1
@@ -357,7 +357,9 @@ class _ShareIteration(_Iteration):
             self._end_epoch()
             raise StopIteration
         loader._batch_rows = None
-        self._newest = StepShares(loader, self, share_range(loader.virtual_shares, self._rank, self._ranks))
+        self._newest = StepShares(
+            loader, self, compute_rank_shares(loader.virtual_shares, self._rank, self._ranks)
+        )
         loader.step += 1
         return self._newest
 
@@ -372,7 +374,7 @@ class StepShares:
     def __init__(self, loader: ElasticDataLoader, iteration: _Iteration, own: tuple[int, int]) -> None:
         self._loader, self._iteration, self._own = loader, iteration, own
         self._key = loader.seed, loader.epoch, loader.step
-        self._planned = loader._plan.step_size(loader.step)
+        self._planned = loader._plan.count_step_rows(loader.step)
         self._is_begun = False
         # Whether all shares were taken.
         self.is_complete = False
@@ -392,7 +394,7 @@ class StepShares:
         self._is_begun = True
         for share in range(*self._own):
             batch = align_batch(self._iteration.fetch())
-            low, high = share_bounds(self._planned, loader.virtual_shares, share)
+            low, high = compute_share_bounds(self._planned, loader.virtual_shares, share)
             for sync in loader._synced:
                 sync.begin_share()
             loader._batch_rows = high - low, self._planned, 1
@@ -471,7 +473,7 @@ def _divide(
     """A rank's indices of each step from `step` on."""
     while step < plan.steps:
         count = min(_STEPS_AT_ONCE, plan.count_equal_steps(step))
-        block = epoch.block(step, count, rank, Division.equal(size))
+        block = epoch.assign_block(step, count, rank, Division.equal(size))
         places = [
             np.concatenate([rows for _, rows in lane.runs]).reshape(count, lane.width) for lane in block.lanes
         ]

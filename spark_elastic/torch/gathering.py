@@ -14,7 +14,7 @@ import torch
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.negotiation import ALLGATHER, BROADCAST, qualify_name
 from spark_elastic.ops.operations import broadcast_object, get_queue
-from spark_elastic.ops.process_sets import ProcessSet, global_process_set, root_index
+from spark_elastic.ops.process_sets import ProcessSet, find_root_index, global_process_set
 from spark_elastic.ops.reduction import Average, ReduceOp, Sum
 from spark_elastic.torch.allreduce import allreduce, grouped_allreduce
 from spark_elastic.torch.gradients.gradient_sync import get_optimizers_in_use
@@ -126,7 +126,7 @@ def broadcast_all(
     awaited: bool = False,
 ) -> Handle:
     """Broadcast several tensors in place, as one operation. awaited: the caller waits for it at once."""
-    root = root_index(process_set, root_rank)
+    root = find_root_index(process_set, root_rank)
     working = [to_host(tensor) for tensor in tensors]
     operation = submit(BROADCAST, name, working, process_set, awaited=awaited, root=root)
     return Handle(

@@ -37,7 +37,7 @@ def set_generators(states: tuple[Any, ...]) -> None:
         torch.cuda.set_rng_state_all(cuda)
 
 
-def torch_rng_state() -> torch.Tensor:
+def get_torch_rng_state() -> torch.Tensor:
     """`torch.get_rng_state`, which wraps a tensor with the generator's lock held."""
     with gc_paused:
         return torch.get_rng_state()
@@ -48,7 +48,7 @@ def seeded_rng(*key: int) -> AbstractContextManager[object]:
     return _BorrowedGenerators(key)
 
 
-def device_rng_state() -> torch.Tensor | None:
+def get_device_rng_state() -> torch.Tensor | None:
     """The state of the generator of the device that this process trains on; None: that is the CPU."""
     module = _find_device_module()
     state: torch.Tensor | None = None if module is None else module.get_rng_state()
@@ -56,7 +56,7 @@ def device_rng_state() -> torch.Tensor | None:
 
 
 def set_device_rng_state(state: torch.Tensor | None) -> None:
-    """Set what `device_rng_state` returned."""
+    """Set what `get_device_rng_state` returned."""
     module = _find_device_module()
     if module is not None and state is not None:
         module.set_rng_state(state)
@@ -86,13 +86,17 @@ class _BorrowedGenerators:
         self._key = key
 
     def __enter__(self) -> Callable[..., None]:
-        self._torch, self._python, self._device = torch_rng_state(), random.getstate(), device_rng_state()
+        self._torch, self._python, self._device = (
+            get_torch_rng_state(),
+            random.getstate(),
+            get_device_rng_state(),
+        )
         # Since numpy 1.24 the generator is exchanged for another one: getting and setting its state takes ten times as
         # long.
         self._exchanges = hasattr(mtrand, "set_bit_generator")
         self._numpy: Any = mtrand.get_bit_generator() if self._exchanges else np.random.get_state()
         if self._exchanges:
-            mtrand.set_bit_generator(_spare_generator())
+            mtrand.set_bit_generator(_get_spare_generator())
         if self._key:
             _seed(*self._key)
         return _seed
@@ -116,6 +120,6 @@ def _seed(*key: int) -> None:
 
 
 @cache
-def _spare_generator() -> np.random.MT19937:
+def _get_spare_generator() -> np.random.MT19937:
     """One for the process: a new one costs as much as setting a state."""
     return np.random.MT19937(0)

@@ -266,7 +266,7 @@ class FitConfig:
         """The columns that workers read; a column that is both feature and label is named twice."""
         return [*self.feature_cols, *self.label_cols, *filter(None, [self.sample_weight_col])]
 
-    def run_settings(self) -> dict[str, Any]:
+    def list_run_settings(self) -> dict[str, Any]:
         """The parameters that must stay the same for a whole run, as JSON gives them back (R19, resuming a run)."""
         return {
             field.name: _to_json_value(getattr(self, field.name))

@@ -331,7 +331,7 @@ class TrainingLoop:
 
     def _history_entry(self) -> dict[str, Any]:
         sums = self._state.progress.epoch
-        planned = self._spec.plan.rows_before(sums.steps)
+        planned = self._spec.plan.count_rows_before(sums.steps)
         entry = sums.history_entry(self._state.position.epoch, planned) | self._trainer.epoch_metrics()
         if self._validation is not None:
             for name, value in self._validation.results().items():

@@ -25,7 +25,7 @@ def refuse_large_numbers(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return array
 
 
-def input_dtype(parameters: Iterable[Any], default: Any) -> Any:
+def find_input_dtype(parameters: Iterable[Any], default: Any) -> Any:
     """The dtype in which a model is given its columns: that of the first parameter that is trained, since a frozen one
     may have fewer bits.
 
@@ -37,7 +37,7 @@ def input_dtype(parameters: Iterable[Any], default: Any) -> Any:
     return next((parameter.dtype for parameter in trained or floats), default)
 
 
-def output_parts(output: Any) -> tuple[Any, ...]:
+def list_output_parts(output: Any) -> tuple[Any, ...]:
     """A model's outputs in order: each member of a tuple, list or dict (as transformers' models return)."""
     if isinstance(output, Mapping):
         return tuple(output.values())

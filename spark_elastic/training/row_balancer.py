@@ -107,7 +107,7 @@ class RowBalancer:
             for count, each in zip(counts, equal, strict=True)
         ]
         chosen = _allot(self._total, speeds, self._least, most)
-        expected, as_equal = _longest(chosen, speeds), _longest(equal, speeds)
+        expected, as_equal = _compute_longest(chosen, speeds), _compute_longest(equal, speeds)
         within = all(each <= limit for each, limit in zip(equal, most, strict=True))
         if within and as_equal <= expected * (1 + NEXT_GAIN):
             chosen, expected = equal, as_equal
@@ -119,7 +119,9 @@ class RowBalancer:
         slowest = max(range(self._size), key=means.__getitem__)
         speeds = [count / mean for count, mean in zip(self.parts, means, strict=True)]
         del speeds[slowest]
-        without = _longest(_allot(self._total, speeds, self._least, [self._total] * len(speeds)), speeds)
+        without = _compute_longest(
+            _allot(self._total, speeds, self._least, [self._total] * len(speeds)), speeds
+        )
         if without > (1 - STRAGGLER_GAIN) * means[slowest]:
             self._straggler_windows, self.straggler = 0, None
             return
@@ -144,7 +146,7 @@ def _weigh(steps: Sequence[Sequence[float]]) -> list[float]:
     return [mean + (world - mean) * each / total for mean, each in zip(means, above, strict=True)]
 
 
-def _longest(parts: Sequence[int], speeds: Sequence[float]) -> float:
+def _compute_longest(parts: Sequence[int], speeds: Sequence[float]) -> float:
     """Seconds of the rank that takes longest."""
     return max(count / speed for count, speed in zip(parts, speeds, strict=True))
 

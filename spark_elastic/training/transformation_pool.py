@@ -19,7 +19,7 @@ import cloudpickle
 
 from elastic_collectives import Group
 from spark_elastic.data.loader import StepRows, StepStream
-from spark_elastic.data.plan import DataPlan, share_bounds
+from spark_elastic.data.plan import DataPlan, compute_share_bounds
 from spark_elastic.data.reading.decoding import ColumnArrays
 from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.transformation import BatchTransformation, RowBatch, Transformation
@@ -200,6 +200,6 @@ def cut_at_shares(plan: DataPlan, rows: StepRows, group: Group) -> tuple[int, ..
     since a function of other rows may give other bits; else nowhere."""
     if not plan.shares:
         return ()
-    first, past = rows.division.rank_parts(group.rank)
-    bounds = [share_bounds(rows.planned, plan.shares, share)[0] for share in range(first, past)]
+    first, past = rows.division.get_rank_parts(group.rank)
+    bounds = [compute_share_bounds(rows.planned, plan.shares, share)[0] for share in range(first, past)]
     return (*(bound - bounds[0] for bound in bounds), len(rows))

@@ -130,7 +130,7 @@ def compute_fingerprint(error: BaseException) -> str:
     """A hash of type, message and the innermost frame's function and line: equal for the same defect on all hosts."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f"{frames[-1].name}:{frames[-1].lineno}" if frames else ""
-    text = f"{type(error).__qualname__}|{_message(error)}|{where}"
+    text = f"{type(error).__qualname__}|{_format_message(error)}|{where}"
     return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:16]
 
 
@@ -160,7 +160,7 @@ def _skip_callers(trace: TracebackType | None) -> TracebackType | None:
     return frame
 
 
-def _message(error: BaseException) -> str:
+def _format_message(error: BaseException) -> str:
     try:
         return str(error)
     except Exception:  # raised by the user's class

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from elastic_collectives import Group
-from spark_elastic.data.store import scratch_folder
+from spark_elastic.data.store import make_scratch_folder
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import World
 from spark_elastic.worker.context import get_process_context
@@ -52,7 +52,7 @@ class Script:
 
     def __call__(self) -> None:
         """Run the script. An exit code other than 0 raises `SystemExit`."""
-        with scratch_folder() as folder:
+        with make_scratch_folder() as folder:
             path = self._locate(folder)
             # Modules are imported from the folder of the file itself, not of a link to it, as Python does.
             with _as_program(str(path), self.arguments, str(path.resolve().parent)):

@@ -129,7 +129,7 @@ class SlotAgent:
         self._client.ask(WorkerStarted(self._identity.slot, worker))
         child.activate(worker)
         if child.warm:
-            self._later(JOIN_GRACE, lambda: self._on_warm(child))
+            self._call_later(JOIN_GRACE, lambda: self._on_warm(child))
 
     def _handle_exit(self, child: Child, code: int) -> str | None:
         if child is self._spare:
@@ -161,7 +161,9 @@ class SlotAgent:
             return self._prepare_spare(child)
         if child is self._active:
             self._check_memory(child)
-            self._later(self._spec.spare_after, lambda: self._events.put(lambda: self._prepare_spare(child)))
+            self._call_later(
+                self._spec.spare_after, lambda: self._events.put(lambda: self._prepare_spare(child))
+            )
         return None
 
     def _check_memory(self, child: Child) -> str | None:
@@ -172,7 +174,7 @@ class SlotAgent:
         if shortage := self._find_shortage(child.pid, spare, fork_server_cache.pid):
             self._on_line(child, f"{SLOT_LINE_PREFIX}{shortage}")
         else:
-            self._later(MEMORY_CHECK_EVERY, lambda: self._events.put(lambda: self._check_memory(child)))
+            self._call_later(MEMORY_CHECK_EVERY, lambda: self._events.put(lambda: self._check_memory(child)))
         return None
 
     def _prepare_spare(self, child: Child) -> str | None:
@@ -189,12 +191,12 @@ class SlotAgent:
                     self._active.kill()
                 else:
                     self._stopping = self._active
-                    self._later(STOP_GRACE, self._active.kill)
+                    self._call_later(STOP_GRACE, self._active.kill)
         if commands.release is not None and self._active is not None and self._stopping is self._active:
             self._active.wait(STOP_GRACE)
         return commands.release
 
-    def _later(self, seconds: float, call: Callable[[], None]) -> None:
+    def _call_later(self, seconds: float, call: Callable[[], None]) -> None:
         """Call it after some seconds in another thread, unless the slot has closed by then."""
 
         def wait() -> None:
@@ -276,14 +278,14 @@ class SlotAgent:
         self._send_waiting_lines()
 
     def _send_waiting_lines(self) -> None:
-        while batch := self._next_lines():
+        while batch := self._take_lines():
             for worker, lines in batch.items():
                 try:
                     self._client.ask(LogLines(self._identity.slot, worker, None, tuple(lines)))
                 except ElasticError:
                     continue  # losing lines, which are for people, must not hurt training
 
-    def _next_lines(self) -> dict[WorkerId | None, list[str]]:
+    def _take_lines(self) -> dict[WorkerId | None, list[str]]:
         """Waiting lines by worker, as many as one message holds."""
         batch: dict[WorkerId | None, list[str]] = {}
         count = characters = 0

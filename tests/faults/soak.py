@@ -275,7 +275,7 @@ def train_plain(case: nets.Case, folder: str, epochs: int) -> dict[str, torch.Te
     optimizer = torch.optim.SGD(model.parameters(), lr=case.lr, momentum=0.9)
     for epoch in range(epochs):
         for step in range(plan.steps):
-            rows = torch.from_numpy(plan.row_ids(plan.share(epoch, step, 0, 1)))
+            rows = torch.from_numpy(plan.compute_row_ids(plan.assign_rows(epoch, step, 0, 1)))
             optimizer.zero_grad()
             draw_rows(model, rows.numpy(), SEED, epoch, 0, step)
             each = torch.nn.functional.cross_entropy(model.net(x[rows]), y[rows], reduction="none")

@@ -125,7 +125,7 @@ def decode_columns(
         ValueError: nulls, with their number, or rows of another shape.
     """
     return {
-        column.name: _array(found[column.name], column, rows)
+        column.name: _to_array(found[column.name], column, rows)
         if column.name in found
         else repeat_constant(constants[column.name], column, rows)
         for column in columns
@@ -145,14 +145,16 @@ def repeat_constant(text: str, column: Column, rows: int) -> Array:
 
 def nbytes(rows: ColumnArrays) -> int:
     """Bytes of decoded rows, including those of strings."""
-    return sum(array.nbytes + (_lengths(array) if array.dtype == object else 0) for array in rows.values())
+    return sum(
+        array.nbytes + (_find_length(array) if array.dtype == object else 0) for array in rows.values()
+    )
 
 
-def _lengths(objects: npt.NDArray[Any]) -> int:
+def _find_length(objects: npt.NDArray[Any]) -> int:
     return sum(len(each) for each in objects.flat)
 
 
-def _array(chunked: pa.ChunkedArray | pa.Array, column: Column, rows: int) -> Array:
+def _to_array(chunked: pa.ChunkedArray | pa.Array, column: Column, rows: int) -> Array:
     """Copies only booleans, other dtypes, vectors and split columns."""
     values: Any = chunked
     if isinstance(chunked, pa.ChunkedArray):
@@ -162,13 +164,13 @@ def _array(chunked: pa.ChunkedArray | pa.Array, column: Column, rows: int) -> Ar
     if values.null_count:
         raise ValueError(f"column {column.name!r} has {values.null_count} nulls")
     if is_vector(values.type):
-        array = _vectors(values, column)
+        array = _to_vectors(values, column)
     elif column.codec:
         array = decode_values(values.to_pylist(), column)
     else:
         for length in column.shape:
-            _same_length(values, length, column)
-            values = _elements(values, length)
+            _check_length(values, length, column)
+            values = _flatten_elements(values, length)
         if values.null_count:
             raise ValueError(f"column {column.name!r} has {values.null_count} nulls")
         if len(values) != rows * math.prod(column.shape):
@@ -179,37 +181,39 @@ def _array(chunked: pa.ChunkedArray | pa.Array, column: Column, rows: int) -> Ar
             values = values.dictionary_decode()
         if types.is_decimal(values.type):
             values = values.cast(pa.float64())
-        array = _numbers(values).astype(column.dtype, copy=False)
+        array = _to_numbers(values).astype(column.dtype, copy=False)
     array = array.reshape(rows, *column.shape)
     array.flags.writeable = False
     return array
 
 
-def _numbers(values: Any) -> Array:
+def _to_numbers(values: Any) -> Array:
     """The values of an array, those under nulls whatever they are. Arrow's own `to_numpy` imports pandas, which costs a
     new worker half a second before its first step; only what numpy holds no numbers for goes that way."""
     if types.is_boolean(values.type):
-        return _numbers(values.cast(pa.uint8())).view(np.bool_)
+        return _to_numbers(values.cast(pa.uint8())).view(np.bool_)
     if not (types.is_integer(values.type) or types.is_floating(values.type)):
         return np.asarray(values.to_numpy(zero_copy_only=False))
     dtype, memory = np.dtype(values.type.to_pandas_dtype()), values.buffers()[1]
     return np.frombuffer(memory or b"", dtype, len(values), values.offset * dtype.itemsize if memory else 0)
 
 
-def _elements(values: Any, length: int) -> Any:
+def _flatten_elements(values: Any, length: int) -> Any:
     """The values of all rows, concatenated. Arrow's own `flatten` imports a module that loads slowly."""
-    first = values.offset * length if types.is_fixed_size_list(values.type) else _numbers(values.offsets)[0]
+    first = (
+        values.offset * length if types.is_fixed_size_list(values.type) else _to_numbers(values.offsets)[0]
+    )
     return values.values.slice(first, len(values) * length)
 
 
-def _same_length(values: Any, length: int, column: Column) -> None:
+def _check_length(values: Any, length: int, column: Column) -> None:
     """Checks each row: wrong lengths may have the right sum, and the rows would be mixed up."""
     if not is_list(values.type):
         raise ValueError(f"column {column.name!r} is {values.type}, no array of shape {column.shape}")
     if types.is_fixed_size_list(values.type):
         same = values.type.list_size == length
     else:
-        offsets = _numbers(values.offsets)
+        offsets = _to_numbers(values.offsets)
         # That all ends are where they should be is cheaper to see than all differences.
         same = bool(np.array_equal(offsets, np.arange(len(values) + 1) * length + offsets[0]))
     if not same:
@@ -218,24 +222,24 @@ def _same_length(values: Any, length: int, column: Column) -> None:
         )
 
 
-def _vectors(values: Any, column: Column) -> Array:
+def _to_vectors(values: Any, column: Column) -> Array:
     """Dense and sparse vectors, each row as long as the column says."""
     rows, width = len(values), column.shape[0]
     kinds, sizes, indices, numbers = (values.field(name) for name in _VECTOR_FIELDS)
-    dense = _numbers(kinds) == 1
-    ends = _numbers(numbers.offsets)
+    dense = _to_numbers(kinds) == 1
+    ends = _to_numbers(numbers.offsets)
     counts = np.diff(ends)
-    lengths = np.where(dense, counts, _numbers(sizes))  # a dense vector's size is null
+    lengths = np.where(dense, counts, _to_numbers(sizes))  # a dense vector's size is null
     if not np.all(lengths == width):
         raise ValueError(f"column {column.name!r} has vectors of a length other than {width}")
-    flat = _numbers(numbers.values)[ends[0] : ends[-1]]
+    flat = _to_numbers(numbers.values)[ends[0] : ends[-1]]
     if dense.all():
         return np.asarray(flat.astype(column.dtype))
     row = np.repeat(np.arange(rows), counts)
     place = np.arange(len(flat)) - np.repeat(ends[:-1] - ends[0], counts)
     sparse = ~dense[row]
-    found = _numbers(indices.offsets)
-    place[sparse] = _numbers(indices.values)[found[0] : found[-1]]
+    found = _to_numbers(indices.offsets)
+    place[sparse] = _to_numbers(indices.values)[found[0] : found[-1]]
     array = np.zeros((rows, width), dtype=column.dtype)
     array[row, place] = flat
     return array

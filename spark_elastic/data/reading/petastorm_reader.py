@@ -59,7 +59,7 @@ class PetastormReader(GroupReader):
             found = self._read(entry.file, entry.index, name) if self._own else {}
             constants = self.columns_of(entry.file).constants
             rows = entry.parent_rows or entry.rows
-            every = {column.name: _array(found, column, rows, constants) for column in self._own}
+            every = {column.name: _to_array(found, column, rows, constants) for column in self._own}
             timestamps = self._arrow.fetch(group) if self._timestamps else {}
             self._check_state(entry.file)
         except (StoreError, InvalidInput):
@@ -92,7 +92,7 @@ class PetastormReader(GroupReader):
         return {key: np.concatenate([batch[key] for batch in batches]) for key in batches[0]}
 
 
-def _array(found: dict[str, Any], column: Column, rows: int, constants: Mapping[str, str]) -> Any:
+def _to_array(found: dict[str, Any], column: Column, rows: int, constants: Mapping[str, str]) -> Any:
     if column.name not in found and column.name not in constants:
         raise InvalidInput(
             f"petastorm leaves out column {column.name!r}, as it does structs such as Spark's vectors: use the reader "

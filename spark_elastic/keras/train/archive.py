@@ -21,7 +21,7 @@ import cloudpickle
 import keras
 import numpy.typing as npt
 
-from spark_elastic.data.store import scratch_folder
+from spark_elastic.data.store import make_scratch_folder
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.training.identity import to_text
 
@@ -91,7 +91,7 @@ class Archive:
                 f"Keras runs on {keras.backend.backend()} in this process: set KERAS_BACKEND=tensorflow in the "
                 "environment of the executors (spark.executorEnv.KERAS_BACKEND), too."
             )
-        with self.default_dtype(), _temporary_file(self.content) as path:
+        with self.default_dtype(), _make_temporary_file(self.content) as path:
             custom = cloudpickle.loads(self.custom)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.filterwarnings("always", _NOTHING_TO_LOAD)
@@ -129,7 +129,7 @@ class Archive:
         """
         model = self.load()
         model.optimizer.build(model.trainable_variables)
-        with _temporary_file(trained) as path:
+        with _make_temporary_file(trained) as path:
             try:
                 model.load_weights(path)
             except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
@@ -140,8 +140,8 @@ class Archive:
 
 
 @contextmanager
-def _temporary_file(content: bytes) -> Iterator[str]:
-    with scratch_folder() as folder:
+def _make_temporary_file(content: bytes) -> Iterator[str]:
+    with make_scratch_folder() as folder:
         path = str(folder / "model.keras")
         with open(path, "wb") as file:
             file.write(content)
@@ -150,7 +150,7 @@ def _temporary_file(content: bytes) -> Iterator[str]:
 
 def save_model(model: Any) -> bytes:
     """A `.keras` file of weights, architecture, and what the model is compiled with."""
-    with scratch_folder() as folder:
+    with make_scratch_folder() as folder:
         path = str(folder / "model.keras")
         model.save(path)
         with open(path, "rb") as file:
@@ -248,14 +248,14 @@ def iter_model_parts(model: Any) -> Iterator[Any]:
     makers = tuple(f"{known.__qualname__}." for known in classes)
     for layer in layers:
         yield layer
-        yield from _arguments_of(layer, makers)
+        yield from _iter_arguments(layer, makers)
     optimizer = getattr(model, "optimizer", None)  # there is no such attribute before compile()
     if optimizer is not None:
         yield from iter_leaves(optimizer)
     yield from iter_leaves(getattr(getattr(model, "_compile_config", None), "config", {}))
 
 
-def _arguments_of(layer: Any, makers: tuple[str, ...]) -> Iterator[Any]:
+def _iter_arguments(layer: Any, makers: tuple[str, ...]) -> Iterator[Any]:
     """Functions and parts that a layer was given: neither methods, of which Keras keeps wrappers in each layer, nor
     functions defined inside of the model's own classes, which make them again when they are read back."""
     for name, part in vars(layer).items():

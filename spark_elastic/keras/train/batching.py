@@ -118,7 +118,7 @@ class BatchBuilder:
         labels = tuple(self._label(name, np.asarray(columns[name])) for name in self._labels)
         weights = None if self._weight is None else np.asarray(columns[self._weight], keras.config.floatx())
         if self._class_weight is not None:
-            by_class = class_weights(labels[0], self._class_weight)
+            by_class = compute_class_weights(labels[0], self._class_weight)
             weights = by_class if weights is None else weights * by_class
         return LocalBatch(rows.planned, rows.row_ids, self._inputs.arrays(columns), labels, weights)
 
@@ -128,7 +128,7 @@ class BatchBuilder:
         return values.astype(keras.config.floatx(), copy=False) if values.dtype.kind == "f" else values
 
 
-def class_weights(labels: Array, weights: Mapping[int, float]) -> Array:
+def compute_class_weights(labels: Array, weights: Mapping[int, float]) -> Array:
     """(n,): each row's weight by its class, an index or a row of indicators; 1 for classes that are not named."""
     classes = labels.argmax(-1) if labels.ndim > 1 and labels.shape[-1] != 1 else labels.reshape(len(labels))
     found = np.ones(len(labels), keras.config.floatx())

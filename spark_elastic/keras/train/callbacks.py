@@ -54,7 +54,7 @@ class KerasCallbackList:
     def capture(self) -> dict[str, Any]:
         """Attributes of all callbacks that are plain values and arrays."""
         progress = {"epoch": self._epoch, "step": list(self._step), "tested": self._tested}
-        attributes = [_attributes_of(callback) for callback in self._callbacks]
+        attributes = [_list_attributes(callback) for callback in self._callbacks]
         return {**progress, "classes": name_classes(self._callbacks), "attributes": attributes}
 
     def load(self, values: Mapping[str, Any]) -> None:
@@ -108,7 +108,7 @@ class KerasCallbackList:
         try:
             if self._tested == self._epoch >= 0:
                 self._call_each("on_test_end", validation_logs(logs))
-            seen = keras_logs(logs)
+            seen = build_keras_logs(logs)
             self._call_each("on_epoch_end", logs["epoch"], seen)
             added = {name: _to_plain(value) for name, value in seen.items() if name not in logs}
             added = {name: value for name, value in added.items() if is_plain(value)}
@@ -124,7 +124,7 @@ class KerasCallbackList:
     def on_fit_end(self, history: list[dict[str, Any]]) -> None:
         if history:
             self._model.optimizer.finalize_variable_values(self._model.trainable_variables)
-        self._call_each("on_train_end", keras_logs(history[-1]) if history else {})
+        self._call_each("on_train_end", build_keras_logs(history[-1]) if history else {})
 
     def _begin(self, number: int, callback: Any) -> None:
         self._started.add(number)
@@ -133,7 +133,7 @@ class KerasCallbackList:
 
     def _take_over(self, number: int, callback: Any) -> None:
         """A callback that writes continues here, with the attributes that it had on the former rank 0."""
-        attributes = _attributes_of(callback)
+        attributes = _list_attributes(callback)
         if isinstance(callback, keras.callbacks.CSVLogger):
             callback.append = True  # keeps the rows of the former rank 0 where the path is a shared one
             attributes = {name: value for name, value in attributes.items() if name != "append_header"}
@@ -158,7 +158,7 @@ class KerasCallbackList:
             "added": added,
             "stop": bool(self._model.stop_training),
             "rate": self._rate(),
-            "attributes": [_attributes_of(c) if isinstance(c, WRITERS) else {} for c in self._callbacks],
+            "attributes": [_list_attributes(c) if isinstance(c, WRITERS) else {} for c in self._callbacks],
         }
         theirs = _decode(group.allgather_bytes(_encode(decided) if group.rank == 0 else b"")[0])
         self._model.stop_training = theirs["stop"]
@@ -181,7 +181,7 @@ class KerasCallbackList:
             self._model.optimizer.learning_rate = rate
 
 
-def keras_logs(logs: Mapping[str, Any]) -> dict[str, float]:
+def build_keras_logs(logs: Mapping[str, Any]) -> dict[str, float]:
     """The `logs` of Keras's callbacks: losses and metrics of the epoch."""
     ours = ("epoch", "rows", "planned", "steps", "seconds", "worlds", "val_rows")
     return {name: value for name, value in logs.items() if name not in ours}
@@ -189,7 +189,7 @@ def keras_logs(logs: Mapping[str, Any]) -> dict[str, float]:
 
 def validation_logs(logs: Mapping[str, Any]) -> dict[str, float]:
     """The `logs` of a validation: losses and metrics, without val_ before their names."""
-    return {n.removeprefix("val_"): v for n, v in keras_logs(logs).items() if n.startswith("val_")}
+    return {n.removeprefix("val_"): v for n, v in build_keras_logs(logs).items() if n.startswith("val_")}
 
 
 def _to_plain(value: Any) -> Any:
@@ -209,7 +209,7 @@ def _decode(data: bytes) -> Any:
     return from_json_tree(json.loads(line), np.frombuffer(memory, np.uint8))
 
 
-def _attributes_of(callback: Any) -> dict[str, Any]:
+def _list_attributes(callback: Any) -> dict[str, Any]:
     return {n: v for n, v in vars(callback).items() if n.lstrip("_") not in _NOT_OWN and is_plain(v)}
 
 

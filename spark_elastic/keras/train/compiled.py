@@ -82,7 +82,8 @@ class CompiledLosses:
         self._dtype = compiled.dtype
         places = keras.tree.pack_sequence_as(outputs, list(range(len(keras.tree.flatten(outputs)))))
         self._parts = [
-            _part(path, loss, weight, name, places) for path, loss, weight, name in compiled._flat_losses
+            _build_output_loss(path, loss, weight, name, places)
+            for path, loss, weight, name in compiled._flat_losses
         ]
         for part in self._parts:
             if getattr(_get_at(part.path, outputs), "_keras_mask", None) is not None:
@@ -162,19 +163,21 @@ def _check_values(values: Any, label: Any, output: Any) -> None:
         )
 
 
-def loss_arguments(loss: Any) -> dict[str, Any]:
+def find_loss_arguments(loss: Any) -> dict[str, Any]:
     """What a Keras loss gives the function that it stands for."""
     return getattr(loss, "_fn_kwargs", {})
 
 
-def _part(path: tuple[Any, ...], loss: Any, weight: float | None, name: str, places: Any) -> _OutputLoss:
+def _build_output_loss(
+    path: tuple[Any, ...], loss: Any, weight: float | None, name: str, places: Any
+) -> _OutputLoss:
     chosen = loss.reduction
     if chosen not in (*MEANS, "sum"):
         raise InvalidInput(f"loss {name!r} has reduction={chosen!r}: choose sum_over_batch_size or sum.")
     # A copy: the model's own loss stays as the user compiled it. Keras's `copy` would look up functions by name.
     summed = object.__new__(type(loss))
     vars(summed).update(vars(loss), reduction="none")
-    ignored = loss_arguments(loss).get("ignore_class")
+    ignored = find_loss_arguments(loss).get("ignore_class")
     weight = 1.0 if weight is None else float(weight)
     return _OutputLoss(path, summed, weight, name, chosen, ignored, _get_at(path, places))
 

@@ -22,7 +22,7 @@ from spark_elastic.keras.train.compiled import (
     CompiledLosses,
     CompiledMetrics,
     activity_by_row,
-    loss_arguments,
+    find_loss_arguments,
 )
 from spark_elastic.keras.train.state import KerasTrainingState, read_value
 from spark_elastic.keras.values import SEED
@@ -144,7 +144,7 @@ def _dependent_layers(model: Any) -> Iterator[tuple[str, str]]:
 def _dependent_losses(model: Any) -> Iterator[tuple[str, str]]:
     """Keras's losses that are no sum over rows."""
     for _, loss, _, name in model._compile_loss._flat_losses:
-        kind, axis = getattr(getattr(loss, "fn", None), "__name__", ""), loss_arguments(loss).get("axis")
+        kind, axis = getattr(getattr(loss, "fn", None), "__name__", ""), find_loss_arguments(loss).get("axis")
         mixes = axis is None or 0 in np.atleast_1d(axis)
         if kind == "circle" or (kind in ("dice", "tversky") and mixes):
             yield f"the loss of {name}", f"{kind}: computed of each worker's own rows"

@@ -96,7 +96,7 @@ def remove_worker(tx: Transition, worker: WorkerRecord, departed: DepartedWorker
 def remove_slot(tx: Transition, slot: SlotRecord, reason: str, how: SlotEnd) -> None:
     """A slot task is gone, and its worker with it."""
     state = tx.state
-    worker = tx.worker_of(slot)
+    worker = tx.find_worker(slot)
     if worker is not None:
         if how is SlotEnd.EXECUTOR_LOST:
             _note_possibly_alive(tx, worker, executor_lost=True)

@@ -155,7 +155,7 @@ def record_slot_failure(tx: Transition, slot: SlotId, host: HostId) -> None:
     if until is None or until - tx.now <= PARKING_LIMIT:
         return
     for record in slots:
-        worker = tx.worker_of(record)
+        worker = tx.find_worker(record)
         if worker is None or not worker.is_member:
             give_back(tx, record, f"host {host} is blacklisted for {until - tx.now:.1f} s")
 

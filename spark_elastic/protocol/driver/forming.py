@@ -157,11 +157,11 @@ def _check_running(tx: Transition, over_time: str) -> None:
         state.stage = JobStage.REGROUPING
     elif timers.leaving_since is not None:
         if tx.now - timers.leaving_since >= timeout:
-            late = [worker.worker for worker in tx.survivors() if not worker.has_left]
+            late = [worker.worker for worker in tx.list_survivors() if not worker.has_left]
             break_world(tx, f"{format_names(late)} did not come to the planned stop within {timeout:g} s")
     elif state.workers.unformed:
         if tx.now - timers.published_at >= timeout:
-            late = [worker.worker for worker in tx.survivors() if not worker.formed]
+            late = [worker.worker for worker in tx.list_survivors() if not worker.formed]
             break_world(
                 tx, f"{format_names(late)} did not build world {state.generation} within {timeout:g} s"
             )
@@ -210,8 +210,8 @@ def _change_possible(state: DriverState) -> bool:
 def _find_change(tx: Transition) -> tuple[list[WorkerId], list[WorkerId]]:
     """Who would join and who would leave if the next world were formed now."""
     # At a planned boundary all members stand at one position, whichever that will be.
-    members = [replace(worker, position=START) for worker in tx.survivors()]
-    newcomers = tx.newcomers()
+    members = [replace(worker, position=START) for worker in tx.list_survivors()]
+    newcomers = tx.list_newcomers()
     chosen = {worker.worker for worker in choose_members(members, newcomers, tx.state.limits)}
     joining = [worker.worker for worker in newcomers if worker.worker in chosen]
     return joining, [worker.worker for worker in members if worker.worker not in chosen]
@@ -246,7 +246,7 @@ def _regroup(tx: Transition) -> None:
     back_off = min(MAX_NO_PROGRESS_BACK_OFF, NO_PROGRESS_BACK_OFF * state.failures.worlds_without_progress)
     if tx.now - state.timers.published_at < back_off:
         return
-    chosen = choose_members(tx.survivors(), tx.newcomers(), state.limits)
+    chosen = choose_members(tx.list_survivors(), tx.list_newcomers(), state.limits)
     if _has_enough(tx, len(chosen)) and not _waits_for_failed_rank(tx, len(chosen)):
         _form_world(tx, chosen)
 
@@ -259,11 +259,11 @@ def _evict_late_members(tx: Transition) -> bool:
     if waited < timeout:
         # Before the survivors are looked at: otherwise each of a thousand requests would do that.
         return False
-    if not any(worker.has_left and worker.position is not None for worker in tx.survivors()):
+    if not any(worker.has_left and worker.position is not None for worker in tx.list_survivors()):
         timeout *= LAST_STATE_FACTOR  # P3 (no rollback): no member that came back has a state
     if waited < timeout:
         return False
-    for worker in tx.survivors():
+    for worker in tx.list_survivors():
         if not worker.has_left:
             state.current.late |= {worker.worker}
             reason = f"it did not come to the regroup within {timeout:g} s (regroup_timeout)"
@@ -279,7 +279,7 @@ def _waits_for_failed_rank(tx: Transition, size: int) -> bool:
     assert state.world is not None
     if not state.limits.all_results or size >= min(state.world.size, state.limits.capacity):
         return False
-    survivors = tx.survivors()
+    survivors = tx.list_survivors()
     returned = any(worker.status is WorkerStatus.SUCCESS for worker in survivors)
     if not returned and (find_newest_position(survivors) or START) != START:
         return False
@@ -321,7 +321,7 @@ def _gather(tx: Transition) -> None:
                     "the cluster has cores for them"
                 )
             )
-        _form_world(tx, tx.newcomers()[: state.limits.capacity])
+        _form_world(tx, tx.list_newcomers()[: state.limits.capacity])
 
 
 # ---- too few workers
@@ -431,7 +431,7 @@ def _form_world(tx: Transition, chosen: list[WorkerRecord]) -> None:
 def _publish(tx: Transition, chosen: list[WorkerRecord], position: Position | None) -> None:
     state, current = tx.state, tx.state.current
     names = {worker.worker for worker in chosen}
-    survivors = {worker.worker: worker for worker in tx.survivors()}
+    survivors = {worker.worker: worker for worker in tx.list_survivors()}
     leaving = [worker for worker in survivors.values() if worker.worker not in names]
     machines = {worker.worker: state.slots[worker.slot].machine for worker in chosen}
     staying = [worker for worker in chosen if worker.worker in survivors]

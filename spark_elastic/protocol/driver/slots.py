@@ -51,7 +51,7 @@ def launch(tx: Transition, slot_launch: SlotLaunch, reason: str) -> None:
     launches, number = tx.state.launches, slot_launch.number
     launches.put(slot_launch)
     back_off = BACK_OFF[min(slot_launch.failed_predecessors, len(BACK_OFF) - 1)]
-    delay = max(back_off, _seconds_until_a_host_returns(tx))
+    delay = max(back_off, _count_seconds_until_a_host_returns(tx))
     if delay:
         launches.delay(number, tx.now + delay, reason)
     else:
@@ -70,7 +70,7 @@ def launch_due(tx: Transition) -> None:
 def skip_back_off(tx: Transition) -> None:
     """Drop the back-off of delayed launches: other hosts may be used than before."""
     launches = tx.state.launches
-    until = tx.now + _seconds_until_a_host_returns(tx)
+    until = tx.now + _count_seconds_until_a_host_returns(tx)
     for number, delayed in tuple(launches.delayed.items()):
         launches.delay(number, min(until, delayed.until), delayed.reason)
 
@@ -134,7 +134,7 @@ def find_blacklisted_hosts(tx: Transition) -> tuple[list[HostId], float] | None:
     return sorted(out), min(state.blacklist.hosts[host].until for host in out)
 
 
-def _seconds_until_a_host_returns(tx: Transition) -> float:
+def _count_seconds_until_a_host_returns(tx: Transition) -> float:
     """For how long a new slot would only find blacklisted hosts."""
     found = find_blacklisted_hosts(tx) if tx.state.blacklist else None
     if found is None or found[1] == float("inf"):
@@ -205,7 +205,7 @@ def _preempt(tx: Transition, reason: str) -> None:
     if state.stage is JobStage.RUNNING or state.workers.not_left:
         return
     state.launches.preempted = reason
-    survivors = tx.survivors()
+    survivors = tx.list_survivors()
     newest = find_newest_position(survivors)
     holders = [worker for worker in survivors if newest is not None and worker.position == newest]
     holders.sort(key=lambda worker: bool(worker.draining))  # workers that do not drain come first
@@ -309,7 +309,7 @@ def on_worker_started(tx: Transition, event: WorkerStarted) -> None:
 def register_worker(tx: Transition, slot: SlotRecord, name: WorkerId) -> None:
     """`name` is the slot's worker now; another that it had has ended."""
     state = tx.state
-    previous = tx.worker_of(slot)
+    previous = tx.find_worker(slot)
     if previous is not None and name.number < previous.worker.number:
         # This message was delayed, and the slot has another worker since.
         reason = f"its slot started worker {previous.worker} in its place"
@@ -351,7 +351,7 @@ def on_hosts_discovered(tx: Transition, event: on.HostsDiscovered) -> None:
     skip_back_off(tx)
     allowed = _find_allowed_slots(tx)
     for slot in tuple(state.slots.values()):
-        worker = tx.worker_of(slot)
+        worker = tx.find_worker(slot)
         if slot.slot in allowed:
             if worker is not None and worker.drain_cause is DrainCause.NOT_DISCOVERED:
                 state.workers.put(replace(worker, draining="", drain_cause=None))
@@ -439,7 +439,7 @@ def _match_discovered(slot: SlotRecord, room: dict[str, int]) -> str | None:
 
 
 def _has_member(tx: Transition, slot: SlotRecord) -> bool:
-    worker = tx.worker_of(slot)
+    worker = tx.find_worker(slot)
     return worker is not None and worker.is_member
 
 
@@ -454,7 +454,7 @@ def on_drain_requested(tx: Transition, event: on.DrainRequested) -> None:
     by_user = cause is DrainCause.BY_USER
     found = False
     for slot in tuple(state.slots.values()):
-        worker = tx.worker_of(slot)
+        worker = tx.find_worker(slot)
         by_host = event.host is not None and event.host in (slot.host, slot.node)
         by_worker = worker is not None and (
             event.worker == worker.worker or (event.rank is not None and event.rank == worker.rank)

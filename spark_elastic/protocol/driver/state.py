@@ -667,17 +667,17 @@ class Transition:
             self.emit(ReleaseSlot(f"the job is over ({outcome.value}): {reason}", slot.slot))
         self.emit(End(reason, outcome, results, detail))
 
-    def worker_of(self, slot: SlotRecord) -> WorkerRecord | None:
+    def find_worker(self, slot: SlotRecord) -> WorkerRecord | None:
         return self.state.workers.get(slot.worker) if slot.worker is not None else None
 
-    def survivors(self) -> list[WorkerRecord]:
+    def list_survivors(self) -> list[WorkerRecord]:
         """Living members of the last world, in rank order: R4 (survivors)."""
-        return list(self._members())
+        return list(self._iter_members())
 
     def has_survivors(self) -> bool:
-        return next(self._members(), None) is not None
+        return next(self._iter_members(), None) is not None
 
-    def newcomers(self) -> list[WorkerRecord]:
+    def list_newcomers(self) -> list[WorkerRecord]:
         """Warm workers outside the world that may enter it, in order of arrival. Extra attempts come last: R14
         (duplicates)."""
         state = self.state
@@ -695,10 +695,10 @@ class Transition:
         return sorted(usable, key=lambda worker: (worker.extra, worker.arrival))
 
     def count_newcomers(self) -> int:
-        """The number of `newcomers`, computed without the list if every waiting worker may enter."""
+        """How many `list_newcomers` has, computed without the list if every waiting worker may enter."""
         state = self.state
         if state.blacklist or state.slots.excluded:
-            return len(self.newcomers())
+            return len(self.list_newcomers())
         return len(state.workers.waiting)
 
     def describe(self, worker: WorkerRecord) -> str:
@@ -715,10 +715,10 @@ class Transition:
         slots, blacklist = self.state.slots, self.state.blacklist
         if not blacklist.links:
             return set()
-        members = {slots[worker.slot].machine for worker in self._members()}
+        members = {slots[worker.slot].machine for worker in self._iter_members()}
         return blacklist.find_unreachable(members, self.now)
 
-    def _members(self) -> Iterator[WorkerRecord]:
+    def _iter_members(self) -> Iterator[WorkerRecord]:
         world = self.state.world
         for member in world.members if world is not None else ():
             worker = self.state.workers.get(member.worker)

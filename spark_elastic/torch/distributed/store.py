@@ -22,7 +22,7 @@ from spark_elastic.rendezvous.messages import (
     GetValues,
     SetValues,
 )
-from spark_elastic.rendezvous.server_state import generation_scope
+from spark_elastic.rendezvous.server_state import name_generation_scope
 from spark_elastic.worker.context import WorkerContext
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class DriverStore(_Store):  # type: ignore[misc]
         assert worker.world is not None
         self._worker = worker
         self._driver = driver
-        self._scope = generation_scope(worker.world.fence.generation)
+        self._scope = name_generation_scope(worker.world.fence.generation)
         self._timeout = timeout
 
     @property

@@ -42,7 +42,7 @@ from spark_elastic.worker.context import CollectiveThread
 Flags = npt.NDArray[np.bool_]
 
 
-def weak_method(method: Callable[..., None]) -> Callable[..., None]:
+def make_weak_method(method: Callable[..., None]) -> Callable[..., None]:
     """Return a function that calls a method while its object lives, and does nothing afterwards.
 
     The garbage collector cannot look into what autograd holds: an object that is referenced there is never freed.
@@ -64,7 +64,7 @@ def hook_gradients(
 
     Returns a function that removes the hooks; they are also removed when the object of the method is freed.
     """
-    call = weak_method(on_gradient)
+    call = make_weak_method(on_gradient)
     handles = [
         parameter.register_post_accumulate_grad_hook(lambda tensor, number=number: call(number))  # type: ignore[no-untyped-call]
         for number, parameter in enumerate(parameters)

@@ -21,7 +21,7 @@ from spark_elastic.ops.channels import choose_channel
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.timeline import get_timeline
 from spark_elastic.protocol.types import INITIAL_VERSION, START
-from spark_elastic.torch.gradients.exchange import GradientExchange, weak_method
+from spark_elastic.torch.gradients.exchange import GradientExchange, make_weak_method
 from spark_elastic.torch.gradients.exchange_options import ExchangeOptions
 from spark_elastic.training.step_summary import StepDecision, StepSummary, exchange_summaries
 from spark_elastic.worker.context import get_context, get_process_context
@@ -65,7 +65,7 @@ class GradientSync:
         self.exchange = GradientExchange(
             named,
             options,
-            weak_method(self._check_in_share if options.shares else self._open),
+            make_weak_method(self._check_in_share if options.shares else self._open),
             get_collective_thread,
             get_timeline,
             _is_only_optimizer,
@@ -153,7 +153,7 @@ class GradientSync:
                 present = exchange.present
             else:
                 present = np.array([parameter.grad is not None for parameter in exchange.parameters])
-            with world_ranks_in_errors(exchange.group):
+            with translate_ranks_in_errors(exchange.group):
                 exchange.finish()
                 if exchange.group is not None:
                     present = self._exchange_summary(exchange.group, present, rows=1).present
@@ -203,7 +203,7 @@ class GradientSync:
             return False
         self.exchange.begin(group, 0)
         try:
-            with world_ranks_in_errors(group):
+            with translate_ranks_in_errors(group):
                 self.exchange.finish()
                 decision = self._exchange_summary(
                     group, np.zeros(len(self.exchange.parameters), np.bool_), rows=0
@@ -260,7 +260,7 @@ def get_training_group(process_set: ProcessSet) -> Group | None:
 
 
 @contextmanager
-def world_ranks_in_errors(group: Group | None) -> Iterator[None]:
+def translate_ranks_in_errors(group: Group | None) -> Iterator[None]:
     """Translate the ranks in a CollectiveError of a process set to ranks of the world, which the driver knows."""
     try:
         yield

@@ -33,7 +33,7 @@ class ShareTree:
 
 def plan_shares(division: Division, rank: int) -> ShareTree:
     """The tree of the virtual shares of a step as `rank` sees it. division: gives each rank at least one of them."""
-    shares, (first, past) = division.cuts[-1], division.rank_parts(rank)
+    shares, (first, past) = division.cuts[-1], division.get_rank_parts(rank)
     parents = _find_parents(0, shares)
     stack: list[Node] = []
     additions, depth = [], 1
@@ -47,7 +47,9 @@ def plan_shares(division: Division, rank: int) -> ShareTree:
         additions.append(count)
         depth = max(depth, len(stack))
     owned = {
-        node for each in range(division.size) for node in _list_inside(0, shares, *division.rank_parts(each))
+        node
+        for each in range(division.size)
+        for node in _list_inside(0, shares, *division.get_rank_parts(each))
     }
     slots: list[Node] = []
     slot_additions: list[tuple[int, int]] = []

@@ -18,7 +18,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from elastic_collectives import Group
 from spark_elastic.ops.flat_allreduce import FlatBuffer
 from spark_elastic.torch.devices import CPU
-from spark_elastic.torch.generators import device_rng_state, set_device_rng_state, torch_rng_state
+from spark_elastic.torch.generators import get_device_rng_state, get_torch_rng_state, set_device_rng_state
 from spark_elastic.torch.layers import SyncBatchNorm
 from spark_elastic.torch.tensors import get_dtype_name
 from spark_elastic.training.trainer import describe_dependent_layers
@@ -29,10 +29,10 @@ def rng_state() -> dict[str, Any]:
     state: Any = np.random.get_state()
     kind, words, *rest = state
     return {
-        "torch": torch_rng_state(),
+        "torch": get_torch_rng_state(),
         "numpy": (kind, words.tolist(), *rest),
         "python": random.getstate(),
-        "device": device_rng_state(),
+        "device": get_device_rng_state(),
     }
 
 

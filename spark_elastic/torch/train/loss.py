@@ -29,7 +29,7 @@ from spark_elastic.errors import ElasticError, InvalidInput
 from spark_elastic.protocol.types import Position
 from spark_elastic.torch.devices import CPU, read_later
 from spark_elastic.training.batch import LocalBatch
-from spark_elastic.training.model_io import output_parts
+from spark_elastic.training.model_io import list_output_parts
 from spark_elastic.worker.context import get_process_context
 
 # ---- sums of losses
@@ -253,7 +253,7 @@ class RowLoss:
             raise InvalidInput(
                 f"the loss returned {len(value)} numbers for {rows} rows: return one per row, or their mean."
             )
-        outputs = [part for part in output_parts(output) if isinstance(part, torch.Tensor)]
+        outputs = [part for part in list_output_parts(output) if isinstance(part, torch.Tensor)]
         most = sum(part.numel() for part in outputs)
         if not isinstance(self._loss, _Loss):
             most = max(most, *(label.numel() for label in labels))
@@ -370,7 +370,7 @@ class ModelLoss:
     def __call__(self, model: torch.nn.Module, part: LocalBatch[torch.Tensor]) -> LossResult:
         output = self._forward(model, part)
         summed = self._loss(output, part.labels, part.weights, part.on_host)
-        return LossResult(summed.total, summed.denominator, _detach(output_parts(output)))
+        return LossResult(summed.total, summed.denominator, _detach(list_output_parts(output)))
 
 
 class MultiOutputLoss:
@@ -405,7 +405,7 @@ class MultiOutputLoss:
         self._scales = [batch.planned / (divisor or 1.0) for divisor in everywhere]
 
     def __call__(self, model: torch.nn.Module, part: LocalBatch[torch.Tensor]) -> LossResult:
-        outputs = output_parts(self._forward(model, part))
+        outputs = list_output_parts(self._forward(model, part))
         if len(outputs) != len(self._losses):
             raise InvalidInput(
                 f"loss has {len(self._losses)} losses, but the model returned {len(outputs)}: return one output for "

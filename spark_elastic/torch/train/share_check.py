@@ -17,7 +17,7 @@ import torch
 
 from elastic_collectives import Group
 from spark_elastic.data.loader import StepRows
-from spark_elastic.data.plan import Division, permutation
+from spark_elastic.data.plan import Division, draw_permutation
 from spark_elastic.protocol.types import Position
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.spec import TrainSpec
@@ -86,10 +86,10 @@ class ShareChecker:
         if division.size == 1 or (position.epoch * plan.steps + position.step) % self._every:
             return None
         key = plan.seed, position.epoch, position.step
-        share = int(permutation(plan.shares, *key)[0])
+        share = int(draw_permutation(plan.shares, *key)[0])
         owner = next(rank for rank in range(division.size) if share < division.cuts[rank + 1])
         others = [rank for rank in range(division.size) if rank != owner]
-        drawn = permutation(len(others), *key, share)[:MAX_WITNESSES].tolist()
+        drawn = draw_permutation(len(others), *key, share)[:MAX_WITNESSES].tolist()
         return ShareCheck(share, owner, tuple(others[number] for number in drawn))
 
     def read(self, check: ShareCheck, position: Position) -> LocalBatch[torch.Tensor]:

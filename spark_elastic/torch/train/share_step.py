@@ -16,7 +16,7 @@ import torch
 
 from elastic_collectives import Group
 from spark_elastic.data.loader import StepRows
-from spark_elastic.data.plan import share_bounds
+from spark_elastic.data.plan import compute_share_bounds
 from spark_elastic.torch.determinism import is_aligned
 from spark_elastic.torch.devices import CPU
 from spark_elastic.torch.generators import seeded_rng
@@ -175,11 +175,11 @@ def _sum_rows(rows: Floats) -> Floats:
 def build_shares(builder: BatchBuilder, rows: StepRows, rank: int) -> LocalBatch[torch.Tensor]:
     """The batch of this rank, with a batch for each of its virtual shares, which begins at the same alignment on every
     rank."""
-    shares, (first, past) = rows.division.cuts[-1], rows.division.rank_parts(rank)
-    start = share_bounds(rows.planned, shares, first)[0]
+    shares, (first, past) = rows.division.cuts[-1], rows.division.get_rank_parts(rank)
+    start = compute_share_bounds(rows.planned, shares, first)[0]
     parts = []
     for share in range(first, past):
-        low, high = (bound - start for bound in share_bounds(rows.planned, shares, share))
+        low, high = (bound - start for bound in compute_share_bounds(rows.planned, shares, share))
         columns = {name: column[low:high].copy() for name, column in rows.columns.items()}
         parts.append(_align(builder.build(replace(rows, row_ids=rows.row_ids[low:high], columns=columns))))
     return LocalBatch(rows.planned, rows.row_ids, (), (), None, tuple(parts), first, rows.division)

@@ -34,7 +34,7 @@ from spark_elastic.torch.train.loss import (
 )
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.identity import NUMBERS, PLAIN, WEIGHTS, digest, is_comparable, to_text
-from spark_elastic.training.model_io import input_dtype, refuse_large_numbers
+from spark_elastic.training.model_io import find_input_dtype, refuse_large_numbers
 from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.transformation import Transformation
 
@@ -46,7 +46,7 @@ def digest_module(module: torch.nn.Module) -> str:
     parts = [
         (name, type(part).__name__, *sorted(_list_settings(part))) for name, part in module.named_modules()
     ]
-    tensors = [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in _tensors(module)]
+    tensors = [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in _list_tensors(module)]
     trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     return digest([parts, tensors, trained])
 
@@ -106,13 +106,13 @@ def _describe_scheduler(scheduler: Any) -> list[Any]:
 def digest_weights(module: torch.nn.Module) -> str:
     """Digest of all values of a module's state: 16 hex digits."""
     hasher = hashlib.sha256()
-    for name, tensor in _tensors(module):
+    for name, tensor in _list_tensors(module):
         hasher.update(name.encode())
         hasher.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return hasher.hexdigest()[:16]
 
 
-def _tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+def _list_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(name, value) for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)]
 
 
@@ -178,7 +178,7 @@ class TorchUserObjects:
         if self.train_minibatch_fn is not None:
             return FunctionLoss(self.train_minibatch_fn, weighted, spec.config.precision)
         if not self.losses:
-            return LightningLoss(weighted, trainer_plan(spec), spec.config.precision, columns)
+            return LightningLoss(weighted, build_trainer_plan(spec), spec.config.precision, columns)
         if len(self.losses) == 1:
             return ModelLoss(self.losses[0], weighted, spec.config.precision, spec.config.label_cols)
         weights = self.loss_weights or (1.0 / len(self.losses),) * len(self.losses)
@@ -186,7 +186,7 @@ class TorchUserObjects:
         return MultiOutputLoss(dict(pairs), weighted, spec.config.precision)
 
 
-def trainer_plan(spec: TrainSpec) -> TrainerPlan:
+def build_trainer_plan(spec: TrainSpec) -> TrainerPlan:
     """The properties of a training that a LightningModule may read when it builds its optimizer."""
     return TrainerPlan(max_epochs=spec.config.epochs, num_training_batches=spec.plan.steps)
 
@@ -286,7 +286,7 @@ def make_batch_builder(
         spec.features,
         spec.config.label_cols,
         spec.config.sample_weight_col,
-        input_dtype(model.parameters(), torch.get_default_dtype()),
+        find_input_dtype(model.parameters(), torch.get_default_dtype()),
         spec.config.label_shapes,
         reshapes=objects.transformation is None,
         copier=copier,

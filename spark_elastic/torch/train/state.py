@@ -220,16 +220,16 @@ def _simplify(value: Any, name: str, check: bool = False) -> Any:
         try:
             simple = {ARRAY: torch.from_numpy(value.copy(order="C"))}
         except TypeError:
-            raise _not_storable(value, name) from None
+            raise _build_not_storable_error(value, name) from None
     if check and not isinstance(simple, torch.Tensor | dict | bool | int | float | str | None):
         try:
             _load(_save(simple), weights_only=True)
         except (pickle.PickleError, TypeError, AttributeError, RuntimeError):
-            raise _not_storable(value, name) from None
+            raise _build_not_storable_error(value, name) from None
     return simple
 
 
-def _not_storable(value: Any, name: str) -> InvalidInput:
+def _build_not_storable_error(value: Any, name: str) -> InvalidInput:
     kind = f"array of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
     return InvalidInput(
         f"a checkpoint cannot hold the {kind} of {name}: keep numbers, strings, tensors, numpy arrays, lists, "

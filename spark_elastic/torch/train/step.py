@@ -31,7 +31,7 @@ from spark_elastic.torch.train.state import TorchTrainingState
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.ledger import Ledger
-from spark_elastic.training.model_io import output_parts
+from spark_elastic.training.model_io import list_output_parts
 from spark_elastic.training.step_summary import StepDecision, StepSummary, exchange_summaries
 from spark_elastic.training.trainer import WorkClock, defer_interrupts
 
@@ -236,7 +236,7 @@ class TrainStep:
                 output = self._state.model(
                     *part.features
                 )  # its layers exchange statistics with the other ranks
-                tensors = [out for out in output_parts(output) if isinstance(out, torch.Tensor)]
+                tensors = [out for out in list_output_parts(output) if isinstance(out, torch.Tensor)]
                 torch.autograd.backward([out.sum() for out in tensors if out.requires_grad])
                 continue
             result = self._loss_fn(self._state.model, part)

@@ -36,7 +36,7 @@ from spark_elastic.torch.train.forward import describe_world_dependence
 from spark_elastic.torch.train.metrics import Metrics, is_accumulator
 from spark_elastic.torch.train.share_check import ShareChecker
 from spark_elastic.torch.train.share_step import ShareStep, build_shares, sum_over_shares
-from spark_elastic.torch.train.spec import TorchUserObjects, make_batch_builder, trainer_plan
+from spark_elastic.torch.train.spec import TorchUserObjects, build_trainer_plan, make_batch_builder
 from spark_elastic.torch.train.state import TorchTrainingState, dump_values, move_to_device
 from spark_elastic.torch.train.step import GradientScaling, TrainStep
 from spark_elastic.training.batch import LocalBatch
@@ -109,7 +109,7 @@ class TorchTrainer:
         if config.shares:
             align_tensors((*model.parameters(), *model.buffers()))
         optimizer, schedules = build_optimizer(
-            model, objects.optimizer, config.learning_rate, spec.lr_scale, trainer_plan(spec)
+            model, objects.optimizer, config.learning_rate, spec.lr_scale, build_trainer_plan(spec)
         )
         self._loss_fn, self._scaling = objects.loss_fn(spec), GradientScaling(config.precision, self._device)
         metrics = [

@@ -132,4 +132,4 @@ def test_a_million_row_groups_are_a_few_bytes_each() -> None:
     assert held < 150 * MILLION
     plan = DataPlan.for_run(read.group_rows, 4096, 1, 4, read.max_decoded_group_bytes(), 64 << 20)
     order = plan.permute_epoch(0)
-    assert sum(len(order.share(0, rank, 4)) for rank in range(4)) == plan.step_size(0)
+    assert sum(len(order.assign_rows(0, rank, 4)) for rank in range(4)) == plan.count_step_rows(0)

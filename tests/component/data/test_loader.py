@@ -83,7 +83,7 @@ def test_p1_each_row_once_with_its_own_values(tmp_path: Path, size: int) -> None
         assert np.array_equal(rows.columns["id"], rows.row_ids)
         assert np.array_equal(rows.columns["x"], np.stack([rows.row_ids, -rows.row_ids], axis=1))
         assert rows.columns["x"].flags.writeable
-        assert rows.planned == plan.step_size(rows.step)
+        assert rows.planned == plan.count_step_rows(rows.step)
 
 
 def test_a_rank_without_rows_gets_empty_arrays() -> None:
@@ -188,7 +188,7 @@ def test_the_reading_thread_sleeps_until_there_is_room_for_a_block(monkeypatch: 
     looked: list[threading.Thread] = []
     with StepLoader(plan, Rows(plan), COLUMNS, Prefetch(steps=4)).steps(0, 0, 0, 1) as stream:
 
-        def check_fit(fit: Callable[[], bool] = stream._fits) -> bool:
+        def check_fit(fit: Callable[[], bool] = stream._has_room) -> bool:
             looked.append(threading.current_thread())
             return fit()
 
@@ -199,7 +199,7 @@ def test_the_reading_thread_sleeps_until_there_is_room_for_a_block(monkeypatch: 
         assert are_ready(3)
         next(stream)
         assert are_ready(4)
-        monkeypatch.setattr(stream, "_fits", check_fit)
+        monkeypatch.setattr(stream, "_has_room", check_fit)
         next(stream)
         time.sleep(0.1)
         assert stream._thread not in looked, "woken for one step, where there is no room for two"

@@ -169,7 +169,7 @@ def train_plain(job: Job, store: Store, manifest: Manifest) -> tuple[list[Any], 
         for epoch in range(job.epochs):
             seen = 0.0
             for step in range(plan.steps):
-                rows = plan.row_ids(plan.share(epoch, step, 0, 1))
+                rows = plan.compute_row_ids(plan.assign_rows(epoch, step, 0, 1))
                 weights = None if job.weight is None else columns[job.weight][rows]
                 if job.class_weight is not None:
                     by_class = np.array([job.class_weight.get(int(y), 1.0) for y in columns["y"][rows]])

@@ -101,7 +101,7 @@ def train_plain(job: Job, store: Store, manifest: Manifest) -> list[Any]:
         model, plan = job.archive().load(), job.plan(manifest)
         for epoch in range(job.epochs):
             for step in range(plan.steps):
-                rows = plan.row_ids(plan.share(epoch, step, 0, 1))
+                rows = plan.compute_row_ids(plan.assign_rows(epoch, step, 0, 1))
                 model.train_on_batch([table[name][rows] for name in FEATURES], table["y"][rows])
         weights: list[Any] = model.get_weights()
     finally:

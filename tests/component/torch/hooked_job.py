@@ -137,7 +137,7 @@ def train_hooked_plain(
     steps, rows_seen, losses_seen = 0, 0, 0.0
     for epoch in range(job.epochs):
         for step in range(plan.steps):
-            rows = torch.from_numpy(plan.row_ids(plan.share(epoch, step, 0, 1)))
+            rows = torch.from_numpy(plan.compute_row_ids(plan.assign_rows(epoch, step, 0, 1)))
             optimizer.zero_grad()
             left, right = model(x[rows])
             loss = first(left, y[rows]) + 0.25 * second(right, w[rows])

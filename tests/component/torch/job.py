@@ -251,7 +251,7 @@ def train_plain(
     optimizer = job.optimizer(model.parameters())
     plan = job.plan(manifest)
     for epoch, step in islice(product(range(job.epochs), range(plan.steps)), most):
-        rows = torch.from_numpy(plan.row_ids(plan.share(epoch, step, 0, 1)))
+        rows = torch.from_numpy(plan.compute_row_ids(plan.assign_rows(epoch, step, 0, 1)))
         draw_rows(model, rows.numpy(), SEED, epoch, Phase.TRAIN, step)
         optimizer.zero_grad()
         if weights is None:

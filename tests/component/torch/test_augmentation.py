@@ -98,7 +98,7 @@ def train_plain(job: Job, store: Store, manifest: Manifest) -> dict[str, torch.T
     model, plan = copy.deepcopy(job.model), job.plan(manifest)
     optimizer = job.optimizer(model.parameters())
     for epoch, step in product(range(job.epochs), range(plan.steps)):
-        rows = plan.row_ids(plan.share(epoch, step, 0, 1))
+        rows = plan.compute_row_ids(plan.assign_rows(epoch, step, 0, 1))
         x = augment({"x": pictures[rows]}, RowRandom(SEED, epoch, rows))["x"]
         optimizer.zero_grad()
         job.loss(model(torch.from_numpy(x)), y[torch.from_numpy(rows)]).backward()

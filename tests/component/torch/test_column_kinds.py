@@ -78,7 +78,7 @@ def train_plain(model: torch.nn.Module, store: Store, manifest: Manifest, plan: 
     optimizer = sgd(model.parameters())
     for epoch in range(epochs):
         for step in range(plan.steps):
-            rows = torch.from_numpy(plan.row_ids(plan.share(epoch, step, 0, 1)))
+            rows = torch.from_numpy(plan.compute_row_ids(plan.assign_rows(epoch, step, 0, 1)))
             optimizer.zero_grad()
             output = model(*(tensors[name][rows] for name in FEATURES))
             torch.nn.functional.cross_entropy(output, tensors["y"][rows]).backward()

@@ -87,7 +87,7 @@ def test_r06_an_early_end_of_an_epoch_survives_the_loss_of_the_rank_that_asked_f
     assert {mark.name for mark in marks.iterdir()} == {"in the step", "behind it"}
     plan = job.plan(manifest)
     history = json.loads(result.results[0])["history"]
-    due = plan.rows_before(LAST + 1)
+    due = plan.count_rows_before(LAST + 1)
     assert [(entry["rows"], entry["planned"]) for entry in history] == [(ROWS, ROWS), (due, due)]
     assert [entry["val_rows"] for entry in history] == [ROWS, ROWS]
     seen = ledger_of(ledger)

@@ -172,7 +172,7 @@ def test_r06_a_stop_by_rank_0_within_an_epoch_ends_it_on_all_ranks(who: int, tmp
         steps = 5 if who == 0 else plan.steps
         assert [entry["epoch"] for entry in history] == ([0] if who == 0 else [0, 1])
         assert [entry["steps"] for entry in history] == [steps] * len(history)
-        assert {entry["rows"] for entry in history} == {sum(map(plan.step_size, range(steps)))}
+        assert {entry["rows"] for entry in history} == {sum(map(plan.count_step_rows, range(steps)))}
         assert {entry["planned"] for entry in history} == {entry["rows"] for entry in history}
         assert {entry["val_rows"] for entry in history} == {ROWS}
 

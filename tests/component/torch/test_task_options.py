@@ -192,7 +192,7 @@ def train_plain(
     plan = Job(Net(), sgd, None, batch_size=50, workers=WORKERS).plan(manifest)
     for epoch in range(EPOCHS):
         for step in range(plan.steps):
-            rows = torch.from_numpy(plan.row_ids(plan.share(epoch, step, 0, 1)))
+            rows = torch.from_numpy(plan.compute_row_ids(plan.assign_rows(epoch, step, 0, 1)))
             optimizer.zero_grad()
             with torch.autocast("cpu", dtype=KINDS[precision]) if precision else nullcontext():
                 output = model(x[rows])

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.data.store import scratch_folder
+from spark_elastic.data.store import make_scratch_folder
 from spark_elastic.protocol.events import is_heartbeat
 from spark_elastic.protocol.messages import (
     Heartbeat,
@@ -160,7 +160,7 @@ class TemporaryFolderProgram(CountingProgram):
     """Has a temporary folder, which it names."""
 
     def prepare(self) -> None:
-        self.folder = scratch_folder()
+        self.folder = make_scratch_folder()
         sys.stdout.write(f"{self.folder.__enter__()}\n")
 
 

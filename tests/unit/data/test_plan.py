@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spark_elastic.data import plan as plan_module
-from spark_elastic.data.plan import ALONE, DataPlan, Division, RankRows, permutation
+from spark_elastic.data.plan import ALONE, DataPlan, Division, RankRows, draw_permutation
 from spark_elastic.errors import InvalidInput
 
 
@@ -28,7 +28,11 @@ def plans(draw: st.DrawFn) -> DataPlan:
 
 def ids(plan: DataPlan, epoch: int, step: int, size: int) -> list[int]:
     order = plan.permute_epoch(epoch)
-    return [row for rank in range(size) for row in plan.row_ids(order.share(step, rank, size)).tolist()]
+    return [
+        row
+        for rank in range(size)
+        for row in plan.compute_row_ids(order.assign_rows(step, rank, size)).tolist()
+    ]
 
 
 @given(plans(), st.integers(0, 5), st.integers(1, 9))
@@ -37,7 +41,7 @@ def test_p1_each_row_once_in_level_steps(plan: DataPlan, epoch: int, size: int) 
     taken = [ids(plan, epoch, step, size) for step in range(plan.steps)]
     assert sorted(row for rows in taken for row in rows) == list(range(plan.rows))
     sizes = [len(rows) for rows in taken]
-    assert sizes == [plan.step_size(step) for step in range(plan.steps)]
+    assert sizes == [plan.count_step_rows(step) for step in range(plan.steps)]
     assert max(sizes) - min(sizes) <= 1
     assert max(sizes) <= plan.global_batch
 
@@ -49,7 +53,7 @@ def test_p2_a_step_is_the_same_in_every_world(
 ) -> None:
     step = data.draw(st.integers(0, plan.steps - 1))
     assert ids(plan, epoch, step, size) == ids(plan, epoch, step, 1)
-    shares = [plan.share(epoch, step, rank, size) for rank in range(size)]
+    shares = [plan.assign_rows(epoch, step, rank, size) for rank in range(size)]
     lengths = [len(share) for share in shares]
     assert max(lengths) - min(lengths) <= 1
     assert [share.start for share in shares] == [sum(lengths[:rank]) for rank in range(size)]
@@ -63,7 +67,7 @@ def test_thousands_of_plans_have_each_row_once() -> None:
         lanes = draw.randint(1, min(64, DataPlan((rows,), batch, 0, 1).base_rows))
         plan = DataPlan((rows,), batch, 0, lanes, shuffle=False)
         order = plan.permute_epoch(0)
-        steps = [order.share(step, 0, 1).rows for step in range(plan.steps)]
+        steps = [order.assign_rows(step, 0, 1).rows for step in range(plan.steps)]
         assert np.array_equal(np.sort(np.concatenate(steps)), np.arange(rows))
         assert {len(taken) for taken in steps} <= {plan.base_rows, plan.base_rows + 1}
 
@@ -87,7 +91,7 @@ def test_a_ranks_share_of_a_step_touches_few_row_groups() -> None:
     plan = DataPlan((1000,) * 100, global_batch=256, seed=1, lanes=16)
     for step in range(0, plan.steps, 37):
         for rank in range(4):
-            assert len(np.unique(plan.share(0, step, rank, 4).groups)) <= 16 // 4 + 3
+            assert len(np.unique(plan.assign_rows(0, step, rank, 4).groups)) <= 16 // 4 + 3
 
 
 @given(plans(), st.integers(1, 9), st.data())
@@ -98,15 +102,15 @@ def test_steps_computed_in_a_block_equal_those_computed_alone(
     first, rank = data.draw(st.integers(0, plan.steps - 1)), data.draw(st.integers(0, size - 1))
     count = data.draw(st.integers(1, plan.count_equal_steps(first)))
     order = plan.permute_epoch(1)
-    block = order.block(first, count, rank, plan.divide(size))
+    block = order.assign_block(first, count, rank, plan.divide(size))
     found = np.full((count, block.length), -1)
     for lane in block.lanes:
         ids = np.concatenate([plan.group_offsets[group] + rows for group, rows in lane.runs])
         found[:, lane.offset : lane.offset + lane.width] = ids.reshape(count, lane.width)
     for number in range(count):
-        alone = order.share(first + number, rank, size)
+        alone = order.assign_rows(first + number, rank, size)
         assert (block.planned, block.start) == (alone.planned, alone.start)
-        assert np.array_equal(found[number], plan.row_ids(alone))
+        assert np.array_equal(found[number], plan.compute_row_ids(alone))
 
 
 @given(plans(), st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any), st.data())
@@ -116,7 +120,7 @@ def test_ranks_that_divide_a_step_unequally_take_the_same_rows(
 ) -> None:
     step, order = data.draw(st.integers(0, plan.steps - 1)), plan.permute_epoch(0)
     division = Division((0, *accumulate(parts)))
-    blocks = [order.block(step, 1, rank, division) for rank in range(division.size)]
+    blocks = [order.assign_block(step, 1, rank, division) for rank in range(division.size)]
     runs = [run for block in blocks for lane in block.lanes for run in lane.runs]
     found = [row for group, rows in runs for row in (plan.group_offsets[group] + rows).tolist()]
     assert sorted(found) == sorted(ids(plan, 0, step, 1))
@@ -130,15 +134,15 @@ def test_lanes_in_one_row_group_share_its_order(monkeypatch: pytest.MonkeyPatch)
 
     def count_draw(count: int, *words: int) -> npt.NDArray[np.int64]:
         made.append(words[2:])
-        return permutation(count, *words)
+        return draw_permutation(count, *words)
 
-    monkeypatch.setattr(plan_module, "permutation", count_draw)
+    monkeypatch.setattr(plan_module, "draw_permutation", count_draw)
     plan = DataPlan((300, 300), global_batch=32, seed=1, lanes=8)
     order = plan.permute_epoch(0)
-    order.block(0, 1, 0, ALONE)
+    order.assign_block(0, 1, 0, ALONE)
     assert sorted(made) == [(), (0,), (1,)], "of the row groups, and of each one's rows"
     for step in range(1, plan.steps):
-        order.block(step, 1, 0, ALONE)
+        order.assign_block(step, 1, 0, ALONE)
     assert sorted(made) == [(), (0,), (1,)]
 
 
@@ -151,13 +155,13 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
 
 
 def test_integers_of_numpy_are_words_as_others() -> None:
-    assert permutation(9, np.int64(5), np.uint64(2)).tolist() == permutation(9, 5, 2).tolist()
+    assert draw_permutation(9, np.int64(5), np.uint64(2)).tolist() == draw_permutation(9, 5, 2).tolist()
 
 
 def test_golden_vectors_of_the_permutation() -> None:
-    assert permutation(8, 0, 0).tolist() == [0, 7, 2, 5, 4, 6, 3, 1]
-    assert permutation(8, 42, 3, 7).tolist() == [6, 3, 5, 0, 2, 1, 7, 4]
-    assert permutation(5, -1, 2**64 + 5).tolist() == [2, 1, 3, 4, 0]
+    assert draw_permutation(8, 0, 0).tolist() == [0, 7, 2, 5, 4, 6, 3, 1]
+    assert draw_permutation(8, 42, 3, 7).tolist() == [6, 3, 5, 0, 2, 1, 7, 4]
+    assert draw_permutation(5, -1, 2**64 + 5).tolist() == [2, 1, 3, 4, 0]
 
 
 def test_golden_vectors_of_the_plan() -> None:
@@ -181,7 +185,7 @@ def test_splitmix64_is_the_published_one() -> None:
 
 def test_permutations_look_random() -> None:
     """Mean of where each of 50 rows lands over 400 epochs: 24.5 ± 5 standard errors of a uniform one."""
-    places = np.array([np.argsort(permutation(50, 9, epoch)) for epoch in range(400)])
+    places = np.array([np.argsort(draw_permutation(50, 9, epoch)) for epoch in range(400)])
     assert np.abs(places.mean(axis=0) - 24.5).max() < 5 * np.sqrt((50**2 - 1) / 12 / 400)
 
 
@@ -206,7 +210,7 @@ def test_the_number_of_lanes_follows_from_batch_workers_and_memory(
 def test_a_plan_travels_without_its_caches() -> None:
     plan = DataPlan((100,) * 50, 32, 5, 8)
     bare = len(pickle.dumps(plan))
-    plan.share(0, 0, 0, 1)
+    plan.assign_rows(0, 0, 0, 1)
     assert len(pickle.dumps(plan)) == bare
     assert pickle.loads(pickle.dumps(plan)) == plan
 
@@ -215,7 +219,7 @@ def test_permutations_of_past_row_groups_are_freed() -> None:
     plan = DataPlan((10,) * 500, 20, 5, 2)
     order = plan.permute_epoch(0)
     for step in range(plan.steps):
-        order.share(step, 0, 1)
+        order.assign_rows(step, 0, 1)
     assert len(order._permuted) <= 6
 
 
@@ -231,16 +235,16 @@ def test_wrong_plans_are_refused(groups: tuple[int, ...], batch: int, lanes: int
 def test_wrong_steps_and_ranks_are_refused() -> None:
     plan = DataPlan((10,), 4, 0, 1)
     with pytest.raises(InvalidInput, match="Step 3"):
-        plan.share(0, 3, 0, 1)
+        plan.assign_rows(0, 3, 0, 1)
     with pytest.raises(InvalidInput, match="Rank 2"):
-        plan.share(0, 0, 2, 2)
+        plan.assign_rows(0, 0, 2, 2)
 
 
 @pytest.mark.scenario("G10")
 def test_r08_ranks_beyond_the_rows_of_a_step_have_none() -> None:
     plan = DataPlan((3,), 3, 0, 1)
-    lengths = [len(plan.share(0, 0, rank, 5)) for rank in range(5)]
+    lengths = [len(plan.assign_rows(0, 0, rank, 5)) for rank in range(5)]
     assert sorted(lengths) == [0, 0, 1, 1, 1]
-    empty: RankRows = plan.share(0, 0, lengths.index(0), 5)
+    empty: RankRows = plan.assign_rows(0, 0, lengths.index(0), 5)
     assert len(empty.groups) == 0
-    assert plan.row_ids(empty).dtype == np.int64
+    assert plan.compute_row_ids(empty).dtype == np.int64

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from spark_elastic.data import store
-from spark_elastic.data.store import remove_stale_folders, scratch_folder
+from spark_elastic.data.store import make_scratch_folder, remove_stale_folders
 
 HOLD = """
 import sys
-from spark_elastic.data.store import scratch_folder
-with scratch_folder() as folder:
+from spark_elastic.data.store import make_scratch_folder
+with make_scratch_folder() as folder:
     (folder / "model.keras").write_bytes(b"weights")
     sys.stdout.write(f"{folder}\\n")
     sys.stdout.flush()
@@ -31,7 +31,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_scratch_folder_exists_during_its_block() -> None:
-    with scratch_folder() as folder:
+    with make_scratch_folder() as folder:
         (folder / "file").touch()
     assert not folder.exists()
 
@@ -43,7 +43,7 @@ def test_only_scratch_folders_of_killed_processes_are_removed(place: Path) -> No
         assert process.stdout is not None
         theirs = Path(process.stdout.readline().strip())
         (place / "spark_elastic-data").mkdir()
-        with scratch_folder() as mine:
+        with make_scratch_folder() as mine:
             remove_stale_folders()
             assert theirs.exists()
             process.send_signal(signal.SIGKILL)
@@ -55,7 +55,7 @@ def test_only_scratch_folders_of_killed_processes_are_removed(place: Path) -> No
 
 
 def test_a_folder_of_an_earlier_process_with_the_same_id_is_removed(place: Path) -> None:
-    with scratch_folder() as mine:
+    with make_scratch_folder() as mine:
         boot, started, random = mine.name.rsplit("-", 2)
         earlier = place / f"{boot}-{int(started) - 1}-{random}"
         earlier.mkdir()
@@ -65,8 +65,8 @@ def test_a_folder_of_an_earlier_process_with_the_same_id_is_removed(place: Path)
 
 
 def test_scratch_folders_of_other_machines_boots_and_namespaces_stay(place: Path) -> None:
-    with scratch_folder() as mine:
-        name = mine.name.replace(store._owner_prefix(), "spark_elastic-01234567-1")
+    with make_scratch_folder() as mine:
+        name = mine.name.replace(store._build_owner_prefix(), "spark_elastic-01234567-1")
     (place / name.replace(str(os.getpid()), "1")).mkdir()
     remove_stale_folders()
     assert len(list(place.iterdir())) == 1

@@ -35,7 +35,7 @@ def test_an_estimator_of_format_1_loads(monkeypatch: Any) -> None:
         loadMetadata=lambda path, scope: kept["metadata"], getAndSetParams=real.getAndSetParams
     )
     monkeypatch.setattr(elastic_estimator, "DefaultParamsReader", read)
-    monkeypatch.setattr(saving, "metadata_session", lambda session: None)
+    monkeypatch.setattr(saving, "find_metadata_session", lambda session: None)
     monkeypatch.setattr(saving, "read", lambda session, path: parts)
     back: Any = Reader(ElasticTorchEstimator).load("there")
     assert back.uid == "ElasticTorchEstimator_cfe04cac5874"

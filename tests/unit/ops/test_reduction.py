@@ -69,7 +69,7 @@ def test_exchanges_of_gradients_refuse_wrong_arguments(op: ReduceOp, predivide: 
 def test_only_float32_has_a_wire_format(
     op: ReduceOp, compression: type[Compressor], all_float32: bool, wire: str | None
 ) -> None:
-    assert ReduceOptions(op, compression=compression).wire_format(all_float32) == wire
+    assert ReduceOptions(op, compression=compression).choose_wire_format(all_float32) == wire
 
 
 def test_the_gradient_factor_of_a_reducescatter() -> None:

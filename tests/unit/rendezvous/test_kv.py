@@ -6,7 +6,7 @@ import pytest
 
 from spark_elastic.errors import InvalidInput, StaleGeneration
 from spark_elastic.rendezvous.messages import CompareAndSet, Comparison
-from spark_elastic.rendezvous.server_state import KeyValueLimits, KeyValueStore, generation_scope
+from spark_elastic.rendezvous.server_state import KeyValueLimits, KeyValueStore, name_generation_scope
 
 
 def test_scopes_are_separate() -> None:
@@ -21,7 +21,7 @@ def test_scopes_are_separate() -> None:
 
 
 def test_a_generation_takes_values_only_while_it_is_open() -> None:
-    store, scope = KeyValueStore(), generation_scope(3)
+    store, scope = KeyValueStore(), name_generation_scope(3)
     with pytest.raises(StaleGeneration):
         store.set(scope, "k", b"1")
     store.open(scope)

@@ -14,7 +14,7 @@ from py4j.protocol import Py4JError
 from spark_elastic.spark.dataframes.materialize import _describe_source
 from spark_elastic.spark.dataframes.store_access import check_store_access
 from spark_elastic.spark.executors import ExecutorWatch
-from spark_elastic.spark.preflight import _live_executors
+from spark_elastic.spark.preflight import _count_live_executors
 from spark_elastic.testing.fakes import FakeClock
 from tests.memory_store import make_memory_store
 
@@ -44,7 +44,7 @@ def test_denied_discovery_falls_back_to_registrations_and_logs_it_once(
 
 def test_as_many_probes_as_cores_run_if_executors_cannot_be_counted() -> None:
     context: Any = SimpleNamespace(_jsc=SimpleNamespace(sc=DeniedGateway), defaultParallelism=3)
-    assert _live_executors(context) == 3
+    assert _count_live_executors(context) == 3
 
 
 def test_a_plan_that_cannot_be_looked_at_is_never_the_same() -> None:

@@ -127,8 +127,8 @@ def test_w3_a_rank_with_half_a_state_does_not_report_its_position() -> None:
 
 
 def test_r05_a_state_that_arrives_damaged_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    crc = snapshot_module._crc
-    monkeypatch.setattr(snapshot_module, "_crc", lambda data: crc(data) + (1 if data.nbytes > 400 else 0))
+    crc = snapshot_module._compute_crc
+    monkeypatch.setattr(snapshot_module, "_compute_crc", lambda data: crc(data) + (1 if data.nbytes > 400 else 0))
     damaged: list[int] = []
 
     def work(session: FakeSession) -> Any:
@@ -136,7 +136,7 @@ def test_r05_a_state_that_arrives_damaged_changes_nothing(monkeypatch: pytest.Mo
             weights=Weights(64, fill=float(session.group.rank)), step=session.group.rank
         )
         state.attach(session)
-        monkeypatch.setattr(snapshot_module, "_crc", crc) if session.group.rank == 0 else None
+        monkeypatch.setattr(snapshot_module, "_compute_crc", crc) if session.group.rank == 0 else None
         if session.group.rank == 0:
             state.sync()
             return None

@@ -9,7 +9,7 @@ import torch
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.torch.devices import SlotGpuSelection, select_device
-from spark_elastic.torch.generators import device_rng_state, seeded_rng
+from spark_elastic.torch.generators import get_device_rng_state, seeded_rng
 from spark_elastic.worker.context import get_process_context
 
 
@@ -66,7 +66,7 @@ def test_a_process_that_a_data_loader_forked_leaves_the_gpu_s_generator_alone(
     """CUDA cannot be used in a fork."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.utils.data, "get_worker_info", object)
-    assert device_rng_state() is None
+    assert get_device_rng_state() is None
     with seeded_rng(7):
         drawn = torch.rand(1)
     with seeded_rng(7):

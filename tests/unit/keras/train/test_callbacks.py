@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from elastic_collectives import CollectiveError
-from spark_elastic.keras.train.callbacks import KerasCallbackList, keras_logs
+from spark_elastic.keras.train.callbacks import KerasCallbackList, build_keras_logs
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 PARAMS = {"epochs": 3, "steps": 2, "verbose": 0}
@@ -341,7 +341,7 @@ def test_the_final_weights_are_averaged_if_a_callback_averages_them() -> None:
 
 
 def test_logs_are_those_of_keras() -> None:
-    assert keras_logs({"epoch": 1, "loss": 2.0, "val_loss": 3.0, "rows": 7, "worlds": [2]}) == {
+    assert build_keras_logs({"epoch": 1, "loss": 2.0, "val_loss": 3.0, "rows": 7, "worlds": [2]}) == {
         "loss": 2.0,
         "val_loss": 3.0,
     }

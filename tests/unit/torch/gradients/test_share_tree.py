@@ -16,7 +16,7 @@ def add_up(numbers: list[float], division: Division) -> float:
     slots: list[list[float]] = [[] for _ in range(trees[0].slot_count)]
     for rank, tree in enumerate(trees):
         stack: list[float] = []
-        for share, additions in zip(range(*division.rank_parts(rank)), tree.additions, strict=True):
+        for share, additions in zip(range(*division.get_rank_parts(rank)), tree.additions, strict=True):
             stack.append(numbers[share])
             for _ in range(additions):
                 upper = stack.pop()

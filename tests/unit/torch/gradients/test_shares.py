@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from elastic_collectives import Group, MismatchError
-from spark_elastic.data.plan import share_range
+from spark_elastic.data.plan import compute_rank_shares
 from spark_elastic.errors import InvalidInput
 from spark_elastic.torch.gradients.exchange import GradientExchange
 from spark_elastic.torch.gradients.exchange_options import ExchangeOptions
@@ -40,7 +40,7 @@ NET = Net()  # copied by ranks that are threads, which share torch's generator
 
 def take_steps(group: Group, passes: int = 1) -> list[torch.Tensor | None]:
     """The gradients of the last step; in a world's first step sparse rows have a place in a bucket, too."""
-    net, (first, past) = copy.deepcopy(NET), share_range(SHARES, group.rank, group.size)
+    net, (first, past) = copy.deepcopy(NET), compute_rank_shares(SHARES, group.rank, group.size)
     with GradientExchange(net.named_parameters(), OPTIONS) as exchange:
         for _ in range(STEPS):
             exchange.begin(group, passes)

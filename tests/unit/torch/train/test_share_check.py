@@ -46,7 +46,7 @@ def test_each_share_and_each_rank_is_checked_by_and_by() -> None:
     checks = [check for check in found if check is not None]
     assert {check.share for check in checks} == set(range(SHARES))
     for check in checks:
-        first, past = division.rank_parts(check.owner)
+        first, past = division.get_rank_parts(check.owner)
         assert first <= check.share < past
         assert sorted((check.owner, *check.witnesses)) == [0, 1, 2]
     pairs = Counter(

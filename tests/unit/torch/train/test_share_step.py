@@ -80,7 +80,7 @@ def take_steps(group: Group) -> dict[str, Any]:
             # In the second step the last rank has all shares that it may have.
             unequal = Division((*range(group.size), SHARES))
             division = unequal if number == 1 else Division.equal(group.size, SHARES)
-            own = slice(*division.rank_bounds(ROWS, group.rank))
+            own = slice(*division.compute_rank_bounds(ROWS, group.rank))
             columns = {name: each[own] for name, each in COLUMNS.items()}
             rows = StepRows(0, 0, ROWS, np.arange(ROWS)[own], columns, division)
             batch = build_shares(builder, rows, group.rank)
