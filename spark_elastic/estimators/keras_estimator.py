@@ -30,7 +30,7 @@ from spark_elastic.estimators.keras_objects import (
 from spark_elastic.estimators.params import KerasParams, with_horovod_names
 from spark_elastic.estimators.transformer import try_widths
 from spark_elastic.estimators.validation import FitRequest, build_request
-from spark_elastic.keras.train.archive import Archive, iter_leaves, select_user_objects
+from spark_elastic.keras.train.archive import Archive, iter_leaves, list_optimizers, select_user_objects
 from spark_elastic.keras.train.trainer import KerasTrainProgram, KerasUserObjects
 from spark_elastic.training.spec import TrainSpec
 
@@ -100,7 +100,7 @@ class ElasticKerasEstimator(  # type: ignore[misc,unused-ignore]
         configured = {name: objects.pop(name) for name in _CONFIGURED if name in objects}
         optimizer = configured.get("optimizer")
         names = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern")
-        if any(getattr(optimizer, name, None) for name in names):
+        if any(getattr(each, name, None) for each in list_optimizers(optimizer) for name in names):
             raise InvalidInput(
                 "the optimizer's exclude_from_weight_decay is not saved with an estimator: compile the model with this "
                 "optimizer, and leave the parameter out."

@@ -29,6 +29,7 @@ from spark_elastic.keras.train.archive import (
     find_undecayed,
     iter_leaves,
     iter_model_parts,
+    list_optimizers,
     select_user_objects,
 )
 from spark_elastic.keras.train.batching import BatchBuilder, order_features, order_labels
@@ -257,8 +258,9 @@ def _copy_optimizer(optimizer: Any, custom_objects: Mapping[str, Any] | None) ->
 
 
 def _check_rate_kind(optimizer: Any) -> None:
-    rate = getattr(optimizer, "_learning_rate", None)
-    if callable(rate) and not isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+    rates = [getattr(each, "_learning_rate", None) for each in list_optimizers(optimizer)]
+    schedule = keras.optimizers.schedules.LearningRateSchedule
+    if any(callable(rate) and not isinstance(rate, schedule) for rate in rates):
         raise InvalidInput(
             "the optimizer's learning_rate is a function, whose state no newcomer could take over: give a number, a "
             "schedule of keras.optimizers.schedules, or a callback LearningRateScheduler."
@@ -290,6 +292,11 @@ def _check_steps(model: Any) -> None:
                 f"layer {layer.name!r} is stateful, but no row of a step goes on from one of the step before: build it "
                 "with stateful=False, and give it whole sequences."
             )
+        if any(getattr(v, "overwrite_with_gradient", False) for v in layer._trainable_variables):
+            raise InvalidInput(
+                f"layer {layer.name!r} is quantized to float8, with scales that are maxima, and the workers sum what "
+                "they exchange: train it unquantized, for example with the policy mixed_bfloat16."
+            )
         if isinstance(layer, SyncBatchNormalization):
             raise InvalidInput(
                 f"layer {layer.name!r} is a SyncBatchNormalization, whose forward passes wait for those of the other "
@@ -299,7 +306,7 @@ def _check_steps(model: Any) -> None:
     _check_rate_kind(model.optimizer)
     if isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
         raise InvalidInput("float16 with scaled losses is not supported: use the policy mixed_bfloat16.")
-    if model.optimizer.gradient_accumulation_steps:
+    if any(each.gradient_accumulation_steps for each in list_optimizers(model.optimizer)):
         raise InvalidInput(
             "gradient_accumulation_steps: use backward_passes_per_step of the estimator instead."
         )

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.keras.values import broadcast_variables
+from spark_elastic.keras.values import SEED, broadcast_variables
 from spark_elastic.ops.operations import allreduce_arrays
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.topology import rank, size
@@ -48,9 +48,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         if self._done:
             return
         self._done = True
-        metrics = {id(variable) for variable in self.model.metrics_variables}
+        own = self._local | {id(variable) for variable in self.model.metrics_variables}
         everything = [*self.model.variables, *self.model.optimizer.variables]
-        shared = {id(v): v for v in everything if id(v) not in metrics | self._local}
+        # Random layers go on from their own seeds: with those of one rank, all would drop the same units.
+        shared = {id(v): v for v in everything if id(v) not in own and not v.path.endswith(SEED)}
         broadcast_variables(list(shared.values()), self._root_rank)
 
 
@@ -140,11 +141,11 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         self._epochs = start_epoch, end_epoch
         self._staircase = staircase or not callable(multiplier)
         self._corrects = momentum_correction
-        self._steps = steps_per_epoch
+        self._given_steps = self._steps = steps_per_epoch
         self._epoch = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self._steps = self._steps or (self.params or {}).get("steps")
+        self._steps = self._given_steps or (self.params or {}).get("steps")  # another fit may have others
         if not self._staircase and not self._steps:
             raise InvalidInput(
                 f"{type(self).__name__} needs steps_per_epoch: fit does not know it beforehand."

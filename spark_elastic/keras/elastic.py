@@ -59,6 +59,7 @@ class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc] # unt
         self._state = state
         self._every = batches_per_commit
         self._seen = 0  # since the last commit
+        self._first = 0  # batch of this call, which has several under steps_per_execution
         self._due = False
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -66,9 +67,10 @@ class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc] # unt
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self._commit_if_due()
+        self._first = batch
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._seen += 1
+        self._seen += batch + 1 - self._first
         self._due = self._seen >= self._every
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

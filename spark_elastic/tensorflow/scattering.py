@@ -48,7 +48,8 @@ def alltoall(
         received, counts = _alltoall(rows, splits, name, process_set)
 
         def gradient(upstream: Tensor, _: Tensor) -> Tensor:
-            return _alltoall(upstream, counts, None, process_set)[0]
+            # After tf.gather, for example, it is IndexedSlices.
+            return _alltoall(tf.convert_to_tensor(upstream), counts, None, process_set)[0]
 
         return (received, counts), gradient
 

@@ -29,6 +29,8 @@ _SHARED = re.compile(r', "shared_object_id": \d+')  # an address
 _COUNTED = re.compile(
     r'(?<=[a-z])_\d+"'
 )  # "dense_1": another name in a process that made another model before
+# Keras warns so of an optimizer that was not built when it was saved.
+_NOTHING_TO_LOAD = "Skipping variable loading for optimizer"
 # What a layer is given besides functions.
 _PARTS = (keras.initializers.Initializer, keras.regularizers.Regularizer, keras.constraints.Constraint)
 
@@ -45,7 +47,7 @@ class Archive:
     floatx: str = "float32"
     # The file may come from anywhere, so that Keras refuses lambdas in it.
     safe: bool = False
-    # Numbers of the trainable variables that are excluded from the optimizer's weight decay.
+    # Numbers of the trainable variables that are excluded from their optimizer's weight decay.
     undecayed: tuple[int, ...] = ()
     # The first matrix of each LoRA layer, of which the file has the merged kernel alone.
     adapters: tuple[npt.NDArray[Any], ...] = field(default=(), compare=False)
@@ -91,16 +93,21 @@ class Archive:
             )
         with self.default_dtype(), _make_temporary_file(self.content) as path:
             custom = cloudpickle.loads(self.custom)
-            with warnings.catch_warnings():
-                # An optimizer that has not taken a step has nothing to load.
-                warnings.filterwarnings("ignore", "Skipping variable loading for optimizer")
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.filterwarnings("always", _NOTHING_TO_LOAD)
                 model = keras.saving.load_model(
                     path, custom_objects=custom, compile=True, safe_mode=self.safe
                 )
+            others = [each for each in caught if not str(each.message).startswith(_NOTHING_TO_LOAD)]
+            for each in others:
+                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
             exclude_from_decay(getattr(model, "optimizer", None), model.trainable_variables, self.undecayed)
             # Keras sets both matrices of a LoRA layer to zero, which then have no gradient: they would never learn.
             for variable, value in zip(_find_adapters(model), self.adapters, strict=False):
                 variable.assign(value)
+            if len(caught) > len(others):
+                with keras.saving.custom_object_scope(custom):
+                    _begin_at_weights(model.optimizer, model.trainable_variables)
             return model
 
     @contextmanager
@@ -156,17 +163,35 @@ def _find_adapters(model: Any) -> list[Any]:
     return [getattr(layer, name) for layer in layers for name in names if hasattr(layer, name)]
 
 
+def _begin_at_weights(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Give an optimizer the values that it has when it is built for these weights: Keras built it before it loaded
+    them, and some, such as ScheduleFreeAdamW, keep a copy."""
+    fresh = type(optimizer).from_config(optimizer.get_config())
+    fresh.build(variables)
+    for variable, value in zip(optimizer.variables, fresh.variables, strict=True):
+        variable.assign(value)
+
+
+def list_optimizers(optimizer: Any) -> list[Any]:
+    """Those of a MultiOptimizer; else the optimizer itself, which may be any value."""
+    return list(getattr(optimizer, "optimizers", [optimizer]))
+
+
 def find_undecayed(optimizer: Any, variables: Sequence[Any]) -> tuple[int, ...]:
     """Numbers of the variables that were excluded from the weight decay of a Keras optimizer."""
-    if getattr(optimizer, "weight_decay", None) is None:
-        return ()
-    return tuple(number for number, v in enumerate(variables) if not optimizer._use_weight_decay(v))
+    find = getattr(optimizer, "_optimizer_map", lambda variable: optimizer)  # a MultiOptimizer has several
+    return tuple(
+        number
+        for number, v in enumerate(variables)
+        if getattr(found := find(v), "weight_decay", None) is not None and not found._use_weight_decay(v)
+    )
 
 
 def exclude_from_decay(optimizer: Any, variables: Sequence[Any], undecayed: Sequence[int]) -> None:
     """Exclude what `find_undecayed` found; `variables` may be those of a copy."""
     if undecayed:
-        optimizer.exclude_from_weight_decay(var_list=[variables[number] for number in undecayed])
+        for each in list_optimizers(optimizer):
+            each.exclude_from_weight_decay(var_list=[variables[number] for number in undecayed])
 
 
 def collect_custom_objects(model: Any) -> dict[str, Any]:
@@ -226,8 +251,7 @@ def iter_model_parts(model: Any) -> Iterator[Any]:
         yield from _iter_arguments(layer, makers)
     optimizer = getattr(model, "optimizer", None)  # there is no such attribute before compile()
     if optimizer is not None:
-        yield optimizer
-        yield optimizer._learning_rate
+        yield from iter_leaves(optimizer)
     yield from iter_leaves(getattr(getattr(model, "_compile_config", None), "config", {}))
 
 
@@ -259,11 +283,13 @@ def _is_inner(own: Any) -> bool:
 
 def iter_leaves(configured: Any) -> Iterator[Any]:
     """Objects and functions among what a model is compiled with, at any depth, and what these are made of: the schedule
-    of an optimizer, the function of a MeanMetricWrapper."""
+    of an optimizer, those of a MultiOptimizer, the function of a MeanMetricWrapper."""
     for leaf in keras.tree.flatten(configured):
         if leaf is not None and not isinstance(leaf, str | float | int | bool):
             yield leaf
-            if hasattr(leaf, "_learning_rate"):
-                yield leaf._learning_rate
+            optimizers = list_optimizers(leaf)
+            rates = (getattr(each, "_learning_rate", None) for each in optimizers)
+            parts = (*optimizers, *rates, getattr(leaf, "_optimizer_map", None))
+            yield from (part for part in parts if part is not None)
             if type(leaf) is keras.metrics.MeanMetricWrapper:
                 yield leaf._fn

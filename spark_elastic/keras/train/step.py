@@ -7,6 +7,7 @@ forward). Main thread only.
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from spark_elastic.keras.train.compiled import (
     find_loss_arguments,
 )
 from spark_elastic.keras.train.state import KerasTrainingState, read_value
+from spark_elastic.keras.values import SEED
 from spark_elastic.ops.flat_allreduce import FlatAllreduce
 from spark_elastic.protocol.types import MembershipVersion, Position
 from spark_elastic.training.batch import LocalBatch
@@ -33,9 +35,6 @@ from spark_elastic.training.step_summary import StepDecision, StepSummary, excha
 from spark_elastic.training.trainer import WorkClock, defer_interrupts, describe_dependent_layers
 
 Array = npt.NDArray[Any]
-
-
-_SEED = "seed_generator_state"
 
 
 class RunningStats:
@@ -48,13 +47,13 @@ class RunningStats:
 
     def __init__(self, model: Any) -> None:
         layers = model._flatten_layers()
-        frozen = {id(v) for layer in layers if not layer.trainable for v in layer.weights}
+        frozen = {id(v) for layer in layers if not layer.trainable for v in _list_unwritten(layer)}
         # Of metrics `CompiledMetrics` takes care, and of seeds `begin`.
         written = [v for v in model.non_trainable_weights if id(v) not in frozen]
         floats = [v for v in written if np.dtype(_numpy_dtype(v)).kind == "f"]
         self.variables = list({id(v): v for v in [*floats, *_find_normalized(layers)]}.values())
         self._counters = [v for v in written if np.dtype(_numpy_dtype(v)).kind in "iub"]
-        self._seeds = [v for v in model.variables if v.path.endswith(_SEED)]
+        self._seeds = [v for v in model.variables if v.path.endswith(SEED)]
         # Of `variables` and `_counters`, before the step.
         self._before: list[Array] = []
         self._changes: list[Array | None] = []
@@ -109,6 +108,13 @@ class RunningStats:
             variable.assign(count)
 
 
+def _list_unwritten(layer: Any) -> list[Any]:
+    """Weights of a frozen layer that its forward pass leaves alone: all of Keras's own layers, but for
+    SpectralNormalization; one of the user's may go on to write its state."""
+    is_keras = type(layer).__module__.startswith("keras.")
+    return [*layer._trainable_variables, *(layer._non_trainable_variables if is_keras else ())]
+
+
 def _find_normalized(layers: Sequence[Any]) -> list[Any]:
     """Weights that a forward pass writes although they are trainable, or although their layer is frozen."""
     normalized = [layer for layer in layers if isinstance(layer, keras.layers.SpectralNormalization)]
@@ -127,7 +133,7 @@ def _dependent_layers(model: Any) -> Iterator[tuple[str, str]]:
             continue
         if type(layer).__name__ == "BatchNormalization":
             yield layer.name, "BatchNormalization: statistics of each worker's own rows"
-        elif any(v.path.endswith(_SEED) for v in layer.variables) and not list(layer._layers):
+        elif any(v.path.endswith(SEED) for v in layer.variables) and not list(layer._layers):
             # Cells of RNNs have a seed even if they drop nothing.
             rates = [getattr(layer, name, None) for name in ("dropout", "recurrent_dropout")]
             if rates != [0, 0]:
@@ -253,8 +259,14 @@ class TrainStep:
         self._optimizer_step = OptimizerStep(model, eager)
         self._running_stats, self._ledger, self.work = RunningStats(model), ledger, WorkClock()
         self._count = len(model.trainable_variables)
-        variables = [*model.trainable_variables, *self._running_stats.variables]
-        self._exchange = FlatAllreduce([tuple(v.shape) for v in variables], [str(v.dtype) for v in variables])
+        weights, stats = model.trainable_variables, self._running_stats.variables
+        # Statistics, which float16 may not hold, travel uncompressed, and with the gradients if these do so, too.
+        apart = bool(stats) and config.gradient_compression is not None
+        parts = [weights, stats] if apart else [[*weights, *stats]]
+        self._exchanges = [
+            FlatAllreduce([tuple(v.shape) for v in part], [str(v.dtype) for v in part]) for part in parts
+        ]
+        self._layout_hash = zlib.crc32(repr([each.layout_hash for each in self._exchanges]).encode())
 
     def run(
         self,
@@ -283,12 +295,12 @@ class TrainStep:
             gradients, loss = self._backward(batch, factors)
             worked = self.work.take()
             sent = [*gradients, *self._running_stats.take_changes(group)]
-            sums = self._exchange.allreduce(group, sent, self._config.gradient_compression)
+            sums = self._allreduce(group, sent)
             self._metrics.gather(group)
             summary = StepSummary(
                 position,
                 version,
-                self._exchange.layout_hash,
+                self._layout_hash,
                 rows=len(batch),
                 loss=loss * batch.planned,
                 denominator=float(len(batch)),
@@ -344,7 +356,14 @@ class TrainStep:
         return decision
 
     def close(self) -> None:
-        self._exchange.close()
+        for exchange in self._exchanges:
+            exchange.close()
+
+    def _allreduce(self, group: Group, sent: Sequence[Array | None]) -> list[Array]:
+        first, *rest = self._exchanges
+        end = self._count if rest else len(sent)
+        sums = first.allreduce(group, sent[:end], self._config.gradient_compression)
+        return [*sums, *(each for stats in rest for each in stats.allreduce(group, sent[end:], None))]
 
     def _backward(
         self, batch: LocalBatch[Array], factors: Sequence[float]

@@ -70,6 +70,13 @@ def build_stateful() -> Any:
     return model
 
 
+def build_float8() -> Any:
+    model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(16, name="narrow")])
+    model.layers[0].quantize("float8")
+    model.compile("sgd", "mse")
+    return model
+
+
 def values(**changes: Any) -> dict[str, Any]:
     estimator = ElasticKerasEstimator(feature_cols="x", label_cols="y", num_workers=1, **changes)
     return estimator._values
@@ -106,6 +113,7 @@ def values(**changes: Any) -> dict[str, Any]:
         ({"model": build_synchronised}, "SyncBatchNormalization, whose forward passes wait"),
         ({"model": build_stateful}, "is stateful, but no row of a step goes on"),
         ({"model": build_masked}, "carries a mask"),
+        ({"model": build_float8}, "layer 'narrow' is quantized to float8, with scales"),
         ({"model": net, "optimizer": "sgd", "loss": {"none": "mse"}}, "the loss does not fit the model's"),
         (
             {"model": net, "optimizer": "sgd", "loss": keras.losses.MeanSquaredError(reduction=None)},
@@ -274,6 +282,31 @@ def test_several_optimizers_take_no_common_rate() -> None:
     assert check_keras_objects(values(**given)).model.load().optimizer.optimizers
     with pytest.raises(InvalidInput, match="MultiOptimizer has no learning rate of its own"):
         check_keras_objects(values(**given, learning_rate=0.1))
+
+
+@pytest.mark.skipif(
+    not hasattr(keras.optimizers, "MultiOptimizer"), reason="this Keras has no MultiOptimizer"
+)
+def test_each_of_several_optimizers_is_checked_and_kept_as_one_would_be() -> None:
+    def combine(optimizer: Any) -> Any:
+        places = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1), {".*kernel": optimizer})
+        return {"optimizer": keras.optimizers.MultiOptimizer(places), "loss": "mse"}
+
+    for optimizer, sentence in (
+        (keras.optimizers.SGD(lambda: 0.1), "learning_rate is a function"),
+        (keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), "use backward_passes_per_step"),
+    ):
+        with pytest.raises(InvalidInput, match=sentence):
+            check_keras_objects(values(model=net(), **combine(optimizer)))
+    optimizer = keras.optimizers.AdamW(Warmup(0.5), weight_decay=0.5)
+    optimizer.exclude_from_weight_decay(var_names=["kernel"])
+    given = combine(optimizer)
+    trained = check_keras_objects(values(model=net(), **given)).model.load()
+    found = trained.optimizer.optimizers[0]
+    assert found._learning_rate.peak == 0.5
+    assert not found._use_weight_decay(trained.trainable_variables[0])
+    with pytest.raises(InvalidInput, match="exclude_from_weight_decay is not saved with an estimator"):
+        ElasticKerasEstimator()._pack_objects({"model": net(), **given})
 
 
 def weighted_crossentropy(y: Any, logits: Any) -> Any:

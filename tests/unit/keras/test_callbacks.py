@@ -113,6 +113,36 @@ def test_commits_can_be_rarer_and_a_fit_of_the_rest_is_left_alone() -> None:
     assert [batch for _, batch in seen.steps] == [2, 3, 4, 5]
 
 
+def test_commits_count_the_batches_of_a_call() -> None:
+    state = Position()
+    commit = hvd.elastic.CommitStateCallback(state, batches_per_commit=4)
+    model = build_compiled(steps_per_execution=2)
+    model.fit(X, Y, batch_size=2, verbose=0, callbacks=[commit])
+    assert state.commits == 3  # of 12 batches
+
+
+def test_a_schedule_takes_the_steps_of_each_fit() -> None:
+    rates: list[float] = []
+
+    class Rates(keras.callbacks.Callback):  # type: ignore[misc] # untyped
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            rates.append(round(float(np.asarray(self.model.optimizer.learning_rate)), 4))
+
+    ramp = hvd.callbacks.LearningRateScheduleCallback(1.0, lambda epoch: epoch, staircase=False)
+    for batch_size in (6, 12):
+        build_compiled().fit(X, Y, batch_size=batch_size, verbose=0, callbacks=[ramp, Rates()])
+    assert rates == [0.0, 0.25, 0.5, 0.75, 0.0, 0.5]
+
+
+def test_ranks_keep_their_own_seeds_of_random_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Any] = []
+    monkeypatch.setattr(schedules, "broadcast_variables", lambda variables, root: sent.extend(variables))
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    model.fit(X, Y, verbose=0, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    assert {id(v) for v in sent} == {id(v) for v in [*model.weights, *model.optimizer.variables]}
+
+
 def test_learning_rates_follow_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedules, "size", lambda: 4)
     rates: list[float] = []

@@ -107,6 +107,8 @@ def test_gradients_have_the_factors_of_horovod(world: World) -> None:
         assert sent.tolist() == [[1.5 * rank] * 2] * 2
         swapped = gradient(lambda v: tf.reduce_sum(hvd.alltoall(v) * weights))
         assert swapped.tolist() == [[1, 1], [2, 2]]
+        gathered = gradient(lambda v: tf.reduce_sum(tf.gather(hvd.alltoall(v), [0, 0]) * weights))
+        assert gathered.tolist() == ([[2, 2], [4, 4]] if rank == 0 else [[0, 0], [0, 0]])
         scattered = gradient(lambda v: tf.reduce_sum(hvd.reducescatter(v, op=hvd.Sum) * weights[:1]))
         assert scattered.tolist() == [[2, 2], [4, 4]]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from typing import Any
 
 import keras
@@ -102,3 +103,74 @@ def test_a_layer_with_adapters_still_learns() -> None:
     found = archive.with_weights(save_model(trained)).load()
     np.testing.assert_allclose(found(X), trained(X), rtol=1e-5, atol=1e-6)
     assert np.any(found.layers[0].lora_kernel_a.numpy())
+
+
+@pytest.mark.skipif(
+    not hasattr(keras.optimizers, "ScheduleFreeAdamW"), reason="this Keras has no ScheduleFreeAdamW"
+)
+@pytest.mark.parametrize(("steps", "adapts"), [(0, False), (0, True), (2, False)])
+def test_an_optimizer_that_keeps_a_copy_of_the_weights_has_that_of_the_loaded_ones(
+    steps: int, adapts: bool
+) -> None:
+    model = net()
+    if adapts:
+        model.layers[0].enable_lora(1)
+    model.compile(keras.optimizers.ScheduleFreeAdamW(0.1), "mse")
+    for _ in range(steps):
+        model.train_on_batch(X, Y)
+    loaded = Archive.of(model).load()
+    assert model.optimizer.built == (steps > 0), "the user's own optimizer was built"
+    model.optimizer.build(model.trainable_variables)
+    for ours, theirs in zip(loaded.optimizer.variables, model.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_warnings_of_keras_reach_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    archive, load = Archive.of(net()), keras.saving.load_model
+
+    def warn_and_load(*args: Any, **how: Any) -> Any:
+        warnings.warn("of the file", UserWarning, stacklevel=1)
+        return load(*args, **how)
+
+    monkeypatch.setattr(keras.saving, "load_model", warn_and_load)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        archive.load()
+    assert "of the file" in [str(each.message) for each in caught]
+
+
+class Halved(keras.optimizers.schedules.LearningRateSchedule):
+    def __call__(self, step: Any) -> Any:
+        return 0.5
+
+    def get_config(self) -> dict[str, Any]:
+        return {}
+
+
+class OwnAdamW(keras.optimizers.AdamW):  # type: ignore[misc,unused-ignore] # untyped
+    """Of the user's."""
+
+
+def choose_optimizer(variable: Any) -> Any:
+    return OwnAdamW(Halved(), weight_decay=0.5)
+
+
+@pytest.mark.skipif(
+    not hasattr(keras.optimizers, "MultiOptimizer"), reason="this Keras has no MultiOptimizer"
+)
+@pytest.mark.parametrize("how", ["by name", "by function"])
+def test_optimizers_of_a_multi_optimizer_are_those_of_the_user(how: str) -> None:
+    """Their classes, their schedules, and what each excludes from its weight decay."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2, name="one"), keras.layers.Dense(1)])
+    kept = OwnAdamW(Halved(), weight_decay=0.5)
+    kept.exclude_from_weight_decay(var_names=["bias"])
+    others = keras.optimizers.AdamW(weight_decay=0.5)
+    others.exclude_from_weight_decay(var_names=["kernel"])
+    places = keras.optimizers.OptimizerMap(others, {".*one/.*": kept})
+    model.compile(keras.optimizers.MultiOptimizer(places if how == "by name" else choose_optimizer), "mse")
+    loaded = Archive.of(model).load()
+    find, variables = loaded.optimizer._optimizer_map, loaded.trainable_variables
+    assert type(find(variables[0])) is OwnAdamW
+    assert type(find(variables[0])._learning_rate) is Halved
+    if how == "by name":
+        assert [find(v)._use_weight_decay(v) for v in variables] == [True, False, False, True]
