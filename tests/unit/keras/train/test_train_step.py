@@ -46,6 +46,7 @@ def take_step(model: Any, group: Group, compression: str | None) -> None:
     structure = Structure(inputs=lambda arrays: arrays[0], outputs=lambda values: values[0])
     losses = CompiledLosses(model, X, model(X))
     metrics = CompiledMetrics(model, losses.names, structure.outputs, eager=True)
+    metrics.build(X, model(X))
     state = KerasTrainingState(model.weights, [], NoCallbacks(), TrainingProgress())
     config = FitConfig(feature_cols=("x",), label_cols=("y",), gradient_compression=compression)
     step = TrainStep(config, model, state, losses, structure, metrics, Ledger())
