@@ -318,6 +318,8 @@ class EngineGroup(ReducingGroup):
 
     def abort(self, reason: str) -> None:
         if os.getpid() != self._pid:
+        # Peers get it as UTF-8, which has no lone surrogates.
+        reason = reason.encode("utf-8", "backslashreplace").decode()
             return  # the memory that this process shares with its parent is the parent's group's
         self._native.abort(reason)
         for group in self._end(reason):
