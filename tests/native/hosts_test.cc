@@ -140,6 +140,17 @@ TEST(hosts, closing_under_a_running_collective_is_safe) {
   }
 }
 
+TEST(hosts, memory_of_one_member_never_runs_into_that_of_the_next) {
+  constexpr size_t kRegion = size_t{16} << 20;
+  const auto segment = Segment::create({Fence{1, 1}, makeNonce(), 2});
+  MemoryPool pool(segment, 0, kRegion);
+  const auto first = pool.allocate(kRegion / 4 * 3);
+  CHECK(first != nullptr);
+  CHECK(pool.allocate(kRegion / 2) == nullptr);
+  CHECK(pool.allocate(kRegion / 4) != nullptr);
+  CHECK(pool.allocate(1) == nullptr);
+}
+
 TEST(hosts, memory_outlives_its_group) {
   Ranks ranks(2, 1, kTimeout, {0, 0});
   std::vector<std::shared_ptr<Memory>> kept(2);
