@@ -356,6 +356,7 @@ void Mesh::wait(Lock& lock, const std::function<bool()>& done, const char* what)
     }
   }
   returnHandshakes();
+  if (progress_ != nullptr) progress_->fetch_add(1, std::memory_order_relaxed);
 }
 
 // Returns how long this process or its machine was stopped; that time does not count against peers.
@@ -438,10 +439,12 @@ void Mesh::removeFd(int fd) {
   if (externalFds_.erase(fd) > 0) unwatch(fd);
 }
 
-void Mesh::observeFailure(std::function<void(const Failure&)> onFailure, std::atomic<uint32_t>* heartbeat) {
+void Mesh::observeFailure(std::function<void(const Failure&)> onFailure, std::atomic<uint32_t>* heartbeat,
+                          std::atomic<uint32_t>* progress) {
   Lock lock(mu_);
   onFailure_ = std::move(onFailure);
   heartbeat_ = heartbeat;
+  progress_ = progress;
   if (failure_ && onFailure_) onFailure_(*failure_);
 }
 

@@ -69,8 +69,9 @@ class Mesh : public gloo::transport::Context {
   void addFd(int fd, OnEvents onEvents);  // needs the mutex
   void removeFd(int fd);                  // needs the mutex
   // Registers a callback for the failure, called with the mutex held, at once if the group has failed. `heartbeat` is
-  // incremented each time the event loop runs.
-  void observeFailure(std::function<void(const Failure&)> onFailure, std::atomic<uint32_t>* heartbeat);
+  // incremented each time the event loop runs, `progress` each time a wait for a peer has succeeded.
+  void observeFailure(std::function<void(const Failure&)> onFailure, std::atomic<uint32_t>* heartbeat,
+                      std::atomic<uint32_t>* progress);
   // Runs the event loop once without waiting. Throws the failure if the group has failed.
   void pollOnce();
   // Does the periodic work of a wait for `ranks` that began at `begin`.
@@ -133,6 +134,7 @@ class Mesh : public gloo::transport::Context {
   std::unordered_map<int, OnEvents> externalFds_;
   std::function<void(const Failure&)> onFailure_;
   std::atomic<uint32_t>* heartbeat_ = nullptr;
+  std::atomic<uint32_t>* progress_ = nullptr;
   Call call_;                                                       // the current or last collective of this rank
   Clock::time_point resumeAcceptingAt_ = Clock::time_point::max();  // until then the listening socket is not polled
   size_t unexpectedBytes_ = 0;                                      // buffered bytes without a posted receive

@@ -217,5 +217,8 @@ TEST(hosts, a_timeout_holds_whatever_that_of_the_hosts_first_rank_is) {
     ended++;
     throw std::runtime_error(why);
   });
-  for (size_t r : {0, 1}) CHECK(thrown[r].find("rank 1: shared memory timed out") != std::string::npos);
+  for (size_t r : {0, 1}) {
+    CHECK(thrown[r].find("rank 1: shared memory timed out") != std::string::npos);
+    CHECK(thrown[r].find("waiting for rank(s) 0, which wait for other hosts") != std::string::npos);
+  }
 }

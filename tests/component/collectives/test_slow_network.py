@@ -46,6 +46,12 @@ def adasum(group: Group) -> bool:
     return np.allclose(array, 3.0)
 
 
+def reduce(group: Group) -> bool:
+    array = np.full(2 * STATE, group.rank + 1, np.uint8)
+    group.allreduce(array)
+    return bool((array == 6).all())
+
+
 @pytest.mark.parametrize("work", [broadcast, allgather, alltoall, adasum])
 def test_a_large_operation_over_a_slow_network_does_not_time_out(
     monkeypatch: pytest.MonkeyPatch, work: Callable[[Group], bool]
@@ -53,6 +59,11 @@ def test_a_large_operation_over_a_slow_network_does_not_time_out(
     monkeypatch.setattr(engine, "BROADCAST_PART", 1_000_000)
     seconds = run(2, work, None)
     assert seconds > TIMEOUT + 2.0  # or it shows nothing
+
+
+def test_a_host_whose_first_rank_exchanges_over_a_slow_network_waits_for_it_as_long_as_bytes_flow() -> None:
+    seconds = run(3, reduce, [[0, 1], [0, 1], [2]])
+    assert seconds > 2 * TIMEOUT + 3.0  # or it shows nothing
 
 
 def run(size: int, work: Callable[[Group], bool], local: list[list[int]] | None) -> float:
