@@ -83,6 +83,12 @@ class Mesh : public gloo::transport::Context {
   friend class Pair;
   friend class Buffer;
 
+  // Returns the handshakes in progress however a wait ends, a failure included.
+  struct HandshakesReturner {
+    Mesh& mesh;  // its mutex is held
+    ~HandshakesReturner() { mesh.returnHandshakes(); }
+  };
+
   Pair& pair(int rank);
   void checkLocked() const;
   void abortLocked(Cause cause, std::vector<int> ranks, const std::string& reason);
@@ -99,6 +105,7 @@ class Mesh : public gloo::transport::Context {
   void doPeriodicWork(Clock::time_point begin);
   void dispatch(int fd, uint32_t events);
   void acceptConnections();
+  bool mustHandshakesEndFirst();
   PendingConnection& addPending(PendingConnection incoming);
   void pauseAccepting();
   void resumeAccepting();

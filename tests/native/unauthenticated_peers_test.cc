@@ -157,6 +157,43 @@ TEST(unauthenticated_peers, a_later_group_completes_a_handshake_that_another_gro
   CHECK(later.end() == "the test is over");
 }
 
+TEST(unauthenticated_peers, a_later_group_completes_a_handshake_that_a_failed_group_began) {
+  for (int timeout : {10000, 100}) {
+    Waiting first(std::make_shared<Endpoint>(kKey, "127.0.0.1", 0, 0, ""), Fence{1, 5}, timeout);
+    Dial early(*first.endpoint);
+    const Hello hello = helloTo(1, {1, 5, 9});
+    const Proof proof = early.proofAfter(hello);
+    if (timeout == 100) first.thread.join();
+    if (timeout != 100) CHECK(first.end() == "the test is over");
+    Waiting later(first.endpoint, hello.fence);
+    early.sendAll(&proof, sizeof proof);
+    CHECK(early.receivesBarrier());
+  }
+}
+
+// Peers that hold the key open a connection for each of their groups, however many those are.
+TEST(unauthenticated_peers, no_peer_is_cut_because_it_has_many_groups) {
+  constexpr uint64_t kGroups = 150;
+  Waiting first;
+  std::vector<std::unique_ptr<Dial>> dials;
+  std::vector<Hello> hellos;
+  for (uint64_t channel = 1; channel <= kGroups; channel++) {
+    hellos.push_back(helloTo(1, {1, 5, channel}));
+    dials.push_back(std::make_unique<Dial>(*first.endpoint));
+    dials.back()->sendAll(&hellos.back(), sizeof(Hello));
+  }
+  for (size_t i = 0; i < kGroups; i++) {
+    Challenge challenge;
+    CHECK(dials[i]->receive(&challenge, sizeof challenge));
+    const Proof proof{computeMac(kKey, "dial", hellos[i], challenge.nonce)};
+    dials[i]->sendAll(&proof, sizeof proof);
+  }
+  for (size_t i : {size_t{0}, size_t{kGroups} / 2, size_t{kGroups} - 1}) {
+    Waiting later(first.endpoint, hellos[i].fence);
+    CHECK(dials[i]->receivesBarrier());
+  }
+}
+
 // A new connection makes the mesh check all handshakes whose deadline has passed: one that answers slowly, one that
 // answered while no group polled, and one that has not sent anything yet.
 TEST(unauthenticated_peers, no_handshake_fails_because_a_rank_computes_for_long) {
