@@ -4,6 +4,7 @@
 
 #include <array>
 #include <chrono>
+#include <cstring>
 #include <memory>
 #include <numeric>
 
@@ -70,7 +71,11 @@ void translate(std::exception_ptr error) {
     if (error) std::rethrow_exception(error);
   } catch (const Failure& failure) {
     try {
-      errorRaiser()(static_cast<int>(failure.cause), failure.ranks, failure.what());
+      // A peer may have sent any bytes.
+      const py::object reason = py::reinterpret_steal<py::object>(
+          PyUnicode_DecodeUTF8(failure.what(), static_cast<ssize_t>(std::strlen(failure.what())), "replace"));
+      if (!reason) throw py::error_already_set();
+      errorRaiser()(static_cast<int>(failure.cause), failure.ranks, reason);
     } catch (py::error_already_set& raised) {
       raised.restore();
     }

@@ -43,13 +43,14 @@ LocalGroup::LocalGroup(std::shared_ptr<Segment> segment, LivenessSockets livenes
     // Wakes members that wait in their mesh; a failed send does not matter.
     if (liveness_.own.get() >= 0) send(liveness_.own.get(), "", 1, MSG_NOSIGNAL);
   };
-  mesh_.observeFailure(publishFailure, &segment_->memberState(self_).heartbeat);
+  MemberState& state = segment_->memberState(self_);
+  mesh_.observeFailure(publishFailure, &state.heartbeat, &state.progress);
 }
 
 LocalGroup::~LocalGroup() { close(); }
 
 void LocalGroup::close() {
-  mesh_.observeFailure(nullptr, nullptr);
+  mesh_.observeFailure(nullptr, nullptr, nullptr);
   const auto lock = mesh_.lock();
   for (auto& other : liveness_.others) {
     mesh_.removeFd(other.get());

@@ -60,9 +60,10 @@ std::chrono::microseconds spinFor(size_t members) {
 struct SharedBarrier::WaitState {
   Clock::time_point begin = Clock::now();
   Clock::time_point nextReport = begin + kReportInterval, nextTimeoutCheck = begin;
-  // Since when only members that wait for other hosts are missing.
+  // Since when only members that wait for other hosts are missing, without progress.
   Clock::time_point onlyCrossHostSince = Clock::time_point::max();
   std::vector<uint32_t> heartbeats;
+  uint32_t progress = 0;  // of all missing members
 };
 
 SharedBarrier::SharedBarrier(std::shared_ptr<Segment> segment, std::vector<int> ranks, int self, Mesh& mesh)
@@ -173,33 +174,39 @@ Failure SharedBarrier::makeLossFailure(int member) const {
                      ", on the same host: its process has ended, or it has closed the group");
 }
 
-// A member that waits for other hosts will report the cause itself, as long as it is alive and has a deadline.
+// A member that waits for other hosts will report the cause itself, as long as it is alive and has a deadline. That
+// deadline is for one of its many waits, so each that succeeds gives it as much time again.
 void SharedBarrier::failOnTimeout(WaitState& watch) {
   const auto now = Clock::now();
-  std::vector<int> ranks;
+  std::vector<int> ranks, acrossHosts;
   std::vector<uint32_t> heartbeats;
-  std::string names;
+  uint32_t progress = 0;
   for (int m : missing()) {
     const MemberState& state = segment_->memberState(m);
     const size_t nth = heartbeats.size();
+    progress += state.progress.load(std::memory_order_relaxed);
     heartbeats.push_back(state.heartbeat.load(std::memory_order_relaxed));
     const bool crossHost = state.crossHost.load(std::memory_order_relaxed) != CrossHost::kIdle;
     const bool alive = nth >= watch.heartbeats.size() || watch.heartbeats[nth] != heartbeats[nth];
-    if (crossHost && (watch.onlyCrossHostSince > now || alive)) continue;
-    ranks.push_back(ranks_[static_cast<size_t>(m)]);
-    names += (names.empty() ? "" : ", ") + std::to_string(ranks.back());
+    const bool excused = crossHost && (watch.onlyCrossHostSince > now || alive);
+    (excused ? acrossHosts : ranks).push_back(ranks_[static_cast<size_t>(m)]);
   }
-  watch.onlyCrossHostSince = std::min(watch.onlyCrossHostSince, now);
+  if (watch.onlyCrossHostSince > now || progress != watch.progress) watch.onlyCrossHostSince = now;
+  watch.progress = progress;
   if (ranks.empty() && now < watch.onlyCrossHostSince + mesh_.limit() + kGrace) {
     watch.heartbeats = std::move(heartbeats);
     watch.nextTimeoutCheck = now + kSilenceLimit;
     return;
   }
   if (isReleased()) return;
+  const bool onlyAcrossHosts = ranks.empty();
+  if (onlyAcrossHosts) ranks = std::move(acrossHosts);
+  std::string names;
+  for (int rank : ranks) names += (names.empty() ? "" : ", ") + std::to_string(rank);
   mesh_.abort(Cause::kTimeout, ranks,
               "rank " + std::to_string(mesh_.rank) + ": shared memory timed out after " +
-                  std::to_string(mesh_.limit().count()) + " ms, waiting for " +
-                  (names.empty() ? "other hosts" : "rank(s) " + names));
+                  std::to_string(mesh_.limit().count()) + " ms, waiting for rank(s) " + names +
+                  (onlyAcrossHosts ? ", which wait for other hosts" : ""));
   mesh_.check();
 }
 

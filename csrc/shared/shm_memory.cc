@@ -10,8 +10,6 @@ namespace elastic {
 namespace {
 
 constexpr size_t kPage = 4096;
-constexpr uint64_t kRegion =
-    uint64_t{1} << 40;  // range of offsets per member: the file is sparse, offsets are not reused
 constexpr size_t kMaxViews = 256;
 
 size_t roundUp(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
@@ -27,7 +25,7 @@ struct Memory::Registry {
   std::shared_ptr<Segment> segment;
   std::mutex mutex;                       // guards the members below
   std::map<const char*, Extent> extents;  // by address
-  uint64_t next = 0;
+  uint64_t next = 0, end = 0;  // of what is left of this member's region
 
   void drop(const char* data) {
     std::lock_guard<std::mutex> lock(mutex);
@@ -53,10 +51,11 @@ Memory::~Memory() {
   munmap(data_, bytes_);
 }
 
-MemoryPool::MemoryPool(std::shared_ptr<Segment> segment, int member)
+MemoryPool::MemoryPool(std::shared_ptr<Segment> segment, int member, uint64_t region)
     : segment_(std::move(segment)), registry_(std::make_shared<Memory::Registry>()) {
   registry_->segment = segment_;
-  registry_->next = kRegion * (static_cast<uint64_t>(member) + 1);
+  registry_->next = region * (static_cast<uint64_t>(member) + 1);
+  registry_->end = registry_->next + region;
 }
 
 MemoryPool::~MemoryPool() { dropViews(); }
@@ -65,7 +64,8 @@ std::shared_ptr<Memory> MemoryPool::allocate(size_t bytes) {
   const size_t room = roundUp(bytes);
   std::lock_guard<std::mutex> lock(registry_->mutex);
   const auto offset = static_cast<off_t>(registry_->next);
-  if (room >= kRegion || fallocate(segment_->fd(), 0, offset, static_cast<off_t>(room)) != 0) return nullptr;
+  if (room > registry_->end - registry_->next ||
+      fallocate(segment_->fd(), 0, offset, static_cast<off_t>(room)) != 0) return nullptr;
   registry_->next += room;
   void* memory = mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, segment_->fd(), offset);
   if (memory == MAP_FAILED) {

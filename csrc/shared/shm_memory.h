@@ -38,10 +38,11 @@ class Memory {
 // The memory that this member has allocated, and its mappings of the other members' memory.
 class MemoryPool {
  public:
-  MemoryPool(std::shared_ptr<Segment> segment, int member);
+  // region: bytes of the file that each member may allocate in its life; the file is sparse, offsets are not reused.
+  MemoryPool(std::shared_ptr<Segment> segment, int member, uint64_t region = uint64_t{1} << 40);
   ~MemoryPool();
 
-  // Null if the host has no room. Any thread.
+  // Null if the host or this member's region has no room. Any thread.
   std::shared_ptr<Memory> allocate(size_t bytes);
   // Writes into the descriptor where an operand of this member lies.
   void describeOperand(const void* data, size_t bytes, CallDescriptor& descriptor) const;

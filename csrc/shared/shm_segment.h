@@ -30,6 +30,7 @@ struct alignas(64) MemberState {
   std::atomic<uint32_t> arrived;  // number of barriers it has arrived at
   std::atomic<CrossHost> crossHost;
   std::atomic<uint32_t> heartbeat;  // incremented while it waits for other hosts
+  std::atomic<uint32_t> progress;   // number of its waits for other hosts that have succeeded
 };
 
 // The collective that a member has called, and where its operand lies.

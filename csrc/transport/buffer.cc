@@ -2,6 +2,8 @@
 
 #include <gloo/common/error.h>
 
+#include <utility>
+
 #include "transport/pair.h"
 
 namespace elastic {
@@ -17,32 +19,33 @@ Buffer::~Buffer() {
 }
 
 // Gloo passes the timeout that the group was created with; the mesh knows the current one.
-bool Buffer::waitRecv(int* rank, std::chrono::milliseconds) { return wait(received_, recvAborted_, rank, "receive"); }
+bool Buffer::waitRecv(int* rank, std::chrono::milliseconds) { return wait(received_, rank, "receive"); }
 
-bool Buffer::waitSend(int* rank, std::chrono::milliseconds) { return wait(sent_, sendAborted_, rank, "send"); }
+bool Buffer::waitSend(int* rank, std::chrono::milliseconds) { return wait(sent_, rank, "send"); }
 
-bool Buffer::wait(std::deque<int>& done, bool& aborted, int* rank, const char* what) {
+// The timeout is for one frame, so that an operation of any size may take as long as it needs.
+bool Buffer::wait(Completions& done, int* rank, const char* what) {
   Mesh::Lock lock(mesh_.mu_);
-  mesh_.wait(
-      lock, [&] { return aborted || !done.empty(); }, what);
-  if (aborted) {
-    aborted = false;
-    return false;
-  }
-  if (rank != nullptr) *rank = done.front();
-  done.pop_front();
+  do {
+    const size_t frames = done.frames;
+    mesh_.wait(
+        lock, [&] { return done.aborted || !done.peers.empty() || done.frames != frames; }, what);
+  } while (!done.aborted && done.peers.empty());
+  if (std::exchange(done.aborted, false)) return false;
+  if (rank != nullptr) *rank = done.peers.front();
+  done.peers.pop_front();
   return true;
 }
 
 void Buffer::abortWaitRecv() {
   Mesh::Lock lock(mesh_.mu_);
-  recvAborted_ = true;
+  received_.aborted = true;
   mesh_.wake();
 }
 
 void Buffer::abortWaitSend() {
   Mesh::Lock lock(mesh_.mu_);
-  sendAborted_ = true;
+  sent_.aborted = true;
   mesh_.wake();
 }
 

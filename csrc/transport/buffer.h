@@ -27,14 +27,26 @@ class Buffer : public gloo::transport::UnboundBuffer {
  private:
   friend class Pair;
 
-  bool wait(std::deque<int>& done, bool& aborted, int* rank, const char* what);
+  // The completed operations of one direction.
+  struct Completions {
+    std::deque<int> peers;  // one entry per operation
+    size_t frames = 0;      // of all operations, those under way included
+    bool aborted = false;
+
+    // A frame is complete; `rest` bytes of its operation follow.
+    void add(int peer, size_t rest) {
+      frames++;
+      if (rest == 0) peers.push_back(peer);
+    }
+  };
+
+  bool wait(Completions& done, int* rank, const char* what);
   size_t checkedSize(size_t offset, size_t nbytes) const;
 
   // Guarded by the mesh's mutex.
   Mesh& mesh_;
-  std::deque<int> sent_, received_;  // peers, one entry per completed operation
-  int pending_ = 0;
-  bool sendAborted_ = false, recvAborted_ = false;
+  Completions sent_, received_;
+  int pending_ = 0;  // frames
 };
 
 }  // namespace elastic

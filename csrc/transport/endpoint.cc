@@ -16,9 +16,7 @@
 namespace elastic {
 namespace {
 
-// Limits for parked connections and for handshakes; twice the number of ranks if that is more.
-constexpr size_t kMaxParked = 256;
-constexpr size_t kMaxPending = 64;
+constexpr size_t kMaxPending = 64;  // handshakes of a mesh; twice the number of ranks if that is more
 constexpr std::chrono::hours kParkTimeout{1};  // a rank may compute for long before it builds the group
 constexpr int kBacklog = 1024;
 
@@ -77,7 +75,7 @@ void Endpoint::unregisterMesh(int event) {
 void Endpoint::park(Connection connection, const Hello& hello) {
   std::lock_guard<std::mutex> lock(mutex_);
   dropExpired();
-  if (closed_ || parked_.size() >= capacity(kMaxParked)) return;
+  if (closed_) return;
   parked_.push_back({std::move(connection), hello, std::chrono::steady_clock::now()});
   wakeMeshes();
 }
@@ -107,12 +105,12 @@ std::vector<std::pair<Connection, Hello>> Endpoint::takeParked(const Fence& fenc
 
 size_t Endpoint::maxPending() {
   std::lock_guard<std::mutex> lock(mutex_);
-  return capacity(kMaxPending);
+  return std::max(kMaxPending, 2 * ranks_);
 }
 
 void Endpoint::returnPending(PendingConnection incoming) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (closed_ || pending_.size() >= capacity(kMaxPending)) return;
+  if (closed_) return;
   pending_.push_back(std::move(incoming));
   wakeMeshes();
 }

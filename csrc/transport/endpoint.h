@@ -1,7 +1,6 @@
 // The listening socket of a process, kept across generations, and connections that arrived before their group existed.
 #pragma once
 
-#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <memory>
@@ -43,15 +42,16 @@ class Endpoint {
   // Registers the eventfd of a mesh with so many ranks; it is signalled when a connection is parked.
   void registerMesh(int event, size_t ranks);
   void unregisterMesh(int event);
-  // Keeps an authenticated connection of a newer generation or another channel for its group; bounded in number and
-  // time.
+  // Keeps an authenticated connection of a newer generation or another channel for its group; bounded in time, and not
+  // in number: whoever holds the key opens one for each of its groups.
   void park(Connection connection, const Hello& hello);
   // Returns the connections parked for `fence` and closes older ones.
   std::vector<std::pair<Connection, Hello>> takeParked(const Fence& fence);
-  // Takes back a handshake from a mesh that closes or that no caller drives; the next mesh that polls continues it.
+  // Takes back a handshake from a mesh that closes or that no caller drives; the next mesh that polls continues it, or
+  // closes it if it has too many.
   void returnPending(PendingConnection incoming);
   std::vector<PendingConnection> takePending();
-  size_t maxPending();  // handshakes in progress at a time: at least twice the ranks of the largest mesh
+  size_t maxPending();  // handshakes of a mesh in progress at a time: at least twice the ranks of the largest mesh
   void close();
 
  private:
@@ -60,7 +60,6 @@ class Endpoint {
     Hello hello;
     std::chrono::steady_clock::time_point since;
   };
-  size_t capacity(size_t few) const { return std::max(few, 2 * ranks_); }
   void dropExpired();
   void wakeMeshes();
 

@@ -1,12 +1,20 @@
 #include "transport/failure.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
 namespace elastic {
 namespace {
 
-constexpr size_t kLongestReason = 4096;
+constexpr size_t kLongestReason = 4096;  // bytes
+
+// The text, cut to kLongestReason between two of its UTF-8 characters.
+std::string shorten(const std::string& text) {
+  size_t end = std::min(text.size(), kLongestReason);
+  while (end > 0 && end < text.size() && (static_cast<unsigned char>(text[end]) & 0xc0) == 0x80) end--;
+  return text.substr(0, end);
+}
 
 }  // namespace
 
@@ -15,7 +23,7 @@ std::vector<char> encodeFailure(const Failure& failure) {
   numbers.insert(numbers.end(), failure.ranks.begin(), failure.ranks.end());
   const auto first = reinterpret_cast<const char*>(numbers.data());
   std::vector<char> body(first, first + numbers.size() * sizeof(int32_t));
-  const std::string reason = std::string(failure.what()).substr(0, kLongestReason);
+  const std::string reason = shorten(failure.what());
   body.insert(body.end(), reason.begin(), reason.end());
   return body;
 }

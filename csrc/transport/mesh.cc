@@ -22,6 +22,7 @@ constexpr std::chrono::seconds kHelloTimeout{10};
 constexpr std::chrono::minutes kProofTimeout{10};  // a rank that computes does not answer a challenge
 constexpr std::chrono::milliseconds kSlice{200};   // interval of periodic work: Ctrl-C, expired handshakes, keepalives
 constexpr std::chrono::milliseconds kAcceptPause{100};
+constexpr std::chrono::seconds kAnswerTime{1};    // within which a peer that waits answers a challenge
 constexpr std::chrono::seconds kLate{1};          // waits longer than this send keepalives
 constexpr std::chrono::seconds kSilenceLimit{1};  // a peer that waits itself sends keepalives far more often
 constexpr std::chrono::seconds kGrace{2};         // time for another rank to report who caused a timeout
@@ -107,6 +108,7 @@ void Mesh::checkLocked() const {
 void Mesh::abort(Cause cause, std::vector<int> ranks, const std::string& reason) {
   Lock lock(mu_);
   abortLocked(cause, std::move(ranks), reason);
+  returnHandshakes();  // not in abortLocked, which is also called in the midst of one
 }
 
 void Mesh::requireSize(int peer, size_t sent, size_t expected) {
@@ -183,6 +185,7 @@ void Mesh::dispatch(int fd, uint32_t events) {
 void Mesh::acceptConnections() {
   dropExpired();
   for (;;) {
+    if (mustHandshakesEndFirst()) return pauseAccepting();
     const int fd =
         openRegistered([&] { return accept4(endpoint_->fd(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC); });
     if (fd < 0 && errno != EAGAIN && errno != ECONNABORTED && errno != EINTR) return pauseAccepting();
@@ -196,10 +199,19 @@ void Mesh::acceptConnections() {
   }
 }
 
+// Whether there are so many handshakes that another one would cost one to whose challenge the peer may still answer.
+// Peers open a connection for each of their groups, of which this process does not know the number.
+bool Mesh::mustHandshakesEndFirst() {
+  const auto answers = [](const auto& entry) {
+    return entry.second.challengeSent && Clock::now() < entry.second.deadline - kProofTimeout + kAnswerTime;
+  };
+  return pending_.size() >= endpoint_->maxPending() && std::all_of(pending_.begin(), pending_.end(), answers);
+}
+
 // Adds a handshake. If there are too many, closes one, so that unauthenticated connections cannot exhaust descriptors:
 // preferably one without a hello, and of those the oldest.
 PendingConnection& Mesh::addPending(PendingConnection incoming) {
-  if (pending_.size() >= endpoint_->maxPending()) {
+  if (pending_.size() >= endpoint_->maxPending() && !mustHandshakesEndFirst()) {
     const auto order = [](const PendingConnection& one) { return std::make_pair(one.challengeSent, one.deadline); };
     const auto first = std::min_element(pending_.begin(), pending_.end(), [&](const auto& a, const auto& b) {
       return order(a.second) < order(b.second);
@@ -211,7 +223,8 @@ PendingConnection& Mesh::addPending(PendingConnection incoming) {
   return pending_.emplace(fd, std::move(incoming)).first->second;
 }
 
-// Out of descriptors or memory: the listening socket would stay readable and wake the poller in a loop.
+// Out of descriptors or memory, or too many handshakes: the listening socket would stay readable and wake the poller in
+// a loop.
 void Mesh::pauseAccepting() {
   unwatch(endpoint_->fd());
   resumeAcceptingAt_ = Clock::now() + kAcceptPause;
@@ -341,6 +354,7 @@ Mesh::Clock::time_point Mesh::deadlineOf(Clock::time_point begin) const {
 }
 
 void Mesh::wait(Lock& lock, const std::function<bool()>& done, const char* what) {
+  const HandshakesReturner returner{*this};
   auto begin = Clock::now();
   while (!done()) {
     checkLocked();
@@ -355,7 +369,7 @@ void Mesh::wait(Lock& lock, const std::function<bool()>& done, const char* what)
       reportWait(lock, begin, {});
     }
   }
-  returnHandshakes();
+  if (progress_ != nullptr) progress_->fetch_add(1, std::memory_order_relaxed);
 }
 
 // Returns how long this process or its machine was stopped; that time does not count against peers.
@@ -409,7 +423,8 @@ void Mesh::reportWait(Lock& lock, Clock::time_point begin, const std::vector<int
     const auto waited = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin);
     onWait_(waited, waited < kLate + kSilenceLimit ? std::vector<int>{} : ranks);
   } catch (...) {
-    abort(Cause::kAborted, {rank}, name() + ": interrupted");
+    lock.lock();
+    abortLocked(Cause::kAborted, {rank}, name() + ": interrupted");
     throw;
   }
   lock.lock();
@@ -438,31 +453,34 @@ void Mesh::removeFd(int fd) {
   if (externalFds_.erase(fd) > 0) unwatch(fd);
 }
 
-void Mesh::observeFailure(std::function<void(const Failure&)> onFailure, std::atomic<uint32_t>* heartbeat) {
+void Mesh::observeFailure(std::function<void(const Failure&)> onFailure, std::atomic<uint32_t>* heartbeat,
+                          std::atomic<uint32_t>* progress) {
   Lock lock(mu_);
   onFailure_ = std::move(onFailure);
   heartbeat_ = heartbeat;
+  progress_ = progress;
   if (failure_ && onFailure_) onFailure_(*failure_);
 }
 
 void Mesh::pollOnce() {
   Lock lock(mu_);
+  const HandshakesReturner returner{*this};
   checkLocked();
   if (!hasPoller_) pollEvents(lock, std::chrono::milliseconds(0));  // else another caller polls
   checkLocked();
-  returnHandshakes();
 }
 
 void Mesh::onWaitInterval(Clock::time_point begin, const std::vector<int>& ranks) {
   Lock lock(mu_);
+  const HandshakesReturner returner{*this};
   if (!failure_) doPeriodicWork(begin);
   reportWait(lock, begin, ranks);
   checkLocked();
-  returnHandshakes();
 }
 
 bool Mesh::runUntil(const std::function<bool()>& done, Clock::time_point until) {
   Lock lock(mu_);
+  const HandshakesReturner returner{*this};
   const auto begin = Clock::now();
   while (!done()) {
     checkLocked();
@@ -474,7 +492,6 @@ bool Mesh::runUntil(const std::function<bool()>& done, Clock::time_point until) 
       pollForAll(lock, std::min(kSlice, left), begin);
     }
   }
-  returnHandshakes();
   return done();
 }
 

@@ -69,8 +69,9 @@ class Mesh : public gloo::transport::Context {
   void addFd(int fd, OnEvents onEvents);  // needs the mutex
   void removeFd(int fd);                  // needs the mutex
   // Registers a callback for the failure, called with the mutex held, at once if the group has failed. `heartbeat` is
-  // incremented each time the event loop runs.
-  void observeFailure(std::function<void(const Failure&)> onFailure, std::atomic<uint32_t>* heartbeat);
+  // incremented each time the event loop runs, `progress` each time a wait for a peer has succeeded.
+  void observeFailure(std::function<void(const Failure&)> onFailure, std::atomic<uint32_t>* heartbeat,
+                      std::atomic<uint32_t>* progress);
   // Runs the event loop once without waiting. Throws the failure if the group has failed.
   void pollOnce();
   // Does the periodic work of a wait for `ranks` that began at `begin`.
@@ -81,6 +82,12 @@ class Mesh : public gloo::transport::Context {
  private:
   friend class Pair;
   friend class Buffer;
+
+  // Returns the handshakes in progress however a wait ends, a failure included.
+  struct HandshakesReturner {
+    Mesh& mesh;  // its mutex is held
+    ~HandshakesReturner() { mesh.returnHandshakes(); }
+  };
 
   Pair& pair(int rank);
   void checkLocked() const;
@@ -98,6 +105,7 @@ class Mesh : public gloo::transport::Context {
   void doPeriodicWork(Clock::time_point begin);
   void dispatch(int fd, uint32_t events);
   void acceptConnections();
+  bool mustHandshakesEndFirst();
   PendingConnection& addPending(PendingConnection incoming);
   void pauseAccepting();
   void resumeAccepting();
@@ -133,6 +141,7 @@ class Mesh : public gloo::transport::Context {
   std::unordered_map<int, OnEvents> externalFds_;
   std::function<void(const Failure&)> onFailure_;
   std::atomic<uint32_t>* heartbeat_ = nullptr;
+  std::atomic<uint32_t>* progress_ = nullptr;
   Call call_;                                                       // the current or last collective of this rank
   Clock::time_point resumeAcceptingAt_ = Clock::time_point::max();  // until then the listening socket is not polled
   size_t unexpectedBytes_ = 0;                                      // buffered bytes without a posted receive

@@ -47,10 +47,15 @@ void Pair::send(gloo::transport::UnboundBuffer* unbound, uint64_t slot, size_t o
   Mesh::Lock lock(mesh_.mu_);
   mesh_.checkLocked();
   auto buffer = static_cast<Buffer*>(unbound);
-  buffer->pending_++;
-  sends_.push_back({buffer, {slot, nbytes, mesh_.call_}, static_cast<const char*>(buffer->ptr) + offset});
+  const char* data = static_cast<const char*>(buffer->ptr) + offset;
+  const bool idle = sends_.empty();
+  for (size_t at = 0; at == 0 || at < nbytes; at += kMaxFrame) {
+    const size_t size = std::min(kMaxFrame, nbytes - at);
+    buffer->pending_++;
+    sends_.push_back({buffer, {slot, size, mesh_.call_, nbytes - at - size}, data + at});
+  }
   dial();
-  if (state_ == State::kConnected && sends_.size() == 1) flush();
+  if (state_ == State::kConnected && idle) flush();
 }
 
 void Pair::recv(gloo::transport::UnboundBuffer* unbound, uint64_t slot, size_t offset, size_t nbytes) {
@@ -58,21 +63,20 @@ void Pair::recv(gloo::transport::UnboundBuffer* unbound, uint64_t slot, size_t o
   mesh_.checkLocked();
   auto buffer = static_cast<Buffer*>(unbound);
   char* data = static_cast<char*>(buffer->ptr) + offset;
-  if (auto stored = unexpectedFrames_.find(slot); stored != unexpectedFrames_.end()) {
-    const UnexpectedFrame early = std::move(stored->second.front());
-    const std::vector<char>& body = early.body;
-    stored->second.pop_front();
-    if (stored->second.empty()) unexpectedFrames_.erase(stored);
-    mesh_.unexpectedBytes_ -= body.size();
-    if (!checkSameCall(early.call)) return;
-    if (body.size() != nbytes) return failSizeMismatch(nbytes, body.size());
-    if (nbytes > 0) std::memcpy(data, body.data(), nbytes);
-    buffer->received_.push_back(peer_);
-    return;
+  bool allCame = true;
+  for (size_t at = 0; at == 0 || at < nbytes; at += kMaxFrame) {
+    const size_t size = std::min(kMaxFrame, nbytes - at);
+    const Receive receive{buffer, data + at, size, nbytes - at - size};
+    if (unexpectedFrames_.count(slot) > 0) {
+      if (!takeUnexpected(slot, receive)) return;
+      continue;
+    }
+    allCame = false;
+    buffer->pending_++;
+    receives_[slot].push_back(receive);
+    posted_++;
   }
-  buffer->pending_++;
-  receives_[slot].push_back({buffer, data, nbytes});
-  posted_++;
+  if (allCame) return;
   dial();
   if (paused_) {
     paused_ = false;
@@ -177,7 +181,7 @@ bool Pair::sendFront() {
   }
   if (!connection_.flush()) return false;
   if (next.buffer != nullptr) {
-    next.buffer->sent_.push_back(peer_);
+    next.buffer->sent_.add(peer_, next.header.rest);
     next.buffer->pending_--;
     mesh_.wakeup_.notify_all();
   }
@@ -363,10 +367,7 @@ bool Pair::beginBody() {
   if (!checkSameCall(header_.call)) return false;
   unexpected_ = !takePosted(target_);
   if (unexpected_ && !bufferUnexpected()) return false;
-  if (target_.size != header_.size) {
-    failSizeMismatch(target_.size, header_.size);
-    return false;
-  }
+  if (!fits(target_, header_)) return false;
   inBody_ = true;
   return true;
 }
@@ -399,7 +400,7 @@ bool Pair::bufferUnexpected() {
   }
   if (!isControl) mesh_.unexpectedBytes_ += header_.size;
   unexpectedBody_.resize(header_.size);
-  target_ = {nullptr, unexpectedBody_.data(), header_.size};
+  target_ = {nullptr, unexpectedBody_.data(), header_.size, header_.rest};
   return true;
 }
 
@@ -414,8 +415,21 @@ bool Pair::takePosted(Receive& receive) {
   return true;
 }
 
+// Takes the first unexpected frame of the slot; false: it is not for this receive, and the group has failed.
+bool Pair::takeUnexpected(uint64_t slot, const Receive& receive) {
+  const auto stored = unexpectedFrames_.find(slot);
+  const UnexpectedFrame early = std::move(stored->second.front());
+  stored->second.pop_front();
+  if (stored->second.empty()) unexpectedFrames_.erase(stored);
+  mesh_.unexpectedBytes_ -= early.body.size();
+  if (!checkSameCall(early.header.call) || !fits(receive, early.header)) return false;
+  if (receive.size > 0) std::memcpy(receive.data, early.body.data(), receive.size);
+  receive.buffer->received_.add(peer_, receive.rest);
+  return true;
+}
+
 void Pair::complete(const Receive& receive) {
-  receive.buffer->received_.push_back(peer_);
+  receive.buffer->received_.add(peer_, receive.rest);
   receive.buffer->pending_--;
   mesh_.wakeup_.notify_all();
 }
@@ -427,11 +441,15 @@ bool Pair::checkSameCall(const Call& theirs) {
   return false;
 }
 
-void Pair::failSizeMismatch(size_t expected, size_t got) {
+// Ends the group if the frame belongs to an operation of another size.
+bool Pair::fits(const Receive& receive, const FrameHeader& header) {
+  if (receive.size == header.size && receive.rest == header.rest) return true;
+  const size_t sent = header.size + header.rest, expected = receive.size + receive.rest;
   mesh_.abortLocked(Cause::kMismatch, {mesh_.rank, peer_},
-                    mesh_.name() + ": rank " + std::to_string(peer_) + " sent " + std::to_string(got) +
+                    mesh_.name() + ": rank " + std::to_string(peer_) + " sent " + std::to_string(sent) +
                         " bytes where " + std::to_string(expected) +
                         " were expected: the ranks do not call the same collective with the same sizes");
+  return false;
 }
 
 void Pair::finishFrame() {
@@ -446,11 +464,11 @@ void Pair::finishFrame() {
   unexpectedBody_ = {};
   Receive late;  // posted while the body was being read
   if (!takePosted(late)) {
-    unexpectedFrames_[header_.slot].push_back({header_.call, std::move(body)});
+    unexpectedFrames_[header_.slot].push_back({header_, std::move(body)});
     return;
   }
   mesh_.unexpectedBytes_ -= body.size();
-  if (late.size != body.size()) return failSizeMismatch(late.size, body.size());
+  if (!fits(late, header_)) return;
   if (late.size > 0) std::memcpy(late.data, body.data(), late.size);
   complete(late);
 }

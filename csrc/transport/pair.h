@@ -2,6 +2,8 @@
 //
 // Frames are sent eagerly. A frame without a posted receive stays in the socket (the pair is paused) or, if other
 // receives are posted on this pair, is buffered as unexpected, so that concurrent collectives cannot deadlock.
+//
+// A large operation is several frames: a wait is for one of them, and an abort finishes only the one that is half sent.
 #pragma once
 
 #include <gloo/transport/pair.h>
@@ -20,7 +22,10 @@ struct FrameHeader {
   uint64_t slot;
   uint64_t size;
   Call call;
+  uint64_t rest = 0;  // bytes of the same operation in the frames that follow
 };
+
+constexpr size_t kMaxFrame = size_t{4} << 20;  // bytes of a frame's body
 
 // Control frames use slots that Gloo never uses.
 constexpr uint64_t kCloseSlot = ~uint64_t{0};  // close frame: the sender's group has failed; the body is the failure
@@ -68,11 +73,11 @@ class Pair : public gloo::transport::Pair {
   struct Receive {
     Buffer* buffer;
     char* data;
-    size_t size;
+    size_t size, rest;  // as in the header
   };
 
   struct UnexpectedFrame {
-    Call call;
+    FrameHeader header;
     std::vector<char> body;
   };
 
@@ -89,9 +94,10 @@ class Pair : public gloo::transport::Pair {
   bool bufferUnexpected();
   bool fitsUnexpectedLimit() const;
   bool takePosted(Receive& receive);
+  bool takeUnexpected(uint64_t slot, const Receive& receive);
+  bool fits(const Receive& receive, const FrameHeader& header);
   void complete(const Receive& receive);
   void finishFrame();
-  void failSizeMismatch(size_t expected, size_t got);
   bool checkSameCall(const Call& theirs);
   void fail(const std::string& why);
   void onProbeResult(int error);

@@ -33,8 +33,7 @@ from elastic_collectives.reducing import Closing, ReducingGroup
 Exchange = Callable[[bytes], Sequence[bytes]]
 """Publishes this rank's blob and returns the blobs of all ranks, in rank order; may raise."""
 
-# Bytes of one part of a broadcast. Ranks forward a part while the next one arrives, and a wait covers one part only,
-# however large the array is and however slow the network.
+# Bytes of one part of a broadcast. Ranks forward a part while the next one arrives.
 BROADCAST_PART = 1 << 26
 
 MIN_TIMEOUT, MAX_TIMEOUT = 0.001, 1e9  # seconds
@@ -319,6 +318,8 @@ class EngineGroup(ReducingGroup):
     def abort(self, reason: str) -> None:
         if os.getpid() != self._pid:
             return  # the memory that this process shares with its parent is the parent's group's
+        # Peers get it as UTF-8, which has no lone surrogates.
+        reason = reason.encode("utf-8", "backslashreplace").decode()
         self._native.abort(reason)
         for group in self._end(reason):
             group.abort(reason)

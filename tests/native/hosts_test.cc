@@ -140,6 +140,17 @@ TEST(hosts, closing_under_a_running_collective_is_safe) {
   }
 }
 
+TEST(hosts, memory_of_one_member_never_runs_into_that_of_the_next) {
+  constexpr size_t kRegion = size_t{16} << 20;
+  const auto segment = Segment::create({Fence{1, 1}, makeNonce(), 2});
+  MemoryPool pool(segment, 0, kRegion);
+  const auto first = pool.allocate(kRegion / 4 * 3);
+  CHECK(first != nullptr);
+  CHECK(pool.allocate(kRegion / 2) == nullptr);
+  CHECK(pool.allocate(kRegion / 4) != nullptr);
+  CHECK(pool.allocate(1) == nullptr);
+}
+
 TEST(hosts, memory_outlives_its_group) {
   Ranks ranks(2, 1, kTimeout, {0, 0});
   std::vector<std::shared_ptr<Memory>> kept(2);
@@ -206,5 +217,8 @@ TEST(hosts, a_timeout_holds_whatever_that_of_the_hosts_first_rank_is) {
     ended++;
     throw std::runtime_error(why);
   });
-  for (size_t r : {0, 1}) CHECK(thrown[r].find("rank 1: shared memory timed out") != std::string::npos);
+  for (size_t r : {0, 1}) {
+    CHECK(thrown[r].find("rank 1: shared memory timed out") != std::string::npos);
+    CHECK(thrown[r].find("waiting for rank(s) 0, which wait for other hosts") != std::string::npos);
+  }
 }

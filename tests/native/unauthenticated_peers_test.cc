@@ -90,7 +90,7 @@ TEST(unauthenticated_peers, a_frame_with_a_huge_size_ends_the_group_only) {
 }
 
 // The abort does not wait for a peer that reads late; that peer gets the rest of the half-sent frame and the close
-// frame.
+// frame, and none of the other frames that the operation consists of.
 TEST(unauthenticated_peers, an_abort_does_not_wait_for_a_peer_that_reads_nothing) {
   auto endpoint = std::make_shared<Endpoint>(kKey, "127.0.0.1", 0, 0, "");
   GroupOptions options;
@@ -102,7 +102,8 @@ TEST(unauthenticated_peers, an_abort_does_not_wait_for_a_peer_that_reads_nothing
   Dial late(*endpoint);
   CHECK(late.shake(kKey, helloTo(1, {1, 5})));
   FrameHeader header{};
-  CHECK(late.receive(&header, sizeof header) && header.size == data.size());
+  CHECK(late.receive(&header, sizeof header) && header.size == kMaxFrame);
+  CHECK(header.size + header.rest == data.size());
   group.abort("enough");
   waiter.join();
   CHECK(thrown == "enough");
@@ -154,6 +155,43 @@ TEST(unauthenticated_peers, a_later_group_completes_a_handshake_that_another_gro
   early.sendAll(&proof, sizeof proof);
   CHECK(early.receivesBarrier());
   CHECK(later.end() == "the test is over");
+}
+
+TEST(unauthenticated_peers, a_later_group_completes_a_handshake_that_a_failed_group_began) {
+  for (int timeout : {10000, 100}) {
+    Waiting first(std::make_shared<Endpoint>(kKey, "127.0.0.1", 0, 0, ""), Fence{1, 5}, timeout);
+    Dial early(*first.endpoint);
+    const Hello hello = helloTo(1, {1, 5, 9});
+    const Proof proof = early.proofAfter(hello);
+    if (timeout == 100) first.thread.join();
+    if (timeout != 100) CHECK(first.end() == "the test is over");
+    Waiting later(first.endpoint, hello.fence);
+    early.sendAll(&proof, sizeof proof);
+    CHECK(early.receivesBarrier());
+  }
+}
+
+// Peers that hold the key open a connection for each of their groups, however many those are.
+TEST(unauthenticated_peers, no_peer_is_cut_because_it_has_many_groups) {
+  constexpr uint64_t kGroups = 150;
+  Waiting first;
+  std::vector<std::unique_ptr<Dial>> dials;
+  std::vector<Hello> hellos;
+  for (uint64_t channel = 1; channel <= kGroups; channel++) {
+    hellos.push_back(helloTo(1, {1, 5, channel}));
+    dials.push_back(std::make_unique<Dial>(*first.endpoint));
+    dials.back()->sendAll(&hellos.back(), sizeof(Hello));
+  }
+  for (size_t i = 0; i < kGroups; i++) {
+    Challenge challenge;
+    CHECK(dials[i]->receive(&challenge, sizeof challenge));
+    const Proof proof{computeMac(kKey, "dial", hellos[i], challenge.nonce)};
+    dials[i]->sendAll(&proof, sizeof proof);
+  }
+  for (size_t i : {size_t{0}, size_t{kGroups} / 2, size_t{kGroups} - 1}) {
+    Waiting later(first.endpoint, hellos[i].fence);
+    CHECK(dials[i]->receivesBarrier());
+  }
 }
 
 // A new connection makes the mesh check all handshakes whose deadline has passed: one that answers slowly, one that

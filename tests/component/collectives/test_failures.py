@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
+from elastic_collectives import Endpoint, GroupAborted, connect
 from tests.component.collectives import calls
 from tests.component.collectives.ranks import Failed, Pool, answers, call_all
 
@@ -145,6 +146,33 @@ def test_an_abort_ends_every_collective(pool: Pool, work: str, hosts: tuple[int,
     ranks[2].send_signal(signal.SIGCONT)
     assert ends == [Failed("GroupAborted", (), "enough")] * 2
     assert isinstance(ranks[2].answer(), Failed)
+
+
+@pytest.mark.parametrize("hosts", [(), (2,)], ids=["sockets", "shared memory"])
+@pytest.mark.parametrize(
+    ("reason", "heard"),
+    [
+        pytest.param("x" + "é" * 2100, "x" + "é" * 2047, id="longer than a close frame holds"),
+        pytest.param("no file \udcff", "no file \\udcff", id="with a lone surrogate"),
+    ],
+)
+def test_any_text_can_be_the_reason_of_an_abort(
+    pool: Pool, reason: str, heard: str, hosts: tuple[int, ...]
+) -> None:
+    ranks = pool.take(2)
+    pool.world(ranks, timeout=60, hosts=hosts)
+    call_all(ranks, calls.barrier)
+    ranks[0].call(calls.barrier)
+    ranks[1].abort(reason)
+    assert ranks[0].answer() == Failed("GroupAborted", (), heard)
+
+
+def test_a_reason_that_is_no_text_is_an_error_of_its_kind_nevertheless() -> None:
+    with Endpoint(b"key") as endpoint:
+        with connect(endpoint, 0, 1, (1, 1), lambda own: [own]) as group:
+            group._native.abort(b"no \xff text")  # type: ignore[attr-defined]
+            with pytest.raises(GroupAborted, match="no \ufffd text"):
+                group.barrier()
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "bcube"])

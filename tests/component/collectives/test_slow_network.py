@@ -5,41 +5,87 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import pytest
 
-from elastic_collectives import Endpoint, connect, engine
+from elastic_collectives import Endpoint, Group, connect, engine
 
 pytestmark = pytest.mark.native
 
 RATE = 10_000_000  # bytes per second
-STATE = 40_000_001  # bytes
+STATE = 30_000_000  # bytes
 TIMEOUT = 0.5  # seconds, and two more while the peer is alive
 
 
-def test_a_large_broadcast_over_a_slow_network_does_not_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "BROADCAST_PART", 1_000_000)
+def broadcast(group: Group) -> bool:
     sent = np.random.default_rng(1).integers(0, 256, STATE, np.uint8)
-    came = np.zeros_like(sent)
-    with Endpoint(b"key") as first, Endpoint(b"key") as second, open_slow_proxy(second.address) as road:
-        addresses = [first.address.encode(), road.encode()]
+    array = sent.copy() if group.rank == 0 else np.zeros_like(sent)
+    group.broadcast(array, 0)
+    return np.array_equal(array, sent)
 
-        def take_part(rank: int) -> None:
-            end = (first, second)[rank]
-            with connect(end, rank, 2, (1, 1), lambda own: addresses, TIMEOUT) as group:
-                group.broadcast((sent, came)[rank], 0)
+
+def allgather(group: Group) -> bool:
+    gathered = group.allgather(np.full(STATE, group.rank + 1, np.uint8))
+    return all((part == rank + 1).all() for rank, part in enumerate(gathered))
+
+
+def alltoall(group: Group) -> bool:
+    parts = [np.full(STATE, 2 * group.rank + to, np.uint8) for to in range(group.size)]
+    came = [np.zeros(STATE, np.uint8) for _ in parts]
+    group.alltoall_arrays(parts, came)
+    return all((part == 2 * source + group.rank).all() for source, part in enumerate(came))
+
+
+def adasum(group: Group) -> bool:
+    array = np.full(2 * STATE // 8, 3.0)  # half of it goes to the other rank
+    group.allreduce(array, "adasum")
+    return np.allclose(array, 3.0)
+
+
+def reduce(group: Group) -> bool:
+    array = np.full(2 * STATE, group.rank + 1, np.uint8)
+    group.allreduce(array)
+    return bool((array == 6).all())
+
+
+@pytest.mark.parametrize("work", [broadcast, allgather, alltoall, adasum])
+def test_a_large_operation_over_a_slow_network_does_not_time_out(
+    monkeypatch: pytest.MonkeyPatch, work: Callable[[Group], bool]
+) -> None:
+    monkeypatch.setattr(engine, "BROADCAST_PART", 1_000_000)
+    seconds = run(2, work, None)
+    assert seconds > TIMEOUT + 2.0  # or it shows nothing
+
+
+def test_a_host_whose_first_rank_exchanges_over_a_slow_network_waits_for_it_as_long_as_bytes_flow() -> None:
+    seconds = run(3, reduce, [[0, 1], [0, 1], [2]])
+    assert seconds > 2 * TIMEOUT + 3.0  # or it shows nothing
+
+
+def run(size: int, work: Callable[[Group], bool], local: list[list[int]] | None) -> float:
+    """`work` on every rank, where rank 0 reaches the last one at RATE; the seconds it took."""
+    with ExitStack() as stack:
+        ends = [stack.enter_context(Endpoint(b"key")) for _ in range(size)]
+        road = stack.enter_context(open_slow_proxy(ends[-1].address))
+        addresses = [end.address.encode() for end in ends]
+        all_through = threading.Barrier(size)
+
+        def take_part(rank: int) -> bool:
+            peers = [*addresses[:-1], road.encode()] if rank == 0 else addresses
+            mine = local and local[rank]
+            with connect(ends[rank], rank, size, (1, 1), lambda own: peers, TIMEOUT, mine) as group:
+                right = work(group)
                 all_through.wait(60)
+                return right
 
-        all_through = threading.Barrier(2)
         begin = time.monotonic()
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(take_part, range(2)))
-    assert time.monotonic() - begin > TIMEOUT + 2.0  # or it shows nothing
-    assert np.array_equal(came, sent)
+        with ThreadPoolExecutor(size) as pool:
+            assert all(pool.map(take_part, range(size)))
+        return time.monotonic() - begin
 
 
 @contextmanager
