@@ -80,17 +80,13 @@ class Child:
         on_line: Callable[[Child, str], None],
         on_warm: Callable[[Child], None],
         on_exit: Callable[[Child, int], None],
-        is_worker: bool = True,
     ) -> Child:
-        """Start a process from the slot's main thread, with which the process ends (PR_SET_PDEATHSIG).
-
-        is_worker: False: it will never be one, but only loads `payload`; see `start_process`.
-        """
+        """Start a process from the slot's main thread, with which the process ends (PR_SET_PDEATHSIG)."""
         status_read, status_write = os.pipe()
         reader = StackReader()
         fds = ChildFds(status_write, reader.activity, reader.stacks)
         header = Header(spec, identity, os.getpid(), len(payload), fds)
-        process = start_process(fds, spec.imports, _build_environment(spec.cpus_per_worker), is_worker)
+        process = start_process(fds, spec.imports, _build_environment(spec.cpus_per_worker))
         child = cls(process, reader, status_read, on_line, on_warm, on_exit)
         child._input.put(header.to_line())
         child._input.put(payload)

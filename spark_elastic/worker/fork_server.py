@@ -29,11 +29,7 @@ from spark_elastic.worker import entry
 IDLE_SECONDS = 60.0  # as long as Spark keeps a Python worker without a task
 DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel")
 DESCRIPTORS = 6  # of a request: standard input and output, `entry.ChildFds`, and where the answer goes
-# Requests: a worker or a spare, for which all modules are imported; a process that only tries to load an object.
-FORK, LOAD = b"fork", b"load"
-# Imported last, since only the first step of an optimizer needs it: a host's check does not wait for these 0.9 s of
-# processor time, and the driver writes the rows meanwhile.
-LATE = frozenset({"torch._dynamo"})
+FORK = b"fork"
 # The slot announces that it will adopt the process; the server answers that the process has started.
 ADOPT, STARTED = b"adopt", b"started"
 _HIGH_DESCRIPTOR = 512  # descriptors that must not occupy low numbers are moved to here and above
@@ -51,8 +47,6 @@ class _InForkedProcess(BaseException):
 class _Request:
     """For one process."""
 
-    # Whether it needs all modules, `LATE` ones, too.
-    is_worker: bool
     # Standard input and output of the new process, then its `ChildFds`.
     descriptors: tuple[int, ...]
     # To the slot, which cancels the request by closing its end.
@@ -71,8 +65,7 @@ def main() -> None:
     parent, *modules = sys.argv[1:]
     entry.die_with_parent(int(parent))
     slot = _detach_streams()
-    failure = _import([module for module in modules if module not in LATE])
-    descriptors = _serve_until_forked(slot, failure, [module for module in modules if module in LATE])
+    descriptors = _serve_until_forked(slot, _import(modules))
     if descriptors:
         _run_training_process(descriptors)
 
@@ -108,32 +101,23 @@ def _import(modules: list[str]) -> str:
     return ""
 
 
-def _serve_until_forked(slot: socket.socket, failure: str, late: list[str]) -> list[int]:
+def _serve_until_forked(slot: socket.socket, failure: str) -> list[int]:
     """Returns the descriptors of its request in each forked process, and none in the server, once that has ended."""
     try:
         with slot:
-            _serve(slot, failure, late)
+            _serve(slot, failure)
     except _InForkedProcess as forked:  # caught here, or it would be the context of later exceptions
         return forked.descriptors
     return []
 
 
-def _serve(slot: socket.socket, failure: str, late: list[str]) -> None:
-    """Answer requests until the slot's process is gone or the server is idle.
-
-    Args:
-        failure: of the imports so far.
-        late: modules that are imported as soon as no request waits, or before a worker is forked.
-    """
+def _serve(slot: socket.socket, failure: str) -> None:
+    """Answer requests until the slot's process is gone or the server is idle. failure: of the imports."""
     listening = slot.fileno()
     alive: set[int] = set()  # pidfds of the forked processes
     try:
         while True:
-            patience = 0.0 if late else None if alive else IDLE_SECONDS
-            ready, _, _ = select.select([listening, *alive], [], [], patience)
-            if not ready and late:
-                failure, late = failure or _import(late), []
-                continue
+            ready, _, _ = select.select([listening, *alive], [], [], None if alive else IDLE_SECONDS)
             if not ready:
                 return
             for process in alive.intersection(ready):
@@ -144,8 +128,6 @@ def _serve(slot: socket.socket, failure: str, late: list[str]) -> None:
                 if request is None:
                     return
                 with request:
-                    if late and request.is_worker:
-                        failure, late = failure or _import(late), []
                     if obstacle := failure or _find_obstacle():
                         _answer(request.reply, obstacle.encode())
                     elif process := _fork(request):
@@ -163,7 +145,7 @@ def _receive(slot: socket.socket) -> _Request | None:
     if not data:
         return None
     *descriptors, reply = descriptors
-    return _Request(data == FORK, tuple(descriptors), socket.socket(fileno=reply))
+    return _Request(tuple(descriptors), socket.socket(fileno=reply))
 
 
 def _find_obstacle() -> str:

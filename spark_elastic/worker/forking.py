@@ -22,7 +22,7 @@ from typing import IO, Protocol
 
 from spark_elastic.worker import entry, fork_server
 from spark_elastic.worker.entry import ChildFds
-from spark_elastic.worker.fork_server import ADOPT, FORK, LOAD, STARTED
+from spark_elastic.worker.fork_server import ADOPT, FORK, STARTED
 from spark_elastic.worker.program import get_environment
 
 log = logging.getLogger("spark_elastic.worker")
@@ -116,18 +116,13 @@ class ForkServer:
         """None once it has ended."""
         return self._process.pid if self._process.poll() is None else None
 
-    def request(self, streams: tuple[int, int], fds: ChildFds, reply: int, is_worker: bool) -> None:
-        """Request a process.
-
-        Args:
-            streams: its standard input and output.
-            reply: the server's end of a socket.
-            is_worker: whether it needs all modules of the server. Else it only tries to load an object.
+    def request(self, streams: tuple[int, int], fds: ChildFds, reply: int) -> None:
+        """Request a process. streams: its standard input and output. reply: the server's end of a socket.
 
         Raises:
             OSError: the server is gone.
         """
-        socket.send_fds(self._requests, [FORK if is_worker else LOAD], [*streams, *astuple(fds), reply])
+        socket.send_fds(self._requests, [FORK], [*streams, *astuple(fds), reply])
 
     def close(self) -> None:
         self._process.kill()
@@ -197,15 +192,11 @@ class ChildProcess(Protocol):
         ...
 
 
-def start_process(
-    fds: ChildFds, imports: tuple[str, ...], environment: Mapping[str, str], is_worker: bool = True
-) -> ChildProcess:
+def start_process(fds: ChildFds, imports: tuple[str, ...], environment: Mapping[str, str]) -> ChildProcess:
     """Start a process that runs `entry`. Main thread only.
 
-    Args:
-        fds: the process's; `fds.status` is closed in this process once the new one has it.
-        imports: modules of the fork server; none: spawn.
-        is_worker: False: a process that only tries to load an object, and needs not all of these modules.
+    fds: the process's; `fds.status` is closed in this process once the new one has it. imports: modules of the fork
+    server; none: spawn.
     """
 
     def spawn(stdin: int, stdout: int) -> subprocess.Popen[bytes]:
@@ -220,7 +211,7 @@ def start_process(
 
     server = fork_server_cache.get(InheritedSettings.capture(imports, environment)) if imports else None
     if server is not None:
-        return ForkedProcess(server, fds, spawn, is_worker)
+        return ForkedProcess(server, fds, spawn)
     process = spawn(subprocess.PIPE, subprocess.PIPE)
     os.close(fds.status)
     return process
@@ -257,9 +248,8 @@ class ForkedProcess:
         server: ForkServer,
         fds: ChildFds,
         spawn: Callable[[int, int], subprocess.Popen[bytes]],
-        is_worker: bool = True,
     ) -> None:
-        """spawn: starts a process with this standard input and output. is_worker: as in `start_process`."""
+        """spawn: starts a process with this standard input and output."""
         self._server = server
         self._spawn = spawn
         self._lock = threading.Lock()
@@ -270,7 +260,7 @@ class ForkedProcess:
         self._status = fds.status
         with theirs:
             try:
-                server.request(self._streams, fds, theirs.fileno(), is_worker)
+                server.request(self._streams, fds, theirs.fileno())
             except OSError:
                 pass  # the server is gone; `wait` will read end of file as its reply
 

@@ -1,6 +1,6 @@
 """Tries whether this host can load a pickled object, in a process of its own that is forked as a worker is.
 
-So the slow imports are not made in this process, and its fork server has begun with them once a slot starts here.
+So the slow imports are not made in this process, and its fork server is ready once a slot starts here.
 """
 
 from __future__ import annotations
@@ -65,7 +65,6 @@ def find_load_error_in_fork(payload: bytes, spec: SlotSpec) -> str | None:
         lambda child, line: lines.append(line),
         lambda child: ready.set(),
         record_exit,
-        is_worker=False,
     )
     in_time = ready.wait(LOAD_SECONDS)
     ended = list(codes)  # before it is killed
