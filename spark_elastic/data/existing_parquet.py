@@ -213,8 +213,10 @@ def _has_texts(store: Store, file: DataFile, column: str) -> bool:
 
 def _is_number(text: str, kind: type[int] | type[float] = float) -> bool:
     try:
-        kind(text)
+        number = kind(text)
     except ValueError:
+        return False
+    if kind is int and not -(2**63) <= number < 2**63:
         return False
     return "_" not in text  # Python takes 2024_01 for a number, and Spark for a text
 

@@ -6,7 +6,7 @@ tasks on executors, which send `Footers` back. Knows nothing of Spark.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -69,6 +69,12 @@ class DataFile:
         is_text = pa.types.is_string(self.types.get(column, pa.null()))
         value = None if text == NO_VALUE else parse_constant(text, like, is_text)
         return Bounds(value, value, may_be_null=False, may_be_nan=False)
+
+    def find_mapped_names(self, names: Container[str]) -> dict[str, str]:
+        """Column -> its name in a file that has these names and no ids of fields, for the columns that are in it."""
+        mapped = self.mapped_names or {column: (column,) for column in self.field_ids}
+        found = {column: [name for name in own if name in names] for column, own in mapped.items()}
+        return {column: own[0] for column, own in found.items() if own}
 
     def rename_columns(self, columns: Mapping[str, str]) -> DataFile:
         """The file with these columns alone. columns: name of a column -> the name that it has here."""
@@ -250,9 +256,7 @@ class FileFooter:
         found = {name: names.get(number, f"(no field {number})") for name, number in ids.items()}
         if names:
             return found
-        for column, mapped in self.data.mapped_names.items():
-            found[column] = next((name for name in mapped if name in self.schema.names), found[column])
-        return found if self.data.mapped_names else {}
+        return found | self.data.find_mapped_names(self.schema.names) if self.data.mapped_names else {}
 
     def find_stored_name(self, column: str) -> str:
         """The column's name in the file."""

@@ -183,7 +183,8 @@ def _read_fields(store: Store, file: DataFile, ids: Iterable[int], schema: pa.Sc
         parquet = open_parquet(source)
         in_file = _find_names(parquet)
         if not in_file:  # of a table that came from Hive
-            in_file = {number: name for number, name in known.items() if name in parquet.schema_arrow.names}
+            mapped = file.find_mapped_names(parquet.schema_arrow.names)
+            in_file = {file.field_ids[column]: name for column, name in mapped.items()}
         names = {number: in_file[number] for number in ids if number in in_file}
         found = parquet.read(columns=list(names.values()))
     columns = {}

@@ -6,7 +6,8 @@ partitions have them, and `match` from the values. Values; any thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date, datetime
@@ -26,14 +27,13 @@ Comparison = tuple[str, str, Any]
 Mask = npt.NDArray[np.bool_]
 
 _COMPARE: Mapping[str, Callable[[Any, Any], Any]] = {
-    "==": pc.equal,
     "<": pc.less,
     "<=": pc.less_equal,
     ">": pc.greater,
     ">=": pc.greater_equal,
 }
 _OPPOSITES = {"!=": "==", "not in": "in"}
-_OPERATORS = (*_COMPARE, *_OPPOSITES, "in")
+_OPERATORS = ("==", *_COMPARE, *_OPPOSITES, "in")
 
 
 @dataclass(frozen=True)
@@ -185,22 +185,13 @@ def _match(values: pa.Array, comparison: Comparison) -> Mask:
     try:
         if types.is_dictionary(values.type):
             values = values.dictionary_decode()
+        if types.is_float16(values.type):  # of which Arrow compares none
+            values = values.cast(pa.float32())
         positive = _OPPOSITES.get(operator, operator)
-        if positive == "in":
-            given = [each for each in value if each == each]  # in Arrow's lists NaN equals itself
-            kind = values.type if types.is_uint64(values.type) and all(map(_is_unsigned, given)) else None
-            if types.is_decimal(values.type) and all(map(_is_decimal, given)):
-                given, kind = _choose_decimals(given, values.type), values.type
-            among = pa.array(given, kind)
-            is_real = types.is_floating(values.type) or types.is_decimal(values.type)
-            if is_real and types.is_floating(among.type):  # as "==" does: a cast of 0.1 would change it
-                values = values.cast(pa.float64())
-            if types.is_floating(values.type):  # in Arrow's lists 0.0 and -0.0 differ
-                values, among = pc.add(values, 0.0), pc.add(among.cast(values.type), 0.0)
-            found = pc.is_in(values, value_set=among.cast(values.type))
+        if positive in ("==", "in"):
+            found = _find_equal(values, [value] if positive == "==" else value)
         else:
-            is_exact = types.is_uint64(values.type) and _is_unsigned(value)
-            found = _COMPARE[positive](values, pa.scalar(int(value), values.type) if is_exact else value)
+            found = _compare(positive, values, _to_python(value))
         if operator in _OPPOSITES:
             found = pc.invert(found)
         return np.asarray(
@@ -213,13 +204,62 @@ def _match(values: pa.Array, comparison: Comparison) -> Mask:
         ) from error
 
 
-def _is_unsigned(value: Any) -> bool:
-    """Whether it is a whole number that uint64 has. Arrow takes it for int64, which it does not compare with uint64."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(0 <= value < 2**64)
+def _to_python(value: Any) -> Any:
+    """A number of numpy as Python has it, without a loss."""
+    return value.item() if isinstance(value, np.number) else value
 
 
-def _is_decimal(value: Any) -> bool:
-    return isinstance(value, int | np.integer | Decimal) and not isinstance(value, bool)
+def _compare(operator: str, values: pa.Array, value: Any) -> Any:
+    """By the order of values."""
+    if types.is_integer(values.type) and type(value) is int:  # Arrow takes it for int64
+        low, high = _find_range(values.type)
+        judged = _judge_value(operator, value, Bounds(low, high, may_be_null=False, may_be_nan=False))
+        if judged is not None:
+            return pa.array(np.full(len(values), judged))
+        value = pa.scalar(value, values.type)
+    return _COMPARE[operator](values, value)
+
+
+def _find_equal(values: pa.Array, given: Iterable[Any]) -> Any:
+    """Of each row, whether it equals one of the given values."""
+    of_type: dict[type, list[Any]] = defaultdict(list)
+    for each in map(_to_python, given):
+        if each == each:  # in Arrow's lists NaN equals itself
+            of_type[type(each)].append(each)
+    found = pa.array(np.zeros(len(values), np.bool_))
+    if values.null_count == len(values):
+        return found
+    if types.is_fixed_size_binary(values.type):  # to which Arrow casts no bytes of another length
+        values = values.cast(pa.binary())
+    for kind, members in of_type.items():
+        found = pc.or_(found, _find_members(values, members, kind))
+    return found
+
+
+def _find_members(values: pa.Array, given: list[Any], given_type: type) -> Any:
+    """As `_find_equal`, of values of one type: looks up those that the column's type has, since no row is another."""
+    kind = values.type
+    if types.is_integer(kind) and given_type in (int, float, Decimal):
+        low, high = _find_range(kind)
+        among = pa.array([int(each) for each in given if low <= each <= high and each == int(each)], kind)
+    elif types.is_decimal(kind) and given_type in (int, Decimal):
+        among = pa.array(_choose_decimals(given, kind), kind)
+    elif (types.is_decimal(kind) or types.is_floating(kind)) and given_type in (int, float):
+        values = values.cast(pa.float64())  # a cast of 0.1 to float32 would change it
+        among = pa.array([float(each) for each in given if float(each) == each], pa.float64())
+    else:
+        there = pa.array(given)
+        among = there.cast(kind, safe=False)
+        among = among.filter(pc.equal(among, there))
+    if types.is_floating(values.type):  # in Arrow's lists 0.0 and -0.0 differ
+        values, among = pc.add(values, 0.0), pc.add(among, 0.0)
+    return pc.is_in(values, value_set=among)
+
+
+def _find_range(kind: pa.DataType) -> tuple[int, int]:
+    """The least and the greatest number of a type of whole numbers."""
+    found = np.iinfo(kind.to_pandas_dtype())
+    return int(found.min), int(found.max)
 
 
 def _choose_decimals(given: list[Any], kind: pa.DataType) -> list[Any]:
@@ -228,7 +268,7 @@ def _choose_decimals(given: list[Any], kind: pa.DataType) -> list[Any]:
     found = []
     for each in given:
         with suppress(pa.ArrowInvalid):
-            found.append(pa.scalar(each if isinstance(each, Decimal) else Decimal(int(each)), kind))
+            found.append(pa.scalar(Decimal(each), kind))
     return found
 
 

@@ -62,7 +62,10 @@ def create_file(path: str, data: bytes) -> bool:
 
 
 def replace_file(filesystem: Any, path: str, data: bytes, *, local: bool) -> None:
-    """Write a file of an fsspec file system, or replace it, whole or not at all where the file system can rename."""
+    """Write a file of an fsspec file system, or replace it, whole or not at all where the file system can rename.
+
+    Only a local file is replaced at once: elsewhere a process that is killed may leave neither the old nor the new.
+    """
     temporary = _name_temporary(path.rpartition("/")[0])
     try:
         with filesystem.open(temporary, "wb") as file:
@@ -275,7 +278,10 @@ class Store:
             return cast("BinaryIO", self.filesystem.open(path, "rb"))
 
     def write_bytes(self, name: str, data: bytes) -> None:
-        """Write an object, or replace it; readers never see a part of it."""
+        """Write an object, or replace it; readers never see a part of it.
+
+        On HDFS and the like an object is gone for a moment while it is replaced, and stays so if the writer is killed.
+        """
         with self._translate_errors("write", name):
             path = self.path(name)
             if _protocols(self.filesystem) & _OBJECT_STORES:

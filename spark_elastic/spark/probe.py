@@ -121,8 +121,9 @@ class PeerCheck:
             self._wait_for_names(".done", len(others) + 1, clock)
             return None if refused is None else self._address(refused)
         finally:
-            self.store.delete(own)
             listener.close()
+            with suppress(StoreError):  # it is removed with the folder of all probes
+                self.store.delete(own)
 
     def _wait_for_names(self, ending: str, expected: int, clock: Clock) -> set[str]:
         """The names with that ending, as soon as there are `expected`, or those that are there after a while."""
@@ -193,7 +194,10 @@ class Probe:
         if self.store is None or self.peers < 2:
             return None
         folder, address = f"{PROBES}/{self.token}/peers", find_own_address(self.reachable_host)
-        refused = PeerCheck(self.store, folder, address).run(self.peers, SystemClock())
+        try:
+            refused = PeerCheck(self.store, folder, address).run(self.peers, SystemClock())
+        except StoreError as error:
+            return f"host {host} could not exchange addresses with other executors, so start the job again: {error}"
         return refused and (
             f"host {host} cannot reach {refused}, another executor: workers exchange gradients directly, which "
             "serverless compute does not allow; use a cluster whose executors reach one another, or num_workers=1."

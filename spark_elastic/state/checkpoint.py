@@ -1,11 +1,12 @@
 """A run's checkpoints in the store: rank 0 writes them in the background, the driver publishes them (R18, publication).
 
     runs/RUN/checkpoints/ATTEMPT-GENERATION-EPOCH-PHASE-STEP/{parts, manifest.json}    one checkpoint
-    runs/RUN/checkpoints/published-ATTEMPT.json                                        the list of published ones
+    runs/RUN/checkpoints/published-ATTEMPT-NUMBER.json                                 the list of published ones
 
 A checkpoint has the two parts of a `Snapshot`: `values`, encoded by the framework's codec, and `memory`, the bytes of
-all arrays. A run resumes from it once the driver has put it on the published list. Each attempt has a list of its own;
-only that of the highest attempt is read, so a driver that lost the run changes nothing.
+all arrays. A run resumes from it once the driver has put it on the published list. Each attempt has lists of its own;
+only the last one of the highest attempt is read, so a driver that lost the run changes nothing. A list is a new object,
+since not every store replaces one at once, and the lists before it are deleted once it is there.
 
 `CheckpointStore` reads and writes these objects, in any thread. A training process has one `Checkpointer`: its training
 thread decides when a snapshot is due, and one writer thread encodes and writes.
@@ -103,30 +104,41 @@ class CheckpointStore:
     # ---- called by the driver
 
     def publish(self, attempt: int, checkpoints: Iterable[Checkpoint]) -> None:
-        """Write the list of published checkpoints, newest first, of this attempt."""
+        """Write the list of published checkpoints, newest first, of this attempt. `sweep` deletes the one before."""
         listed = [asdict(checkpoint) for checkpoint in checkpoints]
-        self._store.write_bytes(f"{self._folder}/published-{attempt:06d}.json", json.dumps(listed).encode())
+        before = _select_lists(self._store.list(self._folder), attempt)
+        number = int(before[-1].rpartition("-")[2].removesuffix(".json")) + 1 if before else 1
+        name = f"{self._folder}/published-{attempt:06d}-{number:08d}.json"
+        self._store.write_bytes(name, json.dumps(listed).encode())
 
     def read_published(self) -> tuple[Checkpoint, ...]:
-        """The published checkpoints, newest first: the list of the highest attempt that has one."""
-        names = [name for name in self._store.list(self._folder) if "/published-" in name]
-        for name in reversed(names):
+        """The published checkpoints, newest first: the last list of the highest attempt that has one."""
+        names = _select_lists(self._store.list(self._folder))
+        while names:
+            name = names.pop()
             try:
                 return tuple(_from_json(item) for item in json.loads(self._store.read_bytes(name)))
             except (StoreError, ValueError, TypeError, KeyError) as error:
-                log.warning("%s cannot be read, so the list before it is used: %s", name, error)
+                there = _select_lists(self._store.list(self._folder))
+                if name in there:
+                    log.warning("%s cannot be read, so the list before it is used: %s", name, error)
+                else:  # the driver has published another one meanwhile
+                    names = there
         return ()
 
     def sweep(self, attempt: int, published: Sequence[Checkpoint]) -> None:
-        """Delete the checkpoints that the published list of `attempt` does not name: older ones, and those of dead
-        attempts.
+        """Delete the lists of `attempt` before its last one, and the checkpoints that the last one does not name: older
+        ones, and those of dead attempts.
 
         The manifest is deleted first, so a half-deleted checkpoint never looks whole. Checkpoints newer than those of
         `published` stay, since a worker may be about to report them.
         """
+        paths = self._store.list(self._folder)
+        for path in _select_lists(paths, attempt)[:-1]:
+            self._store.delete(path)
         names = {checkpoint.name for checkpoint in published}
         newest = max(names, default="")
-        for path in self._store.list(self._folder):
+        for path in paths:
             name = path.rpartition("/")[2]
             if name in names or not name[:1].isdigit():
                 continue
@@ -139,6 +151,12 @@ def format_checkpoint_name(fence: Fence, position: Position) -> str:
     """The folder of a checkpoint that a member of the world `fence` writes at `position`."""
     numbers = f"{position.epoch:05d}-{position.phase.value}-{position.step:08d}"
     return f"{fence.attempt:06d}-{fence.generation:06d}-{numbers}"
+
+
+def _select_lists(names: Iterable[str], attempt: int | None = None) -> list[str]:
+    """The lists of published checkpoints among objects, the last one last. attempt: whose; None: all."""
+    prefix = "published-" if attempt is None else f"published-{attempt:06d}-"
+    return [name for name in names if name.rpartition("/")[2].startswith(prefix)]
 
 
 def _sha256(data: bytes) -> str:

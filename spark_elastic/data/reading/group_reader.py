@@ -280,9 +280,11 @@ class SplitRowGroup:
         """
         self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
         try:
-            self._cut(source, index, list(columns), rows)
+            if columns:
+                self._cut(source, index, list(columns), rows)
             self.bytes = self._file.seek(0, os.SEEK_END)
-            self._reader = pa.ipc.open_file(self._file)
+            # None: all columns that are needed are constants, of which nothing is read.
+            self._reader = pa.ipc.open_file(self._file) if columns else None
         except BaseException as error:
             with suppress(OSError):  # closing writes the buffered rest, for which there is no room either
                 self._file.close()
@@ -295,6 +297,8 @@ class SplitRowGroup:
 
     def read(self, number: int) -> pa.RecordBatch:
         """A part, in memory of its own."""
+        if self._reader is None:
+            return pa.RecordBatch.from_arrays([], names=[])
         return self._reader.get_batch(number)
 
     def close(self) -> None:

@@ -99,6 +99,26 @@ def test_every_kind_of_column_from_folders_by_partition(
     assert np.array_equal(found["year"], np.where(ids < 25, 2023, 2024))
 
 
+def test_columns_of_folders_alone_are_read_in_pieces_though_files_have_none_of_them(tmp_path: Path) -> None:
+    write(tmp_path, "year=2024/a.parquet", {"x": np.arange(100)})
+    store = Store.open(str(tmp_path))
+    manifest = describe_parquet(store, ["year"], piece_bytes=80)
+    assert len(manifest.row_groups) > 3
+    assert read_columns(store, manifest)["year"].tolist() == [2024] * 100
+
+
+@pytest.mark.parametrize(("number", "dtype"), [(2**63 - 1, "int64"), (-(2**63), "int64"), (2**63, "float64")])
+def test_whole_numbers_of_folders_are_int64_if_all_of_them_fit(
+    tmp_path: Path, number: int, dtype: str
+) -> None:
+    for each in (1, number):
+        write(tmp_path, f"k={each}/a.parquet", {"x": np.arange(2)})
+    store = Store.open(str(tmp_path))
+    manifest = describe_parquet(store, ["k"])
+    assert manifest.columns == (Column("k", dtype),)
+    assert sorted(set(read_columns(store, manifest)["k"].tolist())) == sorted([1, number])
+
+
 @pytest.mark.parametrize("reader", READERS)
 def test_p1_a_step_takes_the_same_rows_by_any_reader(tmp_path: Path, reader: str) -> None:
     write(

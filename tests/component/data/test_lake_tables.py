@@ -361,6 +361,16 @@ def test_files_without_ids_are_read_by_the_mapping_of_names(catalog: Any, tmp_pa
             change.rename_column(old, new)
     found = read_rows(catalog.load_table("n.t"), ["x", "last"])
     assert found == expect(table.scan().to_arrow(), ["x", "last"]) == [(10.0, 5.0), (20.0, 6.0)]
+    ids, path = {"x": 2, "last": 3}, tmp_path / "deletes.parquet"
+    values = with_ids(pa.table({"x": [20.0], "last": [6.0]}), **ids)
+    commit_deletes(
+        catalog.load_table("n.t"),
+        DataFileContent.EQUALITY_DELETES,
+        path,
+        values,
+        equality_ids=[*ids.values()],
+    )
+    assert read_rows(catalog.load_table("n.t"), ["x", "last"]) == [(10.0, 5.0)]
 
 
 def commit_deletes(

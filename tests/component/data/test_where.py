@@ -157,6 +157,80 @@ def test_zero_is_in_a_list_whatever_its_sign(tmp_path: Path, kind: pa.DataType, 
         assert find_in_layouts(tmp_path, keys, where) == [ids] * 3
 
 
+NOON = datetime(2024, 1, 2, 12)
+DAYS = pa.array([date(2024, 1, 1), date(2024, 1, 2), date(2024, 1, 3)])
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "ids"),
+    [
+        (pa.array([1, 5, 9], pa.int32()), 2**40, []),
+        (pa.array([1, 5, 9], pa.int32()), np.int64(5), [1]),
+        (pa.array([1, 5, 9], pa.int8()), 5.0, [1]),
+        (pa.array([1, 5, 9], pa.int8()), 5.5, []),
+        (pa.array([1, 5, 9], pa.int8()), np.inf, []),
+        (pa.array([1, 5, 9], pa.int64()), Decimal(5), [1]),
+        (pa.array([1, 5, 9], pa.int64()), 10**30, []),
+        (pa.array([0, 5, 9], pa.uint64()), -1, []),
+        (pa.array([1, 2**53 + 1], pa.int64()), 2.0**53, []),
+        (pa.array([1.0, 2.0**24], pa.float32()), 2**24 + 1, []),
+        (pa.array([1.0, 2.0**53]), 2**53 + 1, []),
+        (pa.array([Decimal("0.10"), Decimal("2.00")]), 10**30, []),
+        (pa.array([Decimal("0.10"), Decimal("2.00")]), 1e30, []),
+        (DAYS, NOON, []),
+        (DAYS, datetime(2024, 1, 2), [1]),
+        (DAYS.cast(pa.timestamp("us")), date(2024, 1, 2), [1]),
+        (pa.array([NOON], pa.timestamp("ms")), NOON.replace(microsecond=1), []),
+        (pa.array([NOON], pa.timestamp("ms")), NOON, [0]),
+        (pa.array(["a", "b"], pa.large_string()), "b", [1]),
+        (pa.array(np.array([1, 3, 9], np.float16)), np.float16(3), [1]),
+        (pa.array([b"ab", b"cd"], pa.binary(2)), b"cd", [1]),
+        (pa.array([b"ab", b"cd"], pa.binary(2)), b"abc", []),
+        (pa.nulls(2), 5, []),
+        (pa.array([1, 3]), None, []),
+        (pa.array([1, 3, 9]), "3", None),
+        (pa.array(["1", "3"]), 3, None),
+        (pa.array([NOON]), NOON.replace(tzinfo=timezone.utc), None),
+    ],
+)
+def test_a_value_is_in_a_list_if_it_equals_a_member(
+    tmp_path: Path, keys: pa.Array, value: Any, ids: list[int] | None
+) -> None:
+    """ids: None: the value cannot be compared."""
+    others = [each for each in range(len(keys)) if each not in (ids or ()) and keys[each].is_valid]
+    for operator, given, expected in (
+        ("==", value, ids),
+        ("in", [value], ids),
+        ("!=", value, others),
+        ("not in", [value], others),
+    ):
+        if ids is None:
+            with pytest.raises(InvalidInput, match="cannot be: give a value of the column's type"):
+                find_in_layouts(tmp_path, keys, ("k", operator, given))
+        else:
+            assert find_in_layouts(tmp_path, keys, ("k", operator, given)) == [expected] * 3
+
+
+def test_a_list_may_have_values_of_several_types(tmp_path: Path) -> None:
+    assert find_in_layouts(tmp_path, pa.array([1, 5, 9]), ("k", "in", [5, 2**70, 9.0, 0.5])) == [[1, 2]] * 3
+    assert find_in_layouts(tmp_path, DAYS, ("k", "in", [date(2024, 1, 3), NOON])) == [[2]] * 3
+
+
+@pytest.mark.parametrize(
+    ("keys", "where", "ids"),
+    [
+        (pa.array([0, 5, 9], pa.uint64()), ("k", ">=", -1), [0, 1, 2]),
+        (pa.array([0, 5, 9], pa.uint64()), ("k", "<", 2**64), [0, 1, 2]),
+        (pa.array([0, 5, 9], pa.int8()), ("k", ">", 10**30), []),
+        (pa.array([0, 5, 9], pa.int8()), ("k", "<=", np.int64(5)), [0, 1]),
+        (pa.array(np.array([1, 3, 9], np.float16)), ("k", ">", np.float16(2)), [1, 2]),
+        (pa.array(np.array([1, 3, 9], np.float16)), ("k", "<=", 3), [0, 1]),
+    ],
+)
+def test_numbers_of_every_width_have_an_order(tmp_path: Path, keys: pa.Array, where: Any, ids: Any) -> None:
+    assert find_in_layouts(tmp_path, keys, where) == [ids] * 3
+
+
 def find_in_layouts(folder: Path, keys: pa.Array, where: Any) -> list[list[int]]:
     """The numbers of the rows that match: by statistics of each row, by those of all rows, and by values alone."""
     found: list[list[int]] = []

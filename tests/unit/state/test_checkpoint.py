@@ -10,8 +10,10 @@ import threading
 import uuid
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 from spark_elastic.data.store import Store
 from spark_elastic.errors import JobCancelled, StoreError
@@ -58,6 +60,56 @@ def test_r18_the_list_of_the_highest_attempt_counts(store: Store) -> None:
         1, [write_checkpoint(store, 10), old]
     )  # by a driver that does not know yet that it lost the run
     assert run.read_published() == (new, old)
+
+
+class Hadoop(LocalFileSystem):  # type: ignore[misc]
+    """Does not rename onto a file, as HDFS."""
+
+    protocol = "hdfs"
+    dies = False
+
+    def mv(self, path1: str, path2: str, **options: Any) -> None:
+        if self.dies:
+            raise KeyboardInterrupt
+        super().mv(path1, path2, **options)
+
+
+def test_r18_a_driver_that_dies_while_it_publishes_leaves_the_list_before(tmp_path: Path) -> None:
+    hadoop = Hadoop(skip_instance_cache=True)
+    store = Store("hdfs:///jobs", hadoop, str(tmp_path))
+    run, first, second = OwnedRun.acquire(store, "r"), write_checkpoint(store, 1), write_checkpoint(store, 2)
+    run.publish_now((first,))
+    hadoop.dies = True
+    with pytest.raises(KeyboardInterrupt):
+        run.publish_now((second, first))
+    hadoop.dies = False
+    run = OwnedRun.acquire(store, "r")
+    assert run.checkpoints == (first,)
+    third = write_checkpoint(store, 3, run.attempt)
+    for step in range(2):
+        run.publish_now((third, first)[step:])
+    assert CheckpointStore(store, "r").read_published() == (first,)
+    assert [name for name in store.list("runs/r/checkpoints") if "published-000002" in name] == [
+        "runs/r/checkpoints/published-000002-00000002.json"
+    ]
+
+
+def test_r18_a_list_that_a_newer_one_replaces_while_it_is_read_gives_way_to_that_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = make_memory_store()
+    run, first, second = OwnedRun.acquire(store, "r"), write_checkpoint(store, 1), write_checkpoint(store, 2)
+    run.publish_now((first,))
+    read, later = store.filesystem.cat_file, [(second, first)]
+
+    def publish_and_read(path: str, **options: Any) -> Any:
+        if later:
+            run.publish_now(later.pop())
+        return read(path, **options)
+
+    store.filesystem.cat_file = publish_and_read
+    assert CheckpointStore(store, "r").read_published() == (second, first)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("damage", ["altered", "part gone", "manifest gone", "torn"])
@@ -172,7 +224,8 @@ def test_an_unpublished_checkpoint_is_deleted_once_a_newer_one_counts(store: Sto
     store.write_bytes(f"runs/r/checkpoints/{late.name}x/a", b"half")
     run.publish_now((new, old))
     there = {name.rpartition("/")[2] for name in store.list("runs/r/checkpoints")}
-    assert there == {old.name, new.name, next_one.name, "published-000001.json", "published-000002.json"}
+    lists = {"published-000001-00000001.json", "published-000002-00000001.json"}
+    assert there == {old.name, new.name, next_one.name, *lists}
     assert left.name not in there
 
 
@@ -258,7 +311,7 @@ def test_a_full_store_keeps_checkpointing_the_oldest_gives_way(caplog: pytest.Lo
     """The store has room for three checkpoints. Three are kept, so a fourth needs the room of one of them."""
     store, bench = make_memory_store(), Bench(replace(FOUR, checkpoints_kept=3))
     bench.start(1, 2, 3, 4)
-    limit_room(store, 4400)
+    limit_room(store, 5000)  # and for two lists
     run = OwnedRun.acquire(store, "r")
     told: list[Checkpoint | None] = []
     with caplog.at_level(logging.WARNING, "spark_elastic"):
@@ -305,7 +358,8 @@ def test_a_store_that_stays_full_is_one_warning_and_leaves_no_half_checkpoint(
 def test_on_a_full_store_the_list_is_written_once_the_oldest_checkpoint_is_deleted() -> None:
     store = make_memory_store()
     run = OwnedRun.acquire(store, "r")
-    old, newer = write_checkpoint(store, 1), write_checkpoint(store, 2)
+    old = CheckpointStore(store, "r").write(Fence(1, 2), at(1), {"a": bytes(1000)})
+    newer = write_checkpoint(store, 2)
     run.publish_now((newer, old))
     limit_room(store, sum(each.bytes for each in store.find()))
     newest = replace(
