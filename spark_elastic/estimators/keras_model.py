@@ -18,7 +18,14 @@ from pyspark.ml.util import MLReadable, MLReader
 
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import StoreError
-from spark_elastic.estimators.predictor import Floats, choose_gpu, name_parts, predict_in_batches
+from spark_elastic.estimators.predictor import (
+    Floats,
+    Shape,
+    choose_gpu,
+    find_shapes,
+    name_parts,
+    predict_in_batches,
+)
 from spark_elastic.estimators.transformer import ElasticModel, ModelReader
 from spark_elastic.keras.train.archive import Archive
 from spark_elastic.keras.train.batching import Inputs, order_labels, pack_inputs
@@ -62,17 +69,16 @@ class KerasPredictor:
     def needs_sample(self) -> bool:
         return self.transformation is not None
 
-    def widths(self, sample: Sequence[Sequence[Any]] | None = None) -> list[int]:
-        if sample is not None:
-            return [int(output.shape[1]) for output in self.predict(sample)]
-        outputs = self._forward([np.zeros((1, *c.shape), c.dtype) for c in self.columns])
-        return [int(output.shape[1]) for output in outputs]
+    def shapes(self, sample: Sequence[Sequence[Any]] | None = None) -> list[Shape]:
+        let_gpu_memory_grow()
+        with tf.device("CPU:0"):
+            return find_shapes(self.columns, sample, self._forward)
 
     def predict(self, columns: Sequence[Sequence[Any]], gpus: Sequence[str] = ()) -> list[Floats]:
         let_gpu_memory_grow()
         number = choose_gpu(gpus, len(tf.config.list_physical_devices("GPU")))
         with tf.device("CPU:0" if number is None else f"GPU:{number}"):
-            return predict_in_batches(self.columns, columns, self._forward, self.widths)
+            return predict_in_batches(self.columns, columns, self._forward, self.shapes)
 
     def call_model(self, columns: Sequence[npt.NDArray[Any]]) -> tuple[Any, Any]:
         model = self.archive.load()
@@ -107,7 +113,7 @@ class KerasPredictor:
         given = transform_inputs(inputs, [column.name for column in self.columns], change)
         named = {c.name: values for c, values in zip(self.columns, given, strict=True)}
         outputs = call([tf.constant(array) for array in columns.arrays(named)])
-        return [np.asarray(o).reshape(len(inputs[0]), -1).astype(np.float64) for o in outputs]
+        return [np.asarray(output).astype(np.float64) for output in outputs]
 
 
 def _name_parts(structure: Any, names: Sequence[str] = ()) -> Any:
