@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,7 +33,7 @@ from spark_elastic.keras.train.batching import Inputs, order_labels, pack_inputs
 from spark_elastic.tensorflow.devices import let_gpu_memory_grow
 from spark_elastic.training.transformation import transform_inputs
 
-PART, CUSTOM, TRANSFORMATION = "model.keras", "custom", "transformation"
+PART, CUSTOM, TRANSFORMATION, ADAPTERS = "model.keras", "custom", "transformation", "adapters"
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ class KerasPredictor:
         added = {CUSTOM: cloudpickle.dumps(inner)} if inner else {}
         if self.transformation is not None:
             added[TRANSFORMATION] = self.transformation
+        if self.archive.adapters:
+            added[ADAPTERS] = _pack_arrays(self.archive.adapters)
         return {PART: self.archive.content, **added}
 
     @property
@@ -116,6 +119,17 @@ class KerasPredictor:
         return [np.asarray(output).astype(np.float64) for output in outputs]
 
 
+def _pack_arrays(arrays: Sequence[npt.NDArray[Any]]) -> bytes:
+    file = io.BytesIO()
+    np.savez(file, *(array.astype(np.float64) for array in arrays))  # numpy writes no bfloat16
+    return file.getvalue()
+
+
+def _unpack_arrays(content: bytes) -> tuple[npt.NDArray[Any], ...]:
+    with np.load(io.BytesIO(content)) as file:
+        return tuple(file.values())
+
+
 def _name_parts(structure: Any, names: Sequence[str] = ()) -> Any:
     """The only part, or several by name; those of a dict have its keys."""
     if isinstance(structure, Mapping) and not any(map(keras.tree.is_nested, structure.values())):
@@ -148,7 +162,12 @@ class ElasticKerasModel(ElasticModel, MLReadable["ElasticKerasModel"]):  # type:
     def _extra(self) -> dict[str, Any]:
         archive = self._predictor.archive  # type: ignore[attr-defined]
         labels = self._predictor.labels  # type: ignore[attr-defined]
-        return {"floatx": archive.floatx, "custom_objects": archive.places(), "labels": list(labels)}
+        return {
+            "floatx": archive.floatx,
+            "custom_objects": archive.places(),
+            "undecayed": list(archive.undecayed),
+            "labels": list(labels),
+        }
 
     @classmethod
     def _restore_predictor(
@@ -157,8 +176,15 @@ class ElasticKerasModel(ElasticModel, MLReadable["ElasticKerasModel"]):  # type:
         custom = {name: import_by_name(*place) for name, place in extra["custom_objects"].items()}
         if CUSTOM in parts:
             custom.update(cloudpickle.loads(parts[CUSTOM]))
-        archive = Archive(parts[PART], cloudpickle.dumps(custom), extra["floatx"], safe=CUSTOM not in parts)
-        labels = tuple(extra.get("labels", ()))  # none: saved before they were kept
+        archive = Archive(
+            parts[PART],
+            cloudpickle.dumps(custom),
+            extra["floatx"],
+            safe=CUSTOM not in parts,
+            undecayed=tuple(extra.get("undecayed", ())),  # none: saved before they were kept, as what follows
+            adapters=_unpack_arrays(parts[ADAPTERS]) if ADAPTERS in parts else (),
+        )
+        labels = tuple(extra.get("labels", ()))
         return KerasPredictor(archive, columns, parts.get(TRANSFORMATION), labels)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import random
 from contextlib import nullcontext
@@ -366,6 +367,21 @@ def test_an_output_whose_rows_are_in_another_dimension_is_refused(width: int) ->
         predictor.shapes([[np.ones(2)]])
     with pytest.raises(InvalidInput, match=says):
         predictor.predict([list(np.ones((4, 2)))])
+
+
+def test_a_saved_model_keeps_its_adapters_and_what_has_no_weight_decay() -> None:
+    model = net()
+    model.layers[0].enable_lora(1)
+    optimizer = keras.optimizers.AdamW(0.1, weight_decay=0.5)
+    optimizer.exclude_from_weight_decay(var_list=[model.trainable_variables[0]])
+    model.compile(optimizer, "mse")
+    predictor = KerasPredictor(Archive.of(model), (Column("x", "float32", (2,)),))
+    extra = json.loads(json.dumps(ElasticKerasModel(predictor, None)._extra()))
+    found = ElasticKerasModel._restore_predictor(predictor.parts(), predictor.columns, extra).model()
+    decayed = [found.optimizer._use_weight_decay(v) for v in found.trainable_variables]
+    assert decayed == [False, *[True] * (len(decayed) - 1)]
+    adapters = [found.layers[0].lora_kernel_a, model.layers[0].lora_kernel_a]
+    np.testing.assert_array_equal(*adapters)
 
 
 def build_two_inputs(nested: str) -> Any:
