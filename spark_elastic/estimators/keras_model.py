@@ -73,8 +73,7 @@ class KerasPredictor:
         return self.transformation is not None
 
     def shapes(self, sample: Sequence[Sequence[Any]] | None = None) -> list[Shape]:
-        let_gpu_memory_grow()
-        with tf.device("CPU:0"):
+        with tf.device("CPU:0"):  # on the driver, where the user's code may use the GPU already
             return find_shapes(self.columns, sample, self._forward)
 
     def predict(self, columns: Sequence[Sequence[Any]], gpus: Sequence[str] = ()) -> list[Floats]:
