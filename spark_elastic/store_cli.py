@@ -5,6 +5,7 @@ It defines the options and prints the entries. `data.store` decides what may be 
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from datetime import datetime, timezone
@@ -32,7 +33,12 @@ def store_group() -> None:
 
 
 _OPTION = click.option(
-    "-o", "--option", "options", multiple=True, metavar="NAME=VALUE", help="Option for fsspec; repeatable."
+    "-o",
+    "--option",
+    "options",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Option for fsspec, as text or JSON; repeatable. Text that looks like JSON is put in double quotes.",
 )
 
 
@@ -72,7 +78,10 @@ def _open_store(url: str, options: tuple[str, ...]) -> Store:
         name, equals, value = option.partition("=")
         if not equals:
             raise InvalidInput(f"--option takes NAME=VALUE; got {name!r}.")
-        pairs[name] = value
+        try:
+            pairs[name] = json.loads(value)  # a number, true, {...}
+        except ValueError:
+            pairs[name] = value
     return Store.open(url, **pairs)
 
 

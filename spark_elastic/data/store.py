@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from numbers import Real
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 from urllib.parse import urlsplit
@@ -158,6 +159,10 @@ def parse_store_url(given: object) -> str:
     return text
 
 
+def _is_retry_limit(seconds: object) -> bool:
+    return isinstance(seconds, Real) and 0 < float(seconds) <= MOST_RETRY_SECONDS
+
+
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
     """An object of a listing."""
@@ -200,7 +205,7 @@ class Store:
             raise InvalidInput(
                 "The store's url is empty: give a path or an fsspec url such as s3://bucket/jobs."
             )
-        if not 0 < retry_seconds <= MOST_RETRY_SECONDS:
+        if not _is_retry_limit(retry_seconds):
             raise InvalidInput(
                 f"retry_seconds in storage_options is {retry_seconds!r}: give seconds, at most "
                 f"{MOST_RETRY_SECONDS:g}, after which a step waits for its rows no longer."

@@ -28,7 +28,7 @@ from spark_elastic.estimators.keras_objects import (
     make_archive,
 )
 from spark_elastic.estimators.params import KerasParams, with_horovod_names
-from spark_elastic.estimators.transformer import try_widths
+from spark_elastic.estimators.transformer import try_shapes
 from spark_elastic.estimators.validation import FitRequest, build_request
 from spark_elastic.keras.train.archive import Archive, iter_leaves, list_optimizers, select_user_objects
 from spark_elastic.keras.train.trainer import KerasTrainProgram, KerasUserObjects
@@ -53,7 +53,7 @@ def fit_keras(rows: RowSource, request: FitRequest[KerasUserObjects]) -> Elastic
     archive = objects.model.with_weights(result.weights)
     transformation = None if objects.transformation is None else cloudpickle.dumps(objects.transformation)
     predictor = KerasPredictor(archive, result.features, transformation, request.config.label_cols)
-    return ElasticKerasModel(predictor, result.summary, try_widths(predictor, result.sample))
+    return ElasticKerasModel(predictor, result.summary, try_shapes(predictor, result.sample))
 
 
 _CONFIGURED = ("optimizer", "loss", "metrics")  # parameters that Keras serializes as JSON

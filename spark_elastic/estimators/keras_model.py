@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,14 +19,21 @@ from pyspark.ml.util import MLReadable, MLReader
 
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import StoreError
-from spark_elastic.estimators.predictor import Floats, choose_gpu, name_parts, predict_in_batches
+from spark_elastic.estimators.predictor import (
+    Floats,
+    Shape,
+    choose_gpu,
+    find_shapes,
+    name_parts,
+    predict_in_batches,
+)
 from spark_elastic.estimators.transformer import ElasticModel, ModelReader
 from spark_elastic.keras.train.archive import Archive
 from spark_elastic.keras.train.batching import Inputs, order_labels, pack_inputs
 from spark_elastic.tensorflow.devices import let_gpu_memory_grow
 from spark_elastic.training.transformation import transform_inputs
 
-PART, CUSTOM, TRANSFORMATION = "model.keras", "custom", "transformation"
+PART, CUSTOM, TRANSFORMATION, ADAPTERS = "model.keras", "custom", "transformation", "adapters"
 
 
 @dataclass(frozen=True)
@@ -56,23 +64,23 @@ class KerasPredictor:
         added = {CUSTOM: cloudpickle.dumps(inner)} if inner else {}
         if self.transformation is not None:
             added[TRANSFORMATION] = self.transformation
+        if self.archive.adapters:
+            added[ADAPTERS] = _pack_arrays(self.archive.adapters)
         return {PART: self.archive.content, **added}
 
     @property
     def needs_sample(self) -> bool:
         return self.transformation is not None
 
-    def widths(self, sample: Sequence[Sequence[Any]] | None = None) -> list[int]:
-        if sample is not None:
-            return [int(output.shape[1]) for output in self.predict(sample)]
-        outputs = self._forward([np.zeros((1, *c.shape), c.dtype) for c in self.columns])
-        return [int(output.shape[1]) for output in outputs]
+    def shapes(self, sample: Sequence[Sequence[Any]] | None = None) -> list[Shape]:
+        with tf.device("CPU:0"):  # on the driver, where the user's code may use the GPU already
+            return find_shapes(self.columns, sample, self._forward)
 
     def predict(self, columns: Sequence[Sequence[Any]], gpus: Sequence[str] = ()) -> list[Floats]:
         let_gpu_memory_grow()
         number = choose_gpu(gpus, len(tf.config.list_physical_devices("GPU")))
         with tf.device("CPU:0" if number is None else f"GPU:{number}"):
-            return predict_in_batches(self.columns, columns, self._forward, self.widths)
+            return predict_in_batches(self.columns, columns, self._forward, self.shapes)
 
     def call_model(self, columns: Sequence[npt.NDArray[Any]]) -> tuple[Any, Any]:
         model = self.archive.load()
@@ -107,7 +115,18 @@ class KerasPredictor:
         given = transform_inputs(inputs, [column.name for column in self.columns], change)
         named = {c.name: values for c, values in zip(self.columns, given, strict=True)}
         outputs = call([tf.constant(array) for array in columns.arrays(named)])
-        return [np.asarray(o).reshape(len(inputs[0]), -1).astype(np.float64) for o in outputs]
+        return [np.asarray(output).astype(np.float64) for output in outputs]
+
+
+def _pack_arrays(arrays: Sequence[npt.NDArray[Any]]) -> bytes:
+    file = io.BytesIO()
+    np.savez(file, *(array.astype(np.float64) for array in arrays))  # numpy writes no bfloat16
+    return file.getvalue()
+
+
+def _unpack_arrays(content: bytes) -> tuple[npt.NDArray[Any], ...]:
+    with np.load(io.BytesIO(content)) as file:
+        return tuple(file.values())
 
 
 def _name_parts(structure: Any, names: Sequence[str] = ()) -> Any:
@@ -142,7 +161,12 @@ class ElasticKerasModel(ElasticModel, MLReadable["ElasticKerasModel"]):  # type:
     def _extra(self) -> dict[str, Any]:
         archive = self._predictor.archive  # type: ignore[attr-defined]
         labels = self._predictor.labels  # type: ignore[attr-defined]
-        return {"floatx": archive.floatx, "custom_objects": archive.places(), "labels": list(labels)}
+        return {
+            "floatx": archive.floatx,
+            "custom_objects": archive.places(),
+            "undecayed": list(archive.undecayed),
+            "labels": list(labels),
+        }
 
     @classmethod
     def _restore_predictor(
@@ -151,8 +175,15 @@ class ElasticKerasModel(ElasticModel, MLReadable["ElasticKerasModel"]):  # type:
         custom = {name: import_by_name(*place) for name, place in extra["custom_objects"].items()}
         if CUSTOM in parts:
             custom.update(cloudpickle.loads(parts[CUSTOM]))
-        archive = Archive(parts[PART], cloudpickle.dumps(custom), extra["floatx"], safe=CUSTOM not in parts)
-        labels = tuple(extra.get("labels", ()))  # none: saved before they were kept
+        archive = Archive(
+            parts[PART],
+            cloudpickle.dumps(custom),
+            extra["floatx"],
+            safe=CUSTOM not in parts,
+            undecayed=tuple(extra.get("undecayed", ())),  # none: saved before they were kept, as what follows
+            adapters=_unpack_arrays(parts[ADAPTERS]) if ADAPTERS in parts else (),
+        )
+        labels = tuple(extra.get("labels", ()))
         return KerasPredictor(archive, columns, parts.get(TRANSFORMATION), labels)
 
 

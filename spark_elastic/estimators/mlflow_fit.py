@@ -10,9 +10,9 @@ import importlib
 import inspect
 import json
 import platform
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from typing import Any
 
 import numpy as np
@@ -64,13 +64,13 @@ def log_fit(
         mlflow.log_dict(json.loads(model.summary.report.to_json()), "fit_report.json")
         is_torch = isinstance(model._predictor, TorchPredictor)
         flavor = importlib.import_module("mlflow.pytorch" if is_torch else "mlflow.keras")
+        fitted = model.getModel()
         return flavor.log_model(
-            model.getModel(),
-            name=name,
+            fitted,
             signature=signature,
             registered_model_name=registered_model_name,
-            pip_requirements=list_requirements(is_torch),
-            **_choose_format(flavor),
+            pip_requirements=list_requirements(fitted, is_torch),
+            **_choose_arguments(flavor, name),
         )
 
 
@@ -86,20 +86,31 @@ def describe_params(estimator: ElasticEstimator) -> dict[str, str]:
 
 def list_versions() -> dict[str, str]:
     """The versions of Python and of the packages that a training depends on."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
+    return {"python": platform.python_version(), **_find_versions(PACKAGES)}
+
+
+def _find_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Of those that are installed."""
+    found = {}
+    for package in packages:
+        with suppress(PackageNotFoundError):
             found[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return found
 
 
-def list_requirements(is_torch: bool) -> list[str]:
-    """What loads the model, without this package. MLflow would find it out by loading the model in a new process."""
-    names = ("torch", "numpy") if is_torch else ("keras", "tensorflow", "tensorflow-cpu", "numpy")
+def list_requirements(model: Any, is_torch: bool) -> list[str]:
+    """What loads the model: the framework, and the packages that its layers' classes and their bases are from. MLflow
+    would find it out by loading the model in a new process.
+
+    model: of the framework.
+    """
+    names = {"torch", "numpy"} if is_torch else {"keras", "tensorflow", "tensorflow-cpu", "numpy"}
+    layers = model.modules() if is_torch else model._flatten_layers()
+    modules = {known.__module__.partition(".")[0] for layer in layers for known in type(layer).__mro__}
+    packages = packages_distributions()
+    names.update(name.replace("_", "-") for module in modules for name in packages.get(module, ()))
     # Local versions, such as 2.6.0+cpu, are not on PyPI.
-    return [f"{name}=={found.partition('+')[0]}" for name, found in list_versions().items() if name in names]
+    return [f"{name}=={found.partition('+')[0]}" for name, found in _find_versions(sorted(names)).items()]
 
 
 def make_signature(model: ElasticModel) -> Any:
@@ -119,10 +130,12 @@ def make_signature(model: ElasticModel) -> Any:
     return importlib.import_module("mlflow.models").infer_signature(given, returned)
 
 
-def _choose_format(flavor: Any) -> dict[str, str]:
-    """The module itself is kept: newer MLflow would trace it, with the number of rows of an example."""
+def _choose_arguments(flavor: Any, name: str) -> dict[str, str]:
+    """Those that depend on MLflow's release."""
     takes = inspect.signature(flavor.log_model).parameters
-    return {"serialization_format": "pickle"} if "serialization_format" in takes else {}
+    named = {"name" if "name" in takes else "artifact_path": name}  # before MLflow 3
+    # The module itself is kept: newer MLflow would trace it, with the number of rows of an example.
+    return {**named, "serialization_format": "pickle"} if "serialization_format" in takes else named
 
 
 def _describe(value: Any) -> str:

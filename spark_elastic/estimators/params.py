@@ -232,8 +232,12 @@ def _translate_gpus(name: str, value: Any) -> str:
 class ColumnParams(Params):
     """Which columns go in and what shapes they have; shared by estimator and fitted model."""
 
-    feature_cols: Param[Sequence[str]] = declare("columns fed to the model's forward, in its order", to_names)
-    label_cols: Param[Sequence[str]] = declare("columns fed to the loss after the model's output", to_names)
+    feature_cols: Param[Sequence[str]] = declare(
+        "columns fed to the model's forward, in its order", to_optional_names
+    )
+    label_cols: Param[Sequence[str]] = declare(
+        "columns fed to the loss after the model's output", to_optional_names
+    )
     sample_weight_col: Param[str] = declare("column of row weights, or None")
     input_shapes: Param[Any] = declare(
         "shape of one row of each feature column, such as [(1, 28, 28)], or None; with transformation_fn, of what it "

@@ -45,24 +45,60 @@ def choose_gpu(addresses: Sequence[str], visible: int) -> int | None:
 
 ROWS_AT_ONCE = 512  # bounds the memory of activations; Arrow's batches have 10,000 rows
 Floats = npt.NDArray[np.float64]
+Shape = tuple[int, ...]
+Forward = Callable[[Sequence[npt.NDArray[Any]]], list[Floats]]  # from inputs to outputs, of a few rows
 
 
 def predict_in_batches(
     columns: Sequence[Column],
     rows: Sequence[Sequence[Any]],
-    forward: Callable[[Sequence[npt.NDArray[Any]]], list[Floats]],
-    widths: Callable[[], list[int]],
+    forward: Forward,
+    shapes: Callable[[], list[Shape]],
 ) -> list[Floats]:
     """`forward` over all rows, a bounded number at a time: (rows, width) for each output. rows: for each column."""
     inputs = [stack_rows(values, column) for values, column in zip(rows, columns, strict=True)]
-    count = len(inputs[0])
-    parts = [
-        forward([values[start : start + ROWS_AT_ONCE] for values in inputs])
-        for start in range(0, count, ROWS_AT_ONCE)
-    ]
+    parts = []
+    for start in range(0, len(inputs[0]), ROWS_AT_ONCE):
+        part = [values[start : start + ROWS_AT_ONCE] for values in inputs]
+        count = len(part[0])
+        parts.append([_check_rows(output, count).reshape(count, -1) for output in forward(part)])
     if not parts:
-        return [np.zeros((0, width)) for width in widths()]
+        return [np.zeros((0, count_numbers(shape))) for shape in shapes()]
     return [np.concatenate(output) for output in zip(*parts, strict=True)]
+
+
+def find_shapes(
+    columns: Sequence[Column], sample: Sequence[Sequence[Any]] | None, forward: Forward
+) -> list[Shape]:
+    """Shape of a row of each output, tried on rows of zeros, or on `sample`, a row: on two and on three of them, since
+    any other dimension of an output may be as long as one number of rows.
+
+    Raises:
+        InvalidInput: the first dimension of an output is not the rows.
+    """
+    outputs: list[Floats] = []
+    for rows in (2, 3):
+        if sample is None:
+            inputs = [np.zeros((rows, *column.shape), column.dtype) for column in columns]
+        else:
+            inputs = [stack_rows([*row] * rows, column) for row, column in zip(sample, columns, strict=True)]
+        outputs = [_check_rows(output, rows) for output in forward(inputs)]
+    return [output.shape[1:] for output in outputs]
+
+
+def _check_rows(output: Floats, rows: int) -> Floats:
+    """A single row may come without its dimension, as `squeeze()` leaves it. Raises InvalidInput, as `find_shapes`."""
+    if rows > 1 and output.shape[:1] != (rows,):
+        raise InvalidInput(
+            "transform needs outputs whose first dimension is the rows; this model returns "
+            f"{output.shape} for {rows} rows: leave that output out, or turn it."
+        )
+    return output
+
+
+def count_numbers(shape: Sequence[int]) -> int:
+    """How many numbers a row of this shape has."""
+    return int(np.prod(shape, dtype=np.int64))
 
 
 def stack_rows(rows: Sequence[Any], column: Column) -> npt.NDArray[Any]:
@@ -75,7 +111,7 @@ def stack_rows(rows: Sequence[Any], column: Column) -> npt.NDArray[Any]:
         return _stack_objects(rows, column)
     if not column.shape:
         return _cast_to_trained_dtype(np.asarray(rows), column)
-    size = int(np.prod(column.shape, dtype=np.int64))
+    size = count_numbers(column.shape)
     plain = [row for row in rows if isinstance(row, np.ndarray) and row.dtype != object and row.size == size]
     if len(plain) == len(rows) > 0:  # as Arrow hands arrays over
         return _cast_to_trained_dtype(np.concatenate(plain).reshape(len(plain), *column.shape), column)
@@ -201,7 +237,7 @@ class TorchPredictor:
 
     @property
     def needs_sample(self) -> bool:
-        """Whether the output widths can only be found with a real row: a transformation may fail on zeros."""
+        """Whether the outputs' shapes can only be found with a real row: a transformation may fail on zeros."""
         return self._loaded[1] is not None
 
     @cached_property
@@ -230,16 +266,8 @@ class TorchPredictor:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
 
-    def widths(self, sample: Sequence[Sequence[Any]] | None = None) -> list[int]:
-        """Numbers per row of each output of the model, tried on rows of zeros, or on `sample`, a row: on two and on
-        three of them, since any other dimension of an output may be as long as one number of rows."""
-        outputs: list[npt.NDArray[np.float64]] = []
-        for rows in (2, 3):
-            if sample is not None:
-                outputs = self.predict([[*values] * rows for values in sample])
-            else:
-                outputs = self._forward([np.zeros((rows, *c.shape), c.dtype) for c in self.columns])
-        return [int(output.shape[1]) for output in outputs]
+    def shapes(self, sample: Sequence[Sequence[Any]] | None = None) -> list[Shape]:
+        return find_shapes(self.columns, sample, self._forward)
 
     def predict(
         self, columns: Sequence[Sequence[Any]], gpus: Sequence[str] = ()
@@ -247,7 +275,7 @@ class TorchPredictor:
         """columns: for each input column its rows. Returns (rows, width) for each output of the model."""
         number = choose_gpu(gpus, torch.cuda.device_count())
         forward = partial(self._forward, device="cpu" if number is None else f"cuda:{number}")
-        return predict_in_batches(self.columns, columns, forward, self.widths)
+        return predict_in_batches(self.columns, columns, forward, self.shapes)
 
     def call_model(self, columns: Sequence[npt.NDArray[Any]]) -> tuple[Any, Any]:
         tensors = [self.make_tensor(column) for column in columns]
@@ -277,12 +305,7 @@ class TorchPredictor:
                     "transform needs a model that returns tensors, or a tuple, list or dict of them; this one returns "
                     f"{type(each).__name__}."
                 )
-            if not each.ndim or len(each) != len(inputs[0]):
-                raise InvalidInput(
-                    "transform needs outputs whose first dimension is the rows; this model returns "
-                    f"{tuple(each.shape)} for {len(inputs[0])} rows: leave that output out, or turn it."
-                )
-        return [each.reshape(len(inputs[0]), -1).to(torch.float64).cpu().numpy() for each in outputs]
+        return [each.to(torch.float64).cpu().numpy() for each in outputs]
 
 
 # The interface between a fitted model and the trained model of any framework.
@@ -304,15 +327,15 @@ class Predictor(Protocol):
 
     @property
     def needs_sample(self) -> bool:
-        """Whether `widths` must be given rows to try."""
+        """Whether `shapes` must be given a row to try."""
         ...
 
     def call_model(self, columns: Sequence[npt.NDArray[Any]]) -> tuple[Any, Any]:
         """(what the model takes of the feature columns, what it returns): arrays, or dicts of several by name."""
         ...
 
-    def widths(self, sample: Sequence[Sequence[Any]] | None = None) -> list[int]:
-        """Numbers per row of each output. sample: rows of each input column."""
+    def shapes(self, sample: Sequence[Sequence[Any]] | None = None) -> list[Shape]:
+        """Shape of a row of each output. sample: for each input column a list of one row."""
         ...
 
     def predict(
@@ -341,7 +364,7 @@ class Outputs:
     @classmethod
     def of(
         cls,
-        widths: Sequence[int],
+        shapes: Sequence[Shape],
         prediction_col: str,
         probability_col: str | None = None,
         raw_prediction_col: str | None = None,
@@ -349,7 +372,8 @@ class Outputs:
         output_cols: Sequence[str] | None = None,
         labels: Sequence[str] = (),
     ) -> Outputs:
-        """widths: numbers a row of each output of the model. Raises InvalidInput where the columns do not fit it."""
+        """shapes: of a row of each output of the model. Raises InvalidInput where the columns do not fit it."""
+        widths = tuple(map(count_numbers, shapes))
         if probability_col is None:
             if output_cols is None:
                 output_cols = (
@@ -359,10 +383,15 @@ class Outputs:
                 raise InvalidInput(
                     f"the model has {len(widths)} outputs: name as many columns in output_cols, not {len(output_cols)}."
                 )
-            return cls(tuple(output_cols), tuple(widths))
+            return cls(tuple(output_cols), widths)
         if len(widths) != 1 or output_cols is not None:
             raise InvalidInput(
                 "probability_col needs a model of one output and no output_cols: leave one out."
+            )
+        if sum(size > 1 for size in shapes[0]) > 1:
+            raise InvalidInput(
+                f"probability_col needs an output of one number for each class; this model returns {shapes[0]} a row: "
+                "leave probability_col out, and take the classes from the prediction."
             )
         if activation not in ACTIVATIONS:
             raise InvalidInput(

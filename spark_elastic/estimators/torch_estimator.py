@@ -20,7 +20,7 @@ from spark_elastic.estimators.predictor import ModuleWithTransformation, TorchPr
 from spark_elastic.estimators.saving import Packed, pack
 from spark_elastic.estimators.torch_model import ElasticTorchModel
 from spark_elastic.estimators.torch_objects import check_on_two_rows, check_torch_objects, find_activation
-from spark_elastic.estimators.transformer import try_widths
+from spark_elastic.estimators.transformer import try_shapes
 from spark_elastic.estimators.validation import FitRequest, build_request
 from spark_elastic.torch.train.spec import TorchUserObjects
 from spark_elastic.torch.train.state import load_values
@@ -48,7 +48,7 @@ def fit_torch(rows: RowSource, request: FitRequest[TorchUserObjects]) -> Elastic
     else:
         packed = pack(ModuleWithTransformation(module, objects.transformation), module)
     predictor = TorchPredictor(packed, result.features)
-    return ElasticTorchModel(predictor, result.summary, try_widths(predictor, result.sample))
+    return ElasticTorchModel(predictor, result.summary, try_shapes(predictor, result.sample))
 
 
 def load_trained_module(model: torch.nn.Module, weights: bytes) -> torch.nn.Module:

@@ -31,7 +31,7 @@ from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators import saving
 from spark_elastic.estimators.params import ColumnParams
-from spark_elastic.estimators.predictor import Outputs, Predictor
+from spark_elastic.estimators.predictor import Outputs, Predictor, Shape
 from spark_elastic.monitoring.report import JobReport
 from spark_elastic.spark.dataframes.scan import get_column
 from spark_elastic.spark.dataframes.schema import ColumnType, find_column_type, get_name_folding
@@ -103,10 +103,10 @@ _ALL = "__spark_elastic_outputs"
 class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused-ignore]
     """What an estimator's `fit` returns, whatever the framework; `_restore_predictor` is the framework's."""
 
-    def __init__(self, predictor: Predictor, summary: FitSummary, widths: list[int] | None = None) -> None:
-        """widths: numbers per row of each output, where they were tried already."""
+    def __init__(self, predictor: Predictor, summary: FitSummary, shapes: list[Shape] | None = None) -> None:
+        """shapes: of a row of each output, where they were tried already."""
         super().__init__()
-        self._known_widths = widths
+        self._known_shapes = shapes
         self._predictor = predictor
         self._summary = summary
         self._setDefault(
@@ -170,10 +170,12 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
         names = ("prediction_col", "probability_col", "raw_prediction_col", "output_cols")
         wanted = {name: self.getOrDefault(name) for name in names}
         wanted["labels"] = self.getOrDefault("label_cols")
-        _check_new(dataset, Outputs.find_known_columns(**wanted))  # before `_widths`, which may run a job
+        _check_new(
+            dataset, Outputs.find_known_columns(**wanted)
+        )  # before `_find_shapes`, which may run a job
         inputs = self._find_inputs(dataset)
         activation = self.getOrDefault("activation")
-        outputs = Outputs.of(self._widths(dataset, inputs), activation=activation, **wanted)
+        outputs = Outputs.of(self._find_shapes(dataset, inputs), activation=activation, **wanted)
         _check_new(dataset, outputs.columns)
         from spark_elastic.estimators.predict_udf import predict_udf, restore_nan, ship_predictor
 
@@ -202,17 +204,17 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
             for column, name in zip(trained, names, strict=True)
         ]
 
-    def _widths(self, dataset: DataFrame, inputs: list[SparkColumn]) -> list[int]:
-        if self._known_widths is not None:
-            return self._known_widths
+    def _find_shapes(self, dataset: DataFrame, inputs: list[SparkColumn]) -> list[Shape]:
+        if self._known_shapes is not None:
+            return self._known_shapes
         if not self._predictor.needs_sample:
-            return self._predictor.widths()
+            return self._predictor.shapes()
         row = dataset.select(*inputs).first()
         if row is None:
             raise InvalidInput(
                 "the table has no rows: with a transformation_fn the model's outputs are tried on its first one."
             )
-        return self._predictor.widths([[value] for value in row])
+        return self._predictor.shapes([[value] for value in row])
 
 
 def _widen(values: Sequence[Any]) -> list[Any]:
@@ -221,12 +223,12 @@ def _widen(values: Sequence[Any]) -> list[Any]:
     return [float(value) if mixed and type(value) is int else value for value in values]
 
 
-def try_widths(predictor: Predictor, sample: Sequence[Any] | None) -> list[int] | None:
-    """Numbers per row of each output, tried on a row of the training, since a table to predict may have none."""
+def try_shapes(predictor: Predictor, sample: Sequence[Any] | None) -> list[Shape] | None:
+    """Shape of a row of each output, tried on a row of the training, since a table to predict may have none."""
     if sample is None:
         return None
     try:
-        return predictor.widths([[value] for value in sample])
+        return predictor.shapes([[value] for value in sample])
     except Exception as error:  # the model is trained; `transform` will say what it cannot do with it
         log.debug("the model's outputs could not be tried: %s", error)
         return None
@@ -262,7 +264,7 @@ class ModelWriter(saving.OverwritingWriter):
             "format": saving.FORMAT,
             "summary": model.summary.to_json(),
             "columns": [[c.name, c.dtype, list(c.shape)] for c in model._predictor.columns],
-            "widths": model._known_widths,
+            "shapes": model._known_shapes,
             **model._extra(),
         }
         DefaultParamsWriter.saveMetadata(
@@ -283,9 +285,8 @@ class ModelReader(MLReader[Any]):
         columns = tuple(Column(name, dtype, tuple(shape)) for name, dtype, shape in metadata["columns"])
         summary = FitSummary.from_json(metadata["summary"])
         predictor = self._cls._restore_predictor(saving.read(self.sparkSession, path), columns, metadata)
-        model: Any = self._cls(
-            predictor, summary, metadata.get("widths")
-        )  # none: saved before they were kept
+        shapes = metadata.get("shapes")  # none: not tried, or saved before they were kept
+        model: Any = self._cls(predictor, summary, None if shapes is None else list(map(tuple, shapes)))
         model._resetUid(metadata["uid"])
         DefaultParamsReader.getAndSetParams(model, metadata)
         return model

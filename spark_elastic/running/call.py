@@ -280,7 +280,8 @@ def _find_slow_modules(fn: Callable[..., Any]) -> tuple[str, ...]:
     if not isinstance(code, CodeType):
         return ()
     used, around = captures.collect_names(code), getattr(fn, "__globals__", {})
-    modules = {getattr(around.get(name), "__name__", name) for name in used}
+    found = (getattr(around.get(name), "__name__", name) for name in used)
+    modules = {each for each in found if isinstance(each, str)}  # objects may answer to any name
     return _expand_slow(modules, BACKEND in code.co_consts)
 
 

@@ -174,8 +174,10 @@ def _check(mine: dict[str, Any]) -> None:
             "env must map names of variables to their values, all of them text without NUL, the names without '='."
         )
     verbose = mine.get("verbose", 1)
-    if not isinstance(verbose, int) or verbose < 0:
+    if not isinstance(verbose, Integral) or int(verbose) < 0:
         raise InvalidInput(f"verbose must be 0, 1 or 2; got {verbose!r}.")
+    if "verbose" in mine:
+        mine["verbose"] = int(verbose)
     if "preload" in mine:
         mine["preload"] = _check_modules(mine["preload"])
     if (mine.get("run_id") is None) is not (mine.get("store") is None):

@@ -16,13 +16,15 @@ import tqdm
 pytest.importorskip("pyspark")
 
 import keras
+import lightning
 import mlflow
+import mlflow.pytorch
 from mlflow.tracking import fluent
 
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.keras_model import ElasticKerasModel, KerasPredictor
-from spark_elastic.estimators.mlflow_fit import log_fit, make_signature
+from spark_elastic.estimators.mlflow_fit import list_requirements, log_fit, make_signature
 from spark_elastic.estimators.predictor import ModuleWithTransformation, TorchPredictor
 from spark_elastic.estimators.saving import pack
 from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
@@ -99,6 +101,40 @@ def test_curves_parameters_data_environment_and_model_are_in_one_run(tracking: s
     np.testing.assert_allclose(loaded.predict(x), net(torch.from_numpy(x)).detach().numpy(), rtol=1e-5)
     with pytest.raises(mlflow.exceptions.MlflowException):
         loaded.predict(np.zeros((3, 5), np.float32))
+
+
+def test_a_model_is_logged_with_mlflow_2_too(tracking: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def log_model(
+        pytorch_model: Any,
+        artifact_path: str,
+        registered_model_name: str | None = None,
+        signature: Any = None,
+        pip_requirements: Any = None,
+        **kwargs: Any,
+    ) -> str:
+        assert not kwargs, "which MLflow 2 hands on to torch.save"
+        return artifact_path
+
+    monkeypatch.setattr(mlflow.pytorch, "log_model", log_model)
+    model = ElasticTorchModel(TorchPredictor(pack(torch.nn.Linear(4, 2)), COLUMNS), SUMMARY)
+    with mlflow.start_run():
+        assert log_fit(_make_estimator(), model, name="digits") == "digits"
+
+
+def test_packages_of_the_layers_and_of_their_bases_are_required() -> None:
+    class OwnModule(lightning.LightningModule):  # type: ignore[misc,unused-ignore]
+        pass
+
+    class OwnLayer(keras.layers.Dense):  # type: ignore[misc,unused-ignore]
+        pass
+
+    def name(requirements: list[str]) -> list[str]:
+        return [each.partition("==")[0] for each in requirements]
+
+    assert name(list_requirements(torch.nn.Linear(1, 1), True)) == ["numpy", "torch"]
+    assert "lightning" in name(list_requirements(torch.nn.Sequential(OwnModule()), True))
+    of_keras = list_requirements(keras.Sequential([OwnLayer(1)]), False)
+    assert [each.replace("-cpu", "") for each in name(of_keras)] == ["keras", "numpy", "tensorflow"]
 
 
 def _make_estimator() -> Any:

@@ -20,7 +20,7 @@ from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators.predictor import ModuleWithTransformation, TorchPredictor
 from spark_elastic.estimators.saving import check_format, pack
 from spark_elastic.estimators.torch_model import ElasticTorchModel
-from spark_elastic.estimators.transformer import FitSummary, WorldRecord, try_widths
+from spark_elastic.estimators.transformer import FitSummary, WorldRecord, try_shapes
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -228,7 +228,7 @@ def test_a_transformation_is_applied_to_rows_of_transform(spark: SparkSession, t
     assert got == pytest.approx([111.0 * i for i in range(4)])
     with pytest.raises(InvalidInput, match="the table has no rows"):
         model.transform(df.limit(0))
-    known = ElasticTorchModel(model._predictor, SUMMARY, try_widths(model._predictor, list(df.first() or ())))
+    known = ElasticTorchModel(model._predictor, SUMMARY, try_shapes(model._predictor, list(df.first() or ())))
     path = str(tmp_path / "model")
     known.save(path)
     empty = ElasticTorchModel.load(path).transform(df.limit(0))

@@ -278,7 +278,7 @@ def test_the_rest_of_a_file_is_read_by_one_request(server: FaultyServer, faulty:
         assert server.requests <= before + 1
 
 
-@pytest.mark.parametrize("seconds", [0, -1, 1000])
-def test_a_limit_of_retries_is_checked(seconds: float) -> None:
+@pytest.mark.parametrize("seconds", [0, -1, 1000, "30", None])
+def test_a_limit_of_retries_is_checked(seconds: Any) -> None:
     with pytest.raises(InvalidInput, match="retry_seconds"):
         Store.open("memory://x", retry_seconds=seconds)

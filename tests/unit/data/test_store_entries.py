@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -105,3 +106,19 @@ def test_an_option_of_the_store_without_a_value_is_refused(tmp_path: Path) -> No
     listed = CliRunner().invoke(store_cli.group, ["store", "ls", str(tmp_path), "--option", "endpoint_url"])
     assert isinstance(listed.exception, InvalidInput)
     assert "--option takes NAME=VALUE; got 'endpoint_url'" in str(listed.exception)
+
+
+def test_an_option_of_the_store_is_json_or_else_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(Store, "open", lambda url, **options: given.update(options))
+    store_cli._open_store(
+        "s3://b", ("retry_seconds=30", "anon=false", "profile=me", 'account="12"', "key=a=b", "empty=")
+    )
+    assert given == {
+        "retry_seconds": 30,
+        "anon": False,
+        "profile": "me",
+        "account": "12",
+        "key": "a=b",
+        "empty": "",
+    }

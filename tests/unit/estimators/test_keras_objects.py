@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import random
 from contextlib import nullcontext
@@ -344,7 +345,43 @@ def test_predictions_are_the_models_own() -> None:
     (found,) = predictor.predict([list(x), k])
     expected = model.predict([k[:, None], x], verbose=0)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
-    assert predictor.widths() == [2]
+    assert predictor.shapes() == [(2,)]
+
+
+class Turn(keras.layers.Layer):  # type: ignore[misc,unused-ignore]
+    def call(self, x: Any) -> Any:
+        return keras.ops.transpose(x)
+
+
+@pytest.mark.parametrize("width", [2, 3])
+def test_an_output_whose_rows_are_in_another_dimension_is_refused(width: int) -> None:
+    """Of as many numbers as rows it looks right."""
+    x = keras.Input((2,))
+    predictor = KerasPredictor(
+        Archive.of(keras.Model(x, Turn()(keras.layers.Dense(width)(x)))), (Column("x", "float32", (2,)),)
+    )
+    says = rf"first dimension is the rows; this model returns \({width}, (\d)\) for \1 rows"
+    with pytest.raises(InvalidInput, match=says):
+        predictor.shapes()
+    with pytest.raises(InvalidInput, match=says):
+        predictor.shapes([[np.ones(2)]])
+    with pytest.raises(InvalidInput, match=says):
+        predictor.predict([list(np.ones((4, 2)))])
+
+
+def test_a_saved_model_keeps_its_adapters_and_what_has_no_weight_decay() -> None:
+    model = net()
+    model.layers[0].enable_lora(1)
+    optimizer = keras.optimizers.AdamW(0.1, weight_decay=0.5)
+    optimizer.exclude_from_weight_decay(var_list=[model.trainable_variables[0]])
+    model.compile(optimizer, "mse")
+    predictor = KerasPredictor(Archive.of(model), (Column("x", "float32", (2,)),))
+    extra = json.loads(json.dumps(ElasticKerasModel(predictor, None)._extra()))
+    found = ElasticKerasModel._restore_predictor(predictor.parts(), predictor.columns, extra).model()
+    decayed = [found.optimizer._use_weight_decay(v) for v in found.trainable_variables]
+    assert decayed == [False, *[True] * (len(decayed) - 1)]
+    adapters = [found.layers[0].lora_kernel_a, model.layers[0].lora_kernel_a]
+    np.testing.assert_array_equal(*adapters)
 
 
 def build_two_inputs(nested: str) -> Any:
@@ -367,7 +404,7 @@ def test_columns_of_inputs_and_outputs_are_found_by_key_or_name(nested: str) -> 
     kept, total = predictor.predict([np.array([1.0, 2.0]), np.array([10.0, 20.0])])
     np.testing.assert_allclose(kept, [[1.0, 1.0], [2.0, 2.0]])
     np.testing.assert_allclose(total, [[11.0], [22.0]])
-    assert Outputs.of(predictor.widths(), "p", labels=labels).widths == (2, 1)
+    assert Outputs.of(predictor.shapes(), "p", labels=labels).widths == (2, 1)
     ours = order_labels(model, model.output, labels)
     assert ours == (["kept", "sum"] if nested == "dict" else ["sum", "kept"])
     restored = ElasticKerasModel._restore_predictor(
@@ -407,7 +444,7 @@ def test_a_transformation_makes_the_inputs() -> None:
     expected = model.predict(np.array([[1, 2], [3, 4]]), verbose=0)
     np.testing.assert_allclose(predictor.predict([rows])[0], expected, rtol=1e-5)
     assert predictor.needs_sample
-    assert predictor.widths([rows[:1]]) == [expected.shape[1]]
+    assert predictor.shapes([rows[:1]]) == [expected.shape[1:]]
     assert predictor.parts()["transformation"] == change
 
 

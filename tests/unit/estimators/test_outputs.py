@@ -14,7 +14,7 @@ from spark_elastic.estimators.torch_objects import find_activation
 
 
 def outputs(widths: list[int], **names: Any) -> Outputs:
-    return Outputs.of(widths, **({"prediction_col": "p"} | names))
+    return Outputs.of([(width,) for width in widths], **({"prediction_col": "p"} | names))
 
 
 def test_one_output_has_one_column_and_several_have_labels_or_names_of_their_own() -> None:
@@ -86,3 +86,13 @@ def test_columns_that_do_not_fit_the_model_are_refused(
 ) -> None:
     with pytest.raises(InvalidInput, match=sentence):
         outputs(widths, **names)
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (3, 1, 2)])
+def test_classes_at_several_places_of_a_row_have_no_probability_column(shape: tuple[int, ...]) -> None:
+    """A softmax over all of a row's numbers would mix classes and places."""
+    names: dict[str, Any] = {"probability_col": "q", "activation": "softmax"}
+    with pytest.raises(InvalidInput, match=rf"one number for each class; this model returns \({shape[0]}, "):
+        Outputs.of([shape], "p", **names)
+    assert Outputs.of([(1, 4, 1)], "p", **names).widths == (1, 4)
+    assert Outputs.of([shape], "p").widths == (np.prod(shape),)

@@ -48,7 +48,16 @@ def test_set_returns_the_estimator_and_overrides_the_default() -> None:
 def test_one_column_may_be_given_by_its_name() -> None:
     assert ParamsHolder().setFeatureCols("x").getFeatureCols() == ["x"]
     assert ParamsHolder().setOutputCols("p").getOutputCols() == ["p"]
-    assert ParamsHolder().setOutputCols(None).getOutputCols() is None, "as a saved model's are loaded"
+    holder = ParamsHolder()
+    assert holder.copy({holder.label_cols: "label"}).getLabelCols() == ["label"]
+
+
+def test_each_param_may_be_none_as_it_is_loaded() -> None:
+    """Spark ML converts the values of what it loads, None too."""
+    holder = ParamsHolder()
+    for param in holder.params:
+        holder.set(param, None)
+        assert holder.getOrDefault(param) is None
 
 
 def test_paths_of_files_may_be_paths() -> None:

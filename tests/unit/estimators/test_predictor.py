@@ -46,8 +46,24 @@ def test_every_row_is_predicted_in_order(rows: int) -> None:
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_the_width_is_known_without_data() -> None:
-    assert [linear(n)[1].widths() for n in (1, 4)] == [[1], [4]]
+def test_the_shapes_of_outputs_are_known_without_data() -> None:
+    assert [linear(n)[1].shapes() for n in (1, 4)] == [[(1,)], [(4,)]]
+    image = TorchPredictor(pack(torch.nn.Identity()), (Column("x", "float32", (3, 2)),))
+    assert image.shapes() == [(3, 2)]
+
+
+@pytest.mark.parametrize("rows", [1, ROWS_AT_ONCE + 1])
+def test_a_single_row_may_be_returned_without_its_dimension(rows: int) -> None:
+    """As `squeeze()` does with a last part of one row."""
+
+    class SqueezingNet(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.sum(1, keepdim=True).squeeze()
+
+    predictor = TorchPredictor(pack(SqueezingNet()), (Column("x", "float32", (2,)),))
+    x = np.arange(2 * rows, dtype=np.float32).reshape(rows, 2)
+    assert predictor.shapes() == [()]
+    assert predictor.predict([list(x)])[0].tolist() == x.sum(1, keepdims=True).tolist()
 
 
 def test_dropout_is_off() -> None:
@@ -113,7 +129,7 @@ def test_several_outputs_are_several_arrays(structure: Any) -> None:
             return structure((x.sum(1), x))
 
     predictor = TorchPredictor(pack(Pair()), (Column("x", "float32", (3,)),))
-    assert predictor.widths() == [1, 3]
+    assert predictor.shapes() == [(), (3,)]
     assert [part.tolist() for part in predictor.predict([[[1.0, 2.0, 3.0]]])] == [[[6.0]], [[1.0, 2.0, 3.0]]]
 
 
@@ -132,7 +148,7 @@ def test_a_model_that_returns_no_tensor_is_refused() -> None:
             return "x"
 
     with pytest.raises(InvalidInput, match="returns str"):
-        TorchPredictor(pack(NetReturningText()), (Column("x", "float32", (3,)),)).widths()
+        TorchPredictor(pack(NetReturningText()), (Column("x", "float32", (3,)),)).shapes()
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
@@ -142,9 +158,9 @@ def test_an_output_whose_rows_are_in_another_dimension_is_refused(layers: int) -
     predictor = TorchPredictor(pack(model), (Column("x", "float32", (5, 2)),))
     says = rf"this model returns \({layers}, (\d), 3\) for \1 rows"
     with pytest.raises(InvalidInput, match=says):
-        predictor.widths()
+        predictor.shapes()
     with pytest.raises(InvalidInput, match=says):
-        predictor.widths([[np.ones((5, 2))]])
+        predictor.shapes([[np.ones((5, 2))]])
     with pytest.raises(InvalidInput, match=says):
         predictor.predict([np.ones((4, 5, 2))])
 
@@ -152,7 +168,7 @@ def test_an_output_whose_rows_are_in_another_dimension_is_refused(layers: int) -
 def test_the_loaded_module_is_not_pickled_with_its_predictor() -> None:
     _, predictor = linear(1, inputs=1000)
     size = len(pickle.dumps(predictor))
-    predictor.widths()
+    predictor.shapes()
     assert len(pickle.dumps(predictor)) == size
 
 
@@ -176,7 +192,7 @@ def test_a_transformation_makes_the_inputs() -> None:
     expected = module(torch.from_numpy(made["image"]), torch.from_numpy(made["day"])).detach().numpy()
     np.testing.assert_allclose(predictor.predict([images, days])[0], expected, rtol=1e-6)
     assert predictor.needs_sample
-    assert predictor.widths([images[:1], days[:1]]) == [1]
+    assert predictor.shapes([images[:1], days[:1]]) == [(1,)]
     assert type(predictor.model()) is torch.nn.Bilinear
     with pytest.raises(InvalidInput, match="'image' has nulls"):
         predictor.predict([[b"a", None], [1, 2]])

@@ -12,7 +12,7 @@ pytest.importorskip("pyspark")
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators import transformer
-from spark_elastic.estimators.transformer import ElasticModel, _check_new, try_widths
+from spark_elastic.estimators.transformer import ElasticModel, _check_new, try_shapes
 
 
 def table(columns: list[str], sensitive: str = "false") -> Any:
@@ -30,7 +30,7 @@ def table(columns: list[str], sensitive: str = "false") -> Any:
     ],
 )
 def test_a_column_that_is_there_already_is_named_before_any_job(wanted: dict[str, Any], column: str) -> None:
-    predictor: Any = SimpleNamespace(columns=(), needs_sample=True)  # whose widths a job would tell
+    predictor: Any = SimpleNamespace(columns=(), needs_sample=True)  # whose outputs' shapes a job would tell
     model = ElasticModel(predictor, SimpleNamespace())  # type: ignore[arg-type]
     model._set(**wanted)
     with pytest.raises(InvalidInput, match=f"the table has a column {column!r} already"):
@@ -57,13 +57,13 @@ def test_columns_of_another_table_take_the_places_of_those_in_training(
 
 def test_outputs_are_tried_on_a_row_of_the_training() -> None:
     class TorchPredictor:
-        def widths(self, sample: Any = None) -> list[int]:
-            return [len(sample[0][0])]
+        def shapes(self, sample: Any = None) -> list[tuple[int, ...]]:
+            return [(len(sample[0][0]),)]
 
     predictor: Any = TorchPredictor()
-    assert try_widths(predictor, None) is None
-    assert try_widths(predictor, ["abc"]) == [3]
-    assert try_widths(predictor, [None]) is None  # what it raises, `transform` will
+    assert try_shapes(predictor, None) is None
+    assert try_shapes(predictor, ["abc"]) == [(3,)]
+    assert try_shapes(predictor, [None]) is None  # what it raises, `transform` will
 
 
 def test_names_are_compared_as_the_session_compares_them() -> None:

@@ -52,3 +52,22 @@ def test_results_are_a_list_with_the_jobs_report() -> None:
 def test_a_script_takes_no_args_of_a_function(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="a script takes its arguments one by one after its path"):
         prepare(tmp_path / "train.py", (), {"args": ("--lr", "0.1")})
+
+
+class Answering:
+    """As a mock, or a proxy of a remote object."""
+
+    def __getattr__(self, name: str) -> Any:
+        return [name]
+
+
+REMOTE = Answering()
+
+
+def test_a_global_that_answers_to_any_name_is_no_module() -> None:
+    def train() -> Any:
+        import torch
+
+        return torch, REMOTE
+
+    assert "torch" in prepare(train, (), {}).preload

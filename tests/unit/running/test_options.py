@@ -54,9 +54,10 @@ REFUSED_VALUES: dict[str, Any] = {
 }
 
 
-def test_numpys_whole_numbers_are_numbers_of_workers() -> None:
-    found = parse({"num_workers": np.int64(3)}).num_workers
-    assert found == 3
+@pytest.mark.parametrize("name", ["num_workers", "verbose"])
+def test_numpys_whole_numbers_are_whole_numbers(name: str) -> None:
+    found = getattr(parse({name: np.int64(2)}), name)
+    assert found == 2
     assert type(found) is int
 
 
