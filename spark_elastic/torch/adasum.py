@@ -14,7 +14,7 @@ import torch
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.ops.process_sets import ProcessSet
 from spark_elastic.torch.gradients.buckets import hash_layout
-from spark_elastic.torch.gradients.exchange_options import build_specs, find_trainable
+from spark_elastic.torch.gradients.exchange_options import build_specs, check_frozen, find_trainable
 from spark_elastic.torch.gradients.gradient_sync import (
     exchange_summary,
     get_optimizers_in_use,
@@ -34,7 +34,7 @@ class AdasumSync:
     """
 
     def __init__(self, named: Sequence[tuple[str, torch.nn.Parameter]], process_set: ProcessSet) -> None:
-        names, self._parameters, _ = find_trainable(named)
+        names, self._parameters, self._frozen = find_trainable(named)
         self._layout = hash_layout(build_specs(names, self._parameters), ())
         self._process_set = process_set
         self._steps: tuple[Group | None, int] = (None, 0)  # a group, and the steps combined in it
@@ -64,7 +64,9 @@ class AdasumSync:
 
         Raises:
             CollectiveError: the exchange broke; the parameters are as before, the optimizer's state is one step ahead.
+            InvalidInput: a parameter was frozen when training began, and is not now; nothing has changed.
         """
+        check_frozen(self._frozen)
         group = get_training_group(self._process_set)
         before = [parameter.detach().clone() for parameter in self._parameters]
         value = apply()

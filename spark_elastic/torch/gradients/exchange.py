@@ -33,6 +33,7 @@ from spark_elastic.torch.gradients.exchange_options import (
     DEFAULT_OPTIONS,
     ExchangeOptions,
     build_specs,
+    check_frozen,
     find_trainable,
 )
 from spark_elastic.torch.gradients.share_buckets import ShareBuckets
@@ -208,11 +209,7 @@ class GradientExchange:
     def open(self, group: Group | None, passes: int, division: Division | None = None) -> None:
         """Open a step; gradients that are there stay. Arguments as for `begin`."""
         self.abandon()
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise InvalidInput(
-                    f"parameter {name!r} was frozen when training began: let it require a gradient from the start."
-                )
+        check_frozen(self._frozen)
         thread = self._get_thread() or self._own_thread
         if group is not self._group:  # newcomers do not know what the former world agreed on
             self._sparse = frozenset()

@@ -105,6 +105,15 @@ def find_trainable(
     return names, parameters, frozen
 
 
+def check_frozen(frozen: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+    """Raise InvalidInput if a parameter that no rank exchanges requires a gradient by now."""
+    for name, parameter in frozen:
+        if parameter.requires_grad:
+            raise InvalidInput(
+                f"parameter {name!r} was frozen when training began: let it require a gradient from the start."
+            )
+
+
 def build_specs(names: Sequence[str], parameters: Sequence[torch.nn.Parameter]) -> list[ParameterSpec]:
     return [
         ParameterSpec(name, tuple(p.shape), get_dtype_name(p.dtype), p.element_size(), str(p.device))

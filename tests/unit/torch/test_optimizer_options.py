@@ -253,6 +253,19 @@ def test_a_compressor_that_changes_the_shape_is_named(here: CurrentWorker) -> No
     assert run_in_world(2, work) == ["told", "told"]
 
 
+def test_adasum_names_a_parameter_that_is_unfrozen_later() -> None:
+    model = net()
+    model[0].bias.requires_grad_(False)
+    opt = DistributedOptimizer(adam(model.parameters()), model.named_parameters(), op=Adasum)
+    model[0].bias.requires_grad_(True)
+    before = weights(model)
+    model(X).pow(2).mean().backward()
+    with pytest.raises(InvalidInput, match=r"'0\.bias' was frozen when training began"):
+        opt.step()
+    assert torch.equal(weights(model), before)
+    opt.close()
+
+
 def test_adasum_refuses_a_custom_compressor() -> None:
     with pytest.raises(InvalidInput, match="leave compression and groups out"):
         DistributedOptimizer(adam(net().parameters()), op=Adasum, compression=HalvingCompressor)
