@@ -357,7 +357,13 @@ class GradScalerStateHandler(StateDictHandler):
 
     def load(self, values: Any, memory: Bytes) -> None:
         super().load(values, memory)
-        self.value._per_optimizer_states.clear()  # what it has found in gradients that are void now
+        forget_gradients(self.value)
+
+
+def forget_gradients(scaler: Any) -> None:
+    """Drop what a `GradScaler` has found in gradients that are void now."""
+    if scaler.is_enabled():  # a disabled one keeps nothing, not even the attribute
+        scaler._per_optimizer_states.clear()
 
 
 def _take_scaled_step(scaler: Any, optimizer: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:

@@ -30,6 +30,7 @@ from spark_elastic.torch.elastic import (
     ModelStateHandler,
     OptimizerStateHandler,
     TorchState,
+    forget_gradients,
     get_handler_registry,
     run,
 )
@@ -186,7 +187,7 @@ class ElasticStrategy(_DDPStrategy):  # type: ignore[misc]
             self._state._hooked.clear()
             scaler = getattr(self.precision_plugin, "scaler", None)
             if scaler is not None:
-                scaler._per_optimizer_states.clear()  # what it has found in gradients of the former world
+                forget_gradients(scaler)
 
     def process_dataloader(self, dataloader: Any) -> Any:
         if self._state is not None and self._trainer.training:

@@ -249,6 +249,20 @@ def test_a_scaler_forgets_the_gradients_of_a_step_that_broke() -> None:
     state.restore()
     take_step(1.0, breaks=False)
     assert scaler.get_scale() == 4.0, "an infinity that is void has changed the scale"
+@pytest.mark.skipif(not hasattr(torch.amp, "GradScaler"), reason="torch before 2.3 scales on CUDA alone")
+def test_a_disabled_scaler_is_restored() -> None:
+    model = net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    state: Any = hvd.elastic.TorchState(model, optimizer, scaler=scaler, batch=1)
+    state.batch = 2
+    scaler.scale(model(torch.ones(8, 4)).mean()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    state.restore()
+    assert state.batch == 1
+
+
 
 
 def test_several_models_and_optimizers_by_name() -> None:
