@@ -147,9 +147,7 @@ class TorchState(ObjectState):
         optimizers = self._optimizers()
         for optimizer in optimizers:
             if id(optimizer) not in self._hooked:
-                # Accelerate's wrapper has no hooks of its own.
-                given: Any = optimizer
-                inner = given if hasattr(given, "_optimizer_step_pre_hooks") else given.optimizer
+                inner = _find_hooked(optimizer)
                 inner.register_step_pre_hook(lambda *step: self._snapshots.wait())
                 if not is_distributed(optimizer):
                     mark_applied(optimizer)
@@ -165,6 +163,18 @@ class TorchState(ObjectState):
         for handler in self._handlers.values():
             if isinstance(handler, ModelStateHandler):
                 handler.trained = trained
+def _find_hooked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer itself; that within a wrapper without hooks of its own, such as Accelerate's."""
+    if hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        return optimizer
+    for name in ("optimizer", "optim"):
+        inner = getattr(optimizer, name, None)
+        if isinstance(inner, torch.optim.Optimizer):
+            return _find_hooked(inner)
+    raise InvalidInput(
+        f"{type(optimizer).__name__} has neither step hooks nor an optimizer with them as `optimizer` or `optim`: call "
+        "Optimizer.__init__ in its __init__."
+    )
 
 
 @lru_cache(maxsize=1)
@@ -277,7 +287,7 @@ class OptimizerStateHandler(SnapshotHandler):
         """Whether the optimizer's class has a `state_dict` or `load_state_dict` of its own."""
         kind = type(self.value)
         return any(
-            not method.__module__.startswith(("torch.", "accelerate."))
+            not method.__module__.startswith(("torch.optim.", "accelerate."))
             for method in (kind.state_dict, kind.load_state_dict)
         )
 
@@ -303,6 +313,9 @@ class OptimizerStateHandler(SnapshotHandler):
         device = _find_device(p for group in groups for p in group["params"])
         if self.has_own_format:
             self.value.load_state_dict(_load_value(values, None, memory, device))
+            inner = _find_hooked(self.value)
+            if self.value.param_groups is not inner.param_groups:
+                self.value.param_groups = inner.param_groups  # `load_state_dict` has made new ones
             return
         settings, states, others = values
         while len(groups) > len(settings):  # those that were added after the snapshot

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
 import spark_elastic.torch as hvd
 from elastic_collectives import CollectiveError, Group
@@ -263,6 +264,37 @@ def test_a_disabled_scaler_is_restored() -> None:
     assert state.batch == 1
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_an_optimizer_in_a_wrapper_without_hooks_is_watched() -> None:
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    model = net()
+    inner = OPTIMIZERS["sgd"](model.parameters())
+    averager = PeriodicModelAverager(period=1000, warmup_steps=0, process_group=object())
+    optimizer = PostLocalSGDOptimizer(inner, averager)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    state: Any = hvd.elastic.TorchState(model, optimizer, schedule=schedule)
+    averager.step = 1  # not a step at which it averages
+    step(model, optimizer)
+    schedule.step()
+    assert not state.in_mid_step()
+    state.commit()
+    kept = copy_states(model, optimizer)
+    step(model, optimizer)
+    state.restore()
+    assert_same(copy_states(model, optimizer), kept)
+    assert averager.step == 2
+    schedule.step()
+    assert inner.param_groups[0]["lr"] == 0.025, "the wrapper has kept groups that nobody reads"
+
+
+def test_a_wrapper_that_hides_its_optimizer_is_refused() -> None:
+    class Hiding(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self._inner = inner
+
+    with pytest.raises(InvalidInput, match="Hiding has neither step hooks nor"):
+        hvd.elastic.TorchState(net(), Hiding(OPTIMIZERS["sgd"](net().parameters())))
 
 
 def test_several_models_and_optimizers_by_name() -> None:
