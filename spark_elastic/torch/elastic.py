@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 from collections.abc import Callable, Iterable, Sequence, Sized
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
@@ -229,10 +230,12 @@ class ModelStateHandler(SnapshotHandler):
         self.trained: set[int] = set()  # ids of the parameters that may be copied in the background
         self._views = _Views()
         self._extra = self._with_extra()
+        self._check_whole()
 
     def set_value(self, value: torch.nn.Module) -> None:
         super().set_value(value)
         self._extra = self._with_extra()
+        self._check_whole()
 
     def parameters(self) -> Iterable[tuple[str, torch.nn.Parameter]]:
         """The parameters that each rank has whole, by name."""
@@ -269,6 +272,13 @@ class ModelStateHandler(SnapshotHandler):
                     )
         for name, module in self._extra:
             module.set_extra_state(copy.deepcopy(values["extra"][name]))
+    def _check_whole(self) -> None:
+        # Parameters do not tell: use_orig_params=True shows them as they were.
+        if any(_is_of(m, "torch.distributed.fsdp", "FullyShardedDataParallel") for m in self.value.modules()):
+            raise InvalidInput(
+                "FullyShardedDataParallel leaves a part of the model on each worker, and TorchState holds whole "
+                "models: divide it by fully_shard and use FSDPState."
+            )
 
     def _with_extra(self) -> list[tuple[str, torch.nn.Module]]:
         plain = torch.nn.Module.get_extra_state
@@ -292,6 +302,11 @@ class OptimizerStateHandler(SnapshotHandler):
         )
 
     def capture(self, builder: SnapshotBuilder) -> Any:
+        if _is_of(self.value, "torch.distributed.optim", "ZeroRedundancyOptimizer"):
+            raise InvalidInput(
+                "a ZeroRedundancyOptimizer keeps on each worker another part of its state, which a loss would take "
+                "along: use the optimizer that it wraps, or divide the model by fully_shard and use FSDPState."
+            )
         self._views.begin()
         if self.has_own_format:
             return self._add_tensors(self.value.state_dict(), builder, deferred=False)
@@ -420,8 +435,19 @@ def _view_tensor(ref: _TensorRef, memory: Bytes) -> torch.Tensor:
     return torch.from_numpy(memory[offset : offset + nbytes]).view(ref.dtype).view(ref.shape)
 
 
+def _is_of(value: object, module: str, name: str) -> bool:
+    """Whether it is of a class whose module, slow to import, is only looked up."""
+    kind = getattr(sys.modules.get(module), name, None)
+    return kind is not None and isinstance(value, kind)
+
+
 def _view_bytes(tensor: torch.Tensor) -> tuple[Bytes, bool]:
     """Return (its bytes, whether they are the tensor's own memory and not a copy)."""
+    if hasattr(tensor, "to_local"):  # a DTensor
+        raise InvalidInput(
+            "a DTensor has a part of its values on each worker, and TorchState holds whole models: divide the model by "
+            "fully_shard and use FSDPState."
+        )
     dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     if not dense.numel():
         return np.empty(0, np.uint8), False

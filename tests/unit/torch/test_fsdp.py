@@ -12,14 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.state.sharded_commits import ShardBuilder
 from spark_elastic.state.shards import DividedTensor, get_shard_range, lay_out
-from spark_elastic.torch.elastic import ElasticSampler
+from spark_elastic.state.snapshot import SnapshotBuilder
+from spark_elastic.torch.elastic import ElasticSampler, ModelStateHandler, OptimizerStateHandler, TorchState
 from spark_elastic.torch.fsdp import DividedModelHandler, DividedOptimizerHandler, FSDPState
 
 RANK, SIZE = 1, 4
@@ -68,6 +69,27 @@ def test_a_commit_holds_this_ranks_shards_and_replicated_values() -> None:
     assert [extent.nbytes for extent in lay_out(builder.tensors, SIZE, RANK)[0]] == [
         local.nbytes for local in builder.locals
     ]
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_model_that_fsdp1_divides_is_refused(use_orig_params: bool) -> None:
+    part = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), use_orig_params=use_orig_params)
+    for handler in (ModelStateHandler, DividedModelHandler):
+        with pytest.raises(InvalidInput, match="divide it by fully_shard and use FSDPState"):
+            handler(torch.nn.Sequential(part))
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_an_optimizer_that_divides_its_state_is_refused() -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    optimizer = ZeroRedundancyOptimizer(Net().parameters(), torch.optim.Adam, lr=0.1)
+    for handler, builder in (
+        (OptimizerStateHandler, SnapshotBuilder()),
+        (DividedOptimizerHandler, ShardBuilder()),
+    ):
+        with pytest.raises(InvalidInput, match="use the optimizer that it wraps"):
+            handler(optimizer).capture(builder)
 
 
 @pytest.mark.usefixtures("world")
