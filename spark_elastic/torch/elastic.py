@@ -164,6 +164,8 @@ class TorchState(ObjectState):
         for handler in self._handlers.values():
             if isinstance(handler, ModelStateHandler):
                 handler.trained = trained
+
+
 def _find_hooked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer itself; that within a wrapper without hooks of its own, such as Accelerate's."""
     if hasattr(optimizer, "_optimizer_step_pre_hooks"):
@@ -250,28 +252,46 @@ class ModelStateHandler(SnapshotHandler):
                 n: _TensorRef.of(p, put(builder, p, deferred=id(p) in trained)) for n, p in self.parameters()
             },
             "buffers": {
-                n: _TensorRef.of(b, put(builder, b, deferred=False)) for n, b in self.value.named_buffers()
+                n: None if b is None else _TensorRef.of(b, put(builder, b, deferred=False))
+                for n, (_, _, b) in self._list_buffers().items()
             },
             "extra": {name: copy.deepcopy(module.get_extra_state()) for name, module in self._extra},
         }
 
     def load(self, values: Any, memory: Bytes) -> None:
-        parameters, buffers = dict(self.parameters()), dict(self.value.named_buffers())
+        parameters = dict(self.parameters())
         _check_same(parameters, values["parameters"])
         with torch.no_grad():
             for name, ref in values["parameters"].items():
                 parameters[name].copy_(_view_tensor(ref, memory))
-            for name, ref in values["buffers"].items():
-                if name in buffers and buffers[name].shape == ref.shape:
-                    buffers[name].copy_(_view_tensor(ref, memory))
-                else:
-                    owner, _, own = name.rpartition(".")
-                    tensors = (*parameters.values(), *buffers.values())
-                    self.value.get_submodule(owner)._buffers[own] = _load_value(
-                        ref, None, memory, _find_device(tensors)
-                    )
+            self._load_buffers(values["buffers"], memory)
         for name, module in self._extra:
             module.set_extra_state(copy.deepcopy(values["extra"][name]))
+
+    def _load_buffers(self, saved: dict[str, _TensorRef | None], memory: Bytes) -> None:
+        device = _find_device((*self.value.parameters(), *self.value.buffers()))
+        live = self._list_buffers()
+        for name in live.keys() - saved.keys():  # registered since
+            module, own, buffer = live[name]
+            if buffer is not None:
+                delattr(module, own)  # as on a newcomer
+        for name, ref in saved.items():
+            _, _, buffer = live.get(name, (None, "", None))
+            if ref is None or buffer is None or buffer.shape != ref.shape or 0 in buffer.stride():  # expanded
+                path, _, own = name.rpartition(".")
+                value = None if ref is None else _load_value(ref, None, memory, device)
+                self.value.get_submodule(path)._buffers[own] = value
+            else:
+                buffer.copy_(_view_tensor(ref, memory))
+
+    def _list_buffers(self) -> dict[str, tuple[torch.nn.Module, str, torch.Tensor | None]]:
+        """(owner, own name, tensor or None if it is not set) by name."""
+        return {
+            f"{path}.{own}" if path else own: (module, own, buffer)
+            for path, module in self.value.named_modules()
+            for own, buffer in module._buffers.items()
+        }
+
     def _check_whole(self) -> None:
         # Parameters do not tell: use_orig_params=True shows them as they were.
         if any(_is_of(m, "torch.distributed.fsdp", "FullyShardedDataParallel") for m in self.value.modules()):

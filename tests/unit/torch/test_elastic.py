@@ -188,6 +188,42 @@ def test_a_buffer_that_each_step_replaces_is_saved_and_the_former_one_forgotten(
     assert len(handler._views._known) < 5
 
 
+def test_buffers_that_were_set_or_registered_after_the_commit_are_gone_after_a_restore() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    model[0].register_buffer("unset", None)
+    state = hvd.elastic.TorchState(model)
+    model[0].unset = torch.ones(3)
+    model[0].register_buffer("late", torch.ones(3))
+    state.restore()
+    assert dict(model[0].named_buffers()) == {}
+    assert model[0].unset is None
+    model[0].unset = torch.ones(3)
+    state.commit()
+    model[0].unset = None
+    state.restore()
+    assert model[0].unset.tolist() == [1.0] * 3
+
+
+def test_a_buffer_that_two_modules_share_stays_one() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+    for module in model:
+        module.register_buffer("shared", model[0]._buffers.get("shared", torch.ones(2)))
+    state = hvd.elastic.TorchState(model)
+    model[0].shared.zero_()
+    state.restore()
+    assert model[0].shared is model[1].shared
+    assert model[1].shared.tolist() == [1.0, 1.0]
+
+
+def test_an_expanded_buffer_is_restored() -> None:
+    model = torch.nn.Linear(1, 1)
+    model.register_buffer("wide", torch.ones(1).expand(3))
+    state = hvd.elastic.TorchState(model)
+    model.wide = torch.zeros(1).expand(3)
+    state.restore()
+    assert model.wide.tolist() == [1.0] * 3
+
+
 class CountingSgd(torch.optim.SGD):
     """Its state has a number that belongs to no parameter."""
 
@@ -250,6 +286,8 @@ def test_a_scaler_forgets_the_gradients_of_a_step_that_broke() -> None:
     state.restore()
     take_step(1.0, breaks=False)
     assert scaler.get_scale() == 4.0, "an infinity that is void has changed the scale"
+
+
 @pytest.mark.skipif(not hasattr(torch.amp, "GradScaler"), reason="torch before 2.3 scales on CUDA alone")
 def test_a_disabled_scaler_is_restored() -> None:
     model = net()

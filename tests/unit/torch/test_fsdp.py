@@ -69,6 +69,16 @@ def test_a_commit_holds_this_ranks_shards_and_replicated_values() -> None:
     assert [extent.nbytes for extent in lay_out(builder.tensors, SIZE, RANK)[0]] == [
         local.nbytes for local in builder.locals
     ]
+
+
+@pytest.mark.usefixtures("world")
+def test_a_state_of_whole_models_refuses_a_divided_one() -> None:
+    with pytest.raises(
+        InvalidInput, match="TorchState holds whole models: divide the model by fully_shard and use"
+    ):
+        TorchState(make()[1])
+
+
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_a_model_that_fsdp1_divides_is_refused(use_orig_params: bool) -> None:
