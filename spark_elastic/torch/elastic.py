@@ -231,12 +231,15 @@ class ModelStateHandler(SnapshotHandler):
         super().__init__(value)
         self.trained: set[int] = set()  # ids of the parameters that may be copied in the background
         self._views = _Views()
-        self._extra = self._with_extra()
-        self._check_whole()
+        self._begin_with_model()
 
     def set_value(self, value: torch.nn.Module) -> None:
         super().set_value(value)
+        self._begin_with_model()
+
+    def _begin_with_model(self) -> None:
         self._extra = self._with_extra()
+        self._first_buffers = frozenset(self._list_buffers())  # those registered later are the training's
         self._check_whole()
 
     def parameters(self) -> Iterable[tuple[str, torch.nn.Parameter]]:
@@ -271,10 +274,9 @@ class ModelStateHandler(SnapshotHandler):
     def _load_buffers(self, saved: dict[str, _TensorRef | None], memory: Bytes) -> None:
         device = _find_device((*self.value.parameters(), *self.value.buffers()))
         live = self._list_buffers()
-        for name in live.keys() - saved.keys():  # registered since
-            module, own, buffer = live[name]
-            if buffer is not None:
-                delattr(module, own)  # as on a newcomer
+        for name in live.keys() - saved.keys() - self._first_buffers:  # registered since the commit
+            module, own, _ = live[name]
+            delattr(module, own)  # as on a newcomer
         for name, ref in saved.items():
             _, _, buffer = live.get(name, (None, "", None))
             if ref is None or buffer is None or buffer.shape != ref.shape or 0 in buffer.stride():  # expanded

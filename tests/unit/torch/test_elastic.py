@@ -204,6 +204,15 @@ def test_buffers_that_were_set_or_registered_after_the_commit_are_gone_after_a_r
     assert model[0].unset.tolist() == [1.0] * 3
 
 
+def test_a_buffer_that_a_model_has_gained_since_its_checkpoint_stays() -> None:
+    state: Any = hvd.elastic.TorchState(torch.nn.Linear(1, 1))
+    kept = state._snapshots.wait_for_newest()
+    model = torch.nn.Linear(1, 1)
+    model.register_buffer("gained", torch.ones(3))
+    ModelStateHandler(model).load(kept.values["model"], kept.memory)
+    assert model.gained.tolist() == [1.0] * 3
+
+
 def test_a_buffer_that_two_modules_share_stays_one() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
     for module in model:
