@@ -223,9 +223,10 @@ class TrainingLoop:
     def _make_balancer(self, group: Group) -> RowBalancer | None:
         """None: the ranks of this world divide all rows equally. Alike on all ranks."""
         plan = self._spec.plan
-        if group.size == 1 or not self._spec.config.balance_rows:
+        parts = plan.shares or plan.base_rows
+        if group.size == 1 or parts < group.size or not self._spec.config.balance_rows:
             return None
-        return RowBalancer(plan.shares or plan.base_rows, group.size, plan.shares)
+        return RowBalancer(parts, group.size, plan.shares)
 
     def _report_straggler(self, group: Group, handle: WorkerHandle) -> None:
         """Ask the driver to replace this worker, once the others would be quicker without it."""
