@@ -42,12 +42,20 @@ class TrainingLoop:
     """What a worker of an estimator runs."""
 
     def __init__(
-        self, spec: TrainSpec, trainer: ModelTrainer, transformation: Transformation | None = None
+        self,
+        spec: TrainSpec,
+        trainer: ModelTrainer,
+        transformation: Transformation | None = None,
+        shapes_nothing: bool = False,
     ) -> None:
-        """transformation: the user's, of the columns of a step."""
+        """
+        Args:
+            transformation: the user's, of the columns of a step.
+            shapes_nothing: as in `BatchTransformation`.
+        """
         self._spec = spec
         self._trainer = trainer
-        self._transformation = transformation
+        self._transformation, self._shapes_nothing = transformation, shapes_nothing
         # Whether this worker holds the state of a world; before, its position counts for nothing.
         self._has_state = False
         # On a worker that is or was rank 0 of a job with checkpoints.
@@ -56,7 +64,7 @@ class TrainingLoop:
     def prepare(self) -> None:
         spec = self._spec
         self._clock = SystemClock()
-        self._transformations = make_pool(spec.config, self._transformation)
+        self._transformations = make_pool(spec.config, self._transformation, self._shapes_nothing)
         self._transformations.start()  # its processes import while the model is prepared
         self._ledger = open_ledger(spec.store, spec.ledger, self._clock)
         self._trainer.prepare(TrainingProgress(), self._ledger)

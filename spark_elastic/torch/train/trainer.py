@@ -30,6 +30,7 @@ from spark_elastic.torch.devices import (
 from spark_elastic.torch.generators import seeded_rng
 from spark_elastic.torch.gradients.exchange import GradientExchange
 from spark_elastic.torch.gradients.exchange_options import options_from_env
+from spark_elastic.torch.layers import SyncBatchNorm
 from spark_elastic.torch.optimizers import build_optimizer
 from spark_elastic.torch.train.callbacks import TorchCallbackList
 from spark_elastic.torch.train.forward import describe_world_dependence
@@ -56,7 +57,8 @@ class TorchTrainProgram(TrainingLoop):
     """The program of a worker of `ElasticTorchEstimator`: the training loop over a torch model."""
 
     def __init__(self, spec: TrainSpec, objects: TorchUserObjects) -> None:
-        super().__init__(spec, TorchTrainer(spec, objects), objects.transformation)
+        shares = any(isinstance(module, SyncBatchNorm) for module in objects.model.modules())
+        super().__init__(spec, TorchTrainer(spec, objects), objects.transformation, shares)
 
 
 @dataclass(frozen=True)
