@@ -143,6 +143,9 @@ class TorchTrainer:
         self._train_step = (ShareStep if config.shares else TrainStep)(
             self.state, self._loss_fn, self._exchange, config, self._ledger, self._metrics[0], self._scaling
         )
+        self._train_step.shows_buffers = not config.shares and any(
+            not _is_own(callback.on_step_end) for callback in self.callbacks.callbacks
+        )
         if config.verify_steps and isinstance(self._train_step, ShareStep):
             self._train_step.checker = ShareChecker(
                 self._spec,
