@@ -121,7 +121,10 @@ class TorchTrainer:
         self._metrics = metrics
         self.callbacks = TorchCallbackList((*schedules, *objects.callbacks), model, optimizer)
         self.state = TorchTrainingState(
-            model, optimizer, [self._scaling, *metrics, *self.callbacks.callbacks], progress
+            model,
+            optimizer,
+            [self._scaling, *metrics, self.callbacks, *self.callbacks.callbacks],
+            progress,
         )
         self._ledger = ledger
         self._batches = make_batch_builder(spec, objects, model, self._copier)
