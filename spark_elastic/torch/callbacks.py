@@ -64,7 +64,8 @@ class Callback:
         weights and attributes are then those of the others, whatever was set here."""
 
     def on_epoch_begin(self, training: Training, epoch: int) -> None:
-        """Before an epoch's first step; again if a new world takes that step."""
+        """Once in each worker, before its first step of the epoch. Of a worker that joins or resumes within an epoch,
+        rates and attributes stay those of the state that it takes over, whatever is set here."""
 
     def on_step_begin(self, training: Training, epoch: int, step: int) -> None:
         """Before a forward pass; again if the step is repeated in another world."""

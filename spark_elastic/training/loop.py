@@ -42,12 +42,20 @@ class TrainingLoop:
     """What a worker of an estimator runs."""
 
     def __init__(
-        self, spec: TrainSpec, trainer: ModelTrainer, transformation: Transformation | None = None
+        self,
+        spec: TrainSpec,
+        trainer: ModelTrainer,
+        transformation: Transformation | None = None,
+        shapes_nothing: bool = False,
     ) -> None:
-        """transformation: the user's, of the columns of a step."""
+        """
+        Args:
+            transformation: the user's, of the columns of a step.
+            shapes_nothing: as in `BatchTransformation`.
+        """
         self._spec = spec
         self._trainer = trainer
-        self._transformation = transformation
+        self._transformation, self._shapes_nothing = transformation, shapes_nothing
         # Whether this worker holds the state of a world; before, its position counts for nothing.
         self._has_state = False
         # On a worker that is or was rank 0 of a job with checkpoints.
@@ -56,7 +64,7 @@ class TrainingLoop:
     def prepare(self) -> None:
         spec = self._spec
         self._clock = SystemClock()
-        self._transformations = make_pool(spec.config, self._transformation)
+        self._transformations = make_pool(spec.config, self._transformation, self._shapes_nothing)
         self._transformations.start()  # its processes import while the model is prepared
         self._ledger = open_ledger(spec.store, spec.ledger, self._clock)
         self._trainer.prepare(TrainingProgress(), self._ledger)
@@ -223,9 +231,10 @@ class TrainingLoop:
     def _make_balancer(self, group: Group) -> RowBalancer | None:
         """None: the ranks of this world divide all rows equally. Alike on all ranks."""
         plan = self._spec.plan
-        if group.size == 1 or not self._spec.config.balance_rows:
+        parts = plan.shares or plan.base_rows
+        if group.size == 1 or parts < group.size or not self._spec.config.balance_rows:
             return None
-        return RowBalancer(plan.shares or plan.base_rows, group.size, plan.shares)
+        return RowBalancer(parts, group.size, plan.shares)
 
     def _report_straggler(self, group: Group, handle: WorkerHandle) -> None:
         """Ask the driver to replace this worker, once the others would be quicker without it."""

@@ -141,9 +141,17 @@ class BatchTransformation:
     wanted: tuple[str, ...]
     # Of the fit, for augmentation.
     seed: int
+    # Whether a rank without rows needs their shape in training: its forward pass exchanges statistics of no rows.
+    shapes_nothing: bool = False
 
     def apply(self, batch: RowBatch) -> dict[str, Any]:
-        """The wanted columns. Raises InvalidInput as `transform_columns`, and what the user's function raises."""
+        """The wanted columns. Raises InvalidInput as `transform_columns`, and what the user's function raises.
+
+        The function may stack what it makes of each row, so it gets no rows only where their shape is needed. Else the
+        columns of no rows are empty arrays.
+        """
+        if not len(batch.row_ids) and not (self.shapes_nothing and batch.augments):
+            return {name: np.zeros(0, np.float32) for name in self.wanted}
         if not batch.cuts:
             return self._apply_to_part(batch, batch.columns, batch.row_ids)
         parts = [
@@ -154,6 +162,7 @@ class BatchTransformation:
                 batch.row_ids[low:high],
             )
             for low, high in pairwise(batch.cuts)
+            if low < high
         ]
         return {name: np.concatenate([part[name] for part in parts]) for name in self.wanted}
 

@@ -181,18 +181,22 @@ class TransformationPool:
             self._free.put(process)
 
 
-def make_pool(config: FitConfig, transformation: Transformation | None) -> TransformationPool:
-    """The pool of a fit."""
+def make_pool(
+    config: FitConfig, transformation: Transformation | None, shapes_nothing: bool = False
+) -> TransformationPool:
+    """The pool of a fit. shapes_nothing: as in `BatchTransformation`."""
     workers, kind = config.transformation_workers, config.transformation_pool
-    return TransformationPool(bind_transformation(config, transformation), workers, kind)
+    return TransformationPool(bind_transformation(config, transformation, shapes_nothing), workers, kind)
 
 
 def bind_transformation(
-    config: FitConfig, transformation: Transformation | None
+    config: FitConfig, transformation: Transformation | None, shapes_nothing: bool = False
 ) -> BatchTransformation | None:
     """The transformation with all that it needs of the fit; None: there is none."""
+    if transformation is None:
+        return None
     wanted = tuple(dict.fromkeys(config.used_cols))
-    return None if transformation is None else BatchTransformation(transformation, wanted, config.seed)
+    return BatchTransformation(transformation, wanted, config.seed, shapes_nothing)
 
 
 def cut_at_shares(plan: DataPlan, rows: StepRows, group: Group) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from spark_elastic.torch.callbacks import Callback, LearningRateSchedule, Traini
 
 
 class TorchCallbackList:
-    """The callbacks of one worker, in order."""
+    """The callbacks of one worker, in order. Its own state is the newest epoch that their state has begun."""
 
     def __init__(
         self, callbacks: Sequence[Callback], model: torch.nn.Module, optimizer: torch.optim.Optimizer
@@ -22,6 +22,8 @@ class TorchCallbackList:
         self.callbacks = list(callbacks)
         self._training = Training(model, optimizer)
         self._started = False
+        # The newest epoch that this worker's callbacks were told of, and that the state has begun; -1: none yet.
+        self._told = self._begun = -1
         for callback in self._schedules:
             callback.bind(optimizer)
 
@@ -37,9 +39,24 @@ class TorchCallbackList:
             for callback in self.callbacks:
                 callback.on_fit_begin(self._training)
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self._begun}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._begun = state["epoch"]
+
     def on_epoch_begin(self, epoch: int) -> None:
+        """See `training.trainer.CallbackList`. In an epoch that others have begun, rates and callbacks come with the
+        state, and the call is for what does not, such as `requires_grad`."""
+        joins = epoch <= self._begun
+        if joins and epoch <= self._told:
+            return
+        before = self._copy_state() if joins else None
+        self._told = self._begun = epoch
         for callback in self.callbacks:
             callback.on_epoch_begin(self._training, epoch)
+        if before is not None:
+            self._restore(before)
 
     def on_step_begin(self, epoch: int, step: int) -> None:
         for callback in self.callbacks:
@@ -65,17 +82,14 @@ class TorchCallbackList:
         """
         if not self.callbacks:
             return None
-        before = copy.deepcopy([callback.state_dict() for callback in self.callbacks]), self._settings()
+        before = self._copy_state()
         stopped = self._training.stopped  # by `on_step_end`, which is not called again
         try:
             for callback in self.callbacks:
                 callback.on_epoch_end(self._training, logs)
             self._follow_rank_0(group)
         except BaseException:
-            for callback, state in zip(self.callbacks, before[0], strict=True):
-                callback.load_state_dict(state)
-            for parameters, settings in zip(self._groups, before[1], strict=True):
-                parameters.update(settings)
+            self._restore(before)
             self._training.stopped = stopped
             raise
         return self._training.stopped
@@ -92,8 +106,16 @@ class TorchCallbackList:
     def _groups(self) -> list[dict[str, Any]]:
         return self._training.optimizer.param_groups
 
-    def _settings(self) -> list[dict[str, Any]]:
-        return [{k: v for k, v in group.items() if k != "params"} for group in self._groups]
+    def _copy_state(self) -> tuple[list[Any], list[dict[str, Any]]]:
+        """The states of the callbacks, and the settings of the optimizer's groups."""
+        states = copy.deepcopy([callback.state_dict() for callback in self.callbacks])
+        return states, [{k: v for k, v in group.items() if k != "params"} for group in self._groups]
+
+    def _restore(self, before: tuple[list[Any], list[dict[str, Any]]]) -> None:
+        for callback, state in zip(self.callbacks, before[0], strict=True):
+            callback.load_state_dict(state)
+        for parameters, settings in zip(self._groups, before[1], strict=True):
+            parameters.update(settings)
 
     def _follow_rank_0(self, group: Group) -> None:
         decided = np.array([self._training.stopped is not None, *(g["lr"] for g in self._groups)], np.float64)

@@ -93,6 +93,63 @@ def _find_loss_class(loss: Any) -> type[_Loss] | None:
     return _MODULES.get(function) if isinstance(function, FunctionType) else None
 
 
+class LabelConverter:
+    """Converts labels to what a loss of torch takes, given as a module or function; any other gets them unchanged.
+
+    A loss that compares number by number also takes labels (n,) for an output (n, 1), as Horovod's estimator and Keras
+    do, and labels of any type. A loss of classes also takes their numbers as floats, as Spark's StringIndexer returns
+    them, and those of a sequence's tokens, (n, t), for an output (n, C, t).
+    """
+
+    def __init__(self, loss: Any, label: str = "label", ahead: bool = False) -> None:
+        """
+        Args:
+            label: name of the first label's column, for errors.
+            ahead: labels of classes are also converted before the model's output exists.
+        """
+        self._kind, self._label, self._ahead = _find_loss_class(loss) or type(loss), label, ahead
+        self.of_classes = issubclass(self._kind, nn.CrossEntropyLoss | nn.NLLLoss)
+        self.elementwise = is_elementwise(loss)
+
+    def convert_classes(
+        self, labels: tuple[torch.Tensor, ...], output: Any = None
+    ) -> tuple[torch.Tensor, ...]:
+        """Convert numbers of classes to int64. Probabilities of classes, which have as many dimensions as the output,
+        stay as they are; if the output is unknown, every array of floats counts as probabilities.
+
+        Raises:
+            InvalidInput: a class is not a whole number.
+        """
+        if not self.of_classes:
+            return labels
+        label = labels[0]
+        if issubclass(self._kind, nn.CrossEntropyLoss) and label.is_floating_point() and label.ndim > 1:
+            if not isinstance(output, torch.Tensor) or output.ndim == label.ndim:
+                return labels
+            if self._ahead:
+                raise InvalidInput(
+                    f"column {self._label!r} has arrays of classes as {str(label.dtype).removeprefix('torch.')}, which "
+                    "with several losses must be whole numbers: cast it to array<int>."
+                )
+        whole = label.to(torch.int64)
+        if label.is_floating_point() and not torch.equal(whole.to(label.dtype), label):
+            wrong = float(label[whole.to(label.dtype) != label][0])
+            raise InvalidInput(
+                f"column {self._label!r} has {wrong:g}, and {self._kind.__name__} takes whole numbers of "
+                "classes: number the classes from 0, or give arrays of shares of each class."
+            )
+        return whole, *labels[1:]
+
+    def match_output(self, output: Any, labels: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Give the first label the output's type and number of dimensions, where they are compared by number."""
+        if not self.elementwise or not isinstance(output, torch.Tensor):
+            return labels
+        label = labels[0].to(output.dtype)
+        if output.shape == (len(label), 1) and label.ndim == 1:
+            label = label.unsqueeze(1)
+        return label, *labels[1:]
+
+
 class RowLoss:
     """Computes a `LossSum` with a copy of the user's loss, which is never changed."""
 
@@ -112,7 +169,7 @@ class RowLoss:
         loss = find_loss_module(loss)
         keywords = loss.keywords if isinstance(loss, functools.partial) else {}
         reduction = getattr(loss, "reduction", keywords.get("reduction"))
-        self._weighted, self._label, self._ahead = weighted, label, ahead
+        self._weighted, self._converter = weighted, LabelConverter(loss, label, ahead)
         self._summed = reduction == "sum"
         self._per_row_sums = reduction in ("sum", "batchmean")
         self._loss = loss
@@ -125,8 +182,6 @@ class RowLoss:
         if type(loss) in (*_ELEMENTWISE, nn.CrossEntropyLoss, nn.NLLLoss):  # a class of the user may do more
             self._sum_loss = copy.deepcopy(loss)
             self._sum_loss.reduction = "sum"
-        self._of_classes = isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
-        self._elementwise = is_elementwise(loss)
         # (C,) Weights of the classes, on the host.
         self._class_weights: torch.Tensor | None = None
         if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.weight is not None:
@@ -142,12 +197,8 @@ class RowLoss:
     ) -> LossSum:
         """Compute the loss of these rows.
 
-        A loss of torch that compares number by number also takes labels (n,) for an output (n, 1), as Horovod's
-        estimator and Keras do, and labels of any type. A loss of classes also takes their numbers as floats, as
-        Spark's StringIndexer returns them, and those of a sequence's tokens, (n, t), for an output (n, C, t).
-
         Args:
-            labels: one tensor (n, ...) for each label column.
+            labels: one tensor (n, ...) for each label column, in any form that `LabelConverter` converts.
             weights: (n,)
             on_host: labels and weights in memory of the host, where the others are on another device. Denominators are
                 computed from these, so that nothing waits for the device.
@@ -158,12 +209,12 @@ class RowLoss:
         """
         rows = len(labels[0])
         host_labels, host_weights = on_host or (labels, weights)
-        host_labels = self._convert_classes(host_labels, output)
+        host_labels = self._converter.convert_classes(host_labels, output)
         labels = (labels[0].to(host_labels[0].dtype), *labels[1:]) if on_host else host_labels
         if isinstance(self._loss, nn.Module) and labels[0].device != self._device:
             self._device = labels[0].device
             self._loss.to(self._device)
-        matched = self._match_label_shape(output, labels)
+        matched = self._converter.match_output(output, labels)
         may_sum = self._sum_loss is not None and weights is None and labels[0].device == CPU
         if may_sum and self._has_one_number_per_row(output, matched):
             total = self._sum_loss(output, *matched)
@@ -184,7 +235,7 @@ class RowLoss:
 
     def compute_denominator(self, labels: tuple[torch.Tensor, ...], weights: torch.Tensor | None) -> float:
         """The denominator that `__call__` returns, without the model's output. Both are on the host."""
-        return self._compute_denominator(self._convert_classes(labels), weights)
+        return self._compute_denominator(self._converter.convert_classes(labels), weights)
 
     def _compute_denominator(self, labels: tuple[torch.Tensor, ...], weights: torch.Tensor | None) -> float:
         """labels: converted."""
@@ -197,49 +248,14 @@ class RowLoss:
             divisors = self._find_class_divisors(labels[0]).reshape(len(divisors), -1).sum(1)
         return float((divisors if weights is None else divisors * weights).sum())
 
-    def _convert_classes(
-        self, labels: tuple[torch.Tensor, ...], output: Any = None
-    ) -> tuple[torch.Tensor, ...]:
-        """Convert numbers of classes to int64. Probabilities of classes, which have as many dimensions as the output,
-        stay as they are; if the output is unknown, every array of floats counts as probabilities."""
-        label = labels[0]
-        if not self._of_classes:
-            return labels
-        if isinstance(self._loss, nn.CrossEntropyLoss) and label.is_floating_point() and label.ndim > 1:
-            if not isinstance(output, torch.Tensor) or output.ndim == label.ndim:
-                return labels
-            if self._ahead:
-                raise InvalidInput(
-                    f"column {self._label!r} has arrays of classes as {str(label.dtype).removeprefix('torch.')}, which "
-                    "with several losses must be whole numbers: cast it to array<int>."
-                )
-        whole = label.to(torch.int64)
-        if label.is_floating_point() and not torch.equal(whole.to(label.dtype), label):
-            wrong = float(label[whole.to(label.dtype) != label][0])
-            raise InvalidInput(
-                f"column {self._label!r} has {wrong:g}, and {type(self._loss).__name__} takes whole numbers of "
-                "classes: number the classes from 0, or give arrays of shares of each class."
-            )
-        return whole, *labels[1:]
-
-    def _match_label_shape(self, output: Any, labels: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        label = labels[0]
-        if not self._elementwise or not isinstance(output, torch.Tensor):
-            return labels
-        if not label.is_floating_point():
-            label = label.to(output.dtype)
-        if output.shape == (len(label), 1) and label.ndim == 1:
-            label = label.unsqueeze(1)
-        return label, *labels[1:]
-
     def _has_one_number_per_row(self, output: Any, labels: tuple[torch.Tensor, ...]) -> bool:
         """Whether the loss of each row is one number. labels: as the loss takes them."""
         label = labels[0]
         if not isinstance(output, torch.Tensor) or len(labels) > 1:
             return False
-        if self._elementwise:
+        if self._converter.elementwise:
             return output.shape == label.shape and output.numel() == len(label)
-        return self._of_classes and output.ndim == 2 and label.ndim == 1
+        return self._converter.of_classes and output.ndim == 2 and label.ndim == 1
 
     def _check_value(self, value: Any, output: Any, labels: tuple[torch.Tensor, ...]) -> None:
         rows = len(labels[0])
@@ -273,7 +289,7 @@ class RowLoss:
 
     def _divides_by_class(self, label: torch.Tensor) -> bool:
         """Whether the loss divides by the weights of the labels' classes."""
-        return self._of_classes and not label.is_floating_point()
+        return self._converter.of_classes and not label.is_floating_point()
 
     def _find_class_divisors(self, label: torch.Tensor) -> torch.Tensor:
         """The divisors of torch's mean: the class weight of each label, 0 for ignored labels."""

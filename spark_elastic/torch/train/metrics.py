@@ -16,7 +16,7 @@ import torch
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.torch.devices import HostCopy
-from spark_elastic.torch.train.loss import LossResult, is_elementwise, to_float32
+from spark_elastic.torch.train.loss import LabelConverter, LossResult, to_float32
 from spark_elastic.training.batch import MetricRows
 
 
@@ -35,6 +35,12 @@ class Metrics:
         """
         self._given = metrics
         self._labels = labels
+        # By name as given, and label.
+        self._converters = {
+            (name, label): _MetricLabels(metric, label)
+            for name, metric in metrics.items()
+            for label in labels
+        }
         self._logs = logs
         self._prefix = prefix
         self._objects: dict[str, tuple[str, Any]] = {}  # name -> (name as given, accumulator)
@@ -118,18 +124,19 @@ class Metrics:
     def _update(self, outputs: list[torch.Tensor], labels: list[torch.Tensor]) -> None:
         self._updates += 1
         if len(outputs) == 1:
-            calls = [("", (outputs[0], *labels))]
+            calls = [("", self._labels[0], outputs[0], tuple(labels))]
         elif len(outputs) == len(labels):
             pairs = zip(self._labels, outputs, labels, strict=True)
-            calls = [(f"_{name}", (output, label)) for name, output, label in pairs]
+            calls = [(f"_{name}", name, output, (label,)) for name, output, label in pairs]
         else:
             raise InvalidInput(
                 f"metrics need one output of the model, or one per label column: it returned {len(outputs)} for "
                 f"{len(labels)} labels."
             )
         for given, metric in self._given.items():
-            for suffix, (output, *others) in calls:
-                arguments, name = (output, *_match_label_shape(metric, output, others)), given + suffix
+            for suffix, column, output, others in calls:
+                arguments = output, *self._converters[given, column].convert(output, others)
+                name = given + suffix
                 if not is_accumulator(metric):
                     rows = len(labels[0])
                     self._count(name, float(metric(*arguments)) * rows, rows)
@@ -143,16 +150,21 @@ class Metrics:
         self._sums[name] = (so_far + total, before + rows)
 
 
-def _match_label_shape(
-    metric: Any, output: torch.Tensor, labels: Sequence[torch.Tensor]
-) -> Sequence[torch.Tensor]:
-    """Reshape labels (n,) to (n, 1) for an output (n, 1), if a metric of torch or torchmetrics compares numbers. The
-    user's own metrics receive the labels unchanged."""
-    label, *others = labels
-    compares = is_elementwise(metric) or type(metric).__module__.startswith("torchmetrics.")
-    if compares and label.ndim == 1 and output.shape == (len(label), 1):
-        return [label.unsqueeze(1), *others]
-    return labels
+class _MetricLabels:
+    """Converts labels to what a metric takes: a loss of torch as in training, while torchmetrics get labels (n,) as
+    (n, 1) for an output (n, 1). The user's own metrics receive the labels unchanged."""
+
+    def __init__(self, metric: Any, label: str) -> None:
+        """label: name of the first label's column, for errors."""
+        self._converter = LabelConverter(metric, label)
+        self._is_torchmetrics = type(metric).__module__.startswith("torchmetrics.")
+
+    def convert(self, output: torch.Tensor, labels: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        if self._is_torchmetrics:
+            label, *others = labels
+            columns = label.ndim == 1 and output.shape == (len(label), 1)
+            return (label.unsqueeze(1), *others) if columns else labels
+        return self._converter.match_output(output, self._converter.convert_classes(labels, output))
 
 
 def name_metrics(metrics: Any) -> dict[str, Any]:

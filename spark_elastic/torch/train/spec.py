@@ -214,7 +214,8 @@ class BatchBuilder:
         Args:
             features: in the shapes that the model receives, which may differ from the stored ones.
             labels: names of the label columns; weight: name of the column with sample weights.
-            dtype: of the model's floating point parameters; floating point columns are cast to it.
+            dtype: of the model's floating point parameters; floating point columns are cast to it, labels and weights
+                at least to float32, since 16 bits do not hold class 257.
             reshapes: whether feature columns get these shapes; what a transformation made of them keeps its own.
             copier: copies to the device of the model; None: that is the CPU.
         """
@@ -224,13 +225,17 @@ class BatchBuilder:
         self._weight = weight
         self._shared = {c.name for c in features} & set(labels)  # columns that are both
         self._dtype = dtype
+        # Of floating point labels and of weights.
+        self._label_dtype = torch.promote_types(dtype, torch.float32)
         self._label_shapes = label_shapes
         self._reshapes = reshapes
 
     def build(self, rows: StepRows) -> LocalBatch[torch.Tensor]:
         columns, copier = rows.columns, self._copier
         labels = self._label_tensors(columns)
-        weights = None if self._weight is None else self._tensor(columns[self._weight]).to(self._dtype)
+        weights, dtype = None, self._label_dtype
+        if self._weight is not None:
+            weights = self._tensor(columns[self._weight], dtype).to(dtype)
         batch = LocalBatch(
             planned=rows.planned,
             row_ids=rows.row_ids,
@@ -249,10 +254,10 @@ class BatchBuilder:
 
     def _feature(self, array: npt.NDArray[Any], shape: tuple[int, ...]) -> torch.Tensor:
         if self._copier is None:
-            tensor = self._tensor(array)
+            tensor = self._tensor(array, self._dtype)
         else:
             given = torch.from_numpy(refuse_large_numbers(array))
-            tensor = self._copier.copy(given, self._choose_dtype(given))
+            tensor = self._copier.copy(given, _choose_dtype(given, self._dtype))
         return tensor.reshape(-1, *shape) if self._reshapes else tensor
 
     def _label_tensors(self, columns: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
@@ -263,18 +268,19 @@ class BatchBuilder:
 
     def _label(self, name: str, array: npt.NDArray[Any]) -> torch.Tensor:
         """Copied if the column is a feature, too: the model may write to its features."""
-        tensor = self._tensor(array)
+        tensor = self._tensor(array, self._label_dtype)
         return tensor.clone() if name in self._shared else tensor
 
-    def _tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
+    def _tensor(self, array: npt.NDArray[np.generic], floats: torch.dtype) -> torch.Tensor:
         tensor = torch.from_numpy(refuse_large_numbers(array))
-        return tensor.to(self._choose_dtype(tensor))
+        return tensor.to(_choose_dtype(tensor, floats))
 
-    def _choose_dtype(self, tensor: torch.Tensor) -> torch.dtype:
-        """Floating point numbers get the model's dtype; integers, which are class labels or indices, become int64."""
-        if tensor.dtype.is_floating_point:
-            return self._dtype
-        return tensor.dtype if tensor.dtype is torch.bool else torch.int64
+
+def _choose_dtype(tensor: torch.Tensor, floats: torch.dtype) -> torch.dtype:
+    """Floating point numbers become `floats`; integers, which are class labels or indices, become int64."""
+    if tensor.dtype.is_floating_point:
+        return floats
+    return tensor.dtype if tensor.dtype is torch.bool else torch.int64
 
 
 def make_batch_builder(

@@ -119,6 +119,8 @@ class TrainStep:
         self.work, self._worked = WorkClock(), 0.0
         # The buffers before the newest step.
         self._before: BufferSnapshot | None = None
+        # Whether code of the user looks at the model in `on_previous_step_finalized`.
+        self.shows_buffers = False
         # Called while the device computes, before the ranks exchange.
         self.on_launched: Callable[[], None] = lambda: None
 
@@ -156,7 +158,10 @@ class TrainStep:
             self._metrics.discard()
             raise
         with defer_interrupts():
-            on_previous_step_finalized()
+            if self.shows_buffers:
+                self._show_buffers(before, on_previous_step_finalized)
+            else:
+                on_previous_step_finalized()
             if has_exchanged_buffers:
                 self._apply_buffers()
             self._apply(decision, batch.planned)
@@ -165,6 +170,13 @@ class TrainStep:
             state.position = record_step(decision)
             self._ledger.record_applied(group.fence, position, group.size)
         return decision
+
+    def _show_buffers(self, before: BufferSnapshot, function: Callable[[], None]) -> None:
+        """Call a function while the model has the buffers before the step, not those that this rank's rows made."""
+        written = BufferSnapshot(self._state.model, self._modules)
+        before.restore()
+        function()
+        written.restore()
 
     def _compute_gradients(
         self, group: Group, batch: LocalBatch[torch.Tensor], before: BufferSnapshot

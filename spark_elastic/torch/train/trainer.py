@@ -30,6 +30,7 @@ from spark_elastic.torch.devices import (
 from spark_elastic.torch.generators import seeded_rng
 from spark_elastic.torch.gradients.exchange import GradientExchange
 from spark_elastic.torch.gradients.exchange_options import options_from_env
+from spark_elastic.torch.layers import SyncBatchNorm
 from spark_elastic.torch.optimizers import build_optimizer
 from spark_elastic.torch.train.callbacks import TorchCallbackList
 from spark_elastic.torch.train.forward import describe_world_dependence
@@ -56,7 +57,8 @@ class TorchTrainProgram(TrainingLoop):
     """The program of a worker of `ElasticTorchEstimator`: the training loop over a torch model."""
 
     def __init__(self, spec: TrainSpec, objects: TorchUserObjects) -> None:
-        super().__init__(spec, TorchTrainer(spec, objects), objects.transformation)
+        shares = any(isinstance(module, SyncBatchNorm) for module in objects.model.modules())
+        super().__init__(spec, TorchTrainer(spec, objects), objects.transformation, shares)
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,10 @@ class TorchTrainer:
         self._metrics = metrics
         self.callbacks = TorchCallbackList((*schedules, *objects.callbacks), model, optimizer)
         self.state = TorchTrainingState(
-            model, optimizer, [self._scaling, *metrics, *self.callbacks.callbacks], progress
+            model,
+            optimizer,
+            [self._scaling, *metrics, self.callbacks, *self.callbacks.callbacks],
+            progress,
         )
         self._ledger = ledger
         self._batches = make_batch_builder(spec, objects, model, self._copier)
@@ -140,6 +145,9 @@ class TorchTrainer:
         self._exchange = GradientExchange(model.named_parameters(), options, get_thread=get_collective_thread)
         self._train_step = (ShareStep if config.shares else TrainStep)(
             self.state, self._loss_fn, self._exchange, config, self._ledger, self._metrics[0], self._scaling
+        )
+        self._train_step.shows_buffers = not config.shares and any(
+            not _is_own(callback.on_step_end) for callback in self.callbacks.callbacks
         )
         if config.verify_steps and isinstance(self._train_step, ShareStep):
             self._train_step.checker = ShareChecker(

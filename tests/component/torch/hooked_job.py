@@ -26,6 +26,7 @@ from spark_elastic.training.spec import Rows
 from tests.component.torch.job import CLASSES, ROWS, WIDTH, Job, SlowNet
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
+DECAY = 0.8
 CLASS_WEIGHTS = torch.tensor([1.0, 3.0, 0.5], dtype=torch.float64)
 
 
@@ -81,6 +82,13 @@ class CountingCallback(Callback):
         logs.update(counted=[self.steps, self.rows, self.losses])
 
 
+class DecayingRate(Callback):
+    """Lowers the rate once in each epoch, however many worlds take its steps."""
+
+    def on_epoch_begin(self, training: Any, epoch: int) -> None:
+        training.learning_rate *= DECAY
+
+
 def per_step(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
 
@@ -108,7 +116,7 @@ class HookedJob(Job):
             losses(),
             (1.0, 0.25),
             {"hits": score_hits},
-            (CountingCallback(), LearningRateSchedule(per_step, every="step")),
+            (CountingCallback(), DecayingRate(), LearningRateSchedule(per_step, every="step")),
         )
         config = replace(spec.config, label_cols=("y", "w"))
         return TorchTrainProgram(replace(spec, config=config, validation=seen, lr_scale=2), objects)
@@ -136,6 +144,7 @@ def train_hooked_plain(
     schedule, plan, history, (first, second) = per_step(optimizer), job.plan(manifest), [], losses()
     steps, rows_seen, losses_seen = 0, 0, 0.0
     for epoch in range(job.epochs):
+        optimizer.param_groups[0]["lr"] *= DECAY
         for step in range(plan.steps):
             rows = torch.from_numpy(plan.compute_row_ids(plan.assign_rows(epoch, step, 0, 1)))
             optimizer.zero_grad()

@@ -16,9 +16,11 @@ import pytest
 import torch
 
 from spark_elastic.data.manifest import Column, Manifest
+from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.reading.decoding import read_footers
 from spark_elastic.data.store import Store
 from spark_elastic.testing.fakes import ProcessLauncher
+from spark_elastic.torch import SyncBatchNorm
 from spark_elastic.torch.train.trainer import TorchTrainProgram
 from spark_elastic.training.transformation import RowRandom
 from tests.component.injected_faults import inject_faults, kill
@@ -27,6 +29,7 @@ from tests.component.torch.job import (
     SEED,
     Follower,
     Job,
+    SlowNet,
     difference,
     launcher,
     ledger_of,
@@ -115,6 +118,46 @@ def test_augmented_weights_are_those_of_a_plain_loop_in_any_world(
     ours, result = train_elastic(job, *data, None, Follower(), lambda task: launcher(task, room=workers))
     assert [world.size for world in result.worlds] == [workers]
     assert difference(ours, train_plain(job, *data)) < 1e-9
+
+
+@dataclass(frozen=True)
+class JobOfFewRows(PictureJob):
+    """One of three ranks has none."""
+
+    def plan(self, manifest: Manifest) -> DataPlan:
+        return DataPlan.for_run(manifest.group_rows, 2, 5, self.workers, 10_000, 1 << 20)
+
+
+def augment_any(columns: dict[str, Any], rng: RowRandom | None) -> dict[str, Any]:
+    """As `augment`, also for no rows."""
+    if len(columns["x"]):
+        return augment(columns, rng)
+    return {**columns, "x": np.zeros((0, SIDE - 2, SIDE - 2, 3))}
+
+
+@pytest.mark.parametrize("shares_statistics", [False, True])
+def test_a_rank_without_rows_takes_the_step_of_the_others(tmp_path: Path, shares_statistics: bool) -> None:
+    """`augment` cannot stack no rows; a forward pass that exchanges statistics needs their shape."""
+
+    def build(norm: type[torch.nn.Module]) -> torch.nn.Module:
+        torch.manual_seed(3)
+        width = 3 * (SIDE - 2) ** 2
+        # With a small eps two nearly equal rows would amplify rounding.
+        layers = torch.nn.Flatten(), norm(width, eps=1.0), torch.nn.Linear(width, CLASSES)
+        return SlowNet(torch.nn.Sequential(*layers).double(), pace=0.0)
+
+    norms = (SyncBatchNorm, torch.nn.BatchNorm1d) if shares_statistics else (torch.nn.LayerNorm,) * 2
+    job = JobOfFewRows(
+        build(norms[0]),
+        sgd,
+        torch.nn.CrossEntropyLoss(),
+        epochs=1,
+        transformation=augment_any if shares_statistics else augment,
+    )
+    data = make_pictures(tmp_path)
+    ours, result = train_elastic(job, *data, None, Follower(), lambda task: launcher(task, room=3))
+    assert [world.size for world in result.worlds] == [3]
+    assert difference(ours, train_plain(replace(job, model=build(norms[1])), *data)) < 1e-9
 
 
 @pytest.mark.scenario("G1")

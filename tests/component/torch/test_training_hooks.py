@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import cloudpickle
 import pytest
+import torch
 
 from spark_elastic.state.owned_run import OwnedRun
 from spark_elastic.testing.fakes import ProcessLauncher
+from spark_elastic.torch.callbacks import Callback, Training
+from spark_elastic.torch.train.spec import TorchUserObjects
 from spark_elastic.torch.train.trainer import TorchTrainProgram
 from tests.component.injected_faults import inject_faults, kill
 from tests.component.torch.hooked_job import ForkingLoss, check_history, make_job, train_hooked_plain
 from tests.component.torch.job import (
+    CLASSES,
     RUN,
+    WIDTH,
     Follower,
     Job,
+    SlowNet,
     difference,
     launcher,
     make_data,
@@ -49,6 +60,38 @@ def test_p2_p7_callbacks_see_the_state_of_an_undisturbed_run(lost: str, tmp_path
     assert len(result.worlds) > 1, "nobody was lost"
     assert difference(ours, theirs) < 1e-9
     check_history(result, history)
+
+
+class SeenBuffers(Callback):
+    """Logs what it sees of a buffer at the ends of steps."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_step_end(self, training: Training, logs: Any) -> None:
+        self.seen.append(float(training.model.get_buffer("net.1.running_mean").sum()))
+
+    def on_epoch_end(self, training: Training, logs: Any) -> None:
+        logs.update(seen=list(self.seen))
+
+
+@dataclass(frozen=True)
+class NormedJob(Job):
+    def objects(self) -> TorchUserObjects:
+        return replace(super().objects(), callbacks=(SeenBuffers(),))
+
+
+def test_p4_callbacks_of_all_workers_see_the_same_buffers(tmp_path: Path) -> None:
+    store, manifest = make_data(tmp_path)
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    layers = torch.nn.Linear(WIDTH, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, CLASSES)
+    model = SlowNet(torch.nn.Sequential(*layers).double(), pace=0.0)
+    job = NormedJob(model, sgd, torch.nn.CrossEntropyLoss(), epochs=1, workers=2, batch_size=50)
+    _, result = train_elastic(job, store, manifest, None, Follower(), lambda task: launcher(task, room=2))
+    histories = [json.loads(text)["history"] for text in result.results]
+    assert len(histories) == 2
+    assert histories[0][0]["seen"] == histories[1][0]["seen"]
+    assert len(set(histories[0][0]["seen"])) == 6
 
 
 def test_a_process_forked_by_a_loss_function_sends_nothing_for_its_worker(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from elastic_collectives import CollectiveError
+from spark_elastic.data.plan import DataPlan
 from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
 from spark_elastic.state.checkpoint import CheckpointStore, SnapshotReader
 from spark_elastic.state.snapshot import PickleCodec
@@ -88,3 +89,18 @@ def test_p7_another_checkpoint_is_read_as_is_the_same_one_after_its_hand_over(
     loop.sync(resumes(checkpoint(4)), GROUP)
     loop.sync(resumes(checkpoint(4)), GROUP)
     assert reads == [checkpoint(3), checkpoint(4), checkpoint(4)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "shares", "balances"), [(8, 0, True), (4, 0, True), (3, 0, False), (8, 2, False)]
+)
+def test_a_world_of_more_ranks_than_a_step_has_parts_divides_them_equally(
+    training: Any, rows: int, shares: int, balances: bool
+) -> None:
+    loop = training([])
+    plan = DataPlan((100,), rows, seed=0, lanes=1, shares=shares)
+    loop._spec = SimpleNamespace(plan=plan, config=SimpleNamespace(balance_rows=True))
+    balancer = loop._make_balancer(SimpleNamespace(size=4))
+    assert (balancer is not None) == balances
+    for _ in range(20 * balances):
+        balancer.add([0.3, 0.1, 0.1, 0.1])

@@ -101,3 +101,29 @@ def test_a_function_of_other_arguments_is_refused() -> None:
         check_transformation(lambda image, label: image)
     with pytest.raises(InvalidInput, match="transformation_fn must be a function; got str"):
         check_transformation("decode")
+
+
+def _stack(columns: Columns) -> Columns:
+    """As functions that decode pictures do."""
+    return {**columns, "x": np.stack([row * 2 for row in columns["x"]])}
+
+
+@pytest.mark.parametrize("cuts", [(), (0, 0), (0, 0, 0)])
+def test_no_rows_are_not_transformed(cuts: tuple[int, ...]) -> None:
+    found = BatchTransformation(_stack, ("x", "y"), seed=5).apply(_make_batch(slice(0, 0), *cuts))
+    assert {name: len(column) for name, column in found.items()} == {"x": 0, "y": 0}
+
+
+def test_a_virtual_share_without_rows_is_left_out() -> None:
+    change = BatchTransformation(_stack, ("x", "y"), seed=5)
+    found = change.apply(_make_batch(slice(0, 4), 0, 0, 3, 3, 4))
+    np.testing.assert_array_equal(found["x"], change.apply(_make_batch(slice(0, 4)))["x"])
+
+
+def test_the_shape_of_no_rows_is_found_in_training_where_a_forward_pass_needs_it() -> None:
+    def halve(columns: Columns) -> Columns:
+        return {**columns, "x": columns["x"][:, :2]}
+
+    change = BatchTransformation(halve, ("x", "y"), seed=5, shapes_nothing=True)
+    assert change.apply(_make_batch(slice(0, 0)))["x"].shape == (0, 2)
+    assert change.apply(_make_batch(slice(0, 0), augments=False))["x"].shape == (0,)

@@ -134,3 +134,54 @@ def test_a_stop_of_the_last_step_survives_a_world_that_breaks_at_the_epochs_end(
     with pytest.raises(CollectiveError):
         callback_list.on_epoch_end(world, {})
     assert callback_list.on_epoch_end(FakeFabric(1).group(0), {}) == "it is enough"
+
+
+class Thawing(Callback):
+    """Lowers the rate in each epoch, and trains the bias from epoch 2 on."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+
+    def on_epoch_begin(self, training: Training, epoch: int) -> None:
+        self.begun += 1
+        training.learning_rate *= 0.5
+        training.model.get_parameter("bias").requires_grad_(epoch >= 2)
+
+
+def make_thawing() -> tuple[TorchCallbackList, TorchTrainingState]:
+    net = torch.nn.Linear(2, 1)
+    net.bias.requires_grad_(False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    callback_list = TorchCallbackList([Thawing()], net, optimizer)
+    return callback_list, TorchTrainingState(net, optimizer, [callback_list, *callback_list.callbacks])
+
+
+def test_p2_an_epoch_begins_once_however_many_worlds_take_its_steps() -> None:
+    callback_list, state = make_thawing()
+    for epoch in (0, 0, 1, 1, 1, 2):
+        callback_list.on_epoch_begin(epoch)
+    assert (state.optimizer.param_groups[0]["lr"], state.schedulers[1].begun) == (0.125, 3)
+
+
+def test_p2_a_worker_that_joins_in_mid_epoch_takes_over_rates_and_freezes_as_the_others() -> None:
+    (old_list, old), (new_list, new) = make_thawing(), make_thawing()
+    for epoch in range(3):
+        old_list.on_epoch_begin(epoch)
+    reload_from_checkpoint(old, new)
+    for _ in range(2):
+        new_list.on_epoch_begin(2)
+    assert (new.optimizer.param_groups[0]["lr"], new.schedulers[1].begun) == (0.125, 3)
+    assert new.model.get_parameter("bias").requires_grad
+    new_list.on_epoch_begin(3)
+    assert (new.optimizer.param_groups[0]["lr"], new.schedulers[1].begun) == (0.0625, 4)
+
+
+def test_p7_an_epoch_begins_again_with_a_state_that_has_not_begun_it() -> None:
+    """The checkpoint is older than the worker."""
+    (old_list, old), (worker_list, worker) = make_thawing(), make_thawing()
+    old_list.on_epoch_begin(0)
+    worker_list.on_epoch_begin(0)
+    worker_list.on_epoch_begin(1)
+    reload_from_checkpoint(old, worker)
+    worker_list.on_epoch_begin(1)
+    assert (worker.optimizer.param_groups[0]["lr"], worker.schedulers[1].begun) == (0.25, 2)

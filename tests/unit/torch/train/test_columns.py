@@ -34,3 +34,16 @@ def test_numbers_that_int64_does_not_hold_are_refused() -> None:
         InvalidInput, match="uint64 has 9223372036854775813, and the model's whole numbers are int64"
     ):
         build(2**63 + 5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_a_model_of_16_bits_gets_labels_and_weights_of_32(dtype: torch.dtype) -> None:
+    """Else class 257 would be class 256, and a step's weights would not be read."""
+    columns = BatchBuilder((Column("x", "float64"),), ("y",), "w", dtype)
+    arrays = {"x": np.array([0.5, 1.5]), "y": np.array([257.0, 1001.0]), "w": np.array([0, 3])}
+    share = columns.build(StepRows(0, 0, 2, np.arange(2), arrays))
+    assert share.weights is not None
+    assert (share.features[0].dtype, share.has_weight) == (dtype, True)
+    for tensor in (share.labels[0], share.weights):
+        assert tensor.dtype == (torch.float64 if dtype is torch.float64 else torch.float32)
+    assert share.labels[0].tolist() == [257.0, 1001.0]

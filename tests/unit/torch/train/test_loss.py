@@ -259,3 +259,14 @@ def test_a_label_per_row_fits_an_output_of_one_column(loss: Any, weights: torch.
 def test_a_partial_that_its_module_does_not_know_is_named() -> None:
     with pytest.raises(InvalidInput, match="a partial of mse_loss with beta, which MSELoss does not take"):
         RowLoss(partial(F.mse_loss, beta=2.0))
+
+
+@pytest.mark.parametrize(
+    "loss", [F.mse_loss, nn.HuberLoss(), nn.BCELoss(), F.binary_cross_entropy_with_logits]
+)
+def test_labels_of_numbers_get_the_type_of_the_output(loss: Any) -> None:
+    """A model of 16 bits gets labels of 32, which some of torch's losses refuse."""
+    output = SHARE.bfloat16().requires_grad_()
+    found = RowLoss(loss)(output, (SHARE.float(),), None).total
+    found.backward()
+    assert torch.equal(found, RowLoss(loss)(output, (SHARE.bfloat16(),), None).total)

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
-from spark_elastic.torch.train.loss import LossResult
+from spark_elastic.torch.train.loss import LossResult, RowLoss
 from spark_elastic.torch.train.metrics import Metrics, name_metrics
 from spark_elastic.torch.train.state import TorchTrainingState
 from spark_elastic.training.trainer import sync_state
@@ -248,3 +249,26 @@ def test_a_metric_of_another_class_under_the_same_name_begins_anew(metric: Any, 
         other.load_state_dict(first.state_dict())
         other._update([torch.tensor([2.0, 0.0])], [torch.tensor([0.0, 0.0])])
         assert result in other.results().values()
+
+
+@pytest.mark.parametrize(
+    ("metric", "output", "label"),
+    [
+        (F.cross_entropy, torch.rand(4, 3), torch.tensor([0.0, 1.0, 2.0, 1.0])),
+        (torch.nn.CrossEntropyLoss(), torch.rand(4, 3, 2), torch.tensor([[0.0, 1.0]] * 4)),
+        (functools.partial(F.nll_loss), torch.rand(4, 3), torch.tensor([0.0, 1.0, 2.0, 1.0])),
+        (F.binary_cross_entropy_with_logits, torch.rand(4, 1), torch.tensor([0, 1, 1, 0])),
+        (F.mse_loss, torch.rand(4, 1), torch.tensor([False, True, True, False])),
+    ],
+)
+def test_a_loss_of_torch_takes_the_same_labels_as_a_metric(metric: Any, output: Any, label: Any) -> None:
+    metrics = Metrics({"found": metric}, ["y"], logs=False)
+    metrics._update([output], [label])
+    expected = RowLoss(metric)(output, (label,), None)
+    assert metrics.results()["found"] == pytest.approx(float(expected.total) / expected.denominator)
+
+
+def test_a_metric_of_classes_names_the_column_of_a_wrong_one() -> None:
+    metrics = Metrics({"found": F.cross_entropy}, ["kind", "size"], logs=False)
+    with pytest.raises(InvalidInput, match=r"column 'size' has 0.5, and CrossEntropyLoss takes whole"):
+        metrics._update([torch.rand(1, 3)] * 2, [torch.tensor([1.0]), torch.tensor([0.5])])

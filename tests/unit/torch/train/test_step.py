@@ -14,11 +14,20 @@ from torch import nn
 
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
-from spark_elastic.protocol.types import START, Phase, Position
+from spark_elastic.protocol.types import START, MembershipVersion, Phase, Position
 from spark_elastic.torch.gradients.exchange import GradientExchange
 from spark_elastic.torch.train.step import GradientScaling
+from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.trainer import defer_interrupts
-from tests.unit.torch.train.trainees import ROWS, TrainedModel, X, have_equal_values, train_plain
+from tests.unit.torch.train.trainees import (
+    NEXT,
+    ROWS,
+    TrainedModel,
+    X,
+    Y,
+    have_equal_values,
+    train_plain,
+)
 from tests.unit.torch.worlds import run_in_world
 
 NET = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
@@ -265,3 +274,32 @@ def test_fp16_is_refused_where_torch_has_no_scaler_for_cpus_and_all_else_works(
     assert (
         GradientScaling("bf16").state_dict() == GradientScaling().state_dict() == {"scaler": {}, "skipped": 0}
     )
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_p4_callbacks_see_the_buffers_of_the_step_that_is_finalized(size: int) -> None:
+    """They are told of it after the forward pass of the next one, which writes each rank's own."""
+
+    def work(group: Group) -> tuple[list[Any], list[Any], nn.Module]:
+        trainee = TrainedModel(NORMED, batch_size=ROWS)
+        trainee.taker.shows_buffers = True
+        seen, after = [], []
+        rows = divide_rows(group)
+        batch = LocalBatch(
+            ROWS, np.array(rows), (X[rows.start : rows.stop],), (Y[rows.start : rows.stop],), None
+        )
+        for _ in range(3):
+            trainee.taker.run(
+                group, batch, MembershipVersion(), lambda decision: NEXT, lambda: seen.append(read(trainee))
+            )
+            after.append(read(trainee))
+        trainee.exchange.close()
+        return seen, after, trainee.model
+
+    def read(trainee: TrainedModel) -> list[Any]:
+        return [buffer.tolist() for buffer in trainee.model.buffers()]
+
+    for seen, after, model in run_in_world(size, work):
+        assert seen == [[buffer.tolist() for buffer in NORMED.buffers()], *after[:-1]]
+        if size == 1:
+            assert have_equal_values(model, train_plain(NORMED, 3))
