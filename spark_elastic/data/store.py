@@ -515,6 +515,7 @@ def _process_start(pid: int) -> str:
     return "" if state in DEAD else fields[18]
 
 
+ENDED = "-ended"  # follows the number of an attempt in the name of an object that says that its job has succeeded
 _KINDS = {"data": "data", "runs": "run", "probes": "probe", "channels": "channel"}
 
 
@@ -543,8 +544,10 @@ def list_entries(store: Store) -> list[StoreEntry]:
     ]
     sizes: dict[str, int] = {}
     changed: dict[str, float | None] = {}
-    runs: set[str] = set()
-    ended: set[str] = set()
+    fits: set[str] = set()
+    published: set[str] = set()  # runs with checkpoints from which they can be continued
+    newest: dict[str, str] = {}  # attempt of each run; by its name, with ENDED once it has ended
+    results: set[str] = set()
     for found in store.find():
         kind, _, rest = found.name.partition("/")
         if kind not in _KINDS or "/" not in rest:
@@ -553,12 +556,21 @@ def list_entries(store: Store) -> list[StoreEntry]:
         sizes[name] = sizes.get(name, 0) + found.bytes
         ages = [each for each in (changed.get(name), found.modified) if each is not None]
         changed[name] = max(ages, default=None)
-        if found.name == f"{name}/run.json":
-            runs.add(name)
-        if found.name == f"{name}/result.json":
-            ended.add(name)
-    unfinished = runs - ended
-    needed = unfinished | {rows for run in unfinished for rows in _iter_data_sets(store, run)}
+        part = found.name.removeprefix(f"{name}/")
+        if part == "run.json":
+            fits.add(name)
+        elif part == "result.json":
+            results.add(name)
+        elif part.startswith("checkpoints/published-"):
+            published.add(name)
+        elif part.startswith("attempts/"):
+            newest[name] = max(part, newest.get(name, ""))
+    # A fit ends with its result; any other run with its newest attempt: a later one continues it.
+    unfinished_fits = fits - results
+    unfinished = unfinished_fits | {
+        run for run in published - fits if not newest.get(run, "").endswith(ENDED)
+    }
+    needed = unfinished | {rows for run in unfinished_fits for rows in _iter_data_sets(store, run)}
     return partial + [
         StoreEntry(n, _KINDS[n.partition("/")[0]], sizes[n], changed[n], n in needed) for n in sorted(sizes)
     ]

@@ -185,6 +185,8 @@ def supervise(
     except (JobFailed, JobCancelled) as error:
         error.report = report
         raise
+    if run is not None:
+        run.mark_ended()
     return LaunchResult(results, tuple(monitor.worlds), report)
 
 

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeAlias
 
-from spark_elastic.data.store import Store, StoreFull
+from spark_elastic.data.store import ENDED, Store, StoreFull
 from spark_elastic.errors import InvalidInput, JobCancelled, StoreError
 from spark_elastic.protocol.types import Checkpoint
 from spark_elastic.state.checkpoint import CheckpointStore
@@ -98,6 +98,17 @@ class OwnedRun:
         """
         self.delete_objects(f"runs/{self.run_id}/run.json", *names, get_attempts_folder(self.run_id))
         self.store.remove_empty_folder(f"runs/{self.run_id}")
+
+    def mark_ended(self) -> None:
+        """Record that this attempt's job has succeeded: the run no longer counts as unfinished, until a later attempt.
+
+        If the store fails, the run stays unfinished, and a warning says so.
+        """
+        try:
+            if self._find_owner() == self.attempt:
+                self.store.write_bytes(f"{get_attempts_folder(self.run_id)}/{self.attempt:06d}{ENDED}", b"{}")
+        except StoreError as error:
+            log.warning("%s The run counts as unfinished.", error)
 
     def _find_owner(self) -> int:
         return find_highest_attempt(self.store, self.run_id)

@@ -13,7 +13,7 @@ from pathlib import Path
 import cloudpickle
 import pytest
 
-from spark_elastic.data.store import Store
+from spark_elastic.data.store import Store, list_entries
 from spark_elastic.errors import TimeLimitReached
 from spark_elastic.protocol.driver import forming
 from spark_elastic.protocol.driver.forming import check_max_runtime
@@ -45,6 +45,11 @@ def find_newest_step(folder: Path) -> int:
     return published[0].position.step if published else 0
 
 
+def is_unfinished(folder: Path) -> bool:
+    """Whether `clean` keeps the run."""
+    return any(each.needed for each in list_entries(Store.open(str(folder))))
+
+
 def test_p7_a_loop_resumes_after_its_driver_and_then_all_workers_are_killed(
     tmp_path: Path, fault: Fault
 ) -> None:
@@ -59,6 +64,7 @@ def test_p7_a_loop_resumes_after_its_driver_and_then_all_workers_are_killed(
     finally:
         first.kill()
         first.wait(60)
+    assert is_unfinished(tmp_path)
     step, go = find_newest_step(tmp_path), tmp_path / "go"
     steps = step + 25
     given = {"run_id": "mine", "store": str(tmp_path), "checkpoint_steps": 3}
@@ -80,6 +86,7 @@ def test_p7_a_loop_resumes_after_its_driver_and_then_all_workers_are_killed(
     assert "continues from checkpoint 000002-" in again.lines.getvalue()
     assert results[0]["trained"][-1] == steps - 1
     assert find_newest_step(tmp_path) == steps, "the end is not durable"
+    assert not is_unfinished(tmp_path)
 
 
 def test_max_runtime_leaves_a_checkpoint_of_the_very_step(

@@ -13,6 +13,8 @@ from click.testing import CliRunner
 from spark_elastic import store_cli
 from spark_elastic.data.store import Store, list_entries, remove_old_entries
 from spark_elastic.errors import InvalidInput, StoreError
+from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
+from spark_elastic.state.owned_run import OwnedRun
 
 LATER = 4e9  # seconds since 1970: long after anything that a test writes
 
@@ -55,6 +57,27 @@ def test_data_of_an_unfinished_run_stays(store: Store) -> None:
     ]
     assert not list_entries(store)
     assert store.read_bytes("somebody/else's") == b"1"
+
+
+def test_a_run_without_a_record_is_unfinished_until_its_last_job_has_succeeded(store: Store) -> None:
+    run = OwnedRun.acquire(store, "mine")
+
+    def is_unfinished() -> bool:
+        return next(each.needed for each in list_entries(store) if each.name == "runs/mine")
+
+    assert not is_unfinished(), "without a checkpoint there is nothing to continue from"
+    run.publish_now((Checkpoint(Fence(1, 1), Position(0, Phase.TRAIN, 5), "c", "d"),))
+    assert is_unfinished()
+    assert "runs/mine" not in [each.name for each in remove_old_entries(store, 3600, LATER)]
+    run.mark_ended()
+    assert not is_unfinished()
+    continued = OwnedRun.acquire(store, "mine")
+    assert continued.attempt == 2
+    assert is_unfinished(), "a job with more steps has begun"
+    run.mark_ended()
+    assert is_unfinished(), "another driver owns the run"
+    continued.mark_ended()
+    assert "runs/mine" in [each.name for each in remove_old_entries(store, 3600, LATER)]
 
 
 def test_files_of_a_killed_writer_are_listed_and_removed(tmp_path: Path) -> None:
