@@ -283,7 +283,9 @@ def _make_environment(options: RunOptions) -> dict[str, str]:
 def _make_config(options: RunOptions) -> ElasticConfig:
     cooldown, interface = options.blacklist_cooldown_range, options.network_interface
     return from_env(
-        advertise_address=find_interface_address(interface.split(",")[0]) if interface else None,
+        advertise_address=find_interface_address(interface.split(",")[0], "--network-interface")
+        if interface
+        else None,
         reset_limit=options.reset_limit,
         start_timeout=options.elastic_timeout,
         gather_timeout=options.start_timeout,

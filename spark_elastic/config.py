@@ -11,6 +11,7 @@ import socket
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import partial
 from numbers import Integral, Real
 from operator import le, lt
@@ -18,7 +19,10 @@ from typing import Any
 
 from spark_elastic.errors import InvalidInput, suggest_name
 
+log = logging.getLogger("spark_elastic")
+
 PREFIX = "SPARK_ELASTIC_"
+_warned: set[str] = set()  # variables of which the log of this process has a warning
 # Horovod's names, which count where ours are unset; the first that is set.
 _HOROVODS = {
     "start_timeout": ("HOROVOD_ELASTIC_TIMEOUT", "HOROVOD_SPARK_START_TIMEOUT"),
@@ -47,6 +51,14 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "str | Callable": (str | os.PathLike | Callable, "a function or the path of an executable"),
     "str": (str | os.PathLike, "text"),
     "object": (object, "a JobHandle"),
+}
+# The same for a variable of the environment.
+_FORMS = {
+    "bool": "true or false",
+    "int": "a whole number",
+    "float": "a number",
+    "tuple[int": "first-last, as in 20000-20099",
+    "tuple[float": "lower-upper in seconds, as in 1-60",
 }
 # Setting -> what it must be, in words; None passes where they end in "or None".
 _ABOVE_0 = {
@@ -239,7 +251,9 @@ def from_env(environment: Mapping[str, str] | None = None, **explicit: Any) -> E
     Raises:
         InvalidInput: a variable or argument has no setting of its name, or a value that does not fit.
     """
-    values = _read_environment(ElasticConfig, os.environ if environment is None else environment)
+    environment = os.environ if environment is None else environment
+    check_environment(environment)
+    values = _read_environment(ElasticConfig, environment)
     fields = {field.name for field in dataclasses.fields(ElasticConfig)}
     unknown = sorted(set(explicit) - fields)
     if unknown:
@@ -247,14 +261,34 @@ def from_env(environment: Mapping[str, str] | None = None, **explicit: Any) -> E
             f"unknown setting {unknown[0]!r}{suggest_name(unknown[0], fields)}: docs/params.md lists them."
         )
     values.update({name: value for name, value in explicit.items() if changes_setting(name, value)})
-    interface = (os.environ if environment is None else environment).get(INTERFACE)
+    interface = environment.get(INTERFACE)
     if interface and "advertise_address" not in values:
-        values["advertise_address"] = find_interface_address(interface)
+        values["advertise_address"] = find_interface_address(interface, INTERFACE)
     return ElasticConfig(**values)
 
 
-def find_interface_address(name: str) -> str:
+def check_environment(environment: Mapping[str, str]) -> None:
+    """Check what `from_env` does not read: the variables of training processes, and names that nothing reads, of which
+    the log has one warning each.
+
+    Raises:
+        InvalidInput: a variable of training processes has a value that does not fit.
+    """
+    operations_from_env(environment)
+    known = [name.upper() for each in (ElasticConfig, OperationConfig) for name in _list_settings(each)]
+    for variable in sorted(environment):
+        name = variable.removeprefix(PREFIX)
+        if name not in (variable, *known) and variable not in _warned:
+            _warned.add(variable)
+            near = "".join(f" (did you mean {PREFIX}{found}?)" for found in get_close_matches(name, known, 1))
+            log.warning("nothing reads the variable %s%s: docs/params.md lists those there are", variable, near)
+
+
+def find_interface_address(name: str, given_as: str) -> str:
     """The IPv4 address of a network interface of this machine.
+
+    Args:
+        given_as: the option or variable that named it, for the error.
 
     Raises:
         InvalidInput: there is no interface of that name, or it has no such address.
@@ -265,7 +299,7 @@ def find_interface_address(name: str) -> str:
         except OSError as error:
             known = ", ".join(known for _, known in socket.if_nameindex())
             raise InvalidInput(
-                f"{INTERFACE}={name!r} is no network interface of this machine with an IPv4 address "
+                f"{given_as}={name!r} is no network interface of this machine with an IPv4 address "
                 f"({error.strerror}); there are: {known}."
             ) from error
     return socket.inet_ntoa(answer[20:24])
@@ -276,33 +310,49 @@ def changes_setting(name: str, value: object) -> bool:
     return value is not None or name == "checkpoint_seconds"
 
 
-def log_level(text: str) -> str:
+def log_level(text: str, given_as: str = "log_level") -> str:
     """The name that Python's logging has for a level, or for one of Horovod's.
+
+    Args:
+        given_as: the option or variable, for the error.
 
     Raises:
         InvalidInput: there is no level of that name.
     """
     level = _LOG_LEVELS.get(text.lower(), text.upper())
     if not isinstance(logging.getLevelName(level), int):
-        raise InvalidInput(f"log_level must be trace, debug, info, warning, error or fatal; got {text!r}.")
+        raise InvalidInput(f"{given_as} must be trace, debug, info, warning, error or fatal; got {text!r}.")
     return level
 
 
+def _list_settings(settings: type) -> dict[str, dataclasses.Field[Any]]:
+    """The settings that have a variable: no text stands for an object."""
+    return {
+        field.name: field for field in dataclasses.fields(settings) if not str(field.type).startswith("object")
+    }
+
+
+def _find_variable(name: str, environment: Mapping[str, str]) -> str | None:
+    """The variable that gives a setting, ours before Horovod's; an empty one says nothing."""
+    variables = (PREFIX + name.upper(), *_HOROVODS.get(name, ()))
+    return next((variable for variable in variables if environment.get(variable)), None)
+
+
 def _read_environment(settings: type, environment: Mapping[str, str]) -> dict[str, Any]:
-    """The settings that a variable of the environment gives, ours before Horovod's. An empty one says nothing."""
-    values: dict[str, Any] = {}
-    for field in dataclasses.fields(settings):
-        if str(field.type).startswith("object"):
-            continue  # no text stands for one
-        for variable in (PREFIX + field.name.upper(), *_HOROVODS.get(field.name, ())):
-            if environment.get(variable):
-                values[field.name] = _parse(variable, field, environment[variable])
-                break
-    return values
+    """The settings that a variable of the environment gives."""
+    found = {name: (field, _find_variable(name, environment)) for name, field in _list_settings(settings).items()}
+    return {
+        name: _parse(variable, field, environment[variable])
+        for name, (field, variable) in found.items()
+        if variable is not None
+    }
 
 
 def _parse(variable: str, field: dataclasses.Field[Any], text: str) -> Any:
     kind = str(field.type)
+    optional = kind.endswith(" | None")
+    if optional and text.lower() == "none":
+        return None
     try:
         if kind.startswith("bool"):
             return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[
@@ -317,7 +367,8 @@ def _parse(variable: str, field: dataclasses.Field[Any], text: str) -> Any:
             first, last = text.split("-")
             return number(first), number(last)
     except (KeyError, ValueError) as error:
-        raise InvalidInput(f"{variable}={text!r} is not a value for {field.name} ({kind}).") from error
+        wanted = next(form for start, form in _FORMS.items() if kind.startswith(start))
+        raise InvalidInput(f"{variable}={text!r} must be {wanted}{', or none' if optional else ''}.") from error
     return text
 
 
@@ -360,15 +411,15 @@ def operations_from_env(environment: Mapping[str, str] | None = None) -> Operati
     environment = os.environ if environment is None else environment
     values = _read_environment(OperationConfig, environment)
     for name, value in values.items():
-        if not isinstance(value, str) and not value >= 0:
-            raise InvalidInput(f"{name} must be 0 or more; got {value!r}.")
+        if value is not None and not isinstance(value, str) and not value >= 0:
+            raise InvalidInput(f"{_find_variable(name, environment)} must be 0 or more; got {value!r}.")
     if environment.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("0", ""):
         values.setdefault("warn_after", math.inf)
     values["wait_at_most"] = values.get("wait_at_most") or None
     if values.get("timeline") == "DYNAMIC":
         del values["timeline"]
-    if "log_level" in values:
-        values["log_level"] = log_level(values["log_level"])
+    if values.get("log_level"):
+        values["log_level"] = log_level(values["log_level"], str(_find_variable("log_level", environment)))
     if "bucket_bytes" in values:
         values["bucket_bytes"] = max(1, values["bucket_bytes"])
     return OperationConfig(**values)

@@ -81,7 +81,7 @@ def session_owned() -> SessionOwned:
 @pytest.fixture(scope="session", autouse=True)
 def no_orphan_of_the_session() -> Iterator[str]:
     """Every process that the tests start, however deep, carries a mark; none may outlive the session's fixtures."""
-    mark = f"SPARK_ELASTIC_TESTS={uuid.uuid4().hex}"
+    mark = f"TESTS_OF_SPARK_ELASTIC={uuid.uuid4().hex}"
     name, _, value = mark.partition("=")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(name, value)

@@ -267,7 +267,10 @@ def create_script_finder(command: Sequence[str], parse: Callable[[str], Mapping[
                     os.killpg(script.pid, signal.SIGKILL)
                     raise
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise InvalidInput(f"the host discovery script {command[0]} did not run: {error}") from error
+            raise InvalidInput(
+                f"the host discovery script {command[0]} did not run: {error}; give the path of an executable file "
+                f"that prints host[:slots] lines within {ANSWER_TIMEOUT:g} s."
+            ) from error
         if script.returncode != 0:
             said = (errors.strip() or output.strip())[-500:]
             raise InvalidInput(

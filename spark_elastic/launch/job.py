@@ -232,7 +232,9 @@ def unpack_results(end: End) -> tuple[str, ...]:
         case JobOutcome.FAILURE_BUDGET | JobOutcome.RESET_LIMIT:
             raise FailureBudgetExceeded(f"{end.reason}\n{end.detail}".rstrip())
         case JobOutcome.TIME_LIMIT:
-            raise TimeLimitReached(end.reason)
+            raise TimeLimitReached(
+                f"{end.reason}; to continue from the newest checkpoint, call it again with its run_id, if it has one"
+            )
         case JobOutcome.CANCELLED:
             raise JobCancelled(end.reason)
     raise JobFailed(end.reason)

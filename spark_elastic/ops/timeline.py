@@ -43,7 +43,10 @@ class Timeline:
             mode = "a" if append else "w"
             self._file = open(path, mode, encoding="utf-8", buffering=1)  # noqa: SIM115 - lives until close()
         except OSError as error:
-            raise InvalidInput(f"the timeline {path!r} cannot be written: {error}.") from error
+            raise InvalidInput(
+                f"the timeline {path!r} cannot be written: {error}; name a file in a folder that rank 0 can "
+                "write to."
+            ) from error
         self._mark_cycles = mark_cycles
         self._lock = threading.Lock()
         self._rows: dict[str, int] = {}  # row number by name
@@ -126,15 +129,13 @@ class _TimelineState:
     was_stopped: bool = False  # by `stop_timeline`, in this process
 
     def get_open(self) -> Timeline | None:
-        """Return the open file on rank 0. A worker that has become rank 0 continues the file if it can write there."""
+        """Return the open file on rank 0. A worker that has become rank 0 continues it. None where it cannot be written:
+        a trace is not worth a world."""
         if self.path is not None and self.timeline is None and world().rank == 0:
-            is_first_world = world().fence[1] == 1
             try:
                 self.timeline = Timeline(self.path, self.mark_cycles, not _record_begin(self.path))
             except InvalidInput as error:
-                if is_first_world:
-                    raise
-                log.warning("%s It ends here; training continues.", error)
+                log.warning("%s Training continues without it.", error)
                 self.path = None
         return self.timeline
 

@@ -71,8 +71,16 @@ def test_values_are_read_by_their_kind() -> None:
         ({"SPARK_ELASTIC_LEASE": "soon"}, "SPARK_ELASTIC_LEASE='soon'"),
         (
             {"HOROVOD_ELASTIC_TIMEOUT": "soon"},
-            "HOROVOD_ELASTIC_TIMEOUT='soon' is not a value for start_timeout",
+            "^HOROVOD_ELASTIC_TIMEOUT='soon' must be a number.$",
         ),
+        (
+            {"SPARK_ELASTIC_WORKER_PORT_RANGE": "20000"},
+            "='20000' must be first-last, as in 20000-20099, or none.$",
+        ),
+        ({"SPARK_ELASTIC_COOLDOWN_RANGE": "1,60"}, "='1,60' must be lower-upper in seconds, as in 1-60.$"),
+        ({"SPARK_ELASTIC_TLS": "on"}, "='on' must be true or false, or none.$"),
+        ({"SPARK_ELASTIC_RESET_LIMIT": "few"}, "='few' must be a whole number, or none.$"),
+        ({"SPARK_ELASTIC_LOG_LEVEL": "loud"}, "^SPARK_ELASTIC_LOG_LEVEL must be trace, .*; got 'loud'"),
         ({"SPARK_ELASTIC_LEDGER": "maybe"}, "SPARK_ELASTIC_LEDGER='maybe'"),
         ({"SPARK_ELASTIC_WORKER_PORT_RANGE": "7010-7000"}, "worker_port_range"),
         ({"SPARK_ELASTIC_DRIVER_PORT": "99999"}, "driver_port"),
@@ -132,18 +140,14 @@ def test_a_path_becomes_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("variable", "setting"),
-    [
-        ("HOROVOD_FUSION_THRESHOLD", "bucket_bytes"),
-        ("SPARK_ELASTIC_WARN_AFTER", "warn_after"),
-        ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "wait_at_most"),
-    ],
+    "variable",
+    ["HOROVOD_FUSION_THRESHOLD", "SPARK_ELASTIC_WARN_AFTER", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"],
 )
 @pytest.mark.parametrize("text", ["-1", "nan"])
 def test_a_variable_of_operations_that_is_negative_or_no_number_is_refused(
-    variable: str, setting: str, text: str
+    variable: str, text: str
 ) -> None:
-    with pytest.raises(InvalidInput, match=f"^{setting} must be 0 or more|is not a value for {setting}"):
+    with pytest.raises(InvalidInput, match=f"^{variable}(='nan' must be a whole number| must be 0 or more)"):
         operations_from_env({variable: text})
 
 
@@ -153,6 +157,32 @@ def test_an_empty_variable_counts_as_unset() -> None:
     assert from_env(dict.fromkeys([f"SPARK_ELASTIC_{name}" for name in names], "")) == ElasticConfig()
     assert from_env({"SPARK_ELASTIC_START_TIMEOUT": "", "HOROVOD_ELASTIC_TIMEOUT": "9"}).start_timeout == 9.0
     assert operations_from_env({"HOROVOD_TIMELINE": "", "HOROVOD_LOG_LEVEL": ""}) == OperationConfig()
+
+
+def test_none_in_a_variable_stands_for_none_where_that_is_a_value() -> None:
+    environment = {"SPARK_ELASTIC_CHECKPOINT_SECONDS": "none", "SPARK_ELASTIC_JOURNAL": "None"}
+    assert from_env(environment) == ElasticConfig(checkpoint_seconds=None)
+    operations = {"SPARK_ELASTIC_WAIT_AT_MOST": "none", "SPARK_ELASTIC_LOG_LEVEL": "none"}
+    assert operations_from_env(operations) == OperationConfig()
+    with pytest.raises(InvalidInput, match=r"^SPARK_ELASTIC_LEASE='none' must be a number\.$"):
+        from_env({"SPARK_ELASTIC_LEASE": "none"})
+
+
+def test_a_variable_that_nothing_reads_is_named_once_with_the_nearest(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for _ in range(2):
+        from_env({"SPARK_ELASTIC_LEESE": "3", "SPARK_ELASTIC_TIMELINE": "t", "SPARK_ELASTIC_XYZ": "1"})
+    assert caplog.messages == [
+        "nothing reads the variable SPARK_ELASTIC_LEESE (did you mean SPARK_ELASTIC_LEASE?): "
+        "docs/params.md lists those there are",
+        "nothing reads the variable SPARK_ELASTIC_XYZ: docs/params.md lists those there are",
+    ]
+
+
+def test_variables_of_training_processes_are_checked_before_a_job() -> None:
+    with pytest.raises(InvalidInput, match=r"^SPARK_ELASTIC_LOG_LEVEL must be .*; got 'loud'"):
+        parse({"env": {"SPARK_ELASTIC_LOG_LEVEL": "loud"}}, ElasticConfig())
 
 
 def test_an_unknown_log_level_is_refused_with_the_known_ones() -> None:

@@ -378,7 +378,7 @@ def _explain_missing_workers(tx: Transition, count: int) -> str:
     starting = [tx.describe(w) for w in state.workers.values() if w.status is WorkerStatus.STARTING]
     parts = [
         f"{count} workers came within {state.limits.start_timeout:g} s and {state.limits.min_workers} are needed "
-        "(min_workers)",
+        "(min_workers): lower num_workers or min_workers, give the application more cores, or raise start_timeout",
         f"hosts: {format_names(hosts) or 'none'}",
     ]
     if silent:

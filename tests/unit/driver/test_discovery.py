@@ -131,7 +131,7 @@ def test_a_discovery_script_is_run(tmp_path: Path) -> None:
     path.write_text("#!/bin/sh\necho no quota >&2\nexit 3\n")
     with pytest.raises(InvalidInput, match="ended with code 3: no quota"):
         HostPoller(create_script_finder([str(path)], parse_hosts), CLOCK).start(lambda event: None)
-    with pytest.raises(InvalidInput, match="did not run"):
+    with pytest.raises(InvalidInput, match=r"did not run: .*; give the path of an executable file"):
         create_script_finder([str(tmp_path / "none.sh")], parse_hosts)()
 
 

@@ -40,3 +40,8 @@ def test_a_failed_job_is_an_error_with_its_reason(outcome: JobOutcome) -> None:
         unpack_results(End("the reason", outcome, detail="Traceback of it"))
     assert type(caught.value) is kind
     assert str(caught.value).endswith("Traceback of it") == (kind in WITH_DETAIL)
+
+
+def test_a_job_whose_time_is_over_says_how_to_continue() -> None:
+    with pytest.raises(TimeLimitReached, match="to continue from the newest checkpoint, .* run_id"):
+        unpack_results(End("the job has had its 2 s (max_runtime)", JobOutcome.TIME_LIMIT))

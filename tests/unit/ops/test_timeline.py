@@ -115,10 +115,10 @@ class _Driver:
         return 0.0
 
 
-def test_a_new_rank_0_that_cannot_write_the_timeline_continues_without_it(
+def test_a_rank_0_that_cannot_write_the_timeline_of_the_environment_trains_without_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The path's folder may be on the former rank 0's host alone."""
+    """The path's folder may be on another host alone."""
     use_context_per_thread(monkeypatch)
     monkeypatch.setenv("HOROVOD_TIMELINE", str(tmp_path / "nowhere" / "trace.json"))
     enter_group(FakeFabric(2).group(1))
@@ -127,11 +127,11 @@ def test_a_new_rank_0_that_cannot_write_the_timeline_continues_without_it(
     for _ in range(2):
         get_queue()
     assert caplog.text.count("cannot be written") == 1
-    enter_group(FakeFabric(1).group(0))
     use_context_per_thread(monkeypatch)  # another job, whose first rank it is from the start
     enter_group(FakeFabric(1).group(0))
-    with pytest.raises(InvalidInput, match="cannot be written"):
-        get_queue()
+    for _ in range(2):
+        assert get_queue().timeline is None
+    assert caplog.text.count("cannot be written") == 2
 
 
 def test_a_function_that_begins_again_continues_its_timeline(

@@ -113,6 +113,7 @@ def test_too_few_workers_after_start_timeout_end_the_job_with_the_names_of_those
     assert bench.end.outcome is JobOutcome.NOT_ENOUGH_WORKERS
     for part in (
         "1 workers came within 20 s and 3 are needed",
+        "lower num_workers or min_workers, give the application more cores, or raise start_timeout",
         "hosts: h1, h2",
         "did not start: 3, 4",
         name(2),
