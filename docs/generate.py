@@ -13,7 +13,7 @@ from typing import Any
 
 from pyspark.ml.param import Param, Params
 
-from spark_elastic.config import PREFIX, ElasticConfig
+from spark_elastic.config import PREFIX, ElasticConfig, OperationConfig
 from spark_elastic.estimators.keras_estimator import ElasticKerasEstimator
 from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
 
@@ -43,10 +43,19 @@ SETTINGS = """
 ## ElasticConfig
 
 Each is also a keyword of the estimators and of `spark_elastic.run`, and, where it is a number, text or truth value, a
-variable of the driver's environment. Times are in seconds.
+variable of the driver's environment; there `none` stands for None. Times are in seconds.
 
 | setting | default | environment | |
 |---|---|---|---|
+"""
+OPERATIONS = """
+## Variables of training processes
+
+Each process reads them itself: set them in the environment of `spark-elastic-run`, give them as `env` of
+`spark_elastic.run`, or, for an estimator, set `spark.executorEnv.NAME`. Times are in seconds.
+
+| variable | default | |
+|---|---|---|
 """
 MEASURED = """# Benchmarks
 
@@ -165,7 +174,17 @@ def params_page() -> str:
     own = [row for name, row in keras.items() if torch.get(name) != row]
     missing = ", ".join(f"`{name}`" for name in torch if name not in keras)
     without = WITHOUT.format(missing) if missing else ""
-    return HEAD + "".join(torch.values()) + KERAS + "".join(own) + without + SETTINGS + "".join(_settings())
+    return (
+        HEAD
+        + "".join(torch.values())
+        + KERAS
+        + "".join(own)
+        + without
+        + SETTINGS
+        + "".join(_settings())
+        + OPERATIONS
+        + "".join(_operations())
+    )
 
 
 def benchmarks_page() -> str:
@@ -208,13 +227,24 @@ def _params(estimator: type[Params]) -> dict[str, str]:
 
 def _settings() -> list[str]:
     text = re.sub(r"\n {8}", " ", inspect.cleandoc(ElasticConfig.__doc__ or "").replace("\n    ", " "))
-    says = {"failure_window": "the window of failure_budget."}
+    says: dict[str, str] = {}
     for names, meaning in re.findall(r"^([a-z_, ]+): (.*)$", text, re.MULTILINE):
         says |= dict.fromkeys(names.split(", "), meaning)
     return [
         _row(f"`{field.name}`", _default(field.default), _variable(field), says[field.name])
         for field in dataclasses.fields(ElasticConfig)
     ]
+
+
+def _operations() -> list[str]:
+    """A row for each field of `OperationConfig`, with the comment above it."""
+    source, rows = inspect.getsource(OperationConfig), []
+    for field in dataclasses.fields(OperationConfig):
+        found = re.search(rf"((?:    # .*\n)+)    {field.name}: ", source)
+        assert found is not None, field.name
+        meaning = " ".join(line.strip("# ") for line in found[1].splitlines())
+        rows.append(_row(_variable(field), _default(field.default), meaning))
+    return rows
 
 
 def _variable(field: dataclasses.Field[object]) -> str:

@@ -281,7 +281,9 @@ def check_environment(environment: Mapping[str, str]) -> None:
         if name not in (variable, *known) and variable not in _warned:
             _warned.add(variable)
             near = "".join(f" (did you mean {PREFIX}{found}?)" for found in get_close_matches(name, known, 1))
-            log.warning("nothing reads the variable %s%s: docs/params.md lists those there are", variable, near)
+            log.warning(
+                "nothing reads the variable %s%s: docs/params.md lists those there are", variable, near
+            )
 
 
 def find_interface_address(name: str, given_as: str) -> str:
@@ -328,7 +330,9 @@ def log_level(text: str, given_as: str = "log_level") -> str:
 def _list_settings(settings: type) -> dict[str, dataclasses.Field[Any]]:
     """The settings that have a variable: no text stands for an object."""
     return {
-        field.name: field for field in dataclasses.fields(settings) if not str(field.type).startswith("object")
+        field.name: field
+        for field in dataclasses.fields(settings)
+        if not str(field.type).startswith("object")
     }
 
 
@@ -340,7 +344,9 @@ def _find_variable(name: str, environment: Mapping[str, str]) -> str | None:
 
 def _read_environment(settings: type, environment: Mapping[str, str]) -> dict[str, Any]:
     """The settings that a variable of the environment gives."""
-    found = {name: (field, _find_variable(name, environment)) for name, field in _list_settings(settings).items()}
+    found = {
+        name: (field, _find_variable(name, environment)) for name, field in _list_settings(settings).items()
+    }
     return {
         name: _parse(variable, field, environment[variable])
         for name, (field, variable) in found.items()
@@ -368,7 +374,9 @@ def _parse(variable: str, field: dataclasses.Field[Any], text: str) -> Any:
             return number(first), number(last)
     except (KeyError, ValueError) as error:
         wanted = next(form for start, form in _FORMS.items() if kind.startswith(start))
-        raise InvalidInput(f"{variable}={text!r} must be {wanted}{', or none' if optional else ''}.") from error
+        raise InvalidInput(
+            f"{variable}={text!r} must be {wanted}{', or none' if optional else ''}."
+        ) from error
     return text
 
 

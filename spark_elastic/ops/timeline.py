@@ -129,8 +129,8 @@ class _TimelineState:
     was_stopped: bool = False  # by `stop_timeline`, in this process
 
     def get_open(self) -> Timeline | None:
-        """Return the open file on rank 0. A worker that has become rank 0 continues it. None where it cannot be written:
-        a trace is not worth a world."""
+        """Return the open file on rank 0; None where it cannot be written, since a trace is not worth a world. A worker
+        that has become rank 0 continues the file."""
         if self.path is not None and self.timeline is None and world().rank == 0:
             try:
                 self.timeline = Timeline(self.path, self.mark_cycles, not _record_begin(self.path))

@@ -19,7 +19,7 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.config import ElasticConfig
+from spark_elastic.config import ElasticConfig, check_environment
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
 from spark_elastic.launch.job import LaunchResult, make_limits
@@ -229,6 +229,7 @@ def prepare(
         )
         slow = _find_slow_imports(fn.source) if isinstance(fn, Module) else _find_slow_modules(fn)
         name = getattr(fn, "__name__", type(fn).__name__)
+    check_environment({**os.environ, **chosen.env})
     return Call(program, chosen, slow if chosen.preload is None else chosen.preload, name)
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import IO, Any
 
-from spark_elastic.config import ElasticConfig, changes_setting, check_environment, from_env
+from spark_elastic.config import ElasticConfig, changes_setting, from_env
 from spark_elastic.data.store import Store, parse_store_url
 from spark_elastic.errors import InvalidInput
 from spark_elastic.state import owned_run
@@ -158,7 +157,6 @@ def parse(given: Mapping[str, Any], config: object = None) -> Options:
             raise InvalidInput(
                 f"{name} is about checkpoints in a store: give run_id and store as well, or leave it out."
             )
-    check_environment({**os.environ, **mine.get("env", {})})
     whole = from_env(**values) if config is None else dataclasses.replace(config, **values)
     return Options(config=whole, **mine)
 

@@ -12,6 +12,7 @@ import pytest
 
 from spark_elastic.config import ElasticConfig, OperationConfig, from_env, operations_from_env
 from spark_elastic.errors import InvalidInput
+from spark_elastic.running.call import prepare
 from spark_elastic.running.options import parse
 
 
@@ -144,9 +145,7 @@ def test_a_path_becomes_text() -> None:
     ["HOROVOD_FUSION_THRESHOLD", "SPARK_ELASTIC_WARN_AFTER", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"],
 )
 @pytest.mark.parametrize("text", ["-1", "nan"])
-def test_a_variable_of_operations_that_is_negative_or_no_number_is_refused(
-    variable: str, text: str
-) -> None:
+def test_a_variable_of_operations_that_is_negative_or_no_number_is_refused(variable: str, text: str) -> None:
     with pytest.raises(InvalidInput, match=f"^{variable}(='nan' must be a whole number| must be 0 or more)"):
         operations_from_env({variable: text})
 
@@ -182,7 +181,7 @@ def test_a_variable_that_nothing_reads_is_named_once_with_the_nearest(
 
 def test_variables_of_training_processes_are_checked_before_a_job() -> None:
     with pytest.raises(InvalidInput, match=r"^SPARK_ELASTIC_LOG_LEVEL must be .*; got 'loud'"):
-        parse({"env": {"SPARK_ELASTIC_LOG_LEVEL": "loud"}}, ElasticConfig())
+        prepare(print, (), {"env": {"SPARK_ELASTIC_LOG_LEVEL": "loud"}}, ElasticConfig())
 
 
 def test_an_unknown_log_level_is_refused_with_the_known_ones() -> None:

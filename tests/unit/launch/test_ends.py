@@ -43,5 +43,5 @@ def test_a_failed_job_is_an_error_with_its_reason(outcome: JobOutcome) -> None:
 
 
 def test_a_job_whose_time_is_over_says_how_to_continue() -> None:
-    with pytest.raises(TimeLimitReached, match="to continue from the newest checkpoint, .* run_id"):
+    with pytest.raises(TimeLimitReached, match=r"to continue from the newest checkpoint, .* run_id"):
         unpack_results(End("the job has had its 2 s (max_runtime)", JobOutcome.TIME_LIMIT))
