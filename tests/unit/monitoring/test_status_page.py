@@ -88,6 +88,14 @@ def test_the_status_of_a_training_without_reports_has_no_throughput() -> None:
     assert b'spark_elastic_rows_per_second{job_name="job"} 0.0' in format_prometheus(seen[1])
 
 
+def test_a_loop_that_counts_no_rows_has_no_rows_per_second() -> None:
+    history, _ = create_job(2)
+    history.on_progress({"step": 10, "loss": 0.5})
+    found = format_prometheus(build_status(history, "job"))
+    assert b"spark_elastic_step{" in found
+    assert b"spark_elastic_rows_per_second{" not in found
+
+
 def test_a_slot_that_is_gone_stays_on_the_page_for_a_while_with_the_reason() -> None:
     history, clock = create_job(3)
     state = history.view().state
