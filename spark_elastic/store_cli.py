@@ -6,6 +6,7 @@ It defines the options and prints the entries. `data.store` decides what may be 
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from datetime import datetime, timezone
@@ -47,7 +48,7 @@ _OPTION = click.option(
 @_OPTION
 def ls(url: str, options: tuple[str, ...]) -> None:
     """List what is in the store at URL."""
-    _show(list_entries(_open_store(url, options)))
+    _show(list_entries(_open_existing(url, options)))
 
 
 @store_group.command(name="clean")
@@ -58,7 +59,7 @@ def ls(url: str, options: tuple[str, ...]) -> None:
 def clean_store(url: str, older_than: str, unfinished: bool, options: tuple[str, ...]) -> None:
     """Remove data sets, ended runs and half-written files that have not been written to for a while."""
     removed = remove_old_entries(
-        _open_store(url, options), parse_age(older_than), SystemClock().wall(), unfinished
+        _open_existing(url, options), parse_age(older_than), SystemClock().wall(), unfinished
     )
     _show(removed)
     click.echo(f"removed {len(removed)}, {sum(each.bytes for each in removed):,} bytes")
@@ -70,6 +71,16 @@ def parse_age(text: str) -> float:
     if match is None:
         raise InvalidInput(f"{text!r} is no age: give a number with s, m, h, d or w, as in 30d.")
     return float(match[1]) * _SECONDS[match[2]]
+
+
+def _open_existing(url: str, options: tuple[str, ...]) -> Store:
+    """The store, unless it is a folder that does not exist: other stores have no folders."""
+    store = _open_store(url, options)
+    if store.is_local and not os.path.isdir(store.root):
+        raise InvalidInput(
+            f"there is no folder {store.root}: give the path or url that a job had as its store."
+        )
+    return store
 
 
 def _open_store(url: str, options: tuple[str, ...]) -> Store:

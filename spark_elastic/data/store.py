@@ -515,7 +515,9 @@ def _process_start(pid: int) -> str:
     return "" if state in DEAD else fields[18]
 
 
-ENDED = "-ended"  # follows the number of an attempt in the name of an object that says that its job has succeeded
+ENDED = (
+    "-ended"  # follows the number of an attempt in the name of an object that says that its job has succeeded
+)
 _KINDS = {"data": "data", "runs": "run", "probes": "probe", "channels": "channel"}
 
 

@@ -117,6 +117,13 @@ def test_the_command_line_lists_and_removes_entries(tmp_path: Path) -> None:
     assert kept.output == "removed 0, 0 bytes\n"
 
 
+@pytest.mark.parametrize("command", [("ls",), ("clean", "--older-than", "1d")])
+def test_a_folder_that_does_not_exist_is_no_empty_store(tmp_path: Path, command: tuple[str, ...]) -> None:
+    done = CliRunner().invoke(store_cli.group, ["store", *command, str(tmp_path / "jbos")])
+    assert isinstance(done.exception, InvalidInput)
+    assert str(done.exception).startswith(f"there is no folder {tmp_path}/jbos: ")
+
+
 def test_ages_are_parsed() -> None:
     assert [store_cli.parse_age(text) for text in ("90s", "1.5h", "2w")] == [90, 5400, 14 * 86400]
     with pytest.raises(InvalidInput, match="as in 30d"):
