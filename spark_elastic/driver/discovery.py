@@ -67,6 +67,11 @@ def _is_ipv6(text: str) -> bool:
         return False
 
 
+_DRAIN_TAKES = (
+    "drain takes exactly one of worker, rank and host, by name: drain(rank=1), or drain(worker='0-0.1')."
+)
+
+
 class JobHandle:
     """Pass it to `run(..., handle=...)`; its methods work until the job ends. If several jobs run with one handle at
     the same time, each of them gets every request.
@@ -83,7 +88,7 @@ class JobHandle:
 
     def drain(
         self,
-        *,
+        *given: object,
         worker: str | None = None,
         rank: int | None = None,
         host: str | None = None,
@@ -95,10 +100,10 @@ class JobHandle:
         after the loss of another member. host: an executor's id or its machine's name; this job no longer uses it.
 
         Raises:
-            InvalidInput: not exactly one of worker, rank and host is given, or `worker` is no worker id.
+            InvalidInput: not exactly one of worker, rank and host is given by name, or `worker` is no worker id.
         """
-        if sum(choice is not None for choice in (worker, rank, host)) != 1:
-            raise InvalidInput("drain takes exactly one of worker, rank and host.")
+        if given or sum(choice is not None for choice in (worker, rank, host)) != 1:
+            raise InvalidInput(_DRAIN_TAKES)
         try:
             worker_id = None if worker is None else WorkerId(worker)
         except ValueError as error:

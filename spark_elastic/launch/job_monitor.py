@@ -159,6 +159,7 @@ class JobMonitor:
             self.notifier.submit_latest(lambda: self._listener.on_progress(report.numbers))
 
     def _record_world(self, world: World) -> None:
+        log.info("%s", world.reason, extra=ANNOUNCED)  # the listener gets it with the world
         self._call_scheduler(self._on_gathered)
         self._ranks = {member.worker: member.rank for member in world.members}
         self.worlds.append(WorldSpan(self._clock.now() - self._started, world.size, world.reason))

@@ -208,6 +208,11 @@ def test_a_job_handle_of_two_jobs_passes_requests_to_both_while_they_run() -> No
     other.close()
 
 
+def test_a_drain_without_a_name_says_what_to_give() -> None:
+    with pytest.raises(InvalidInput, match=r"by name: drain\(rank=1\), or drain\(worker='0-0\.1'\)"):
+        JobHandle().drain("0-0.1")
+
+
 @pytest.mark.parametrize("choices", [{}, {"rank": 1, "host": "a"}])
 def test_a_drain_names_one_target(choices: dict[str, object]) -> None:
     with pytest.raises(InvalidInput, match="exactly one"):

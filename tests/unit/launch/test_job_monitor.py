@@ -9,6 +9,7 @@ import pytest
 from spark_elastic.driver.journal import Journal
 from spark_elastic.launch.job_monitor import JobListener, JobMonitor
 from spark_elastic.protocol import events as on
+from spark_elastic.protocol.commands import PublishWorld
 from spark_elastic.protocol.driver.state import JobStage
 from spark_elastic.protocol.messages import (
     DriverMessage,
@@ -159,3 +160,12 @@ def test_r17_a_scheduler_hook_that_raises_costs_the_job_neither_its_monitor_nor_
     assert called == ["gathered", "missing: True"]
     assert [span.size for span in monitor.worlds] == [1]
     assert len(caplog.records) == 2
+
+
+def test_the_log_has_the_reason_of_each_world_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "spark_elastic")
+    bench = Bench(FOUR)
+    bench.start(1, 2)
+    monitor = JobMonitor(JobListener(), FakeClock())
+    monitor.on_transition(on.Tick(1.0), bench.find_commands(PublishWorld), bench.state)
+    assert caplog.messages == [bench.world.reason]
