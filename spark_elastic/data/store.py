@@ -515,9 +515,8 @@ def _process_start(pid: int) -> str:
     return "" if state in DEAD else fields[18]
 
 
-ENDED = (
-    "-ended"  # follows the number of an attempt in the name of an object that says that its job has succeeded
-)
+# Follows an attempt's number in the name of an object that says that its job has succeeded.
+ENDED = "-ended"
 _KINDS = {"data": "data", "runs": "run", "probes": "probe", "channels": "channel"}
 
 
