@@ -320,8 +320,9 @@ def _check_losses(loss: Any, labels: int, own_step: bool) -> tuple[Callable[...,
         if isinstance(one, type):
             raise InvalidInput(f"loss is the class {one.__name__}; pass an instance: loss={one.__name__}().")
         if not callable(one):
+            such = f", such as torch.nn.functional.{_find_loss_name(one)}" if isinstance(one, str) else ""
             raise InvalidInput(
-                f"loss must be a function or module of (output, label); got {describe_type(one)}."
+                f"loss must be a function or module of (output, label){such}; got {describe_type(one)}."
             )
         if isinstance(one, torch.nn.Module) and any(each.requires_grad for each in one.parameters()):
             raise InvalidInput(
@@ -332,6 +333,12 @@ def _check_losses(loss: Any, labels: int, own_step: bool) -> tuple[Callable[...,
     if several and len(losses) != labels:
         raise InvalidInput(f"loss has {len(losses)} losses for {labels} label columns: give one for each.")
     return losses
+
+
+def _find_loss_name(text: str) -> str:
+    """torch's function that a loss of this name, as Keras has them, may mean."""
+    names = [text, f"{text}_loss", {"mae": "l1_loss"}.get(text, "")]
+    return next((name for name in names if callable(getattr(torch.nn.functional, name, None))), "mse_loss")
 
 
 def _check_loss_weights(weights: Any, losses: int) -> tuple[float, ...] | None:
@@ -360,10 +367,10 @@ def _check_optimizer(
             )
         _check_parameters(optimizer, model)
         return optimizer, build_optimizer(*copy.deepcopy((model, optimizer)), learning_rate)
-    if not (optimizer is None and is_lightning(model)) and (
-        isinstance(optimizer, type) or not callable(optimizer)
-    ):
-        name = optimizer.__name__ if isinstance(optimizer, type) else describe_type(optimizer)
+    is_class = isinstance(optimizer, type)
+    is_usable = _is_optimizer_class(optimizer, model) if is_class else callable(optimizer)
+    if not is_usable and not (optimizer is None and is_lightning(model)):
+        name = optimizer.__name__ if is_class else describe_type(optimizer)
         raise InvalidInput(
             f"optimizer must be a torch optimizer over model.parameters() or a function such as "
             f"lambda params: SGD(params, lr=0.1); got {name}."
@@ -372,6 +379,18 @@ def _check_optimizer(
     tried = build_optimizer(trial, optimizer, learning_rate)
     _check_parameters(tried[0], trial)
     return optimizer, tried
+
+
+def _is_optimizer_class(given: type, model: torch.nn.Module) -> bool:
+    """Whether it is a class of optimizers that takes parameters alone."""
+    if not issubclass(given, torch.optim.Optimizer):
+        return False
+    make: Callable[..., Any] = given
+    try:
+        make(copy.deepcopy(model).parameters())
+    except (TypeError, ValueError):  # such as one without a default for lr
+        return False
+    return True
 
 
 def _find_watched_metrics(
