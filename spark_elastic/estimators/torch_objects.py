@@ -293,7 +293,8 @@ def _find_advice(objects: TorchUserObjects, spec: TrainSpec, failure: Failure) -
                 name: f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
                 for name, tensor in zip(names, (*part.features, *part.labels), strict=True)
             }
-    return describe_failure(failure, taken)
+    what = "the model, the loss or a metric" if objects.metrics else "the model or the loss"
+    return describe_failure(failure, taken, what)
 
 
 def _check_dense(model: torch.nn.Module) -> None:

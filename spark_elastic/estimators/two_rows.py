@@ -121,11 +121,14 @@ def _format(error: Exception) -> str:
     return " ".join(_NOISE.sub("", str(error)).split()).rstrip(".")
 
 
-def describe_failure(failure: Failure, taken: Mapping[str, str] = MappingProxyType({})) -> str:
+def describe_failure(
+    failure: Failure, taken: Mapping[str, str] = MappingProxyType({}), what: str = "the model or the loss"
+) -> str:
     """The sentence for the user.
 
     Args:
         taken: type and shape of columns as the model takes them; others are described as they are stored.
+        what: may have failed.
     """
     rows, error = failure
     given = ", ".join(
@@ -136,7 +139,7 @@ def describe_failure(failure: Failure, taken: Mapping[str, str] = MappingProxyTy
     text = text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} ..."
     tried = "one row" if len(rows) == 1 else "two rows"
     kind = type(error).__name__
-    return f"the model, the loss or a metric fails on {tried} of the data, {given}, with {kind}: {text}."
+    return f"{what} fails on {tried} of the data, {given}, with {kind}: {text}."
 
 
 def transform_rows(spec: TrainSpec, transformation: Transformation | None, rows: StepRows) -> StepRows:
