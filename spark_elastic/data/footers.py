@@ -30,7 +30,7 @@ from spark_elastic.data.reading.decoding import (
     to_plain_type,
 )
 from spark_elastic.data.store import ObjectInfo, Store
-from spark_elastic.errors import InvalidInput, StoreError, format_columns
+from spark_elastic.errors import InvalidInput, StoreError, format_columns, suggest_name
 
 Int64s = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
@@ -282,9 +282,11 @@ class FileFooter:
             found = self.find_type(name)
             known = {*self.data.constants, *self.data.types}
             if (found is None and name not in known) or (found and pa.types.is_nested(found)):
+                single = [each.name for each in self.schema if not pa.types.is_nested(each.type)]
+                names = [*single, *self.data.constants]
                 raise InvalidInput(
-                    f"where compares column {name!r}, which is {found or 'missing'} in {self.name!r}: name one of "
-                    f"single values, among {format_columns(name, [*self.schema.names, *self.data.constants])}."
+                    f"where compares column {name!r}, which is {found or 'missing'} in {self.name!r}: compare one of "
+                    f"{format_columns(name, names)}{suggest_name(name, names)}."
                 )
         with self._open() as file:
             masks = [self._match(where, file, index) for index in range(self.footer.num_row_groups)]

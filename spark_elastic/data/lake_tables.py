@@ -47,6 +47,10 @@ _TYPES: Mapping[str, pa.DataType] = {
 }
 
 
+# Matches the name of a version's log, or of a checkpoint, which stays when older logs are removed.
+_DELTA_LOG = re.compile(r"(?:^|/)(\d{20})\.(?:json|checkpoint\..*)$")
+
+
 @dataclass(frozen=True)
 class TableSnapshot:
     """The files of one version of a table."""
@@ -61,6 +65,8 @@ class TableSnapshot:
     files: tuple[DataFile, ...]
     # The names of its columns.
     columns: tuple[str, ...]
+    # Those of single values.
+    single: tuple[str, ...]
 
 
 def read_snapshot(table: Any, version: Version | None, storage_options: Mapping[str, Any]) -> TableSnapshot:
@@ -169,9 +175,8 @@ def _read_delta(uri: str, version: int | datetime | None, store: Store, delta_op
         vectors = _read_deletion_vectors(table, set(paths.values()))
     except (DeltaError, ValueError, OSError, OverflowError) as error:
         which = "" if version is None else f" of version {version}"
-        raise InvalidInput(
-            f"The Delta table {uri} cannot be read{which}: {str(error).splitlines()[0]}"
-        ) from error
+        reason = _find_missing_version(version, store) or str(error).splitlines()[0]
+        raise InvalidInput(f"The Delta table {uri} cannot be read{which}: {reason}") from error
     if isinstance(version, datetime):
         _check_not_before(table.version(), version, store)
     schema = json.loads(table.schema().to_json())
@@ -193,10 +198,20 @@ def _read_delta(uri: str, version: int | datetime | None, store: Store, delta_op
         }
         info = ObjectInfo(path, action["size_bytes"], action["modification_time"] / 1000)
         files.append(DataFile(info, constants, stored_names, types=types, deleted=vectors.get(path)))
-    number, columns = table.version(), tuple(field.name for field in table.schema().fields)
+    number, columns = table.version(), tuple(field["name"] for field in schema["fields"])
+    single = tuple(field["name"] for field in schema["fields"] if isinstance(field["type"], str))
     return TableSnapshot(
-        f"version {number} of the Delta table {store.url}", number, store, tuple(files), columns
+        f"version {number} of the Delta table {store.url}", number, store, tuple(files), columns, single
     )
+
+
+def _find_missing_version(version: int | datetime | None, store: Store) -> str | None:
+    """Which versions there are if a number is none of them, else None."""
+    found = filter(None, map(_DELTA_LOG.search, store.list("_delta_log")))
+    logged = [int(each[1]) for each in found]
+    if isinstance(version, int) and logged and not min(logged) <= version <= max(logged):
+        return f"it has the versions {min(logged)} to {max(logged)}."
+    return None
 
 
 def _check_not_before(number: int, moment: datetime, store: Store) -> None:
@@ -308,7 +323,9 @@ def _read_iceberg(
     deletes = [each for each in entries if each.data_file.content.name != "DATA"]
     deleted = DeletedRows(table.specs(), deletes, storage_options).find(store, data, files)
     found = tuple(replace(file, deleted=mask) for file, mask in zip(files, deleted, strict=True))
-    return TableSnapshot(_name_iceberg(table, snapshot), snapshot.snapshot_id, store, found, tuple(ids))
+    single = tuple(field.name for field in schema.fields if field.field_type.is_primitive)
+    number = snapshot.snapshot_id
+    return TableSnapshot(_name_iceberg(table, snapshot), number, store, found, tuple(ids), single)
 
 
 def _list_entries(table: Any, snapshot: Any) -> list[Any]:

@@ -31,7 +31,7 @@ from spark_elastic.data.plan import DataPlan, count_affordable_lanes
 from spark_elastic.data.predicate import Predicate
 from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES
 from spark_elastic.data.store import Store
-from spark_elastic.errors import InvalidInput, StoreError, format_columns
+from spark_elastic.errors import InvalidInput, StoreError, format_columns, suggest_name
 from spark_elastic.estimators.run_record import RunRecord
 from spark_elastic.estimators.validation import FitRequest
 from spark_elastic.spark.dataframes.footers import make_footer_collector
@@ -320,12 +320,22 @@ class Selection:
         return file.rename_columns({name: self.columns.get(name, name) for name in [*used, *compared]})
 
     def check(self, snapshot: TableSnapshot) -> None:
-        """Raises InvalidInput for a name in `columns` that the table does not have."""
+        """Raises InvalidInput for a name in `columns` or `where` that the table does not have."""
         for own in self.columns.values():
             if own not in snapshot.columns:
                 raise InvalidInput(
                     f"columns names {own!r}, which {snapshot.name} does not have: it has "
                     f"{format_columns(own, snapshot.columns)}."
+                )
+        given = {own: name for name, own in self.columns.items()}
+        names = [given.get(own, own) for own in snapshot.single]
+        for name in () if self.where is None else self.where.columns:
+            own = self.columns.get(name, name)
+            if own not in snapshot.single:
+                fault = "has as arrays or records" if own in snapshot.columns else "does not have"
+                raise InvalidInput(
+                    f"where compares column {name!r}, which {snapshot.name} {fault}: compare one of "
+                    f"{format_columns(name, names)}{suggest_name(name, names)}."
                 )
 
     @cached_property

@@ -127,8 +127,8 @@ GPU_NAMES = ("use_gpu", "num_gpus")
 
 _PARTITIONS = "row groups are sized for the workers' memory, and rows are shared out one by one"
 _READERS = (
-    "one thread reads ahead in each worker, bounded in bytes; transformation_workers says how many processes of it "
-    "apply transformation_fn"
+    "leave it out, since one thread reads ahead in each worker, bounded in bytes; transformation_workers says how many "
+    "processes of it apply transformation_fn"
 )
 _EPOCH = "an epoch takes every row exactly once"
 _FRAME = "it belongs to another framework's estimator"
@@ -159,7 +159,9 @@ REFUSED = {
     "train_async_data_loader_queue_size": _READERS,
     "train_reader_num_workers": _READERS,
     "train_steps_per_epoch": f"{_EPOCH}; use df.limit or df.sample for less",
-    "trainer_args": "there is no Trainer; the parameters of this estimator say the same",
+    "trainer_args": "there is no Trainer: set epochs for its max_epochs, backward_passes_per_step for "
+    "accumulate_grad_batches, gradient_clip_norm or gradient_clip_value for gradient_clip_val, and callbacks and "
+    "precision here",
     "transformation_edit_fields": "transformation_fn returns its columns undeclared",
     "transformation_removed_fields": "transformation_fn returns its columns undeclared",
     "val_async_data_loader_queue_size": _READERS,
@@ -171,6 +173,7 @@ KERAS_REFUSED = {name: reason for name, reason in REFUSED.items() if name != "cu
     "checkpoint_callback": "checkpoints are written by themselves (checkpoint_steps, checkpoint_seconds); the best "
     "epoch's weights are kept by callbacks=[keras.callbacks.EarlyStopping(..., restore_best_weights=True)]",
     "tensorflow_dataset_prefetch_buffer_size": _READERS,
+    "trainer_args": _FRAME,
     # Not Horovod's: parameters of the other estimator.
     "determinism": "only ElasticTorchEstimator can train with the same bits for any number of workers",
     "virtual_shares": "only ElasticTorchEstimator has determinism='bitwise'",
@@ -256,7 +259,8 @@ class ColumnParams(Params):
         "how outputs become probabilities: softmax, sigmoid, exp or identity; by default as the loss implies"
     )
     output_cols: Param[Sequence[str]] = declare(
-        "a column for each output of the model instead of prediction_col, such as Horovod's LABEL__output",
+        "a column for each output of the model instead of prediction_col; None: with several outputs Horovod's "
+        "LABEL__output for each",
         to_optional_names,
     )
 
@@ -308,7 +312,10 @@ class EstimatorParams(ColumnParams):
     num_workers: Param[int] = declare("workers wanted at the start")
     min_workers: Param[int] = declare("fewest workers to continue with")
     max_workers: Param[int] = declare("most workers ever; default num_workers")
-    store: Param[str] = declare("path or url for data and models that driver and executors share")
+    store: Param[str] = declare(
+        "path or url for data and models that driver and executors share; None: a folder of this machine that is "
+        "removed after the fit, which needs a local master of Spark"
+    )
     storage_options: Param[Any] = declare(
         "fsspec's options for the store, a dict; not saved. `retry_seconds` (60, at most 240) among them: how long a "
         "read or write of an object store is tried again",
@@ -383,7 +390,8 @@ class TorchParams(EstimatorParams):
         to_list,
     )
     metrics: Param[Any] = declare(
-        "functions of (output, label) or torchmetrics, as a list or by name", to_list
+        "functions of (output, label) or torchmetrics, as a list or by name; a lambda in a list is named metric",
+        to_list,
     )
     callbacks: Param[Any] = declare("instances of spark_elastic.torch.callbacks.Callback", to_list)
     train_minibatch_fn: Param[Any] = declare(

@@ -5,10 +5,12 @@ Factories are called on copies; the user's objects are not changed. Knows torch,
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
 import io
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -23,6 +25,7 @@ from spark_elastic.data.loader import StepRows
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.two_rows import (
     MAX_BYTES,
+    MORE_ROWS,
     Failure,
     check_runs,
     copy_objects,
@@ -37,12 +40,15 @@ from spark_elastic.torch.gradients.exchange_options import find_trainable
 from spark_elastic.torch.layers import draw_rows
 from spark_elastic.torch.optimizers import build_optimizer, check_steps_alone
 from spark_elastic.torch.train.lightning import check_lightning, is_lightning
-from spark_elastic.torch.train.metrics import name_metrics
+from spark_elastic.torch.train.loss import LossResult
+from spark_elastic.torch.train.metrics import Metrics, is_accumulator, name_metrics
 from spark_elastic.torch.train.spec import TorchUserObjects, make_batch_builder
 from spark_elastic.torch.train.state import check_storable
 from spark_elastic.training.fit_config import describe_type
 from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.transformation import check_transformation
+
+log = logging.getLogger("spark_elastic")
 
 
 def check_serializable(model: torch.nn.Module) -> None:
@@ -220,10 +226,10 @@ _FIRST_HOOKS = ("on_fit_begin", "on_epoch_begin", "on_step_begin")
 
 
 def check_on_two_rows(objects: TorchUserObjects, spec: TrainSpec) -> None:
-    """Run copies of model and loss on two rows of the data, and refuse what fails there.
+    """Run copies of model, losses and metrics on two rows of the data, and refuse what fails there.
 
     Raises:
-        InvalidInput: the shapes and types of the columns, and the error of the model or the loss.
+        InvalidInput: the shapes and types of the columns, and the error of the model, the loss or a metric.
     """
     model = objects.model
     is_large = sum(each.nbytes for each in model.parameters()) > MAX_BYTES
@@ -236,9 +242,9 @@ def check_on_two_rows(objects: TorchUserObjects, spec: TrainSpec) -> None:
 
 
 def _run_on_rows(objects: TorchUserObjects, spec: TrainSpec, rows: StepRows) -> None:
-    tried = (objects.model, objects.losses, objects.train_minibatch_fn, objects.transformation)
+    tried = objects.model, objects.losses, objects.metrics, objects.train_minibatch_fn, objects.transformation
     with MODEL_FACTORY_LOCK, seeded_rng(spec.config.seed):
-        model, losses, minibatch_fn, transformation = copy_objects(tried)
+        model, losses, metrics, minibatch_fn, transformation = copy_objects(tried)
         objects = replace(
             objects, losses=losses, train_minibatch_fn=minibatch_fn, transformation=transformation
         )
@@ -246,7 +252,22 @@ def _run_on_rows(objects: TorchUserObjects, spec: TrainSpec, rows: StepRows) -> 
             model.train()
         part = make_batch_builder(spec, objects, model).build(transform_rows(spec, transformation, rows))
         draw_rows(model, part.row_ids, spec.config.seed)
-        objects.loss_fn(spec)(model, part)
+        result = objects.loss_fn(spec)(model, part)
+        _try_metrics(metrics, result, part.labels, spec)
+
+
+def _try_metrics(
+    metrics: Mapping[str, Any], result: LossResult, labels: Sequence[torch.Tensor], spec: TrainSpec
+) -> None:
+    rows = min(MORE_ROWS, spec.config.global_batch)
+    for name, metric in metrics.items():
+        try:
+            Metrics({name: metric}, spec.config.label_cols, logs=False).try_rows(result, labels, rows)
+        except ValueError as error:
+            if isinstance(error, InvalidInput) or is_accumulator(metric):
+                raise
+            # Scores of scikit-learn raise it where all rows are of one class.
+            log.debug("the metric %r was not tried: %r", name, error)
 
 
 def _find_advice(objects: TorchUserObjects, spec: TrainSpec, failure: Failure) -> str:
@@ -263,7 +284,17 @@ def _find_advice(objects: TorchUserObjects, spec: TrainSpec, failure: Failure) -
                 f"the model does not take feature columns of single numbers ({', '.join(scalar)}) as tensors of shape "
                 f"(rows,), but takes (rows, 1): set input_shapes={[list(column.shape) for column in features]}."
             )
-    return describe_failure(failure, {} if objects.transformation else shapes)
+    taken: dict[str, str] = {}
+    if objects.transformation is None:
+        with contextlib.suppress(Exception):  # what fails may be the rows themselves
+            part = make_batch_builder(spec, objects, objects.model).build(failure.rows)
+            names = [*shapes, *spec.config.label_cols]
+            taken = {
+                name: f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+                for name, tensor in zip(names, (*part.features, *part.labels), strict=True)
+            }
+    what = "the model, the loss or a metric" if objects.metrics else "the model or the loss"
+    return describe_failure(failure, taken, what)
 
 
 def _check_dense(model: torch.nn.Module) -> None:
@@ -290,8 +321,9 @@ def _check_losses(loss: Any, labels: int, own_step: bool) -> tuple[Callable[...,
         if isinstance(one, type):
             raise InvalidInput(f"loss is the class {one.__name__}; pass an instance: loss={one.__name__}().")
         if not callable(one):
+            such = f", such as torch.nn.functional.{_find_loss_name(one)}" if isinstance(one, str) else ""
             raise InvalidInput(
-                f"loss must be a function or module of (output, label); got {describe_type(one)}."
+                f"loss must be a function or module of (output, label){such}; got {describe_type(one)}."
             )
         if isinstance(one, torch.nn.Module) and any(each.requires_grad for each in one.parameters()):
             raise InvalidInput(
@@ -302,6 +334,12 @@ def _check_losses(loss: Any, labels: int, own_step: bool) -> tuple[Callable[...,
     if several and len(losses) != labels:
         raise InvalidInput(f"loss has {len(losses)} losses for {labels} label columns: give one for each.")
     return losses
+
+
+def _find_loss_name(text: str) -> str:
+    """torch's function that a loss of this name, as Keras has them, may mean."""
+    names = [text, f"{text}_loss", {"mae": "l1_loss"}.get(text, "")]
+    return next((name for name in names if callable(getattr(torch.nn.functional, name, None))), "mse_loss")
 
 
 def _check_loss_weights(weights: Any, losses: int) -> tuple[float, ...] | None:
@@ -330,10 +368,10 @@ def _check_optimizer(
             )
         _check_parameters(optimizer, model)
         return optimizer, build_optimizer(*copy.deepcopy((model, optimizer)), learning_rate)
-    if not (optimizer is None and is_lightning(model)) and (
-        isinstance(optimizer, type) or not callable(optimizer)
-    ):
-        name = optimizer.__name__ if isinstance(optimizer, type) else describe_type(optimizer)
+    is_class = isinstance(optimizer, type)
+    is_usable = _is_optimizer_class(optimizer, model) if is_class else callable(optimizer)
+    if not is_usable and not (optimizer is None and is_lightning(model)):
+        name = optimizer.__name__ if is_class else describe_type(optimizer)
         raise InvalidInput(
             f"optimizer must be a torch optimizer over model.parameters() or a function such as "
             f"lambda params: SGD(params, lr=0.1); got {name}."
@@ -342,6 +380,18 @@ def _check_optimizer(
     tried = build_optimizer(trial, optimizer, learning_rate)
     _check_parameters(tried[0], trial)
     return optimizer, tried
+
+
+def _is_optimizer_class(given: type, model: torch.nn.Module) -> bool:
+    """Whether it is a class of optimizers that takes parameters alone."""
+    if not issubclass(given, torch.optim.Optimizer):
+        return False
+    make: Callable[..., Any] = given
+    try:
+        make(copy.deepcopy(model).parameters())
+    except (TypeError, ValueError):  # such as one without a default for lr
+        return False
+    return True
 
 
 def _find_watched_metrics(

@@ -1,4 +1,4 @@
-"""Tries copies of a user's model and loss on two rows of the data, in the driver's process, before workers start.
+"""Tries copies of a user's model, losses and metrics on two rows of the data, on the driver, before workers start.
 
 A worker would fail in the same way, seconds later and with a traceback of another machine. A training that works must
 never be refused: what may fail in this process alone says nothing, and neither does what fails on two rows alone. Knows
@@ -121,23 +121,25 @@ def _format(error: Exception) -> str:
     return " ".join(_NOISE.sub("", str(error)).split()).rstrip(".")
 
 
-def describe_failure(failure: Failure, shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})) -> str:
+def describe_failure(
+    failure: Failure, taken: Mapping[str, str] = MappingProxyType({}), what: str = "the model or the loss"
+) -> str:
     """The sentence for the user.
 
     Args:
-        shapes: of one row of a column, where the model takes another shape than the stored one.
+        taken: type and shape of columns as the model takes them; others are described as they are stored.
+        what: may have failed.
     """
     rows, error = failure
     given = ", ".join(
-        f"{name!r} of {array.dtype} {(len(rows), *shapes.get(name, array.shape[1:]))}"
+        f"{name!r} of {taken.get(name) or f'{array.dtype} {array.shape}'}"
         for name, array in rows.columns.items()
     )
     text = _format(error)
     text = text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} ..."
     tried = "one row" if len(rows) == 1 else "two rows"
-    return (
-        f"the model or the loss fails on {tried} of the data, {given}, with {type(error).__name__}: {text}."
-    )
+    kind = type(error).__name__
+    return f"{what} fails on {tried} of the data, {given}, with {kind}: {text}."
 
 
 def transform_rows(spec: TrainSpec, transformation: Transformation | None, rows: StepRows) -> StepRows:

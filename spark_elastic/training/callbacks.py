@@ -51,11 +51,13 @@ def check_watched_names(
         plain = name.removeprefix("val_")
         if name not in known and plain not in known and not may_exist(plain):
             names = [*known, *(f"val_{each}" for each in known if validates)]
+            needs = "" if validates or plain == name else " (those with val_ need a validation)"
             raise InvalidInput(
-                f"a callback watches {name!r}, which no epoch will have: set its monitor to one of {', '.join(names)}."
+                f"a callback watches {name!r}, which no epoch will have: set its monitor to one of {', '.join(names)}"
+                f"{needs}."
             )
         if name.startswith("val_") and name not in known and not validates:
             raise InvalidInput(
                 f"a callback watches {name!r}, but nothing is validated: set validation (validation_paths of "
-                "fit_on_parquet), or the callback's monitor='loss'."
+                "fit_on_parquet, validation_table of fit_on_table), or the callback's monitor='loss'."
             )

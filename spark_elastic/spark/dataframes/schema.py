@@ -175,9 +175,9 @@ def _find_column_type(spark_type: DataType, called: str, transformed: bool) -> C
 
 def _advice(element: DataType) -> str:
     if isinstance(element, StringType):
-        return "index or encode the strings first (StringIndexer, OneHotEncoder, HashingTF), or give a transformation"
+        return "index or encode the strings (StringIndexer, OneHotEncoder, HashingTF), or give a transformation_fn"
     if isinstance(element, DateType | TimestampType | TimestampNTZType):
-        return "make numbers of it (unix_timestamp, dayofweek, month), or give a transformation"
+        return "make numbers of it (unix_timestamp, dayofweek, month), or give a transformation_fn"
     if isinstance(element, BinaryType):
-        return "give a transformation that decodes it"
+        return "give a transformation_fn that decodes it"
     return "give numbers, booleans, arrays of them or ML vectors"

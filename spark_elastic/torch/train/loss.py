@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import product
 from types import FunctionType
 from typing import Any, Protocol
 
@@ -22,7 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.loss import CTCLoss, _Loss
-from torch.utils._pytree import tree_map_only
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import ElasticError, InvalidInput
@@ -91,6 +93,56 @@ def _find_loss_class(loss: Any) -> type[_Loss] | None:
     """The module class of one of torch's functions, or of a `partial` of it; None for any other loss."""
     function = loss.func if isinstance(loss, functools.partial) and not loss.args else loss
     return _MODULES.get(function) if isinstance(function, FunctionType) else None
+
+
+def refuse_broadcast(name: str, output: Any, labels: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
+    """Let a user's function of (output, *labels) make no matrix of an output (n, 1) and a label (n,), or the other way
+    round: the mean over it would be another number.
+
+    Args:
+        name: of the function, for the error.
+    """
+    outputs = [each for each in list_output_parts(output) if isinstance(each, torch.Tensor)]
+    if any(_are_column_and_row(one, label) for one in outputs for label in labels):
+        return _BroadcastGuard(name, outputs, labels)
+    return nullcontext()
+
+
+def _are_column_and_row(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether these two, of as many rows, would broadcast to a matrix."""
+    rows = len(other) if other.ndim else 0
+    return rows > 1 and {one.shape, other.shape} == {(rows,), (rows, 1)}
+
+
+class _BroadcastGuard(TorchFunctionMode):
+    """What is made of outputs, or of labels, alone is allowed: a metric may compare all pairs of rows."""
+
+    def __init__(self, name: str, outputs: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._name = name
+        # What was computed from outputs, or from labels, alone: by identity, which it keeps from being used again.
+        self._outputs = {id(each): each for each in outputs}
+        self._labels = {id(each): each for each in labels}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        outputs = [each for each in given if id(each) in self._outputs]
+        labels = [each for each in given if id(each) in self._labels]
+        pairs = [pair for pair in product(outputs, labels) if _are_column_and_row(*pair)]
+        is_loss = bool(pairs) and is_elementwise(func)  # of which no matrix is seen, but its mean
+        result = None if is_loss else func(*args, **(kwargs or {}))
+        for output, label in pairs:
+            matrix = len(label), len(label)
+            if is_loss or getattr(result, "shape", None) == matrix:
+                raise InvalidInput(
+                    f"{self._name} made {matrix} out of the model's output {tuple(output.shape)} and labels "
+                    f"{tuple(label.shape)}: give output and label the same shape."
+                )
+        if isinstance(result, torch.Tensor) and bool(outputs) != bool(labels):
+            (self._outputs if outputs else self._labels)[id(result)] = result
+        return result
 
 
 class LabelConverter:
@@ -187,6 +239,8 @@ class RowLoss:
         if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.weight is not None:
             self._class_weights = loss.weight.detach().to("cpu", torch.float64)
         self._device = torch.device("cpu")
+        # Whether the user's own function has yet to show what it makes of two rows or more.
+        self._is_unchecked = not isinstance(loss, nn.Module)
 
     def __call__(
         self,
@@ -219,7 +273,7 @@ class RowLoss:
         if may_sum and self._has_one_number_per_row(output, matched):
             total = self._sum_loss(output, *matched)
             return LossSum(total, self._compute_denominator(host_labels, host_weights))
-        value = self._loss(output, *matched)
+        value = self._compute_value(output, matched)
         self._check_value(value, output, labels)
         if value.ndim == 0:
             if self._weighted:
@@ -232,6 +286,13 @@ class RowLoss:
         if weights is not None:
             per_row = per_row * weights
         return LossSum(per_row.sum(), self._compute_denominator(host_labels, host_weights))
+
+    def _compute_value(self, output: Any, labels: tuple[torch.Tensor, ...]) -> Any:
+        if not self._is_unchecked or len(labels[0]) < 2:
+            return self._loss(output, *labels)
+        self._is_unchecked = False
+        with refuse_broadcast("the loss", output, labels):
+            return self._loss(output, *labels)
 
     def compute_denominator(self, labels: tuple[torch.Tensor, ...], weights: torch.Tensor | None) -> float:
         """The denominator that `__call__` returns, without the model's output. Both are on the host."""

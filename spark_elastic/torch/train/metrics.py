@@ -16,7 +16,7 @@ import torch
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.torch.devices import HostCopy
-from spark_elastic.torch.train.loss import LabelConverter, LossResult, to_float32
+from spark_elastic.torch.train.loss import LabelConverter, LossResult, refuse_broadcast, to_float32
 from spark_elastic.training.batch import MetricRows
 
 
@@ -52,18 +52,26 @@ class Metrics:
 
     def add(self, result: LossResult, labels: Sequence[torch.Tensor]) -> None:
         """Add a part of this rank's rows."""
-        if self._given and not result.outputs:
+        if not (self._given or self._logs):
+            return
+        logged = [torch.as_tensor(value, dtype=torch.float64) for value in result.logged.values()]
+        columns = self._copy_columns(result, labels) if self._given else None
+        self._coming.append((len(labels[0]), list(result.logged), HostCopy(logged), columns))
+
+    def try_rows(self, result: LossResult, labels: Sequence[torch.Tensor], rows: int) -> None:
+        """Compute the metrics of these rows, repeated to so many as a step has: for a trial, without other ranks."""
+        if self._given:
+            times = -(-rows // len(labels[0]))
+            columns = [torch.cat([each] * times)[:rows] for each in self._copy_columns(result, labels).wait()]
+            self._update(columns[: -len(labels)], columns[-len(labels) :])
+
+    def _copy_columns(self, result: LossResult, labels: Sequence[torch.Tensor]) -> HostCopy:
+        if not result.outputs:
             raise InvalidInput(
                 "metrics need the model's outputs, and found no tensor among them: return tensors, or a tuple, list or "
                 "dict of them, or leave metrics out."
             )
-        if not (self._given or self._logs):
-            return
-        logged = [torch.as_tensor(value, dtype=torch.float64) for value in result.logged.values()]
-        columns = (
-            HostCopy([to_float32(tensor) for tensor in (*result.outputs, *labels)]) if self._given else None
-        )
-        self._coming.append((len(labels[0]), list(result.logged), HostCopy(logged), columns))
+        return HostCopy([to_float32(tensor) for tensor in (*result.outputs, *labels)])
 
     def gather(self, group: Group) -> None:
         """Exchange the step's rows. Collective: ranks without rows call it, too."""
@@ -137,13 +145,13 @@ class Metrics:
             for suffix, column, output, others in calls:
                 arguments = output, *self._converters[given, column].convert(output, others)
                 name = given + suffix
-                if not is_accumulator(metric):
-                    rows = len(labels[0])
-                    self._count(name, float(metric(*arguments)) * rows, rows)
-                    continue
-                if name not in self._objects:
+                is_object = is_accumulator(metric)
+                if is_object and name not in self._objects:
                     self._objects[name] = (given, copy.deepcopy(metric))
-                self._objects[name][1].update(*arguments)
+                with refuse_broadcast(f"the metric {given!r}", output, arguments[1:]):
+                    value = self._objects[name][1].update(*arguments) if is_object else metric(*arguments)
+                if not is_object:
+                    self._count(name, float(value) * len(labels[0]), len(labels[0]))
 
     def _count(self, name: str, total: float, rows: int) -> None:
         so_far, before = self._sums.get(name, (0.0, 0))
@@ -168,8 +176,8 @@ class _MetricLabels:
 
 
 def name_metrics(metrics: Any) -> dict[str, Any]:
-    """The metrics by name: that of the function, or of the class in lower case. Each member of a collection
-    (torchmetrics) has its own name, with the name of the collection before it if the user gave one.
+    """The metrics by name: that of the function ("metric" for a lambda), or of the class in lower case. Each member of
+    a collection (torchmetrics) has its own name, with the name of the collection before it if the user gave one.
 
     Raises:
         InvalidInput: one is neither a function nor a metric object, or two have the same name.
@@ -187,7 +195,7 @@ def name_metrics(metrics: Any) -> dict[str, Any]:
             pairs += members or [(str(name), metric)]
     else:
         for metric in metrics:
-            own = getattr(metric, "__name__", type(metric).__name__.lower())
+            own = getattr(metric, "__name__", type(metric).__name__.lower()).replace("<lambda>", "metric")
             pairs += list(metric.items()) if _is_collection(metric) else [(own, metric)]
     for name, metric in pairs:
         if isinstance(metric, type) or not (callable(metric) or is_accumulator(metric)):

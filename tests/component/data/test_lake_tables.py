@@ -293,6 +293,31 @@ def test_rows_from_before_a_column_match_no_comparison_with_it(catalog: Any, tmp
             read_rows(source, ["x"], where=Predicate.parse([("w", ">", 1.0)]))
 
 
+def test_where_with_a_column_that_cannot_be_compared_names_the_table_and_those_that_can(
+    catalog: Any, tmp_path: Path
+) -> None:
+    rows = make_rows(0, 2, v=[[1], [2]], year=[2020, 2021])
+    write_deltalake(str(tmp_path / "delta"), rows, partition_by=["year"])
+    table = catalog.create_table("n.t", rows.schema)
+    table.append(rows)
+    for source, name in (
+        (tmp_path / "delta", "version 0 of the Delta table"),
+        (table, "of the Iceberg table"),
+    ):
+        snapshot = read_snapshot(source, None, {})
+        for column, fault in (("yeer", "does not have"), ("v", "has as arrays or records")):
+            given = Selection.parse({"when": "year"}, [(column, ">", 1)])
+            sentence = (
+                rf"where compares column '{column}', which .*{name}.* {fault}: compare one of .*'when'\]"
+            )
+            with pytest.raises(InvalidInput, match=sentence) as caught:
+                given.check(snapshot)
+            assert "'v'" not in str(caught.value).partition("compare one of")[2]
+        with pytest.raises(InvalidInput, match=r"\(did you mean 'year'\?\)[.]$"):
+            Selection.parse(None, [("yeer", ">", 1)]).check(snapshot)
+        Selection.parse({"when": "year"}, [("when", ">", 1), ("x", ">", 1)]).check(snapshot)
+
+
 @pytest.mark.parametrize("name", ["my tables", "100%", "ünï", "a#b?c"])
 def test_a_table_of_delta_that_is_open_may_lie_in_any_folder(tmp_path: Path, name: str) -> None:
     write_deltalake(str(tmp_path / name), make_rows(0, 2))
@@ -618,7 +643,7 @@ def test_what_is_no_version_gets_a_sentence(catalog: Any, tmp_path: Path, versio
 def test_a_version_or_a_metadata_file_that_is_not_there_gets_a_sentence(tmp_path: Path) -> None:
     write_deltalake(str(tmp_path), make_rows(0, 1))
     for version in (-1, 1 << 64, 5):
-        with pytest.raises(InvalidInput, match=f"cannot be read of version {version}: "):
+        with pytest.raises(InvalidInput, match=f"of version {version}: it has the versions 0 to 0[.]$"):
             read_snapshot(tmp_path, version, {})
     with pytest.raises(InvalidInput, match=r"table of .*none\.metadata\.json cannot be read: "):
         read_snapshot(tmp_path / "none.metadata.json", None, {})

@@ -151,7 +151,89 @@ def test_a_model_without_an_output_for_each_loss_is_refused(data: Data) -> None:
         )
 
 
+def check_metrics(data: Data, metric: Any, model: torch.nn.Module | None = None) -> None:
+    check(data, model or torch.nn.Linear(WIDTH, 1), torch.nn.MSELoss(), metrics={"far": metric})
+
+
+def test_a_metric_that_makes_a_matrix_of_output_and_label_is_refused(data: Data) -> None:
+    sentence = (
+        r"^the metric 'far' made \((\d+), \1\) out of the model's output \(\1, 1\) and labels \(\1,\): give output and "
+        "label the same shape"
+    )
+    for metric in (
+        lambda output, label: (output - label).abs().mean(),
+        lambda output, label: (label.double() - torch.sigmoid(2 * output)).square().mean().sqrt(),
+        lambda output, label: ((output > 0) == label).float().mean(),
+        lambda output, label: torch.nn.functional.mse_loss(output, label.double()),
+    ):
+        with pytest.raises(InvalidInput, match=sentence):
+            check_metrics(data, metric)
+    for metric in (
+        lambda output, label: (output[:, 0] - label).abs().mean(),
+        lambda output, label: (output.reshape_as(label) - label).abs().mean(),
+        lambda output, label: ((output - output[:, 0]) * (label[:, None] - label)).sign().mean(),  # of pairs
+        torch.nn.functional.l1_loss,
+    ):
+        check_metrics(data, metric)
+
+
+class Counts:
+    """A metric object that counts calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def update(self, output: torch.Tensor, label: torch.Tensor) -> None:
+        self.calls += 1
+        assert output.shape == label.shape, "shapes differ"
+
+    def compute(self) -> float:
+        return float(self.calls)
+
+    def reset(self) -> None:
+        self.calls = 0
+
+
+def test_metrics_are_tried_on_as_many_rows_as_a_step_has(data: Data) -> None:
+    spec = Job(torch.nn.Linear(WIDTH, 1), sgd, torch.nn.MSELoss()).task(*data)._spec
+    spec = replace(spec, config=replace(spec.config, batch_size=1, num_workers=4))
+
+    def count(output: torch.Tensor, label: torch.Tensor) -> float:
+        raise RuntimeError(f"{len(output)} and {len(label)} rows")
+
+    objects = TorchUserObjects(torch.nn.Linear(WIDTH, 1), sgd, (torch.nn.MSELoss(),), metrics={"n": count})
+    with pytest.raises(InvalidInput, match="RuntimeError: 4 and 4 rows"):
+        check_on_two_rows(objects, spec)
+
+
+def test_a_metric_object_is_tried_without_leaving_state_in_it(data: Data) -> None:
+    metric = Counts()
+    with pytest.raises(InvalidInput, match=r"a metric fails on two rows .* AssertionError: shapes differ"):
+        check_metrics(data, metric)
+    check_metrics(data, metric, torch.nn.Sequential(torch.nn.Linear(WIDTH, 1), torch.nn.Flatten(0)))
+    assert metric.calls == 0
+
+
+def test_a_loss_that_makes_a_matrix_of_output_and_label_is_refused(data: Data) -> None:
+    with pytest.raises(InvalidInput, match=r"^the loss made \(2, 2\) out of the model's output \(2, 1\)"):
+        check(data, torch.nn.Linear(WIDTH, 1), lambda output, label: (output - label).square().mean())
+    check(data, torch.nn.Linear(WIDTH, 1), lambda output, label: (output[:, 0] - label).square().mean())
+
+
+def test_the_sentence_shows_the_types_that_the_model_is_given(data: Data) -> None:
+    spec = Job(torch.nn.Linear(WIDTH, CLASSES), sgd, CROSS_ENTROPY).task(*data)._spec
+    with pytest.raises(InvalidInput, match=rf"'x' of float32 \(2, {WIDTH}\), 'y' of int64 \(2,\)"):
+        check_on_two_rows(TorchUserObjects(torch.nn.Linear(WIDTH + 1, CLASSES), sgd, (CROSS_ENTROPY,)), spec)
+
+
 # ---- a training that works is not refused
+
+
+def test_a_score_that_needs_rows_of_several_classes_says_nothing(data: Data) -> None:
+    def compute_score(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        raise ValueError("Only one class present in y_true")
+
+    check_metrics(data, compute_score)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,16 @@ HOROVOD = """
 """
 
 
+def test_a_refused_name_is_answered_with_what_to_set() -> None:
+    for name, says in (
+        ("trainer_args", "set epochs for its max_epochs"),
+        ("mp_start_method", "leave it out, since"),
+        ("train_async_data_loader_queue_size", "leave it out, since"),
+    ):
+        with pytest.raises(InvalidInput, match=f"^{name} has no meaning here: .*{says}"):
+            ElasticTorchEstimator(**{name: 3})
+
+
 @pytest.mark.parametrize("name", HOROVOD.split())
 def test_no_name_of_horovod_is_ignored(name: str) -> None:
     estimator = ElasticTorchEstimator()

@@ -22,6 +22,7 @@ from spark_elastic.estimators.params import TorchParams
 from spark_elastic.estimators.torch_objects import check_torch_objects
 from spark_elastic.estimators.validation import FitRequest, build_request
 from spark_elastic.torch.callbacks import BestWeights, Callback, EarlyStopping, LearningRateSchedule
+from spark_elastic.torch.optimizers import build_optimizer
 from spark_elastic.training.fit_config import FitConfig
 from tests.unit.estimators.requests import net, values
 
@@ -47,6 +48,11 @@ def test_shapes_may_begin_with_minus_one_as_horovods_do() -> None:
 def test_a_column_may_be_feature_and_label() -> None:
     request = ask(model=torch.nn.Bilinear(2, 2, 1), feature_cols=["x", "z"], label_cols=["x"], optimizer=sgd)
     assert (request.config.feature_cols, request.config.label_cols) == (("x", "z"), ("x",))
+
+
+def test_a_class_of_optimizers_that_takes_parameters_alone_is_the_function_that_makes_one() -> None:
+    objects = ask(optimizer=torch.optim.Adam).objects
+    assert type(build_optimizer(objects.model, objects.optimizer, None)[0]) is torch.optim.Adam
 
 
 def test_metrics_that_callbacks_watch_are_known() -> None:
@@ -75,6 +81,13 @@ class SharpnessAwareSGD(torch.optim.SGD):
         return super().step(closure)
 
 
+class NeedsRate(torch.optim.SGD):
+    """Has no default for its rate, as torch's SGD had none."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+
+
 class BatchCounter(Callback):
     def on_batch_end(self, batch: int) -> None: ...
 
@@ -87,14 +100,19 @@ class Queues(Callback):
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"model": {"a": 1}}, "model must be a torch.nn.Module or a function that makes one; got dict."),
     ({"model": torch.nn.Linear}, "model is the class Linear"),
-    ({"loss": "mse"}, "loss must be a function or module"),
+    (
+        {"loss": "mse"},
+        r"function or module of \(output, label\), such as torch.nn.functional.mse_loss; got str",
+    ),
+    ({"loss": "cross_entropy"}, "such as torch.nn.functional.cross_entropy; got"),
+    ({"loss": "mae"}, "such as torch.nn.functional.l1_loss; got"),
     (
         {"loss": torch.nn.Bilinear(1, 1, 1)},
         "loss Bilinear has parameters that require a gradient, .* part of the",
     ),
     ({"loss": torch.nn.MSELoss}, r"loss=MSELoss\(\)"),
     ({"optimizer": "sgd"}, "optimizer must be a torch optimizer"),
-    ({"optimizer": torch.optim.SGD}, "optimizer must be a torch optimizer .* got SGD"),
+    ({"optimizer": NeedsRate}, "optimizer must be a torch optimizer .* got NeedsRate"),
     ({"optimizer": list}, "optimizer must be a torch optimizer"),
     ({"optimizer": lambda params: 3}, "returned int"),
     (
@@ -173,7 +191,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"determinism": "bitwise", "model": torch.nn.Sequential(net(), torch.nn.SyncBatchNorm(3))},
         "layer '1', SyncBatchNorm, which computes statistics of all workers' rows: use torch.nn.BatchNorm1d",
     ),
-    ({"optimizer": torch.optim.LBFGS}, "got LBFGS"),
+    ({"optimizer": torch.optim.LBFGS}, "optimizer is LBFGS, whose step"),
     (
         {"optimizer": lambda p: torch.optim.LBFGS(list(p))},
         "LBFGS, whose step evaluates the loss several times",

@@ -72,7 +72,7 @@ def test_a_transformation_accepts_columns_of_other_types() -> None:
         (["x"], ["y"], "v", "sample weight column 'v' is vector: it must be one number"),
         (["name"], ["y"], None, "feature column 'name' is string.*StringIndexer"),
         (["tags"], ["y"], None, "feature column 'tags' is array<string>.*StringIndexer"),
-        (["image"], ["y"], None, "'image' is binary.*a transformation that decodes it"),
+        (["image"], ["y"], None, "'image' is binary.*a transformation_fn that decodes it"),
         (["day"], ["y"], None, "'day' is date.*unix_timestamp"),
     ],
 )

@@ -171,6 +171,7 @@ def test_a_metric_collection_counts_as_its_members() -> None:
     assert list(name_metrics([members, far])) == ["a", "b", "meandistance"]
     assert list(name_metrics({"m": members, "far": far})) == ["m_a", "m_b", "far"]
     assert list(name_metrics(far)) == ["meandistance"]
+    assert list(name_metrics([lambda output, label: 0.0])) == ["metric"]
     with pytest.raises(InvalidInput, match="two metrics have the same name"):
         name_metrics([members, members])
 

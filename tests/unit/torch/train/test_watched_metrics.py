@@ -71,6 +71,10 @@ def test_a_misspelled_metric_is_named_with_the_known_ones() -> None:
         )
     with pytest.raises(InvalidInput, match=r"'los', which .* one of loss, far, curve\.$"):
         check_watched(make_objects("los"), ["y"], validates=False)
+    with pytest.raises(
+        InvalidInput, match=r"one of loss, far, curve \(those with val_ need a validation\)\.$"
+    ):
+        check_watched(make_objects("val_los"), ["y"], validates=False)
 
 
 def test_metrics_that_callbacks_may_add_are_checked_at_the_end_of_the_epoch() -> None:
