@@ -220,6 +220,11 @@ def _execute(options: RunOptions) -> None:
     number = sum(fixed.values()) if options.num_proc is None and fixed else options.num_proc
     if number is None:
         raise InvalidInput("spark-elastic-run needs -np, the number of workers to start with.")
+    least, most = options.min_np or number, options.max_np or number
+    if not least <= number <= most:
+        raise InvalidInput(
+            f"spark-elastic-run needs --min-np <= -np <= --max-np; got {least} <= {number} <= {most}."
+        )
     named: dict[str, Any] = {
         "num_workers": number,
         "min_workers": options.min_np,

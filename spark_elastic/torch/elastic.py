@@ -36,7 +36,7 @@ from spark_elastic.state.snapshot import Bytes, Extent, SnapshotBuilder
 from spark_elastic.state.state import State
 from spark_elastic.torch.data_loader import DataLoaderStateHandler, ElasticDataLoader
 from spark_elastic.torch.optimizer import has_unapplied, is_distributed, mark_applied
-from spark_elastic.worker.context import get_process_context
+from spark_elastic.worker.context import get_context, get_process_context
 from spark_elastic.worker.notification import WorkerNotificationManager, notification_manager
 from spark_elastic.worker.session import ObjectState, get_session
 
@@ -112,6 +112,8 @@ class TorchState(ObjectState):
         **values: Any,
     ) -> None:
         self._hooked: set[int] = set()
+        self._has_stepped = False  # a plain optimizer has, since the last commit
+        self._lone_steps = 0  # commits of such steps while the ranks had exchanged nothing
         given = {"model": model, "optimizer": optimizer}
         super().__init__(**{name: value for name, value in given.items() if value is not None}, **values)
         self._watch_optimizers()
@@ -135,6 +137,14 @@ class TorchState(ObjectState):
             _warn_unapplied_gradients()
         return found
 
+    def make_commit(self) -> None:
+        super().make_commit()
+        if self._has_stepped and _is_training_alone():
+            self._lone_steps += 1
+            if self._lone_steps == 2:
+                _warn_separate_replicas()
+        self._has_stepped = False
+
     def renew_commit(self) -> None:
         self._defer()
         super().renew_commit()
@@ -152,9 +162,13 @@ class TorchState(ObjectState):
                 inner.register_step_pre_hook(lambda *step: self._snapshots.wait())
                 if not is_distributed(optimizer):
                     mark_applied(optimizer)
-                    inner.register_step_post_hook(lambda optimizer, *step: mark_applied(optimizer))
+                    inner.register_step_post_hook(self._on_step)
                 self._hooked.add(id(optimizer))
         return optimizers
+
+    def _on_step(self, optimizer: torch.optim.Optimizer, *step: object) -> None:
+        mark_applied(optimizer)
+        self._has_stepped = True
 
     def _defer(self) -> None:
         """Let the parameters that an optimizer of this state trains be copied in the background: only its `step`, which
@@ -177,6 +191,24 @@ def _find_hooked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     raise InvalidInput(
         f"{type(optimizer).__name__} has neither step hooks nor an optimizer with them as `optimizer` or `optim`: call "
         "Optimizer.__init__ in its __init__."
+    )
+
+
+def _is_training_alone() -> bool:
+    """Whether this is rank 0 of several that exchange nothing that this package or torch.distributed carries."""
+    worker = get_context()
+    if worker is None or worker.group is None or worker.group.rank or worker.group.size == 1:
+        return False
+    dist = torch.distributed
+    return not worker.group_context.is_used and not (dist.is_available() and dist.is_initialized())
+
+
+@lru_cache(maxsize=1)
+def _warn_separate_replicas() -> None:
+    """Warn once per process."""
+    log.warning(
+        "the ranks exchange no gradients, so each trains a model of its own: wrap the optimizer by "
+        "hvd.DistributedOptimizer, or the model by DistributedDataParallel."
     )
 
 

@@ -25,6 +25,7 @@ from spark_elastic.torch.data_loader import ElasticDataLoader
 from spark_elastic.torch.elastic import TorchState, get_handler_registry, run
 from spark_elastic.torch.generators import get_generators, set_generators
 from spark_elastic.training.fit_config import check_choice
+from spark_elastic.worker.context import get_context
 
 
 def create_accelerator(**options: Any) -> Accelerator:
@@ -32,10 +33,25 @@ def create_accelerator(**options: Any) -> Accelerator:
 
     Args:
         options: those of `accelerate.Accelerator`.
+
+    Raises:
+        InvalidInput: Accelerate would train on each worker alone.
     """
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    return Accelerator(**options)
+    accelerator = Accelerator(**options)
+    _check_distributed(accelerator)
+    return accelerator
+
+
+def _check_distributed(accelerator: Accelerator) -> None:
+    worker = get_context()
+    world = None if worker is None else worker.world
+    if world is not None and accelerator.num_processes != world.size:
+        raise InvalidInput(
+            f"Accelerate takes each of the {world.size} workers for a training of its own, on {accelerator.device}: "
+            "set device='cpu' or device='cuda' of the job, or ACCELERATE_USE_CPU=true on its workers."
+        )
 
 
 class ElasticTrainer(Trainer):  # type: ignore[misc]
@@ -133,6 +149,7 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]
             _ = self.args.device
             GradientState._reset_state()
             self.create_accelerator_and_postprocess()
+            _check_distributed(self.accelerator)
             # An int until the first step, which a worker that joins after the last one never takes; the Trainer gathers
             # these numbers, so all ranks need one dtype.
             self.current_flos = float(self.current_flos)

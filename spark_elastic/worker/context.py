@@ -163,11 +163,18 @@ class GroupContext(Scope):
         # collectives after `wait_until_idle`, or through `collective_thread.drain_and_call`.
         self.collective_thread = CollectiveThread()
         self._agreed_version: MembershipVersion | None = None
+        self._exchanged_gradients = False
         self._closeables: list[Closeable] = []
 
     def record_agreed_version(self, version: MembershipVersion) -> None:
         """An exchange brought every rank the same newest membership version: R6 (step summary)."""
         self._agreed_version = max(version, self._agreed_version or version)
+        self._exchanged_gradients = True
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the program has exchanged anything over the group: gradients, or by what the group's users share."""
+        return self._exchanged_gradients or bool(self._objects)
 
     def get_or_create_closeable(self, cls: type[C]) -> C:
         """`get_or_create` of an object that is closed once the group is. Any thread."""

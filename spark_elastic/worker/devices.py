@@ -86,6 +86,16 @@ def list_visible_gpus(environment: Mapping[str, str], devices: Path = DEVICES) -
     return [str(number) for number in range(len(files))]  # a container has its host's numbers in their names
 
 
+def set_accelerate_device(environment: MutableMapping[str, str], devices: Path = DEVICES) -> None:
+    """Let Accelerate train on the CPU where this environment shows no GPU, unless the user has set what it does.
+
+    Otherwise Accelerate, and so Hugging Face's Trainer, takes a process without a GPU for one that trains alone.
+    """
+    others = () if VISIBLE in environment else (devices / "kfd", devices / "dxg")  # of AMD, and in WSL
+    if not list_visible_gpus(environment, devices) and not any(path.exists() for path in others):
+        environment.setdefault("ACCELERATE_USE_CPU", "true")
+
+
 def _explain_missing_gpu(gpus: int, slots_per_gpu: int) -> str:
     if not gpus:
         return (

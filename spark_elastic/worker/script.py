@@ -19,6 +19,7 @@ from spark_elastic.data.store import make_scratch_folder
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import World
 from spark_elastic.worker.context import get_process_context
+from spark_elastic.worker.devices import set_accelerate_device
 from spark_elastic.worker.exits import accept_exit_zero, exit_forks
 
 # Outside the range that systems use for outgoing connections, one of which could take the port before the user does.
@@ -170,6 +171,8 @@ def set_dist_env(world: World, group: Group, address: str, ports: tuple[int, int
             "HOROVOD_ELASTIC": "1",
         }
     )
+    if get_process_context().device == "cpu":
+        set_accelerate_device(os.environ)
 
 
 def destroy_process_group() -> None:

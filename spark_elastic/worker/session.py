@@ -142,6 +142,8 @@ def report(**numbers: Any) -> None:
             raise InvalidInput(f"report() counts {name} itself: give yours under another name.")
         try:
             is_whole = isinstance(value, int) and not isinstance(value, bool)
+            if hasattr(value, "detach"):  # a tensor of torch, which warns where a gradient would be lost
+                value = value.detach()
             metrics[name] = value if is_whole else float(value)
         except (TypeError, ValueError) as error:
             raise InvalidInput(

@@ -10,6 +10,9 @@ import cloudpickle
 import pytest
 import torch
 
+from spark_elastic.errors import InvalidInput
+from spark_elastic.protocol.types import Fence, HostId, Member, SlotId, WorkerId, World
+from spark_elastic.worker.context import WorkerContext
 from tests.component.torch.hand_written import Lost, Run, hold, run_in_two_worlds
 from tests.scenarios import Fault
 
@@ -141,7 +144,8 @@ def _train(
         logging_steps=4,
         save_strategy="no",
         report_to="none",
-        use_cpu=True,
+        use_cpu=torch.cuda.is_available(),  # a worker without a GPU needs no argument
+        dataloader_pin_memory=False,
         disable_tqdm=True,
         remove_unused_columns=False,
         seed=5,
@@ -347,7 +351,7 @@ def train_by_accelerate(steps: int, holds: dict[int, int | str]) -> list[float]:
 
     @hvd.elastic.run
     def loop(state: Any) -> None:
-        accelerator = create_accelerator(cpu=True)
+        accelerator = create_accelerator(cpu=torch.cuda.is_available())
         assert accelerator.num_processes == hvd.size()
         prepared, stepper = accelerator.prepare(model, optimizer)
         while state.step < steps:
@@ -382,6 +386,42 @@ def test_p2_a_loop_of_accelerate_continues_at_the_step_in_flight(fault: Fault) -
     assert len(run.sizes()) >= 3, "no worker was lost, or none took its place"
     for result in results:
         torch.testing.assert_close(torch.tensor(result), expected, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_p4_accelerate_is_distributed_on_workers_without_a_gpu(size: int) -> None:
+    run = Run(train_by_accelerate, (3, {}), room=size, num_workers=size, max_workers=size)
+    for result in run.results():
+        assert result == pytest.approx(train_by_accelerate(3, {}), rel=1e-9)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Accelerate takes the GPU")
+def test_p4_replicas_that_accelerate_would_train_separately_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import transformers
+
+    from spark_elastic.torch import huggingface
+
+    members = tuple(
+        Member(WorkerId(f"{rank}-0.1"), SlotId(f"{rank}-0"), HostId("a"), rank, rank, 2, 0, 1, None)
+        for rank in (0, 1)
+    )
+    world = World(Fence(1, 1), members, None, "start")
+    monkeypatch.setattr(huggingface, "get_context", lambda: WorkerContext(members[0].worker, world))
+    with pytest.raises(
+        InvalidInput, match="each of the 2 workers for a training of its own, on cpu: set device="
+    ):
+        huggingface.create_accelerator()
+    monkeypatch.setattr(huggingface, "run", run_in_two_worlds)
+    args = transformers.TrainingArguments(str(tmp_path), report_to="none")
+    trainer = huggingface.ElasticTrainer(
+        torch.nn.Linear(4, 1), args, train_dataset=[{"x": torch.ones(4)}], global_batch_size=1
+    )
+    with pytest.raises(
+        InvalidInput, match="each of the 2 workers for a training of its own, on cpu: set device="
+    ):
+        trainer.train()
 
 
 def test_a_state_takes_the_optimizer_that_accelerate_has_prepared() -> None:

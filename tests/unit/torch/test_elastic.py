@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,10 @@ import spark_elastic.torch as hvd
 from elastic_collectives import CollectiveError, Group
 from elastic_collectives.fakes import FakeFabric
 from spark_elastic.errors import InvalidInput
-from spark_elastic.protocol.types import HostUpdateResult
+from spark_elastic.protocol.types import HostUpdateResult, MembershipVersion
 from spark_elastic.state.elastic_loop import elastic
 from spark_elastic.torch.elastic import ModelStateHandler, OptimizerStateHandler
-from spark_elastic.worker.context import get_context, get_process_context
+from spark_elastic.worker.context import GroupContext, get_context, get_process_context
 from tests.unit.ops.workers import enter_group, run_in_fake_world, use_context_per_thread
 
 
@@ -625,6 +626,69 @@ def test_gradients_that_one_optimizers_loss_leaves_to_another_do_not_count() -> 
     assert state.in_mid_step()
     first.step()
     assert not state.in_mid_step()
+
+
+def _use_nothing(context: GroupContext, patch: pytest.MonkeyPatch) -> None:
+    """The ranks exchange nothing."""
+
+
+def _use_distributed_optimizer(context: GroupContext, patch: pytest.MonkeyPatch) -> None:
+    context.record_agreed_version(MembershipVersion())
+
+
+def _use_operations(context: GroupContext, patch: pytest.MonkeyPatch) -> None:
+    context.get_or_create(dict)
+
+
+def _use_torch_distributed(context: GroupContext, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(torch.distributed, "is_initialized", lambda: True)
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "use", "warnings"),
+    [
+        (0, 2, _use_nothing, 1),
+        (1, 2, _use_nothing, 0),
+        (0, 1, _use_nothing, 0),
+        (0, 2, _use_distributed_optimizer, 0),
+        (0, 2, _use_operations, 0),
+        (0, 2, _use_torch_distributed, 0),
+    ],
+)
+def test_p4_ranks_that_train_separate_replicas_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    rank: int,
+    size: int,
+    use: Callable[[GroupContext, pytest.MonkeyPatch], None],
+    warnings: int,
+) -> None:
+    hvd.elastic._warn_separate_replicas.cache_clear()
+    worker = SimpleNamespace(group=SimpleNamespace(rank=rank, size=size), group_context=GroupContext())
+    monkeypatch.setattr(hvd.elastic, "get_context", lambda: worker)
+    model = net()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    state = hvd.elastic.TorchState(model, optimizer)
+
+    def take_step() -> None:
+        def backward() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(torch.ones(8, 4)).pow(2).mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(backward)
+        state.commit()
+
+    use(worker.group_context, monkeypatch)
+    take_step()
+    state.commit()  # without a step
+    assert not caplog.records, "warned after one step"
+    for _ in range(3):
+        take_step()
+    assert [record.getMessage()[:35] for record in caplog.records] == [
+        "the ranks exchange no gradients, so"
+    ] * warnings
 
 
 @pytest.mark.parametrize("loss", [False, True], ids=["a newcomer", "a loss"])

@@ -19,6 +19,7 @@ from spark_elastic.worker.devices import (
     collect_gpu_facts,
     find_gpu,
     list_visible_gpus,
+    set_accelerate_device,
 )
 
 
@@ -147,6 +148,19 @@ def test_a_container_has_the_numbers_of_its_host_in_the_names_of_files(tmp_path:
         (tmp_path / name).touch()
     assert list_visible_gpus({}, tmp_path) == ["0", "1"]
     assert collect_gpu_facts({}, tmp_path)["gpus"] == "2"
+
+
+@pytest.mark.parametrize("file", ["nvidia0", "kfd", "dxg"])
+def test_accelerate_trains_on_the_cpu_where_no_gpu_is_or_none_is_shown(file: str, tmp_path: Path) -> None:
+    def set_in(**environment: str) -> str | None:
+        set_accelerate_device(environment, tmp_path)
+        return environment.get("ACCELERATE_USE_CPU")
+
+    assert set_in() == "true"
+    assert set_in(ACCELERATE_USE_CPU="false") == "false", "the user's word counts"
+    (tmp_path / file).touch()
+    assert set_in() is None
+    assert set_in(**{VISIBLE: ""}) == "true"
 
 
 def test_gpus_are_numbered_as_sparks_addresses_are(monkeypatch: pytest.MonkeyPatch) -> None:

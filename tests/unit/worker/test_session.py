@@ -42,6 +42,12 @@ def test_reported_numbers_stay_when_a_commit_is_reported(told: list[Any]) -> Non
     assert type(told[0]["converged"]) is float, "JSON's true is no number for the status page"
 
 
+def test_a_loss_is_reported_without_its_graph(told: list[Any]) -> None:
+    torch = pytest.importorskip("torch")
+    spark_elastic.report(loss=torch.tensor(0.5, requires_grad=True))  # a warning would be an error
+    assert told == [{"loss": 0.5, "world": 3}]
+
+
 def test_the_seconds_that_checkpoints_took_are_reported_with_each_commit(told: list[Any]) -> None:
     session = get_session()
     assert session is not None
