@@ -92,9 +92,10 @@ class _BorrowedGenerators:
             get_device_rng_state(),
         )
         # Since numpy 1.24 the generator is exchanged for another one: getting and setting its state takes ten times as
-        # long.
-        self._exchanges = hasattr(mtrand, "set_bit_generator")
-        self._numpy: Any = mtrand.get_bit_generator() if self._exchanges else np.random.get_state()
+        # long. A block inside of another one finds it in use.
+        numpy = mtrand.get_bit_generator() if hasattr(mtrand, "set_bit_generator") else None
+        self._exchanges = numpy is not None and numpy is not _get_spare_generator()
+        self._numpy: Any = numpy if self._exchanges else np.random.get_state()
         if self._exchanges:
             mtrand.set_bit_generator(_get_spare_generator())
         if self._key:

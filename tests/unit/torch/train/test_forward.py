@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,16 @@ def test_r03_draws_follow_from_the_key_and_leave_the_generators_alone(
     assert drawn[0] == drawn[1]
     assert all(a != b for a, b in zip(drawn[0], drawn[2], strict=True))
     assert draw() == plain
+
+
+def test_a_seeded_block_inside_of_another_one_leaves_its_numbers_as_they_were() -> None:
+    drawn = []
+    for nested in (False, True):
+        with seeded_rng(1):
+            with seeded_rng(2) if nested else nullcontext():
+                np.random.rand() if nested else None
+            drawn.append((float(torch.rand(())), float(np.random.rand()), random.random()))
+    assert drawn[0] == drawn[1]
 
 
 def test_nothing_is_collected_while_torch_holds_its_generators_lock() -> None:
