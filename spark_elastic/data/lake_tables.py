@@ -25,7 +25,7 @@ from spark_elastic.data.existing_parquet import Place, open_common
 from spark_elastic.data.footers import NO_VALUE, THREADS, DataFile
 from spark_elastic.data.iceberg_deletes import DeletedRows
 from spark_elastic.data.store import ObjectInfo, Store
-from spark_elastic.errors import InvalidInput
+from spark_elastic.errors import InvalidInput, StoreError
 
 Version = int | str | datetime
 """A version of Delta or the id of a snapshot of Iceberg, or the time of which the state is wanted."""
@@ -207,11 +207,16 @@ def _read_delta(uri: str, version: int | datetime | None, store: Store, delta_op
 
 def _find_missing_version(version: int | datetime | None, store: Store) -> str | None:
     """Which versions there are if a number is none of them, else None."""
-    found = filter(None, map(_DELTA_LOG.search, store.list("_delta_log")))
+    if not isinstance(version, int):
+        return None
+    try:
+        found = filter(None, map(_DELTA_LOG.search, store.list("_delta_log")))
+    except StoreError:  # the reader's own error says more
+        return None
     logged = [int(each[1]) for each in found]
-    if isinstance(version, int) and logged and not min(logged) <= version <= max(logged):
-        return f"it has the versions {min(logged)} to {max(logged)}."
-    return None
+    if not logged or min(logged) <= version <= max(logged):
+        return None
+    return f"it has the versions {min(logged)} to {max(logged)}."
 
 
 def _check_not_before(number: int, moment: datetime, store: Store) -> None:

@@ -263,10 +263,10 @@ def _try_metrics(
     for name, metric in metrics.items():
         try:
             Metrics({name: metric}, spec.config.label_cols, logs=False).try_rows(result, labels, rows)
-        except ValueError as error:
+        except Exception as error:
             if isinstance(error, InvalidInput) or is_accumulator(metric):
                 raise
-            # Scores of scikit-learn raise it where all rows are of one class.
+            # It may fail on these rows alone, which are two, such as a score where all are of one class.
             log.debug("the metric %r was not tried: %r", name, error)
 
 
@@ -369,7 +369,7 @@ def _check_optimizer(
         _check_parameters(optimizer, model)
         return optimizer, build_optimizer(*copy.deepcopy((model, optimizer)), learning_rate)
     is_class = isinstance(optimizer, type)
-    is_usable = _is_optimizer_class(optimizer, model) if is_class else callable(optimizer)
+    is_usable = _is_optimizer_class(optimizer) if is_class else callable(optimizer)
     if not is_usable and not (optimizer is None and is_lightning(model)):
         name = optimizer.__name__ if is_class else describe_type(optimizer)
         raise InvalidInput(
@@ -382,14 +382,14 @@ def _check_optimizer(
     return optimizer, tried
 
 
-def _is_optimizer_class(given: type, model: torch.nn.Module) -> bool:
+def _is_optimizer_class(given: type) -> bool:
     """Whether it is a class of optimizers that takes parameters alone."""
     if not issubclass(given, torch.optim.Optimizer):
         return False
     make: Callable[..., Any] = given
     try:
-        make(copy.deepcopy(model).parameters())
-    except (TypeError, ValueError):  # such as one without a default for lr
+        make([torch.nn.Parameter(torch.zeros(1))])
+    except Exception:  # such as one without a default for lr
         return False
     return True
 

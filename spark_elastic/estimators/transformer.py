@@ -170,9 +170,8 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
         names = ("prediction_col", "probability_col", "raw_prediction_col", "output_cols")
         wanted = {name: self.getOrDefault(name) for name in names}
         wanted["labels"] = self.getOrDefault("label_cols")
-        _check_new(
-            dataset, Outputs.find_known_columns(**wanted)
-        )  # before `_find_shapes`, which may run a job
+        # Before `_find_shapes`, which may run a job.
+        _check_new(dataset, Outputs.find_known_columns(**wanted))
         inputs = self._find_inputs(dataset)
         activation = self.getOrDefault("activation")
         outputs = Outputs.of(self._find_shapes(dataset, inputs), activation=activation, **wanted)

@@ -208,7 +208,8 @@ class ElasticStrategy(_DDPStrategy):  # type: ignore[misc]
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:
         result = super().optimizer_step(optimizer, *args, **options)
-        mark_applied(optimizer)  # also where the scaler of fp16 has skipped the step: it is over
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            mark_applied(optimizer)  # also where the scaler of fp16 has skipped the step: it is over
         return result
 
     # ---- commits

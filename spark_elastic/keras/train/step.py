@@ -111,7 +111,7 @@ class RunningStats:
 def _list_unwritten(layer: Any) -> list[Any]:
     """Weights of a frozen layer that its forward pass leaves alone: all of Keras's own layers, but for
     SpectralNormalization; one of the user's may go on to write its state."""
-    is_keras = type(layer).__module__.startswith("keras.")
+    is_keras = type(layer).__module__.startswith(("keras.", "keras_hub.", "keras_cv."))
     return [*layer._trainable_variables, *(layer._non_trainable_variables if is_keras else ())]
 
 

@@ -118,13 +118,15 @@ def _launch_successor(tx: Transition, ended: SlotLaunch, why: str) -> None:
 def find_blacklisted_hosts(tx: Transition) -> tuple[list[HostId], float] | None:
     """If every host that could take part is blacklisted: these hosts, and when the first returns; else None.
 
-    Without a list of discovery's, a host that was lost, with its failures forgotten, could come back.
+    Before the first world an executor that is not here yet may be a good one, unless discovery lists the hosts by
+    their own names.
     """
     state = tx.state
+    listed = {name for name, _ in state.hosts.discovered or ()}
     out = [
         host for host in state.blacklist.hosts if state.blacklist.find_host_return(host, tx.now) is not None
     ]
-    if not out or (state.hosts.discovered is None and state.generation == 0):
+    if not out or (state.generation == 0 and not listed.issuperset(out)):
         return None
     # Hosts that were lost count as usable: a good one may come back, and is waited for.
     if state.hosts.find_usable().difference(out):

@@ -456,10 +456,12 @@ def _list_files(df: DataFrame) -> list[list[Any]]:
     for folder, paths in folders.items():
         # One request lists a folder; what it lists for a file is the file.
         place = make_path(make_uri(f"{folder}/" if len(paths) > 1 else paths[0]))
-        found: dict[str, list[int]] = {}
+        wanted = {unquote(path.rpartition("/")[2]): path for path in paths}
         for status in place.getFileSystem(configuration).listStatus(place):
-            found[status.getPath().getName()] = [status.getLen(), status.getModificationTime()]
-        states += ([path, *found[unquote(path.rpartition("/")[2])]] for path in paths)
+            if (path := wanted.pop(str(status.getPath().getName()), "")) != "":
+                states.append([path, status.getLen(), status.getModificationTime()])
+        if wanted:
+            raise KeyError(min(wanted))
     return sorted(states)
 
 

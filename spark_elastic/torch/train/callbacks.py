@@ -14,7 +14,7 @@ from spark_elastic.torch.callbacks import Callback, LearningRateSchedule, Traini
 
 
 class TorchCallbackList:
-    """The callbacks of one worker, in order. Its own state is the newest epoch that their state has begun."""
+    """The callbacks of one worker, in order. Its own state is the newest epoch whose beginning theirs contains."""
 
     def __init__(
         self, callbacks: Sequence[Callback], model: torch.nn.Module, optimizer: torch.optim.Optimizer
@@ -22,8 +22,10 @@ class TorchCallbackList:
         self.callbacks = list(callbacks)
         self._training = Training(model, optimizer)
         self._started = False
-        # The newest epoch that this worker's callbacks were told of, and that the state has begun; -1: none yet.
-        self._told = self._begun = -1
+        # The newest epoch of which this worker's callbacks were told; -1: none yet.
+        self._told = -1
+        # The newest epoch whose beginning the state of the callbacks contains; -1: none yet.
+        self._begun = -1
         for callback in self._schedules:
             callback.bind(optimizer)
 

@@ -366,6 +366,7 @@ class RowLoss:
 # ---- losses with the model's forward pass
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+HALVES = frozenset(DTYPES.values())
 
 
 @dataclass(frozen=True)
@@ -530,7 +531,7 @@ class FunctionLoss:
 
 
 class _Forward:
-    """Computes the model's output, under autocast if a precision is set, in float32 or wider."""
+    """Computes the model's output, under autocast if a precision is set. Losses get it in float32 or wider."""
 
     def __init__(self, precision: str | None, labels: Sequence[str]) -> None:
         """labels: names of the label columns, in the order of the outputs."""
@@ -547,7 +548,9 @@ class _Forward:
                 f"the model returns {', '.join(names)}, and label_cols names {', '.join(self._labels)}: name the "
                 "labels in the order of the outputs."
             )
-        return output if self._precision is None else to_float32(output)
+        if isinstance(output, torch.Tensor):
+            return output.float() if output.dtype in HALVES else output
+        return to_float32(output)
 
 
 def autocast(precision: str | None) -> AbstractContextManager[Any]:
@@ -566,7 +569,7 @@ def to_float32(output: Any) -> Any:
     """A copy of a structure of tensors with floats of 16 bits as float32."""
 
     def wide(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+        return tensor.float() if tensor.dtype in HALVES else tensor
 
     return tree_map_only(torch.Tensor, wide, output)
 

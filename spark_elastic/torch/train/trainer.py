@@ -57,8 +57,8 @@ class TorchTrainProgram(TrainingLoop):
     """The program of a worker of `ElasticTorchEstimator`: the training loop over a torch model."""
 
     def __init__(self, spec: TrainSpec, objects: TorchUserObjects) -> None:
-        shares = any(isinstance(module, SyncBatchNorm) for module in objects.model.modules())
-        super().__init__(spec, TorchTrainer(spec, objects), objects.transformation, shares)
+        shapes_nothing = any(isinstance(module, SyncBatchNorm) for module in objects.model.modules())
+        super().__init__(spec, TorchTrainer(spec, objects), objects.transformation, shapes_nothing)
 
 
 @dataclass(frozen=True)

@@ -199,10 +199,10 @@ def test_metrics_are_tried_on_as_many_rows_as_a_step_has(data: Data) -> None:
     spec = replace(spec, config=replace(spec.config, batch_size=1, num_workers=4))
 
     def count(output: torch.Tensor, label: torch.Tensor) -> float:
-        raise RuntimeError(f"{len(output)} and {len(label)} rows")
+        raise InvalidInput(f"{len(output)} and {len(label)} rows")
 
     objects = TorchUserObjects(torch.nn.Linear(WIDTH, 1), sgd, (torch.nn.MSELoss(),), metrics={"n": count})
-    with pytest.raises(InvalidInput, match="RuntimeError: 4 and 4 rows"):
+    with pytest.raises(InvalidInput, match="4 and 4 rows"):
         check_on_two_rows(objects, spec)
 
 
@@ -229,9 +229,17 @@ def test_the_sentence_shows_the_types_that_the_model_is_given(data: Data) -> Non
 # ---- a training that works is not refused
 
 
-def test_a_score_that_needs_rows_of_several_classes_says_nothing(data: Data) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("Only one class present in y_true"),
+        ZeroDivisionError("division by zero"),
+        RuntimeError("selected index k out of range"),
+    ],
+)
+def test_a_score_that_fails_on_a_few_rows_of_one_class_says_nothing(data: Data, error: Exception) -> None:
     def compute_score(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        raise ValueError("Only one class present in y_true")
+        raise error
 
     check_metrics(data, compute_score)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from spark_elastic.data.loader import StepRows
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
+from spark_elastic.torch.train.loss import ModelLoss
 from spark_elastic.torch.train.spec import BatchBuilder
 
 
@@ -47,3 +50,15 @@ def test_a_model_of_16_bits_gets_labels_and_weights_of_32(dtype: torch.dtype) ->
     for tensor in (share.labels[0], share.weights):
         assert tensor.dtype == (torch.float64 if dtype is torch.float64 else torch.float32)
     assert share.labels[0].tolist() == [257.0, 1001.0]
+
+
+@pytest.mark.parametrize("loss", [torch.nn.functional.huber_loss, torch.nn.functional.mse_loss])
+def test_a_loss_of_the_user_s_gets_outputs_and_labels_of_one_type_from_a_model_of_16_bits(loss: Any) -> None:
+    model = torch.nn.Linear(1, 1).bfloat16()
+    columns = BatchBuilder((Column("x", "float64", (1,)),), ("y",), None, torch.bfloat16)
+    arrays = {"x": np.array([[0.5], [1.5]]), "y": np.array([257.0, 1001.0])}
+    part = columns.build(StepRows(0, 0, 2, np.arange(2), arrays))
+    found = ModelLoss(lambda output, label: loss(output[:, 0], label, reduction="none"), False)(model, part)
+    found.total.backward()
+    assert model.weight.grad is not None
+    assert model.weight.grad.dtype == torch.bfloat16
