@@ -202,6 +202,25 @@ def test_the_trainer_uses_the_gpu_that_the_worker_sees() -> None:
         strategy._configure_launcher()
 
 
+def make_fp16_trainer(scaler: torch.amp.GradScaler, folder: Path, **options: Any) -> Any:
+    import lightning.pytorch as pl
+
+    from spark_elastic.torch.lightning import ElasticStrategy
+
+    return pl.Trainer(
+        accelerator="cpu",
+        strategy=ElasticStrategy(),
+        plugins=pl.plugins.MixedPrecision("16-mixed", "cpu", scaler),
+        max_epochs=1,
+        default_root_dir=folder,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+        **options,
+    )
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_scaler_of_fp16_forgets_the_gradients_of_a_step_that_broke(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, enabled: bool
@@ -233,17 +252,7 @@ def test_the_scaler_of_fp16_forgets_the_gradients_of_a_step_that_broke(
 
     monkeypatch.setattr(lightning, "run", run_in_two_worlds)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=enabled)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        strategy=lightning.ElasticStrategy(),
-        plugins=pl.plugins.MixedPrecision("16-mixed", "cpu", scaler),
-        max_epochs=1,
-        default_root_dir=tmp_path,
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
-    )
+    trainer = make_fp16_trainer(scaler, tmp_path)
     rows = torch.utils.data.TensorDataset(torch.ones(8, 4))
     trainer.fit(Net(), ElasticDataLoader(rows, global_batch_size=2))
     assert trainer.global_step == 4
@@ -254,7 +263,6 @@ def test_a_step_that_the_scaler_of_fp16_skips_is_committed(tmp_path: Path) -> No
     import lightning.pytorch as pl
 
     from spark_elastic.torch.data_loader import ElasticDataLoader
-    from spark_elastic.torch.lightning import ElasticStrategy
 
     found: list[bool] = []
 
@@ -273,18 +281,7 @@ def test_a_step_that_the_scaler_of_fp16_skips_is_committed(tmp_path: Path) -> No
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        strategy=ElasticStrategy(),
-        plugins=pl.plugins.MixedPrecision("16-mixed", "cpu", scaler),
-        max_epochs=1,
-        accumulate_grad_batches=2,
-        default_root_dir=tmp_path,
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
-    )
+    trainer = make_fp16_trainer(scaler, tmp_path, accumulate_grad_batches=2)
     rows = torch.utils.data.TensorDataset(torch.ones(12, 4))
     trainer.fit(Net(), ElasticDataLoader(rows, global_batch_size=2))
     assert scaler.get_scale() == 2.0, "no step was skipped"

@@ -89,7 +89,7 @@ def test_a_request_that_is_sent_again_changes_nothing_again() -> None:
     assert store.get("a", ["k"]) == (None,)
 
 
-def test_a_request_that_changed_nothing_and_is_sent_again_tells_the_value_of_now() -> None:
+def test_a_failed_comparison_that_is_retried_returns_the_current_value() -> None:
     store = KeyValueStore()
     store.set("a", "k", b"1")
     assert store.compare_and_set(compare("k", None, b"2", "t1")) == Comparison(False, b"1")

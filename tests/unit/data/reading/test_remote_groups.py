@@ -47,7 +47,7 @@ class Bucket:
         return self._content[start:end]
 
 
-def test_a_footer_whose_read_fails_once_nobody_waits_for_it_is_read_again(
+def test_a_footer_is_read_again_after_its_read_failed_without_a_waiter(
     tmp_path: Path, session_owned: SessionOwned
 ) -> None:
     with session_owned.adopt():  # fsspec's thread, which it keeps for the life of the process
