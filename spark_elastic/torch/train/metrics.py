@@ -1,8 +1,9 @@
 """Metrics of an epoch, exact for any division of its rows: every rank receives the rows of the whole step.
 
 The ranks exchange outputs and labels once per step. Accumulators are equal on all ranks and part of the state. A metric
-is a function of (output, label) that returns a mean over rows, or an object with `update`, `compute` and `reset`
-(torchmetrics). Gathered rows count once `commit` is called, in the step's apply section. Main thread only.
+is a function of (output, label) that returns a mean over rows or a number for each row, or an object with `update`,
+`compute` and `reset` (torchmetrics). Gathered rows count once `commit` is called, in the step's apply section. Main
+thread only.
 """
 
 from __future__ import annotations
@@ -151,11 +152,31 @@ class Metrics:
                 with refuse_broadcast(f"the metric {given!r}", output, arguments[1:]):
                     value = self._objects[name][1].update(*arguments) if is_object else metric(*arguments)
                 if not is_object:
-                    self._count(name, float(value) * len(labels[0]), len(labels[0]))
+                    rows = len(labels[0])
+                    self._count(name, _average_rows(given, value, rows) * rows, rows)
 
     def _count(self, name: str, total: float, rows: int) -> None:
         so_far, before = self._sums.get(name, (0.0, 0))
         self._sums[name] = (so_far + total, before + rows)
+
+
+def _average_rows(name: str, value: Any, rows: int) -> float:
+    """What a metric's function returned for these rows: one number, or one for each row, whose mean counts.
+
+    Raises:
+        InvalidInput: it returned something else.
+    """
+    try:
+        numbers = torch.as_tensor(value).double()
+    except (TypeError, ValueError, RuntimeError):
+        numbers = None
+    if numbers is None or numbers.numel() not in (1, rows):
+        shape = "" if numbers is None else f" of shape {tuple(numbers.shape)}"
+        raise InvalidInput(
+            f"the metric {name!r} returned a {type(value).__name__}{shape} for {rows} rows: return one number, or "
+            "one for each row."
+        )
+    return float(numbers.mean())
 
 
 class _MetricLabels:

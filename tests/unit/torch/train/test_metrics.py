@@ -155,6 +155,22 @@ def test_a_metric_that_computes_no_number_is_named() -> None:
         metrics.results()
 
 
+def test_a_metric_function_may_return_a_number_for_each_row() -> None:
+    hits = Metrics({"hits": lambda output, label: output == label}, ["y"], logs=False)
+    hits._update([torch.tensor([1, 2, 3])], [torch.tensor([1, 2, 0])])
+    hits._update([torch.tensor([1])], [torch.tensor([0])])
+    assert hits.results() == {"hits": 0.5}
+
+
+@pytest.mark.parametrize("returned", [torch.zeros(3, 2), None, "much"])
+def test_a_metric_function_that_returns_no_number_is_named(returned: object) -> None:
+    odd = Metrics({"odd": lambda output, label: returned}, ["y"], logs=False)
+    with pytest.raises(
+        InvalidInput, match=r"the metric 'odd' returned a .* for 3 rows: return one number, or"
+    ):
+        odd._update([torch.zeros(3)], [torch.zeros(3)])
+
+
 def test_metrics_of_a_model_that_returns_no_tensor_are_refused() -> None:
     metrics = Metrics({"far": MeanDistance()}, ["y"], logs=False)
     with pytest.raises(
