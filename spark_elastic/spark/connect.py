@@ -60,6 +60,7 @@ SETTINGS = (
     "spark.executor.memory",
     "spark.executor.memoryOverhead",
     "spark.executor.memoryOverheadFactor",
+    "spark.kubernetes.memoryOverheadFactor",
     "spark.executor.pyspark.memory",
     "spark.executor.maxNumFailures",
     "spark.yarn.max.executor.failures",

@@ -197,8 +197,8 @@ def read_executor_memory(
     master = settings.get("spark.master", "")
     if master != "yarn" and not master.startswith("k8s://"):
         return ExecutorMemory(heap, None, slots)
-    # Kubernetes grants more to programs that do not run in the JVM.
-    default = "0.1" if master == "yarn" else "0.4"
+    # In cluster mode, Spark sets the factor for Kubernetes to 0.4 for a Python program.
+    default = "0.1" if master == "yarn" else settings.get("spark.kubernetes.memoryOverheadFactor", "0.1")
     share = float(settings.get("spark.executor.memoryOverheadFactor", default))
     overhead_setting = settings.get("spark.executor.memoryOverhead")
     overhead = (

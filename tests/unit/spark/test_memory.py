@@ -37,6 +37,19 @@ def test_overhead_counts_only_if_the_cluster_manager_limits_it() -> None:
     assert read_executor_memory(settings | said) == ExecutorMemory(8 * G, 3 * G, 2)
 
 
+@pytest.mark.parametrize(
+    ("given", "overhead"),
+    [
+        ({}, 0.1),
+        ({"spark.kubernetes.memoryOverheadFactor": "1.0"}, 1.0),
+        ({"spark.kubernetes.memoryOverheadFactor": "1.0", "spark.executor.memoryOverheadFactor": "0.5"}, 0.5),
+    ],
+)
+def test_the_overhead_of_pods_is_what_spark_gives_them(given: dict[str, str], overhead: float) -> None:
+    settings = {"spark.executor.memory": "8g", "spark.master": "k8s://https://cluster:443", **given}
+    assert read_executor_memory(settings).overhead == int(8 * G * overhead)
+
+
 def test_a_memory_shortage_names_the_setting_and_an_amount() -> None:
     said = explain_shortage(ExecutorMemory(G, 384 * M, 1), 800 * M, M, None, None)
     assert said is not None
