@@ -187,7 +187,12 @@ def main(master: str, folder: str) -> None:
         cloudpickle.register_pickle_by_value(module)
     builder = SparkSession.builder.remote(master).config("spark.ui.enabled", "false")
     spark = builder.config("spark.executor.memory", "512m").getOrCreate()
-    seen = {each.__name__: each(spark, Path(folder)) for each in (fit_beside, fit_afar, keras)}
+    folder_path = Path(folder)
+    seen = {
+        "beside": fit_beside(spark, folder_path),
+        "afar": fit_afar(spark, folder_path),
+        "keras": keras(spark, folder_path),
+    }
     spark.stop()
     sys.stdout.write("\n" + json.dumps(seen) + "\n")
 

@@ -71,7 +71,8 @@ def refuse() -> list[str]:
         allowed = getattr(RuntimeConf, name)
 
         def check_setting(conf: Any, key: str, *values: Any, allowed: Any = allowed) -> Any:
-            if not key.startswith("spark.sql."):
+            # pyspark 4.3's own functions ask for the second kind.
+            if not key.startswith(("spark.sql.", "spark.python.sql.")):
                 raise Refusal(f"[CONFIG_NOT_AVAILABLE] Configuration {key} is not available")
             return allowed(conf, key, *values)
 

@@ -70,7 +70,7 @@ def find_file_scan(df: DataFrame, names: Sequence[str]) -> FileScan:
 
 
 def _explain(df: DataFrame) -> str:
-    frame: Any = getattr(df, "_jdf", None)
+    frame: Any = vars(df).get("_jdf")
     if frame is None:  # Spark Connect
         explain: Any = getattr(df, "_explain_string")  # noqa: B009 - classic DataFrames have none
         return str(explain(extended=True))
@@ -136,7 +136,7 @@ def _shorten(node: str) -> str:
 
 def _find_files(df: DataFrame, columns: Mapping[str, str], index: str) -> FileScan:
     """The files of a relation of version 1."""
-    frame: Any = getattr(df, "_jdf", None)
+    frame: Any = vars(df).get("_jdf")
     if index in _PLAIN_INDEXES:
         return FileScan("parquet", columns, tuple(sorted(_list_files(df, frame))))
     if frame is None:
@@ -181,7 +181,7 @@ def _read_paths(explained: str) -> Sequence[str]:
 
 
 def _find_iceberg(df: DataFrame, columns: Mapping[str, str]) -> FileScan:
-    frame: Any = getattr(df, "_jdf", None)
+    frame: Any = vars(df).get("_jdf")
     if frame is None:
         raise NoFileScan(
             "it reads a table of Iceberg, whose snapshot Spark Connect does not tell (fit_on_table takes one)"

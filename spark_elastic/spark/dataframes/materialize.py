@@ -408,7 +408,7 @@ def fingerprint(df: DataFrame, columns: Sequence[str], options: Mapping[str, str
 
 def _describe_source(df: DataFrame) -> list[Any]:
     """The plan's text, which has more bits than Spark's hash of it, and the files that it reads."""
-    frame: Any = getattr(df, "_jdf", None)
+    frame: Any = vars(df).get("_jdf")
     if frame is None:
         return [uuid.uuid4().hex]
     from py4j.protocol import Py4JError  # clients of Spark Connect have no py4j

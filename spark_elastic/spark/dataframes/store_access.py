@@ -68,7 +68,7 @@ def check_store_access(spark: SparkSession, store: Store) -> None:
 
 
 def _read_in_jvm(spark: SparkSession, store: Store, name: str, token: str) -> None:
-    gateway: Any = getattr(spark, "_jvm", None)
+    gateway: Any = vars(spark).get("_jvm")
     if gateway is None:  # Spark Connect: the first write will show it
         return
     from py4j.protocol import Py4JError  # clients of Spark Connect have no py4j
