@@ -27,6 +27,9 @@ pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.native, pytest.
 SPAN = {
     "spark.dynamicAllocation.minExecutors": "1",
     "spark.dynamicAllocation.shuffleTracking.timeout": "5s",  # the default keeps an executor for what it shuffled
+    # One task writes the rows: Spark must not grow for those of a slow machine before the fit asks for slots.
+    "spark.default.parallelism": "1",
+    "spark.sql.shuffle.partitions": "1",
 }
 
 
