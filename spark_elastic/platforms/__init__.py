@@ -59,8 +59,14 @@ def make_platform(spark: SparkSession, config: ElasticConfig) -> SparkPlatform:
     """The platform of a session. Spark Connect's own client has neither py4j nor what `classic` imports.
 
     Raises:
-        InvalidInput: the session was stopped.
+        InvalidInput: the session was stopped, or Spark's settings let no job work.
     """
+    platform = _choose_platform(spark, config)
+    platform.check_settings()
+    return platform
+
+
+def _choose_platform(spark: SparkSession, config: ElasticConfig) -> SparkPlatform:
     from spark_elastic.spark.session import has_context
 
     if has_context(spark):

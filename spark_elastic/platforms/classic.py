@@ -21,6 +21,7 @@ from spark_elastic.spark.preflight import preflight
 from spark_elastic.spark.probe import ProbeSpec
 from spark_elastic.spark.progress_bar import pause_progress_bar
 from spark_elastic.spark.session import choose_bind
+from spark_elastic.spark.settings import CLASSIC_PYTHON
 from spark_elastic.spark.shipping import ship
 from spark_elastic.worker import pickling
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 class ClassicPlatform(SparkPlatform):
     """Programs travel as broadcasts, and the scheduler lists the executors."""
+
+    python_settings = (CLASSIC_PYTHON,)
 
     @property
     def master(self) -> str:

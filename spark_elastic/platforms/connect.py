@@ -29,7 +29,7 @@ from spark_elastic.rendezvous.http_server import Bind
 from spark_elastic.spark import connect
 from spark_elastic.spark.payload import Payload, make_program_payload
 from spark_elastic.spark.probe import ProbeSpec
-from spark_elastic.spark.settings import is_ssl_enabled
+from spark_elastic.spark.settings import CLASSIC_PYTHON, CONNECT_PYTHON, is_ssl_enabled
 from spark_elastic.state.store_channel import ChannelEnd
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ log = logging.getLogger("spark_elastic")
 
 class ConnectPlatform(SparkPlatform):
     """Programs travel in the plan of a job or as files of the session."""
+
+    python_settings = (CONNECT_PYTHON, CLASSIC_PYTHON)
 
     def __init__(self, spark: SparkSession, config: ElasticConfig) -> None:
         super().__init__(spark, config)

@@ -25,6 +25,7 @@ from spark_elastic.spark.payload import Payload
 from spark_elastic.spark.probe import ProbeSpec
 from spark_elastic.spark.settings import (
     EXECUTOR_GPUS,
+    check_settings,
     is_ssl_enabled,
     make_slot_profile,
     read_executor_memory,
@@ -48,6 +49,9 @@ class SparkPlatform(ABC):
         self._clock = SystemClock()
 
     # ---- what differs
+
+    # Prefixes of the settings for the Python processes in which slots run: the first that is set counts.
+    python_settings: tuple[str, ...]
 
     @property
     @abstractmethod
@@ -99,6 +103,13 @@ class SparkPlatform(ABC):
         """The discovery that posts changes of hosts, and of the gathering job, to the driver."""
 
     # ---- what is the same
+
+    def check_settings(self) -> None:
+        """
+        Raises:
+            InvalidInput: with these settings of Spark no job works.
+        """
+        check_settings(self._read_settings(), self.python_settings)
 
     def preflight(
         self,

@@ -37,7 +37,14 @@ from spark_elastic.spark.probe import (
     require_report,
 )
 from spark_elastic.spark.session import LOOPBACK, find_own_address
-from spark_elastic.spark.settings import EXECUTOR_GPUS, TASK_GPUS
+from spark_elastic.spark.settings import (
+    CLASSIC_PYTHON,
+    CONNECT_PYTHON,
+    EXECUTOR_GPUS,
+    IDLE_KILL,
+    IDLE_TIMEOUT,
+    TASK_GPUS,
+)
 from spark_elastic.spark.slot_task import SlotTask, classify_error
 
 if TYPE_CHECKING:
@@ -70,6 +77,7 @@ SETTINGS = (
     "spark.authenticate.enableSaslEncryption",
     "spark.ssl.rpc.enabled",
     "spark.ssl.enabled",
+    *(prefix + name for prefix in (CONNECT_PYTHON, CLASSIC_PYTHON) for name in (IDLE_KILL, IDLE_TIMEOUT)),
 )
 
 

@@ -22,7 +22,7 @@ from spark_elastic.clock import Clock
 from spark_elastic.driver.ports import Post
 from spark_elastic.driver.thread_launcher import SlotEnd, ThreadPerSlotLauncher
 from spark_elastic.protocol.slot_spec import SlotSpec
-from spark_elastic.spark.session import set_description
+from spark_elastic.spark.session import mark_jobs
 from spark_elastic.spark.slot_task import CONTEXT_STOPPED, SlotTask, classify_error
 
 log = logging.getLogger("spark_elastic.spark")
@@ -82,12 +82,12 @@ class SparkLauncher(ThreadPerSlotLauncher):
     def run_slot(self, launch: int) -> SlotEnd:
         assert self._task is not None
         try:
-            self._sc.addJobTag(self._tag)
-            set_description(self._sc, f"{self.spec.job_name} slot {launch}")
-            rdd = self._sc.parallelize([launch], 1)
-            if self._profile is not None:
-                rdd = rdd.withResources(self._profile)
-            results: list[Any] = rdd.mapPartitions(self._task).collect()
+            # Without a JVM thread for each of Python's, later jobs of the user would bear the tag, too.
+            with mark_jobs(self._sc, f"{self.spec.job_name} slot {launch}", self._tag):
+                rdd = self._sc.parallelize([launch], 1)
+                if self._profile is not None:
+                    rdd = rdd.withResources(self._profile)
+                results: list[Any] = rdd.mapPartitions(self._task).collect()
             return SlotEnd(str(results[0]) if results else "the slot task returned nothing")
         except Exception as error:  # Spark has many ways to fail a job; the kind decides about a new launch
             if self._sc._jsc is None or isinstance(error, Py4JNetworkError | ConnectionError):

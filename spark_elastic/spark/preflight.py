@@ -6,7 +6,6 @@ A preflight is a Spark job of short tasks, each a `probe.Probe`; the calling thr
 from __future__ import annotations
 
 import re
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from py4j.protocol import Py4JError
@@ -25,7 +24,7 @@ from spark_elastic.spark.probe import (
     open_probe,
     require_report,
 )
-from spark_elastic.spark.session import set_description
+from spark_elastic.spark.session import mark_jobs
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -87,15 +86,11 @@ def _run_probes(sc: SparkContext, task: Task, tasks: int, tag: str, timeout: flo
     """Run one Spark job; cancel it if the time is over or the caller is interrupted."""
 
     def collect() -> list[Any]:
-        sc.addJobTag(tag)
-        set_description(sc, "probes of the hosts")
-        try:
-            return sc.parallelize(range(tasks), tasks).mapPartitions(task).collect()
-        except Exception as error:
-            raise _translate_error(error) from error
-        finally:
-            with suppress(Exception):  # of a stopped SparkContext: what the block raised says more
-                sc.removeJobTag(tag)
+        with mark_jobs(sc, "probes of the hosts", tag):
+            try:
+                return sc.parallelize(range(tasks), tasks).mapPartitions(task).collect()
+            except Exception as error:
+                raise _translate_error(error) from error
 
     return await_probes(
         collect, lambda: sc.cancelJobsWithTag(tag), get_job_queue(sc), timeout, InheritableThread

@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 import os
 import resource
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pyspark.resource import ResourceProfile, ResourceProfileBuilder, TaskResourceRequests
 
 from spark_elastic.data.reading.row_group_cache import read_cgroup_limit
+from spark_elastic.errors import InvalidInput
 
 log = logging.getLogger("spark_elastic.spark")
 
@@ -25,6 +26,9 @@ YARN_DEFAULT = "spark.executor.maxNumFailures"
 YARN_OLD = "spark.yarn.max.executor.failures"
 VALIDITY = ("spark.executor.failuresValidityInterval", "spark.yarn.executor.failuresValidityInterval")
 ADDRESS_SPACE = "spark.executor.pyspark.memory"
+# After so many seconds in which a Python process sent Spark nothing, Spark may kill it.
+IDLE_TIMEOUT, IDLE_KILL = "idleTimeoutSeconds", "killOnIdleTimeout"
+CLASSIC_PYTHON, CONNECT_PYTHON = "spark.python.worker.", "spark.sql.execution.pyspark.udf."
 # Each of these encrypts what Spark's driver sends to executors, tasks included.
 ENCRYPTION = (
     "spark.network.crypto.enabled",
@@ -36,6 +40,25 @@ ENCRYPTION = (
 def is_ssl_enabled(settings: Mapping[str, str]) -> bool:
     """Whether Spark's own servers speak TLS: then ours do, too, unless the configuration says otherwise."""
     return settings.get("spark.ssl.enabled", "false").lower() == "true"
+
+
+def check_settings(settings: Mapping[str, str], prefixes: Sequence[str]) -> None:
+    """
+    Args:
+        prefixes: of the settings for the Python processes in which slots run; the first that is set counts.
+
+    Raises:
+        InvalidInput: Spark would kill the slots, which send it nothing until they end.
+    """
+
+    def read(name: str) -> str:
+        return next((settings[each + name] for each in prefixes if each + name in settings), "").lower()
+
+    if read(IDLE_KILL) == "true" and read(IDLE_TIMEOUT).rstrip("s") not in ("", "0"):
+        raise InvalidInput(
+            f"with {prefixes[0]}{IDLE_KILL}=true Spark kills every slot after {read(IDLE_TIMEOUT)} seconds, since a "
+            "slot sends it nothing until its end: set it to false."
+        )
 
 
 def warn_about_settings(settings: Mapping[str, str], application: object, plain: str | None = None) -> None:

@@ -108,6 +108,8 @@ CANCELLED = (
     "OPERATION_CANCELED",  # Spark Connect's word
 )
 EXECUTOR_LOST = "ExecutorLostFailure"
+PY4J_HEADER = "An error occurred while calling"
+NEWEST_FAILURE = "most recent failure: "
 STOPPED = ("SparkContext was shut down", "SparkContext has been shut down", "stopped SparkContext")
 CONTEXT_STOPPED = SlotEnd("the SparkContext was stopped", cancelled=True)
 
@@ -124,7 +126,8 @@ def classify_error(text: str) -> SlotEnd:
 
 
 def _first_line(text: str) -> str:
-    """The line of a py4j error that says what happened."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    first = next((line for line in lines if "org.apache.spark" in line), lines[0] if lines else "")
-    return first[:300]
+    """The line of a py4j error that says what happened; of a stage that failed, its newest failure."""
+    lines = [line.strip().removeprefix(": ") for line in text.splitlines() if line.strip()]
+    called = [line for line in lines if not line.startswith(PY4J_HEADER)] or lines
+    first = next((line for line in called if "org.apache.spark" in line), called[0] if called else "")
+    return (first.partition(NEWEST_FAILURE)[2] or first)[:300]

@@ -29,8 +29,30 @@ def session() -> Any:
     return SimpleNamespace(client=SimpleNamespace(host="127.0.0.1"), conf={}, addTag=lambda tag: None)
 
 
+def make_conf(settings: dict[str, str]) -> Any:
+    return SimpleNamespace(getAll=settings.items)
+
+
+def test_a_session_whose_settings_kill_each_slot_is_refused_before_any_job() -> None:
+    old, new = "spark.python.worker.", "spark.sql.execution.pyspark.udf."
+    kill = {f"{old}idleTimeoutSeconds": "9", f"{old}killOnIdleTimeout": "true"}
+    context = SimpleNamespace(_jsc=1, getConf=lambda: make_conf(kill))
+    with pytest.raises(InvalidInput, match="kills every slot after 9 seconds"):
+        make_platform(SimpleNamespace(sparkContext=context), ElasticConfig())  # type: ignore[arg-type]
+    over_connect = session()
+    over_connect.conf = kill
+    with pytest.raises(
+        InvalidInput, match=r"with spark\.sql\.execution\.pyspark\.udf\.killOnIdleTimeout=true"
+    ):
+        make_platform(over_connect, ElasticConfig())
+    for harmless in ({f"{old}idleTimeoutSeconds": "0"}, {f"{new}killOnIdleTimeout": "false"}):
+        over_connect.conf = kill | harmless
+        make_platform(over_connect, ElasticConfig())
+
+
 def test_a_session_with_a_context_is_classic() -> None:
-    classic: Any = SimpleNamespace(sparkContext=SimpleNamespace(_jsc=1, master="yarn", defaultParallelism=7))
+    context = SimpleNamespace(_jsc=1, master="yarn", defaultParallelism=7, getConf=lambda: make_conf({}))
+    classic: Any = SimpleNamespace(sparkContext=context)
     platform = make_platform(classic, ElasticConfig())
     assert isinstance(platform, ClassicPlatform)
     assert (platform.master, platform.count_workers(None), platform.count_workers(2)) == ("yarn", 7, 2)

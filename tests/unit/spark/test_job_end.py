@@ -35,6 +35,7 @@ def test_a_cancelled_job_is_distinguished_from_a_lost_one(text: str) -> None:
 def test_a_lost_executor_is_not_a_cancel_and_its_cause_is_one_line(cause: str) -> None:
     end = classify_error(LOST.replace("exited", cause))
     assert (end.cancelled, end.executor_lost) == (False, True)
+    assert end.reason.startswith("Lost task 0.0 in stage 3.0 (TID 3): ExecutorLostFailure (executor 1 exited")
     assert "\n" not in end.reason
 
 

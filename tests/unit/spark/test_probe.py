@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import cloudpickle
@@ -75,7 +76,7 @@ def test_probes_leave_nothing_in_a_store(tmp_path: Path) -> None:
         with open_probe(ProbeSpec(b"", store)):
             pass
         assert len(store.list("probes")) == 1  # another job's
-    check_store_access(cast("SparkSession", object()), store)
+    check_store_access(cast("SparkSession", SimpleNamespace()), store)
     assert list(tmp_path.iterdir()) == []
 
 
