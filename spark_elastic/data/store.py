@@ -10,9 +10,11 @@ makes a temporary folder of this machine.
 from __future__ import annotations
 
 import errno
+import inspect
 import io
 import json
 import os
+import re
 import shutil
 import tempfile
 import uuid
@@ -311,8 +313,8 @@ class Store:
     def create_exclusive(self, name: str, data: bytes) -> bool:
         """Create an object unless it exists; of several processes that try at once, one gets True.
 
-        Atomic on local file systems and where fsspec's client supports it (S3, GCS, memory). Elsewhere an object that
-        appears between the check and the write is replaced.
+        Atomic on local file systems and where fsspec's client supports it (S3 with s3fs 2024.12 or newer, GCS, memory).
+        Elsewhere an object that appears between the check and the write is replaced.
         """
         with self._translate_errors("create", name):
             path = self.path(name)
@@ -320,15 +322,20 @@ class Store:
                 return create_file(path, data)
             if not _protocols(self.filesystem) & _OBJECT_STORES:
                 self.filesystem.makedirs(os.path.dirname(path), exist_ok=True)
-            try:
-                self._call("pipe_file", path, data, size=len(data), mode="create")
-            except FileExistsError:
-                return False
-            except (TypeError, NotImplementedError, ValueError):  # a client without this mode
-                self.filesystem.invalidate_cache()
-                if self._call("exists", path):
+            write = getattr(self.filesystem, "_pipe_file", self.filesystem.pipe_file)
+            # A client that takes no such argument may drop it without a word, and overwrite.
+            if "mode" in inspect.signature(write).parameters:
+                try:
+                    self._call("pipe_file", path, data, size=len(data), mode="create")
+                    return True
+                except FileExistsError:
                     return False
-                self.write_bytes(name, data)
+                except (NotImplementedError, ValueError):  # a client without this mode
+                    pass
+            self.filesystem.invalidate_cache()
+            if self._call("exists", path):
+                return False
+            self.write_bytes(name, data)
             return True
 
     def exists(self, name: str) -> bool:
@@ -518,6 +525,9 @@ def _process_start(pid: int) -> str:
 # Follows an attempt's number in the name of an object that says that its job has succeeded.
 ENDED = "-ended"
 _KINDS = {"data": "data", "runs": "run", "probes": "probe", "channels": "channel"}
+# The names that this package gives to data sets, probes and channels; and what each run has, by whatever name.
+_OWN_NAME = re.compile(r"[0-9a-f]{32}")
+_OWN_RUN = re.compile(r"(attempts|logs|status)/\d{6}")
 
 
 @dataclass(frozen=True)
@@ -537,23 +547,30 @@ class StoreEntry:
 
 
 def list_entries(store: Store) -> list[StoreEntry]:
-    """Everything that this package wrote to the store: partial files, then folders, by name."""
+    """Everything that this package wrote to the store: partial files, then folders, by name.
+
+    A store may be a folder in which others keep `data` and `runs` of their own: those are left out.
+    """
+    objects = [each for kind in _KINDS for each in store._find(kind)]
     partial = [
         StoreEntry(each.name, "partial", each.bytes, each.modified, needed=False)
-        for each in store.find_partial()
-        if each.name.partition("/")[0] in _KINDS
+        for each in objects
+        if _is_partial(each.name)
     ]
+    own: set[str] = set()  # entries with names or objects that only this package makes
     sizes: dict[str, int] = {}
     changed: dict[str, float | None] = {}
     fits: set[str] = set()
     published: set[str] = set()  # runs with checkpoints from which they can be continued
     newest: dict[str, str] = {}  # attempt of each run; by its name, with ENDED once it has ended
     results: set[str] = set()
-    for found in store.find():
-        kind, _, rest = found.name.partition("/")
-        if kind not in _KINDS or "/" not in rest:
+    for found in objects:
+        kind, entry, *rest = found.name.split("/", 2)
+        if not rest or _is_partial(found.name):
             continue
-        name = f"{kind}/{rest.partition('/')[0]}"
+        name = f"{kind}/{entry}"
+        if _OWN_RUN.match(rest[0]) if kind == "runs" else _OWN_NAME.fullmatch(entry):
+            own.add(name)
         sizes[name] = sizes.get(name, 0) + found.bytes
         ages = [each for each in (changed.get(name), found.modified) if each is not None]
         changed[name] = max(ages, default=None)
@@ -567,13 +584,13 @@ def list_entries(store: Store) -> list[StoreEntry]:
         elif part.startswith("attempts/"):
             newest[name] = max(part, newest.get(name, ""))
     # A fit ends with its result; any other run with its newest attempt: a later one continues it.
-    unfinished_fits = fits - results
+    unfinished_fits = (fits & own) - results
     unfinished = unfinished_fits | {
         run for run in published - fits if not newest.get(run, "").endswith(ENDED)
     }
     needed = unfinished | {rows for run in unfinished_fits for rows in _iter_data_sets(store, run)}
     return partial + [
-        StoreEntry(n, _KINDS[n.partition("/")[0]], sizes[n], changed[n], n in needed) for n in sorted(sizes)
+        StoreEntry(n, _KINDS[n.partition("/")[0]], sizes[n], changed[n], n in needed) for n in sorted(own)
     ]
 
 

@@ -109,6 +109,19 @@ def test_only_one_of_two_writers_creates_an_object(store: Store) -> None:
     assert store.list("a") == ["a/new"]
 
 
+def test_a_client_that_drops_the_mode_of_a_write_overwrites_nothing(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As s3fs before 2024.12."""
+    write = store.filesystem.pipe_file
+    monkeypatch.setattr(
+        store.filesystem, "pipe_file", lambda path, value, **_: write(path, value), raising=False
+    )
+    assert store.create_exclusive("a/new", b"first")
+    assert not store.create_exclusive("a/new", b"second")
+    assert store.read_bytes("a/new") == b"first"
+
+
 def test_urls_of_stores_are_accepted(tmp_path: Path) -> None:
     assert Store.open(tmp_path).url == Store.open(str(tmp_path)).url
     for given in (str(tmp_path), f"file://{tmp_path}", f"file://{tmp_path}/"):

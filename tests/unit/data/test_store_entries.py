@@ -16,6 +16,7 @@ from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
 from spark_elastic.state.owned_run import OwnedRun
 
+OLD, READ = "0" * 32, "f" * 32  # data sets
 LATER = 4e9  # seconds since 1970: long after anything that a test writes
 
 
@@ -29,34 +30,43 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 def fill(store: Store) -> None:
     def run(name: str, rows: str) -> None:
         manifest = json.dumps({"files": [rows]})
+        store.write_bytes(f"runs/{name}/attempts/000001", b"")
         store.write_bytes(f"runs/{name}/run.json", json.dumps({"manifest": manifest}).encode())
 
-    for name in ("old", "read"):
+    for name in (OLD, READ):
         store.write_bytes(f"data/{name}/x/part.parquet", b"123")
         store.write_bytes(f"data/{name}/manifest.json", b"45")
-    run("ended", "data/old/x/part.parquet")
+    run("ended", f"data/{OLD}/x/part.parquet")
     store.write_bytes("runs/ended/result.json", b"{}")
-    run("open", "data/read/x/part.parquet")
+    run("open", f"data/{READ}/x/part.parquet")
     store.write_bytes("somebody/else's", b"1")
+    for name in ("data/raw/rows.csv", "runs/Nov28_12-00/events.out", "runs/other/run.json", "probes/a/b"):
+        store.write_bytes(name, b"another program's")
 
 
 def test_data_of_an_unfinished_run_stays(store: Store) -> None:
     assert [(each.name, each.needed) for each in list_entries(store)] == [
-        ("data/old", False),
-        ("data/read", True),
+        (f"data/{OLD}", False),
+        (f"data/{READ}", True),
         ("runs/ended", False),
         ("runs/open", True),
     ]
     assert list_entries(store)[0].bytes == 5
     assert not remove_old_entries(store, 3600, 0.0), "nothing is so old"
     assert not store.clean(older_than=3600), "by the clock, nothing is"
-    assert [each.name for each in remove_old_entries(store, 3600, LATER)] == ["data/old", "runs/ended"]
+    assert [each.name for each in remove_old_entries(store, 3600, LATER)] == [f"data/{OLD}", "runs/ended"]
     assert [each.name for each in remove_old_entries(store, 3600, LATER, unfinished=True)] == [
-        "data/read",
+        f"data/{READ}",
         "runs/open",
     ]
     assert not list_entries(store)
-    assert store.read_bytes("somebody/else's") == b"1"
+    assert [each.name for each in store.find()] == [
+        "data/raw/rows.csv",
+        "probes/a/b",
+        "runs/Nov28_12-00/events.out",
+        "runs/other/run.json",
+        "somebody/else's",
+    ]
 
 
 def test_a_run_without_a_record_is_unfinished_until_its_last_job_has_succeeded(store: Store) -> None:
@@ -93,7 +103,7 @@ def test_files_of_a_killed_writer_are_listed_and_removed(tmp_path: Path) -> None
     assert [each.name for each in remove_old_entries(store, 3600, LATER)] == [
         "runs/ended/.part-0a",
         "runs/open/.part-0b",
-        "data/old",
+        f"data/{OLD}",
         "runs/ended",
     ]
     assert [path.name for path in tmp_path.rglob(".part-*")] == [".part-else"]
@@ -108,9 +118,9 @@ def test_a_damaged_run_record_is_an_error(store: Store) -> None:
 def test_the_command_line_lists_and_removes_entries(tmp_path: Path) -> None:
     fill(Store.open(str(tmp_path)))
     listed = CliRunner().invoke(store_cli.group, ["store", "ls", str(tmp_path)])
-    assert [line.split()[-2:] for line in listed.output.splitlines()][1] == ["data/read", "unfinished"]
+    assert [line.split()[-2:] for line in listed.output.splitlines()][1] == [f"data/{READ}", "unfinished"]
     cleaned = CliRunner().invoke(store_cli.group, ["store", "clean", str(tmp_path), "--older-than", "0s"])
-    assert cleaned.output.endswith("removed 2, 65 bytes\n"), cleaned.output
+    assert cleaned.output.endswith("removed 2, 94 bytes\n"), cleaned.output
     kept = CliRunner().invoke(
         store_cli.group, ["store", "clean", str(tmp_path), "--older-than", "1d", "--unfinished"]
     )
