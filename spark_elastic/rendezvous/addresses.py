@@ -35,6 +35,11 @@ def find_address_towards(host: str, port: int) -> str:
         ) from error
 
 
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address says by itself that it is reached on this machine alone."""
+    return host.strip("[]") in ("localhost", "::1") or host.startswith("127.")
+
+
 def is_own_address(host: str) -> bool:
     """Whether a name or an address is one of this machine's."""
     try:

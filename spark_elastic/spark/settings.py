@@ -16,6 +16,7 @@ from pyspark.resource import ResourceProfile, ResourceProfileBuilder, TaskResour
 
 from spark_elastic.data.reading.row_group_cache import read_cgroup_limit
 from spark_elastic.errors import InvalidInput
+from spark_elastic.rendezvous.addresses import is_loopback
 
 log = logging.getLogger("spark_elastic.spark")
 
@@ -77,7 +78,7 @@ def find_harmful_settings(settings: Mapping[str, str], plain: str | None = None)
         plain: host of a Spark Connect server to which the session speaks without TLS.
     """
     found = []
-    if plain is not None and not _is_loopback(plain):
+    if plain is not None and not is_loopback(plain):
         found.append(
             f"a job's key travels to the Spark Connect server {plain} in the clear, and anyone who listens to it can "
             "take it and join a job. Connect with sc://...;use_ssl=true."
@@ -103,11 +104,7 @@ def find_harmful_settings(settings: Mapping[str, str], plain: str | None = None)
 def _stays_on_one_machine(settings: Mapping[str, str]) -> bool:
     if settings.get("spark.master", "local").startswith("local"):
         return True
-    return _is_loopback(settings.get("spark.driver.host", ""))
-
-
-def _is_loopback(host: str) -> bool:
-    return host.strip("[]") in ("localhost", "::1") or host.startswith("127.")
+    return is_loopback(settings.get("spark.driver.host", ""))
 
 
 def _check_failure_count(settings: Mapping[str, str]) -> list[str]:

@@ -10,6 +10,7 @@ pytest.importorskip("pyspark")
 
 from spark_elastic.errors import DriverUnreachable
 from spark_elastic.rendezvous.addresses import find_address_towards
+from spark_elastic.spark import slot_task
 from spark_elastic.spark.slot_task import find_host
 
 ADDRESS = "10.0.0.7"
@@ -60,6 +61,27 @@ def test_ancestors_without_a_java_belong_to_no_local_mode(tmp_path: Path) -> Non
 
 def test_the_address_towards_a_driver_on_this_machine_is_loopback() -> None:
     assert find_address_towards("127.0.0.1", 7) == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("driver", "known", "expected"),
+    [
+        ("machine-a", "10.0.0.5", "10.0.0.5"),
+        ("machine-a", "127.0.1.1", "127.0.1.1"),
+        ("127.0.0.1", "10.0.0.5", "127.0.1.1"),
+        ("machine-a", "192.0.2.9", "127.0.1.1"),  # not this machine's
+    ],
+)
+def test_beside_a_driver_whose_name_is_loopback_the_executors_address_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, driver: str, known: str, expected: str
+) -> None:
+    """As where /etc/hosts gives the machine's own name the address 127.0.1.1."""
+    process(tmp_path, os.getpid(), 60, "python", "-m", "pyspark.daemon")
+    process(tmp_path, 60, 1, "java", "--executor-id", "12", "--hostname", "machine-a.lan")
+    monkeypatch.setattr(slot_task, "find_address_towards", lambda host, port: "127.0.1.1")
+    monkeypatch.setattr(slot_task, "is_own_address", lambda host: host == "10.0.0.5")
+    monkeypatch.setattr(socket, "gethostbyname", {"machine-a.lan": known}.__getitem__)
+    assert slot_task.find_slot_address(driver, 1, tmp_path) == expected
 
 
 def test_an_unknown_host_name_is_named_with_its_port() -> None:
