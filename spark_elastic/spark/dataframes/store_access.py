@@ -40,8 +40,13 @@ def to_spark_url(store: Store, name: str) -> str:
         if path.startswith("/Volumes/"):
             return path
         return f"dbfs:/{path.removeprefix('/dbfs/')}" if path.startswith("/dbfs/") else url
-    scheme, separator, rest = url.partition("://")
-    return _SPARK_SCHEMES.get(scheme, scheme) + separator + rest
+    scheme, _, rest = url.partition("://")
+    scheme = _SPARK_SCHEMES.get(scheme, scheme)
+    container, slash, path = rest.partition("/")
+    account = getattr(store.filesystem, "account_name", None)
+    if scheme == "abfss" and "@" not in container and account:  # which fsspec takes as an option
+        container = f"{container}@{account}.dfs.core.windows.net"
+    return f"{scheme}://{container}{slash}{path}"
 
 
 def check_store_access(spark: SparkSession, store: Store) -> None:

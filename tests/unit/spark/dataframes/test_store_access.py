@@ -35,6 +35,19 @@ def test_spark_and_the_store_name_an_object_alike(given: str, python: str, spark
     assert (store.join("a"), to_spark_url(store, "a")) == (python, spark)
 
 
+@pytest.mark.parametrize(
+    ("url", "spark"),
+    [
+        ("az://jobs/mine", "abfss://jobs@acme.dfs.core.windows.net/mine/a"),
+        ("abfs://jobs", "abfss://jobs@acme.dfs.core.windows.net/a"),
+        ("abfss://jobs@other.dfs.core.windows.net/x", "abfss://jobs@other.dfs.core.windows.net/x/a"),
+    ],
+)
+def test_an_azure_container_is_named_for_spark_with_the_account_of_the_options(url: str, spark: str) -> None:
+    filesystem: Any = SimpleNamespace(account_name="acme", protocol="abfs")
+    assert to_spark_url(Store(url, filesystem, "jobs"), "a") == spark
+
+
 def test_a_store_that_cannot_delete_the_check_s_object_is_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
