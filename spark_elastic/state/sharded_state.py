@@ -172,7 +172,6 @@ class ShardedState(ObjectState):
         group, reader = session.group, session.snapshot_reader
         missing = self._commits.gather_loss_description(group, lost)
         sentence = f"commit {lost.key.number} is lost with the workers that held parts of it: {missing}"
-        self._commits.clear()
         if reader is not None and group.rank == 0:
             try:
                 self.restore_checkpoint(reader, reader.read_published())

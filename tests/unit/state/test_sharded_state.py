@@ -46,7 +46,9 @@ class RowsState(ShardedState):
     registry = ((Rows, RowsHandler),)
 
 
-def train(stage: FakeDriver, commit_every: int = 1) -> Callable[[FakeSession], list[float]]:
+def train(
+    stage: FakeDriver, commit_every: int = 1, make: type[RowsState] = RowsState
+) -> Callable[[FakeSession], list[float]]:
     def work(session: FakeSession) -> list[float]:
         def loop(state: Any) -> list[float]:
             while state.step < STEPS:
@@ -66,7 +68,7 @@ def train(stage: FakeDriver, commit_every: int = 1) -> Callable[[FakeSession], l
                 )
             ]
 
-        state = RowsState(lambda state: {"rows": Rows(session)}, step=0)
+        state = make(lambda state: {"rows": Rows(session)}, step=0)
         return elastic(loop, lambda: session)(state)
 
     return work
@@ -109,6 +111,52 @@ def test_after_any_deaths_the_state_is_complete_or_the_error_names_the_missing_s
             raise
         return
     assert all(set(result) <= {float(STEPS)} for result in results)
+
+
+class CheckpointReader:
+    """Reads the one checkpoint, of step 2, that a run of one worker has gathered."""
+
+    def __init__(self) -> None:
+        stage = FakeDriver(1)
+        stage.play(self._take_steps)
+
+    def _take_steps(self, session: FakeSession) -> None:
+        def loop(state: Any) -> None:
+            for _ in range(2):
+                for part in state.rows.parts:
+                    part += 1
+                state.step += 1
+                state.commit()
+            self.whole = state._commits.gather(session.group, 0)
+
+        elastic(loop, lambda: session)(RowsState(lambda state: {"rows": Rows(session)}, step=0))
+
+    def read_published(self) -> tuple[()]:
+        return ()
+
+    def read(self, candidates: object) -> Any:
+        return self.whole
+
+    def forget(self) -> None:
+        pass
+
+
+def test_the_reader_of_a_checkpoint_that_replaces_a_lost_commit_may_be_lost_too() -> None:
+    stage = FakeDriver(5, (Event(step=5, rank=0), Event(step=5, rank=1)))  # which hold all of shard 0
+    stage.snapshot_reader = CheckpointReader()  # type: ignore[assignment]
+    readers: list[FakeSession] = []
+
+    class ReadersDie(RowsState):
+        def restore_checkpoint(self, reader: Any, candidates: Any) -> None:
+            session: Any = self._session
+            readers.append(session)
+            if len(readers) == 1 and stage.leave_others(session):
+                session.die()
+            super().restore_checkpoint(reader, candidates)
+
+    results = stage.play(train(stage, make=ReadersDie))
+    assert [set(result) for result in results] == [{float(STEPS)}] * 2
+    assert len(readers) == 2
 
 
 def build(state: Any) -> dict[str, Any]:
