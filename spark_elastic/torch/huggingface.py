@@ -256,7 +256,8 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]
         """The rest of an epoch. The Trainer counts from the position on; `_ElasticCallback` puts the epoch right."""
         loader = self._loader
         assert loader is not None
-        if self.state.global_step >= self.state.max_steps > 0:
+        ended = self._committed is not None and self._committed["stops"]
+        if ended or self.state.global_step >= self.state.max_steps > 0:
             self.control.should_training_stop = True
             return
         skipped = options.pop("steps_trained_in_current_epoch")
@@ -270,7 +271,7 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]
         super()._run_epoch(
             epoch=epoch, resume_from_checkpoint=None, steps_trained_in_current_epoch=0, **options
         )
-        if loader.step == len(loader):
+        if loader.step == len(loader) or self.control.should_epoch_stop:
             loader.set_epoch(epoch + 1)
         self._commit()
 
@@ -374,6 +375,8 @@ class _ProgressHandler(SnapshotHandler):
             "loss": float(trainer._tr_loss),
             "logged loss": trainer._total_loss_scalar,
             "logged step": trainer._globalstep_last_logged,
+            # A callback has ended the training, whose end may come in another world.
+            "stops": trainer.control.should_training_stop,
             "callbacks": [
                 copy.deepcopy(callback.state()["attributes"])
                 for callback in _list_exportable(trainer.callback_handler)

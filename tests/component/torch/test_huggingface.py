@@ -201,6 +201,56 @@ def test_p1_p2_a_trainer_continues_at_the_step_in_flight(
     assert len(trained) - len(set(trained)) <= 1, "more than the step in flight was taken again"
 
 
+def stop_after_an_evaluation(folder: str, epochs: int) -> list[int]:
+    """The steps that were trained, of which an evaluation ends the training after 8. It waits for a planned change."""
+    import time
+
+    import transformers
+
+    from spark_elastic.torch.huggingface import ElasticTrainer
+    from spark_elastic.worker.context import get_context
+
+    class Net(torch.nn.Linear):
+        def forward(self, x: Any, labels: Any) -> dict[str, Any]:
+            output = super().forward(x)
+            return {"loss": torch.nn.functional.mse_loss(output, labels), "logits": output}
+
+    class Stop(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+            time.sleep(0.03)
+            trained.append(state.global_step)
+            print(f"step {state.global_step}", flush=True)  # noqa: T201 - what the test waits for
+
+        def on_evaluate(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+            worker: Any = get_context()
+            control.should_training_stop = state.global_step == 8
+            while control.should_training_stop and worker.handle.membership_version() <= worker.world.version:
+                time.sleep(0.02)
+
+    trained: list[int] = []
+    rows = [{"x": torch.ones(4) * i, "labels": torch.ones(1)} for i in range(24)]
+    args = transformers.TrainingArguments(
+        folder,
+        num_train_epochs=epochs,
+        eval_strategy="epoch",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+    )
+    ElasticTrainer(
+        Net(4, 1), args, train_dataset=rows, eval_dataset=rows, callbacks=[Stop()], global_batch_size=6
+    ).train()
+    return trained
+
+
+def test_p2_a_training_that_a_callback_has_ended_does_not_go_on_in_the_next_world(tmp_path: Path) -> None:
+    run = Run(stop_after_an_evaluation, (str(tmp_path), 4), room=2, num_workers=2, max_workers=2)
+    run.at(6, lambda: run.drain(1))
+    assert run.results() == [list(range(1, 9))]
+    assert run.sizes() == [2, 1]
+
+
 @pytest.mark.parametrize(
     ("size", "takes_all", "own_loss"),
     [
