@@ -32,9 +32,15 @@ class Position(dict[str, int]):
         self.kept = (0, 0)
         self._interrupt_at = interrupt_at
 
-    def commit(self) -> None:
+    def in_mid_step(self) -> bool:
+        return False
+
+    def make_commit(self) -> None:
         self.commits += 1
         self.kept = self.epoch, self.batch
+
+    def commit(self) -> None:
+        self.make_commit()
         if self.commits in self._interrupt_at:
             raise hvd.HostsUpdatedInterrupt
 
@@ -99,6 +105,18 @@ def test_the_position_is_exact_over_many_interruptions_of_an_epoch(commit_first:
     assert seen.steps == [(epoch, batch) for epoch in range(3) for batch in range(6)]
     assert rounds == 6
     assert (state.epoch, state.batch, state.kept) == (3, 0, (3, 0))
+
+
+def test_a_fit_that_a_callback_has_ended_is_not_interrupted_at_its_last_commit() -> None:
+    class Stop(keras.callbacks.Callback):  # type: ignore[misc] # untyped
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.model.stop_training = epoch == 1
+
+    state = Position(interrupt_at=(2,))
+    commit = hvd.elastic.CommitStateCallback(state, batches_per_commit=100)
+    update = [hvd.elastic.UpdateBatchStateCallback(state), hvd.elastic.UpdateEpochStateCallback(state)]
+    build_compiled().fit(X, Y, epochs=6, verbose=0, callbacks=[commit, Stop(), *update])
+    assert (state.commits, state.kept) == (2, (2, 0))
 
 
 def test_commits_can_be_rarer_and_a_fit_of_the_rest_is_left_alone() -> None:
