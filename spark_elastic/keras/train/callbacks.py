@@ -54,11 +54,14 @@ class KerasCallbackList:
     def capture(self) -> dict[str, Any]:
         """Attributes of all callbacks that are plain values and arrays."""
         progress = {"epoch": self._epoch, "step": list(self._step), "tested": self._tested}
+        # A stop that a callback has asked for travels with the next step, which may be one of another driver.
+        progress["stop"] = bool(self._model.stop_training)
         attributes = [_list_attributes(callback) for callback in self._callbacks]
         return {**progress, "classes": name_classes(self._callbacks), "attributes": attributes}
 
     def load(self, values: Mapping[str, Any]) -> None:
         self._epoch, self._step, self._tested = values["epoch"], values["step"], values["tested"]
+        self._model.stop_training = values["stop"]
         for callback, attributes in pair_states(self._callbacks, values["classes"], values["attributes"]):
             _set_attributes(callback, attributes)
 

@@ -42,10 +42,11 @@ class TorchCallbackList:
                 callback.on_fit_begin(self._training)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self._begun}
+        # A stop that a callback has asked for travels with the next step, which may be one of another driver.
+        return {"epoch": self._begun, "stopped": self._training.stopped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._begun = state["epoch"]
+        self._begun, self._training.stopped = state["epoch"], state["stopped"]
 
     def on_epoch_begin(self, epoch: int) -> None:
         """See `training.trainer.CallbackList`. In an epoch that others have begun, rates and callbacks come with the

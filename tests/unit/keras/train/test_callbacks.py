@@ -78,8 +78,10 @@ def test_a_newcomer_takes_over_the_state_of_callbacks() -> None:
     callback_list.on_epoch_end(make_group(), {"epoch": 1, "loss": 2.0})
     other = keras.callbacks.EarlyStopping("loss", patience=5, restore_best_weights=True)
     joined, _ = make(other)
+    model.stop_training = True  # by a callback, and no step has carried it yet
     joined.load(callback_list.capture())
     joined.on_world_begin(make_group(rank=1))
+    assert joined.wants_stop()
     assert (other.wait, other.best, other.best_epoch) == (1, 1.0, 0)
     np.testing.assert_array_equal(other.best_weights[0], model.get_weights()[0])
 

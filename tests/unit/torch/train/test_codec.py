@@ -99,6 +99,14 @@ def test_p4_the_synced_state_replaces_values_that_a_newcomer_set() -> None:
     assert new.optimizer.param_groups[0]["lr"] == 0.04
 
 
+def test_a_stop_that_no_step_has_carried_yet_is_part_of_the_state() -> None:
+    old, new = make_state(StatefulCallback()), make_state(StatefulCallback())
+    lists = [TorchCallbackList([s.schedulers[0]], s.model, s.optimizer) for s in (old, new)]
+    lists[0]._training.stop("the loss is good enough")
+    lists[1].load_state_dict(lists[0].state_dict())
+    assert lists[1].wants_stop()
+
+
 class OtherCallback(StatefulCallback):
     """Another class with an attribute of the same name."""
 
