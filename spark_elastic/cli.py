@@ -20,7 +20,7 @@ import click
 import spark_elastic
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import DEVICES, ElasticConfig, find_interface_address, from_env, log_level
-from spark_elastic.driver.discovery import FixedHosts, HostPoller, create_script_finder, parse_hosts
+from spark_elastic.driver.discovery import FixedHosts, HostPoller, ScriptFinder, parse_hosts
 from spark_elastic.driver.ports import Discovery
 from spark_elastic.errors import ElasticError, InvalidInput
 from spark_elastic.horovodrun_options import add_options, get_variables
@@ -355,7 +355,7 @@ def _make_discovery(
     path = options.host_discovery_script
     command = [os.path.abspath(path) if os.path.exists(path) else path]
     return HostPoller(
-        create_script_finder(command, lambda text: parse_hosts(text, options.slots_per_host)), clock, notify
+        ScriptFinder(command, lambda text: parse_hosts(text, options.slots_per_host)), clock, notify
     )
 
 

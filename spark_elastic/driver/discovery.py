@@ -12,6 +12,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
 from spark_elastic.clock import Clock, SystemClock
@@ -209,6 +210,8 @@ class HostPoller:
 
     def close(self) -> None:
         self._closing.set()
+        if isinstance(self._find, ScriptFinder):
+            self._find.kill_script()
         if self._thread is not None:
             self._thread.join(JOIN_TIMEOUT)
 
@@ -258,32 +261,46 @@ def _call_find(find: Find, call: _Call) -> None:
         call.done.set()
 
 
-def create_script_finder(command: Sequence[str], parse: Callable[[str], Mapping[str, int]]) -> Find:
-    """A function that runs an executable and reads the hosts off its output, one `host[:slots]` a line."""
+class ScriptFinder:
+    """Runs an executable and reads the hosts off its output, one `host[:slots]` a line. One thread at a time calls
+    it."""
 
-    def find() -> Mapping[str, int]:
+    def __init__(self, command: Sequence[str], parse: Callable[[str], Mapping[str, int]]) -> None:
+        self._command = list(command)
+        self._parse = parse
+        # The newest script; None: none was started.
+        self._script: subprocess.Popen[str] | None = None
+
+    def __call__(self) -> Mapping[str, int]:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         try:
             # A session of its own, so that a script that takes too long ends with all that it has started.
-            with subprocess.Popen(list(command), text=True, start_new_session=True, **pipes) as script:  # type: ignore[call-overload]
+            with subprocess.Popen(self._command, text=True, start_new_session=True, **pipes) as script:  # type: ignore[call-overload]
+                self._script = script
                 try:
                     output, errors = script.communicate(timeout=ANSWER_TIMEOUT)
                 except BaseException:
-                    os.killpg(script.pid, signal.SIGKILL)
+                    self.kill_script()
                     raise
         except (OSError, subprocess.TimeoutExpired) as error:
             raise InvalidInput(
-                f"the host discovery script {command[0]} did not run: {error}; give the path of an executable file "
-                f"that prints host[:slots] lines within {ANSWER_TIMEOUT:g} s."
+                f"the host discovery script {self._command[0]} did not run: {error}; give the path of an executable "
+                f"file that prints host[:slots] lines within {ANSWER_TIMEOUT:g} s."
             ) from error
         if script.returncode != 0:
             said = (errors.strip() or output.strip())[-500:]
             raise InvalidInput(
-                f"the host discovery script {command[0]} ended with code {script.returncode}: {said or 'no output'}"
+                f"the host discovery script {self._command[0]} ended with code {script.returncode}: "
+                f"{said or 'no output'}"
             )
-        return parse(output)
+        return self._parse(output)
 
-    return find
+    def kill_script(self) -> None:
+        """Kill a script that runs, with all that it has started. Any thread."""
+        script = self._script
+        if script is not None and script.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(script.pid, signal.SIGKILL)
 
 
 class FixedHosts:
@@ -318,8 +335,9 @@ class CombinedDiscovery:
             discovery.start(post)
 
     def close(self) -> None:
-        for discovery in self._discoveries:
-            discovery.close()
+        with ExitStack() as closing:  # an interrupt while one closes does not keep the others from closing
+            for discovery in reversed(self._discoveries):
+                closing.callback(discovery.close)
 
 
 def build_discovery(
@@ -335,7 +353,7 @@ def build_discovery(
     parts = [own]
     if hosts is not None:
         find = (
-            create_script_finder([hosts], lambda text: parse_hosts(text, ALL_SLOTS))
+            ScriptFinder([hosts], lambda text: parse_hosts(text, ALL_SLOTS))
             if isinstance(hosts, str)
             else hosts
         )

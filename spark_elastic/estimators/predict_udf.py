@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
+from weakref import finalize, ref
 
 import cloudpickle
 import numpy as np
 import pandas as pd
-from pyspark import TaskContext
+from pyspark import SparkContext, TaskContext
 from pyspark.sql import Column, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.pandas.functions import pandas_udf
@@ -43,12 +44,23 @@ class PickledPredictor:
         return found
 
 
+# By the id of a predictor, which never changes: its broadcast, and whose it is. Spark keeps each in a file of the
+# driver until the session ends, so that each `transform` must not make another one.
+_broadcasts: dict[int, tuple[ref[SparkContext], Any]] = {}
+
+
 def ship_predictor(spark: SparkSession, predictor: Predictor) -> ShippedPredictor:
     """`predictor`, to be used inside of tasks."""
     if not has_context(spark):
         return PickledPredictor(make_payload(spark, cloudpickle.dumps(predictor)))
-    broadcast: ShippedPredictor = spark.sparkContext.broadcast(predictor)
-    return broadcast
+    sc = spark.sparkContext
+    owner, broadcast = _broadcasts.get(id(predictor), (None, None))
+    if broadcast is None or owner is None or owner() is not sc:
+        broadcast = sc.broadcast(predictor)
+        _broadcasts[id(predictor)] = ref(sc), broadcast
+        finalize(predictor, _broadcasts.pop, id(predictor), None)
+    shipped: ShippedPredictor = broadcast
+    return shipped
 
 
 def predict_udf(shipped: ShippedPredictor, outputs: Outputs) -> Callable[..., Column]:

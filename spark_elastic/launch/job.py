@@ -42,7 +42,7 @@ from spark_elastic.protocol.events import CancelRequested
 from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.protocol.types import Checkpoint, Limits, heartbeat_interval
 from spark_elastic.rendezvous import auth
-from spark_elastic.rendezvous.http_server import Bind, raise_file_limit
+from spark_elastic.rendezvous.http_server import Bind, reserve_files
 from spark_elastic.rendezvous.routes import ServerCallbacks
 from spark_elastic.rendezvous.server import RendezvousServer
 from spark_elastic.rendezvous.status_app import StatusApp
@@ -146,10 +146,12 @@ def supervise(
     state = driver_machine.initial(limits, attempt, checkpoints)
     loop = DriverLoop(state, events, executor.execute, clock, journal)
 
-    raise_file_limit(limits.max_workers)
     # Closed in reverse order; an interrupt while one closes does not keep the others from closing.
     with ExitStack() as closing:
+        closing.enter_context(reserve_files(limits.max_workers))
         closing.enter_context(isolate_log_handlers())
+        # After the notifier: what the user's functions ask of a `JobHandle` until then is asked of this job.
+        closing.callback(discovery.close)
         closing.enter_context(monitor.notifier)
         if run is not None:
             closing.callback(run.close)
@@ -162,7 +164,6 @@ def supervise(
         if status is not None:
             monitor.announce(f"the status page of {name}: {status.url(server.url)}")
         closing.callback(loop.close)
-        closing.callback(discovery.close)
         closing.callback(_close_launcher, launcher)
         closing.callback(server.end, "the job is over")
         spec = SlotSpec.from_config(

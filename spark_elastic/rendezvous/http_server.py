@@ -16,8 +16,8 @@ import socket
 import ssl
 import threading
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -490,15 +490,41 @@ FILES_PER_WORKER = 6
 RESERVED_FILES = 256  # for what else the driver's process opens
 
 
-def raise_file_limit(workers: int) -> None:
+_reserve_lock = threading.Lock()  # owns _reserved
+# Workers of each job that runs in this process; not all of them are connected yet.
+_reserved: list[int] = []
+
+
+@contextmanager
+def reserve_files(workers: int) -> Iterator[None]:
+    """Have room for so many workers' connections beside those of this process's other jobs, while the block runs.
+
+    Raises:
+        InvalidInput: as `raise_file_limit`.
+    """
+    with _reserve_lock:
+        raise_file_limit(workers, sum(_reserved))
+        _reserved.append(workers)
+    try:
+        yield
+    finally:
+        with _reserve_lock:
+            _reserved.remove(workers)
+
+
+def raise_file_limit(workers: int, others: int = 0) -> None:
     """Raise this process's soft limit to what the server needs for so many workers, where it is lower.
+
+    Args:
+        others: workers of other jobs. Some are connected already, so their need alone is no error.
 
     Raises:
         InvalidInput: the hard limit forbids it.
     """
     needed = len(os.listdir("/proc/self/fd")) + RESERVED_FILES + FILES_PER_WORKER * workers
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
+    wanted = needed + FILES_PER_WORKER * others
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
         most = max(1, workers - -(-(needed - hard) // FILES_PER_WORKER))
@@ -506,4 +532,6 @@ def raise_file_limit(workers: int) -> None:
             f"The driver may open {hard} files and needs {needed} for {workers} workers' connections: raise its hard "
             f"limit (ulimit -Hn) or set max_workers to {most} or less."
         )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard)
+    )

@@ -95,9 +95,13 @@ class SlotAgent:
         """
         me = self._identity = self._gpu_claims.assign(self._spec, self._identity, os.environ)
         node = str(self._facts.get("host", ""))
-        answer = self._client.ask(
-            RegisterSlot(me.slot, me.host, me.slot.launch, node, me.device_problem, self._facts)
-        )
+        try:
+            answer = self._client.ask(
+                RegisterSlot(me.slot, me.host, me.slot.launch, node, me.device_problem, self._facts)
+            )
+        except BaseException:
+            self._gpu_claims.close()  # Spark uses this process again, for another slot
+            raise
         self._heartbeat_every = answer.heartbeat_interval
         self._registered_at = self._clock.now()
         for thread in (self._line_sender, *self._threads):

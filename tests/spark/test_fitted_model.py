@@ -112,6 +112,15 @@ def test_several_inputs_and_shapes_reach_the_module(spark: SparkSession) -> None
     assert [row.prediction for row in rows] == pytest.approx([row.x[1] + row.id for row in rows], rel=1e-6)
 
 
+def test_a_model_is_shipped_once_for_all_of_its_transforms(spark: SparkSession) -> None:
+    _, model = linear(1)
+    folder = Path(spark.sparkContext._temp_dir)  # where Spark keeps each broadcast until the session ends
+    before = set(folder.iterdir())
+    for each in (model, model.copy(), model):
+        assert each.transform(table(spark)).where("prediction is not null").count() == ROWS
+    assert len(set(folder.iterdir()) - before) == 1
+
+
 def test_an_empty_table_has_no_predictions(spark: SparkSession) -> None:
     assert linear(2)[1].transform(table(spark).where("id < 0")).collect() == []
 

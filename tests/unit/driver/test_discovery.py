@@ -11,11 +11,12 @@ import pytest
 from spark_elastic.clock import SystemClock
 from spark_elastic.driver import discovery
 from spark_elastic.driver.discovery import (
+    CombinedDiscovery,
     FixedHosts,
     HostPoller,
     JobHandle,
+    ScriptFinder,
     build_discovery,
-    create_script_finder,
     parse_hosts,
 )
 from spark_elastic.driver.ports import Post
@@ -127,12 +128,12 @@ def test_a_discovery_script_is_run(tmp_path: Path) -> None:
     path = tmp_path / "hosts.sh"
     path.write_text("#!/bin/sh\necho a:2\necho b\n")
     path.chmod(0o755)
-    assert create_script_finder([str(path)], lambda text: parse_hosts(text, 5))() == {"a": 2, "b": 5}
+    assert ScriptFinder([str(path)], lambda text: parse_hosts(text, 5))() == {"a": 2, "b": 5}
     path.write_text("#!/bin/sh\necho no quota >&2\nexit 3\n")
     with pytest.raises(InvalidInput, match="ended with code 3: no quota"):
-        HostPoller(create_script_finder([str(path)], parse_hosts), CLOCK).start(lambda event: None)
+        HostPoller(ScriptFinder([str(path)], parse_hosts), CLOCK).start(lambda event: None)
     with pytest.raises(InvalidInput, match=r"did not run: .*; give the path of an executable file"):
-        create_script_finder([str(tmp_path / "none.sh")], parse_hosts)()
+        ScriptFinder([str(tmp_path / "none.sh")], parse_hosts)()
 
 
 @pytest.mark.parametrize(
@@ -172,7 +173,7 @@ def test_a_discovery_script_that_takes_too_long_ends_with_what_it_has_started(
     path.write_text(f"#!/bin/sh\nsleep 60 &\necho $! >{tmp_path}/started\nwait\n")
     path.chmod(0o755)
     with pytest.raises(InvalidInput, match=r"did not run: .* timed out"):
-        create_script_finder([str(path)], parse_hosts)()
+        ScriptFinder([str(path)], parse_hosts)()
     child = (tmp_path / "started").read_text().strip()
     until(
         lambda: not Path(f"/proc/{child}/cmdline").exists() or not Path(f"/proc/{child}/cmdline").read_bytes()
@@ -230,3 +231,35 @@ def test_fixed_hosts_are_listed_once() -> None:
     hosts.start(posted.append)
     hosts.close()
     assert [_read_hosts(event) for event in posted] == [{"a": 2}]
+
+
+def test_a_discovery_script_that_runs_at_the_jobs_end_is_killed(tmp_path: Path) -> None:
+    path = tmp_path / "hosts.sh"
+    path.write_text(
+        f"#!/bin/sh\necho a\n[ -e {tmp_path}/asked ] && echo $$ >{tmp_path}/started && exec sleep 60\n"
+        f"touch {tmp_path}/asked\n"
+    )
+    path.chmod(0o755)
+    poller = HostPoller(ScriptFinder([str(path)], lambda text: parse_hosts(text, 1)), CLOCK)
+    poller.start(lambda event: None)
+    until((tmp_path / "started").exists)
+    until(lambda: bool((tmp_path / "started").read_text()))
+    poller.close()
+    script = Path(f"/proc/{(tmp_path / 'started').read_text().strip()}/cmdline")
+    until(lambda: not script.exists() or not script.read_bytes())
+
+
+def test_an_interrupt_while_a_discovery_closes_lets_the_others_close() -> None:
+    closed = []
+
+    class Part:
+        def start(self, post: Post) -> None: ...
+
+        def close(self) -> None:
+            closed.append(self)
+            raise KeyboardInterrupt
+
+    parts = [Part(), Part()]
+    with pytest.raises(KeyboardInterrupt):
+        CombinedDiscovery(*parts).close()
+    assert closed == parts

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import re
 import socket
+import threading
 
 import pytest
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
-from spark_elastic.driver.discovery import FixedHosts
+from spark_elastic.driver.discovery import FixedHosts, JobHandle
 from spark_elastic.driver.ports import Post
 from spark_elastic.errors import JobCancelled, NotEnoughWorkers
 from spark_elastic.launch.job import DriverOptions, LaunchResult, supervise
 from spark_elastic.local.launcher import HostSlots, LocalLauncher
+from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.protocol.types import Limits
 from spark_elastic.rendezvous.server import RendezvousServer
@@ -61,6 +63,27 @@ class NoRoom:
 def run_failing_job(run: OwnedRun | None) -> LaunchResult:
     clock, limits = SystemClock(), Limits(1, 1, 1, start_timeout=0.2)
     return supervise(NoRoom(), FixedHosts({}, clock), DriverOptions(run=run), limits, ElasticConfig(), "job")
+
+
+def test_what_a_function_of_the_user_asks_of_a_handle_at_the_jobs_end_is_not_asked_of_the_next_job() -> None:
+    handle, asked, closing = JobHandle(), list[object](), threading.Event()
+
+    class Canceller(JobListener):
+        def on_message(self, text: str) -> None:
+            if closing.wait(10.0) and not asked:
+                threading.Event().wait(0.3)  # the job's other parts end meanwhile
+                handle.cancel("good enough")
+
+    class Closing(NoRoom):
+        def close(self, timeout: float) -> list[str]:
+            closing.set()
+            return []
+
+    limits, discovery = Limits(1, 1, 1, start_timeout=0.2), handle.create_discovery()
+    with pytest.raises(NotEnoughWorkers):
+        supervise(Closing(), discovery, DriverOptions(), limits, ElasticConfig(), "job", Canceller())
+    handle.create_discovery().start(asked.append)
+    assert not asked
 
 
 def test_the_error_of_a_job_has_its_report() -> None:

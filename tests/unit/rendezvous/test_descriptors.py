@@ -28,6 +28,16 @@ def test_the_soft_limit_is_raised_where_it_is_too_low(limits: list[tuple[int, in
     assert hard == 20_000
 
 
+def test_jobs_side_by_side_have_room_for_the_workers_of_all(limits: list[tuple[int, int]]) -> None:
+    with http_server.reserve_files(1000), http_server.reserve_files(1000):
+        assert 12_000 < limits[-1][0] < 13_000
+        with http_server.reserve_files(2000):  # what the others have open counts already
+            assert limits[-1] == (20_000, 20_000)
+    limits[:] = [(1024, 20_000)]
+    with http_server.reserve_files(20):
+        assert limits == [(1024, 20_000)], "the others have ended"
+
+
 def test_an_unlimited_number_of_descriptors_is_enough(limits: list[tuple[int, int]]) -> None:
     limits.append((resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     http_server.raise_file_limit(10**6)

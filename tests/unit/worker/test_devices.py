@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
+from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
-from spark_elastic.errors import InvalidInput
+from spark_elastic.errors import DriverUnreachable, InvalidInput
 from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
 from spark_elastic.protocol.types import SlotId
 from spark_elastic.worker.context import get_process_context
@@ -21,6 +23,7 @@ from spark_elastic.worker.devices import (
     list_visible_gpus,
     set_accelerate_device,
 )
+from spark_elastic.worker.slot_agent import SlotAgent
 
 
 def make_spec(device: str, slots_per_gpu: int = 1) -> SlotSpec:
@@ -105,6 +108,20 @@ def test_without_spark_slots_take_a_gpu_each(tmp_path: Path) -> None:
     assert claims[3].assign(spec, slot, {}).resources == {"gpu": ("0",)}
     for each in claims:
         each.close()
+
+
+def test_a_slot_that_cannot_register_gives_its_gpu_back(tmp_path: Path) -> None:
+    """Spark starts the next slot in the same process."""
+    devices = make_devices(tmp_path, 1)
+    driver = MagicMock()
+    driver.ask.side_effect = DriverUnreachable("paused")
+    agent = SlotAgent(make_spec("cuda"), make_slot(), b"", driver, SystemClock())
+    agent._gpu_claims = GpuClaims(tmp_path / "locks", devices)
+    with pytest.raises(DriverUnreachable):
+        agent.run()
+    following = GpuClaims(tmp_path / "locks", devices)
+    assert following.assign(make_spec("cuda"), make_slot(), {}).resources == {"gpu": ("0",)}
+    following.close()
 
 
 def test_slots_share_a_gpu_on_request(tmp_path: Path) -> None:
