@@ -37,6 +37,9 @@ from spark_elastic.data.retries import RETRY_SECONDS, RetryingClient
 from spark_elastic.errors import InvalidInput, StoreError
 
 TEMPORARY = ".part-"  # prefix of files that are still being written
+_HEX = "[0-9a-f]{32}"  # a uuid4().hex, or a fingerprint
+# The prefix is not enough: Hadoop's checksums of files such as part-00000 have it, too.
+_PARTIAL = re.compile(re.escape(TEMPORARY) + _HEX)
 # What mounts of object stores answer to a hard link, and some to a rename.
 _NO_SUCH_OPERATION = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP}
 
@@ -449,7 +452,7 @@ def _exists_locally(path: str) -> bool:
 
 
 def _is_partial(name: str) -> bool:
-    return name.rpartition("/")[2].startswith(TEMPORARY)
+    return _PARTIAL.fullmatch(name.rpartition("/")[2]) is not None
 
 
 def _protocols(filesystem: fsspec.AbstractFileSystem) -> set[str]:
@@ -525,9 +528,11 @@ def _process_start(pid: int) -> str:
 # Follows an attempt's number in the name of an object that says that its job has succeeded.
 ENDED = "-ended"
 _KINDS = {"data": "data", "runs": "run", "probes": "probe", "channels": "channel"}
-# The names that this package gives to data sets, probes and channels; and what each run has, by whatever name.
-_OWN_NAME = re.compile(r"[0-9a-f]{32}")
-_OWN_RUN = re.compile(r"(attempts|logs|status)/\d{6}")
+# Objects that only this package makes. Each data set has one of these, also while it is written, and each run.
+_OWN = re.compile(
+    rf"data/{_HEX}/({_HEX}/.+|manifest\.json|validation\.json)|probes/{_HEX}(/.+)?|channels/{_HEX}/.+|runs/[^/]+/"
+    rf"(attempts/\d{{6}}({ENDED})?|logs/\d{{6}}-\d{{6}}\.log|status/\d{{6}}\.html|checkpoints/published-\d{{6}}-.+)"
+)
 
 
 @dataclass(frozen=True)
@@ -557,7 +562,7 @@ def list_entries(store: Store) -> list[StoreEntry]:
         for each in objects
         if _is_partial(each.name)
     ]
-    own: set[str] = set()  # entries with names or objects that only this package makes
+    own: set[str] = set()  # entries with objects that only this package makes
     sizes: dict[str, int] = {}
     changed: dict[str, float | None] = {}
     fits: set[str] = set()
@@ -565,11 +570,10 @@ def list_entries(store: Store) -> list[StoreEntry]:
     newest: dict[str, str] = {}  # attempt of each run; by its name, with ENDED once it has ended
     results: set[str] = set()
     for found in objects:
-        kind, entry, *rest = found.name.split("/", 2)
-        if not rest or _is_partial(found.name):
+        if _is_partial(found.name):
             continue
-        name = f"{kind}/{entry}"
-        if _OWN_RUN.match(rest[0]) if kind == "runs" else _OWN_NAME.fullmatch(entry):
+        name = "/".join(found.name.split("/", 2)[:2])
+        if _OWN.fullmatch(found.name):
             own.add(name)
         sizes[name] = sizes.get(name, 0) + found.bytes
         ages = [each for each in (changed.get(name), found.modified) if each is not None]
