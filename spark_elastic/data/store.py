@@ -316,8 +316,9 @@ class Store:
     def create_exclusive(self, name: str, data: bytes) -> bool:
         """Create an object unless it exists; of several processes that try at once, one gets True.
 
-        Atomic on local file systems and where fsspec's client supports it (S3 with s3fs 2024.12 or newer, GCS, memory).
-        Elsewhere an object that appears between the check and the write is replaced.
+        Atomic on local file systems, in memory, on Azure, on GCS with gcsfs 2024.12 or newer, and on S3 with s3fs
+        2024.12 and botocore 1.35.20 or newer, if the server heeds If-None-Match. Elsewhere (HDFS, older clients) an
+        object that appears between the check and the write is replaced.
         """
         with self._translate_errors("create", name):
             path = self.path(name)
@@ -325,16 +326,17 @@ class Store:
                 return create_file(path, data)
             if not _protocols(self.filesystem) & _OBJECT_STORES:
                 self.filesystem.makedirs(os.path.dirname(path), exist_ok=True)
-            write = getattr(self.filesystem, "_pipe_file", self.filesystem.pipe_file)
-            # A client that takes no such argument may drop it without a word, and overwrite.
-            if "mode" in inspect.signature(write).parameters:
+            exclusive = _choose_exclusive_option(self.filesystem)
+            if exclusive:
                 try:
-                    self._call("pipe_file", path, data, size=len(data), mode="create")
+                    self._call("pipe_file", path, data, size=len(data), **exclusive)
                     return True
-                except FileExistsError:
-                    return False
                 except (NotImplementedError, ValueError):  # a client without this mode
                     pass
+                except Exception as error:
+                    if isinstance(error, FileExistsError) or type(error).__name__ == "ResourceExistsError":
+                        return False
+                    raise
             self.filesystem.invalidate_cache()
             if self._call("exists", path):
                 return False
@@ -441,6 +443,15 @@ class Store:
             raise (StoreFull if _is_full(error) else StoreError)(
                 f"Cannot {verb} {name or 'the root'!r} in the store {self.url} ({reason})."
             ) from error
+
+
+def _choose_exclusive_option(filesystem: Any) -> dict[str, Any]:
+    """What makes a client's write fail if the object exists; {}: nothing does."""
+    # A client may take any other argument, drop it without a word, and overwrite.
+    parameters = inspect.signature(getattr(filesystem, "_pipe_file", filesystem.pipe_file)).parameters
+    if "mode" in parameters:
+        return {"mode": "create"}
+    return {"overwrite": False} if "overwrite" in parameters else {}  # adlfs
 
 
 def _exists_locally(path: str) -> bool:
