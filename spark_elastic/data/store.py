@@ -37,6 +37,9 @@ from spark_elastic.data.retries import RETRY_SECONDS, RetryingClient
 from spark_elastic.errors import InvalidInput, StoreError
 
 TEMPORARY = ".part-"  # prefix of files that are still being written
+_HEX = "[0-9a-f]{32}"  # a uuid4().hex, or a fingerprint
+# The prefix is not enough: Hadoop's checksums of files such as part-00000 have it, too.
+_PARTIAL = re.compile(re.escape(TEMPORARY) + _HEX)
 # What mounts of object stores answer to a hard link, and some to a rename.
 _NO_SUCH_OPERATION = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP}
 
@@ -313,8 +316,9 @@ class Store:
     def create_exclusive(self, name: str, data: bytes) -> bool:
         """Create an object unless it exists; of several processes that try at once, one gets True.
 
-        Atomic on local file systems and where fsspec's client supports it (S3 with s3fs 2024.12 or newer, GCS, memory).
-        Elsewhere an object that appears between the check and the write is replaced.
+        Atomic on local file systems, in memory, on Azure, on GCS with gcsfs 2024.12 or newer, and on S3 with s3fs
+        2024.12 and botocore 1.35.20 or newer, if the server heeds If-None-Match. Elsewhere (HDFS, older clients) an
+        object that appears between the check and the write is replaced.
         """
         with self._translate_errors("create", name):
             path = self.path(name)
@@ -322,16 +326,17 @@ class Store:
                 return create_file(path, data)
             if not _protocols(self.filesystem) & _OBJECT_STORES:
                 self.filesystem.makedirs(os.path.dirname(path), exist_ok=True)
-            write = getattr(self.filesystem, "_pipe_file", self.filesystem.pipe_file)
-            # A client that takes no such argument may drop it without a word, and overwrite.
-            if "mode" in inspect.signature(write).parameters:
+            exclusive = _choose_exclusive_option(self.filesystem)
+            if exclusive:
                 try:
-                    self._call("pipe_file", path, data, size=len(data), mode="create")
+                    self._call("pipe_file", path, data, size=len(data), **exclusive)
                     return True
-                except FileExistsError:
-                    return False
                 except (NotImplementedError, ValueError):  # a client without this mode
                     pass
+                except Exception as error:
+                    if isinstance(error, FileExistsError) or type(error).__name__ == "ResourceExistsError":
+                        return False
+                    raise
             self.filesystem.invalidate_cache()
             if self._call("exists", path):
                 return False
@@ -440,6 +445,15 @@ class Store:
             ) from error
 
 
+def _choose_exclusive_option(filesystem: Any) -> dict[str, Any]:
+    """What makes a client's write fail if the object exists; {}: nothing does."""
+    # A client may take any other argument, drop it without a word, and overwrite.
+    parameters = inspect.signature(getattr(filesystem, "_pipe_file", filesystem.pipe_file)).parameters
+    if "mode" in parameters:
+        return {"mode": "create"}
+    return {"overwrite": False} if "overwrite" in parameters else {}  # adlfs
+
+
 def _exists_locally(path: str) -> bool:
     try:
         os.stat(path)
@@ -449,7 +463,7 @@ def _exists_locally(path: str) -> bool:
 
 
 def _is_partial(name: str) -> bool:
-    return name.rpartition("/")[2].startswith(TEMPORARY)
+    return _PARTIAL.fullmatch(name.rpartition("/")[2]) is not None
 
 
 def _protocols(filesystem: fsspec.AbstractFileSystem) -> set[str]:
@@ -525,9 +539,11 @@ def _process_start(pid: int) -> str:
 # Follows an attempt's number in the name of an object that says that its job has succeeded.
 ENDED = "-ended"
 _KINDS = {"data": "data", "runs": "run", "probes": "probe", "channels": "channel"}
-# The names that this package gives to data sets, probes and channels; and what each run has, by whatever name.
-_OWN_NAME = re.compile(r"[0-9a-f]{32}")
-_OWN_RUN = re.compile(r"(attempts|logs|status)/\d{6}")
+# Objects that only this package makes. Each data set has one of these, also while it is written, and each run.
+_OWN = re.compile(
+    rf"data/{_HEX}/({_HEX}/.+|manifest\.json|validation\.json)|probes/{_HEX}(/.+)?|channels/{_HEX}/.+|runs/[^/]+/"
+    rf"(attempts/\d{{6}}({ENDED})?|logs/\d{{6}}-\d{{6}}\.log|status/\d{{6}}\.html|checkpoints/published-\d{{6}}-.+)"
+)
 
 
 @dataclass(frozen=True)
@@ -557,7 +573,7 @@ def list_entries(store: Store) -> list[StoreEntry]:
         for each in objects
         if _is_partial(each.name)
     ]
-    own: set[str] = set()  # entries with names or objects that only this package makes
+    own: set[str] = set()  # entries with objects that only this package makes
     sizes: dict[str, int] = {}
     changed: dict[str, float | None] = {}
     fits: set[str] = set()
@@ -565,11 +581,10 @@ def list_entries(store: Store) -> list[StoreEntry]:
     newest: dict[str, str] = {}  # attempt of each run; by its name, with ENDED once it has ended
     results: set[str] = set()
     for found in objects:
-        kind, entry, *rest = found.name.split("/", 2)
-        if not rest or _is_partial(found.name):
+        if _is_partial(found.name):
             continue
-        name = f"{kind}/{entry}"
-        if _OWN_RUN.match(rest[0]) if kind == "runs" else _OWN_NAME.fullmatch(entry):
+        name = "/".join(found.name.split("/", 2)[:2])
+        if _OWN.fullmatch(found.name):
             own.add(name)
         sizes[name] = sizes.get(name, 0) + found.bytes
         ages = [each for each in (changed.get(name), found.modified) if each is not None]

@@ -51,7 +51,7 @@ def test_existing_parquet_files_are_read(store: Store) -> None:
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, row_group_size=20)
     folder = f"data/{'5e' * 16}"
-    store.write_bytes(f"{folder}/part.parquet", sink.getvalue().to_pybytes())
+    store.write_bytes(f"{folder}/{'0a' * 16}/part.parquet", sink.getvalue().to_pybytes())
     assert [(each.name, each.modified is not None) for each in list_entries(store)] == [(folder, True)]
     manifest = describe_parquet(store, ["id", "x"], piece_bytes=100)
     reader = open_reader("arrow", store, manifest)

@@ -122,6 +122,38 @@ def test_a_client_that_drops_the_mode_of_a_write_overwrites_nothing(
     assert store.read_bytes("a/new") == b"first"
 
 
+class ResourceExistsError(Exception):
+    """azure-core's."""
+
+
+class Azure(AsyncFileSystem):  # type: ignore[misc]
+    """As adlfs: newer releases read `mode` out of their keywords, older ones drop it."""
+
+    protocol = "az"
+    cachable = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.objects: dict[str, bytes] = {}
+
+    async def _pipe_file(self, path: str, value: bytes, overwrite: bool = True, **_: object) -> None:
+        if path in self.objects and not overwrite:
+            raise ResourceExistsError(path)
+        self.objects[path] = value
+
+    async def _exists(self, path: str, **_: object) -> bool:
+        return False  # another writer creates it after this
+
+
+def test_only_one_of_two_writers_creates_an_object_in_azure(session_owned: SessionOwned) -> None:
+    with session_owned.adopt():
+        session_owned.thread_modules.add("fsspec.asyn")
+        store = Store("az://jobs", Azure(), "jobs")
+    assert store.create_exclusive("new", b"first")
+    assert not store.create_exclusive("new", b"second")
+    assert store.filesystem.objects == {"jobs/new": b"first"}
+
+
 def test_urls_of_stores_are_accepted(tmp_path: Path) -> None:
     assert Store.open(tmp_path).url == Store.open(str(tmp_path)).url
     for given in (str(tmp_path), f"file://{tmp_path}", f"file://{tmp_path}/"):

@@ -93,20 +93,67 @@ def test_a_run_without_a_record_is_unfinished_until_its_last_job_has_succeeded(s
 def test_files_of_a_killed_writer_are_listed_and_removed(tmp_path: Path) -> None:
     store = Store.open(str(tmp_path))
     fill(store)
-    for name in ("runs/ended/.part-0a", "runs/open/.part-0b", "somebody/.part-else"):
+    half, checksum = f".part-{'0a' * 16}", ".part-00000-0a.c000.snappy.parquet.crc"
+    for name in (f"runs/ended/{half}", f"runs/open/{half}", f"somebody/{half}", f"data/raw/{checksum}"):
         (tmp_path / name).write_bytes(b"half a model")
     partial = [entry for entry in list_entries(store) if entry.kind == "partial"]
     assert [(each.name, each.bytes) for each in partial] == [
-        ("runs/ended/.part-0a", 12),
-        ("runs/open/.part-0b", 12),
+        (f"runs/ended/{half}", 12),
+        (f"runs/open/{half}", 12),
     ]
     assert [each.name for each in remove_old_entries(store, 3600, LATER)] == [
-        "runs/ended/.part-0a",
-        "runs/open/.part-0b",
+        f"runs/ended/{half}",
+        f"runs/open/{half}",
         f"data/{OLD}",
         "runs/ended",
     ]
-    assert [path.name for path in tmp_path.rglob(".part-*")] == [".part-else"]
+    assert {path.parent.name: path.name for path in tmp_path.rglob(".part-*")} == {
+        "raw": checksum,
+        "somebody": half,
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        f"data/{OLD}/{READ}/_temporary/0/part.parquet",
+        f"data/{OLD}/validation.json",
+        "runs/mine/attempts/000001",
+        "runs/mine/checkpoints/published-000001-00000001.json",
+        "runs/mine/logs/000001-000001.log",
+        "runs/mine/status/000001.html",
+        f"probes/{OLD}",
+        f"probes/{OLD}/driver",
+        f"channels/{OLD}/1",
+    ],
+)
+@pytest.mark.parametrize("kind", ["file", "memory"])
+def test_what_a_killed_job_has_left_is_removed(tmp_path: Path, kind: str, name: str) -> None:
+    store = Store.open(str(tmp_path) if kind == "file" else f"memory://{uuid.uuid4().hex}")
+    store.write_bytes(name, b"1")
+    assert len(remove_old_entries(store, 3600, LATER, unfinished=True)) == 1
+    assert not store.find()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "data",  # a file
+        f"data/{OLD}",
+        f"data/{OLD}/photo.png",
+        "runs/mine/attempts/1",
+        "runs/mine/logs/000001_loss.png",
+        "runs/mine/checkpoints/000001.pt",
+        "runs/mine/model-000001.pt",
+        "channels/1/a",
+    ],
+)
+@pytest.mark.parametrize("kind", ["file", "memory"])
+def test_what_other_programs_keep_stays(tmp_path: Path, kind: str, name: str) -> None:
+    store = Store.open(str(tmp_path) if kind == "file" else f"memory://{uuid.uuid4().hex}")
+    store.write_bytes(name, b"1")
+    assert not remove_old_entries(store, 3600, LATER, unfinished=True)
+    assert store.exists(name)
 
 
 def test_a_damaged_run_record_is_an_error(store: Store) -> None:

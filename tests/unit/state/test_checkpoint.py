@@ -188,7 +188,7 @@ def test_the_next_driver_of_a_run_removes_files_of_a_killed_writer(tmp_path: Pat
     acquire_run(store)
     for run in ("r", "another"):
         (tmp_path / "runs" / run).mkdir(exist_ok=True)
-        (tmp_path / "runs" / run / ".part-0a").write_bytes(b"half a model")
+        (tmp_path / "runs" / run / f".part-{'0a' * 16}").write_bytes(b"half a model")
     acquire_run(store)
     assert [path.parent.name for path in tmp_path.rglob(".part-*")] == ["another"]
 
