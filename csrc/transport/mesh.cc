@@ -71,9 +71,11 @@ void Mesh::closeSockets() {
   }
   wake();
   while (hasPoller_) wakeup_.wait_for(lock, kSlice);
+  std::vector<PendingClose> unreceived;
   for (auto& pair : pairs_) {
-    if (pair) static_cast<Pair*>(pair.get())->closeSocket();
+    if (pair) static_cast<Pair*>(pair.get())->closeOrderly(unreceived);
   }
+  if (!unreceived.empty()) closing_.start(std::move(unreceived));
   // Handshakes in progress may belong to the next generation.
   for (auto& entry : pending_) endpoint_->returnPending(std::move(entry.second));
   pending_.clear();

@@ -21,6 +21,8 @@ constexpr std::chrono::seconds kProbeInterval{1};
 constexpr int kSocket = SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC;
 constexpr size_t kMaxUnexpectedBytes = size_t{1}
                                        << 28;  // bytes buffered for collectives that this rank has not started
+// At an orderly end, the kernel is left alone with so many bytes where no keepalive of the peer can be on its way yet.
+constexpr size_t kSmallTail = size_t{1} << 16;
 constexpr size_t kMaxControlBody = size_t{1} << 16;
 
 bool isControlSlot(uint64_t slot) { return slot == kCloseSlot || slot == kKeepaliveSlot; }
@@ -288,6 +290,20 @@ void Pair::onProbeResult(int error) {
   const bool again = lastProbeRefused_;
   lastProbeRefused_ = error == ECONNREFUSED;
   if (lastProbeRefused_ && again && state_ == State::kIdle) fail("it died before it connected");
+}
+
+// A peer that waits for what is on its way sends keepalives meanwhile, which nobody here reads any more.
+void Pair::closeOrderly(std::vector<PendingClose>& unreceived) {
+  if (state_ == State::kConnected && connection_.open()) {
+    const ssize_t discarded = discardInput(connection_.fd());
+    const size_t left = countUnreceived(connection_.fd());
+    if (discarded >= 0 && left > (discarded > 0 ? 0 : kSmallTail)) {
+      sends_.clear();
+      unreceived.push_back(takePendingClose());
+      unreceived.back().awaitsReceipt = true;
+    }
+  }
+  closeSocket();
 }
 
 void Pair::closeSocket() {

@@ -60,6 +60,8 @@ class Pair : public gloo::transport::Pair {
   PendingClose takePendingClose();
   void finishClose(const Failure& failure);
   void discardOperations();
+  // Closes a connection that has not failed; moves it to `unreceived` if the peer has yet to take what is on its way.
+  void closeOrderly(std::vector<PendingClose>& unreceived);
   void closeSocket();
 
  private:

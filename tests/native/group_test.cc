@@ -46,6 +46,22 @@ TEST(group, sums_of_all_sizes) {
   }
 }
 
+// Rank 1 sends keepalives meanwhile, which rank 0 leaves unread.
+TEST(group, a_rank_may_leave_right_behind_a_message_for_which_its_peer_has_waited_long) {
+  for (bool encrypted : {false, true}) {
+    Ranks ranks(2, 1, 20000, {}, encrypted);
+    const auto thrown = ranks.each([](Group& group) {
+      group.barrier();
+      std::vector<char> data(size_t{2} << 20, static_cast<char>('x' - group.rank()));
+      if (group.rank() == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+      group.broadcast(data.data(), data.size(), 0, 0);
+      if (group.rank() == 0) return group.close();
+      CHECK(data == std::vector<char>(data.size(), 'x'));
+    });
+    CHECK(thrown == nothing(2));
+  }
+}
+
 TEST(group, parts_of_any_size_are_gathered) {
   Ranks ranks(3);
   const auto thrown = ranks.each([](Group& group) {
