@@ -9,7 +9,10 @@ import pytest
 
 pytest.importorskip("pyspark")
 
+from spark_elastic.protocol.slot_spec import SlotSpec
+from spark_elastic.spark.launcher import SparkLauncher
 from spark_elastic.spark.session import DESCRIPTION, describe_jobs, mark_jobs, set_description
+from spark_elastic.testing.fakes import FakeClock
 
 
 class Properties(dict[str, Any]):
@@ -44,6 +47,32 @@ def test_the_tag_of_a_slot_does_not_stay_with_later_jobs_of_its_thread() -> None
     with mark_jobs(sc, "RUN slot 3", "ours"):
         assert tags == {"ours"}
     assert (tags, sc[DESCRIPTION]) == (set(), None)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_slot_job_leaves_neither_tag_nor_description_to_its_thread(lost: bool) -> None:
+    tags: set[str] = set()
+    during: list[tuple[int, str]] = []
+    sc: Any = Properties({DESCRIPTION: "mine"})
+    sc._jsc, sc.addJobTag, sc.removeJobTag = 1, tags.add, tags.remove
+
+    def collect() -> list[str]:
+        during.append((len(tags), sc[DESCRIPTION]))
+        if lost:
+            raise RuntimeError("ExecutorLostFailure")
+        return ["released"]
+
+    rdd = SimpleNamespace(mapPartitions=lambda task: SimpleNamespace(collect=collect))
+    sc.parallelize = lambda launches, partitions: rdd
+    task: Any = SimpleNamespace()  # nothing runs it
+    launcher = SparkLauncher(sc, lambda spec: task, FakeClock())
+    launcher.start(SlotSpec(address="", key=b"", attempt=1, job_name="RUN"), lambda event: None)
+    try:
+        assert launcher.run_slot(3).executor_lost == lost
+    finally:
+        launcher.close(1.0)
+    assert during == [(1, "spark_elastic RUN slot 3 (mine)")]
+    assert (tags, sc[DESCRIPTION]) == (set(), "mine")
 
 
 def test_a_session_without_a_context_has_no_descriptions() -> None:

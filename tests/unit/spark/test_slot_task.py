@@ -3,15 +3,20 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 pytest.importorskip("pyspark")
 
 from spark_elastic.errors import DriverUnreachable
+from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
 from spark_elastic.rendezvous.addresses import find_address_towards
 from spark_elastic.spark import slot_task
-from spark_elastic.spark.slot_task import find_host
+from spark_elastic.spark.payload import InlinePayload
+from spark_elastic.spark.settings import ExecutorMemory
+from spark_elastic.spark.slot_task import SlotTask, find_host
 
 ADDRESS = "10.0.0.7"
 
@@ -82,6 +87,25 @@ def test_beside_a_driver_whose_name_is_loopback_the_executors_address_counts(
     monkeypatch.setattr(slot_task, "is_own_address", lambda host: host == "10.0.0.5")
     monkeypatch.setattr(socket, "gethostbyname", {"machine-a.lan": known}.__getitem__)
     assert slot_task.find_slot_address(driver, 1, tmp_path) == expected
+
+
+def test_a_slot_registers_under_the_address_that_other_machines_reach(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    registered: list[SlotIdentity] = []
+
+    def make_agent(spec: SlotSpec, identity: SlotIdentity, *rest: object) -> Any:
+        registered.append(identity)
+        return SimpleNamespace(run=lambda: "released")
+
+    context = SimpleNamespace(attemptNumber=lambda: 0, resources=dict)
+    monkeypatch.setattr(slot_task, "TaskContext", SimpleNamespace(get=lambda: context))
+    monkeypatch.setattr(slot_task, "find_slot_address", lambda *driver: {("machine-a", 7): ADDRESS}[driver])
+    monkeypatch.setattr(slot_task, "SlotAgent", make_agent)
+    spec = SlotSpec(address="machine-a:7", key=b"key", attempt=1)
+    task = SlotTask(spec, InlinePayload(b""), ExecutorMemory(heap=1, overhead=None, slots=1))
+    assert list(task([3])) == ["released"]
+    assert [identity.address for identity in registered] == [ADDRESS]
 
 
 def test_an_unknown_host_name_is_named_with_its_port() -> None:
