@@ -14,7 +14,7 @@ from weakref import finalize, ref
 import cloudpickle
 import numpy as np
 import pandas as pd
-from pyspark import SparkContext, TaskContext
+from pyspark import TaskContext
 from pyspark.sql import Column, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.pandas.functions import pandas_udf
@@ -46,7 +46,7 @@ class PickledPredictor:
 
 # By the id of a predictor, which never changes: its broadcast, and whose it is. Spark keeps each in a file of the
 # driver until the session ends, so that each `transform` must not make another one.
-_broadcasts: dict[int, tuple[ref[SparkContext], Any]] = {}
+_broadcasts: dict[int, tuple[ref[Any], Any]] = {}
 
 
 def ship_predictor(spark: SparkSession, predictor: Predictor) -> ShippedPredictor:
