@@ -1,13 +1,12 @@
 #include "transport/graceful_close.h"
 
-#include <poll.h>
 #include <linux/sockios.h>
+#include <poll.h>
 #include <signal.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <new>
@@ -107,7 +106,8 @@ void GracefulClose::run() {
 void GracefulClose::awaitReceipt() {
   std::vector<pollfd> open;
   size_t least = SIZE_MAX;
-  for (auto until = Clock::now(); least == SIZE_MAX || Clock::now() < until;) {
+  auto until = Clock::now() + 4 * closeTimeout_;
+  while (Clock::now() < until) {
     size_t unreceived = 0;
     open.clear();
     for (PendingClose& close : closes_) {

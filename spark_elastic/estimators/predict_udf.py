@@ -46,7 +46,7 @@ class PickledPredictor:
 
 # By the id of a predictor, which never changes: its broadcast, and whose it is. Spark keeps each in a file of the
 # driver until the session ends, so that each `transform` must not make another one.
-_broadcasts: dict[int, tuple[ref[Any], Any]] = {}
+_broadcasts: dict[int, tuple[ref[Any], ShippedPredictor]] = {}
 
 
 def ship_predictor(spark: SparkSession, predictor: Predictor) -> ShippedPredictor:
@@ -54,13 +54,11 @@ def ship_predictor(spark: SparkSession, predictor: Predictor) -> ShippedPredicto
     if not has_context(spark):
         return PickledPredictor(make_payload(spark, cloudpickle.dumps(predictor)))
     sc = spark.sparkContext
-    owner, broadcast = _broadcasts.get(id(predictor), (None, None))
-    if broadcast is None or owner is None or owner() is not sc:
-        broadcast = sc.broadcast(predictor)
-        _broadcasts[id(predictor)] = ref(sc), broadcast
+    known = _broadcasts.get(id(predictor))
+    if known is None or known[0]() is not sc:
+        known = _broadcasts[id(predictor)] = ref(sc), sc.broadcast(predictor)
         finalize(predictor, _broadcasts.pop, id(predictor), None)
-    shipped: ShippedPredictor = broadcast
-    return shipped
+    return known[1]
 
 
 def predict_udf(shipped: ShippedPredictor, outputs: Outputs) -> Callable[..., Column]:

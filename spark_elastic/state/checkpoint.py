@@ -34,7 +34,7 @@ from spark_elastic.state.snapshot import Codec, Snapshot
 log = logging.getLogger("spark_elastic.state")
 
 MANIFEST = "manifest.json"
-VERSION = 4  # of the format of a checkpoint
+VERSION = 5  # of the format of a checkpoint
 VALUES, MEMORY = "values", "memory"  # the parts of a snapshot
 # Keys of `WorkerSession.process_values`.
 CHECKPOINTER = "checkpointer"  # the Checkpointer of this process
