@@ -39,6 +39,7 @@ from spark_elastic.tensorflow.sync_batch_norm import SyncBatchNormalization
 from spark_elastic.torch.generators import seeded_rng
 from spark_elastic.training.callbacks import check_watched_names
 from spark_elastic.training.fit_config import describe_type
+from spark_elastic.training.progress import check_metric_names
 from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.transformation import check_transformation
 
@@ -358,6 +359,7 @@ def _check_losses(model: Any) -> None:
             model._compile_metrics.build(outputs, outputs)
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidInput(f"the metrics do not fit the model's outputs: {error}") from error
+        check_metric_names(metric.name for metric in model._compile_metrics.metrics)
 
 
 def _check_rate(model: Any, rate: Any, scales: Any) -> None:

@@ -112,6 +112,7 @@ class TorchState(ObjectState):
         **values: Any,
     ) -> None:
         self._hooked: set[int] = set()
+        self._has_checked = False  # that a model of this state has what its optimizers train
         self._has_stepped = False  # a plain optimizer has, since the last commit
         self._lone_steps = 0  # commits of such steps while the ranks had exchanged nothing
         given = {"model": model, "optimizer": optimizer}
@@ -138,6 +139,9 @@ class TorchState(ObjectState):
         return found
 
     def make_commit(self) -> None:
+        if not self._has_checked:
+            self._check_trained()
+            self._has_checked = True
         super().make_commit()
         if self._has_stepped and _is_training_alone():
             self._lone_steps += 1
@@ -170,6 +174,25 @@ class TorchState(ObjectState):
         mark_applied(optimizer)
         self._has_stepped = True
 
+    def _check_trained(self) -> None:
+        """
+        Raises:
+            InvalidInput: an optimizer trains a parameter that no snapshot of this state would contain.
+        """
+        handlers = self._handlers.values()
+        if any(_may_hold_parameters(handler) for handler in handlers):
+            return
+        models = [handler.value for handler in handlers if isinstance(handler, ModelStateHandler)]
+        contained = {id(parameter) for model in models for parameter in model.parameters()}
+        for optimizer in self._optimizers():
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                if id(parameter) not in contained:
+                    raise InvalidInput(
+                        f"{type(optimizer).__name__} trains a parameter of shape {list(parameter.shape)} that belongs "
+                        "to no model of this state, so each worker would train it alone: give the state each module "
+                        "that the optimizer trains, as TorchState(model, optimizer, head=head)."
+                    )
+
     def _defer(self) -> None:
         """Let the parameters that an optimizer of this state trains be copied in the background: only its `step`, which
         waits for the copy, changes them (R20, copies)."""
@@ -178,6 +201,13 @@ class TorchState(ObjectState):
         for handler in self._handlers.values():
             if isinstance(handler, ModelStateHandler):
                 handler.trained = trained
+
+
+def _may_hold_parameters(handler: StateHandler) -> bool:
+    """Whether it handles something, apart from modules, that may contain parameters of a model."""
+    if type(handler) is StateDictHandler:
+        return not isinstance(handler.value, torch.optim.lr_scheduler.LRScheduler)
+    return type(handler) not in (handler_class for _, handler_class in _registry())
 
 
 def _find_hooked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -8,12 +8,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.training.step_summary import StepDecision
+
+
+# Numbers of a history entry that are the fit's own.
+OWN_NUMBERS = frozenset(
+    {"epoch", "loss", "rows", "planned", "steps", "seconds", "worlds", "learning_rate", "skipped_steps"}
+)
 
 
 @dataclass
@@ -108,6 +114,18 @@ class TrainingProgress:
         """The progress that `to_values` described."""
         epoch, validation = StepSums(**values["epoch"]), StepSums(**values["validation"])
         return cls(**{**values, "epoch": epoch, "validation": validation})
+
+
+def check_metric_names(names: Iterable[str]) -> None:
+    """
+    Raises:
+        InvalidInput: a metric would replace one of the fit's own numbers in the history.
+    """
+    wrong = OWN_NUMBERS.intersection(name.removeprefix("val_") for name in names)
+    if wrong:
+        raise InvalidInput(
+            f"a metric is named {min(wrong)!r}, as one of the fit's own numbers in the history: give it another name."
+        )
 
 
 def select_figures(entry: Mapping[str, Any]) -> dict[str, float]:

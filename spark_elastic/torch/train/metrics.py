@@ -19,6 +19,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.torch.devices import HostCopy
 from spark_elastic.torch.train.loss import LabelConverter, LossResult, refuse_broadcast, to_float32
 from spark_elastic.training.batch import MetricRows
+from spark_elastic.training.progress import check_metric_names
 
 
 class Metrics:
@@ -201,7 +202,8 @@ def name_metrics(metrics: Any) -> dict[str, Any]:
     a collection (torchmetrics) has its own name, with the name of the collection before it if the user gave one.
 
     Raises:
-        InvalidInput: one is neither a function nor a metric object, or two have the same name.
+        InvalidInput: one is neither a function nor a metric object, two have the same name, or one has the name of one
+            of the fit's own numbers.
     """
     if is_accumulator(metrics) or callable(metrics) or not isinstance(metrics, Iterable):
         metrics = [metrics]
@@ -227,6 +229,7 @@ def name_metrics(metrics: Any) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         raise InvalidInput("two metrics have the same name: give them as a dict of names.")
+    check_metric_names(found)
     return found
 
 

@@ -434,6 +434,11 @@ def test_a_dict_input_needs_columns_named_as_its_keys(
         check_keras_objects(given | {"metrics": {"none": ["mae"]}})
 
 
+def test_a_metric_named_as_a_number_of_the_fit_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="a metric is named 'rows', as one of the fit's own numbers"):
+        check_keras_objects(values(model=net(optimizer="sgd", loss="mse", metrics=[keras.metrics.Mean("rows")])))
+
+
 def test_a_transformation_makes_the_inputs() -> None:
     model, columns = net(), (Column("x", "object"),)
     change = cloudpickle.dumps(

@@ -356,6 +356,15 @@ def test_several_models_and_optimizers_by_name() -> None:
     assert_same(copy_states(one, two), kept)
 
 
+@pytest.mark.parametrize("model", ["part", "state_dict", "list"])
+def test_p4_an_optimizer_of_a_model_that_the_state_does_not_have_is_refused(model: str) -> None:
+    whole = torch.nn.Sequential(net(), net())
+    given: Any = {"part": whole[0], "state_dict": whole.state_dict(), "list": [whole]}[model]
+    state: Any = hvd.elastic.TorchState(given, torch.optim.SGD(whole.parameters(), lr=0.1))
+    with pytest.raises(InvalidInput, match="SGD trains a parameter of shape .* no model of this state"):
+        state.commit()
+
+
 def test_loading_the_state_of_another_model_is_an_error_of_one_sentence() -> None:
     state: Any = hvd.elastic.TorchState(net())
     kept = state._snapshots.wait_for_newest()

@@ -190,6 +190,8 @@ def test_a_metric_collection_counts_as_its_members() -> None:
     assert list(name_metrics([lambda output, label: 0.0])) == ["metric"]
     with pytest.raises(InvalidInput, match="two metrics have the same name"):
         name_metrics([members, members])
+    with pytest.raises(InvalidInput, match="a metric is named 'loss', as one of the fit's own numbers"):
+        name_metrics({"loss": far})
 
 
 def test_metrics_of_the_installed_torchmetrics_work() -> None:
