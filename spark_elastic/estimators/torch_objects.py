@@ -342,9 +342,10 @@ def _find_loss_name(text: str) -> str:
     return next((name for name in names if callable(getattr(torch.nn.functional, name, None))), "mse_loss")
 
 
-def _check_loss_weights(weights: Any, losses: int) -> tuple[float, ...] | None:
+def _check_loss_weights(weights: Any, losses: int) -> tuple[float, ...]:
+    """The factor of each of several losses."""
     if weights is None:
-        return None
+        return (1.0 / losses,) * losses if losses > 1 else ()
     try:
         found = tuple(float(weight) for weight in weights)
     except (TypeError, ValueError):

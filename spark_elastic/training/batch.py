@@ -86,8 +86,8 @@ def _cut(labels: tuple[R, ...], weights: R | None, part: slice) -> tuple[tuple[R
 # ---- rows for metrics
 
 Arrays = list[npt.NDArray[Any]]
-# By part of a batch: sums over its rows, by name, and their number.
-Logged = list[tuple[dict[str, float], int]]
+# By part of a batch and name: a sum over its rows, and what it is divided by, that is their number or their weight.
+Logged = list[dict[str, tuple[float, float]]]
 
 
 class MetricRows:
@@ -99,14 +99,14 @@ class MetricRows:
     def __init__(self) -> None:
         self.discard()
 
-    def add(self, rows: int, logged: Mapping[str, float], columns: Arrays | None) -> None:
+    def add(self, logged: Mapping[str, tuple[float, float]], columns: Arrays | None) -> None:
         """Add rows.
 
         Args:
-            logged: sums over these rows, by name.
+            logged: as an entry of `Logged`.
             columns: (rows, ...) each; None if only `logged` is exchanged.
         """
-        self._logged.append((dict(logged), rows))
+        self._logged.append(dict(logged))
         if columns is not None:
             self._columns.append(columns)
 
@@ -124,7 +124,7 @@ class MetricRows:
         self._gathered = [unpack_metric_rows(each) for each in group.allgather_bytes(blob)]
 
     def pop_gathered(self) -> tuple[Logged, Arrays]:
-        """Return and drop what was gathered: (logged, rows) of each part, and the columns of the whole step, if any."""
+        """Return and drop what was gathered: numbers of each part, and the columns of the whole step, if any."""
         gathered = self._gathered
         self.discard()
         parts = [columns for _, columns in gathered if columns]
@@ -144,4 +144,4 @@ def pack_metric_rows(logged: Logged, columns: Arrays) -> bytes:
 def unpack_metric_rows(blob: bytes) -> tuple[Logged, Arrays]:
     file = io.BytesIO(blob)
     logged, columns = json.loads(file.readline())
-    return [tuple(each) for each in logged], [np.load(file, allow_pickle=False) for _ in range(columns)]
+    return logged, [np.load(file, allow_pickle=False) for _ in range(columns)]

@@ -341,7 +341,10 @@ class TrainingLoop:
     def _history_entry(self) -> dict[str, Any]:
         sums = self._state.progress.epoch
         planned = self._spec.plan.count_rows_before(sums.steps)
-        entry = sums.history_entry(self._state.position.epoch, planned) | self._trainer.epoch_metrics()
+        entry = sums.history_entry(self._state.position.epoch, planned)
+        for name, value in self._trainer.epoch_metrics().items():
+            if name not in entry or name == "loss":  # a LightningModule may log a number of any name
+                entry[name] = value
         if self._validation is not None:
             for name, value in self._validation.results().items():
                 entry.setdefault(name, value)  # a model may compute its own val_loss

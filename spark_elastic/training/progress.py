@@ -15,7 +15,6 @@ from typing import Any
 from spark_elastic.errors import InvalidInput
 from spark_elastic.training.step_summary import StepDecision
 
-
 # Numbers of a history entry that are the fit's own.
 OWN_NUMBERS = frozenset(
     {"epoch", "loss", "rows", "planned", "steps", "seconds", "worlds", "learning_rate", "skipped_steps"}

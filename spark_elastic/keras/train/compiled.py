@@ -329,10 +329,11 @@ class CompiledMetrics:
         Args:
             losses: the part of each loss in the step's loss.
         """
-        logged = {name: float(loss) * part.planned for name, loss in zip(self._names, losses, strict=False)}
+        means = {name: float(loss) * part.planned for name, loss in zip(self._names, losses, strict=False)}
+        logged = {name: (total, len(part)) for name, total in (means | self._layers.take()).items()}
         weights = [] if part.weights is None else [part.weights]
         columns = None if self._compiled is None else [*map(_wide, [*outputs, *part.labels, *weights])]
-        self._rows.add(len(part), logged | self._layers.take(), columns)
+        self._rows.add(logged, columns)
 
     def gather(self, group: Group) -> None:
         """Exchange the step's rows. Collective; also called on a rank without rows."""
@@ -347,8 +348,8 @@ class CompiledMetrics:
     def commit(self) -> None:
         """The step was applied: what was gathered counts."""
         per_part, columns = self._rows.pop_gathered()
-        for logged, rows in per_part:
-            for name, total in logged.items():
+        for logged in per_part:
+            for name, (total, rows) in logged.items():
                 before = self._sums.get(name, [0.0, 0])
                 self._sums[name] = [before[0] + total, before[1] + rows]
         if columns:

@@ -93,6 +93,7 @@ class LightningLoss:
         trainer = self._trainer(model.training)
         with attach_trainer(model, trainer, log=self._log, log_dict=self._log_all), autocast(self._precision):
             value = step(batch, self._position.step)
+        logged = {name: (number * len(part), float(len(part))) for name, number in self._logged.items()}
         if isinstance(value, Mapping):
             if "loss" not in value and not evaluates:
                 raise InvalidInput(
@@ -101,9 +102,9 @@ class LightningLoss:
                 )
             value = value.get("loss")
         if value is None and evaluates:
-            return LossResult(torch.zeros(()), math.nan, logged=self._logged)
+            return LossResult(torch.zeros(()), math.nan, logged=logged)
         summed = self._loss(to_float32(value), part.labels, part.weights, part.on_host)
-        return LossResult(summed.total, summed.denominator, logged=self._logged)
+        return LossResult(summed.total, summed.denominator, logged=logged)
 
     def _trainer(self, training: bool) -> TrainerStandIn:
         position, steps = self._position, self._plan.num_training_batches

@@ -222,7 +222,8 @@ class RowLoss:
         keywords = loss.keywords if isinstance(loss, functools.partial) else {}
         reduction = getattr(loss, "reduction", keywords.get("reduction"))
         self._weighted, self._converter = weighted, LabelConverter(loss, label, ahead)
-        self._summed = reduction == "sum"
+        # Whether the user wants the loss summed, not averaged.
+        self.is_summed = reduction == "sum"
         self._per_row_sums = reduction in ("sum", "batchmean")
         self._loss = loss
         # On the CPU, computes the sum over rows at once where each has one number; None: only `_loss` is known to.
@@ -281,7 +282,7 @@ class RowLoss:
                     "sample_weight_col needs a loss of one number per row: use a torch loss module, or return a "
                     "tensor of one loss per row instead of their mean."
                 )
-            return LossSum(value, 0.0) if self._summed else LossSum(value * rows, float(rows))
+            return LossSum(value, 0.0) if self.is_summed else LossSum(value * rows, float(rows))
         per_row = self._reduce_rows(value, labels[0], rows)
         if weights is not None:
             per_row = per_row * weights
@@ -300,7 +301,7 @@ class RowLoss:
 
     def _compute_denominator(self, labels: tuple[torch.Tensor, ...], weights: torch.Tensor | None) -> float:
         """labels: converted."""
-        if self._summed:
+        if self.is_summed:
             return 0.0
         if weights is None and not self._divides_by_class(labels[0]):
             return float(len(labels[0]))
@@ -379,8 +380,9 @@ class LossResult:
     denominator: float
     # The model's outputs, detached, one for each label or one for all; (): only the loss is known.
     outputs: tuple[torch.Tensor, ...] = ()
-    # Means over these rows of other numbers, by name; tensors () where a device computes them.
-    logged: Mapping[str, float | torch.Tensor] = field(default_factory=dict)
+    # Other numbers by name: the sum over these rows, a tensor () where a device computes it, and what the mean divides
+    # it by: their number or their weight.
+    logged: Mapping[str, tuple[float | torch.Tensor, float]] = field(default_factory=dict)
 
 
 class LossFn(Protocol):
@@ -490,15 +492,17 @@ class MultiOutputLoss:
                 "each."
             )
         host_labels, host_weights = part.on_host or (part.labels, part.weights)
-        each = [
-            loss(output, (label,), part.weights, ((host,), host_weights)).total.to(torch.float64) * scale
-            for loss, output, label, host, scale in zip(
-                self._losses, outputs, part.labels, host_labels, self._scales, strict=True
-            )
+        sums = [
+            loss(output, (label,), part.weights, ((host,), host_weights))
+            for loss, output, label, host in zip(self._losses, outputs, part.labels, host_labels, strict=True)
         ]
+        each = [own.total.to(torch.float64) * scale for own, scale in zip(sums, self._scales, strict=True)]
         total = torch.stack([w * own for w, own in zip(self._loss_weights, each, strict=True)]).sum()
         logged = {
-            name: read_later(own.detach() / len(part)) for name, own in zip(self._names, each, strict=True)
+            name: (read_later(scaled.detach()), float(len(part)))
+            if loss.is_summed
+            else (read_later(own.total.detach()), own.denominator)
+            for name, loss, own, scaled in zip(self._names, self._losses, sums, each, strict=True)
         }
         return LossResult(total, float(len(part)), _detach(outputs), logged)
 

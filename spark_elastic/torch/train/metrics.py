@@ -17,7 +17,13 @@ import torch
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.torch.devices import HostCopy
-from spark_elastic.torch.train.loss import LabelConverter, LossResult, refuse_broadcast, to_float32
+from spark_elastic.torch.train.loss import (
+    LabelConverter,
+    LossResult,
+    RowLoss,
+    refuse_broadcast,
+    to_float32,
+)
 from spark_elastic.training.batch import MetricRows
 from spark_elastic.training.progress import check_metric_names
 
@@ -37,28 +43,36 @@ class Metrics:
         """
         self._given = metrics
         self._labels = labels
-        # By name as given, and label.
+        # By name as given, and label, as those after it.
         self._converters = {
             (name, label): _MetricLabels(metric, label)
             for name, metric in metrics.items()
             for label in labels
         }
+        self._losses = {
+            (name, label): loss
+            for name, metric in metrics.items()
+            for label in labels
+            if (loss := _find_class_loss(metric, label)) is not None
+        }
         self._logs = logs
         self._prefix = prefix
         self._objects: dict[str, tuple[str, Any]] = {}  # name -> (name as given, accumulator)
-        self._sums: dict[str, tuple[float, int]] = {}  # (sum over rows, rows) of functions and logged numbers
+        # Functions and logged numbers: (sum over rows, their number or weight).
+        self._sums: dict[str, tuple[float, float]] = {}
         self._updates = 0
         self._part = MetricRows()
-        # What `add` was given, on its way to the host: rows, logged numbers and columns of each part.
-        self._coming: list[tuple[int, list[str], HostCopy, HostCopy | None]] = []
+        # What `add` was given, on its way to the host: by name what each sum is divided by; the sums; the columns.
+        self._coming: list[tuple[dict[str, float], HostCopy, HostCopy | None]] = []
 
     def add(self, result: LossResult, labels: Sequence[torch.Tensor]) -> None:
         """Add a part of this rank's rows."""
         if not (self._given or self._logs):
             return
-        logged = [torch.as_tensor(value, dtype=torch.float64) for value in result.logged.values()]
+        sums = [torch.as_tensor(total, dtype=torch.float64) for total, _ in result.logged.values()]
+        divisors = {name: divisor for name, (_, divisor) in result.logged.items()}
         columns = self._copy_columns(result, labels) if self._given else None
-        self._coming.append((len(labels[0]), list(result.logged), HostCopy(logged), columns))
+        self._coming.append((divisors, HostCopy(sums), columns))
 
     def try_rows(self, result: LossResult, labels: Sequence[torch.Tensor], rows: int) -> None:
         """Compute the metrics of these rows, repeated to so many as a step has: for a trial, without other ranks."""
@@ -78,11 +92,12 @@ class Metrics:
     def gather(self, group: Group) -> None:
         """Exchange the step's rows. Collective: ranks without rows call it, too."""
         coming, self._coming = self._coming, []
-        for rows, names, numbers, columns in coming:
-            logged = {name: float(number) * rows for name, number in zip(names, numbers.wait(), strict=True)}
-            self._part.add(
-                rows, logged, None if columns is None else [column.numpy() for column in columns.wait()]
-            )
+        for divisors, sums, columns in coming:
+            logged = {
+                name: (float(total), divisor)
+                for (name, divisor), total in zip(divisors.items(), sums.wait(), strict=True)
+            }
+            self._part.add(logged, None if columns is None else [column.numpy() for column in columns.wait()])
         if self._given or self._logs:
             self._part.gather(group)
 
@@ -94,16 +109,18 @@ class Metrics:
     def commit(self) -> None:
         """Count the gathered rows: the step is applied."""
         logged_by_part, columns = self._part.pop_gathered()
-        for logged, rows in logged_by_part:
-            for name, total in logged.items():
-                self._count(name, total, rows)
+        for logged in logged_by_part:
+            for name, (total, divisor) in logged.items():
+                self._count(name, total, divisor)
         if columns:
             whole = [torch.from_numpy(column) for column in columns]
             self._update(whole[: -len(self._labels)], whole[-len(self._labels) :])
 
     def results(self) -> dict[str, Any]:
         """The metrics of all rows since `reset`: numbers or lists of them, by name."""
-        found: dict[str, Any] = {name: total / (rows or 1) for name, (total, rows) in self._sums.items()}
+        found: dict[str, Any] = {
+            name: total / (divisor or 1) for name, (total, divisor) in self._sums.items()
+        }
         for name, (_, metric) in self._objects.items():
             if self._updates:
                 found.update(_flatten_result(name, metric.compute()))
@@ -145,8 +162,12 @@ class Metrics:
             )
         for given, metric in self._given.items():
             for suffix, column, output, others in calls:
-                arguments = output, *self._converters[given, column].convert(output, others)
                 name = given + suffix
+                if (given, column) in self._losses:
+                    summed = self._losses[given, column](output, others, None)
+                    self._count(name, float(summed.total), summed.denominator)
+                    continue
+                arguments = output, *self._converters[given, column].convert(output, others)
                 is_object = is_accumulator(metric)
                 if is_object and name not in self._objects:
                     self._objects[name] = (given, copy.deepcopy(metric))
@@ -156,9 +177,21 @@ class Metrics:
                     rows = len(labels[0])
                     self._count(name, _average_rows(given, value, rows) * rows, rows)
 
-    def _count(self, name: str, total: float, rows: int) -> None:
+    def _count(self, name: str, total: float, divisor: float) -> None:
         so_far, before = self._sums.get(name, (0.0, 0))
-        self._sums[name] = (so_far + total, before + rows)
+        self._sums[name] = (so_far + total, before + divisor)
+
+
+def _find_class_loss(metric: Any, label: str) -> RowLoss | None:
+    """A metric that is one of torch's losses of classes, whose mean over a step does not show what it was divided by.
+    None: another metric, or one that returns a sum."""
+    if not LabelConverter(metric).of_classes:
+        return None
+    try:
+        loss = RowLoss(metric, label=label)
+    except InvalidInput:  # a `partial` with arguments of the function alone
+        return None
+    return None if loss.is_summed else loss
 
 
 def _average_rows(name: str, value: Any, rows: int) -> float:

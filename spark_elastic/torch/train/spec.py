@@ -145,8 +145,8 @@ class TorchUserObjects:
     optimizer: Any
     # One loss of (output, *labels), or one for each label; (): `train_minibatch_fn` or the model computes the loss.
     losses: tuple[Callable[..., torch.Tensor], ...]
-    # Factor of each of several losses; None: the same for all.
-    loss_weights: tuple[float, ...] | None = None
+    # Factor of each of several losses; (): there is at most one.
+    loss_weights: tuple[float, ...] = ()
     # Functions or torchmetrics objects, by name.
     metrics: Mapping[str, Any] = field(default_factory=dict)
     # Called in this order.
@@ -183,8 +183,7 @@ class TorchUserObjects:
             return LightningLoss(weighted, build_trainer_plan(spec), spec.config.precision, columns)
         if len(self.losses) == 1:
             return ModelLoss(self.losses[0], weighted, spec.config.precision, spec.config.label_cols)
-        weights = self.loss_weights or (1.0 / len(self.losses),) * len(self.losses)
-        pairs = zip(spec.config.label_cols, zip(self.losses, weights, strict=True), strict=True)
+        pairs = zip(spec.config.label_cols, zip(self.losses, self.loss_weights, strict=True), strict=True)
         return MultiOutputLoss(dict(pairs), weighted, spec.config.precision)
 
 

@@ -277,6 +277,9 @@ class TorchTrainer:
             strict=True,
         ):
             found.update(sums.correct_losses(metrics.results(), [prefix + name for name in losses]))
+            if losses and prefix + losses[0] in found:
+                parts = zip(self._objects.loss_weights, losses, strict=True)
+                found[prefix + "loss"] = sum(weight * found[prefix + name] for weight, name in parts)
         if self._spec.config.precision == "fp16":
             found["skipped_steps"] = self._scaling.skipped
         return found

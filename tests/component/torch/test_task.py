@@ -74,15 +74,23 @@ class TwoHeads(torch.nn.Module):
         return output, output[:, 0]
 
 
-def test_losses_are_nan_where_all_sample_weights_are_zero(tmp_path: Path) -> None:
-    (store, manifest), job = make_data(tmp_path, weight=0.0), JOBS["row weights"]
+def train_two_heads(folder: Path, weight: float, validation_batch: int) -> dict[str, Any]:
+    """The first epoch of two ranks, with a loss for each of two outputs.
+
+    Args:
+        weight: by which the rows' weights are multiplied.
+        validation_batch: rows of a step of validation.
+    """
+    folder.mkdir()
+    (store, manifest), job = make_data(folder, weight), JOBS["row weights"]
     world: Any = SimpleNamespace(version=INITIAL_VERSION, fence=(1, 1), source=0, resume=(), receivers=())
     handle: Any = SimpleNamespace(
         membership_version=lambda: INITIAL_VERSION,
         report_position=lambda position: None,
         report_metrics=lambda numbers: None,
     )
-    seen = Rows(store, manifest, replace(job.plan(manifest), shuffle=False))
+    plan = replace(job.plan(manifest), shuffle=False, global_batch=validation_batch, lanes=2)
+    seen = Rows(store, manifest, plan)
 
     def work(group: Group) -> Any:
         made = job.task(store, manifest)
@@ -90,15 +98,32 @@ def test_losses_are_nan_where_all_sample_weights_are_zero(tmp_path: Path) -> Non
         config = replace(made._spec.config, label_cols=("y", "w"))
         spec = replace(made._spec, config=config, validation=seen, checkpoints=None)
         model, losses = TwoHeads(trainer._objects.model), (*trainer._objects.losses, torch.nn.MSELoss())
-        task = TorchTrainProgram(spec, replace(trainer._objects, model=model, losses=losses))
+        objects = replace(trainer._objects, model=model, losses=losses, loss_weights=(0.25, 0.75))
+        task = TorchTrainProgram(spec, objects)
         task.prepare()
         outcome = task.run(world, group, handle)
         task.close()
         return json.loads(outcome.result)["history"][0]
 
-    entry, _ = run_in_world(2, work)
-    names = [prefix + name for prefix in ("", "val_") for name in ("loss", "loss_y", "loss_w")]
-    assert [math.isnan(entry[name]) for name in names] == [True] * 6
+    entry: dict[str, Any] = run_in_world(2, work)[0]
+    return entry
+
+
+LOSSES = [prefix + name for prefix in ("", "val_") for name in ("loss", "loss_y", "loss_w")]
+
+
+def test_losses_are_nan_where_all_sample_weights_are_zero(tmp_path: Path) -> None:
+    entry = train_two_heads(tmp_path / "data", 0.0, 40)
+    assert [math.isnan(entry[name]) for name in LOSSES] == [True] * 6
+
+
+def test_losses_of_several_outputs_do_not_depend_on_the_size_of_validation_steps(tmp_path: Path) -> None:
+    """Steps differ in the sums of their rows' weights."""
+    small, large = (train_two_heads(tmp_path / str(rows), 1.0, rows) for rows in (40, 10))
+    assert {name: large[name] for name in LOSSES} == pytest.approx({name: small[name] for name in LOSSES})
+    for prefix in ("", "val_"):
+        parts = 0.25 * small[f"{prefix}loss_y"] + 0.75 * small[f"{prefix}loss_w"]
+        assert small[f"{prefix}loss"] == pytest.approx(parts)
 
 
 def check_reports(told: list[Any], history: list[Any]) -> None:

@@ -436,7 +436,9 @@ def test_a_dict_input_needs_columns_named_as_its_keys(
 
 def test_a_metric_named_as_a_number_of_the_fit_is_refused() -> None:
     with pytest.raises(InvalidInput, match="a metric is named 'rows', as one of the fit's own numbers"):
-        check_keras_objects(values(model=net(optimizer="sgd", loss="mse", metrics=[keras.metrics.Mean("rows")])))
+        check_keras_objects(
+            values(model=net(optimizer="sgd", loss="mse", metrics=[keras.metrics.Mean("rows")]))
+        )
 
 
 def test_a_transformation_makes_the_inputs() -> None:

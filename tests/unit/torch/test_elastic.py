@@ -361,7 +361,7 @@ def test_p4_an_optimizer_of_a_model_that_the_state_does_not_have_is_refused(mode
     whole = torch.nn.Sequential(net(), net())
     given: Any = {"part": whole[0], "state_dict": whole.state_dict(), "list": [whole]}[model]
     state: Any = hvd.elastic.TorchState(given, torch.optim.SGD(whole.parameters(), lr=0.1))
-    with pytest.raises(InvalidInput, match="SGD trains a parameter of shape .* no model of this state"):
+    with pytest.raises(InvalidInput, match=r"SGD trains a parameter of shape .* no model of this state"):
         state.commit()
 
 

@@ -16,7 +16,7 @@ def fill_rows(rank: int) -> MetricRows:
     """As many rows as the rank has, in parts of one."""
     part = MetricRows()
     for row in range(rank):
-        part.add(1, {"loss": 0.5 * rank}, [np.array([10 * rank + row]), np.full((1, 2), rank)])
+        part.add({"loss": (0.5 * rank, 1)}, [np.array([10 * rank + row]), np.full((1, 2), rank)])
     return part
 
 
@@ -28,7 +28,7 @@ def test_every_rank_gets_all_rows_of_the_step_in_rank_order() -> None:
         told, (numbers, pairs) = part.pop_gathered()
         return told, numbers.tolist(), pairs.tolist(), part.pop_gathered()
 
-    counted = [({"loss": 0.5}, 1), ({"loss": 1.0}, 1), ({"loss": 1.0}, 1)]
+    counted = [{"loss": [0.5, 1]}, {"loss": [1.0, 1]}, {"loss": [1.0, 1]}]
     assert run_in_world(3, take_rows) == [(counted, [10, 20, 21], [[1, 1], [2, 2], [2, 2]], ([], []))] * 3
 
 
@@ -36,11 +36,11 @@ def test_every_rank_gets_all_rows_of_the_step_in_rank_order() -> None:
 def test_metric_rows_may_have_no_columns() -> None:
     def take_rows(group: Group) -> Any:
         part = MetricRows()
-        part.add(3, {"loss": 1.5}, None)
+        part.add({"loss": (1.5, 3)}, None)
         part.gather(group)
         return part.pop_gathered()
 
-    assert run_in_world(2, take_rows) == [([({"loss": 1.5}, 3)] * 2, [])] * 2
+    assert run_in_world(2, take_rows) == [([{"loss": [1.5, 3]}] * 2, [])] * 2
 
 
 def test_a_broken_exchange_leaves_no_rows() -> None:

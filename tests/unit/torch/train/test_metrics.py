@@ -113,6 +113,23 @@ def test_p4_a_newcomer_and_a_resumed_run_continue_metrics() -> None:
     assert done[0] == done[1]
 
 
+@pytest.mark.native
+def test_a_loss_of_classes_as_a_metric_is_that_of_all_rows_of_the_epoch() -> None:
+    """All labels of one step are ignored, and classes have weights."""
+    loss = torch.nn.CrossEntropyLoss(torch.tensor([1.0, 5.0]), ignore_index=-1)
+    output, label = torch.arange(12.0).reshape(6, 2).sin(), torch.tensor([0, 1, -1, -1, 1, 1])
+    metrics = Metrics({"own": loss}, ["y"], logs=False)
+
+    def work(group: Group) -> Any:
+        for rows in (slice(0, 2), slice(2, 4), slice(4, 6)):
+            metrics.add(LossResult(torch.zeros(()), 2, (output[rows],)), (label[rows],))
+            metrics.gather(group)
+            metrics.commit()
+        return metrics.results()
+
+    assert run_in_world(1, work) == [{"own": pytest.approx(float(loss(output, label)))}]
+
+
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
 def test_metrics_take_outputs_of_16_bits(kind: torch.dtype) -> None:
     metrics = Metrics(name_metrics([torch.nn.functional.l1_loss]), ["y"], logs=False)
