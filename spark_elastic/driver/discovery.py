@@ -8,6 +8,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -340,16 +341,34 @@ class CombinedDiscovery:
                 closing.callback(discovery.close)
 
 
+def check_requests(hosts: str | Find | None, handle: object | None) -> None:
+    """
+    Args:
+        hosts, handle: see `ElasticConfig.host_discovery` and `ElasticConfig.handle`.
+
+    Raises:
+        InvalidInput: `hosts` is the path of no executable file, or `handle` is not a JobHandle.
+    """
+    if isinstance(hosts, str) and shutil.which(hosts) is None:
+        raise InvalidInput(
+            f"host_discovery is {hosts!r}, which is no executable file: give the path of one that prints host[:slots] "
+            "lines, or a function."
+        )
+    if handle is not None and not isinstance(handle, JobHandle):
+        raise InvalidInput(f"handle must be a spark_elastic.JobHandle; got a {type(handle).__name__}.")
+
+
 def build_discovery(
     own: Discovery, hosts: str | Find | None, handle: object | None, clock: Clock
 ) -> Discovery:
     """A cluster's own discovery, with the user's hosts and requests beside it.
 
-    hosts, handle: see `ElasticConfig.host_discovery` and `ElasticConfig.handle`.
+    hosts, handle: as `check_requests` takes them.
 
     Raises:
-        InvalidInput: `handle` is not a JobHandle.
+        InvalidInput: as `check_requests`.
     """
+    check_requests(hosts, handle)
     parts = [own]
     if hosts is not None:
         find = (
@@ -358,8 +377,6 @@ def build_discovery(
             else hosts
         )
         parts.append(HostPoller(find, clock))
-    if handle is not None:
-        if not isinstance(handle, JobHandle):
-            raise InvalidInput(f"handle must be a spark_elastic.JobHandle; got a {type(handle).__name__}.")
+    if isinstance(handle, JobHandle):
         parts.append(handle.create_discovery())
     return parts[0] if len(parts) == 1 else CombinedDiscovery(*parts)

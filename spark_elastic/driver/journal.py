@@ -46,6 +46,14 @@ class Journal:
         self._start: float | None = None
         self._state: DriverState | None = None
 
+    def check(self) -> None:
+        """
+        Raises:
+            InvalidInput: the file cannot be opened.
+        """
+        if self._path is not None:
+            _open(self._path).close()
+
     def begin(self, state: DriverState, commands: Commands) -> None:
         """Open the file and write the machine's initial state and first commands.
 

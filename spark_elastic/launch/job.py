@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.config import ElasticConfig
-from spark_elastic.driver.discovery import build_discovery
+from spark_elastic.driver.discovery import build_discovery, check_requests
 from spark_elastic.driver.journal import Journal
 from spark_elastic.driver.loop import CommandExecutor, DriverLoop, EventQueue
 from spark_elastic.driver.ports import Discovery, Launcher
@@ -96,6 +96,19 @@ class DriverOptions:
     key: bytes | None = field(default=None, repr=False)
     # None: no other job competes for slots.
     scheduler: SlotScheduler | None = None
+
+
+def check_driver_settings(config: ElasticConfig, encrypted: bool) -> None:
+    """Check, before any work for the job, what `supervise` will use of the driver's machine.
+
+    encrypted: see `DriverOptions`.
+
+    Raises:
+        InvalidInput: a file or script of the driver's machine, or the handle, cannot be used.
+    """
+    check_requests(config.host_discovery, config.handle)
+    Journal(config.journal).check()
+    auth.select_certificate(config, encrypted)
 
 
 def supervise(

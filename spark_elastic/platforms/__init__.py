@@ -59,7 +59,7 @@ def make_platform(spark: SparkSession, config: ElasticConfig) -> SparkPlatform:
     """The platform of a session. Spark Connect's own client has neither py4j nor what `classic` imports.
 
     Raises:
-        InvalidInput: the session was stopped, or Spark's settings let no job work.
+        InvalidInput: the session was stopped, or no job works with settings of Spark or of the driver.
     """
     platform = _choose_platform(spark, config)
     platform.check_settings()

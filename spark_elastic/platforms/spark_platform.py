@@ -15,7 +15,7 @@ from spark_elastic.data.store import Store
 from spark_elastic.driver.gang_scheduler import GangScheduler, get_job_queue
 from spark_elastic.driver.ports import Discovery
 from spark_elastic.driver.thread_launcher import ThreadPerSlotLauncher
-from spark_elastic.launch.job import DriverOptions, LaunchResult, supervise
+from spark_elastic.launch.job import DriverOptions, LaunchResult, check_driver_settings, supervise
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.platforms import JobSpec
 from spark_elastic.protocol.slot_spec import SlotSpec
@@ -107,9 +107,11 @@ class SparkPlatform(ABC):
     def check_settings(self) -> None:
         """
         Raises:
-            InvalidInput: with these settings of Spark no job works.
+            InvalidInput: with these settings of Spark or of the driver no job works.
         """
-        check_settings(self._read_settings(), self.python_settings)
+        settings = self._read_settings()
+        check_settings(settings, self.python_settings)
+        check_driver_settings(self._config, is_ssl_enabled(settings))
 
     def preflight(
         self,

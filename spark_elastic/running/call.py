@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import os
 import re
@@ -224,11 +225,12 @@ def prepare(
         chosen = options.parse(named, config)
         if not callable(fn):
             raise InvalidInput(f"run() takes a function or the path of a script; got a {type(fn).__name__}.")
+        name = getattr(fn, "__name__", type(fn).__name__)
+        _check_arguments(fn, name, args, kwargs)
         program = FunctionProgram(
             fn, args, kwargs, chosen.env, captures.dumps, _open_checkpoint_target(chosen)
         )
         slow = _find_slow_imports(fn.source) if isinstance(fn, Module) else _find_slow_modules(fn)
-        name = getattr(fn, "__name__", type(fn).__name__)
     check_environment({**os.environ, **chosen.env})
     return Call(program, chosen, slow if chosen.preload is None else chosen.preload, name)
 
@@ -270,6 +272,21 @@ def _place_positional(
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise InvalidInput(f"kwargs must be a dict of arguments; got {kwargs!r}.")
     return args, kwargs or {}, named
+
+
+def _check_arguments(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raises InvalidInput if the function's own signature does not take these arguments. What it wraps is not asked: a
+    decorator may add arguments."""
+    try:
+        signature = inspect.signature(fn, follow_wrapped=False)
+    except (TypeError, ValueError):  # a built-in function may have none
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise InvalidInput(
+            f"{name}{signature} was given {len(args)} in args and {', '.join(kwargs) or 'nothing'} in kwargs: {error}."
+        ) from None
 
 
 def _find_slow_modules(fn: Callable[..., Any]) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,6 +64,23 @@ def test_a_session_that_was_stopped_is_refused() -> None:
     stopped: Any = SimpleNamespace(sparkContext=SimpleNamespace(_jsc=None))
     with pytest.raises(InvalidInput, match="the SparkSession was stopped: create one"):
         make_platform(stopped, ElasticConfig())
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ({"journal": "/nowhere/journal"}, "The journal /nowhere/journal cannot be written"),
+        ({"host_discovery": "./nowhere.sh"}, "host_discovery is './nowhere.sh', which is no executable file"),
+        ({"handle": "a handle"}, "handle must be a spark_elastic.JobHandle; got a str"),
+        (
+            {"tls_certificate": "/nowhere/a", "tls_key": "/nowhere/b"},
+            "tls_certificate /nowhere/a and tls_key",
+        ),
+    ],
+)
+def test_what_the_driver_cannot_use_is_refused_before_any_job(setting: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InvalidInput, match=re.escape(sentence)):
+        make_platform(session(), ElasticConfig(**setting))
 
 
 @pytest.mark.parametrize("unreached", [UNREACHED, None])

@@ -81,7 +81,7 @@ def test_captured_objects_are_found_in_defaults_arguments_and_globals(kind: str)
     with pytest.raises(InvalidInput, match=kind):
         prepare(print, ((1, thing),), {})
     with pytest.raises(InvalidInput, match=f"'frame', a {kind}"):
-        prepare(print, ((), {"frame": thing}), {})
+        prepare(dict, ((), {"frame": thing}), {})
     module = types.ModuleType("__main__")
     exec("def fn():\n    return spark.range(3)", module.__dict__)
     module.spark = thing  # type: ignore[attr-defined]
