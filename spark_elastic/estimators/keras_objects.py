@@ -97,13 +97,10 @@ def _run_on_rows(objects: KerasUserObjects, spec: TrainSpec, rows: StepRows) -> 
         (transformation,) = copy_objects((objects.transformation,))
         rows = transform_rows(spec, transformation, rows)
         found = ConnectedModel.of(objects.model.load(), spec, rows, transformed=transformation is not None)
-        weights = (
-            BatchBuilder(spec.config, found.inputs, found.label_cols, objects.class_weight)
-            .build(rows)
-            .weights
-        )
+        batch = BatchBuilder(spec.config, found.inputs, found.label_cols, objects.class_weight).build(rows)
         losses = found.losses
-        losses.total(found.labels, found.outputs, weights, [1.0] * losses.count, 1.0)
+        losses.check_labels(batch)
+        losses.total(found.labels, found.outputs, batch.weights, [1.0] * losses.count, 1.0)
 
 
 def check_watched(objects: KerasUserObjects, validates: bool) -> None:
