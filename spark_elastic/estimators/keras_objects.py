@@ -148,7 +148,8 @@ def compile_model(values: Mapping[str, Any]) -> Any:
     names = ("optimizer", "loss", "loss_weights", "metrics")
     given = {name: values[name] for name in names if values[name] is not None}
     if given:
-        copy = make_archive(model, values["custom_objects"]).load()
+        check_lambdas(iter_model_parts(model))
+        copy = _read_back(make_archive(model, values["custom_objects"]))
         before = dict(getattr(getattr(copy, "_compile_config", None), "config", {}))
         optimizer = given.get("optimizer", before.get("optimizer"))
         if optimizer is None or given.get("loss", before.get("loss")) is None:
@@ -313,10 +314,13 @@ def _read_back(archive: Archive) -> Any:
     """Load the model from its `.keras` file, as the workers do."""
     try:
         return archive.load()
-    except (TypeError, ValueError) as error:
+    except InvalidInput:
+        raise
+    except Exception as error:  # of the user's classes, too
         last = str(error).strip().rpartition("\n")[2]
         raise InvalidInput(
-            f"the model cannot be read from its .keras file, as the workers do: {last}"
+            "the model cannot be read from its .keras file, as the workers do, with "
+            f"{type(error).__name__}: {last}"
         ) from error
 
 

@@ -458,6 +458,17 @@ class LayerWithoutConfig(keras.layers.Dense):
         super().__init__(units)
 
 
+class LayerThatNeedsAKey(keras.layers.Dense):
+    """Its configuration lacks what it is read back from."""
+
+    def __init__(self, factor: float, **given: Any) -> None:
+        super().__init__(2, **given)
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        return cls(config["factor"])
+
+
 def build_of_own_functions(factor: float) -> Any:
     """Its activation, its loss and its metric are no other module's."""
 
@@ -655,10 +666,16 @@ class Model:
             "a lambda of the model, .* uses FACTOR, which Keras",
         ),
         (lambda: LayerWithoutConfig(2), "cannot be read from its .keras file, .*unexpected keyword argument"),
+        (
+            lambda: LayerThatNeedsAKey(factor=2),
+            "cannot be read from its .keras file, .* with KeyError: 'factor'",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_serialized_is_refused(layer: Any, sentence: str) -> None:
     model = keras.Sequential([keras.Input((2,)), layer(), keras.layers.Dense(1)])
+    with pytest.raises(InvalidInput, match=sentence):
+        check_keras_objects(values(model=model, optimizer="sgd", loss="mse"))  # compiled on a copy
     model.compile("sgd", "mse")
     with pytest.raises(InvalidInput, match=sentence):
         check_keras_objects(values(model=model))
