@@ -151,14 +151,13 @@ class EstimatorReader(MLReader[Any]):
         self._cls = cls
 
     def load(self, path: str) -> Any:
-        metadata = saving.check_format(
-            DefaultParamsReader.loadMetadata(path, saving.find_metadata_session(self.sparkSession)), path
-        )
-        estimator: Any = self._cls()
-        estimator._resetUid(metadata["uid"])
-        DefaultParamsReader.getAndSetParams(estimator, metadata, skipParams=["settings"])
-        objects = estimator._unpack_objects(saving.read(self.sparkSession, path))
-        estimator._set(**{**metadata["paramMap"], **objects})
+        metadata = saving.read_metadata(self.sparkSession, path, self._cls)
+        with saving.name_incomplete(path, self._cls):
+            estimator: Any = self._cls()
+            estimator._resetUid(metadata["uid"])
+            DefaultParamsReader.getAndSetParams(estimator, metadata, skipParams=["settings"])
+            objects = estimator._unpack_objects(saving.read(self.sparkSession, path))
+            estimator._set(**{**metadata["paramMap"], **objects})
         return estimator
 
 

@@ -278,16 +278,15 @@ class ModelReader(MLReader[Any]):
         self._cls = cls
 
     def load(self, path: str) -> Any:
-        metadata = saving.check_format(
-            DefaultParamsReader.loadMetadata(path, saving.find_metadata_session(self.sparkSession)), path
-        )
-        columns = tuple(Column(name, dtype, tuple(shape)) for name, dtype, shape in metadata["columns"])
-        summary = FitSummary.from_json(metadata["summary"])
-        predictor = self._cls._restore_predictor(saving.read(self.sparkSession, path), columns, metadata)
-        shapes = metadata.get("shapes")  # none: not tried, or saved before they were kept
-        model: Any = self._cls(predictor, summary, None if shapes is None else list(map(tuple, shapes)))
-        model._resetUid(metadata["uid"])
-        DefaultParamsReader.getAndSetParams(model, metadata)
+        metadata = saving.read_metadata(self.sparkSession, path, self._cls)
+        with saving.name_incomplete(path, self._cls):
+            columns = tuple(Column(name, dtype, tuple(shape)) for name, dtype, shape in metadata["columns"])
+            summary = FitSummary.from_json(metadata["summary"])
+            predictor = self._cls._restore_predictor(saving.read(self.sparkSession, path), columns, metadata)
+            shapes = metadata.get("shapes")  # none: not tried, or saved before they were kept
+            model: Any = self._cls(predictor, summary, None if shapes is None else list(map(tuple, shapes)))
+            model._resetUid(metadata["uid"])
+            DefaultParamsReader.getAndSetParams(model, metadata)
         return model
 
 
