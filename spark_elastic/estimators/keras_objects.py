@@ -38,7 +38,7 @@ from spark_elastic.keras.train.trainer import ConnectedModel, KerasUserObjects
 from spark_elastic.tensorflow.sync_batch_norm import SyncBatchNormalization
 from spark_elastic.torch.generators import seeded_rng
 from spark_elastic.training.callbacks import check_watched_names
-from spark_elastic.training.fit_config import describe_type
+from spark_elastic.training.fit_config import check_seed, describe_type
 from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.transformation import check_transformation
 
@@ -61,6 +61,7 @@ def check_keras_objects(values: Mapping[str, Any]) -> KerasUserObjects:
         raise InvalidInput(
             f"Keras runs on {keras.backend.backend()}: set KERAS_BACKEND=tensorflow before Keras is imported."
         )
+    check_seed("seed", values["seed"], 32)  # numpy takes no more, whose generator Keras seeds, too
     model = compile_model(values)
     _check_steps(model)
     _check_columns(model, values)
