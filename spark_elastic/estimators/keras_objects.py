@@ -25,6 +25,7 @@ from spark_elastic.estimators.two_rows import (
 )
 from spark_elastic.keras.train.archive import (
     Archive,
+    collect_custom_objects,
     exclude_from_decay,
     find_undecayed,
     iter_leaves,
@@ -35,6 +36,7 @@ from spark_elastic.keras.train.archive import (
 from spark_elastic.keras.train.batching import BatchBuilder, order_features, order_labels
 from spark_elastic.keras.train.compiled import CompiledLosses, compute_results, list_layer_metrics
 from spark_elastic.keras.train.trainer import ConnectedModel, KerasUserObjects
+from spark_elastic.running import captures
 from spark_elastic.tensorflow.sync_batch_norm import SyncBatchNormalization
 from spark_elastic.torch.generators import seeded_rng
 from spark_elastic.training.callbacks import check_watched_names
@@ -227,7 +229,7 @@ def make_archive(model: Any, custom_objects: Mapping[str, Any] | None) -> Archiv
     """The model as its `.keras` file.
 
     Raises:
-        InvalidInput: a class of the user's has no get_config().
+        InvalidInput: a class of the user's has no get_config(), or cannot be pickled, as a function of the user's.
     """
     try:
         return Archive.of(model, custom_objects)
@@ -235,6 +237,10 @@ def make_archive(model: Any, custom_objects: Mapping[str, Any] | None) -> Archiv
         raise InvalidInput(
             f"the model cannot be written to a .keras file: {_first_sentence(error)}"
         ) from error
+    except Exception:  # objects may raise anything while they are pickled
+        for name, own in {**collect_custom_objects(model), **(custom_objects or {})}.items():
+            captures.dumps(own, f"{name!r} of the model, its loss, its metrics or custom_objects")
+        raise
 
 
 def _first_sentence(error: Exception) -> str:

@@ -6,6 +6,7 @@ import json
 import pickle
 import random
 from contextlib import nullcontext
+from threading import Lock
 from typing import Any
 
 import cloudpickle
@@ -589,6 +590,21 @@ def test_different_functions_of_one_name_are_refused() -> None:
         given = compile_quantiles(losses)
         loaded = check_keras_objects(given).model.load()
         assert loaded.evaluate(x, y, verbose=0) == pytest.approx(given["model"].evaluate(x, y, verbose=0))
+
+
+@pytest.mark.parametrize("kind", ["loss", "metrics"])
+def test_a_function_that_cannot_be_pickled_is_named(kind: str) -> None:
+    lock = Lock()
+
+    def own_loss(label: Any, output: Any) -> Any:
+        with lock:
+            return keras.ops.square(label - output)
+
+    given = {"optimizer": "sgd", "loss": "mse", kind: [own_loss]}
+    with pytest.raises(
+        InvalidInput, match=r"^'own_loss' of the model, its loss, .* cannot be pickled \(.*lock"
+    ):
+        check_keras_objects(values(model=net, **given))
 
 
 def relu(x: Any) -> Any:
