@@ -27,6 +27,7 @@ ROWS = (
 SIDEWAYS = {
     ("estimators", "launch"): "fit() is run() over a materialized DataFrame",
     ("estimators", "platforms"): "the kinds of session that a fit runs over",
+    ("estimators", "running"): "fit() pickles the user's objects with the errors of run()",
     ("running", "launch"): "run() is launch() with a function for a program",
     ("running", "platforms"): "the kinds of session that a call runs over",
     ("platforms", "launch"): "a session of Spark is one way to launch",

@@ -34,6 +34,10 @@ class ElasticSampler:
         size: Callable[[], int],
         pad: bool = True,
     ) -> None:
+        if not hasattr(dataset, "__len__"):
+            raise InvalidInput(
+                f"ElasticSampler takes a dataset with a length; got {type(dataset).__name__}: give a map-style dataset."
+            )
         self.dataset = dataset
         self.shuffle = shuffle
         self.seed = seed

@@ -164,6 +164,22 @@ def parse_store_url(given: object) -> str:
     return text
 
 
+def check_storage_options(given: object) -> dict[str, Any]:
+    """The options of an argument; errors do not show their values, which may be credentials.
+
+    Raises:
+        InvalidInput: they are no dict of names, or one of them is the store's url.
+    """
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise InvalidInput(
+            f"storage_options must map the names of fsspec's options to their values; got {type(given).__name__}: "
+            "give a dict such as {'key': ..., 'secret': ...}."
+        )
+    if "url" in given:
+        raise InvalidInput("storage_options has 'url', which is no option of fsspec: give the url as store.")
+    return dict(given)
+
+
 def _is_retry_limit(seconds: object) -> bool:
     return isinstance(seconds, Real) and 0 < float(seconds) <= MOST_RETRY_SECONDS
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pyspark.ml import Estimator
@@ -20,6 +20,7 @@ from spark_elastic.estimators.dataframe_rows import DataFrameRows
 from spark_elastic.estimators.fit_rows import FileRows, RowSource, Selection, SnapshotRows
 from spark_elastic.estimators.params import EstimatorParams, to_names
 from spark_elastic.estimators.transformer import ElasticModel
+from spark_elastic.spark.dataframes.schema import describe_class
 from spark_elastic.spark.session import find_session
 
 if TYPE_CHECKING:
@@ -49,8 +50,8 @@ class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ig
             StoreError: no Parquet files, or one that cannot be read.
         """
         options = self.getOrDefault("storage_options") or {}
-        seen = [] if validation_paths is None else to_names(validation_paths)
-        return self._fit_rows(FileRows.locate(find_session(), to_names(paths), seen, options))
+        seen = [] if validation_paths is None else _list_paths(validation_paths)
+        return self._fit_rows(FileRows.locate(find_session(), _list_paths(paths), seen, options))
 
     def fit_on_table(
         self,
@@ -151,14 +152,13 @@ class EstimatorReader(MLReader[Any]):
         self._cls = cls
 
     def load(self, path: str) -> Any:
-        metadata = saving.check_format(
-            DefaultParamsReader.loadMetadata(path, saving.find_metadata_session(self.sparkSession)), path
-        )
-        estimator: Any = self._cls()
-        estimator._resetUid(metadata["uid"])
-        DefaultParamsReader.getAndSetParams(estimator, metadata, skipParams=["settings"])
-        objects = estimator._unpack_objects(saving.read(self.sparkSession, path))
-        estimator._set(**{**metadata["paramMap"], **objects})
+        metadata = saving.read_metadata(self.sparkSession, path, self._cls)
+        with saving.name_incomplete(path, self._cls):
+            estimator: Any = self._cls()
+            estimator._resetUid(metadata["uid"])
+            DefaultParamsReader.getAndSetParams(estimator, metadata, skipParams=["settings"])
+            objects = estimator._unpack_objects(saving.read(self.sparkSession, path))
+            estimator._set(**{**metadata["paramMap"], **objects})
         return estimator
 
 
@@ -172,6 +172,19 @@ def check_run_ids(own: str | None, given: Sequence[str | None]) -> None:
             f"run_id {shared!r} names one run, and this would make several: leave run_id out; only a list of param "
             "maps that is fitted directly may give each map a run_id of its own."
         )
+
+
+def _list_paths(given: Any) -> list[str]:
+    """Raises InvalidInput if it is no path, nor several."""
+    several = [given] if isinstance(given, str | os.PathLike) else given
+    is_table = hasattr(given, "columns")  # whose iterator gives names of columns
+    found = list(several) if isinstance(several, Iterable) and not is_table else [None]
+    if not all(isinstance(each, str | os.PathLike) for each in found):
+        raise InvalidInput(
+            f"fit_on_parquet takes paths of Parquet files or folders; got {describe_class(given)}: give their paths, "
+            "or call fit with a DataFrame."
+        )
+    return to_names(found)
 
 
 def _is_plain(value: Any) -> bool:

@@ -44,6 +44,7 @@ from spark_elastic.spark.dataframes.materialize import (
 from spark_elastic.spark.dataframes.schema import (
     check_columns,
     check_distinct_names,
+    check_is_dataframe,
     check_validation_column,
 )
 from spark_elastic.state.checkpoint import CheckpointStore
@@ -103,11 +104,7 @@ class TableRows:
         return self._df.sparkSession
 
     def check(self, request: Request) -> None:
-        if not hasattr(self._df, "isStreaming"):
-            raise InvalidInput(
-                f"fit takes a DataFrame of Spark; got {describe_class(self._df)}: make one of it with "
-                "spark.createDataFrame."
-            )
+        check_is_dataframe(self._df, "fit")
         if self._df.isStreaming:
             raise InvalidInput(
                 "the DataFrame is a stream, which has no end: read its source with spark.read, or fit in foreachBatch."
@@ -551,13 +548,6 @@ def _check_equal_columns(rows: Manifest, validation: Manifest | None, argument: 
                 f"column {one.name!r} is {other.dtype} of shape {other.shape} in {argument}, and {one.dtype} of "
                 f"shape {one.shape} in the files that are trained on: write them alike."
             )
-
-
-def describe_class(value: object) -> str:
-    """The class of a value with the package that it is from, such as pandas.DataFrame."""
-    kind = type(value)
-    package = kind.__module__.partition(".")[0]
-    return kind.__qualname__ if package == "builtins" else f"{package}.{kind.__qualname__}"
 
 
 def _classify_number(column: Column) -> str:

@@ -36,9 +36,10 @@ from spark_elastic.monitoring.log_forwarding import log_to_listener
 from spark_elastic.monitoring.report import JobReport, WorldSpan
 from spark_elastic.platforms import JobSpec, make_platform, resume_after_coordinator_loss
 from spark_elastic.protocol.types import Limits, Phase, Position
+from spark_elastic.running import captures
 from spark_elastic.state.checkpoint import CheckpointPolicy, CheckpointStore
 from spark_elastic.state.owned_run import OwnedRun
-from spark_elastic.training.spec import Rows, TrainSpec
+from spark_elastic.training.spec import Rows, TrainSpec, UserObjects
 from spark_elastic.worker.forking import select_fork_imports
 from spark_elastic.worker.program import Program
 
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("spark_elastic")
 
 PAYLOAD = "the model, optimizer or loss"  # what messages call the user's objects
+# What an estimator calls those that are not called as they are in `UserObjects`.
+PARAMETERS = {"losses": "loss", "transformation": "transformation_fn"}
 UNSCALED = (
     "the learning rate is not multiplied by the world's size: a step takes the same rows whatever that is; "
     "scale_lr=True multiplies it by num_workers"
@@ -104,7 +107,7 @@ def train_model(rows: RowSource, request: FitRequest[O], framework: Framework[O]
         run = _load_finished_run(rows, request, store, run_id)
         if run is None:
             ledger = _ledger_folder(request, store, run_id)
-            payload = cloudpickle.dumps(request.objects)
+            payload = _pickle_objects(request.objects)
             with _show_progress(request) as listener:
                 workers = request.config.num_workers
                 imports = select_fork_imports(None, framework.preload, request.elastic.fork_workers)
@@ -117,6 +120,17 @@ def train_model(rows: RowSource, request: FitRequest[O], framework: Framework[O]
         features = shape_features(request, run.record.load_manifest())
     summary = _summarize(run, run_id, clock.now() - started, rows.describe(run.record))
     return FitResult(weights, features, summary, run.sample)
+
+
+def _pickle_objects(objects: UserObjects) -> bytes:
+    """Raises InvalidInput with the name of a parameter that cannot be pickled for the workers."""
+    try:
+        payload: bytes = cloudpickle.dumps(objects)
+    except Exception:  # objects may raise anything while they are pickled
+        for name, value in vars(objects).items():
+            captures.dumps(value, f"the parameter {PARAMETERS.get(name, name)}")
+        raise
+    return payload
 
 
 def _load_finished_run(

@@ -25,6 +25,7 @@ from spark_elastic.estimators.two_rows import (
 )
 from spark_elastic.keras.train.archive import (
     Archive,
+    collect_custom_objects,
     exclude_from_decay,
     find_undecayed,
     iter_leaves,
@@ -35,10 +36,11 @@ from spark_elastic.keras.train.archive import (
 from spark_elastic.keras.train.batching import BatchBuilder, order_features, order_labels
 from spark_elastic.keras.train.compiled import CompiledLosses, compute_results, list_layer_metrics
 from spark_elastic.keras.train.trainer import ConnectedModel, KerasUserObjects
+from spark_elastic.running import captures
 from spark_elastic.tensorflow.sync_batch_norm import SyncBatchNormalization
 from spark_elastic.torch.generators import seeded_rng
 from spark_elastic.training.callbacks import check_watched_names
-from spark_elastic.training.fit_config import describe_type
+from spark_elastic.training.fit_config import check_seed, describe_type
 from spark_elastic.training.progress import check_metric_names
 from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.transformation import check_transformation
@@ -62,6 +64,7 @@ def check_keras_objects(values: Mapping[str, Any]) -> KerasUserObjects:
         raise InvalidInput(
             f"Keras runs on {keras.backend.backend()}: set KERAS_BACKEND=tensorflow before Keras is imported."
         )
+    check_seed("seed", values["seed"], 32)  # numpy takes no more, whose generator Keras seeds, too
     model = compile_model(values)
     _check_steps(model)
     _check_columns(model, values)
@@ -98,13 +101,10 @@ def _run_on_rows(objects: KerasUserObjects, spec: TrainSpec, rows: StepRows) -> 
         (transformation,) = copy_objects((objects.transformation,))
         rows = transform_rows(spec, transformation, rows)
         found = ConnectedModel.of(objects.model.load(), spec, rows, transformed=transformation is not None)
-        weights = (
-            BatchBuilder(spec.config, found.inputs, found.label_cols, objects.class_weight)
-            .build(rows)
-            .weights
-        )
+        batch = BatchBuilder(spec.config, found.inputs, found.label_cols, objects.class_weight).build(rows)
         losses = found.losses
-        losses.total(found.labels, found.outputs, weights, [1.0] * losses.count, 1.0)
+        losses.check_labels(batch)
+        losses.total(found.labels, found.outputs, batch.weights, [1.0] * losses.count, 1.0)
 
 
 def check_watched(objects: KerasUserObjects, validates: bool) -> None:
@@ -152,7 +152,8 @@ def compile_model(values: Mapping[str, Any]) -> Any:
     names = ("optimizer", "loss", "loss_weights", "metrics")
     given = {name: values[name] for name in names if values[name] is not None}
     if given:
-        copy = make_archive(model, values["custom_objects"]).load()
+        check_lambdas(iter_model_parts(model))
+        copy = _read_back(make_archive(model, values["custom_objects"]))
         before = dict(getattr(getattr(copy, "_compile_config", None), "config", {}))
         optimizer = given.get("optimizer", before.get("optimizer"))
         if optimizer is None or given.get("loss", before.get("loss")) is None:
@@ -229,7 +230,7 @@ def make_archive(model: Any, custom_objects: Mapping[str, Any] | None) -> Archiv
     """The model as its `.keras` file.
 
     Raises:
-        InvalidInput: a class of the user's has no get_config().
+        InvalidInput: a class of the user's has no get_config(), or cannot be pickled, as a function of the user's.
     """
     try:
         return Archive.of(model, custom_objects)
@@ -237,6 +238,10 @@ def make_archive(model: Any, custom_objects: Mapping[str, Any] | None) -> Archiv
         raise InvalidInput(
             f"the model cannot be written to a .keras file: {_first_sentence(error)}"
         ) from error
+    except Exception:  # objects may raise anything while they are pickled
+        for name, own in {**collect_custom_objects(model), **(custom_objects or {})}.items():
+            captures.dumps(own, f"{name!r} of the model, its loss, its metrics or custom_objects")
+        raise
 
 
 def _first_sentence(error: Exception) -> str:
@@ -317,10 +322,13 @@ def _read_back(archive: Archive) -> Any:
     """Load the model from its `.keras` file, as the workers do."""
     try:
         return archive.load()
-    except (TypeError, ValueError) as error:
+    except InvalidInput:
+        raise
+    except Exception as error:  # of the user's classes, too
         last = str(error).strip().rpartition("\n")[2]
         raise InvalidInput(
-            f"the model cannot be read from its .keras file, as the workers do: {last}"
+            "the model cannot be read from its .keras file, as the workers do, with "
+            f"{type(error).__name__}: {last}"
         ) from error
 
 

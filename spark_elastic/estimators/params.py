@@ -18,6 +18,7 @@ from pyspark import keyword_only
 from pyspark.ml.param import Param, Params
 
 from spark_elastic.config import ElasticConfig
+from spark_elastic.data.store import check_storage_options
 from spark_elastic.errors import InvalidInput, suggest_name
 
 if TYPE_CHECKING:
@@ -69,8 +70,8 @@ class HiddenOptions(dict[str, Any]):
 
 
 def hide_values(value: Any) -> Any:
-    """A dict as one whose repr hides the values."""
-    return value if value is None else HiddenOptions(value)
+    """A dict as one whose repr hides the values. Raises InvalidInput as `check_storage_options`."""
+    return value if value is None else HiddenOptions(check_storage_options(value))
 
 
 def declare(doc: str, converter: Callable[[Any], Any] = to_python_number) -> Any:

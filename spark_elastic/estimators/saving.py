@@ -9,17 +9,18 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
 import torch
-from pyspark.ml.util import MLWriter
+from pyspark.ml.util import DefaultParamsReader, MLWriter
 from pyspark.sql import SparkSession
 
 from spark_elastic.data.store import Store
-from spark_elastic.errors import StoreError
+from spark_elastic.errors import ElasticError, InvalidInput, StoreError
 from spark_elastic.spark.session import has_context
 
 FORMAT = 1  # 0: before probability columns, with output_col for prediction_col
@@ -56,8 +57,48 @@ def read(spark: SparkSession, path: str) -> dict[str, bytes]:
     rows = spark.read.parquet(os.path.join(path, "data")).collect()
     parts: dict[str, list[Any]] = {}
     for row in sorted(rows, key=lambda row: row.number):
-        parts.setdefault(row.part, []).append(bytes(row.content))
+        pieces = parts.setdefault(row.part, [])
+        if row.number != len(pieces):
+            raise EOFError(f"piece {len(pieces)} of {row.part!r} is missing")
+        pieces.append(bytes(row.content))
     return {part: b"".join(pieces) for part, pieces in parts.items()}
+
+
+@contextmanager
+def name_incomplete(path: str, kind: type) -> Iterator[None]:
+    """Loading a `kind` from the path inside the block raises a StoreError that names both, whatever is wrong there."""
+    try:
+        yield
+    except ElasticError:
+        raise
+    except Exception as error:  # of Spark, the JVM, pickles or the user's classes
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
+        raise StoreError(
+            f"{path} cannot be loaded as {kind.__name__}, with {reason}: give the whole folder that save() wrote, and "
+            "have the modules here that it was made with."
+        ) from error
+
+
+def read_metadata(spark: SparkSession, path: str, kind: type) -> dict[str, Any]:
+    """What `kind` saved at the path beside its parts, as this format's.
+
+    Raises:
+        InvalidInput: another class saved it.
+        StoreError: it cannot be read, or was written by a newer release.
+    """
+    with name_incomplete(path, kind):
+        metadata: dict[str, Any] = DefaultParamsReader.loadMetadata(path, find_metadata_session(spark))
+    check_class(metadata["class"], path, kind)
+    return check_format(metadata, path)
+
+
+def check_class(found: str, path: str, kind: type) -> None:
+    """Raise InvalidInput if a class of another name saved what is at the path; one of the user's may derive from it."""
+    name = found.rpartition(".")[2]
+    if name != kind.__name__ and found.startswith(("spark_elastic.", "pyspark.", "org.apache.spark.")):
+        raise InvalidInput(
+            f"{name} saved what is at {path}, and this loads {kind.__name__}: call {name}.load() instead."
+        )
 
 
 def check_format(metadata: dict[str, Any], path: str) -> dict[str, Any]:

@@ -34,7 +34,12 @@ from spark_elastic.estimators.params import ColumnParams
 from spark_elastic.estimators.predictor import Outputs, Predictor, Shape
 from spark_elastic.monitoring.report import JobReport
 from spark_elastic.spark.dataframes.scan import get_column
-from spark_elastic.spark.dataframes.schema import ColumnType, find_column_type, get_name_folding
+from spark_elastic.spark.dataframes.schema import (
+    ColumnType,
+    check_is_dataframe,
+    find_column_type,
+    get_name_folding,
+)
 
 if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn
@@ -167,6 +172,7 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
         return {}
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
+        check_is_dataframe(dataset, "transform")
         names = ("prediction_col", "probability_col", "raw_prediction_col", "output_cols")
         wanted = {name: self.getOrDefault(name) for name in names}
         wanted["labels"] = self.getOrDefault("label_cols")
@@ -278,16 +284,15 @@ class ModelReader(MLReader[Any]):
         self._cls = cls
 
     def load(self, path: str) -> Any:
-        metadata = saving.check_format(
-            DefaultParamsReader.loadMetadata(path, saving.find_metadata_session(self.sparkSession)), path
-        )
-        columns = tuple(Column(name, dtype, tuple(shape)) for name, dtype, shape in metadata["columns"])
-        summary = FitSummary.from_json(metadata["summary"])
-        predictor = self._cls._restore_predictor(saving.read(self.sparkSession, path), columns, metadata)
-        shapes = metadata.get("shapes")  # none: not tried, or saved before they were kept
-        model: Any = self._cls(predictor, summary, None if shapes is None else list(map(tuple, shapes)))
-        model._resetUid(metadata["uid"])
-        DefaultParamsReader.getAndSetParams(model, metadata)
+        metadata = saving.read_metadata(self.sparkSession, path, self._cls)
+        with saving.name_incomplete(path, self._cls):
+            columns = tuple(Column(name, dtype, tuple(shape)) for name, dtype, shape in metadata["columns"])
+            summary = FitSummary.from_json(metadata["summary"])
+            predictor = self._cls._restore_predictor(saving.read(self.sparkSession, path), columns, metadata)
+            shapes = metadata.get("shapes")  # none: not tried, or saved before they were kept
+            model: Any = self._cls(predictor, summary, None if shapes is None else list(map(tuple, shapes)))
+            model._resetUid(metadata["uid"])
+            DefaultParamsReader.getAndSetParams(model, metadata)
         return model
 
 

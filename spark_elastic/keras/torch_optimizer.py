@@ -36,10 +36,6 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
     scale_local_gradients: bool = True,
 ) -> Plain:
     """See `spark_elastic.keras.DistributedOptimizer`."""
-    if isinstance(optimizer, _Distributed):
-        raise InvalidInput(
-            f"DistributedOptimizer wraps an optimizer of Keras 3 once; got a {type(optimizer).__name__}."
-        )
     if op not in (Average, Sum):
         raise InvalidInput(f"on the torch backend of Keras op must be Average or Sum; got {op!r}.")
     options = ReduceOptions.from_gradient_args(op, gradient_predivide_factor, process_set, compression)

@@ -101,7 +101,16 @@ def wrap_optimizer(
     Args:
         make_exchange: makes what an optimizer of that class has of its own; `get_exchange` returns it.
         utils: the module `utils` of Keras.
+
+    Raises:
+        InvalidInput: it is no optimizer of Keras 3, or wrapped already.
     """
+    if isinstance(optimizer, WrappedOptimizer) or not all(
+        callable(getattr(optimizer, method, None)) for method in ("apply", "apply_gradients", "build")
+    ):
+        raise InvalidInput(
+            f"DistributedOptimizer wraps an optimizer of Keras 3 once; got a {type(optimizer).__name__}."
+        )
     own = type(optimizer)
     # The class keeps the name of the plain one, so that a saved optimizer is loaded as the plain one.
     distributed = type(

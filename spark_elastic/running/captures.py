@@ -26,28 +26,29 @@ ADVICE = {
 }
 
 
-def dumps(call: object) -> bytes:
-    """cloudpickle of (fn, args, kwargs).
+def dumps(call: object, called: str = "") -> bytes:
+    """cloudpickle of (fn, args, kwargs), or of another object that errors are to call by a name.
 
     Raises:
         InvalidInput: something in it lives on Spark's driver only, or cannot be pickled.
     """
     buffer = io.BytesIO()
     try:
-        _Pickler(buffer, call).dump(call)
+        _Pickler(buffer, call, called).dump(call)
     except InvalidInput:
         raise
     except Exception as error:  # objects may raise anything while they are pickled
         raise InvalidInput(
-            f"the function or an argument cannot be pickled ({error}): create such objects inside the function."
+            f"{called or 'the function or an argument'} cannot be pickled ({error}): create such objects inside the "
+            "function that uses them."
         ) from error
     return buffer.getvalue()
 
 
 class _Pickler(WorkerPickler):
-    def __init__(self, file: io.BytesIO, call: object) -> None:
+    def __init__(self, file: io.BytesIO, call: object, called: str) -> None:
         super().__init__(file)
-        self._call = call
+        self._call, self._called = call, called or "the function"
 
     def reducer_override(self, obj: Any) -> Any:
         kind = _find_driver_only_kind(obj)
@@ -55,7 +56,7 @@ class _Pickler(WorkerPickler):
             name = _find_name(obj, self._call)
             where = f"{name!r}, a {kind}," if name else f"a {kind},"
             advice = ADVICE.get(kind, "get what it needs before, and pass that")
-            raise InvalidInput(f"the function uses {where} which lives on Spark's driver only: {advice}.")
+            raise InvalidInput(f"{self._called} uses {where} which lives on Spark's driver only: {advice}.")
         return super().reducer_override(obj)
 
 

@@ -10,7 +10,7 @@ from numbers import Integral
 from typing import IO, Any
 
 from spark_elastic.config import ElasticConfig, changes_setting, from_env
-from spark_elastic.data.store import Store, parse_store_url
+from spark_elastic.data.store import Store, check_storage_options, parse_store_url
 from spark_elastic.errors import InvalidInput
 from spark_elastic.state import owned_run
 
@@ -188,8 +188,8 @@ def _check(mine: dict[str, Any]) -> None:
         mine["store"] = parse_store_url(mine["store"])
     if "storage_options" in mine and "store" not in mine:
         raise InvalidInput("storage_options belong to a store: give store and run_id as well.")
-    if not isinstance(mine.get("storage_options", {}), Mapping):
-        raise InvalidInput("storage_options must map the names of fsspec's options to their values.")
+    if "storage_options" in mine:
+        mine["storage_options"] = check_storage_options(mine["storage_options"])
     if "run_id" in mine:
         owned_run.check_name(mine["run_id"])
     if "stdout" in mine and not _takes_text(mine["stdout"]):

@@ -51,11 +51,16 @@ def get_session(given: SparkSession | None) -> SparkSession:
     """The given session, or the one that `find_session` finds.
 
     Raises:
-        InvalidInput: there is none.
+        InvalidInput: there is none, or something else was given.
     """
-    chosen = given or find_session()
+    chosen = find_session() if given is None else given
     if chosen is None:
         raise InvalidInput("there is no active SparkSession: create one, or pass it as spark=.")
+    if not hasattr(chosen, "createDataFrame"):
+        raise InvalidInput(
+            f"spark must be a SparkSession; got {chosen!r}: give the one that SparkSession.builder made, or leave it "
+            "out."
+        )
     return chosen
 
 

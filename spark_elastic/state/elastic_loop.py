@@ -33,6 +33,11 @@ def elastic(func: Callable[..., R], get_session: Callable[[], WorkerSession | No
 
     @wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> R:
+        if not isinstance(state, State):
+            raise InvalidInput(
+                f"a function of elastic.run takes a state first, such as TorchState(model=model); got "
+                f"{type(state).__name__}."
+            )
         session = get_session()
         if session is None:
             state.begin_alone()

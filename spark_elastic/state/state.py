@@ -135,8 +135,18 @@ class State(ABC):
         self._source = 0
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
-        """Functions to call after each change of the world, on the workers that were there before."""
-        self._reset_callbacks.extend(callbacks)
+        """Functions to call after each change of the world, on the workers that were there before.
+
+        Raises:
+            InvalidInput: there is something else among them.
+        """
+        given: Any = callbacks
+        found: list[Any] = list(given) if isinstance(given, Iterable) else [None]
+        if not all(map(callable, found)):
+            raise InvalidInput(
+                f"register_reset_callbacks takes a list of functions, such as [f] and not [f()]; got {given!r}."
+            )
+        self._reset_callbacks.extend(found)
 
     def on_reset(self) -> None:
         """The world changed."""

@@ -199,12 +199,6 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
     Raises:
         InvalidInput: an argument is wrong.
     """
-    if isinstance(optimizer, _Distributed) or not all(
-        callable(getattr(optimizer, method, None)) for method in ("apply", "apply_gradients", "build")
-    ):
-        raise InvalidInput(
-            f"DistributedOptimizer wraps an optimizer of Keras 3 once; got a {type(optimizer).__name__}."
-        )
     options = ReduceOptions.from_gradient_args(op, gradient_predivide_factor, process_set, compression)
 
     def make_exchange() -> tuple[ExchangeOptions, GradientAccumulator[Array]]:

@@ -183,6 +183,11 @@ def broadcast_parameters(
     Args:
         params: a state dict, or parameters with or without names.
     """
+    if isinstance(params, torch.nn.Module) or not isinstance(params, Iterable):
+        raise InvalidInput(
+            "broadcast_parameters takes a state dict or parameters, such as model.state_dict(); got "
+            f"{type(params).__name__}."
+        )
     entries = sorted(params.items()) if isinstance(params, Mapping) else params
     tensors = []
     for number, entry in enumerate(entries):

@@ -150,7 +150,7 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
     Raises:
         InvalidInput: an argument is wrong.
     """
-    if isinstance(optimizer, torch.optim.LBFGS | DistributedBase):
+    if isinstance(optimizer, torch.optim.LBFGS | DistributedBase) or not hasattr(optimizer, "param_groups"):
         raise InvalidInput(
             f"DistributedOptimizer wraps a plain optimizer once, and never LBFGS; got {type(optimizer).__name__}."
         )

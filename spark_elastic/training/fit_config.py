@@ -37,6 +37,14 @@ def check_whole_number(name: str, value: Any, least: int = 0) -> int:
     return number
 
 
+def check_seed(name: str, value: Any, bits: int = 64) -> int:
+    """The seed, of at most as many bits as the framework's generators take."""
+    number = check_whole_number(name, value)
+    if number >= 2**bits:
+        raise InvalidInput(f"{name} must be a whole number below 2**{bits}; got {value!r}.")
+    return number
+
+
 def check_flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool | np.bool_):
         raise InvalidInput(f"{name} must be True or False; got {value!r}.")
@@ -181,7 +189,7 @@ class FitConfig:
     # Most workers ever; None stands for num_workers and is replaced by it.
     max_workers: int = _param(_check_optional_count, None, may_change=True)
     # Seed of the order of rows and of the workers' random numbers.
-    seed: int = _param(check_whole_number, 0)
+    seed: int = _param(check_seed, 0)
     # Whether each epoch has its own order of rows.
     shuffle: bool = _param(check_flag, True)
     # Order in which a table's rows are written: "hash" or "table"; None: "hash" if they are shuffled.

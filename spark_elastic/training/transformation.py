@@ -61,10 +61,11 @@ def transform_columns(
     """The wanted columns of what the transformation makes of `rows` rows.
 
     Raises:
-        InvalidInput: it returned no such column, or another number of rows.
+        InvalidInput: it returned no columns, not such a one, or another number of rows.
     """
     given = {"rng": rng} if takes_rng(transformation) else {}
     results = transformation(dict(columns), **given)
+    _check_results(results)
     for name in wanted:
         if name not in results or len(results[name]) != rows:
             found = len(results[name]) if name in results else "no"
@@ -73,6 +74,15 @@ def transform_columns(
                 "array of as many rows for each feature, label and weight column."
             )
     return {name: np.ascontiguousarray(results[name]) for name in wanted}
+
+
+def _check_results(results: Any) -> None:
+    """Raise InvalidInput if they have no columns by name. A table of another library may be no Mapping."""
+    if not hasattr(results, "__contains__") or isinstance(results, str | list | tuple | np.ndarray):
+        raise InvalidInput(
+            f"transformation_fn returned {'None' if results is None else type(results).__name__}: return a dict with "
+            "an array for each feature, label and weight column."
+        )
 
 
 def transform_inputs(
@@ -101,7 +111,9 @@ def _transform_and_reshape(
     columns: dict[str, Any],
     rng: RowRandom | None = None,
 ) -> Mapping[str, Any]:
-    results = dict(transformation(columns, **({"rng": rng} if takes_rng(transformation) else {})))
+    returned = transformation(columns, **({"rng": rng} if takes_rng(transformation) else {}))
+    _check_results(returned)
+    results = dict(returned)
     for name, shape in shapes.items():
         if name not in results:
             continue  # `transform_columns` raises the error

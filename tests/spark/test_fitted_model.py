@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators.predictor import ModuleWithTransformation, TorchPredictor
 from spark_elastic.estimators.saving import check_format, pack
+from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
 from spark_elastic.estimators.torch_model import ElasticTorchModel
 from spark_elastic.estimators.transformer import FitSummary, WorldRecord, try_shapes
 
@@ -147,6 +149,19 @@ def test_a_saved_and_loaded_model_predicts_the_same(spark: SparkSession, tmp_pat
     assert all(torch.equal(a, b) for a, b in zip(back.model.parameters(), module.parameters(), strict=True))
     df = table(spark)
     assert back.transform(df).collect() == model.transform(df).collect()
+    with pytest.raises(
+        InvalidInput, match=r"ElasticTorchModel saved what is at .*: call ElasticTorchModel.load"
+    ):
+        ElasticTorchEstimator.load(path)
+    shutil.rmtree(tmp_path / "model" / "data")
+    with pytest.raises(
+        StoreError, match=r"model cannot be loaded as ElasticTorchModel, with .*: give the whole"
+    ):
+        ElasticTorchModel.load(path)
+    with pytest.raises(
+        StoreError, match=r"none cannot be loaded as ElasticTorchModel, with .*PATH_NOT_FOUND"
+    ):
+        ElasticTorchModel.load(str(tmp_path / "none"))
 
 
 def test_a_model_of_an_older_release_loads(spark: SparkSession) -> None:

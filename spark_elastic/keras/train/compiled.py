@@ -46,6 +46,11 @@ class _OutputLoss:
     # Which of the outputs it is, in their order.
     place: int
 
+    @property
+    def of_classes(self) -> bool:
+        """Whether its labels are numbers of classes; Keras would cut 0.5 down to 0."""
+        return getattr(getattr(self.loss, "fn", None), "__name__", "") == "sparse_categorical_crossentropy"
+
     def find_divisor(self, batch: LocalBatch[npt.NDArray[Any]]) -> float | None:
         """What these rows add to the divisor of the mean; None: it does not depend on what is in the rows."""
         weighted = self.reduction == "mean_with_sample_weight" and batch.weights is not None
@@ -65,16 +70,17 @@ class CompiledLosses:
     """Losses of one compiled model. They run without reduction, and the sums are divided by what all ranks have, so
     that no two reductions can differ."""
 
-    def __init__(self, model: Any, labels: Any, outputs: Any) -> None:
+    def __init__(self, model: Any, labels: Any, outputs: Any, label_cols: Sequence[str] = ()) -> None:
         """
         Args:
             labels: of one row, in the structure of the model's outputs; Keras assigns the losses by it.
             outputs: likewise.
+            label_cols: the labels' columns in the order of the outputs, for errors; (): no batch will be given.
 
         Raises:
             InvalidInput: the loss does not fit the outputs, or an output carries a mask.
         """
-        self._model = model
+        self._model, self._label_cols = model, label_cols
         compiled = model._compile_loss
         if not compiled.built:
             try:
@@ -106,7 +112,8 @@ class CompiledLosses:
 
     def factors(self, group: Group, batch: LocalBatch[npt.NDArray[Any]]) -> list[float]:
         """What the sum of each loss is to be multiplied with. The ranks agree on it where weights or labels of rows
-        make a divisor."""
+        make a divisor. Raises InvalidInput as `check_labels`."""
+        self.check_labels(batch)
         divisors = [1.0 if part.reduction == "sum" else float(batch.planned) for part in self._parts]
         own = {k: found for k, p in enumerate(self._parts) if (found := p.find_divisor(batch)) is not None}
         if own:
@@ -114,6 +121,18 @@ class CompiledLosses:
             for k, total in zip(own, totals, strict=True):
                 divisors[k] = float(total) or 1.0
         return [1.0 / divisor for divisor in divisors]
+
+    def check_labels(self, batch: LocalBatch[npt.NDArray[Any]]) -> None:
+        """Raise InvalidInput if a loss of classes has a label that is not a whole number."""
+        for part in self._parts:
+            label = batch.labels[part.place]
+            may_be_wrong = part.of_classes and label.dtype.kind in "fV"  # V: bfloat16
+            if may_be_wrong and (wrong := label[label != np.trunc(label)]).size:
+                raise InvalidInput(
+                    f"column {self._label_cols[part.place]!r} has {float(wrong[0]):g}, and {part.loss.fn.__name__} "
+                    "takes whole numbers of classes: number the classes from 0, or give categorical_crossentropy "
+                    "arrays of shares of each class."
+                )
 
     def total(
         self, labels: Any, outputs: Any, weights: Any, factors: Any, part: Any

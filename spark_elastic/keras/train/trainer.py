@@ -91,7 +91,7 @@ class ConnectedModel:
         label_cols = order_labels(model, outputs, config.label_cols)
         batches = BatchBuilder(config, inputs, label_cols, None)
         labels = structure.outputs(list(batches.build(rows).labels))
-        losses = CompiledLosses(model, labels, outputs)
+        losses = CompiledLosses(model, labels, outputs, label_cols)
         return cls(inputs, label_cols, batches, structure, losses, labels, outputs)
 
 

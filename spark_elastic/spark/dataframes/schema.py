@@ -70,6 +70,21 @@ class ColumnType:
     cast: str | None = None
 
 
+def check_is_dataframe(df: object, call: str) -> None:
+    """Raise InvalidInput if what a call was given is no DataFrame of Spark, such as one of pandas."""
+    if not hasattr(df, "isStreaming"):
+        raise InvalidInput(
+            f"{call} takes a DataFrame of Spark; got {describe_class(df)}: make one of it with spark.createDataFrame."
+        )
+
+
+def describe_class(value: object) -> str:
+    """The class of a value with the package that it is from, such as pandas.DataFrame."""
+    kind = type(value)
+    package = kind.__module__.partition(".")[0]
+    return kind.__qualname__ if package == "builtins" else f"{package}.{kind.__qualname__}"
+
+
 def check_columns(
     schema: StructType,
     feature_cols: Sequence[str],

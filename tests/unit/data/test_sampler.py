@@ -131,6 +131,8 @@ def test_w5_states_of_horovods_sampler_are_loaded(state: dict[str, object], left
 
 
 def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(InvalidInput, match="takes a dataset with a length; got int"):
+        ElasticSampler(5, rank=lambda: 0, size=lambda: 1)  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match="batch_size"):
         World(1).sampler(5, 0).record_batch(0, 0)
     with pytest.raises(InvalidInput, match="row 5 of a data set of 5"):

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("pyspark")
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators import elastic_estimator, saving
+from spark_elastic.estimators import saving
 from spark_elastic.estimators.elastic_estimator import EstimatorReader
 from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
 from spark_elastic.estimators.torch_objects import check_torch_objects
@@ -30,11 +30,8 @@ class Reader(EstimatorReader):
 def test_an_estimator_of_format_1_loads(monkeypatch: Any) -> None:
     kept = json.loads((Path(__file__).parent / "estimator_format_1.json").read_text())
     parts = {name: base64.b64decode("".join(lines)) for name, lines in kept["parts"].items()}
-    real = elastic_estimator.DefaultParamsReader
-    read = SimpleNamespace(
-        loadMetadata=lambda path, scope: kept["metadata"], getAndSetParams=real.getAndSetParams
-    )
-    monkeypatch.setattr(elastic_estimator, "DefaultParamsReader", read)
+    read = SimpleNamespace(loadMetadata=lambda path, scope: kept["metadata"])
+    monkeypatch.setattr(saving, "DefaultParamsReader", read)
     monkeypatch.setattr(saving, "find_metadata_session", lambda session: None)
     monkeypatch.setattr(saving, "read", lambda session, path: parts)
     back: Any = Reader(ElasticTorchEstimator).load("there")

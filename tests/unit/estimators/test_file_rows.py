@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -15,6 +16,7 @@ from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, JobCancelled
 from spark_elastic.estimators.fit_rows import FileRows
 from spark_elastic.estimators.run_record import RunRecord
+from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
 from spark_elastic.spark.dataframes.scan import MissingValues
 from spark_elastic.state.owned_run import OwnedRun
 from tests.unit.estimators.requests import request
@@ -32,6 +34,15 @@ def locate(train: str, *seen: str) -> FileRows:
     rows = FileRows.locate(SESSION, [train], seen, {})
     rows.check(request())
     return rows
+
+
+@pytest.mark.parametrize("given", [3, [3], pd.DataFrame({"x": [1.0]}), SimpleNamespace(columns=["x"])])
+def test_what_is_no_path_is_refused(given: Any) -> None:
+    for arguments in ((given,), ("there", given)):
+        with pytest.raises(
+            InvalidInput, match="fit_on_parquet takes paths of Parquet files or folders; got "
+        ):
+            ElasticTorchEstimator().fit_on_parquet(*arguments)
 
 
 def test_a_run_resumes_with_the_same_files_only(tmp_path: Path) -> None:

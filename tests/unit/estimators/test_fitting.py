@@ -297,6 +297,30 @@ def test_p4_replicas_with_different_weights_are_an_error(caplog: pytest.LogCaptu
     assert "ranks [1] came to differ" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"losses": (threading.Lock(),)}, "loss"),
+        ({"metrics": {"m": threading.Lock()}}, "metrics"),
+        ({"callbacks": (threading.Lock(),)}, "callbacks"),
+        ({"transformation": threading.Lock()}, "transformation_fn"),
+    ],
+)
+def test_a_parameter_that_cannot_be_pickled_is_named_before_the_preflight(
+    changes: dict[str, Any], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = torch.nn.Linear(1, 1)
+    objects = TorchUserObjects(module, None, **{"losses": (torch.nn.MSELoss(),), **changes})
+    rows: Any = SimpleNamespace(session=None, check=lambda *given: None)
+    monkeypatch.setattr(fitting, "make_platform", lambda *given: SimpleNamespace(master="local"))
+    wanted = request(objects=objects, store=str(tmp_path), num_workers=1, feature_cols=(), storage_options={})
+    framework = fitting.Framework((), (), ".pt", None)  # type: ignore[arg-type]
+    with pytest.raises(
+        InvalidInput, match=rf"^the parameter {name} cannot be pickled \(.*lock.*: create such"
+    ):
+        fitting.train_model(rows, wanted, framework)
+
+
 def test_a_callback_that_watches_a_missing_metric_is_refused() -> None:
     rows: Any = SimpleNamespace(has_validation=lambda request: False)
     module = torch.nn.Linear(1, 1)

@@ -6,6 +6,7 @@ import json
 import pickle
 import random
 from contextlib import nullcontext
+from threading import Lock
 from typing import Any
 
 import cloudpickle
@@ -87,6 +88,7 @@ def values(**changes: Any) -> dict[str, Any]:
     ("changes", "sentence"),
     [
         ({"model": 3}, "model must be a Keras model or a function"),
+        ({"model": net, "seed": 2**32}, r"seed must be a whole number below 2\*\*32; got 4294967296"),
         ({"model": keras.Sequential}, "model is the class Sequential"),
         ({"model": lambda: keras.Sequential([keras.layers.Dense(1)])}, "has no weights yet"),
         ({"model": net}, "the model is not compiled: call model.compile"),
@@ -465,6 +467,17 @@ class LayerWithoutConfig(keras.layers.Dense):
         super().__init__(units)
 
 
+class LayerThatNeedsAKey(keras.layers.Dense):
+    """Its configuration lacks what it is read back from."""
+
+    def __init__(self, factor: float, **given: Any) -> None:
+        super().__init__(2, **given)
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        return cls(config["factor"])
+
+
 def build_of_own_functions(factor: float) -> Any:
     """Its activation, its loss and its metric are no other module's."""
 
@@ -586,6 +599,21 @@ def test_different_functions_of_one_name_are_refused() -> None:
         assert loaded.evaluate(x, y, verbose=0) == pytest.approx(given["model"].evaluate(x, y, verbose=0))
 
 
+@pytest.mark.parametrize("kind", ["loss", "metrics"])
+def test_a_function_that_cannot_be_pickled_is_named(kind: str) -> None:
+    lock = Lock()
+
+    def own_loss(label: Any, output: Any) -> Any:
+        with lock:
+            return keras.ops.square(label - output)
+
+    given = {"optimizer": "sgd", "loss": "mse", kind: [own_loss]}
+    with pytest.raises(
+        InvalidInput, match=r"^'own_loss' of the model, its loss, .* cannot be pickled \(.*lock"
+    ):
+        check_keras_objects(values(model=net, **given))
+
+
 def relu(x: Any) -> Any:
     return keras.ops.minimum(x, 0.0)
 
@@ -662,10 +690,16 @@ class Model:
             "a lambda of the model, .* uses FACTOR, which Keras",
         ),
         (lambda: LayerWithoutConfig(2), "cannot be read from its .keras file, .*unexpected keyword argument"),
+        (
+            lambda: LayerThatNeedsAKey(factor=2),
+            "cannot be read from its .keras file, .* with KeyError: 'factor'",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_serialized_is_refused(layer: Any, sentence: str) -> None:
     model = keras.Sequential([keras.Input((2,)), layer(), keras.layers.Dense(1)])
+    with pytest.raises(InvalidInput, match=sentence):
+        check_keras_objects(values(model=model, optimizer="sgd", loss="mse"))  # compiled on a copy
     model.compile("sgd", "mse")
     with pytest.raises(InvalidInput, match=sentence):
         check_keras_objects(values(model=model))

@@ -16,6 +16,7 @@ pytest.importorskip("pyspark")
 from pyspark.ml.tuning import ParamGridBuilder
 from pyspark.ml.util import DefaultParamsWriter
 
+from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.elastic_estimator import ElasticEstimator
 from spark_elastic.estimators.keras_estimator import ElasticKerasEstimator
 from spark_elastic.estimators.params import TorchParams, to_names
@@ -113,6 +114,19 @@ def test_options_of_the_store_are_not_shown() -> None:
     assert estimator.getStorageOptions()["secret"] == "abc"
     assert "'secret': ..." in estimator.explainParams()
     assert "abc" not in estimator.explainParams()
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("secret=abc", "must map .*; got str: give a dict"),
+        ({"url": "abc"}, "has 'url', .*: give the url as store"),
+    ],
+)
+def test_options_that_are_none_are_refused_at_once_and_not_shown(given: Any, says: str) -> None:
+    with pytest.raises(InvalidInput, match=f"^storage_options {says}") as raised:
+        ElasticTorchEstimator(storage_options=given)
+    assert "abc" not in str(raised.value)
 
 
 def _keywords(estimator: type[ElasticEstimator]) -> dict[str, inspect.Parameter]:

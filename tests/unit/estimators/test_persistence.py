@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 
-from spark_elastic.estimators.saving import pack
+from spark_elastic.errors import InvalidInput, StoreError
+from spark_elastic.estimators import saving
+from spark_elastic.estimators.saving import check_class, pack
+from spark_elastic.estimators.torch_model import ElasticTorchModel
+from spark_elastic.estimators.transformer import FitSummary, ModelReader
 
 
 class HardToSaveNet(torch.nn.Module):
@@ -62,3 +69,54 @@ def test_packing_leaves_the_module_as_it_is() -> None:
     with torch.no_grad():
         unpacked.first.weight.zero_()
     assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+
+
+class Reader(ModelReader):
+    """Without a session."""
+
+    sparkSession = None  # type: ignore[assignment]
+
+
+METADATA = {
+    "class": "spark_elastic.estimators.torch_model.ElasticTorchModel",
+    "uid": "one",
+    "columns": [],
+    "summary": FitSummary().to_json(),
+    "paramMap": {},
+    "defaultParamMap": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("parts", "says"),
+    [
+        ([], "missing 2 required positional arguments: 'architecture' and 'weights'"),
+        ([("architecture", 0)], "missing 1 required positional argument: 'weights'"),
+        ([("architecture", 0), ("weights", 0), ("weights", 2)], "piece 1 of 'weights' is missing"),
+    ],
+)
+def test_an_incomplete_copy_is_named_with_what_it_lacks(parts: Any, says: str, monkeypatch: Any) -> None:
+    rows = [SimpleNamespace(part=part, number=number, content=b"") for part, number in parts]
+    session = SimpleNamespace(
+        read=SimpleNamespace(parquet=lambda path: SimpleNamespace(collect=lambda: rows))
+    )
+    monkeypatch.setattr(Reader, "sparkSession", session)
+    monkeypatch.setattr(saving, "find_metadata_session", lambda session: None)
+    read = SimpleNamespace(loadMetadata=lambda path, scope: METADATA)
+    monkeypatch.setattr(saving, "DefaultParamsReader", read)
+    with pytest.raises(
+        StoreError, match=f"^there cannot be loaded as ElasticTorchModel, .*{says}: give the whole"
+    ):
+        Reader(ElasticTorchModel).load("there")
+
+
+def test_what_another_class_saved_is_named_with_the_class_that_loads_it() -> None:
+    for found in (
+        "spark_elastic.estimators.keras_model.ElasticKerasModel",
+        "pyspark.ml.pipeline.PipelineModel",
+    ):
+        name = found.rpartition(".")[2]
+        with pytest.raises(InvalidInput, match=f"^{name} saved what is at there, .* call {name}.load"):
+            check_class(found, "there", ElasticTorchModel)
+    for known in ("spark_elastic.estimators.torch_estimator.ElasticTorchModel", "users.module.OwnModel"):
+        check_class(known, "there", ElasticTorchModel)

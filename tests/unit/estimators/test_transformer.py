@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pandas as pd
 import pytest
 
 pytest.importorskip("pyspark")
@@ -17,7 +18,7 @@ from spark_elastic.estimators.transformer import ElasticModel, _check_new, try_s
 
 def table(columns: list[str], sensitive: str = "false") -> Any:
     session = SimpleNamespace(conf={"spark.sql.caseSensitive": sensitive})
-    return SimpleNamespace(columns=columns, sparkSession=session)
+    return SimpleNamespace(columns=columns, sparkSession=session, isStreaming=False)
 
 
 @pytest.mark.parametrize(
@@ -35,6 +36,14 @@ def test_a_column_that_is_there_already_is_named_before_any_job(wanted: dict[str
     model._set(**wanted)
     with pytest.raises(InvalidInput, match=f"the table has a column {column!r} already"):
         model._transform(table(["x", column]))
+
+
+def test_a_table_of_pandas_is_refused() -> None:
+    model = ElasticModel(SimpleNamespace(columns=()), SimpleNamespace())  # type: ignore[arg-type]
+    with pytest.raises(
+        InvalidInput, match=r"transform takes a DataFrame of Spark; got pandas.DataFrame: make one"
+    ):
+        model.transform(pd.DataFrame({"x": [1.0]}))  # type: ignore[arg-type]
 
 
 def test_columns_of_another_table_take_the_places_of_those_in_training(

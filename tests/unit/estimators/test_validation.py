@@ -141,6 +141,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"num_workers": 5, "max_workers": 4}, "num_workers is 5, outside of min_workers 1 to max_workers 4"),
     ({"num_workers": 1, "min_workers": 2, "max_workers": 4}, "num_workers is 1, outside"),
     ({"seed": -1}, "seed must be a whole number of 0 or more"),
+    ({"seed": 2**64}, r"seed must be a whole number below 2\*\*64; got 1844"),
     ({"gradient_clip_norm": 0}, "gradient_clip_norm must be a number above 0"),
     ({"gradient_clip_value": "1"}, "gradient_clip_value must be a number above 0"),
     ({"input_shapes": [(2,), (3,)]}, "input_shapes has 2 shapes for 1 feature columns"),

@@ -25,6 +25,8 @@ class RecordingOptimizer:
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         self.applied.append([gradient.tolist() for gradient in grads])
 
+    apply_gradients = build = apply
+
 
 def test_passes_of_a_world_that_is_over_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     here = SimpleNamespace(fence=(1, 1))
@@ -78,3 +80,8 @@ def test_distributed_optimizer_of_keras_wraps_once() -> None:
 
 def test_a_variable_of_bfloat16_has_an_array() -> None:
     assert to_array(torch.tensor([1.5, -2.0], dtype=torch.bfloat16)).tolist() == [1.5, -2.0]
+
+
+def test_a_model_is_no_optimizer() -> None:
+    with pytest.raises(InvalidInput, match="wraps an optimizer of Keras 3 once; got a Linear"):
+        DistributedOptimizer(torch.nn.Linear(1, 1))

@@ -210,6 +210,7 @@ def test_options_of_the_store_reach_it_and_are_not_shown(tmp_path: Path) -> None
         ({"run_id": "mine"}, "run_id and store go together"),
         ({"store": "/mnt"}, "run_id and store go together"),
         ({"storage_options": "key=marked-5d20", "run_id": "mine", "store": "/mnt"}, "must map the names"),
+        ({"storage_options": {"url": "s3://b"}, "run_id": "mine", "store": "/mnt"}, "give the url as store"),
         ({"run_id": "mine", "store": object()}, "store must be a path or url; got object"),
     ],
 )

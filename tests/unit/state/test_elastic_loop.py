@@ -382,3 +382,8 @@ def test_interrupts_outside_of_the_run_loop_reach_the_user() -> None:
     error: Exception = HostsUpdatedInterrupt(skip_sync=True)
     assert error.skip_sync  # type: ignore[attr-defined]
     assert not isinstance(error, CollectiveError)
+
+
+def test_an_elastic_function_takes_a_state_first() -> None:
+    with pytest.raises(InvalidInput, match=r"takes a state first, such as .*; got int"):
+        elastic(lambda state: state, lambda: None)(3)  # type: ignore[arg-type]

@@ -230,3 +230,11 @@ def test_arrays_among_the_values_are_not_pickled() -> None:
     state.best += 1
     state.restore()
     assert state.best.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("callbacks", [[None], [print, 3], print])
+def test_what_is_no_function_is_no_reset_callback(callbacks: Any) -> None:
+    state = ObjectState(step=0)
+    with pytest.raises(InvalidInput, match="takes a list of functions, such as"):
+        state.register_reset_callbacks(callbacks)
+    state.on_reset()

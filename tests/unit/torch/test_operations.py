@@ -271,6 +271,9 @@ def test_invalid_arguments_are_refused() -> None:
         hvd.alltoall(torch.tensor(1.0))
     with pytest.raises(InvalidInput, match="broadcast_parameters takes tensors; 'lr' is a float"):
         hvd.broadcast_parameters({"lr": 0.1}, root_rank=0)
+    for model in (torch.nn.Linear(1, 1), torch.nn.Sequential(torch.nn.Linear(1, 1)), None):
+        with pytest.raises(InvalidInput, match=r"a state dict or parameters, such as model.state_dict"):
+            hvd.broadcast_parameters(model, root_rank=0)  # type: ignore[arg-type]
 
 
 @pytest.mark.gpu

@@ -396,7 +396,7 @@ def test_a_distributed_optimizer_cannot_be_copied(op: Any) -> None:
 
 def test_distributed_optimizer_wraps_once_and_not_lbfgs(alone: tuple[torch.nn.Sequential, Any]) -> None:
     model, opt = alone
-    for wrong in (opt, torch.optim.LBFGS(model.parameters())):
+    for wrong in (opt, torch.optim.LBFGS(model.parameters()), model):
         with pytest.raises(InvalidInput, match="wraps a plain optimizer once"):
             DistributedOptimizer(wrong)
     with pytest.raises(InvalidInput, match="before wrapping"):

@@ -58,6 +58,17 @@ def test_reshaped_results_are_augmented_too() -> None:
     assert len(set(found["x"].ravel().tolist())) == 12
 
 
+@pytest.mark.parametrize(
+    ("returned", "what"), [(None, "None"), ((np.zeros(3),), "tuple"), (np.zeros(3), "ndarray")]
+)
+def test_what_is_no_dict_of_columns_is_refused(returned: Any, what: str) -> None:
+    for change in (lambda columns: returned, reshape_results(lambda columns: returned, {"x": (2, 2)})):
+        with pytest.raises(
+            InvalidInput, match=f"^transformation_fn returned {what}: return a dict with an array"
+        ):
+            transform_columns({"x": np.zeros((3, 4))}, 3, ["x"], change)
+
+
 def test_each_virtual_share_is_a_part() -> None:
     plan = DataPlan((100,), 10, seed=0, lanes=1, shares=4)
     group: Any = SimpleNamespace(rank=1, size=2)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from elastic_collectives.fakes import FakeFabric
+from spark_elastic.errors import InvalidInput
 from spark_elastic.keras.train.compiled import SUMS_ACTIVITY, CompiledLosses, CompiledMetrics, activity_by_row
 from spark_elastic.training.batch import LocalBatch
 
@@ -43,6 +44,21 @@ def test_labels_that_do_not_count_are_not_divided_by(reduction: str, labels: lis
         for each, own in zip(outputs, labels, strict=True)
     ]
     assert sum(parts) == pytest.approx(float(loss(np.concatenate(labels), np.concatenate(outputs))), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "loss", ["sparse_categorical_crossentropy", keras.losses.SparseCategoricalCrossentropy()]
+)
+def test_classes_that_are_no_whole_numbers_are_refused(loss: Any) -> None:
+    model = keras.Sequential([keras.Input((CLASSES,)), keras.layers.Softmax()])
+    model.compile("sgd", loss)
+    rows, labels, group = np.ones((3, CLASSES), "f"), np.array([0.0, 2.0, 0.5], "f"), FakeFabric(1).group(0)
+    losses = CompiledLosses(model, labels[:1], model(rows[:1]), ["kind"])
+    losses.factors(group, LocalBatch(2, np.arange(2), (rows[:2],), (labels[:2],), None))
+    with pytest.raises(
+        InvalidInput, match=r"column 'kind' has 0.5, and sparse_categorical_cross.* whole numbers"
+    ):
+        losses.factors(group, LocalBatch(3, np.arange(3), (rows,), (labels,), None))
 
 
 def test_activity_penalties_that_older_keras_sums_are_a_number_for_each_row(
