@@ -79,6 +79,25 @@ TEST(group, parts_of_any_size_are_gathered) {
   CHECK(thrown == nothing(3));
 }
 
+TEST(group, parts_of_many_pieces_are_gathered) {
+  constexpr size_t kPiece = size_t{4} << 20;
+  for (const auto& sizes : {std::vector<size_t>{2 * kPiece + 7}, {0, kPiece + 1}, {kPiece * 3, 5, 0, kPiece}}) {
+    Ranks ranks(static_cast<int>(sizes.size()));
+    const auto thrown = ranks.each([&](Group& group) {
+      const auto value = [](size_t rank, size_t i) { return static_cast<char>(i * 31 + i / kPiece + rank); };
+      const auto me = static_cast<size_t>(group.rank());
+      std::vector<char> own(sizes[me]), all(std::accumulate(sizes.begin(), sizes.end(), size_t{0}));
+      for (size_t i = 0; i < own.size(); i++) own[i] = value(me, i);
+      group.allgather(own.data(), all.data(), sizes, 0);
+      size_t at = 0;
+      for (size_t r = 0; r < sizes.size(); r++) {
+        for (size_t i = 0; i < sizes[r]; i++) CHECK(all[at++] == value(r, i));
+      }
+    });
+    CHECK(thrown == nothing(static_cast<int>(sizes.size())));
+  }
+}
+
 TEST(group, every_type_sums_in_chunks_and_bit_by_bit) {
   for (int size : {2, 3, 5}) {
     Ranks ranks(size);
