@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <numeric>
+#include <stdexcept>
 #include <thread>
 
 #include "check.h"
@@ -278,4 +279,18 @@ TEST(group, generations_follow_one_another) {
     ranks.build(generation);
     CHECK(ranks.each([](Group& group) { sum(group, 100, Algorithm::kRing); }) == nothing(3));
   }
+}
+
+// Rank 1 waits for what it is to pass on to rank 3, and has not needed that connection yet.
+TEST(group, a_rank_that_waits_is_not_blamed_by_one_to_which_it_has_no_connection) {
+  Ranks ranks(4, 1, 2500);
+  std::atomic<int> ended{0};
+  const auto thrown = ranks.each([&](Group& group) {
+    while (group.rank() == 0 && ended < 3) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    std::vector<char> data(100);
+    const std::string why = thrownBy([&] { group.broadcast(data.data(), data.size(), 0, 0); });
+    ended++;
+    throw std::runtime_error(why);
+  });
+  for (size_t r : {1, 2, 3}) CHECK(thrown[r].find("waiting for rank(s) 0") != std::string::npos);
 }
