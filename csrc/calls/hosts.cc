@@ -220,16 +220,19 @@ void Hosts::close() {
 // Runs a leader's exchange with the other hosts.
 void Hosts::runAmongLeaders(CrossHost phase, const std::function<void()>& run) {
   if (!leaders_) return;
-  struct PhaseGuard {
-    LocalGroup* local;
-    PhaseGuard(LocalGroup* local, CrossHost phase) : local(local) {
-      if (local != nullptr) local->setCrossHost(phase);
-    }
-    ~PhaseGuard() {
-      if (local != nullptr) local->setCrossHost(CrossHost::kIdle);
-    }
-  } guard(local_.get(), phase);
+  if (local_) local_->setCrossHost(phase);
   run();
+  // A leader that is awaited stays so until it arrives at the barrier of those that wait for it.
+  if (local_ && phase != CrossHost::kAwaited) local_->setCrossHost(CrossHost::kIdle);
+}
+
+// Members of this host may wait for the caller: it shows them after each block that it is alive.
+void Hosts::copy(char* to, const char* from, size_t bytes) {
+  constexpr size_t kBlock = size_t{4} << 20;
+  for (size_t at = 0; at < bytes; at += kBlock) {
+    std::memcpy(to + at, from + at, std::min(kBlock, bytes - at));
+    if (local_) local_->showProgress();
+  }
 }
 
 void Hosts::allreduce(void* data, size_t count, const Reduction& reduction, const Call& call,
@@ -296,13 +299,17 @@ void Hosts::allgather(const void* own, void* out, const std::vector<size_t>& siz
       packed.push_back(std::accumulate(ranks.begin(), ranks.end(), size_t{0},
                                        [&](size_t sum, int rank) { return sum + sizeOf(rank); }));
     }
-    std::vector<char> in, all(total);
-    for (int rank : host) in.insert(in.end(), placeOf(rank), placeOf(rank) + sizeOf(rank));
-    amongLeaders(leaders_, in.data(), all.data(), packed);
-    const char* next = all.data();
+    const std::unique_ptr<char[]> in(new char[packed[topology_.mine]]), all(new char[total]);
+    char* end = in.get();
+    for (int rank : host) {
+      copy(end, placeOf(rank), sizeOf(rank));
+      end += sizeOf(rank);
+    }
+    amongLeaders(leaders_, in.get(), all.get(), packed);
+    const char* next = all.get();
     for (const auto& ranks : topology_.hosts) {
       for (int rank : ranks) {
-        std::memcpy(placeOf(rank), next, sizeOf(rank));
+        copy(placeOf(rank), next, sizeOf(rank));
         next += sizeOf(rank);
       }
     }

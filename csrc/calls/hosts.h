@@ -59,6 +59,7 @@ class Hosts {
  private:
   Hosts(const std::shared_ptr<Mesh>& mesh, Topology topology, std::unique_ptr<LocalGroup> local);
   void runAmongLeaders(CrossHost phase, const std::function<void()>& run);
+  void copy(char* to, const char* from, size_t bytes);
 
   const Topology topology_;
   const std::unique_ptr<LocalGroup> local_;  // null: the only rank on its host

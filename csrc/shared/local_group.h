@@ -38,6 +38,7 @@ class LocalGroup {
   // Null if there is no room.
   std::shared_ptr<Memory> memory(size_t bytes) { return pool_.allocate(bytes); }
   void setCrossHost(CrossHost crossHost) { barrier_.setCrossHost(crossHost); }
+  void showProgress() { barrier_.showProgress(); }
   // Closes the sockets that show the others that this member is alive. Any thread.
   void close();
 

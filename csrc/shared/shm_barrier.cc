@@ -85,6 +85,7 @@ void SharedBarrier::arriveAndWait() {
   }
   // After the counter: a lost member without this mark has not arrived.
   segment_->memberState(self_).arrived.store(turn_, std::memory_order_release);
+  setCrossHost(CrossHost::kIdle);
   if (!isReleased()) spin();
   if (!isReleased()) sleep();
   if (failed()) raise();

@@ -32,8 +32,15 @@ class SharedBarrier {
   Failure failure() const;  // waits briefly while another member writes it
   // The member's process has ended or closed the group; fatal only if this member still needs it.
   void lost(int member) { lost_[static_cast<size_t>(member)] = true; }
+  // Until the next arriveAndWait().
   void setCrossHost(CrossHost crossHost) {
     segment_->memberState(self_).crossHost.store(crossHost, std::memory_order_relaxed);
+  }
+  // For a member that others wait for while it does something else than wait for other hosts.
+  void showProgress() {
+    MemberState& own = segment_->memberState(self_);
+    own.heartbeat.fetch_add(1, std::memory_order_relaxed);
+    own.progress.fetch_add(1, std::memory_order_relaxed);
   }
   bool isAwaited() const {
     return segment_->memberState(self_).crossHost.load(std::memory_order_relaxed) == CrossHost::kAwaited;

@@ -24,6 +24,7 @@ constexpr std::chrono::milliseconds kSlice{200};   // interval of periodic work:
 constexpr std::chrono::milliseconds kAcceptPause{100};
 constexpr std::chrono::seconds kAnswerTime{1};    // within which a peer that waits answers a challenge
 constexpr std::chrono::seconds kLate{1};          // waits longer than this send keepalives
+constexpr std::chrono::seconds kVeryLate{5};      // waits longer than this connect to all peers, for keepalives
 constexpr std::chrono::seconds kSilenceLimit{1};  // a peer that waits itself sends keepalives far more often
 constexpr std::chrono::seconds kGrace{2};         // time for another rank to report who caused a timeout
 
@@ -439,10 +440,15 @@ void Mesh::doPeriodicWork(Clock::time_point begin) {
     if (r < rank && !failure_) pair(r).probeListener();
   }
   // Not from the start: a keepalive that a peer leaves unread when it closes resets the connection and loses its data.
-  const auto late = limit().count() == 0 ? kLate : std::min<Clock::duration>(limit() / 2, kLate);
-  if (failure_ || Clock::now() < begin + late) return;
+  const auto waits = [&](Clock::duration late) {
+    return Clock::now() >= begin + (limit().count() == 0 ? late : std::min<Clock::duration>(limit() / 2, late));
+  };
+  if (failure_ || !waits(kLate)) return;
+  const bool veryLate = waits(kVeryLate);
   for (int r = 0; r < size; r++) {
-    if (r != rank) pair(r).sendKeepalive();
+    if (r == rank) continue;
+    if (veryLate) pair(r).dialEarly();
+    pair(r).sendKeepalive();
   }
 }
 

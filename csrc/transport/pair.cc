@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 #include "transport/buffer.h"
 #include "transport/failure.h"
@@ -96,6 +97,7 @@ void Pair::dial() {
   const SocketAddress& to = mesh_.addresses_[static_cast<size_t>(peer_)];
   connection_ = Connection(openRegistered([&] { return socket(to.family(), kSocket, 0); }));
   if (!connection_.open()) {
+    if (std::exchange(early_, false)) return;
     // A local failure: the peer is not to blame.
     return mesh_.abortLocked(Cause::kAborted, {mesh_.rank}, mesh_.name() + ": no socket: " + strerror(errno));
   }
@@ -105,6 +107,16 @@ void Pair::dial() {
   const bool refused = ::connect(connection_.fd(), to.get(), to.length) != 0 && errno != EINPROGRESS;
   if (refused) return fail(std::string("connect: ") + strerror(errno));
   mesh_.watch(connection_.fd(), epollEvents_ = EPOLLOUT, true);
+}
+
+// Connects to a peer that this rank does not need yet, but that may wait for this rank: without a connection the peer
+// gets no keepalives, and would take this rank for silent.
+void Pair::dialEarly() {
+  const auto now = Mesh::Clock::now();
+  if (state_ != State::kIdle || mesh_.rank > peer_ || now - lastProbe_ < kProbeInterval) return;
+  lastProbe_ = now;
+  early_ = true;
+  dial();
 }
 
 void Pair::accept(Connection connection) {
@@ -119,6 +131,7 @@ void Pair::onConnected() {
   const int one = 1;
   setsockopt(connection_.fd(), IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
   state_ = State::kConnected;
+  early_ = false;
   bytesRead_ = 0;
   lastReceived_ = Mesh::Clock::now();
   flush();
@@ -198,8 +211,14 @@ bool Pair::hasUnsentData() const {
 
 void Pair::fail(const std::string& why) {
   const bool needed = isBusy();
-  closeReason_ = why;
   closeSocket();
+  if (std::exchange(early_, false)) {
+    // It failed before it was needed, or while this rank did not continue the handshake.
+    state_ = State::kIdle;
+    bytesRead_ = 0;
+    return needed ? dial() : void();
+  }
+  closeReason_ = why;
   if (needed) mesh_.abortLocked(Cause::kPeerLost, {peer_}, linkName() + ": " + why);
 }
 

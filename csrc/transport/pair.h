@@ -55,6 +55,7 @@ class Pair : public gloo::transport::Pair {
   void onEvents(uint32_t events);
   void readPastUnexpected();
   void sendKeepalive();
+  void dialEarly();
   void probeListener();
   bool beginClose(const std::vector<char>& body);
   PendingClose takePendingClose();
@@ -110,6 +111,7 @@ class Pair : public gloo::transport::Pair {
   const int peer_;
   Connection connection_;
   State state_ = State::kIdle;
+  bool early_ = false;  // dialled before it was needed, and not yet connected
   uint32_t epollEvents_ = 0;
   std::string closeReason_;
   Hello hello_;

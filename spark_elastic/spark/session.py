@@ -12,6 +12,7 @@ import platform
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyspark.errors import PySparkRuntimeError
@@ -20,7 +21,7 @@ from pyspark.sql import SparkSession
 import spark_elastic
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import DriverUnreachable, InvalidInput
-from spark_elastic.rendezvous.addresses import find_address_towards
+from spark_elastic.rendezvous.addresses import find_address_towards, is_loopback, is_own_address
 from spark_elastic.rendezvous.http_server import Bind
 from spark_elastic.worker.devices import collect_gpu_facts
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("spark_elastic.spark")
 
 LOOPBACK = "127.0.0.1"
+PROC = Path("/proc")
 DESCRIPTION = (
     "spark.job.description"  # a local property of the calling thread, which Spark Connect does not have
 )
@@ -118,14 +120,50 @@ def choose_bind(conf: SparkConf, config: ElasticConfig) -> Bind:
     return Bind(host, config.driver_port, name)
 
 
-def find_own_address(towards: str | None) -> str:
-    """This machine's address on the way to a host; if that host is unknown here, the address of this machine's name."""
+def find_own_address(towards: str | None, proc: Path = PROC) -> str:
+    """This machine's address on the way to a host; if that host is unknown here, the address of this machine's name.
+    As `find_reachable_address`, it prefers one that other machines reach."""
     if towards is not None:
         try:
-            return find_address_towards(towards, 1)
+            return find_reachable_address(towards, 1, proc)
         except DriverUnreachable:
             pass  # on some clusters executors do not know the name of Spark's driver
-    return socket.gethostbyname(socket.gethostname())
+    return _replace_loopback(socket.gethostbyname(socket.gethostname()), proc)
+
+
+def find_reachable_address(host: str, port: int, proc: Path = PROC) -> str:
+    """This machine's address on the way to the driver.
+
+    On the driver's own machine its name may lead to a loopback address, which workers of other machines do not reach:
+    then the address under which Spark knows the executor.
+
+    Raises:
+        DriverUnreachable: there is no way to that host.
+    """
+    address = find_address_towards(host, port)
+    return address if is_loopback(host) else _replace_loopback(address, proc)
+
+
+def _replace_loopback(address: str, proc: Path) -> str:
+    if is_loopback(address):
+        words, _ = find_executor(proc)
+        with suppress(OSError, ValueError, IndexError):
+            known = socket.gethostbyname(words[words.index(b"--hostname") + 1].decode())
+            return known if is_own_address(known) and not is_loopback(known) else address
+    return address
+
+
+def find_executor(proc: Path = PROC) -> tuple[list[bytes], int]:
+    """The command line and process id of the JVM among this process's ancestors: that of an executor, or in local mode
+    Spark's own. Nothing and 0 where processes of other users are hidden."""
+    pid = os.getpid()
+    with suppress(OSError):
+        while pid > 1:
+            words = (proc / str(pid) / "cmdline").read_bytes().split(b"\0")
+            if b"--executor-id" in words or words[0].rpartition(b"/")[2] == b"java":
+                return words, pid
+            pid = int((proc / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()[1])
+    return [], 0
 
 
 # ---- what a host reports about itself, for `probe.make_version_check`

@@ -6,10 +6,8 @@ error as a task failure, and the driver alone decides what is launched again.
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,15 +17,10 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.driver.thread_launcher import SlotEnd
 from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
 from spark_elastic.protocol.types import SlotId
-from spark_elastic.rendezvous.addresses import (
-    find_address_towards,
-    is_loopback,
-    is_own_address,
-    split_address,
-)
+from spark_elastic.rendezvous.addresses import split_address
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.spark.payload import Payload
-from spark_elastic.spark.session import collect_host_facts
+from spark_elastic.spark.session import PROC, collect_host_facts, find_executor, find_reachable_address
 from spark_elastic.spark.settings import ExecutorMemory
 from spark_elastic.worker.slot_agent import SlotAgent
 
@@ -55,7 +48,7 @@ class SlotTask:
     def _serve(self, launch: int) -> str:
         context = TaskContext.get()
         assert context is not None
-        address = find_slot_address(*split_address(self.spec.address))
+        address = find_reachable_address(*split_address(self.spec.address))
         host, host_pid = find_host(address)
         identity = SlotIdentity(
             slot=SlotId.build(launch, context.attemptNumber()),
@@ -72,23 +65,7 @@ class SlotTask:
             return SlotAgent(spec, identity, payload, client, clock, facts, shortage).run()
 
 
-def find_slot_address(driver: str, port: int, proc: Path = Path("/proc")) -> str:
-    """This machine's address on the way to the driver.
-
-    On the driver's own machine its name may lead to a loopback address, which workers of other machines do not reach:
-    then the address under which Spark knows the executor.
-    """
-    address = find_address_towards(driver, port)
-    if not is_loopback(address) or is_loopback(driver):
-        return address
-    words, _ = _find_executor(proc)
-    with suppress(OSError, ValueError, IndexError):
-        known = socket.gethostbyname(words[words.index(b"--hostname") + 1].decode())
-        return known if is_own_address(known) and not is_loopback(known) else address
-    return address
-
-
-def find_host(address: str, proc: Path = Path("/proc")) -> tuple[str, int]:
+def find_host(address: str, proc: Path = PROC) -> tuple[str, int]:
     """Spark's id of the executor that this task runs in, "driver" in local mode, and the process id of its JVM.
 
     Spark does not tell Python workers. The id stands in the command line of the executor, an ancestor of this process.
@@ -98,23 +75,10 @@ def find_host(address: str, proc: Path = Path("/proc")) -> tuple[str, int]:
     Args:
         address: this machine's own, on the way to the driver.
     """
-    words, pid = _find_executor(proc)
+    words, pid = find_executor(proc)
     if b"--executor-id" in words:
         return words[words.index(b"--executor-id") + 1].decode(), pid
     return ("driver", pid) if pid else (f"{address}-{_read_boot(proc)}", 0)
-
-
-def _find_executor(proc: Path) -> tuple[list[bytes], int]:
-    """The command line and process id of the JVM among this process's ancestors: that of an executor, or in local mode
-    Spark's own. Nothing and 0 where processes of other users are hidden."""
-    pid = os.getpid()
-    with suppress(OSError):
-        while pid > 1:
-            words = (proc / str(pid) / "cmdline").read_bytes().split(b"\0")
-            if b"--executor-id" in words or words[0].rpartition(b"/")[2] == b"java":
-                return words, pid
-            pid = int((proc / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()[1])
-    return [], 0
 
 
 def _read_boot(proc: Path) -> str:

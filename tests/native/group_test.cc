@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <numeric>
+#include <stdexcept>
 #include <thread>
 
 #include "check.h"
@@ -77,6 +78,25 @@ TEST(group, parts_of_any_size_are_gathered) {
     }
   });
   CHECK(thrown == nothing(3));
+}
+
+TEST(group, parts_of_many_pieces_are_gathered) {
+  constexpr size_t kPiece = size_t{4} << 20;
+  for (const auto& sizes : {std::vector<size_t>{2 * kPiece + 7}, {0, kPiece + 1}, {kPiece * 3, 5, 0, kPiece}}) {
+    Ranks ranks(static_cast<int>(sizes.size()));
+    const auto thrown = ranks.each([&](Group& group) {
+      const auto value = [](size_t rank, size_t i) { return static_cast<char>(i * 31 + i / kPiece + rank); };
+      const auto me = static_cast<size_t>(group.rank());
+      std::vector<char> own(sizes[me]), all(std::accumulate(sizes.begin(), sizes.end(), size_t{0}));
+      for (size_t i = 0; i < own.size(); i++) own[i] = value(me, i);
+      group.allgather(own.data(), all.data(), sizes, 0);
+      size_t at = 0;
+      for (size_t r = 0; r < sizes.size(); r++) {
+        for (size_t i = 0; i < sizes[r]; i++) CHECK(all[at++] == value(r, i));
+      }
+    });
+    CHECK(thrown == nothing(static_cast<int>(sizes.size())));
+  }
 }
 
 TEST(group, every_type_sums_in_chunks_and_bit_by_bit) {
@@ -259,4 +279,18 @@ TEST(group, generations_follow_one_another) {
     ranks.build(generation);
     CHECK(ranks.each([](Group& group) { sum(group, 100, Algorithm::kRing); }) == nothing(3));
   }
+}
+
+// Rank 1 waits for what it is to pass on to rank 3, and has not needed that connection yet.
+TEST(group, a_rank_that_waits_is_not_blamed_by_one_to_which_it_has_no_connection) {
+  Ranks ranks(4, 1, 2500);
+  std::atomic<int> ended{0};
+  const auto thrown = ranks.each([&](Group& group) {
+    while (group.rank() == 0 && ended < 3) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    std::vector<char> data(100);
+    const std::string why = thrownBy([&] { group.broadcast(data.data(), data.size(), 0, 0); });
+    ended++;
+    throw std::runtime_error(why);
+  });
+  for (size_t r : {1, 2, 3}) CHECK(thrown[r].find("waiting for rank(s) 0") != std::string::npos);
 }

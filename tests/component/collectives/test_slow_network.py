@@ -1,4 +1,5 @@
-"""A state that takes longer than the timeout comes through nevertheless: no wait is for more than a part of it."""
+"""A state that takes longer than the timeout comes through nevertheless: no wait is for more than a part of it. And a
+connection that nobody needed yet may break."""
 
 from __future__ import annotations
 
@@ -33,6 +34,13 @@ def allgather(group: Group) -> bool:
     return all((part == rank + 1).all() for rank, part in enumerate(gathered))
 
 
+def allgather_one_part(group: Group) -> bool:
+    """Rank 0 gets the last rank's part over the slow road, and rank 1 gets it from rank 0."""
+    mine = np.full(STATE if group.rank == group.size - 1 else 0, 7, np.uint8)
+    parts = group.allgatherv(mine)
+    return [len(part) for part in parts] == [0, 0, STATE] and bool((parts[-1] == 7).all())
+
+
 def alltoall(group: Group) -> bool:
     parts = [np.full(STATE, 2 * group.rank + to, np.uint8) for to in range(group.size)]
     came = [np.zeros(STATE, np.uint8) for _ in parts]
@@ -61,16 +69,34 @@ def test_a_large_operation_over_a_slow_network_does_not_time_out(
     assert seconds > TIMEOUT + 2.0  # or it shows nothing
 
 
+def test_ranks_behind_the_slow_part_of_a_ring_do_not_time_out() -> None:
+    seconds = run(3, allgather_one_part, None)
+    assert seconds > TIMEOUT + 2.0  # or it shows nothing
+
+
 def test_a_host_whose_first_rank_exchanges_over_a_slow_network_waits_for_it_as_long_as_bytes_flow() -> None:
     seconds = run(3, reduce, [[0, 1], [0, 1], [2]])
     assert seconds > 2 * TIMEOUT + 3.0  # or it shows nothing
 
 
-def run(size: int, work: Callable[[Group], bool], local: list[list[int]] | None) -> float:
+def test_a_connection_that_was_opened_only_for_keepalives_may_break() -> None:
+    def wait_then_gather(group: Group) -> bool:
+        """Rank 1 lets rank 0 wait, which dials rank 2 meanwhile, but needs it only to gather."""
+        group.set_timeout(3.0)
+        if group.rank == 1:
+            time.sleep(2.5)
+        group.broadcast(np.zeros(10), 1)
+        group.set_timeout(20.0)
+        return bool((group.allgather(np.array([group.rank])) == [[0], [1], [2]]).all())
+
+    run(3, wait_then_gather, None, broken=1)
+
+
+def run(size: int, work: Callable[[Group], bool], local: list[list[int]] | None, broken: int = 0) -> float:
     """`work` on every rank, where rank 0 reaches the last one at RATE; the seconds it took."""
     with ExitStack() as stack:
         ends = [stack.enter_context(Endpoint(b"key")) for _ in range(size)]
-        road = stack.enter_context(open_slow_proxy(ends[-1].address))
+        road = stack.enter_context(open_slow_proxy(ends[-1].address, broken))
         addresses = [end.address.encode() for end in ends]
         all_through = threading.Barrier(size)
 
@@ -89,16 +115,19 @@ def run(size: int, work: Callable[[Group], bool], local: list[list[int]] | None)
 
 
 @contextmanager
-def open_slow_proxy(to: str) -> Iterator[str]:
-    """An address that leads to another one, at RATE."""
+def open_slow_proxy(to: str, broken: int) -> Iterator[str]:
+    """An address that leads to another one, at RATE; so many connections are closed before one is forwarded."""
     host, port = to.rsplit(":", 1)
     with socket.create_server(("127.0.0.1", 0)) as door:
+        door.settimeout(20.0)
         with ThreadPoolExecutor(3) as pool:
-            pool.submit(_forward, door, (host, int(port)), pool)
+            pool.submit(_forward, door, (host, int(port)), pool, broken)
             yield f"127.0.0.1:{door.getsockname()[1]}"
 
 
-def _forward(door: socket.socket, to: tuple[str, int], pool: ThreadPoolExecutor) -> None:
+def _forward(door: socket.socket, to: tuple[str, int], pool: ThreadPoolExecutor, broken: int) -> None:
+    for _ in range(broken):
+        door.accept()[0].close()
     dialler, _ = door.accept()
     with dialler, socket.create_connection(to) as acceptor:
         back = pool.submit(_carry, acceptor, dialler)

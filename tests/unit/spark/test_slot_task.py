@@ -13,7 +13,7 @@ pytest.importorskip("pyspark")
 from spark_elastic.errors import DriverUnreachable
 from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
 from spark_elastic.rendezvous.addresses import find_address_towards
-from spark_elastic.spark import slot_task
+from spark_elastic.spark import session, slot_task
 from spark_elastic.spark.payload import InlinePayload
 from spark_elastic.spark.settings import ExecutorMemory
 from spark_elastic.spark.slot_task import SlotTask, find_host
@@ -83,10 +83,22 @@ def test_beside_a_driver_whose_name_is_loopback_the_executors_address_counts(
     """As where /etc/hosts gives the machine's own name the address 127.0.1.1."""
     process(tmp_path, os.getpid(), 60, "python", "-m", "pyspark.daemon")
     process(tmp_path, 60, 1, "java", "--executor-id", "12", "--hostname", "machine-a.lan")
-    monkeypatch.setattr(slot_task, "find_address_towards", lambda host, port: "127.0.1.1")
-    monkeypatch.setattr(slot_task, "is_own_address", lambda host: host == "10.0.0.5")
+    monkeypatch.setattr(session, "find_address_towards", lambda host, port: "127.0.1.1")
+    monkeypatch.setattr(session, "is_own_address", lambda host: host == "10.0.0.5")
     monkeypatch.setattr(socket, "gethostbyname", {"machine-a.lan": known}.__getitem__)
-    assert slot_task.find_slot_address(driver, 1, tmp_path) == expected
+    assert session.find_reachable_address(driver, 1, tmp_path) == expected
+    assert session.find_own_address(driver, tmp_path) == expected
+
+
+@pytest.mark.parametrize("towards", [None, "no-such-host.invalid"])
+def test_without_a_way_to_the_driver_the_executors_address_counts_before_a_loopback_one_of_this_machines_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, towards: str | None
+) -> None:
+    process(tmp_path, os.getpid(), 1, "java", "--executor-id", "12", "--hostname", "machine-a.lan")
+    monkeypatch.setattr(session, "is_own_address", lambda host: host == "10.0.0.5")
+    names = {"machine-a.lan": "10.0.0.5", socket.gethostname(): "127.0.1.1"}
+    monkeypatch.setattr(socket, "gethostbyname", names.__getitem__)
+    assert session.find_own_address(towards, tmp_path) == "10.0.0.5"
 
 
 def test_a_slot_registers_under_the_address_that_other_machines_reach(
@@ -100,7 +112,9 @@ def test_a_slot_registers_under_the_address_that_other_machines_reach(
 
     context = SimpleNamespace(attemptNumber=lambda: 0, resources=dict)
     monkeypatch.setattr(slot_task, "TaskContext", SimpleNamespace(get=lambda: context))
-    monkeypatch.setattr(slot_task, "find_slot_address", lambda *driver: {("machine-a", 7): ADDRESS}[driver])
+    monkeypatch.setattr(
+        slot_task, "find_reachable_address", lambda *driver: {("machine-a", 7): ADDRESS}[driver]
+    )
     monkeypatch.setattr(slot_task, "SlotAgent", make_agent)
     spec = SlotSpec(address="machine-a:7", key=b"key", attempt=1)
     task = SlotTask(spec, InlinePayload(b""), ExecutorMemory(heap=1, overhead=None, slots=1))
