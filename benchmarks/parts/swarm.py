@@ -80,9 +80,10 @@ class Session:
         body = codec.dumps({"v": VERSION, "attempt": 1, "hold": hold, "message": request})
         self._count += 1
         credentials = auth.sign_request(KEY, path_of(type(request)), self._name, self._count, body)
-        reply: dict[str, Any] = (await self._lines[watching].post(path_of(type(request)), body, credentials))[
-            "reply"
-        ]
+        answer = await self._lines[watching].post(path_of(type(request)), body, credentials)
+        if "reply" not in answer:
+            raise RuntimeError(f"{type(request).__name__} was answered by {answer}")
+        reply: dict[str, Any] = answer["reply"]
         return reply
 
 
@@ -103,6 +104,8 @@ class Worker:
         await self._worker.send_hello()
         await self._slot.ask(RegisterSlot(slot, f"host-{self.job // 8}", self.job))
         await self._slot.ask(WorkerStarted(slot, worker))
+        # Its connection counts as unauthenticated until a request follows the hello, which a real worker sends at once.
+        await self._worker.ask(SetValues("come", (worker,), (b"here",)))
         self._watches = [asyncio.create_task(watch()) for watch in (self._watch_slot, self._watch_worker)]
 
     async def rendezvous(self) -> float:
