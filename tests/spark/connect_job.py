@@ -112,15 +112,15 @@ def main(master: str, folder: str) -> None:
         builder = builder.config(f"spark.eventLog.{name}", value)
     Path(folder, "events").mkdir()
     spark = builder.getOrCreate()
+    given = folder, "worker" if master.startswith("local[") else "executor"
     seen: dict[str, Any] = {
-        "number": read_sentence(lambda: spark_elastic.run(train)),
-        "ship": read_sentence(lambda: spark_elastic.run(train, num_workers=2, ship=True)),
+        "number": read_sentence(lambda: spark_elastic.run(train, given)),
+        "ship": read_sentence(lambda: spark_elastic.run(train, given, num_workers=2, ship=True)),
     }
     lines = io.StringIO()
-    whom = "worker" if master.startswith("local[") else "executor"
     seen["results"] = spark_elastic.run(
         train,
-        args=(folder, whom),
+        args=given,
         num_workers=2,
         min_workers=1,
         env={"TOKEN": SECRET},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -67,11 +68,12 @@ def test_fewer_gpus_on_hosts_that_come_later_are_named_when_time_is_up(tmp_path:
     script.write_text("#!/bin/sh\necho localhost:2\n")
     script.chmod(0o755)
     done = _run(
-        tmp_path, GPUS[:1], "--min-np", "2", "--elastic-timeout", "5", "--device", "cuda",
+        tmp_path, GPUS[:1], "--min-np", "2", "--elastic-timeout", "8", "--device", "cuda",
         "--host-discovery-script", str(script),
     )  # fmt: skip
     assert done.returncode == 1
-    assert "NotEnoughWorkers: 1 workers came within 5 s and 2 are needed" in done.stderr
+    # On a busy machine the worker with the GPU may not have come either.
+    assert re.search(r"NotEnoughWorkers: [01] workers came within 8 s and 2 are needed", done.stderr)
     assert "said: device='cuda', and its GPU is taken by another slot of this host" in done.stderr
 
 

@@ -148,6 +148,7 @@ def test_a_model_without_an_output_for_each_loss_is_refused(data: Data) -> None:
             CROSS_ENTROPY,
             {"label_cols": ("y", "w")},
             losses=(CROSS_ENTROPY, torch.nn.MSELoss()),
+            loss_weights=(0.5, 0.5),
         )
 
 
@@ -332,7 +333,7 @@ def test_the_forward_pass_of_several_losses_is_under_autocast(data: Data) -> Non
     spec = Job(Casts(), sgd, mse).task(*data)._spec
     settings = {"label_cols": ("y", "w"), "precision": "bf16"}
     spec = replace(spec, config=replace(spec.config, **settings))
-    check_on_two_rows(TorchUserObjects(Casts(), sgd, (mse, mse)), spec)
+    check_on_two_rows(TorchUserObjects(Casts(), sgd, (mse, mse), (0.5, 0.5)), spec)
 
 
 def test_rows_that_cannot_be_read_or_are_large_are_not_tried(
