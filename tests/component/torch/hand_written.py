@@ -184,7 +184,9 @@ class Run:
         """The training process of each slot; spares are younger."""
         slots = [psutil.Process(pid) for _, pid in sorted(self.cluster.slots().items())]
         return [
-            min(slot.children(), key=lambda child: child.create_time()) for slot in slots if slot.children()
+            min(children, key=lambda child: child.create_time())
+            for slot in slots
+            if (children := slot.children())  # asked once: a child may end
         ]
 
     def drain(self, job: int) -> None:
