@@ -1,5 +1,5 @@
-"""Writes params.md from the Params, benchmarks.md from benchmarks/results, platforms.md from tests/platforms/results:
-`python docs/generate.py`.
+"""Writes params.md from the Params, benchmarks.md from benchmarks/results, platforms.md from tests/platforms/results, and the
+figures that other pages quote from benchmarks/results: `python docs/generate.py`.
 """
 
 from __future__ import annotations
@@ -165,8 +165,11 @@ CASES = (
     ("gpu", "convolutions and BatchNorm, float32, 256 rows"),
     ("gpu", "three linear layers, float32, 1024 rows"),
     ("commit", "pause of the training thread per commit"),
-    ("control_plane", "128 workers: rendezvous (peer: TCPStore, a GET a pair)"),
+    *(("control_plane", f"{n} workers: rendezvous (peer: TCPStore, a GET a pair)") for n in (2, 8, 32, 128, 2000)),
+    ("control_plane", "growth: rendezvous ~ N^x, N >= 32"),
+    ("control_plane", "growth: driver's CPU ~ N^x, N >= 32"),
 )
+QUOTED = re.compile(r"([\d.,]+)(<!-- (ours|peer|ratio) of (\w+): (.*?) -->)", re.DOTALL)
 
 
 def params_page() -> str:
@@ -206,13 +209,27 @@ def _platform(row: dict[str, Any]) -> str:
     return _row(row["name"], *versions, connect, f"run by us on {row['date']}")
 
 
-def _measured(name: str, case: str) -> str:
-    """A row of a result. Raises StopIteration where the benchmark has no such case any more."""
+def fill_figures(page: str) -> str:
+    """The page with each quoted figure as its record has it, in as many decimals as the page shows."""
+
+    def quote(match: re.Match[str]) -> str:
+        shown, mark, what, name, case = match.groups()
+        decimals = len(shown.partition(".")[2])
+        return f"{_record(name, case)[what]:,.{decimals}f}{mark}"
+
+    return QUOTED.sub(quote, page)
+
+
+def _record(name: str, case: str) -> dict[str, Any]:
+    """The row of a result. Raises StopIteration where the benchmark has no such case any more."""
     rows = json.loads((FOLDER.parent / "benchmarks" / "results" / f"{name}.json").read_text())["rows"]
-    row = next(row for row in rows if row["case"] == case)
-    return _row(
-        name, case, *(f"{row[who]:.3g} {row['unit']}" for who in ("ours", "peer")), f"{row['ratio']:.2f}"
-    )
+    return next(row for row in rows if row["case"] == case)
+
+
+def _measured(name: str, case: str) -> str:
+    row = _record(name, case)
+    figures = (f"{row[who]:.3g} {row['unit']}" if row[who] is not None else "–" for who in ("ours", "peer"))
+    return _row(name, case, *figures, "–" if row["ratio"] is None else f"{row['ratio']:.2f}")
 
 
 def _params(estimator: type[Params]) -> dict[str, str]:
@@ -264,3 +281,5 @@ if __name__ == "__main__":
     (FOLDER / "params.md").write_text(params_page())
     (FOLDER / "benchmarks.md").write_text(benchmarks_page())
     (FOLDER / "platforms.md").write_text(platforms_page())
+    for page in FOLDER.rglob("*.md"):
+        page.write_text(fill_figures(page.read_text()))

@@ -87,8 +87,35 @@ def test_the_page_of_platforms_is_current() -> None:
 
 
 @pytest.mark.timeout(300)  # it imports both frameworks
-def test_quoted_benchmarks_have_their_results() -> None:
-    assert generator().benchmarks_page().count("\n| ") > 10
+def test_figures_of_pages_are_those_of_their_records() -> None:
+    made = generator()
+    assert made.benchmarks_page() == (DOCS / "benchmarks.md").read_text(), "run python docs/generate.py"
+    for page in PAGES:
+        assert made.fill_figures(page.read_text()) == page.read_text(), "run python docs/generate.py"
+    assert made.fill_figures("9.00<!-- ratio of memory: 1,024 MB in one row group: peak of a worker -->")[:4] == "0.64"
+
+
+def test_the_first_page_has_the_figures_of_head_to_head() -> None:
+    tables = (DOCS / "head-to-head.md").read_text().split("\n## ")
+    undisturbed, killed = (
+        {cells[0]: [re.sub(r" \(.*", "", cell) for cell in cells[1:]] for cells in rows(table)}
+        for title in ("No fault", "A worker is killed every 20 s")
+        for table in tables
+        if table.startswith(title)
+    )
+    shown = rows((ROOT / "README.md").read_text().split("## Try it")[0])
+    assert len(shown) == len(killed) == 5
+    for peer, *figures in shown:
+        name = re.sub(r"\*| (?:[\d.]+|nightly)$", "", peer).replace('`determinism="bitwise"`', "bitwise")
+        _, took, _, missing, twice, again, stall, distance = killed[name]
+        near = "0" if float(distance) == 0 else f"{float(distance):.0e}".replace("e-0", "e-")
+        assert figures == [f"{took} ({undisturbed[name][1]})", stall, again, missing, twice, near]
+
+
+def rows(table: str) -> list[list[str]]:
+    """The cells of a table's rows below its head."""
+    lines = [line for line in table.splitlines() if line.startswith("| ") and not line.startswith("| |")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if not line.startswith("| peer")]
 
 
 @cache
