@@ -30,6 +30,7 @@ from urllib.parse import urlsplit
 import fsspec
 from fsspec.asyn import AsyncFileSystem
 from fsspec.core import url_to_fs
+from fsspec.spec import AbstractFileSystem
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.data.remote_file import RemoteFile
@@ -108,6 +109,8 @@ def _rename(filesystem: Any, temporary: str, path: str, data: bytes, *, local: b
         # HDFS does not rename onto a file: for a moment there is no file, but never a part of one.
         if filesystem.exists(path):
             filesystem.rm_file(path)
+        if type(filesystem).mv is AbstractFileSystem.mv:  # no rename: it copies, and takes a path for a pattern
+            raise NotImplementedError
         filesystem.mv(temporary, path)
     except (OSError, NotImplementedError) as error:
         if not _is_unsupported(error):
@@ -415,10 +418,28 @@ class Store:
         if not name:
             raise InvalidInput("A store's root is never removed: name a folder in it.")
         with self._translate_errors("delete", name):
-            try:
-                self._call("rm", self.path(name), longest=LISTING_SECONDS, recursive=True)
-            except FileNotFoundError:
+            path = self.path(name)
+            if self.is_local:
+                with suppress(FileNotFoundError):
+                    self.filesystem.rm(path, recursive=True)
                 return
+            self.filesystem.invalidate_cache()
+            # `rm` of fsspec takes a path for a pattern: that of "runs/a[12]" would delete "runs/a1".
+            found = self._call("find", path, longest=LISTING_SECONDS, detail=True, withdirs=True)
+            if not isinstance(found, dict):  # adlfs: the path is that of an object
+                found = dict.fromkeys(found, {})
+            below = {each: info for each, info in found.items() if f"{each}/".startswith(f"{path}/")}
+            inner = {each for each, info in below.items() if info.get("type") == "directory"}
+            files = sorted(below.keys() - inner)
+            folders = sorted(inner | {path}.difference(files), reverse=True)
+            client = self.client
+            if client is not None:
+                client.remove(files, folders)
+                return
+            for remove, paths in ((self.filesystem.rm_file, files), (self.filesystem.rmdir, folders)):
+                for each in paths:
+                    with suppress(FileNotFoundError):
+                        remove(each)
 
     def remove_empty_folder(self, name: str) -> None:
         """Delete a local folder that has nothing in it. An object store has no folders."""

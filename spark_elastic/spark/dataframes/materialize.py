@@ -49,7 +49,7 @@ from spark_elastic.spark.dataframes.schema import (
     compute_row_bytes,
     find_column_type,
 )
-from spark_elastic.spark.dataframes.store_access import check_store_access, to_spark_url
+from spark_elastic.spark.dataframes.store_access import check_store_access, escape_pattern, to_spark_url
 from spark_elastic.spark.session import describe_jobs, has_context
 
 _FORM = 2  # of what is written; raise it when that changes
@@ -226,8 +226,7 @@ class _Target:
 
     def read(self, spark: SparkSession, schema: StructType) -> DataFrame:
         """What `write` wrote."""
-        exactly = re.sub(r"([{}\[\]*?\\])", r"\\\1", self._url)  # Spark takes it for a pattern
-        return spark.read.schema(schema).parquet(exactly)
+        return spark.read.schema(schema).parquet(escape_pattern(self._url))
 
     def open(self, folder: str) -> _Target:
         """A folder in this one."""

@@ -8,6 +8,7 @@ import os
 import pickle
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import fsspec
@@ -18,6 +19,7 @@ from fsspec.implementations.local import LocalFileSystem
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
 from tests.leaks import SessionOwned
+from tests.special_names import check_special_names
 
 
 class Bucket(LocalFileSystem):  # type: ignore[misc]
@@ -37,8 +39,8 @@ class ManyPages(AsyncFileSystem):  # type: ignore[misc]
         await asyncio.sleep(0.5)
         return {f"{path}/{number}": {"size": 1} for number in range(3)}
 
-    async def _rm(self, path: str, **_: object) -> None:
-        self.removed += len(await self._find(path))
+    async def _rm_file(self, path: str, **_: object) -> None:
+        self.removed += path.count("/") == 2
 
 
 def refuse(*_: object) -> None:
@@ -79,6 +81,13 @@ def test_objects_are_written_read_and_listed_by_name(store: Store) -> None:
     store.remove_tree("a")
     store.remove_tree("a")
     assert not store.exists("a/b/one")
+
+
+@pytest.mark.parametrize("root", ["ax", "a[xy]*?"])
+def test_names_with_special_characters_are_taken_literally(store: Store, root: str) -> None:
+    store.write_bytes("ay/runs/ax/b/one", b"a store whose url the pattern of another one's matches")
+    check_special_names(replace(store, root=f"{store.root}/{root}"))
+    assert store.exists("ay/runs/ax/b/one")
 
 
 def test_a_file_system_that_fails_is_not_taken_for_one_without_the_object(

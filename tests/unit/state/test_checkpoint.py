@@ -173,10 +173,10 @@ def test_a_run_whose_files_cannot_be_deleted_keeps_its_record(caplog: pytest.Log
     store = make_memory_store()
     run = acquire_run(store)
 
-    def deny(path: str, recursive: bool) -> None:
+    def deny(path: str) -> None:
         raise PermissionError("AccessDenied")
 
-    store.filesystem.rm = deny
+    store.filesystem.rm_file = deny
     run.delete_run("runs/r/rows")
     assert store.exists("runs/r/rows/a")
     assert "AccessDenied" in caplog.text
