@@ -5,7 +5,22 @@ from __future__ import annotations
 from spark_elastic.data.store import Store
 
 # Each matches "ax" as a pattern of a shell, or ends a path where it is parsed as a url.
-NAMES = ("a[xy]", "a*", "a?", "[!b]x", "**", "{ax,bx}", "a\\x", "a%78", "a#x", "a;x", "a x", "~a", "a+&=$'\"x", "ä")
+NAMES = (
+    "a[xy]",
+    "a*",
+    "a?",
+    "[!b]x",
+    "**",
+    "{ax,bx}",
+    "a\\x",
+    "a%78",
+    "a#x",
+    "a;x",
+    "a x",
+    "~a",
+    "a+&=$'\"x",
+    "ä",
+)
 
 
 def check_special_names(store: Store) -> None:

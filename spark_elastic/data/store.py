@@ -109,7 +109,9 @@ def _rename(filesystem: Any, temporary: str, path: str, data: bytes, *, local: b
         # HDFS does not rename onto a file: for a moment there is no file, but never a part of one.
         if filesystem.exists(path):
             filesystem.rm_file(path)
-        if type(filesystem).mv is AbstractFileSystem.mv:  # no rename: it copies, and takes a path for a pattern
+        if (
+            type(filesystem).mv is AbstractFileSystem.mv
+        ):  # no rename: it copies, and takes a path for a pattern
             raise NotImplementedError
         filesystem.mv(temporary, path)
     except (OSError, NotImplementedError) as error:
@@ -427,7 +429,7 @@ class Store:
             # `rm` of fsspec takes a path for a pattern: that of "runs/a[12]" would delete "runs/a1".
             found = self._call("find", path, longest=LISTING_SECONDS, detail=True, withdirs=True)
             if not isinstance(found, dict):  # adlfs: the path is that of an object
-                found = dict.fromkeys(found, {})
+                found = {each: {} for each in found}
             below = {each: info for each, info in found.items() if f"{each}/".startswith(f"{path}/")}
             inner = {each for each, info in below.items() if info.get("type") == "directory"}
             files = sorted(below.keys() - inner)
