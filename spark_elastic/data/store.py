@@ -48,7 +48,7 @@ _NO_SUCH_OPERATION = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP}
 def create_file(path: str, data: bytes) -> bool:
     """Create a local file unless it exists; of several processes that try at once, one gets True."""
     folder = os.path.dirname(path)
-    os.makedirs(folder, exist_ok=True)
+    make_folder(folder)
     temporary = _name_temporary(folder)
     try:
         with open(temporary, "xb") as file:
@@ -65,7 +65,27 @@ def create_file(path: str, data: bytes) -> bool:
     finally:
         if os.path.exists(temporary):
             os.unlink(temporary)
+    _sync_folder(folder)
     return True
+
+
+def make_folder(path: str) -> None:
+    """Create a local folder and its parents, unless they exist; each is still there after a power cut."""
+    if not os.path.isdir(path):
+        make_folder(os.path.dirname(path))
+        with suppress(FileExistsError):  # another process was first; a file in its place fails where it is used
+            os.mkdir(path)
+        _sync_folder(os.path.dirname(path))
+
+
+def _sync_folder(path: str) -> None:
+    """Have the kernel write a folder's entries to the disk: a file's own fsync need not save its name."""
+    with suppress(OSError):  # mounts need not know this; another job may have removed the folder
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def replace_file(filesystem: Any, path: str, data: bytes, *, local: bool) -> None:
@@ -96,8 +116,11 @@ def _create_without_link(path: str, data: bytes) -> bool:
     try:
         with open(path, "xb") as file:
             file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
     except FileExistsError:
         return False
+    _sync_folder(os.path.dirname(path))
     return True
 
 
@@ -105,6 +128,7 @@ def _rename(filesystem: Any, temporary: str, path: str, data: bytes, *, local: b
     try:
         if local:
             os.replace(temporary, path)
+            _sync_folder(os.path.dirname(path))
             return
         # HDFS does not rename onto a file: for a moment there is no file, but never a part of one.
         if filesystem.exists(path):
@@ -154,6 +178,11 @@ MOST_RETRY_SECONDS = 240.0
 # That a listing may take, or the deletion of a tree: a store gives the names of a thousand objects at a time.
 LISTING_SECONDS = 600.0
 FILE_BUFFER = 1 << 20  # what `open_read` reads of an object store at least
+# What a driver and its executors need beside the client, by scheme; for errors.
+_NEEDS = {
+    "hdfs": ": pyarrow's client needs Java and Hadoop's libhdfs on the driver and on all executors; set JAVA_HOME, "
+    "HADOOP_HOME (or ARROW_LIBHDFS_DIR, the folder of libhdfs.so) and CLASSPATH (`hadoop classpath --glob`)"
+}
 # File systems where one put appears whole or not at all, and a rename is a copy.
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "memory"}
 
@@ -249,8 +278,9 @@ class Store:
             )
         try:
             filesystem, root = url_to_fs(url, **storage_options)
-        except (ImportError, ValueError) as error:
-            raise StoreError(f"The store {url} cannot be opened: {error}") from error
+        except (ImportError, ValueError, OSError) as error:
+            reason = str(error).partition("\n")[0].rstrip(".")
+            raise StoreError(f"The store {url} cannot be opened: {reason}{_NEEDS.get(scheme, '')}.") from error
         # The url stays as given: clients drop the account or name node that Spark needs. A local path gets a scheme.
         shown = url.rstrip("/") if "://" in url else filesystem.unstrip_protocol(root)
         return cls(shown, filesystem, root.rstrip("/"), retry_seconds)
@@ -324,7 +354,10 @@ class Store:
                 self._write_file(path, data)
 
     def _write_file(self, path: str, data: bytes) -> None:
-        self.filesystem.makedirs(os.path.dirname(path), exist_ok=True)
+        if self.is_local:
+            make_folder(os.path.dirname(path))
+        else:
+            self.filesystem.makedirs(os.path.dirname(path), exist_ok=True)
         replace_file(self.filesystem, path, data, local=self.is_local)
 
     def write_verified(self, name: str, data: bytes) -> None:

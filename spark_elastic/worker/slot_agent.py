@@ -28,6 +28,7 @@ from spark_elastic.rendezvous.messages import (
 )
 from spark_elastic.worker.child import LINE_AT_MOST, Child, OomKillCounter
 from spark_elastic.worker.devices import GpuClaims
+from spark_elastic.worker.exits import describe_exit
 from spark_elastic.worker.forking import fork_server_cache
 
 MEMORY_CHECK_EVERY = 30.0  # seconds between two checks of the memory of the slot's processes
@@ -326,4 +327,4 @@ class SlotAgent:
 def _describe_exit(code: int, out_of_memory: bool) -> str:
     if out_of_memory:
         return "out of memory: killed by the kernel"
-    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+    return describe_exit(code)

@@ -105,8 +105,8 @@ def test_a_pipeline_of_vectors_fits_with_other_epochs_and_keeps_its_data(
     assembler = VectorAssembler(inputCols=["a", "b"], outputCol="v")
     fitted = Pipeline(stages=[assembler, est]).fit(df, {est.epochs: 2})
     assert len(fitted.stages[-1].history) == 2
-    fitted.write().save(str(tmp_path / "sav?[de]"))
-    back = PipelineModel.load(str(tmp_path / "sav?[de]"))
+    fitted.write().save(str(tmp_path / "saved"))
+    back = PipelineModel.load(str(tmp_path / "saved"))
     assert back.transform(df).orderBy("id").collect() == fitted.transform(df).orderBy("id").collect()
     assert list((tmp_path / "store[1]*" / "data").rglob("*.parquet"))
     lines = [

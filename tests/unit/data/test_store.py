@@ -213,11 +213,15 @@ def test_the_root_is_not_removed(store: Store) -> None:
     [
         ("", InvalidInput, "empty"),
         ("nowhere://x", StoreError, "cannot be opened"),
+        ("hdfs://localhost:1/x", StoreError, r"opened: Unable to load libjvm: .*set JAVA_HOME, .*glob`\)\.$"),
         ("memory://k:secret@b/x", InvalidInput, "storage_options"),
         ("simplecache::memory://k:secret@b/x", InvalidInput, "storage_options"),
     ],
 )
-def test_wrong_urls_are_refused(url: str, error: type[Exception], says: str) -> None:
+def test_wrong_urls_are_refused(
+    url: str, error: type[Exception], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAVA_HOME", "/nowhere")
     with pytest.raises(error, match=says):
         Store.open(url)
 
@@ -247,6 +251,26 @@ def test_a_write_survives_that_another_job_removes_its_empty_folder(
     monkeypatch.setattr(LocalFileSystem, "makedirs", make_for_a_moment)
     store.write_bytes("probes/one", b"1")
     assert store.read_bytes("probes/one") == b"1"
+
+
+@pytest.mark.parametrize("call", ["write_bytes", "create_exclusive", "create_exclusive without links"])
+def test_a_power_cut_loses_no_name_of_an_object_and_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    synced: dict[str, list[str]] = {}  # what a folder had in it when it was synced last
+
+    def record(descriptor: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        synced[path] = os.listdir(path) if os.path.isdir(path) else []
+
+    monkeypatch.setattr(os, "fsync", record)
+    if call.endswith("links"):
+        monkeypatch.setattr(os, "link", refuse)
+    getattr(Store.open(tmp_path / "jobs"), call.partition(" ")[0])("runs/r/attempts/000001", b"{}")
+    path = tmp_path
+    for name in ("jobs", "runs", "r", "attempts", "000001"):
+        assert name in synced[str(path)]
+        path /= name
 
 
 def test_a_failed_write_leaves_the_old_object_and_no_part(
