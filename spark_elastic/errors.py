@@ -21,6 +21,9 @@ ElasticError                      everything below
 
 from __future__ import annotations
 
+import os
+import sysconfig
+import traceback
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
@@ -34,6 +37,13 @@ MAX_COLUMNS_SHOWN = 12
 
 class ElasticError(Exception):
     """Root of all errors of spark_elastic."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows in a notebook: the user's own lines, then the sentence. `traceback.print_exc()` shows all."""
+        places = (os.path.dirname(__file__), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
+        frames = traceback.extract_tb(self.__traceback__)
+        own = [frame for frame in frames if not frame.filename.startswith(places)]
+        return ["".join([*traceback.format_list(own), *traceback.format_exception_only(type(self), self)])]
 
 
 class InvalidInput(ElasticError, ValueError):

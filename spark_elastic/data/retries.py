@@ -14,6 +14,7 @@ import errno
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -99,6 +100,25 @@ class RetryingClient:
         for (place, _), content in zip(parts, found, strict=True):
             joined[place].append(content)
         return [b"".join(each) for each in joined]
+
+    def remove(self, objects: Sequence[str], folders: Sequence[str]) -> None:
+        """Delete objects, and then the folders that were made for them; each object's request is retried by itself."""
+
+        async def delete(path: str, room: asyncio.Semaphore) -> None:
+            async with room:
+                with suppress(FileNotFoundError):
+                    await self.retry(lambda: self.filesystem._rm_file(path))
+
+        async def remove() -> None:
+            room = asyncio.Semaphore(IN_FLIGHT)
+            await gather([delete(path, room) for path in objects])
+            # Most stores have no folders, some have them as objects, and Azure's and Google's may have real ones.
+            for method in ("_rm_file", "_rmdir"):
+                for path in folders:
+                    with suppress(Exception):  # an empty folder does no harm
+                        await getattr(self.filesystem, method)(path)
+
+        self.run(remove())
 
     async def read_object(self, path: str) -> bytes:
         """All of an object. A small one is read by one request, so that it is never half of another version."""

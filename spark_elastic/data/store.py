@@ -30,6 +30,7 @@ from urllib.parse import urlsplit
 import fsspec
 from fsspec.asyn import AsyncFileSystem
 from fsspec.core import url_to_fs
+from fsspec.spec import AbstractFileSystem
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.data.remote_file import RemoteFile
@@ -47,7 +48,7 @@ _NO_SUCH_OPERATION = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP}
 def create_file(path: str, data: bytes) -> bool:
     """Create a local file unless it exists; of several processes that try at once, one gets True."""
     folder = os.path.dirname(path)
-    os.makedirs(folder, exist_ok=True)
+    make_folder(folder)
     temporary = _name_temporary(folder)
     try:
         with open(temporary, "xb") as file:
@@ -64,7 +65,27 @@ def create_file(path: str, data: bytes) -> bool:
     finally:
         if os.path.exists(temporary):
             os.unlink(temporary)
+    _sync_folder(folder)
     return True
+
+
+def make_folder(path: str) -> None:
+    """Create a local folder and its parents, unless they exist; each is still there after a power cut."""
+    if not os.path.isdir(path):
+        make_folder(os.path.dirname(path))
+        with suppress(FileExistsError):  # another process was first; a file in its place fails where it is used
+            os.mkdir(path)
+        _sync_folder(os.path.dirname(path))
+
+
+def _sync_folder(path: str) -> None:
+    """Have the kernel write a folder's entries to the disk: a file's own fsync need not save its name."""
+    with suppress(OSError):  # mounts need not know this; another job may have removed the folder
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def replace_file(filesystem: Any, path: str, data: bytes, *, local: bool) -> None:
@@ -95,8 +116,11 @@ def _create_without_link(path: str, data: bytes) -> bool:
     try:
         with open(path, "xb") as file:
             file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
     except FileExistsError:
         return False
+    _sync_folder(os.path.dirname(path))
     return True
 
 
@@ -104,10 +128,15 @@ def _rename(filesystem: Any, temporary: str, path: str, data: bytes, *, local: b
     try:
         if local:
             os.replace(temporary, path)
+            _sync_folder(os.path.dirname(path))
             return
         # HDFS does not rename onto a file: for a moment there is no file, but never a part of one.
         if filesystem.exists(path):
             filesystem.rm_file(path)
+        if (
+            type(filesystem).mv is AbstractFileSystem.mv
+        ):  # no rename: it copies, and takes a path for a pattern
+            raise NotImplementedError
         filesystem.mv(temporary, path)
     except (OSError, NotImplementedError) as error:
         if not _is_unsupported(error):
@@ -149,6 +178,11 @@ MOST_RETRY_SECONDS = 240.0
 # That a listing may take, or the deletion of a tree: a store gives the names of a thousand objects at a time.
 LISTING_SECONDS = 600.0
 FILE_BUFFER = 1 << 20  # what `open_read` reads of an object store at least
+# What a driver and its executors need beside the client, by scheme; for errors.
+_NEEDS = {
+    "hdfs": ": pyarrow's client needs Java and Hadoop's libhdfs on the driver and on all executors; set JAVA_HOME, "
+    "HADOOP_HOME (or ARROW_LIBHDFS_DIR, the folder of libhdfs.so) and CLASSPATH (`hadoop classpath --glob`)"
+}
 # File systems where one put appears whole or not at all, and a rename is a copy.
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "memory"}
 
@@ -244,8 +278,9 @@ class Store:
             )
         try:
             filesystem, root = url_to_fs(url, **storage_options)
-        except (ImportError, ValueError) as error:
-            raise StoreError(f"The store {url} cannot be opened: {error}") from error
+        except (ImportError, ValueError, OSError) as error:
+            reason = str(error).partition("\n")[0].rstrip(".")
+            raise StoreError(f"The store {url} cannot be opened: {reason}{_NEEDS.get(scheme, '')}.") from error
         # The url stays as given: clients drop the account or name node that Spark needs. A local path gets a scheme.
         shown = url.rstrip("/") if "://" in url else filesystem.unstrip_protocol(root)
         return cls(shown, filesystem, root.rstrip("/"), retry_seconds)
@@ -319,7 +354,10 @@ class Store:
                 self._write_file(path, data)
 
     def _write_file(self, path: str, data: bytes) -> None:
-        self.filesystem.makedirs(os.path.dirname(path), exist_ok=True)
+        if self.is_local:
+            make_folder(os.path.dirname(path))
+        else:
+            self.filesystem.makedirs(os.path.dirname(path), exist_ok=True)
         replace_file(self.filesystem, path, data, local=self.is_local)
 
     def write_verified(self, name: str, data: bytes) -> None:
@@ -415,10 +453,28 @@ class Store:
         if not name:
             raise InvalidInput("A store's root is never removed: name a folder in it.")
         with self._translate_errors("delete", name):
-            try:
-                self._call("rm", self.path(name), longest=LISTING_SECONDS, recursive=True)
-            except FileNotFoundError:
+            path = self.path(name)
+            if self.is_local:
+                with suppress(FileNotFoundError):
+                    self.filesystem.rm(path, recursive=True)
                 return
+            self.filesystem.invalidate_cache()
+            # `rm` of fsspec takes a path for a pattern: that of "runs/a[12]" would delete "runs/a1".
+            found = self._call("find", path, longest=LISTING_SECONDS, detail=True, withdirs=True)
+            if not isinstance(found, dict):  # adlfs: the path is that of an object
+                found = {each: {} for each in found}
+            below = {each: info for each, info in found.items() if f"{each}/".startswith(f"{path}/")}
+            inner = {each for each, info in below.items() if info.get("type") == "directory"}
+            files = sorted(below.keys() - inner)
+            folders = sorted(inner | {path}.difference(files), reverse=True)
+            client = self.client
+            if client is not None:
+                client.remove(files, folders)
+                return
+            for remove, paths in ((self.filesystem.rm_file, files), (self.filesystem.rmdir, folders)):
+                for each in paths:
+                    with suppress(FileNotFoundError):
+                        remove(each)
 
     def remove_empty_folder(self, name: str) -> None:
         """Delete a local folder that has nothing in it. An object store has no folders."""

@@ -15,7 +15,6 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, Generic
 
 import cloudpickle
@@ -31,8 +30,8 @@ from spark_elastic.estimators.transformer import FitSummary, WorldRecord
 from spark_elastic.estimators.validation import FitRequest, O
 from spark_elastic.launch.job import LaunchResult, make_limits
 from spark_elastic.monitoring.console import ProgressListener
-from spark_elastic.monitoring.listener import AsyncNotifier, close_within_deadline
-from spark_elastic.monitoring.log_forwarding import log_to_listener
+from spark_elastic.monitoring.listener import close_within_deadline
+from spark_elastic.monitoring.log_forwarding import announce_phase, log_to_listener
 from spark_elastic.monitoring.report import JobReport, WorldSpan
 from spark_elastic.platforms import JobSpec, make_platform, resume_after_coordinator_loss
 from spark_elastic.protocol.types import Limits, Phase, Position
@@ -285,8 +284,7 @@ class Training(Generic[O]):
         # `launch` pickles the program: workers train copies of the model and the optimizer.
         program = self.framework.build_program(spec, self.request.objects)
         if config.num_workers > 1 and not config.scale_lr:
-            with AsyncNotifier() as notifier:  # a terminal that blocks must not delay the job
-                notifier.submit(partial(self.listener.on_message, UNSCALED))
+            announce_phase(UNSCALED)
         limits = make_fit_limits(self.request, spec.plan.global_batch)
         job = JobSpec(program, limits, self.request.run_id or "", self.framework.preload, run)
         return self.platform.launch(job, self.listener)

@@ -21,6 +21,7 @@ from pyspark.sql import SparkSession
 
 from spark_elastic.data.store import Store
 from spark_elastic.errors import ElasticError, InvalidInput, StoreError
+from spark_elastic.spark.dataframes.store_access import escape_pattern
 from spark_elastic.spark.session import has_context
 
 FORMAT = 1  # 0: before probability columns, with output_col for prediction_col
@@ -54,7 +55,7 @@ def write(spark: SparkSession, path: str, parts: Mapping[str, bytes]) -> None:
 
 
 def read(spark: SparkSession, path: str) -> dict[str, bytes]:
-    rows = spark.read.parquet(os.path.join(path, "data")).collect()
+    rows = spark.read.parquet(os.path.join(escape_pattern(path), "data")).collect()
     parts: dict[str, list[Any]] = {}
     for row in sorted(rows, key=lambda row: row.number):
         pieces = parts.setdefault(row.part, [])
@@ -87,7 +88,9 @@ def read_metadata(spark: SparkSession, path: str, kind: type) -> dict[str, Any]:
         StoreError: it cannot be read, or was written by a newer release.
     """
     with name_incomplete(path, kind):
-        metadata: dict[str, Any] = DefaultParamsReader.loadMetadata(path, find_metadata_session(spark))
+        metadata: dict[str, Any] = DefaultParamsReader.loadMetadata(
+            escape_pattern(path), find_metadata_session(spark)
+        )
     check_class(metadata["class"], path, kind)
     return check_format(metadata, path)
 

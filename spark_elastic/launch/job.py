@@ -187,6 +187,7 @@ def supervise(
             job_name=name,
             certificate=server.certificate,
         )
+        monitor.announce(f"starting {limits.max_workers} slots of {name}")
         launcher.start(spec, events.put)
         discovery.start(events.put)
         loop.start()

@@ -24,6 +24,7 @@ from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
 from spark_elastic.protocol.types import SlotId
 from spark_elastic.rendezvous.addresses import is_own_address
 from spark_elastic.worker import pickling
+from spark_elastic.worker.exits import describe_exit
 from spark_elastic.worker.forking import select_fork_imports
 
 
@@ -181,7 +182,7 @@ class LocalLauncher(ThreadPerSlotLauncher):
         with process.stdout as pipe:
             reason = pipe.read().decode(errors="replace")
         code = process.wait()
-        return reason if code == 0 else f"the slot process ended with {code}"
+        return reason if code == 0 else f"the slot process ended: {describe_exit(code)}"
 
 
 def _start_process(interpreter: str) -> subprocess.Popen[bytes]:

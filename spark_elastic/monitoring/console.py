@@ -7,10 +7,10 @@ knows neither Spark nor a framework.
 from __future__ import annotations
 
 import importlib
+import io
 import logging
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -172,13 +172,12 @@ class ProgressListener(JobListener):
 
     def _create_bar(self, total: int) -> Any:
         """A bar without tqdm's own speed and time left: it counts from when it is drawn, also after a resume."""
-        with warnings.catch_warnings():
-            # In a notebook without ipywidgets tqdm warns and takes a line of text, which serves as well.
-            warnings.simplefilter("ignore")
-            kind = importlib.import_module("tqdm.auto").tqdm
-            # Without tqdm's monitor: its thread outlives the bar, and each report refreshes the bar anyway.
-            bar = type("Bar", (kind,), {"monitor_interval": 0})
+        # Without tqdm's monitor: its thread outlives the bar, and each report refreshes the bar anyway.
+        bar = type("Bar", (importlib.import_module("tqdm").tqdm,), {"monitor_interval": 0})
+        if not is_in_notebook():
             return bar(total=total, bar_format=BAR_FORMAT, file=self._stream, dynamic_ncols=True)
+        bar.display = _make_notebook_display()
+        return bar(total=total, bar_format=BAR_FORMAT, file=io.StringIO(), ncols=BAR_COLUMNS, ascii=False)
 
     def _write_plain_line(self, metrics: Metrics) -> None:
         now, epoch = self._clock.now(), int(metrics.get("epoch", 0))
@@ -193,6 +192,23 @@ class ProgressListener(JobListener):
         self._last_line = (now, epoch)
         position = f"epoch {epoch + 1}/{self._epochs} step {metrics['step']}/{metrics['steps']}"
         self.on_message(f"{position} {format_metrics(metrics, self._throughput)}")
+
+
+def _make_notebook_display() -> Callable[..., None]:
+    """For `tqdm.display`, which tqdm offers to other front ends: one output of a cell, which each refresh replaces. An
+    exported notebook has every state of a line that is rewritten, and one of such an output."""
+    handle: Any = None
+
+    def show(bar: Any, *_: object, **__: object) -> None:
+        nonlocal handle
+        data = {"text/plain": str(bar)}
+        if handle is None:
+            display = importlib.import_module("IPython.display").display
+            handle = display(data, raw=True, display_id=True)
+        else:
+            handle.update(data, raw=True)
+
+    return show
 
 
 class OutputListener(JobListener):
@@ -308,10 +324,14 @@ def _format_rank(rank: int | None) -> str:
 
 
 def supports_live_line(stream: IO[str]) -> bool:
-    """Whether the stream is a terminal, or this process a notebook's kernel; Spark alone imports ipykernel, too."""
+    """Whether a line can be shown again and again in one place."""
+    return is_in_notebook() or stream.isatty()
+
+
+def is_in_notebook() -> bool:
+    """Whether this process is a notebook's kernel; Spark alone imports ipykernel, too."""
     ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return hasattr(shell, "kernel") or stream.isatty()
+    return hasattr(ipython.get_ipython() if ipython is not None else None, "kernel")
 
 
 def _escape_unencodable(text: str, stream: IO[str]) -> str:

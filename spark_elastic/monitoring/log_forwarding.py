@@ -11,14 +11,15 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime
 from logging.handlers import QueueHandler, QueueListener
 from types import TracebackType
 from typing import IO
 
-from spark_elastic.monitoring.listener import CLOSE_SECONDS, MAX_PENDING
+from spark_elastic.monitoring.listener import CLOSE_SECONDS, MAX_PENDING, AsyncNotifier
 
 log = logging.getLogger("spark_elastic")
 
@@ -47,17 +48,37 @@ class LogEntry:
     announced: bool  # as `ANNOUNCED`
 
 
+# Of the job that the calling thread prepares or runs.
+_on_phase: ContextVar[Callable[[str], None] | None] = ContextVar("on_phase", default=None)
+
+
+def announce_phase(text: str) -> None:
+    """Tell people what a job does before it has workers: in the log, and by the listener of the caller's job."""
+    log.info("%s", text, extra=ANNOUNCED)
+    on_phase = _on_phase.get()
+    if on_phase is not None:
+        with AsyncNotifier() as notifier:  # a terminal that blocks must not delay the job
+            notifier.submit(lambda: on_phase(text))
+
+
 @contextmanager
 def log_to_listener(on_message: Callable[[str], None], enabled: bool = True) -> Iterator[None]:
     """Pass what "spark_elastic" and loggers below it log, from INFO on, to a listener.
 
     Args:
         on_message: runs on a thread of its own.
-        enabled: False changes nothing.
+        enabled: False passes what `announce_phase` says, and nothing else.
     """
-    if not enabled:
-        yield
-        return
+    token = _on_phase.set(on_message)
+    try:
+        with _pass_records(on_message) if enabled else nullcontext():
+            yield
+    finally:
+        _on_phase.reset(token)
+
+
+@contextmanager
+def _pass_records(on_message: Callable[[str], None]) -> Iterator[None]:
 
     def deliver(record: logging.LogRecord) -> None:
         if not getattr(record, "announced", False):

@@ -71,6 +71,10 @@ def _on_checkpoint_written(tx: Transition, event: messages.CheckpointWritten) ->
 def _on_checkpoint_store_full(tx: Transition, event: messages.CheckpointStoreFull) -> None:
     """Removes the oldest checkpoint and keeps one less from now on, but always the newest."""
     state = tx.state
+    sender, number = state.newest_store_full or (event.worker, 0)
+    if sender == event.worker and event.number <= number:
+        return
+    state.newest_store_full = event.worker, event.number
     if len(state.checkpoints) > 1:
         *kept, oldest = state.checkpoints
         state.checkpoints, state.checkpoints_kept = tuple(kept), len(kept)

@@ -12,6 +12,9 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from spark_elastic.protocol.types import Checkpoint, Fence, HostId, Position, SlotId, WorkerId, World
 
+# Words of the driver's answer to a request of another release; the slot's last words then have them.
+ANOTHER_RELEASE = "install one release"
+
 R_co = TypeVar("R_co", covariant=True)
 
 
@@ -210,6 +213,10 @@ class CheckpointWritten(WorkerRequest[Acknowledged]):
 @dataclass(frozen=True)
 class CheckpointStoreFull(WorkerRequest[Acknowledged]):
     """The store of the checkpoints has no room for the worker's new one: the driver removes the oldest one."""
+
+    # How many checkpoints of the worker's process have found no room, with this one: a message that is sent again,
+    # since its answer was lost, is about the same one.
+    number: int
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 from starlette.types import Message, Receive, Scope, Send
 
 from spark_elastic.errors import InvalidInput, StaleGeneration
-from spark_elastic.protocol.messages import Request
+from spark_elastic.protocol.messages import ANOTHER_RELEASE, Request
 from spark_elastic.rendezvous import auth, codec
 from spark_elastic.rendezvous.http_server import mark_authenticated, was_reset
 from spark_elastic.rendezvous.messages import MAX_BODY_BYTES, MAX_POLL_SECONDS, VERSION, path_of
@@ -180,7 +180,7 @@ class AuthMiddleware:
         version, attempt = envelope.get("v"), envelope.get("attempt")
         if version != VERSION:
             raise codec.MalformedMessage(
-                f"it speaks version {version!r} and the driver speaks {VERSION}: install one release"
+                f"it speaks version {version!r} and the driver speaks {VERSION}: {ANOTHER_RELEASE} on all hosts"
             )
         if type(attempt) is not int:
             raise codec.MalformedMessage("attempt must be int")

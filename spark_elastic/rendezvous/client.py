@@ -219,7 +219,13 @@ class RendezvousClient:
         self._session: _Session | None = None
         self._last_answered = float("-inf")
 
-    def ask(self, request: Request[R], hold: float = 0.0, within: float | None = None) -> R:
+    def ask(
+        self,
+        request: Request[R],
+        hold: float = 0.0,
+        within: float | None = None,
+        patience: float = ANSWER_SECONDS,
+    ) -> R:
         """Sends the request and returns the reply; dials again until the time is over.
 
         Args:
@@ -227,6 +233,8 @@ class RendezvousClient:
                 the remaining time.
             within: seconds until the request must be answered. Without it, `timeout` begins when the first hold is
                 over.
+            patience: seconds that the first try waits for an answer beyond the hold, and each later one twice as long
+                as the one before, up to ANSWER_SECONDS. A firewall that has forgotten a connection answers nothing.
 
         Raises:
             DriverUnreachable: no answer in that time; names host:port.
@@ -247,7 +255,8 @@ class RendezvousClient:
             try:
                 session = self._session or self._open_session(retries)
                 credentials = auth.sign_request(self._key, path, session.name, session.next(), body)
-                response = self._post(path, credentials, body, min(hold_seconds + ANSWER_SECONDS, left))
+                patient = min(ANSWER_SECONDS, patience * 2**retries.tries)
+                response = self._post(path, credentials, body, min(hold_seconds + patient, left))
             except TransportClosed:
                 raise ConnectionClosed("The connection to the driver was closed on this side.") from None
             except CertificateMismatch:

@@ -24,6 +24,7 @@ from spark_elastic.driver.gang_scheduler import get_job_queue
 from spark_elastic.driver.ports import Post
 from spark_elastic.driver.thread_launcher import SlotEnd, ThreadPerSlotLauncher
 from spark_elastic.errors import InvalidInput, PreflightError
+from spark_elastic.monitoring.log_forwarding import announce_phase
 from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.rendezvous.addresses import find_address_towards
 from spark_elastic.rendezvous.http_server import Bind
@@ -170,6 +171,7 @@ def preflight(spark: SparkSession, spec: ProbeSpec, number: int, timeout: float)
                 for answer in task(batch.column(0).to_pylist()):
                     yield pa.RecordBatch.from_pydict({"answer": [pickle.dumps(answer)]})
 
+        announce_phase(f"checking hosts with {number} probes")
         tag = f"spark_elastic-preflight-{probe.token}"
 
         def collect() -> list[Any]:

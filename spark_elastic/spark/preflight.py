@@ -13,6 +13,7 @@ from pyspark import InheritableThread
 
 from spark_elastic.driver.gang_scheduler import get_job_queue
 from spark_elastic.errors import JobCancelled, PreflightError
+from spark_elastic.monitoring.log_forwarding import announce_phase
 from spark_elastic.spark.payload import broadcast, destroy
 from spark_elastic.spark.probe import (
     ProbeReport,
@@ -65,6 +66,8 @@ def _probe_executors(sc: SparkContext, task: Task, least: int, tag: str, timeout
     reports: list[ProbeReport] = []
     for attempt in range(1, ROUNDS + 1):
         executors = _count_live_executors(sc)
+        if attempt == 1:
+            announce_phase("checking the host" if executors == 1 else f"checking {executors} hosts")
         for answer in _run_probes(sc, task, max(executors * attempt, least), tag, timeout):
             reports.append(require_report(answer))
         if len({report.executor for report in reports}) >= executors or any(

@@ -15,6 +15,7 @@ from pyspark import TaskContext
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.driver.thread_launcher import SlotEnd
+from spark_elastic.errors import ElasticError
 from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
 from spark_elastic.protocol.types import SlotId
 from spark_elastic.rendezvous.addresses import split_address
@@ -43,7 +44,7 @@ class SlotTask:
             try:
                 yield self._serve(launch)
             except Exception as error:  # the driver reads it as the job's result, and decides what follows
-                yield f"slot launch {launch} ended: {error}"
+                yield str(error) if isinstance(error, ElasticError) else f"{type(error).__name__}: {error}"
 
     def _serve(self, launch: int) -> str:
         context = TaskContext.get()

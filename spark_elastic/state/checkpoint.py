@@ -34,6 +34,7 @@ from spark_elastic.state.snapshot import Codec, Snapshot
 log = logging.getLogger("spark_elastic.state")
 
 MANIFEST = "manifest.json"
+LIST = "published-"  # prefix of the lists of published checkpoints
 VERSION = 5  # of the format of a checkpoint
 VALUES, MEMORY = "values", "memory"  # the parts of a snapshot
 # Keys of `WorkerSession.process_values`.
@@ -108,8 +109,14 @@ class CheckpointStore:
         listed = [asdict(checkpoint) for checkpoint in checkpoints]
         before = _select_lists(self._store.list(self._folder), attempt)
         number = int(before[-1].rpartition("-")[2].removesuffix(".json")) + 1 if before else 1
-        name = f"{self._folder}/published-{attempt:06d}-{number:08d}.json"
+        name = f"{self._folder}/{LIST}{attempt:06d}-{number:08d}.json"
         self._store.write_bytes(name, json.dumps(listed).encode())
+
+    def find_highest_attempt(self) -> int:
+        """The newest attempt that has written or published a checkpoint; 0: none has."""
+        names = (path.rpartition("/")[2].removeprefix(LIST) for path in self._store.list(self._folder))
+        numbers = (name.partition("-")[0] for name in names)
+        return max((int(number) for number in numbers if number.isdigit()), default=0)
 
     def read_published(self) -> tuple[Checkpoint, ...]:
         """The published checkpoints, newest first: the last list of the highest attempt that has one."""
@@ -155,7 +162,7 @@ def format_checkpoint_name(fence: Fence, position: Position) -> str:
 
 def _select_lists(names: Iterable[str], attempt: int | None = None) -> list[str]:
     """The lists of published checkpoints among objects, the last one last. attempt: whose; None: all."""
-    prefix = "published-" if attempt is None else f"published-{attempt:06d}-"
+    prefix = LIST if attempt is None else f"{LIST}{attempt:06d}-"
     return [name for name in names if name.rpartition("/")[2].startswith(prefix)]
 
 

@@ -182,7 +182,10 @@ def acquire_attempt(store: Store, run_id: str) -> int:
         StoreError: the store cannot be read or written.
     """
     content = json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode()
-    attempt = find_highest_attempt(store, run_id)
+    # A power cut may have cost the entry of an attempt, and not the checkpoints of it: those that a lower attempt then
+    # writes, or another one's lists, would count for nothing.
+    checkpoints = CheckpointStore(store, run_id).find_highest_attempt()
+    attempt = max(find_highest_attempt(store, run_id), checkpoints)
     for _ in range(MAX_TRIES):
         attempt += 1
         if store.create_exclusive(f"{get_attempts_folder(run_id)}/{attempt:06d}", content):

@@ -284,13 +284,13 @@ class FitConfig:
 
     def _check_world(self) -> None:
         number, least, most = self.num_workers, self.min_workers, self.max_workers
-        if least > most:
+        if least > number:
             raise InvalidInput(
-                f"min_workers is {least} and max_workers {most}: the first must not be above the second."
+                f"min_workers is {least} and num_workers {number}: the first must not be above the second."
             )
-        if not least <= number <= most:
+        if number > most:
             raise InvalidInput(
-                f"num_workers is {number}, outside of min_workers {least} to max_workers {most}: change one of them."
+                f"num_workers is {number} and max_workers {most}: the first must not be above the second."
             )
 
     def _check_shares(self) -> None:

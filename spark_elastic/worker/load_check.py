@@ -16,6 +16,7 @@ import cloudpickle
 from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
 from spark_elastic.protocol.types import SlotId
 from spark_elastic.worker.child import Child
+from spark_elastic.worker.exits import describe_exit
 
 LOAD_SECONDS = 300.0  # for the imports and for loading
 FAILED = "spark_elastic cannot load: "  # what the process prints before the error
@@ -74,4 +75,4 @@ def find_load_error_in_fork(payload: bytes, spec: SlotSpec) -> str | None:
     if not ended:
         return None
     said = (line.removeprefix(FAILED) for line in reversed(lines) if line.startswith(FAILED))
-    return next(said, f"the process that loads it ended with {ended[0]}")
+    return next(said, f"the process that loads it ended: {describe_exit(ended[0])}")

@@ -128,6 +128,7 @@ class WorkerLoop:
         self._world: World | None = None
         self._group_context = GroupContext()
         self._aborted_fence: Fence | None = None
+        self._unwritten_checkpoints = 0  # that found no room in the store
         self._handle = WorkerHandle(
             lambda: watch.version,
             self._report_position,
@@ -163,9 +164,11 @@ class WorkerLoop:
 
     def _report_checkpoint(self, written: Checkpoint | None) -> None:
         worker = self._identity.worker
-        self._driver.ask(
-            CheckpointStoreFull(worker) if written is None else CheckpointWritten(worker, written)
-        )
+        if written is not None:
+            self._driver.ask(CheckpointWritten(worker, written))
+            return
+        self._unwritten_checkpoints += 1
+        self._driver.ask(CheckpointStoreFull(worker, self._unwritten_checkpoints))
 
     def _advance(self, event: on.WorkerEvent) -> do.Sync | do.Run | do.Exit:
         """Post the event and execute the commands that follow, up to one for the program or the process's exit."""
@@ -383,7 +386,7 @@ class DriverWatch:
                 # a world that begins while the request is open.
                 request = WatchWorker(self._worker, ended_fence, self._version)
                 watched = self._driver.ask(request, MAX_POLL_SECONDS, max(0.0, left))
-            except ElasticError:
+            except Exception:  # also a lack of descriptors or memory, which may pass
                 self._closing.wait(min(RETRY_EVERY, max(RETRY_AT_LEAST, left)))
                 continue
             now = self._clock.now()
@@ -430,7 +433,7 @@ class MetricsReporter:
         metrics, self._latest = self._latest, None
         if metrics is not None:
             # Progress is for people; `DriverWatch` takes care of a silent driver.
-            with suppress(ElasticError):
+            with suppress(Exception):
                 self._driver.ask(Report(self._worker, codec.encode_numbers(metrics)))
 
     def _run(self) -> None:

@@ -1,7 +1,8 @@
 """The agent of a slot: registers the slot, keeps one worker and one warm spare alive, sends heartbeats and log lines.
 
 Runs in the main thread of the slot's task; knows no Spark. Its helper threads only post to its queue or talk to the
-driver: one polls for commands, one sends heartbeats, one sends lines. A failure of a worker is reported, never raised.
+driver: one polls for commands, one sends heartbeats, one sends lines. A failure of a worker is reported, never raised,
+and no error ends such a thread: a machine may lack descriptors or memory for a moment.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from spark_elastic.rendezvous.messages import (
 )
 from spark_elastic.worker.child import LINE_AT_MOST, Child, OomKillCounter
 from spark_elastic.worker.devices import GpuClaims
+from spark_elastic.worker.exits import describe_exit
 from spark_elastic.worker.forking import fork_server_cache
 
 MEMORY_CHECK_EVERY = 30.0  # seconds between two checks of the memory of the slot's processes
@@ -38,6 +40,9 @@ STOP_GRACE = 3.0  # seconds that a worker told to stop gets before its slot kill
 JOIN_GRACE = 1.0  # seconds for a former spare to join before the next spare is started
 LAST_LINES_WAIT = 2.0  # seconds for sending the last log lines to the driver
 THREAD_END_WAIT = 5.0  # seconds for threads whose requests were cancelled
+
+# How long a heartbeat's answer is awaited, in intervals: with another one a lease is not over, whatever the job's size.
+HEARTBEAT_PATIENCE = 1.0
 
 R = TypeVar("R")
 
@@ -254,10 +259,11 @@ class SlotAgent:
         while not self._closing.is_set():
             try:
                 commands = self._ask(WatchSlot(self._identity.slot, seen), MAX_POLL_SECONDS)
-            except ElasticError as error:
+            except Exception as error:
                 if self._closing.is_set():
                     return
-                if self._seconds_left() < 0.0 or not isinstance(error, DriverUnreachable):
+                is_final = isinstance(error, ElasticError) and not isinstance(error, DriverUnreachable)
+                if self._seconds_left() < 0.0 or is_final:
                     self._events.put(lambda text=str(error): text)  # type: ignore[misc]
                     return
                 self._closing.wait(0.2)
@@ -268,15 +274,23 @@ class SlotAgent:
     # The slot sends heartbeats for its training process: a held GIL does not silence another process, which also sees
     # when the child is stopped.
     def _send_heartbeats(self) -> None:
+        failed = ""
         while not self._closing.wait(self._heartbeat_every):
             child = self._active
             try:
                 heartbeat = Heartbeat(self._identity.slot) if child is None else self._create_heartbeat(child)
-                self._heartbeat_every = self._client.ask(heartbeat).heartbeat_interval
+                patience = HEARTBEAT_PATIENCE * self._heartbeat_every
+                self._heartbeat_every = self._client.ask(heartbeat, patience=patience).heartbeat_interval
                 if child is not None:
                     child.record_driver_seen(self._client.last_answered_at())
+                failed = ""
             except ElasticError:
                 continue  # the watch thread handles a silent driver
+            except Exception as error:
+                description = f"a heartbeat was not sent: {type(error).__name__}: {error}"
+                if description != failed:  # once, as long as it lasts
+                    self._lines.put((None, f"{SLOT_LINE_PREFIX}{description}"))
+                failed = description
 
     def _create_heartbeat(self, child: Child) -> Heartbeat:
         state = child.state()
@@ -296,7 +310,7 @@ class SlotAgent:
             for worker, lines in batch.items():
                 try:
                     self._ask(LogLines(self._identity.slot, worker, None, tuple(lines)))
-                except ElasticError:
+                except Exception:
                     continue  # losing lines, which are for people, must not hurt training
 
     def _take_lines(self) -> dict[WorkerId | None, list[str]]:
@@ -313,4 +327,4 @@ class SlotAgent:
 def _describe_exit(code: int, out_of_memory: bool) -> str:
     if out_of_memory:
         return "out of memory: killed by the kernel"
-    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+    return describe_exit(code)

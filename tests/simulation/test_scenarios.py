@@ -72,6 +72,16 @@ def test_r12_a_pause_of_the_driver_stops_nothing() -> None:
         assert len(report.worlds) == 1, report.event_log
 
 
+def test_r12_a_slot_that_sends_no_heartbeats_is_given_back() -> None:
+    for seed in SEEDS:
+        silence = Fault(FaultKind.SILENCE_SLOT, Moment.EXCHANGE, nth=5, target=seed % 4)
+        report = simulate(scene(silence, seed=seed, steps=600))
+        assert report.end.outcome is JobOutcome.SUCCESS, report.event_log
+        assert "because they were silent" in report.event_log
+        assert report.worlds[-1].size == 4, report.event_log
+        assert len(report.worlds) < 9, report.event_log
+
+
 def test_r13_a_deterministic_failure_ends_the_job_with_its_traceback() -> None:
     report = simulate(scene(Fault(FaultKind.RAISE_AT_ROW, Moment.EXCHANGE, nth=5, target=7)))
     assert report.end.outcome is JobOutcome.USER_ERROR

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 WORKER_FAULTS = (
     FaultKind.KILL_WORKER, FaultKind.CRASH, FaultKind.KILL_SLOT, FaultKind.STOP_WORKER, FaultKind.DRAIN_WORKER,
-    FaultKind.RAISE, FaultKind.STRAGGLE,
+    FaultKind.RAISE, FaultKind.STRAGGLE, FaultKind.SILENCE_SLOT,
 )  # fmt: skip
 
 
@@ -121,6 +121,8 @@ class FaultInjection:
             case FaultKind.STRAGGLE:
                 fence = self.sim.server.state.fence
                 self.sim.server.post(WorkerStraggles(worker.name, fence, "the others are quicker without it"))
+            case FaultKind.SILENCE_SLOT:
+                worker.slot.is_silent = True
             case FaultKind.RAISE:
                 worker.raises = f"flaky {worker.name}"
 

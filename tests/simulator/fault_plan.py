@@ -19,6 +19,7 @@ class FaultKind(Enum):
     SLOW_HOST = "slow the host down"
     ADD_HOST = "a host joins"
     DRAIN_HOST = "drain the host"
+    SILENCE_SLOT = "the slot sends no heartbeat any more, and does all else"
     DRAIN_WORKER = "drain the worker"
     STRAGGLE = "the worker reports that it keeps the others waiting"
     RAISE = "user code raises once"

@@ -118,6 +118,7 @@ class SimSlot:
         self.server = server
         self.alive = True
         self.started = 0
+        self.is_silent = False  # it sends no heartbeats
         self.worker: SimWorker | None = None
         host.slots.append(self)
         host.living += 1
@@ -136,7 +137,7 @@ class SimSlot:
         self.server.receive_started(self, self.worker.name)
 
     def send_heartbeat(self) -> None:
-        if self.alive:
+        if self.alive and not self.is_silent:
             worker = self.worker
             state = "" if worker is None or not worker.alive else "T" if worker.stopped else "S"
             self.server.send_heartbeat(self, worker.name if worker is not None else "", state)

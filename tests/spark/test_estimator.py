@@ -100,18 +100,18 @@ def test_weights_of_rows_clipping_shapes_and_a_factory_reach_the_workers(
 def test_a_pipeline_of_vectors_fits_with_other_epochs_and_keeps_its_data(
     spark: SparkSession, tmp_path: Path
 ) -> None:
-    df = table(spark)
-    est = estimator(tmp_path / "store", feature_cols="v", keep_data=True, ledger=True, run_id="mine")
+    df, run_id = table(spark), "m[i]n*: {é}%20#?"
+    est = estimator(tmp_path / "store[1]*", feature_cols="v", keep_data=True, ledger=True, run_id=run_id)
     assembler = VectorAssembler(inputCols=["a", "b"], outputCol="v")
     fitted = Pipeline(stages=[assembler, est]).fit(df, {est.epochs: 2})
     assert len(fitted.stages[-1].history) == 2
     fitted.write().save(str(tmp_path / "saved"))
     back = PipelineModel.load(str(tmp_path / "saved"))
     assert back.transform(df).orderBy("id").collect() == fitted.transform(df).orderBy("id").collect()
-    assert list((tmp_path / "store" / "data").rglob("*.parquet"))
+    assert list((tmp_path / "store[1]*" / "data").rglob("*.parquet"))
     lines = [
         json.loads(line)
-        for file in (tmp_path / "store" / "runs" / "mine" / "ledger").iterdir()
+        for file in (tmp_path / "store[1]*" / "runs" / run_id / "ledger").iterdir()
         for line in file.read_text().splitlines()
     ]
     for epoch in range(2):

@@ -246,6 +246,7 @@ def check_connections_and_leases(tx: Transition) -> None:
             reason = f"its process has not run for {tx.now - worker.last_seen:.1f} s"
         else:
             continue
+        state.failures.add_silence(worker.slot, tx.now, state.limits.failure_window)
         evict_externally_lost(tx, worker, reason, kill=True)
     _evict_silent_slots(tx)
 

@@ -58,6 +58,7 @@ LAST_STOP_TIMEOUT = 60.0
 # Seconds to build a world, to come to a planned stop, or to report a result after rank 0's.
 SHORT_TIMEOUT = 30.0
 LAST_STATE_FACTOR = 10  # times regroup_timeout, while only a member that has not come back has a state
+MIN_OTHER_RELEASES = 3  # slots of another release that end a job with fewer slots
 # Seconds from one world to the next for each world in a row without progress, and at most, since peers that refuse
 # connections break worlds within milliseconds.
 NO_PROGRESS_BACK_OFF, MAX_NO_PROGRESS_BACK_OFF = 0.5, 5.0
@@ -339,6 +340,12 @@ def _has_enough(tx: Transition, count: int) -> bool:
         timers.too_few_since = tx.now
     elif tx.now - timers.too_few_since >= state.limits.start_timeout:
         tx.end(JobOutcome.NOT_ENOUGH_WORKERS, _explain_missing_workers(tx, count))
+    elif tx.now - timers.too_few_since >= state.limits.gather_timeout and _speak_all_another_release(state):
+        tx.end(
+            JobOutcome.NOT_ENOUGH_WORKERS,
+            f"the last {state.launches.other_releases} slots have another release of spark_elastic than the driver: "
+            f"{state.launches.last_failure}",
+        )
     else:
         if not timers.too_few_notified and tx.now - timers.too_few_since >= state.limits.gather_timeout:
             timers.too_few_notified = True
@@ -346,6 +353,10 @@ def _has_enough(tx: Transition, count: int) -> bool:
             advice = "give the application more cores, or lower min_workers"
             if count + starting >= state.limits.min_workers:
                 advice = f"{starting} more have started and import what the program needs"
+            elif state.launches.last_failure:
+                advice = (
+                    f"the last slot that ended before its worker was warm said: {state.launches.last_failure}"
+                )
             tx.emit(
                 NotifyUser(
                     f"{count} workers are there and {state.limits.min_workers} are needed (min_workers): the job waits "
@@ -354,6 +365,12 @@ def _has_enough(tx: Transition, count: int) -> bool:
             )
         _end_if_all_blacklisted(tx, timers.too_few_since + state.limits.start_timeout)
     return False
+
+
+def _speak_all_another_release(state: DriverState) -> bool:
+    """Whether so many slots as the job has, in a row, could not register since the driver does not understand them."""
+    launches = state.launches
+    return not state.generation and launches.other_releases >= max(MIN_OTHER_RELEASES, len(launches))
 
 
 def _end_if_all_blacklisted(tx: Transition, deadline: float) -> None:

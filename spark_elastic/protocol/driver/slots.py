@@ -23,7 +23,13 @@ from spark_elastic.protocol.driver.state import (
     Transition,
     WorkerRecord,
 )
-from spark_elastic.protocol.messages import Heartbeat, RegisterSlot, WorkerStarted, WorkerStraggles
+from spark_elastic.protocol.messages import (
+    ANOTHER_RELEASE,
+    Heartbeat,
+    RegisterSlot,
+    WorkerStarted,
+    WorkerStraggles,
+)
 from spark_elastic.protocol.types import (
     NOT_RUNNING,
     HostId,
@@ -42,6 +48,9 @@ FAILURES_AFTER_PREEMPTION = BACK_OFF.index(4.0) - 1
 # Seconds of cooldown that a slot waits out with its warm worker. For a longer one it is given back, since its core may
 # be useful elsewhere.
 PARKING_LIMIT = 5.0
+
+# A slot is given back once so many of its workers were evicted for silence within the failure window.
+MAX_SILENCES_PER_SLOT = 3
 
 # ---- launches
 
@@ -110,6 +119,7 @@ def _launch_successor(tx: Transition, ended: SlotLaunch, why: str) -> None:
         return
     failed_predecessors = 0 if ended.got_warm or ended.executor_lost else ended.failed_predecessors + 1
     if failed_predecessors:
+        launches.other_releases = launches.other_releases + 1 if ANOTHER_RELEASE in why else 0
         launches.last_failure = why
     successor = SlotLaunch(launches.next_launch, failed_predecessors)
     launch(tx, successor, f"slot job {ended.number} ended ({why})")
@@ -252,6 +262,7 @@ def on_slot_registered(tx: Transition, event: RegisterSlot) -> None:
 
 def _register(tx: Transition, slot: SlotRecord) -> None:
     state = tx.state
+    state.launches.other_releases = 0
     why = _explain_refusal(tx, slot)
     if why and not slot.extra:
         _refuse(tx, slot.slot, why)
@@ -297,6 +308,13 @@ def on_heartbeat(tx: Transition, event: Heartbeat) -> None:
             state.workers.set_last_seen(worker, tx.now)
 
 
+def _explain_silences(tx: Transition, slot: SlotRecord) -> str:
+    count, window = len(tx.state.failures.silences.get(slot.slot, ())), tx.state.limits.failure_window
+    if count < MAX_SILENCES_PER_SLOT:
+        return ""
+    return f"{count} workers of slot {slot.slot} were evicted within {window:g} s because they were silent"
+
+
 def on_worker_started(tx: Transition, event: WorkerStarted) -> None:
     state = tx.state
     slot = state.slots.get(event.slot)
@@ -323,6 +341,10 @@ def register_worker(tx: Transition, slot: SlotRecord, name: WorkerId) -> None:
     why = _explain_drain(tx, slot) or _explain_missing_discovery(tx, slot)
     if why:  # its member was about to leave, and was lost first
         give_back(tx, slot, why)
+    elif silences := _explain_silences(tx, slot):
+        count = len(state.slots.on_host(slot.host))
+        state.blacklist = state.blacklist.record_failure(slot.slot, slot.host, count, tx.now, state.limits)
+        give_back(tx, slot, silences)
 
 
 # ---- hosts

@@ -107,6 +107,7 @@ class Launches(_LiveRecords[int, SlotLaunch]):
     relaunch: bool = False  # a member was lost, so those that are held back are asked for again
     preempted: str = ""  # why slots were given back although there are too few
     last_failure: str = ""  # what the last launch said that ended before its worker was warm
+    other_releases: int = 0  # launches in a row that ended since another release is installed where they ran
 
     def put(self, launch: SlotLaunch) -> None:
         self.alive = self.alive.put(launch.number, launch)
@@ -503,6 +504,7 @@ class FailureHistory(Part):
     # By slot, how many of its workers were killed in a row before they took part in a world.
     kills_in_a_row: Table[SlotId, int] = field(default_factory=Table)
     kill_times: Table[SlotId, tuple[float, ...]] = field(default_factory=Table)  # of the slot's workers
+    silences: Table[SlotId, tuple[float, ...]] = field(default_factory=Table)  # when its workers fell silent
     # Workers that a signal, or the end of their slot or host, took out of a world, and which world.
     externally_lost: Table[WorkerId, int] = field(default_factory=Table)
     worlds_without_progress: int = 0  # in a row: they broke, lost no member and came no further
@@ -529,8 +531,13 @@ class FailureHistory(Part):
         self.kill_times = self.kill_times.put(slot, times)
         return in_a_row, len(times)
 
+    def add_silence(self, slot: SlotId, now: float, window: float) -> None:
+        times = (*(at for at in self.silences.get(slot, ()) if at >= now - window), now)
+        self.silences = self.silences.put(slot, times)
+
     def forget_slot(self, slot: SlotId) -> None:
         self.kills_in_a_row = self.kills_in_a_row.drop(slot)
+        self.silences = self.silences.drop(slot)
         self.kill_times = self.kill_times.drop(slot)
 
 
@@ -606,6 +613,8 @@ class DriverState(Part):
     stage: JobStage = JobStage.GATHERING  # ENDED is final
     checkpoints: tuple[Checkpoint, ...] = ()  # the published ones, newest first
     checkpoints_kept: int | None = None  # how many the full store has room for; None: as many as `limits` say
+    # Sender and number of the newest `CheckpointStoreFull`.
+    newest_store_full: tuple[WorkerId, int] | None = None
     blacklist: Blacklist = field(default_factory=Blacklist)  # what cools down after failures
     launches: Launches = field(default_factory=Launches)  # slot launches that run or are delayed
     hosts: Hosts = field(default_factory=Hosts)  # that may carry slots, or drain
@@ -653,7 +662,7 @@ class DriverState(Part):
         )
 
 
-VALUES = ("limits", "attempt", "stage", "checkpoints", "checkpoints_kept", "blacklist")
+VALUES = ("limits", "attempt", "stage", "checkpoints", "checkpoints_kept", "newest_store_full", "blacklist")
 PARTS = tuple(each.name for each in fields(DriverState) if each.name not in VALUES)
 
 

@@ -96,7 +96,7 @@ def _leave_world(tx: Transition, worker: WorkerRecord, event: RequestNextWorld) 
     _mark_left(tx, worker, event.position, WorkerStatus.READY)
     if timers.leaving_since is None:
         timers.leaving_since = tx.now
-    if not event.planned:
+    if not event.planned and not worker.has_left:  # it asks again and again, and blames once
         blame = f" and blames {', '.join(_describe_suspects(tx, event.suspects))}" if event.suspects else ""
         reason = f"{tx.describe(worker)} could not continue{blame}: {event.reason or 'its group broke'}"
         break_world(tx, reason, cause_unknown=True)

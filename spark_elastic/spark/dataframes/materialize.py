@@ -33,6 +33,7 @@ from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.reading.decoding import read_footers
 from spark_elastic.data.store import Store, StoreFull, lacks_room
 from spark_elastic.errors import InvalidInput, StoreError
+from spark_elastic.monitoring.log_forwarding import announce_phase
 from spark_elastic.spark.dataframes.row_order import HashOrder, add_hashes
 from spark_elastic.spark.dataframes.scan import (
     MissingValues,
@@ -49,7 +50,7 @@ from spark_elastic.spark.dataframes.schema import (
     compute_row_bytes,
     find_column_type,
 )
-from spark_elastic.spark.dataframes.store_access import check_store_access, to_spark_url
+from spark_elastic.spark.dataframes.store_access import check_store_access, escape_pattern, to_spark_url
 from spark_elastic.spark.session import describe_jobs, has_context
 
 _FORM = 2  # of what is written; raise it when that changes
@@ -226,8 +227,7 @@ class _Target:
 
     def read(self, spark: SparkSession, schema: StructType) -> DataFrame:
         """What `write` wrote."""
-        exactly = re.sub(r"([{}\[\]*?\\])", r"\\\1", self._url)  # Spark takes it for a pattern
-        return spark.read.schema(schema).parquet(exactly)
+        return spark.read.schema(schema).parquet(escape_pattern(self._url))
 
     def open(self, folder: str) -> _Target:
         """A folder in this one."""
@@ -249,9 +249,11 @@ def _write_and_publish(
     split: ValidationSplit | None,
     published: Sequence[str],
 ) -> tuple[Manifest, ...]:
+    announce_phase(f"writing the rows to {target.store.url}")
     try:
         with describe_jobs(df.sparkSession, "writes rows"):
             manifests = _write(df, types, target, split)
+        announce_phase(f"wrote {sum(each.rows for each in manifests):,} rows")
         # The first manifest is written last: where it exists, all do.
         for name, manifest in reversed(list(zip(published, manifests, strict=True))):
             manifest.save(target.store, name)

@@ -6,6 +6,7 @@ Translates the urls of stores for Spark, and checks that both clients reach the 
 from __future__ import annotations
 
 import logging
+import re
 import uuid
 from typing import Any
 from urllib.parse import urlsplit
@@ -47,6 +48,11 @@ def to_spark_url(store: Store, name: str) -> str:
     if scheme == "abfss" and "@" not in container and account:  # which fsspec takes as an option
         container = f"{container}@{account}.dfs.core.windows.net"
     return f"{scheme}://{container}{slash}{path}"
+
+
+def escape_pattern(path: str) -> str:
+    """A path for Spark's readers, which take it for a pattern."""
+    return re.sub(r"([{}\[\]*?\\])", r"\\\1", path)
 
 
 def check_store_access(spark: SparkSession, store: Store) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import httpx
 import pytest
 
 from spark_elastic.clock import SystemClock
@@ -16,6 +19,7 @@ from spark_elastic.protocol.messages import (
     WorkerStarted,
 )
 from spark_elastic.protocol.types import WorkerId
+from spark_elastic.rendezvous.client import TransportError
 from spark_elastic.rendezvous.messages import (
     MAX_POLL_SECONDS,
     LogLines,
@@ -99,6 +103,24 @@ def test_after_the_end_of_the_job_every_request_is_answered_with_stop(driver: Dr
     assert slot.ask(RegisterSlot("1-0", "host-a", 1, facts={})) == Admission(
         False, "the job is done", BEAT_EVERY
     )
+
+
+def test_r12_a_request_whose_answer_never_comes_is_sent_again_after_its_patience(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = driver.client()
+    client.ask(Heartbeat("1-0"))
+    limits, post = [], client._transport.post
+
+    def swallow(path: str, headers: Mapping[str, str], body: bytes, seconds: float) -> httpx.Response:
+        limits.append(seconds)
+        if len(limits) < 4:
+            raise TransportError("timed out")
+        return post(path, headers, body, seconds)
+
+    monkeypatch.setattr(client._transport, "post", swallow)
+    client.ask(Heartbeat("1-0"), patience=0.5)
+    assert limits == pytest.approx([0.5, 1.0, 2.0, 4.0])
 
 
 def test_r18_an_answer_counts_from_the_time_of_its_request(driver: Driver) -> None:

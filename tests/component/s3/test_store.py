@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,6 +14,7 @@ from spark_elastic.data.reading.readers import open_reader
 from spark_elastic.data.store import Store, list_entries
 from spark_elastic.errors import StoreError
 from tests.component.s3.conftest import SECRET
+from tests.special_names import check_special_names
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -30,6 +33,13 @@ def test_objects_are_written_read_listed_and_deleted(store: Store) -> None:
     assert store.list("a") == []
     with pytest.raises(StoreError, match="has no 'a/b'"):
         store.read_bytes("a/b")
+
+
+def test_names_with_special_characters_are_taken_literally(store: Store) -> None:
+    neighbour = replace(store, root=f"{store.root}y")
+    neighbour.write_bytes("runs/ax/b/one", b"1")
+    check_special_names(replace(store, root=f"{store.root[:-4]}[j]ob*"))
+    assert neighbour.exists("runs/ax/b/one")
 
 
 def test_a_secret_is_in_no_message(store: Store) -> None:

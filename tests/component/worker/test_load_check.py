@@ -50,4 +50,4 @@ def test_what_does_not_load_is_named_by_its_error_wherever_it_is_tried() -> None
 
 def test_a_process_that_ends_while_it_loads_is_named_by_its_exit_code() -> None:
     payload = cloudpickle.dumps(Loading(os._exit, 3))
-    assert find_load_error_in_fork(payload, SPEC) == "the process that loads it ended with 3"
+    assert find_load_error_in_fork(payload, SPEC) == "the process that loads it ended: exit code 3"

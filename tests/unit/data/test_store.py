@@ -8,6 +8,7 @@ import os
 import pickle
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import fsspec
@@ -18,6 +19,7 @@ from fsspec.implementations.local import LocalFileSystem
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
 from tests.leaks import SessionOwned
+from tests.special_names import check_special_names
 
 
 class Bucket(LocalFileSystem):  # type: ignore[misc]
@@ -37,8 +39,8 @@ class ManyPages(AsyncFileSystem):  # type: ignore[misc]
         await asyncio.sleep(0.5)
         return {f"{path}/{number}": {"size": 1} for number in range(3)}
 
-    async def _rm(self, path: str, **_: object) -> None:
-        self.removed += len(await self._find(path))
+    async def _rm_file(self, path: str, **_: object) -> None:
+        self.removed += path.count("/") == 2
 
 
 def refuse(*_: object) -> None:
@@ -79,6 +81,13 @@ def test_objects_are_written_read_and_listed_by_name(store: Store) -> None:
     store.remove_tree("a")
     store.remove_tree("a")
     assert not store.exists("a/b/one")
+
+
+@pytest.mark.parametrize("root", ["ax", "a[xy]*?"])
+def test_names_with_special_characters_are_taken_literally(store: Store, root: str) -> None:
+    store.write_bytes("ay/runs/ax/b/one", b"a store whose url the pattern of another one's matches")
+    check_special_names(replace(store, root=f"{store.root}/{root}"))
+    assert store.exists("ay/runs/ax/b/one")
 
 
 def test_a_file_system_that_fails_is_not_taken_for_one_without_the_object(
@@ -204,11 +213,15 @@ def test_the_root_is_not_removed(store: Store) -> None:
     [
         ("", InvalidInput, "empty"),
         ("nowhere://x", StoreError, "cannot be opened"),
+        ("hdfs://localhost:1/x", StoreError, r"opened: Unable to load libjvm: .*set JAVA_HOME, .*glob`\)\.$"),
         ("memory://k:secret@b/x", InvalidInput, "storage_options"),
         ("simplecache::memory://k:secret@b/x", InvalidInput, "storage_options"),
     ],
 )
-def test_wrong_urls_are_refused(url: str, error: type[Exception], says: str) -> None:
+def test_wrong_urls_are_refused(
+    url: str, error: type[Exception], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAVA_HOME", "/nowhere")
     with pytest.raises(error, match=says):
         Store.open(url)
 
@@ -238,6 +251,26 @@ def test_a_write_survives_that_another_job_removes_its_empty_folder(
     monkeypatch.setattr(LocalFileSystem, "makedirs", make_for_a_moment)
     store.write_bytes("probes/one", b"1")
     assert store.read_bytes("probes/one") == b"1"
+
+
+@pytest.mark.parametrize("call", ["write_bytes", "create_exclusive", "create_exclusive without links"])
+def test_a_power_cut_loses_no_name_of_an_object_and_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    synced: dict[str, list[str]] = {}  # what a folder had in it when it was synced last
+
+    def record(descriptor: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        synced[path] = os.listdir(path) if os.path.isdir(path) else []
+
+    monkeypatch.setattr(os, "fsync", record)
+    if call.endswith("links"):
+        monkeypatch.setattr(os, "link", refuse)
+    getattr(Store.open(tmp_path / "jobs"), call.partition(" ")[0])("runs/r/attempts/000001", b"{}")
+    path = tmp_path
+    for name in ("jobs", "runs", "r", "attempts", "000001"):
+        assert name in synced[str(path)]
+        path /= name
 
 
 def test_a_failed_write_leaves_the_old_object_and_no_part(

@@ -17,6 +17,7 @@ from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
 from spark_elastic.state.owned_run import OwnedRun
 
 OLD, READ = "0" * 32, "f" * 32  # data sets
+ENDED = "[*op]*"  # a run whose name is a pattern of "open"
 LATER = 4e9  # seconds since 1970: long after anything that a test writes
 
 
@@ -36,8 +37,8 @@ def fill(store: Store) -> None:
     for name in (OLD, READ):
         store.write_bytes(f"data/{name}/x/part.parquet", b"123")
         store.write_bytes(f"data/{name}/manifest.json", b"45")
-    run("ended", f"data/{OLD}/x/part.parquet")
-    store.write_bytes("runs/ended/result.json", b"{}")
+    run(ENDED, f"data/{OLD}/x/part.parquet")
+    store.write_bytes(f"runs/{ENDED}/result.json", b"{}")
     run("open", f"data/{READ}/x/part.parquet")
     store.write_bytes("somebody/else's", b"1")
     for name in ("data/raw/rows.csv", "runs/Nov28_12-00/events.out", "runs/other/run.json", "probes/a/b"):
@@ -48,13 +49,13 @@ def test_data_of_an_unfinished_run_stays(store: Store) -> None:
     assert [(each.name, each.needed) for each in list_entries(store)] == [
         (f"data/{OLD}", False),
         (f"data/{READ}", True),
-        ("runs/ended", False),
+        (f"runs/{ENDED}", False),
         ("runs/open", True),
     ]
     assert list_entries(store)[0].bytes == 5
     assert not remove_old_entries(store, 3600, 0.0), "nothing is so old"
     assert not store.clean(older_than=3600), "by the clock, nothing is"
-    assert [each.name for each in remove_old_entries(store, 3600, LATER)] == [f"data/{OLD}", "runs/ended"]
+    assert [each.name for each in remove_old_entries(store, 3600, LATER)] == [f"data/{OLD}", f"runs/{ENDED}"]
     assert [each.name for each in remove_old_entries(store, 3600, LATER, unfinished=True)] == [
         f"data/{READ}",
         "runs/open",
@@ -94,18 +95,18 @@ def test_files_of_a_killed_writer_are_listed_and_removed(tmp_path: Path) -> None
     store = Store.open(str(tmp_path))
     fill(store)
     half, checksum = f".part-{'0a' * 16}", ".part-00000-0a.c000.snappy.parquet.crc"
-    for name in (f"runs/ended/{half}", f"runs/open/{half}", f"somebody/{half}", f"data/raw/{checksum}"):
+    for name in (f"runs/{ENDED}/{half}", f"runs/open/{half}", f"somebody/{half}", f"data/raw/{checksum}"):
         (tmp_path / name).write_bytes(b"half a model")
     partial = [entry for entry in list_entries(store) if entry.kind == "partial"]
     assert [(each.name, each.bytes) for each in partial] == [
-        (f"runs/ended/{half}", 12),
+        (f"runs/{ENDED}/{half}", 12),
         (f"runs/open/{half}", 12),
     ]
     assert [each.name for each in remove_old_entries(store, 3600, LATER)] == [
-        f"runs/ended/{half}",
+        f"runs/{ENDED}/{half}",
         f"runs/open/{half}",
         f"data/{OLD}",
-        "runs/ended",
+        f"runs/{ENDED}",
     ]
     assert {path.parent.name: path.name for path in tmp_path.rglob(".part-*")} == {
         "raw": checksum,

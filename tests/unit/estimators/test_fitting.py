@@ -36,6 +36,7 @@ from spark_elastic.estimators.run_record import RunResult
 from spark_elastic.estimators.torch_estimator import TORCH
 from spark_elastic.estimators.validation import FitRequest
 from spark_elastic.monitoring import listener
+from spark_elastic.monitoring.log_forwarding import log_to_listener
 from spark_elastic.protocol.types import Limits
 from spark_elastic.state.owned_run import OwnedRun
 from spark_elastic.torch.train.spec import TorchUserObjects
@@ -112,14 +113,14 @@ def test_a_fit_does_not_wait_for_a_terminal_that_blocks(monkeypatch: pytest.Monk
     wanted = request(num_workers=2, min_workers=1, max_workers=2, epochs=1, verbose=1)
     plan: Any = SimpleNamespace(plan=SimpleNamespace(global_batch=8), features=())
     read = threading.Event()
-    shown = SimpleNamespace(on_message=lambda text: read.wait(60.0))
     training: Any = SimpleNamespace(
-        platform=platform, request=wanted, framework=UNTRIED, listener=shown, run_id="r"
+        platform=platform, request=wanted, framework=UNTRIED, listener=None, run_id="r"
     )
     ended = threading.Event()
 
     def fit() -> None:
-        Training.launch(training, plan, SimpleNamespace(run_id="r"))
+        with log_to_listener(lambda text: read.wait(60.0), enabled=False):
+            Training.launch(training, plan, SimpleNamespace(run_id="r"))
         ended.set()
 
     thread = threading.Thread(target=fit)
@@ -169,13 +170,13 @@ class Rows:
     ) -> Iterator[tuple[Any, Store]]:
         for name in ("rows/a", "run.json", "checkpoints/c"):
             store.write_bytes(f"runs/r/{name}", b"{}")
-        remove = store.filesystem.rm
-        store.filesystem.rm = lambda path, recursive: (self.note("remove ", path), remove(path, recursive))
+        remove = store.filesystem.rm_file
+        store.filesystem.rm_file = lambda path: (self.note("remove ", path), remove(path))
         with delete_rows_after_run(wanted, store, run, "runs/r/rows"):
             yield SimpleNamespace(load_manifest=lambda: SimpleNamespace(rows=9)), store
 
     def note(self, what: str, path: str) -> None:
-        self.order.append(what + path.rpartition("/")[2])
+        self.order.append(what + path.split("/")[3])
 
 
 @pytest.fixture
@@ -225,11 +226,11 @@ def test_the_sample_row_for_a_transformation_is_stored(
 def test_p7_a_store_that_refuses_deletes_costs_neither_result_nor_error(
     order: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def deny(path: str, recursive: bool) -> None:
+    def deny(path: str) -> None:
         raise PermissionError("AccessDenied")
 
     store = make_memory_store()
-    store.filesystem.rm = deny
+    store.filesystem.rm_file = deny
     train(Rows(order), store)
     assert RunResult.load(store, "r") is not None
     assert "Remove runs/r/rows by hand" in caplog.text
@@ -239,7 +240,7 @@ def test_p7_a_store_that_refuses_deletes_costs_neither_result_nor_error(
         raise ZeroDivisionError("of the training")
 
     store = make_memory_store()
-    store.filesystem.rm = deny
+    store.filesystem.rm_file = deny
     monkeypatch.setattr(Training, "launch", fail)
     with pytest.raises(ZeroDivisionError, match="of the training"):
         train(Rows(order), store)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import subprocess
 import sys
@@ -95,25 +96,44 @@ def test_the_live_line_has_one_time_left_no_speed_of_tqdm_and_fits_its_terminal(
     assert len(last.rstrip()) <= 80
 
 
-def test_a_notebook_without_widgets_shows_no_warning_of_tqdm() -> None:
-    program = (
-        "import sys, types, warnings; sys.modules['ipywidgets'] = None\n"
-        "from tqdm import TqdmWarning\n"
-        "from spark_elastic.monitoring.console import ProgressListener\n"
-        "shell = types.SimpleNamespace(kernel=None)\n"
-        "sys.modules['IPython'] = types.SimpleNamespace(get_ipython=lambda: shell)\n"
-        "import tqdm.autonotebook as auto; old = auto.tqdm\n"
-        "class Loud(old):\n"
-        "    def __init__(self, *a, **b):\n"
-        "        warnings.warn('IProgress not found', TqdmWarning, stacklevel=2); super().__init__(*a, **b)\n"
-        "import tqdm.auto; tqdm.auto.tqdm = Loud\n"
-        "warnings.simplefilter('error')\n"
-        "shown = ProgressListener(1)\n"
-        "shown.on_progress({'epoch': 0, 'step': 1, 'steps': 2}); shown.close()\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "1/2" in done.stderr
+NOTEBOOK = """
+import json, sys, warnings
+from IPython.core.displaypub import CapturingDisplayPublisher
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+shell.kernel, shell.display_pub, shell.colors = None, CapturingDisplayPublisher(), "nocolor"
+warnings.simplefilter("error")
+shown = shell.run_cell('''from spark_elastic.monitoring.console import ProgressListener
+shown = ProgressListener(2)
+for step in range(1, 4):
+    shown.on_progress({"epoch": 0, "step": step, "steps": 3})
+shown.on_message("a loss")
+shown.close()''')
+shown.raise_error()
+outputs = shell.display_pub.outputs
+print(json.dumps([(each["update"], each["data"]["text/plain"]) for each in outputs]), flush=True)
+shell.run_cell('''import spark_elastic
+def call():
+    spark_elastic.run(3)
+call()''')
+"""
+
+
+def test_a_notebook_has_one_output_for_the_bar_and_only_the_users_lines_above_an_error() -> None:
+    """An exported notebook shows the last state of each output, and every state of a line that is rewritten."""
+    done = subprocess.run([sys.executable, "-c", NOTEBOOK], capture_output=True, text=True, check=True)
+    outputs, *traceback = done.stdout.splitlines()
+    updates, texts = zip(*json.loads(outputs), strict=True)
+    assert not updates[0]
+    assert all(updates[1:])
+    assert texts[-1].startswith("epoch 1/2  50%|")
+    assert "| 3/6" in texts[-1]
+    assert done.stderr.strip() == "a loss"
+    assert [line.strip() for line in traceback if line.strip() and not line.startswith("  File")] == [
+        "call()",
+        "spark_elastic.run(3)",
+        "spark_elastic.errors.InvalidInput: run() takes a function or the path of a script; got a int.",
+    ]
 
 
 def test_a_quiet_listener_shows_nothing_but_calls_the_callback() -> None:

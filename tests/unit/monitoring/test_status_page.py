@@ -177,9 +177,11 @@ def test_the_script_of_the_page_shows_a_saved_report(tmp_path: Path) -> None:
         file.write(f"{script}\nconsole.log(JSON.stringify(Object.fromEntries(Object.entries(elements)\n")
         file.write("  .map(([name, element]) => [name, element.text()]))));\n")
         file.write("console.log(elements.loss.children.at(-1).attributes.points);\n")
+        file.write("console.log([null, 59.96, 119.7, 1679.9, 3599.6, 7199].map(time).join());\n")
     done = subprocess.run(["node", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    shown, points = done.stdout.splitlines()
+    shown, points, times = done.stdout.splitlines()
+    assert times == "–,1 min 0 s,2 min 0 s,28 min 0 s,1 h 0 min,2 h 0 min"
     seen = json.loads(shown)
     assert seen["name"].strip() == "mine"
     assert seen["loss-title"].strip() == "Loss (logarithmic scale)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from typing import Any, cast
 from unittest.mock import MagicMock
@@ -10,11 +11,11 @@ import pytest
 
 from spark_elastic.errors import DriverUnreachable
 from spark_elastic.protocol.events import DriverSilent
-from spark_elastic.protocol.messages import Admission, RegisterSlot, WorkerStarted
+from spark_elastic.protocol.messages import Admission, HeartbeatReply, RegisterSlot, WorkerStarted
 from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
-from spark_elastic.protocol.types import INITIAL_VERSION, SlotId
+from spark_elastic.protocol.types import INITIAL_VERSION, SlotId, WorkerId, heartbeat_interval
 from spark_elastic.rendezvous.client import RendezvousClient
-from spark_elastic.rendezvous.messages import SlotCommands, WorkerUpdate
+from spark_elastic.rendezvous.messages import SLOT_LINE_PREFIX, LogLines, SlotCommands, WorkerUpdate
 from spark_elastic.testing.fakes import FakeClock
 from spark_elastic.worker.loop import DriverWatch
 from spark_elastic.worker.slot_agent import SlotAgent
@@ -89,6 +90,86 @@ def test_r12_a_slot_ends_one_timeout_after_the_drivers_last_answer() -> None:
     agent = SlotAgent(spec, identity, b"", cast("RendezvousClient", driver), clock)
     agent._watch()
     assert TIMEOUT <= clock.now() - driver.at < 1.2 * TIMEOUT
+
+
+class BeatenDriver:
+    """Answers each heartbeat that arrives; keeps what was asked."""
+
+    def __init__(self) -> None:
+        self.patience: list[float] = []
+        self.lines: list[str] = []
+
+    def last_answered_at(self) -> float:
+        return 0.0
+
+    def ask(self, request: object, *_: object, patience: float = 0.0) -> Any:
+        if isinstance(request, LogLines):
+            self.lines += request.lines
+            return None
+        self.patience.append(patience)
+        return HeartbeatReply(0.01)
+
+
+def test_an_error_of_the_machine_costs_a_slot_one_heartbeat_and_no_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver, child = BeatenDriver(), MagicMock()
+    client = cast("RendezvousClient", driver)
+    agent = SlotAgent(
+        SlotSpec(address="", key=b"", attempt=1), SlotIdentity(slot=SlotId("1-0")), b"", client, FakeClock()
+    )
+    errors = [OSError(errno.EMFILE, "Too many open files")] * 2 + [MemoryError()]
+
+    def read_state() -> str:
+        if errors:
+            raise errors.pop(0)
+        if len(driver.patience) == 3:
+            agent._closing.set()
+        return "T"
+
+    child.state = read_state
+    child.worker = WorkerId("1-0.1")
+    agent._active, agent._heartbeat_every = child, 0.01
+    agent._send_heartbeats()
+    assert len(driver.patience) == 4
+    for lease, slots in ((5.0, 4), (5.0, 10_000), (30.0, 100)):
+        assert 2 * heartbeat_interval(lease, slots) * max(1.0, driver.patience[0] / 0.01) < lease
+    agent._send_waiting_lines()
+    assert driver.lines == [
+        f"{SLOT_LINE_PREFIX}a heartbeat was not sent: OSError: [Errno 24] Too many open files",
+        f"{SLOT_LINE_PREFIX}a heartbeat was not sent: MemoryError: ",
+    ]
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOMEM, "Cannot allocate memory"), RuntimeError("can't start new thread")]
+)
+def test_an_error_of_the_machine_ends_no_thread_that_listens_to_the_driver(error: Exception) -> None:
+    clock, events = FakeClock(), []
+
+    class FailingDriver(RefusingDriver):
+        def ask(self, request: object, hold: float, within: float) -> Any:
+            if not events:
+                events.append(error)
+                raise error
+            return super().ask(request, hold, within)
+
+    identity = SlotIdentity(slot=SlotId("1-0"))
+    stopped = FailingDriver(SlotCommands(1, (), "enough"), clock)
+    agent = SlotAgent(
+        SlotSpec(address="", key=b"", attempt=1, driver_timeout=TIMEOUT),
+        identity,
+        b"",
+        cast("RendezvousClient", stopped),
+        clock,
+    )
+    agent._watch()
+    assert agent._events.get()() == "enough"
+    events.clear()
+    updated = FailingDriver(WorkerUpdate(INITIAL_VERSION.next(job_ends=True)), clock)
+    watch = DriverWatch(WorkerId("1-0.1"), cast("Any", updated), clock, TIMEOUT)
+    watch._watch(lambda event: watch.close())
+    assert watch.version.job_ends
 
 
 class SilentDriver:

@@ -53,7 +53,8 @@ def test_a_worker_ends_with_its_executor_and_breaks_its_connections_before() -> 
     program = """
 import os, signal, socket, sys
 from spark_elastic.worker import entry
-entry.os._exit = lambda code: (print(code, peer.recv(1), flush=True), os.kill(os.getpid(), signal.SIGKILL))
+kill = os.kill
+entry.os.kill = lambda pid, number: (print(number, peer.recv(1), flush=True), kill(pid, number))
 connection, peer = socket.socketpair()
 entry.exit_with_process(int(sys.argv[1]))
 """
@@ -63,7 +64,8 @@ entry.exit_with_process(int(sys.argv[1]))
             with pytest.raises(subprocess.TimeoutExpired):
                 worker.wait(1)
             host.kill()
-            assert worker.communicate(timeout=30)[0] == "1 b''\n"
+            assert worker.communicate(timeout=30)[0] == "9 b''\n"
+        assert worker.returncode == -signal.SIGKILL, "the loss of a host, not a failure of the program"
 
 
 def test_a_process_exits_once_all_of_its_threads_do() -> None:

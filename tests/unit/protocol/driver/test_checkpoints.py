@@ -10,7 +10,20 @@ import pytest
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import PublishCheckpoint, PublishWorld
-from spark_elastic.protocol.messages import CheckpointWritten, Heartbeat, WorkerExited, WorkerStarted
+from spark_elastic.protocol.messages import (
+    CheckpointStoreFull,
+    CheckpointWritten,
+    DriverMessage,
+    Heartbeat,
+    RegisterSlot,
+    RequestNextWorld,
+    WorkerDone,
+    WorkerExited,
+    WorkerFailed,
+    WorkerStarted,
+    WorkerStraggles,
+    WorldFormed,
+)
 from spark_elastic.protocol.types import Checkpoint, Fence, SlotId
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
 
@@ -39,6 +52,42 @@ def test_r18_the_newest_checkpoints_count_and_late_ones_change_nothing() -> None
         [6, 3],
         [9, 6],
     ]
+
+
+SLOT = SlotId("2-0")
+WORLD = Fence(1, 1)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        CheckpointStoreFull(name(1), 2),
+        CheckpointStoreFull(name(2), 1),
+        CheckpointWritten(name(1), checkpoint(9)),
+        Heartbeat(SLOT, name(2), "S"),
+        RegisterSlot(SlotId("2-1"), "h9", 2),
+        RegisterSlot(SlotId("2-1"), "h9", 2, unfit="it has no GPU"),
+        RequestNextWorld(name(2), WORLD, at(9), (name(3),), "its group broke"),
+        WorkerDone(name(1), WORLD, at(9), "result"),
+        WorkerExited(SLOT, name(2), -9),
+        WorkerExited(SLOT, name(2), -11, "killed by signal 11", crashed_at="f"),
+        WorkerFailed(name(2), WORLD, at(3), "print", "ValueError: wrong"),
+        WorkerStarted(SLOT, name(2, 2)),
+        WorkerStraggles(name(2), WORLD, "slow"),
+        WorldFormed(name(2), WORLD),
+    ],
+)
+def test_a_message_that_comes_twice_counts_once(message: DriverMessage) -> None:
+    bench = Bench(replace(FOUR, checkpoints_kept=4))
+    bench.start(1, 2, 3, 4)
+    for step in (1, 3, 6, 7):
+        report_written(bench, step)
+    bench.on(CheckpointStoreFull(name(1), 1))
+    assert len(bench.state.checkpoints) == 3
+    bench.on(message)
+    once = bench.state
+    bench.on(message)
+    assert bench.state == once
 
 
 def test_r18_a_checkpoint_of_another_attempt_or_a_future_world_never_counts() -> None:

@@ -89,6 +89,20 @@ def test_r12_a_driver_that_slept_lets_a_broken_connection_come_back() -> None:
     assert len(bench.state.workers) == 4
 
 
+def test_r12_a_slot_whose_workers_fall_silent_again_and_again_is_given_back_and_cools_down() -> None:
+    bench = _start_running()
+    for started in (1, 2, 3):
+        assert not bench.find_commands(ReleaseSlot)
+        bench.wait(6.0, heartbeats_of=(1, 2, 3))
+        bench.on(WorkerExited(SlotId("4-0"), name(4, started), -9))
+        bench.on(WorkerStarted(SlotId("4-0"), name(4, started + 1)))
+        bench.join(name(4, started + 1))
+    (released,) = bench.find_commands(ReleaseSlot)
+    assert released.reason == "3 workers of slot 4-0 were evicted within 600 s because they were silent"
+    assert bench.state.blacklist.find_host_return("h4", bench.now) is not None
+    assert set(bench.state.workers) == {name(1), name(2), name(3)}
+
+
 def test_r12_workers_count_as_ended_after_the_drivers_timeout() -> None:
     bench = _start_running()
     bench.wait(46.0)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.commands import End, JobOutcome, LaunchSlot, ReleaseSlot
+from spark_elastic.protocol.commands import End, JobOutcome, LaunchSlot, NotifyUser, ReleaseSlot
 from spark_elastic.protocol.messages import Heartbeat, RegisterSlot, WorkerExited, WorkerFailed, WorkerStarted
 from spark_elastic.protocol.types import Limits, SlotId, WorkerId
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
@@ -24,6 +24,25 @@ def test_a_slot_job_that_ended_is_launched_again_later_and_later() -> None:
         delays.append(bench.now - ended)
     assert [launch.launch for launch in bench.find_commands(LaunchSlot)] == list(range(1, 13))
     assert delays == pytest.approx([0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0, 30.0], abs=0.06)
+
+
+def test_slots_that_all_have_another_release_end_the_job_with_its_sentence() -> None:
+    refused = "Request /slots/register was refused: it speaks version 3 and the driver speaks 4: install one release"
+    bench = Bench(replace(FOUR, start_timeout=600.0))
+    for number in range(1, 14):
+        bench.on(on.LaunchEnded(0, number, f"slot launch {number} ended: {refused}"))
+        bench.wait(1.0)
+        if number == 6:
+            bench.on(RegisterSlot(SlotId("7-0"), "h7", 7))
+            bench.wait(10.0, heartbeats_of=[7])
+            notice = bench.find_commands(NotifyUser)[-1].reason
+            assert notice.endswith(
+                f"the last slot that ended before its worker was warm said: slot launch 6 ended: {refused}"
+            )
+            assert not bench.find_commands(End)
+    assert bench.end.outcome is JobOutcome.NOT_ENOUGH_WORKERS
+    assert "slots have another release of spark_elastic than the driver" in bench.end.reason
+    assert refused in bench.end.reason
 
 
 def test_a_slot_job_that_had_worked_is_launched_again_at_once() -> None:
