@@ -101,7 +101,9 @@ def _wrap(name: str, method: Method) -> Method:
         if through_dispatcher is None or _Entered.find(operator, group) is not None:
             return carry_out(group, *given, **named)
         get_process_context().get_or_create(_Kernels)
-        with _Entered(operator, group, lambda *tensors: carry_out(group, *tensors, *given[len(tensors) :], **named)):
+        with _Entered(
+            operator, group, lambda *tensors: carry_out(group, *tensors, *given[len(tensors) :], **named)
+        ):
             return through_dispatcher(group, *given, **named)
 
     # C++ calls the class of Python unless the function that calls it has the method's name (pybind11).

@@ -292,9 +292,7 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
             )
         return self._allgather(outputs, inputs, outputs, options)
 
-    def allgather_coalesced(
-        self, outputs: list[Tensors], inputs: Tensors, options: Any = None
-    ) -> dist.Work:
+    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, options: Any = None) -> dist.Work:
         self._check_count("all_gather_coalesced", outputs)
         if any(len(of_rank) != len(inputs) for of_rank in outputs):
             raise InvalidInput(
@@ -436,13 +434,16 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
         running, thread = self._messages.send(tensors[0], target, tag)
         return self.pending.add(EngineWork(self, running, tensors, thread))
 
-    def recv(self, tensors: Tensors, source: int | None, tag: int) -> dist.Work:
+    def recv(self, tensors: Tensors, source: int, tag: int) -> dist.Work:
+        return self._receive(tensors, source, tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int) -> dist.Work:
+        return self._receive(tensors, None, tag)
+
+    def _receive(self, tensors: Tensors, source: int | None, tag: int) -> dist.Work:
         self._begin()
         running, thread = self._messages.receive(tensors[0], source, tag, self.size())
         return self.pending.add(EngineWork(self, running, tensors, thread))
-
-    def recv_anysource(self, tensors: Tensors, tag: int) -> dist.Work:
-        return self.recv(tensors, None, tag)
 
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._submit(self._group.barrier, [], opts)
@@ -458,7 +459,9 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
             elif self.size() > 1:  # the engine takes 0 for no limit at all
                 self._group.abort(f"rank {self.rank()} had no time for the others")
                 others = [rank for rank in range(self.size()) if rank != self.rank()]
-                raise CollectiveTimeout(others, f"Rank {self.rank()} timed out in monitoredBarrier after 0 ms")
+                raise CollectiveTimeout(
+                    others, f"Rank {self.rank()} timed out in monitoredBarrier after 0 ms"
+                )
 
         try:
             self._start(call, [], seconds, wait=True).wait()
@@ -473,8 +476,14 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 f"send/recv from rank 0: {error.reason}"
             )
         missing = sorted(error.ranks)
-        several = f"Ranks {', '.join(map(str, missing))}" if wait_all_ranks else f"Rank {missing[0] if missing else '?'}"
-        return f"[Rank 0]: {several} failed to pass monitoredBarrier in {seconds * 1000:.0f} ms: {error.reason}"
+        several = (
+            f"Ranks {', '.join(map(str, missing))}"
+            if wait_all_ranks
+            else f"Rank {missing[0] if missing else '?'}"
+        )
+        return (
+            f"[Rank 0]: {several} failed to pass monitoredBarrier in {seconds * 1000:.0f} ms: {error.reason}"
+        )
 
     # ---- how a collective runs
 
