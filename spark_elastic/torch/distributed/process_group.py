@@ -113,7 +113,9 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     @cached_property
     def options(self) -> Any:
-        return dist.distributed_c10d.ProcessGroupGloo.__base__.Options(NAME, timedelta(seconds=self._seconds))
+        backend: Any = torch._C._distributed_c10d.Backend
+        kind = getattr(backend, "Options", None) or getattr(_ProcessGroup, "Options")  # noqa: B009 - before torch 2.6
+        return kind(NAME, timedelta(seconds=self._seconds))
 
     def get_group_store(self) -> Any:
         return self._store
