@@ -1,5 +1,5 @@
-"""Writes params.md from the Params, benchmarks.md from benchmarks/results, platforms.md from tests/platforms/results and
-conformance.md from tests/conformance: `python docs/generate.py`.
+"""Writes params.md from the Params, benchmarks.md from benchmarks/results, platforms.md from tests/platforms/results
+and conformance.md from tests/conformance: `python docs/generate.py`.
 """
 
 from __future__ import annotations
@@ -96,11 +96,11 @@ Databricks Runtime 16.4.
 """
 CONFORMANCE = """# torch's conformance suite
 
-Made from `tests/conformance/results.json` by `python docs/generate.py`. `./build.sh conformance` runs the suite by which
-torch tests its own process groups (`torch/testing/_internal/distributed/distributed_test.py`, in its wheel), in the ranks
-of `spark-elastic-run` and beside it over Gloo; there the suite's process groups of the name `gloo` are those of
-[`elastic`](torch-distributed.md). Run with torch {torch} on {date}, on a machine without GPUs: what needs one is skipped
-over both. `./build.sh test` runs one or more tests of each collective with 3 workers.
+Made from `tests/conformance/results.json` by `python docs/generate.py`. `./build.sh conformance` runs the suite by
+which torch tests its own process groups (`torch/testing/_internal/distributed/distributed_test.py`, in its wheel), in
+the ranks of `spark-elastic-run` and beside it over Gloo. In a worker the name `gloo` means the backend
+[`elastic`](torch-distributed.md). Run with torch {torch} on {date}, on a machine without GPUs: what needs one is
+skipped over both. `./build.sh test` runs one or more tests of each collective with 3 workers.
 
 | workers | tests that ran over Gloo | pass over Gloo | of these over elastic | pass over elastic only |
 |---|---|---|---|---|

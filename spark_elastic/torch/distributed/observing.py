@@ -13,13 +13,13 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._compile import _disable_dynamo
 
-from spark_elastic.worker.context import CollectiveThread, get_process_context
+from spark_elastic.worker.context import get_process_context
 
 # Entry of a process group -> the operator of torch that it carries out, and Gloo's title of it.
 OPERATORS = {
@@ -62,23 +62,6 @@ _base: Any = dist.ProcessGroup
 Method = Callable[..., Any]
 
 
-class ObservedGroup(Protocol):
-    """What is asked of a process group."""
-
-    # Ends records. A profiler tells what ends in another thread than it began from what the caller does itself.
-    records: CollectiveThread
-
-    def name(self) -> str: ...
-
-    def keep(self, work: Any) -> None:
-        """Let the `Work` live until somebody waits for it."""
-        ...
-
-
-def is_profiled() -> bool:
-    return bool(torch.autograd._profiler_enabled())
-
-
 def make_observable(cls: type) -> type:
     """Wrap the entries of a process group. torch.compile runs them as they are: their callers come from C++."""
     for name in OPERATORS:
@@ -94,7 +77,7 @@ def _wrap(name: str, method: Method) -> Method:
     operator, title = OPERATORS[name]
 
     def entry(group: Any, *given: Any, **named: Any) -> Any:
-        profiled = is_profiled()
+        profiled = torch.autograd._profiler_enabled()
         if not profiled and not torch._C._len_torch_dispatch_stack():
             return method(group, *given, **named)
         carry_out = _Recorded(method, title) if profiled else method
@@ -170,11 +153,12 @@ class _Recorded:
         self._method = method
         self._title = title
 
-    def __call__(self, group: ObservedGroup, *given: Any, **named: Any) -> Any:
+    def __call__(self, group: Any, *given: Any, **named: Any) -> Any:
         tensors = [each for each in given[:2] if isinstance(each, torch.Tensor | list)][-1:]
         sparse = "sparse_" * any(tensor.is_sparse for tensor in _flatten(tensors))
         record = _begin_record(f"{group.name()}:{sparse}{self._title}", _flatten(tensors))
 
+        # A profiler tells what ends in another thread than it began from what the caller does itself.
         def end() -> None:
             group.records.submit(record).result()
 
@@ -191,11 +175,11 @@ class _Recorded:
 
 
 def _begin_record(title: str, tensors: Iterable[torch.Tensor]) -> Callable[[], object]:
-    """Let the profiler see a call from now on. Returns the function that ends it, in any thread."""
+    """Let the profiler see a call from now on. Returns what ends it, in any thread, any number of times."""
     if _get_kernel is None:
-        record: Any = torch.profiler.record_function(title)
-        record.__enter__()
-        return lambda: record.__exit__(None, None, None)
+        records: list[Any] = [torch.profiler.record_function(title)]
+        records[0].__enter__()
+        return lambda: records and records.pop().__exit__(None, None, None)
     inputs = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
     # The public `record_function` takes no tensors, whose shapes profilers show. This one ends with its last reference.
     records = [torch._C._profiler._RecordFunctionFast(title, inputs, {"scope": "user_scope"})]
