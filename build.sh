@@ -364,6 +364,12 @@ verb_matrix() { # matrix [row ...]: the wheel beside what each platform of tests
     python docs/generate.py
 }
 
+verb_conformance() { # torch's own tests of process groups, beside Gloo; makes docs/conformance.md
+    setup
+    PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} python tests/conformance/suite.py
+    python docs/generate.py
+}
+
 verb_native() { # the engine's own tests
     setup
     native_programs

@@ -1,5 +1,6 @@
-"""Writes params.md from the Params, benchmarks.md from benchmarks/results, platforms.md from tests/platforms/results, and the
-figures that other pages quote from benchmarks/results: `python docs/generate.py`.
+"""Writes params.md from the Params, benchmarks.md from benchmarks/results, platforms.md from tests/platforms/results,
+conformance.md from tests/conformance, and the figures that other pages quote from benchmarks/results:
+`python docs/generate.py`.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ import dataclasses
 import inspect
 import json
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from spark_elastic.estimators.keras_estimator import ElasticKerasEstimator
 from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
 
 FOLDER = Path(__file__).parent
+TESTS = FOLDER.parent / "tests"
 HEAD = """# Every parameter
 
 Made from the sources by `python docs/generate.py`. A parameter is a keyword of the constructor, of `setParams`, and has
@@ -91,6 +94,23 @@ The wheel accepts Python 3.10 to 3.13 (pip refuses others), Spark 3.5 to 4.3, an
 1.5.3 and pyarrow 14 on. Not supported: Databricks Runtime 14.3 and serverless environment 1 (pyarrow 8), Fabric 1.2
 (Spark 3.4), Python 3.9 of EMR 7 (choose its 3.11). Not tried, because PyPI has no pandas 1.5.3 for Python 3.12:
 Databricks Runtime 16.4.
+"""
+CONFORMANCE = """# torch's conformance suite
+
+Made from `tests/conformance/results.json` by `python docs/generate.py`. `./build.sh conformance` runs the suite by
+which torch tests its own process groups (`torch/testing/_internal/distributed/distributed_test.py`, in its wheel), in
+the ranks of `spark-elastic-run` and beside it over Gloo. In a worker the name `gloo` means the backend
+[`elastic`](torch-distributed.md). Run with torch {torch} on {date}, on a machine without GPUs: what needs one is
+skipped over both. `./build.sh test` runs one or more tests of each collective with 3 workers.
+
+| workers | tests that ran over Gloo | pass over Gloo | of these over elastic | pass over elastic only |
+|---|---|---|---|---|
+"""
+GLOO_ALONE = """
+What passes over Gloo alone:
+
+| test | why |
+|---|---|
 """
 CASES = (
     ("allreduce", "4 KB, 2 ranks, shared memory"),
@@ -203,6 +223,19 @@ def platforms_page() -> str:
     return PLATFORMS + "".join(map(_platform, rows)) + NOT_SUPPORTED
 
 
+def conformance_page() -> str:
+    # As a file, so that nobody needs the tests' folder on the path.
+    reasons = runpy.run_path(str(TESTS / "conformance" / "suite.py"))["REASONS"]
+    record = json.loads((TESTS / "conformance" / "results.json").read_text())
+    rows = []
+    for size, of_size in record["sizes"].items():
+        gloo, elastic = set(of_size["gloo"]), set(of_size["elastic"])
+        counts = of_size["ran"], len(gloo), len(gloo & elastic), len(elastic - gloo)
+        rows.append(_row(size, *map(str, counts)))
+    why = [_row(f"`{name}`", reason) for name, reason in reasons.items()]
+    return CONFORMANCE.format_map(record) + "".join(rows) + GLOO_ALONE + "".join(why)
+
+
 def _platform(row: dict[str, Any]) -> str:
     versions = (row[name] for name in ("python", "spark", "torch", "numpy", "pandas", "pyarrow"))
     connect = "yes" if "connect" in row["seen"] else f"no: {row['seen']['no_connect']}"
@@ -281,5 +314,6 @@ if __name__ == "__main__":
     (FOLDER / "params.md").write_text(params_page())
     (FOLDER / "benchmarks.md").write_text(benchmarks_page())
     (FOLDER / "platforms.md").write_text(platforms_page())
+    (FOLDER / "conformance.md").write_text(conformance_page())
     for page in FOLDER.rglob("*.md"):
         page.write_text(fill_figures(page.read_text()))

@@ -178,6 +178,24 @@ class GetValues(Request[Values]):
 
 
 @dataclass(frozen=True)
+class Keys:
+    """Answers `ListKeys`."""
+
+    # In the order in which they were first written.
+    keys: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ListKeys(Request[Keys]):
+    """Lists the keys of a scope that have a value."""
+
+    # As in `GetValues`.
+    scope: str
+    # The beginning of those that are listed.
+    prefix: str = ""
+
+
+@dataclass(frozen=True)
 class Comparison:
     """Answers a `CompareAndSet`."""
 
@@ -212,6 +230,7 @@ REQUESTS: tuple[type[Request[Any]], ...] = (
     ExchangeAddresses,
     SetValues,
     GetValues,
+    ListKeys,
     CompareAndSet,
 )
 

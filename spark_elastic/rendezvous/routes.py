@@ -36,6 +36,8 @@ from spark_elastic.rendezvous.messages import (
     Comparison,
     ExchangeAddresses,
     GetValues,
+    Keys,
+    ListKeys,
     LogLines,
     Report,
     SetValues,
@@ -147,6 +149,7 @@ class Routes:
             ExchangeAddresses: self._exchange,
             SetValues: self._set,
             GetValues: self._get,
+            ListKeys: self._list_keys,
             CompareAndSet: self._compare_and_set,
         }
         return {request: own.get(request, self._acknowledge) for request in REQUESTS}
@@ -288,6 +291,10 @@ class Routes:
 
         reply = await self._poll(call, None, message.scope, find_values)
         return reply or Values(self._state.values.get(message.scope, message.keys))
+
+    async def _list_keys(self, call: Call) -> Keys:
+        message: ListKeys = call.message
+        return Keys(self._state.values.list_keys(message.scope, message.prefix))
 
     async def _compare_and_set(self, call: Call) -> Comparison:
         message: CompareAndSet = call.message

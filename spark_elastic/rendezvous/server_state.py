@@ -92,6 +92,9 @@ class KeyValueStore:
         entries = self._scope(scope)
         return tuple(entries.get(key) for key in keys)
 
+    def list_keys(self, scope: str, prefix: str) -> tuple[str, ...]:
+        return tuple(key for key in self._scope(scope) if key.startswith(prefix))
+
     def compare_and_set(self, request: CompareAndSet) -> Comparison:
         """A request that is sent again changes nothing again. If the first one changed nothing either, the answer has
         the value of now."""

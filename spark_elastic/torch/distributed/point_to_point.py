@@ -86,6 +86,13 @@ class PointToPoint:
         self._posted: list[_Receive] = []  # in the order of the calls
         self._arrived: list[tuple[int, int, Array]] = []  # source, tag, message: no receive fitted yet
 
+    def set_timeout(self, timeout: float) -> None:
+        """Of messages from now on."""
+        with self._lock:
+            self._timeout = timeout
+            for group, _ in self._senders.values():
+                group.set_timeout(timeout)
+
     def send(self, tensor: torch.Tensor, target: int, tag: int) -> tuple[Future[None], CollectiveThread]:
         """The message's future, and the thread that completes it."""
         self._check_peer(target)

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._compile import _disable_dynamo
 
-from elastic_collectives import CollectiveError, Group
+from elastic_collectives import CollectiveError, CollectiveTimeout, Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.torch.distributed.bulk import BulkCollectives
+from spark_elastic.torch.distributed.observing import make_observable
 from spark_elastic.torch.distributed.operands import (
     Operand,
     Reduction,
@@ -32,39 +32,13 @@ from spark_elastic.worker.context import CollectiveThread, WaitRecorder
 
 NAME = "elastic"
 
-# The methods by which C++ and torch start collectives.
-ENTRIES = (
-    *(
-        "allreduce",
-        "allreduce_coalesced",
-        "reduce",
-        "broadcast",
-        "barrier",
-        "monitored_barrier",
-        "scatter",
-        "gather",
-    ),
-    *("reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base"),
-    *("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
-    *("allgather", "allgather_coalesced", "all_gather_single", "_allgather_base"),
-    *("all_gather_single_coalesced", "allgather_into_tensor_coalesced"),
-    *("alltoall", "all_to_all_single", "alltoall_base", "send", "recv", "recv_anysource"),
-)
-
 Tensors = list[torch.Tensor]
 Call = Callable[[], object]
 # torch declares each method with overloads that C++ resolves before Python is called.
 _ProcessGroup: Any = dist.ProcessGroup
 
 
-def _keep_from_tracing(cls: type) -> type:
-    """Let torch.compile, whose callers come from C++, run the entries as they are and trace nothing in them."""
-    for name in ENTRIES:
-        setattr(cls, name, _disable_dynamo(getattr(cls, name)))
-    return cls
-
-
-@_keep_from_tracing
+@make_observable
 class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
     """One rank's process group in one world."""
 
@@ -74,12 +48,14 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
         timeout: timedelta,
         connect_pair: Callable[[int, int], Group],
         recorder: WaitRecorder,
+        store: Any = None,
     ) -> None:
         """
         Args:
             group: this process group's own; it is closed with the process group.
             timeout: how long a collective may wait for a rank.
             connect_pair: the engine group for messages from one rank of the process group to another.
+            store: torch's, for keys of this process group.
         """
         super().__init__(group.rank, group.size)
         self.error: BaseException | None = None
@@ -88,7 +64,10 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._record_wait = recorder.record_wait
         self._seconds = timeout.total_seconds()
         self._group.set_timeout(self._seconds)
+        self._store = store
+        self._calls = 0  # collectives and messages that were begun
         self._thread = CollectiveThread()
+        self.records = CollectiveThread()  # ends what profilers record of collectives
         self._messages = PointToPoint(group.rank, connect_pair, self._seconds, self._fail)
         self._bulk = BulkCollectives(self._group)
         self._guard = BackwardGuard(self)
@@ -119,6 +98,7 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._group.close()
         self._thread.close()
         self._messages.close()
+        self.records.close()
 
     def abort(self) -> None:
         self._group.abort(f"rank {self.rank()} aborted its process group")
@@ -126,16 +106,45 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def set_timeout(self, timeout: timedelta) -> None:
         self._seconds = timeout.total_seconds()
         self._group.set_timeout(self._seconds)
+        self._messages.set_timeout(self._seconds)
+        self.options._timeout = timeout
 
     _set_default_timeout = set_timeout
 
-    def getBackendName(self) -> str:
-        return NAME
+    @cached_property
+    def options(self) -> Any:
+        backend: Any = torch._C._distributed_c10d.Backend
+        kind = getattr(backend, "Options", None) or getattr(_ProcessGroup, "Options")  # noqa: B009 - before torch 2.6
+        return kind(NAME, timedelta(seconds=self._seconds))
 
-    _get_backend_name = name = getBackendName
+    def get_group_store(self) -> Any:
+        return self._store
+
+    def _set_sequence_number_for_group(self) -> None:
+        self._calls = 0
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._calls
+
+    def keep(self, work: EngineWork) -> None:
+        self.pending.keep(work)
+
+    def getBackendName(self) -> str:
+        return NAME  # C++ looks for Gloo's devices where it is "gloo"
+
+    def name(self) -> str:
+        """The name that torch's own group would have on CPUs, where the program did not ask for another one."""
+        asked = ""
+        with suppress(ValueError, AssertionError):  # torch does not know the group yet, or any more
+            asked = str(dist.get_backend(self))
+        is_gloo = "gloo" in asked or (asked == dist.Backend.UNDEFINED and not torch.cuda.is_available())
+        return str(dist.Backend.GLOO) if is_gloo else NAME
+
+    _get_backend_name = name
 
     # torch 2.15 asks a group for its devices and for the backend of each before it exchanges messages in a batch.
     supports_coalescing = False
+    supports_time_estimate = False
     supports_splitting = False  # asked where a program gives init_process_group its device_id
 
     @property
@@ -238,11 +247,14 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self, out: torch.Tensor, tensor: torch.Tensor, options: Any = None
     ) -> dist.Work:
         work = self._submit_bulk("_reduce_scatter_base", [out, tensor], options)
-        return work or self.reduce_scatter_single_coalesced([out], [tensor], options)
+        return work or self._reduce_scatter_wholes([out], [tensor], options)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, options: Any = None
     ) -> dist.Work:
+        return self._reduce_scatter_wholes(outputs, inputs, options)
+
+    def _reduce_scatter_wholes(self, outputs: Tensors, inputs: Tensors, options: Any) -> dist.Work:
         reduction = Reduction.of(getattr(options, "reduceOp", None))
         pairs = [(Operand(out), Operand(tensor)) for out, tensor in zip(outputs, inputs, strict=True)]
         for out, operand in pairs:
@@ -276,7 +288,27 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._submit(call, given, options)
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, options: Any = None) -> dist.Work:
-        pairs = list(zip(outputs, map(Operand, inputs), strict=True))
+        if len(outputs) != len(inputs):
+            raise InvalidInput(
+                f"all_gather takes a list of tensors for each tensor of {len(inputs)}; got {len(outputs)}."
+            )
+        return self._allgather(outputs, inputs, outputs, options)
+
+    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, options: Any = None) -> dist.Work:
+        self._check_count("all_gather_coalesced", outputs)
+        if any(len(of_rank) != len(inputs) for of_rank in outputs):
+            raise InvalidInput(
+                f"all_gather_coalesced of {len(inputs)} tensors takes a list of as many for each rank; got lists of "
+                f"{[len(of_rank) for of_rank in outputs]}."
+            )
+        by_tensor = [[of_rank[number] for of_rank in outputs] for number in range(len(inputs))]
+        return self._allgather(by_tensor, inputs, outputs, options)
+
+    def _allgather(
+        self, lists: list[Tensors], inputs: Tensors, outputs: list[Tensors], options: Any
+    ) -> dist.Work:
+        """Gather the i-th tensor of all ranks into the i-th list; `outputs` has the same tensors as torch asked."""
+        pairs = list(zip(lists, map(Operand, inputs), strict=True))
         for parts, operand in pairs:
             self._check_count("all_gather", parts)
             expected = _count_numbers(parts[self.rank()])
@@ -292,8 +324,6 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
         return self._submit(call, [list(parts) for parts in outputs], options)
 
-    allgather_coalesced = allgather
-
     def _gather_into(self, parts: Tensors, operand: Operand) -> None:
         if len(set(map(_count_numbers, parts))) == 1:
             whole = self._group.allgather(operand.array)
@@ -305,11 +335,14 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def all_gather_single(self, out: torch.Tensor, tensor: torch.Tensor, options: Any = None) -> dist.Work:
         work = self._submit_bulk("_allgather_base", [out, tensor], options)
-        return work or self.all_gather_single_coalesced([out], [tensor], options)
+        return work or self._gather_wholes([out], [tensor], options)
 
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, options: Any = None
     ) -> dist.Work:
+        return self._gather_wholes(outputs, inputs, options)
+
+    def _gather_wholes(self, outputs: Tensors, inputs: Tensors, options: Any) -> dist.Work:
         pairs = [(Operand(out), Operand(tensor)) for out, tensor in zip(outputs, inputs, strict=True)]
         for out, operand in pairs:
             self._check_sizes("all_gather", operand, out)
@@ -399,25 +432,60 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return [count * per_row for count in counts]
 
     def send(self, tensors: Tensors, target: int, tag: int) -> dist.Work:
-        self._check_usable()
+        self._begin()
         running, thread = self._messages.send(tensors[0], target, tag)
         return self.pending.add(EngineWork(self, running, tensors, thread))
 
-    def recv(self, tensors: Tensors, source: int | None, tag: int) -> dist.Work:
-        self._check_usable()
-        running, thread = self._messages.receive(tensors[0], source, tag, self.size())
-        return self.pending.add(EngineWork(self, running, tensors, thread))
+    def recv(self, tensors: Tensors, source: int, tag: int) -> dist.Work:
+        return self._receive(tensors, source, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> dist.Work:
-        return self.recv(tensors, None, tag)
+        return self._receive(tensors, None, tag)
+
+    def _receive(self, tensors: Tensors, source: int | None, tag: int) -> dist.Work:
+        self._begin()
+        running, thread = self._messages.receive(tensors[0], source, tag, self.size())
+        return self.pending.add(EngineWork(self, running, tensors, thread))
 
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._submit(self._group.barrier, [], opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier whose error names the ranks that did not come, with or without `wait_all_ranks`."""
-        seconds = self._seconds if timeout is None else timeout.total_seconds()
-        self._start(self._group.barrier, [], seconds, wait=True).wait()
+        """A barrier whose error on rank 0 names the first rank that did not come, or all of them."""
+        given = self._seconds if timeout is None else timeout.total_seconds()
+        seconds = self._seconds if given < 0 else given
+
+        def call() -> None:
+            if seconds:
+                self._group.barrier()
+            elif self.size() > 1:  # the engine takes 0 for no limit at all
+                self._group.abort(f"rank {self.rank()} had no time for the others")
+                others = [rank for rank in range(self.size()) if rank != self.rank()]
+                raise CollectiveTimeout(
+                    others, f"Rank {self.rank()} timed out in monitoredBarrier after 0 ms"
+                )
+
+        try:
+            self._start(call, [], seconds, wait=True).wait()
+        except CollectiveError as error:
+            raise type(error)(error.ranks, self._explain_barrier(error, seconds, wait_all_ranks)) from error
+
+    def _explain_barrier(self, error: CollectiveError, seconds: float, wait_all_ranks: bool) -> str:
+        """In the words of torch's own barrier, which programs look for."""
+        if self.rank() != 0:
+            return (
+                f"Rank {self.rank()} successfully reached monitoredBarrier, but received errors while waiting for "
+                f"send/recv from rank 0: {error.reason}"
+            )
+        missing = sorted(error.ranks)
+        several = (
+            f"Ranks {', '.join(map(str, missing))}"
+            if wait_all_ranks
+            else f"Rank {missing[0] if missing else '?'}"
+        )
+        return (
+            f"[Rank 0]: {several} failed to pass monitoredBarrier in {seconds * 1000:.0f} ms: {error.reason}"
+        )
 
     # ---- how a collective runs
 
@@ -450,7 +518,7 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
             seconds: how long it may wait for a rank; 0 or less: the group's timeout.
             wait: the caller waits for it at once.
         """
-        self._check_usable()
+        self._begin()
         self._guard.watch_backward()
         work = partial(self._carry_out, call, seconds)
         if not wait:
@@ -472,7 +540,7 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
             if seconds > 0:
                 self._group.set_timeout(self._seconds)
         except CollectiveError as error:
-            self._fail(error.to_world_ranks(self._group.members))
+            self._fail(_add_remedy(error.to_world_ranks(self._group.members)))
             raise
         except BaseException as error:  # peers must not wait for this rank until their timeout
             self._group.abort(f"rank {self.rank()} cannot continue: {type(error).__name__}: {error}")
@@ -483,7 +551,8 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self.error = self.error or error
         self._bulk.abort()
 
-    def _check_usable(self) -> None:
+    def _begin(self) -> None:
+        self._calls += 1
         if self._closed:
             raise InvalidInput(
                 "this process group has ended, with its world or by destroy_process_group: call init_process_group in "
@@ -501,6 +570,13 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 f"elements of the smaller; got {part.flat.numel()} of {part.dtype} and {whole.flat.numel()} of "
                 f"{whole.dtype}."
             )
+
+
+def _add_remedy(error: CollectiveError) -> CollectiveError:
+    if not isinstance(error, CollectiveTimeout):
+        return error
+    reason = f"{error.reason}; if they need longer, raise the timeout of init_process_group or new_group"
+    return type(error)(error.ranks, reason)
 
 
 def _count_numbers(tensor: torch.Tensor) -> int:

@@ -133,6 +133,7 @@ def _create_group(options: Any, _: object = None) -> ElasticProcessGroup:
         options.timeout,
         connect_pair,
         worker.wait_recorder,
+        options.store,
     )
     groups.add(group)
     return group

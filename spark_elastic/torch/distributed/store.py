@@ -20,6 +20,7 @@ from spark_elastic.rendezvous.messages import (
     Comparison,
     DriverClient,
     GetValues,
+    ListKeys,
     SetValues,
 )
 from spark_elastic.rendezvous.server_state import name_generation_scope
@@ -42,14 +43,8 @@ class DriverStore(_Store):  # type: ignore[misc]
         self._worker = worker
         self._driver = driver
         self._scope = name_generation_scope(worker.world.fence.generation)
-        self._timeout = timeout
-
-    @property
-    def timeout(self) -> timedelta:
-        return self._timeout
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout = timeout
+        # Kept by C++, where torch sets that of the stores which it wraps around this one.
+        self.set_timeout(timeout)
 
     def set(self, key: str, value: bytes | str) -> None:
         self.multi_set([key], [value])
@@ -67,10 +62,10 @@ class DriverStore(_Store):  # type: ignore[misc]
         Raises:
             DistStoreError: they have not within the store's timeout.
         """
-        return self._wait(list(keys), self._timeout)
+        return self._wait(list(keys), self.timeout)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._wait(list(keys), self._timeout if timeout is None else timeout)
+        self._wait(list(keys), self.timeout if timeout is None else timeout)
 
     def check(self, keys: Sequence[str]) -> bool:
         request = GetValues(self._scope, tuple(map(_prefix, keys)))
@@ -85,7 +80,14 @@ class DriverStore(_Store):  # type: ignore[misc]
     def delete_key(self, key: str) -> bool:
         return self._change(key, lambda now: None) is not None
 
-    deleteKey = delete_key  # the name that C++ calls
+    def num_keys(self) -> int:
+        return len(self.list_keys())
+
+    deleteKey, getNumKeys = delete_key, num_keys  # the names that C++ calls
+
+    def list_keys(self) -> list[str]:
+        reply = self._in_world(lambda: self._driver.ask(ListKeys(self._scope, PREFIX)))
+        return [key.removeprefix(PREFIX) for key in reply.keys]
 
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
         """Set the value if it is `expected`, or if there is none and `expected` is empty. Returns the value then."""

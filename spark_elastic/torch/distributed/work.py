@@ -8,6 +8,7 @@ and before any optimizer's step, so that no void gradient is applied.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -44,8 +45,8 @@ class FailingGroup(Protocol):
 class PendingWorks:
     """Keeps each `Work` until somebody asks it for its end. Any thread.
 
-    The C++ of torch before 2.7 (DDP's reducer) holds only its own half of a `Work` that Python made: without the other
-    half it waits for ever.
+    The C++ of torch before 2.7 (DDP's reducer), and its dispatcher, hold only their own half of a `Work` that Python
+    made: without the other half it waits for ever.
     """
 
     MOST = 64  # those that nobody asks go in turn
@@ -57,14 +58,17 @@ class PendingWorks:
 
     def add(self, work: EngineWork) -> EngineWork:
         if self.IS_NEEDED:
-            with self._lock:
-                self._works[work] = None
-                if len(self._works) > self.MOST:
-                    del self._works[next(iter(self._works))]
+            self.keep(work)
         return work
 
+    def keep(self, work: EngineWork) -> None:
+        with self._lock:
+            self._works[work] = None
+            if len(self._works) > self.MOST:
+                del self._works[next(iter(self._works))]
+
     def remove(self, work: EngineWork) -> None:
-        if self.IS_NEEDED:
+        if self._works:
             with self._lock:
                 self._works.pop(work, None)
 
@@ -90,6 +94,7 @@ class EngineWork(dist.Work):
         self._running = running
         self._tensors = tensors
         self._thread = thread
+        self._at_end: Callable[[], object] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the end of the collective.
@@ -107,11 +112,18 @@ class EngineWork(dist.Work):
                     self._running.exception(seconds)
                 except futures.TimeoutError:  # in Python 3.10 another class than TimeoutError
                     raise CollectiveTimeout((), f"the collective did not end within {seconds:g} s") from None
+        if self._at_end is not None:
+            self._at_end()
         error = self._running.exception()
         if error is not None:
             self._group.raise_error()
             raise error
         return True
+
+    def call_at_end(self, callback: Callable[[], object]) -> None:
+        """Call it when the collective ends, and again before anybody who waits for that continues."""
+        self._at_end = callback
+        self._running.add_done_callback(lambda running: callback())
 
     def synchronize(self) -> None:
         self.wait()

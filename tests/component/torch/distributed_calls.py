@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
+
+from tests.conformance.suite import CHOSEN, run_tests
 
 MOVED = ("bool", "uint8", "int16", "int64", "float16", "bfloat16", "float32", "complex64", "float8_e5m2")
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
@@ -73,6 +78,14 @@ def all_gather(tensor: torch.Tensor, rank: int, size: int, group: Group) -> Tens
     return parts
 
 
+def all_gather_coalesced(tensor: torch.Tensor, rank: int, size: int, group: Group) -> Tensors:
+    """Tensors of other sizes, an empty one among them; as many as ranks minus one."""
+    sent = [tensor[:2], tensor[:0]]
+    lists = [[torch.zeros_like(part) for part in sent] for _ in range(size)]
+    dist.all_gather_coalesced(lists, sent, group=group, async_op=True).wait()
+    return [part for of_rank in lists for part in of_rank]
+
+
 def all_gather_into_tensor(tensor: torch.Tensor, rank: int, size: int, group: Group) -> Tensors:
     whole = torch.zeros(size * len(tensor), dtype=tensor.dtype)
     dist.all_gather_into_tensor(whole, tensor, group=group, async_op=True).wait()
@@ -133,6 +146,7 @@ MOVES = (
     broadcast,
     broadcast_strided,
     all_gather,
+    all_gather_coalesced,
     all_gather_into_tensor,
     gather,
     scatter,
@@ -201,8 +215,11 @@ def attempt(call: Callable[..., Tensors], *arguments: Any) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
-def compare() -> dict[str, Any]:
-    """By call: what came over `elastic`, and what should come."""
+def compare(suite: str = "") -> dict[str, Any]:
+    """By call: what came over `elastic`, and what should come.
+
+    suite: a folder for torch's own tests, which then run in the same ranks.
+    """
     found: dict[str, Any] = {
         "another rank": attempt(lambda: dist.init_process_group("elastic", rank=5, world_size=9))
     }
@@ -235,9 +252,85 @@ def compare() -> dict[str, Any]:
     ):  # not on CPUs
         found["fsdp over elastic"] = train_wrapped(None, shard=True)
     try_other_calls(found, rank, size)
+    if VERSION >= (2, 9):  # has kernels that others can call
+        found["observed"] = observe(None, rank, size), observe(gloo, rank, size)
+    find_own_ways(found, rank)
     make_mistakes(found, rank)
     dist.destroy_process_group()
+    found["suite"] = dict(conform(suite, rank, size)) if suite else {}
     return found
+
+
+def conform(folder: str, rank: int, size: int) -> Iterator[tuple[str, tuple[str, str]]]:
+    for name, status, error in run_tests(CHOSEN, Path(folder), rank, size):
+        yield name, (status, error)
+        if status == "fail":
+            return
+
+
+def observe(group: Group, rank: int, size: int) -> list[Any]:
+    """What a profiler and a dispatch mode see of each collective."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    ones, many = torch.ones(3), torch.ones(size * 2, dtype=torch.complex64)
+    calls: list[Callable[[], Any]] = [
+        lambda: all_reduce(ones, dist.ReduceOp.SUM, rank, size, group),
+        lambda: all_reduce_async(ones, dist.ReduceOp.SUM, rank, size, group),
+        lambda: all_reduce_coalesced(ones, dist.ReduceOp.SUM, rank, size, group),
+        lambda: dist.all_reduce(torch.eye(3).to_sparse(), group=group),
+        lambda: all_gather_coalesced(ones, rank, size, group),
+        lambda: dist.all_gather_into_tensor(torch.ones(size * 3), ones, group=group),
+        lambda: dist.all_to_all_single(torch.empty_like(many), many, group=group),
+        lambda: dist.barrier(group=group),
+        *(partial(move, ones, rank, size, group) for move in (broadcast, all_gather, gather)),
+        lambda: dist.scatter(ones, [ones] * size if rank == 1 else None, 1, group=group),
+        lambda: reduce(ones, dist.ReduceOp.SUM, rank, size, group),
+        lambda: send_and_receive(ones, rank, size, group),
+        lambda: (
+            dist.send(ones, 1, group=group) if rank == 0 else dist.recv(ones, group=group) if rank == 1 else 0
+        ),
+    ]
+    seen: list[Any] = []
+    for call in calls:
+        with torch.profiler.profile(record_shapes=True) as profiler:
+            call()
+        events = [event for event in profiler.events() if re.match("c10d::|gloo:", event.name)]
+        seen.append(sorted((event.name, str(event.input_shapes), event.is_async) for event in events))
+        with CommDebugMode() as mode:
+            call()
+        seen.append({str(name): number for name, number in mode.get_comm_counts().items()})
+    return seen
+
+
+def find_own_ways(found: dict[str, Any], rank: int) -> None:
+    """What torch's own groups and stores tell of themselves."""
+    world, second = dist.group.WORLD, timedelta(seconds=1)
+    before = world._get_sequence_number_for_group()
+    dist.all_reduce(torch.ones(1))
+    found["counted"] = world._get_sequence_number_for_group() - before
+    named, late = (
+        dist.new_group(backend="gloo", timeout=timedelta(seconds=50)),
+        dist.new_group(backend="gloo"),
+    )
+    found["named"] = named.name(), named._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    own = named.get_group_store()
+    own.set(f"key {rank}", "of the group")
+    store = dist.distributed_c10d._get_default_store()
+    dist.barrier()
+    keys = store.num_keys()
+    dist.barrier()
+    store.set(f"another {rank}", "")
+    dist.barrier()
+    found["keys"] = own.get("key 0"), store.num_keys() - keys
+    store.set_timeout(second)
+    found["a missing key"] = attempt(lambda: store.get("never set"))
+    store.set_timeout(timedelta(minutes=5))
+    waits = [
+        lambda: late.monitored_barrier(timedelta(0)),
+        lambda: named.monitored_barrier(second, wait_all_ranks=True),
+    ]
+    found["alone in a barrier"] = [attempt(wait) for wait in waits] if rank == 0 else []
+    dist.barrier()
 
 
 def build_model() -> torch.nn.Sequential:

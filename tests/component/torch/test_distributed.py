@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from concurrent.futures import Future
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,18 +31,21 @@ from tests.component.torch.distributed_calls import (
     train_ddp,
 )
 from tests.component.torch.hand_written import CARRIERS, Run, run_over
+from tests.conformance import suite
+from tests.conformance.suite import CHOSEN, RESULTS, find_unexplained
 from tests.devices import ACCELERATORS
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(300)]
 
-for module in (__name__, distributed_calls.__name__):
+for module in (__name__, distributed_calls.__name__, suite.__name__):
     cloudpickle.register_pickle_by_value(sys.modules[module])
 
 
 @pytest.fixture(scope="module", params=CARRIERS)
-def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Of all calls, by rank: one world makes them all."""
-    return run_over(request.param, compare, 3)[0]
+    suite = str(tmp_path_factory.mktemp("suite")) if request.param == "engine" else ""
+    return run_over(request.param, partial(compare, suite), 3)[0]
 
 
 @pytest.mark.parametrize("call", [move.__name__ for move in MOVES])
@@ -87,6 +92,36 @@ def test_other_calls_of_torch_distributed_agree_with_gloo(results: list[Any]) ->
         assert of_rank["pair"] == (None if rank == 1 else 2.0)
         assert of_rank["backend names"] == ("undefined", "gloo", "gloo", "nccl", "elastic")
         assert of_rank["store"] == (True, 3, b"by one rank")
+
+
+def test_profilers_and_dispatch_modes_see_collectives_as_those_of_gloo(results: list[Any]) -> None:
+    for of_rank in results:
+        found, expected = of_rank.get("observed", (None, None))
+        assert found == expected
+
+
+def test_groups_and_stores_tell_of_themselves_as_torchs_own(results: list[Any]) -> None:
+    for rank, of_rank in enumerate(results):
+        assert of_rank["counted"] == 1
+        assert of_rank["named"] == ("gloo", 50.0)
+        assert of_rank["keys"] == (b"of the group", 3)
+        assert re.search(r"no rank has set .* within 1 s", of_rank["a missing key"])
+        if rank == 0:
+            at_once, later = of_rank["alone in a barrier"]
+            assert "Rank 0 timed out in monitoredBarrier after 0 ms" in at_once
+            assert "Ranks 1, 2 failed to pass monitoredBarrier in 1000 ms" in later
+
+
+def test_torchs_own_tests_of_each_collective_pass(results: list[Any]) -> None:
+    for of_rank in results:
+        if of_rank["suite"]:  # one carrier runs them
+            failed = {name: error for name, (status, error) in of_rank["suite"].items() if status == "fail"}
+            assert not failed
+            assert of_rank["suite"].keys() == set(CHOSEN)
+
+
+def test_what_torchs_suite_says_of_gloo_it_says_of_elastic() -> None:
+    assert find_unexplained(json.loads(RESULTS.read_text())) == []
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,9 @@ def test_scopes_are_separate() -> None:
     store.set("b", "k", b"2")
     assert store.get("a", ["k", "l"]) == (b"1", None)
     assert store.find_missing("b", ["l", "k", "m"]) == ["l", "m"]
+    store.set("a", "j", b"1")
+    assert store.list_keys("a", "") == ("k", "j")
+    assert store.list_keys("a", "j") == ("j",)
     store.close("a")
     assert store.get("a", ["k"]) == (None,)
     store.close("a")

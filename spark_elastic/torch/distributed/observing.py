@@ -1,0 +1,196 @@
+"""Makes the collectives of a process group that is written in Python visible to profilers and dispatch modes.
+
+torch's own groups pass each collective through its dispatcher, where modes (`CommDebugMode`) and profilers see the
+operator `c10d::allreduce_`, and their `Work` reports "gloo:all_reduce" from the call to the end. A method written in
+Python stands before both. While somebody observes, it enters the dispatcher, whose kernels lead back to it. Those are
+replaced at the first observed call; for groups of other kinds they call the ones that they replaced. Any thread may
+call.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._compile import _disable_dynamo
+
+from spark_elastic.worker.context import get_process_context
+
+# Entry of a process group -> the operator of torch that it carries out, and Gloo's title of it.
+OPERATORS = {
+    "allreduce": ("allreduce_", "all_reduce"),
+    "allreduce_coalesced": ("allreduce_coalesced_", "all_reduce"),
+    "reduce": ("reduce_", "reduce"),
+    "broadcast": ("broadcast_", "broadcast"),
+    "barrier": ("barrier", "barrier"),
+    "monitored_barrier": ("monitored_barrier_", "monitored_barrier"),
+    "scatter": ("scatter_", "scatter"),
+    "gather": ("gather_", "gather"),
+    "reduce_scatter": ("reduce_scatter_", "reduce_scatter"),
+    "reduce_scatter_single": ("_reduce_scatter_base_", "reduce_scatter"),
+    "_reduce_scatter_base": ("_reduce_scatter_base_", "reduce_scatter"),
+    "reduce_scatter_single_coalesced": ("reduce_scatter_tensor_coalesced_", "reduce_scatter"),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter_tensor_coalesced_", "reduce_scatter"),
+    "allgather": ("allgather_", "all_gather"),
+    "allgather_coalesced": ("allgather_coalesced_", "all_gather"),
+    "all_gather_single": ("_allgather_base_", "all_gather"),
+    "_allgather_base": ("_allgather_base_", "all_gather"),
+    "all_gather_single_coalesced": ("allgather_into_tensor_coalesced_", "all_gather"),
+    "allgather_into_tensor_coalesced": ("allgather_into_tensor_coalesced_", "all_gather"),
+    "alltoall": ("alltoall_", "all_to_all"),
+    "all_to_all_single": ("alltoall_base_", "all_to_all"),
+    "alltoall_base": ("alltoall_base_", "all_to_all"),
+    "send": ("send", "send"),
+    "recv": ("recv_", "recv"),
+    "recv_anysource": ("recv_any_source_", "recvAnySource"),
+}
+# C++ that calls a method by its new name takes one of the old name as well, so there must be only one of them.
+RENAMED = {
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
+    "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
+    "alltoall_base": "all_to_all_single",
+}
+KEYS = ("CPU", "CUDA", "PrivateUse1", "SparseCPU", "SparseCUDA")
+_get_kernel: Any = getattr(torch.library, "get_kernel", None)  # a recent torch has it
+_base: Any = dist.ProcessGroup
+
+Method = Callable[..., Any]
+
+
+def make_observable(cls: type) -> type:
+    """Wrap the entries of a process group. torch.compile runs them as they are: their callers come from C++."""
+    for name in OPERATORS:
+        setattr(cls, name, _disable_dynamo(_wrap(name, getattr(cls, name))))
+    for old, new in RENAMED.items():
+        if hasattr(_base, new):
+            delattr(cls, old)
+    return cls
+
+
+def _wrap(name: str, method: Method) -> Method:
+    through_dispatcher: Method | None = _get_kernel and getattr(_base, name, None)
+    operator, title = OPERATORS[name]
+
+    def entry(group: Any, *given: Any, **named: Any) -> Any:
+        profiled = torch.autograd._profiler_enabled()
+        if not profiled and not torch._C._len_torch_dispatch_stack():
+            return method(group, *given, **named)
+        carry_out = _Recorded(method, title) if profiled else method
+        if through_dispatcher is None or _Entered.find(operator, group) is not None:
+            return carry_out(group, *given, **named)
+        get_process_context().get_or_create(_Kernels)
+        with _Entered(
+            operator, group, lambda *tensors: carry_out(group, *tensors, *given[len(tensors) :], **named)
+        ):
+            return through_dispatcher(group, *given, **named)
+
+    # C++ calls the class of Python unless the function that calls it has the method's name (pybind11).
+    entry.__code__ = entry.__code__.replace(co_name=name)
+    return entry
+
+
+class _Entered:
+    """What a call of this thread's dispatcher leads to."""
+
+    stack = threading.local()
+
+    def __init__(self, operator: str, group: Any, carry_out: Method) -> None:
+        self.operator = operator
+        self.group = group
+        self.carry_out = carry_out
+
+    def __enter__(self) -> None:
+        self.stack.calls = [*getattr(self.stack, "calls", ()), self]
+
+    def __exit__(self, *error: object) -> None:
+        self.stack.calls.pop()
+
+    @classmethod
+    def find(cls, operator: str, group: Any) -> _Entered | None:
+        calls = getattr(cls.stack, "calls", ())
+        return calls[-1] if calls and (calls[-1].operator, calls[-1].group) == (operator, group) else None
+
+
+class _Kernels:
+    """Kernels of torch's collectives on each kind of device that lead to a group written in Python."""
+
+    def __init__(self) -> None:
+        self._library = torch.library.Library("c10d", "IMPL")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that kernels are replaced
+            for operator in dict.fromkeys(operator for operator, _ in OPERATORS.values()):
+                for key in KEYS:
+                    with suppress(RuntimeError):  # torch has no such kernel
+                        self._replace(operator, key, _get_kernel(f"c10d::{operator}", key))
+
+    def _replace(self, operator: str, key: str, original: Any) -> None:
+        returns = len(getattr(torch.ops.c10d, operator).default._schema.returns)
+
+        def kernel(keys: Any, *arguments: Any) -> Any:
+            place = next(i for i, given in enumerate(arguments) if isinstance(given, torch.ScriptObject))
+            group: Any = _base.unbox(arguments[place])
+            call = _Entered.find(operator, group)
+            if call is None:
+                return original.call_boxed(keys, *arguments)
+            work = call.carry_out(*(() if "barrier" in operator else arguments[:place]))
+            if not returns:
+                return None
+            group.keep(work)
+            return work.boxed() if returns == 1 else (arguments[0], work.boxed())
+
+        self._library.impl(operator, kernel, key, with_keyset=True)
+
+
+class _Recorded:
+    """A method whose `Work` a profiler sees, from the call to its end."""
+
+    def __init__(self, method: Method, title: str) -> None:
+        self._method = method
+        self._title = title
+
+    def __call__(self, group: Any, *given: Any, **named: Any) -> Any:
+        tensors = [each for each in given[:2] if isinstance(each, torch.Tensor | list)][-1:]
+        sparse = "sparse_" * any(tensor.is_sparse for tensor in _flatten(tensors))
+        record = _begin_record(f"{group.name()}:{sparse}{self._title}", _flatten(tensors))
+
+        # A profiler tells what ends in another thread than it began from what the caller does itself.
+        def end() -> None:
+            group.records.submit(record).result()
+
+        try:
+            work = self._method(group, *given, **named)
+        except BaseException:
+            end()
+            raise
+        if work is None:
+            end()
+        else:
+            work.call_at_end(end)
+        return work
+
+
+def _begin_record(title: str, tensors: Iterable[torch.Tensor]) -> Callable[[], object]:
+    """Let the profiler see a call from now on. Returns what ends it, in any thread, any number of times."""
+    if _get_kernel is None:
+        records: list[Any] = [torch.profiler.record_function(title)]
+        records[0].__enter__()
+        return lambda: records and records.pop().__exit__(None, None, None)
+    inputs = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+    # The public `record_function` takes no tensors, whose shapes profilers show. This one ends with its last reference.
+    records = [torch._C._profiler._RecordFunctionFast(title, inputs, {"scope": "user_scope"})]
+    records[0].__enter__()
+    return records.clear
+
+
+def _flatten(given: Sequence[Any]) -> list[torch.Tensor]:
+    return [
+        tensor
+        for each in given
+        for tensor in (_flatten(each) if isinstance(each, list | tuple) else (each,))
+        if isinstance(tensor, torch.Tensor)
+    ]
