@@ -133,9 +133,9 @@ def _name_parts(structure: Any, names: Sequence[str] = ()) -> Any:
 class ElasticKerasModel(ElasticModel, MLReadable["ElasticKerasModel"]):  # type: ignore[misc,unused-ignore]
     """What `ElasticKerasEstimator.fit` returns.
 
-    With a loss of classes `transform(df)` adds the columns of Spark ML's classifiers: the class as a double, a vector of
-    probabilities and one of what these are made of. Else it adds `prediction_col`: a double where the model returns one
-    number per row, else an array of doubles.
+    With a loss of classes `transform(df)` adds the columns of Spark ML's classifiers: the class as a double, a vector
+    of probabilities and one of what these are made of. Else it adds `prediction_col`: a double where the model returns
+    one number per row, else an array of doubles.
     A model of several outputs adds a column for each: `output_cols`, by default LABEL__output.
 
     `history` has a dict per epoch, `summary` tells worlds and seconds too; `history_frame()` and `worlds_frame()`

@@ -31,7 +31,6 @@ from spark_elastic.spark.dataframes.scan import MissingKind, MissingValues, form
 from spark_elastic.spark.payload import Payload, make_payload
 from spark_elastic.spark.session import has_context
 
-
 log = logging.getLogger("spark_elastic")
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pyspark.ml import Model
-from pyspark.ml.functions import array_to_vector, vector_to_array
+from pyspark.ml.functions import array_to_vector
 from pyspark.ml.util import (
     DefaultParamsReader,
     DefaultParamsWriter,
@@ -34,7 +34,13 @@ from spark_elastic.estimators.outputs import HALF, Outputs, Shape
 from spark_elastic.estimators.params import ColumnParams
 from spark_elastic.estimators.predictor import Predictor
 from spark_elastic.monitoring.report import JobReport
-from spark_elastic.spark.dataframes.scan import MissingValues, find_first, get_column, list_missing
+from spark_elastic.spark.dataframes.scan import (
+    MissingValues,
+    convert_column,
+    find_first,
+    get_column,
+    list_missing,
+)
 from spark_elastic.spark.dataframes.schema import (
     ColumnType,
     check_is_dataframe,
@@ -258,7 +264,7 @@ def _check_new(dataset: DataFrame, names: Sequence[str]) -> None:
         found = there.get(folded(name))
         if found is not None:
             raise InvalidInput(
-                f"the table has a column {found!r} already: choose another name for the prediction, or drop that column."
+                f"the table has a column {found!r} already: choose another name for the prediction, or drop it there."
             )
     if len({folded(name) for name in names}) < len(names):
         raise InvalidInput(
@@ -334,7 +340,7 @@ def model_input(dataset: DataFrame, column: Column) -> SparkColumn:
             f"column {column.name!r} is {spark_type.simpleString()}; the model was trained on {trained}: cast it to "
             "what it was in training."
         )
-    return _plain(get_column(column.name), spark_type, given)
+    return _numbers(convert_column(get_column(column.name), given), spark_type)
 
 
 def _fits(given: ColumnType, column: Column) -> bool:
@@ -346,14 +352,6 @@ def _fits(given: ColumnType, column: Column) -> bool:
     # How deep arrays were before `input_shapes` is not known.
     deep = bool(column.shape) if given.dimensions else math.prod(column.shape) == 1
     return alike and deep
-
-
-def _plain(reference: SparkColumn, spark_type: DataType, given: ColumnType) -> SparkColumn:
-    if given.vector:
-        return F.when(reference.isNotNull(), vector_to_array(reference))  # which fails on nulls
-    if given.cast is not None:  # decimals
-        return reference.cast(given.cast)
-    return _numbers(reference, spark_type)
 
 
 def _numbers(reference: SparkColumn, spark_type: DataType) -> SparkColumn:

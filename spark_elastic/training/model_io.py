@@ -30,11 +30,11 @@ def check_numbers(name: str, array: npt.NDArray[Any]) -> None:
 
     name: of the column.
     """
-    if array.dtype.kind not in "biufc":
+    if array.dtype.kind in "OSUMm":
         first = type(array.flat[0]).__name__ if array.dtype == object and array.size else str(array.dtype)
         raise InvalidInput(
-            f"transformation_fn returned column {name!r} as {first}, of which no tensor can be made: return numbers for "
-            "it, of one length in each row (StringIndexer numbers the classes of a label)."
+            f"transformation_fn returned column {name!r} as {first}, of which no tensor can be made: return numbers "
+            "for it, as many in each row (StringIndexer numbers the classes of a label)."
         )
 
 

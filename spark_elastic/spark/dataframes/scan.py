@@ -186,12 +186,13 @@ def select_prepared(
 ) -> DataFrame:
     """The columns of `types`, ML vectors (dense and sparse) as arrays, and `others` as they are."""
     return df.select(
-        *(_prepare(get_column(name), kind).alias(name) for name, kind in types.items()),
+        *(convert_column(get_column(name), kind).alias(name) for name, kind in types.items()),
         *(column.alias(name) for name, column in (others or {}).items()),
     )
 
 
-def _prepare(column: Column, kind: ColumnType) -> Column:
+def convert_column(column: Column, kind: ColumnType) -> Column:
+    """The column in the type in which it is written: vectors as arrays, decimals as doubles."""
     if not kind.vector:
         return column if kind.cast is None else column.cast(kind.cast)
     # vector_to_array fails on nulls, but they must be counted.
