@@ -267,8 +267,8 @@ class ColumnParams(Params):
     )
     activation: Param[str] = declare(
         "how the output becomes probabilities, by default as the loss implies: softmax (of a number for each class), "
-        "exp (of their log-probabilities), sigmoid (of one number, for class 1 of two), probability (one number that is "
-        "class 1's) or identity (probabilities of all classes, or of class 1)"
+        "exp (of their log-probabilities), sigmoid (of one number, for class 1 of two), probability (one number is "
+        "that of class 1) or identity (probabilities of all classes, or of class 1)"
     )
     raw_outputs: Param[bool] = declare(
         "whether prediction_col has the model's output as it is with a loss of classes, too"

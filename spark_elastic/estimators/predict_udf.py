@@ -145,15 +145,19 @@ def _predict(
     counts: Counter[int] = Counter()
     task = TaskContext.get()
     gpu = None if task is None else task.resources().get("gpu")
-    for *columns, numbers in batches:
-        counts.update(numbers)
-        kept = rows.check(numbers.to_numpy())
-        if not kept.all():
-            columns = [column[kept] for column in columns]
+    addresses = () if gpu is None else gpu.addresses
+    for *columns, series in batches:
+        numbers = series.to_numpy()
+        kept = rows.check(numbers)
+        counts.update(numbers[~kept].tolist())
+        counts[-1] += int(kept.sum())
+        if len(kept) and kept.all():
+            yield outputs.values(shipped.value.predict(columns, addresses))
+            continue
         values = [np.full((len(kept), width), np.nan) for width in outputs.widths]
         if kept.any():
-            predicted = outputs.values(shipped.value.predict(columns, () if gpu is None else gpu.addresses))
-            for whole, part in zip(values, predicted, strict=True):
+            predicted = shipped.value.predict([column[kept] for column in columns], addresses)
+            for whole, part in zip(values, outputs.values(predicted), strict=True):
                 whole[kept] = part
         yield values
     rows.log(counts)

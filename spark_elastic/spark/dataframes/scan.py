@@ -86,7 +86,7 @@ def list_missing(
 
 def find_first(conditions: Iterable[Column]) -> Column:
     """The number of the first condition that holds; -1: none does."""
-    return F.array_position(F.array(*conditions), F.lit(True)).cast("int") - 1
+    return F.array_position(F.array(*conditions), True).cast("int") - 1
 
 
 class RowFilter:
