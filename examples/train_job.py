@@ -114,8 +114,7 @@ def run(spark: SparkSession, options: argparse.Namespace, store: str) -> dict[st
     )
     fitted = estimator.fit(train)
     rows = fitted.transform(test).select("digit", "prediction").collect()
-    # The fraction of test digits whose own output is the largest.
-    accuracy = sum(row.digit == int(np.argmax(row.prediction)) for row in rows) / len(rows)
+    accuracy = sum(row.digit == row.prediction for row in rows) / len(rows)
     ledger = Ledger(f"{store}/runs/{run_id}/ledger")
     sizes = [world.size for world in fitted.summary.worlds]
     rows_in_table = train.count()

@@ -105,12 +105,16 @@ class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ig
         return {param.name: self.getOrDefault(param) for param in self.params}
 
     def _copy_params_to(self, model: ElasticModel, activation: str | None) -> None:
-        """Set the fitted model's parameters. activation: the one that the loss implies."""
-        for param in model.params:
-            if self.isDefined(param.name):
-                model._set(**{param.name: self.getOrDefault(param.name)})
+        """Give the fitted model this estimator's parameters: those that the user has set, and the defaults.
+
+        activation: the one that the loss implies, a default.
+        """
+        for param in filter(lambda each: self.isDefined(each.name), model.params):
+            value = self.getOrDefault(param.name)
+            copy = model._set if self.isSet(param.name) and value is not None else model._setDefault
+            copy(**{param.name: value})
         if self.getOrDefault("activation") is None:
-            model._set(activation=activation)
+            model._setDefault(activation=activation)
 
     @abstractmethod
     def _pack_objects(self, objects: Mapping[str, Any]) -> dict[str, bytes]:

@@ -90,8 +90,11 @@ class ElasticKerasEstimator(  # type: ignore[misc,unused-ignore]
         return EstimatorReader(cls)
 
     def _fit_rows(self, rows: RowSource) -> ElasticKerasModel:
-        model = fit_keras(rows, build_request(self._values, check_keras_objects))
-        self._copy_params_to(model, find_activation(compile_model(self._values)))
+        request = build_request(self._values, check_keras_objects)
+        activation = find_activation(compile_model(self._values))
+        self.find_output_columns(activation)
+        model = fit_keras(rows, request)
+        self._copy_params_to(model, activation)
         return model
 
     def _pack_objects(self, objects: Mapping[str, Any]) -> dict[str, bytes]:

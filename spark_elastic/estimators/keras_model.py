@@ -19,14 +19,8 @@ from pyspark.ml.util import MLReadable, MLReader
 
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import StoreError
-from spark_elastic.estimators.predictor import (
-    Floats,
-    Shape,
-    choose_gpu,
-    find_shapes,
-    name_parts,
-    predict_in_batches,
-)
+from spark_elastic.estimators.outputs import Floats, Shape
+from spark_elastic.estimators.predictor import choose_gpu, find_shapes, name_parts, predict_in_batches
 from spark_elastic.estimators.transformer import ElasticModel, ModelReader
 from spark_elastic.keras.train.archive import Archive
 from spark_elastic.keras.train.batching import Inputs, order_labels, pack_inputs
@@ -139,9 +133,9 @@ def _name_parts(structure: Any, names: Sequence[str] = ()) -> Any:
 class ElasticKerasModel(ElasticModel, MLReadable["ElasticKerasModel"]):  # type: ignore[misc,unused-ignore]
     """What `ElasticKerasEstimator.fit` returns.
 
-    `transform(df)` adds `prediction_col`: a double where the model returns one number per row, else an array of
-    doubles; with `probability_col` the class as a double and a vector of probabilities, as Spark's evaluators
-    take them.
+    With a loss of classes `transform(df)` adds the columns of Spark ML's classifiers: the class as a double, a vector
+    of probabilities and one of what these are made of. Else it adds `prediction_col`: a double where the model returns
+    one number per row, else an array of doubles.
     A model of several outputs adds a column for each: `output_cols`, by default LABEL__output.
 
     `history` has a dict per epoch, `summary` tells worlds and seconds too; `history_frame()` and `worlds_frame()`

@@ -191,21 +191,20 @@ def find_activation(model: Any) -> str | None:
     """The activation that turns the model's outputs into probabilities, by its loss; None if it is unknown, as of the
     user's own losses."""
     loss = getattr(getattr(model, "_compile_config", None), "config", {}).get("loss")
-    if isinstance(loss, list | tuple) and len(loss) == 1:
-        (loss,) = loss
+    parts = list(loss.values()) if isinstance(loss, Mapping) else loss
+    if isinstance(parts, list | tuple) and len(parts) == 1:
+        (loss,) = parts
     try:
         loss = keras.losses.get(loss) if isinstance(loss, str) else loss
     except ValueError:
         return None
     function = getattr(loss, "fn", loss)  # what a loss of Keras computes, whatever its name
-    kind = function if inspect.isfunction(loss) else type(loss)
-    modules = (getattr(each, "__module__", None) or "" for each in (function, kind))
-    name = getattr(function, "__name__", "")
-    if "crossentropy" not in name or not all(module.startswith("keras.") for module in modules):
+    name = str(getattr(function, "__name__", ""))
+    if not name.endswith("crossentropy") or getattr(keras.losses, name, None) is not function:
         return None
-    if not getattr(loss, "_fn_kwargs", {}).get("from_logits", False):
-        return "identity"
-    return "sigmoid" if "binary" in name else "softmax"
+    if getattr(loss, "_fn_kwargs", {}).get("from_logits", False):
+        return "sigmoid" if name.startswith("binary") else "softmax"
+    return "probability" if name.startswith("binary") else "identity"
 
 
 def _model(model: Any, seed: Any) -> Any:

@@ -20,6 +20,7 @@ from pyspark.ml.param import Param, Params
 from spark_elastic.config import ElasticConfig
 from spark_elastic.data.store import check_storage_options
 from spark_elastic.errors import InvalidInput, suggest_name
+from spark_elastic.estimators.outputs import HALF, OutputColumns, find_threshold
 
 if TYPE_CHECKING:
     import keras
@@ -249,21 +250,62 @@ class ColumnParams(Params):
         to_numbers,
     )
     prediction_col: Param[str] = declare(
-        "column that `transform` adds: a double for one number per row, else an array; the class with probability_col"
+        "column that `transform` adds: the class (a double) with a loss of classes; else the output, a double for one "
+        "number per row or an array"
     )
-    probability_col: Param[str] = declare("column for a vector of class probabilities, or None")
+    probability_col: Param[str] = declare(
+        "column that a loss of classes adds: a vector of the class probabilities; None: it is left out"
+    )
     raw_prediction_col: Param[str] = declare(
-        "column for a vector of the model's outputs before activation, as BinaryClassificationEvaluator takes it, or "
-        "None; with probability_col"
+        "column that a loss of classes adds: a vector of what the probabilities are made of, as "
+        "BinaryClassificationEvaluator takes it; None: it is left out"
+    )
+    threshold: Param[float] = declare("of two classes: the probability above which a row is of class 1")
+    thresholds: Param[Sequence[float]] = declare(
+        "a number for each class, or None: the class has the largest quotient of probability and threshold",
+        to_numbers,
     )
     activation: Param[str] = declare(
-        "how outputs become probabilities: softmax, sigmoid, exp or identity; by default as the loss implies"
+        "how the output becomes probabilities, by default as the loss implies: softmax (of a number for each class), "
+        "exp (of their log-probabilities), sigmoid (of one number, for class 1 of two), probability (one number is "
+        "that of class 1) or identity (probabilities of all classes, or of class 1)"
+    )
+    raw_outputs: Param[bool] = declare(
+        "whether prediction_col has the model's output as it is with a loss of classes, too"
     )
     output_cols: Param[Sequence[str]] = declare(
-        "a column for each output of the model instead of prediction_col; None: with several outputs Horovod's "
-        "LABEL__output for each",
+        "a column for each output of the model as it is, instead of prediction_col; None: with several outputs "
+        "Horovod's LABEL__output for each",
         to_optional_names,
     )
+    missing: Param[Any] = declare(
+        "rows with nulls or NaN, in fit and in transform: refuse or drop; or a dict of nulls (refuse or drop) and nans "
+        "(keep, too)"
+    )
+
+    def setThreshold(self, value: float) -> Self:
+        """Set `threshold`, and clear `thresholds`, as LogisticRegression of Spark ML does."""
+        return self._set(thresholds=None, threshold=value)
+
+    def setThresholds(self, value: Sequence[float]) -> Self:
+        """Set `thresholds`, and clear `threshold`."""
+        self.clear(self.threshold)
+        return self._set(thresholds=value)
+
+    def getThreshold(self) -> float:
+        """`threshold`, or what `thresholds` of two classes make of it."""
+        several = self.getOrDefault("thresholds")
+        return float(self.getOrDefault("threshold") if several is None else find_threshold(several))
+
+    def find_output_columns(self, implied: str | None = None) -> OutputColumns:
+        """The columns that `transform` is to add. Raises InvalidInput as `OutputColumns.from_params`.
+
+        implied: the activation that the loss implies.
+        """
+        values = {param.name: self.getOrDefault(param) for param in self.params if self.isDefined(param)}
+        return OutputColumns.from_params(
+            values, [param.name for param in self.params if self.isSet(param)], implied
+        )
 
 
 @with_accessors
@@ -321,9 +363,6 @@ class EstimatorParams(ColumnParams):
         "fsspec's options for the store, a dict; not saved. `retry_seconds` (60, at most 240) among them: how long a "
         "read or write of an object store is tried again",
         hide_values,
-    )
-    missing: Param[Any] = declare(
-        "rows with nulls or NaN: refuse or drop; or a dict of nulls (refuse or drop) and nans (keep, too)"
     )
     seed: Param[int] = declare("seed for the order of rows and the workers' random numbers")
     shuffle: Param[bool] = declare("whether each epoch has its own order")
@@ -443,9 +482,12 @@ class TorchParams(EstimatorParams):
         input_shapes: Sequence[Sequence[int]] | None = None,
         label_shapes: Sequence[Sequence[int]] | None = None,
         prediction_col: str = "prediction",
-        probability_col: str | None = None,
-        raw_prediction_col: str | None = None,
+        probability_col: str | None = "probability",
+        raw_prediction_col: str | None = "rawPrediction",
+        threshold: float = HALF,
+        thresholds: Sequence[float] | None = None,
         activation: str | None = None,
+        raw_outputs: bool = False,
         output_cols: Sequence[str] | None = None,
         validation: float | str | None = None,
         batch_size: int = 32,
@@ -527,9 +569,12 @@ class KerasParams(EstimatorParams):
         input_shapes: Sequence[Sequence[int]] | None = None,
         label_shapes: Sequence[Sequence[int]] | None = None,
         prediction_col: str = "prediction",
-        probability_col: str | None = None,
-        raw_prediction_col: str | None = None,
+        probability_col: str | None = "probability",
+        raw_prediction_col: str | None = "rawPrediction",
+        threshold: float = HALF,
+        thresholds: Sequence[float] | None = None,
         activation: str | None = None,
+        raw_outputs: bool = False,
         output_cols: Sequence[str] | None = None,
         validation: float | str | None = None,
         batch_size: int = 32,

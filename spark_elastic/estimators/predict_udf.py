@@ -5,7 +5,9 @@ Spark reads the UDF's kind from its annotations, so that their names must exist 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -13,16 +15,23 @@ from weakref import finalize, ref
 
 import cloudpickle
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 from pyspark import TaskContext
+from pyspark.accumulators import Accumulator, AccumulatorParam
 from pyspark.sql import Column, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.pandas.functions import pandas_udf
 from pyspark.sql.types import ArrayType, DataType, DoubleType, StructField, StructType
 
-from spark_elastic.estimators.predictor import Outputs, Predictor, as_column
+from spark_elastic.errors import InvalidInput
+from spark_elastic.estimators.outputs import Outputs, as_column
+from spark_elastic.estimators.predictor import Predictor
+from spark_elastic.spark.dataframes.scan import MissingKind, MissingValues, format_left_out
 from spark_elastic.spark.payload import Payload, make_payload
 from spark_elastic.spark.session import has_context
+
+log = logging.getLogger("spark_elastic")
 
 
 class ShippedPredictor(Protocol):
@@ -61,34 +70,97 @@ def ship_predictor(spark: SparkSession, predictor: Predictor) -> ShippedPredicto
     return known[1]
 
 
-def predict_udf(shipped: ShippedPredictor, outputs: Outputs) -> Callable[..., Column]:
-    """From the feature columns to the one column of `outputs`, or to a struct of all, in fields of their names."""
+class _LogOnDriver(AccumulatorParam[str]):
+    """Logs on the driver what a task adds, once the task has ended."""
+
+    def zero(self, value: str) -> str:
+        return value
+
+    def addInPlace(self, value1: str, value2: str) -> str:
+        if value2 and TaskContext.get() is None:
+            log.warning(value2)
+        return value2
+
+
+@dataclass(frozen=True)
+class MissingRows:
+    """What happens to rows with missing values."""
+
+    # Kinds of missing values, by the number that a row has in the last column of the UDF; -1: it has all values.
+    kinds: tuple[MissingKind, ...]
+    # Whether rows of each kind are left out; else they end the job.
+    drops: tuple[bool, ...]
+    # Takes the driver's line of the log from a task; None: the task logs it on its host.
+    driver_log: Accumulator[str] | None = None
+
+    @classmethod
+    def of(cls, spark: SparkSession, kinds: Iterable[MissingKind], missing: MissingValues) -> MissingRows:
+        found = tuple(kinds)
+        drops = tuple((missing.nulls if kind.what == "nulls" else missing.nans) == "drop" for kind in found)
+        logs = any(drops) and has_context(spark)
+        return cls(found, drops, spark.sparkContext.accumulator("", _LogOnDriver()) if logs else None)
+
+    def check(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Which rows are to be predicted. Raises InvalidInput for missing values that are refused."""
+        for number in np.unique(numbers[numbers >= 0]):
+            if not self.drops[number]:
+                count = int((numbers == number).sum())
+                raise InvalidInput(self.kinds[number].describe(count, f"{len(numbers)} rows of a batch"))
+        found: npt.NDArray[np.bool_] = numbers < 0
+        return found
+
+    def log(self, counts: Counter[int]) -> None:
+        """Log what a task left out. counts: of its rows, by number."""
+        reasons = {self.kinds[number]: count for number, count in sorted(counts.items()) if number >= 0}
+        if reasons:
+            line = f"transform {format_left_out(sum(reasons.values()), counts.total(), reasons)} of a task"
+            log.warning(line) if self.driver_log is None else self.driver_log.add(line)
+
+
+def predict_udf(shipped: ShippedPredictor, outputs: Outputs, rows: MissingRows) -> Callable[..., Column]:
+    """From the feature columns, and the number of what a row lacks, to the one column of `outputs`, or to a struct of
+    all, in fields of their names. What is left out has nulls."""
 
     def predict(batches: Iterator[tuple[pd.Series, ...]]) -> Iterator[pd.Series]:
-        for batch in batches:
-            yield pd.Series(as_column(_values(shipped, outputs, batch)[0]))
+        for values in _predict(shipped, outputs, rows, batches):
+            yield pd.Series(as_column(values[0]))
 
     def predict_all(batches: Iterator[tuple[pd.Series, ...]]) -> Iterator[pd.DataFrame]:
-        for batch in batches:
-            values = _values(shipped, outputs, batch)
-            columns = {n: as_column(v) for n, v in zip(outputs.columns, values, strict=True)}
-            yield pd.DataFrame(columns)
+        for values in _predict(shipped, outputs, rows, batches):
+            yield pd.DataFrame({n: as_column(v) for n, v in zip(outputs.columns, values, strict=True)})
 
     kinds = [_choose_type(width) for width in outputs.widths]
-    if len(kinds) == 1:
-        return pandas_udf(predict, kinds[0])  # type: ignore[call-overload,no-any-return]
     fields = [StructField(name, kind) for name, kind in zip(outputs.columns, kinds, strict=True)]
-    return pandas_udf(predict_all, StructType(fields))  # type: ignore[call-overload,no-any-return]
+    made: Any = (
+        pandas_udf(predict, kinds[0]) if len(kinds) == 1 else pandas_udf(predict_all, StructType(fields))  # type: ignore[call-overload]
+    )
+    # Else Spark would filter the rows before they are counted here.
+    return made.asNondeterministic() if any(rows.drops) else made  # type: ignore[no-any-return]
 
 
-def _values(shipped: ShippedPredictor, outputs: Outputs, batch: Any) -> list[Any]:
-    # Spark hands a single column over as itself.
-    columns = (batch,) if isinstance(batch, pd.Series) else batch
-    if not len(columns[0]):
-        return [np.zeros((0, width)) for width in outputs.widths]
+def _predict(
+    shipped: ShippedPredictor, outputs: Outputs, rows: MissingRows, batches: Iterator[tuple[pd.Series, ...]]
+) -> Iterator[list[Any]]:
+    """The outputs' values for each batch of a task."""
+    counts: Counter[int] = Counter()
     task = TaskContext.get()
     gpu = None if task is None else task.resources().get("gpu")
-    return list(outputs.values(shipped.value.predict(columns, () if gpu is None else gpu.addresses)))
+    addresses = () if gpu is None else gpu.addresses
+    for *columns, series in batches:
+        numbers = series.to_numpy()
+        kept = rows.check(numbers)
+        counts.update(numbers[~kept].tolist())
+        counts[-1] += int(kept.sum())
+        if len(kept) and kept.all():
+            yield outputs.values(shipped.value.predict(columns, addresses))
+            continue
+        values = [np.full((len(kept), width), np.nan) for width in outputs.widths]
+        if kept.any():
+            predicted = shipped.value.predict([column[kept] for column in columns], addresses)
+            for whole, part in zip(values, outputs.values(predicted), strict=True):
+                whole[kept] = part
+        yield values
+    rows.log(counts)
 
 
 def _choose_type(width: int) -> DataType:

@@ -18,8 +18,14 @@ import torch
 
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
+from spark_elastic.estimators.outputs import Floats, Shape, count_numbers
 from spark_elastic.estimators.saving import Packed
-from spark_elastic.training.model_io import find_input_dtype, list_output_parts, refuse_large_numbers
+from spark_elastic.training.model_io import (
+    check_numbers,
+    find_input_dtype,
+    list_output_parts,
+    refuse_large_numbers,
+)
 from spark_elastic.training.transformation import Transformation, transform_inputs
 from spark_elastic.worker.devices import find_gpu_number, list_visible_gpus
 
@@ -44,8 +50,6 @@ def choose_gpu(addresses: Sequence[str], visible: int) -> int | None:
 
 
 ROWS_AT_ONCE = 512  # bounds the memory of activations; Arrow's batches have 10,000 rows
-Floats = npt.NDArray[np.float64]
-Shape = tuple[int, ...]
 Forward = Callable[[Sequence[npt.NDArray[Any]]], list[Floats]]  # from inputs to outputs, of a few rows
 
 
@@ -96,11 +100,6 @@ def _check_rows(output: Floats, rows: int) -> Floats:
     return output
 
 
-def count_numbers(shape: Sequence[int]) -> int:
-    """How many numbers a row of this shape has."""
-    return int(np.prod(shape, dtype=np.int64))
-
-
 def stack_rows(rows: Sequence[Any], column: Column) -> npt.NDArray[Any]:
     """Rows of numbers or (nested) lists as one array (rows, *shape). A null in a float column is NaN.
 
@@ -123,22 +122,30 @@ def _stack_objects(rows: Sequence[Any], column: Column) -> npt.NDArray[Any]:
     """Stack bytes and strings, or (nested) lists of them."""
     leaves: list[Any] = list(rows)
     for length in column.shape:
-        if any(each is None or len(each) != length for each in leaves):
-            raise (
-                _build_null_error(column)
-                if any(each is None for each in leaves)
-                else _build_uneven_error(column)
-            )
+        if any(map(_is_missing, leaves)):
+            raise _build_null_error(column)
+        if any(len(each) != length for each in leaves):
+            raise _build_uneven_error(column)
         leaves = [part for each in leaves for part in each]
-    if any(each is None for each in leaves):
+    if any(map(_is_missing, leaves)):
         raise _build_null_error(column)
     objects = np.empty(len(leaves), dtype=object)
     objects[:] = [bytes(each) if isinstance(each, bytearray) else each for each in leaves]
     return objects.reshape(len(rows), *column.shape)
 
 
+def _is_missing(value: Any) -> bool:
+    """Whether it stands for null in pandas or pyarrow: None, NaN, NaT, pandas.NA, a scalar of pyarrow that is null."""
+    if hasattr(value, "__len__"):
+        return False
+    try:
+        return value is None or not getattr(value, "is_valid", True) or bool(value != value)
+    except TypeError:  # pandas.NA has no truth value
+        return True
+
+
 def _flatten_row(row: Any, column: Column, size: int) -> npt.NDArray[Any]:
-    if row is None:
+    if _is_missing(row):
         raise _build_null_error(column)
     array = _to_regular_array(row, column)
     if array.size != size:
@@ -164,7 +171,7 @@ def _cast_to_trained_dtype(values: npt.NDArray[Any], column: Column) -> npt.NDAr
     """Cast values to the dtype of the training. Raises InvalidInput for a value that would change."""
     wanted = np.dtype(column.dtype)
     if values.dtype == object:
-        if any(value is None or value != value for value in values.flat):
+        if any(map(_is_missing, values.flat)):
             raise _build_null_error(column)
         values = values.astype(wanted if wanted.kind == "M" else np.float64)
     if wanted.kind in "iubM":
@@ -298,6 +305,8 @@ class TorchPredictor:
     ) -> list[npt.NDArray[np.float64]]:
         self._loaded[0].to(device)  # where it is there already, nothing happens
         given = transform_inputs(inputs, [column.name for column in self.columns], self._loaded[1])
+        for column, values in zip(self.columns, given, strict=True):
+            check_numbers(column.name, values)
         outputs = self.call_module([self.make_tensor(values).to(device) for values in given])
         for each in outputs:
             if not isinstance(each, torch.Tensor):
@@ -344,117 +353,3 @@ class Predictor(Protocol):
         """(rows, width) for each output. columns: for each input column its rows. gpus: addresses of those that Spark
         gave to the task."""
         ...
-
-
-ACTIVATIONS = ("softmax", "sigmoid", "exp", "identity")
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """The columns that predictions fill."""
-
-    # Names.
-    columns: tuple[str, ...]
-    # How many numbers a row has in each column; 1: a plain double.
-    widths: tuple[int, ...]
-    # What makes class probabilities of the one output: then the columns are the class, as a double, the probabilities
-    # and, if there is a third one, what they are made of. None: the outputs are returned as they are.
-    activation: str | None = None
-
-    @classmethod
-    def of(
-        cls,
-        shapes: Sequence[Shape],
-        prediction_col: str,
-        probability_col: str | None = None,
-        raw_prediction_col: str | None = None,
-        activation: str | None = None,
-        output_cols: Sequence[str] | None = None,
-        labels: Sequence[str] = (),
-    ) -> Outputs:
-        """shapes: of a row of each output of the model. Raises InvalidInput where the columns do not fit it."""
-        widths = tuple(map(count_numbers, shapes))
-        if probability_col is None:
-            if output_cols is None:
-                output_cols = (
-                    [prediction_col] if len(widths) == 1 else [f"{label}__output" for label in labels]
-                )
-            if len(output_cols) != len(widths):
-                raise InvalidInput(
-                    f"the model has {len(widths)} outputs: name as many columns in output_cols, not {len(output_cols)}."
-                )
-            return cls(tuple(output_cols), widths)
-        if len(widths) != 1 or output_cols is not None:
-            raise InvalidInput(
-                "probability_col needs a model of one output and no output_cols: leave one out."
-            )
-        if sum(size > 1 for size in shapes[0]) > 1:
-            raise InvalidInput(
-                f"probability_col needs an output of one number for each class; this model returns {shapes[0]} a row: "
-                "leave probability_col out, and take the classes from the prediction."
-            )
-        if activation not in ACTIVATIONS:
-            raise InvalidInput(
-                f"probability_col needs activation, one of {', '.join(ACTIVATIONS)}: the loss does not say what makes "
-                "probabilities of the model's output."
-            )
-        if (activation == "softmax" and widths[0] == 1) or (activation == "sigmoid" and widths[0] > 1):
-            raise InvalidInput(
-                f"activation {activation} makes no class probabilities of {widths[0]} numbers a row: sigmoid takes "
-                "one, softmax several."
-            )
-        vectors = [name for name in (probability_col, raw_prediction_col) if name is not None]
-        width = max(2, widths[0])
-        return cls((prediction_col, *vectors), (1, *(width for _ in vectors)), activation)
-
-    @staticmethod
-    def find_known_columns(
-        prediction_col: str,
-        probability_col: str | None = None,
-        raw_prediction_col: str | None = None,
-        output_cols: Sequence[str] | None = None,
-        labels: Sequence[str] = (),
-    ) -> tuple[str, ...]:
-        """The columns that there will be, where their number does not depend on the model's outputs; else none."""
-        if probability_col is not None:
-            return tuple(n for n in (prediction_col, probability_col, raw_prediction_col) if n is not None)
-        if output_cols is not None:
-            return tuple(output_cols)
-        return (prediction_col,) if len(labels) <= 1 else ()
-
-    def values(self, outputs: Sequence[Floats]) -> list[Floats]:
-        """outputs: (rows, width) each. Returns, for each column, (rows, its width)."""
-        if self.activation is None:
-            return list(outputs)
-        probabilities = _probabilities(outputs[0], self.activation)
-        classes = np.where(np.isnan(probabilities).any(1), np.nan, probabilities.argmax(1))
-        found = [classes[:, None], probabilities]
-        return (
-            found
-            if len(self.columns) == 2
-            else [*found, _compute_raw_predictions(outputs[0], probabilities, self.activation)]
-        )
-
-
-def _probabilities(output: Floats, activation: str) -> Floats:
-    if activation == "softmax":
-        exponents = np.exp(output - output.max(1, keepdims=True))
-        found: Floats = exponents / exponents.sum(1, keepdims=True)
-        return found
-    if activation == "sigmoid":
-        found = 0.5 * (1.0 + np.tanh(0.5 * output))  # no overflow
-    else:
-        found = np.exp(output) if activation == "exp" else output
-    return np.concatenate([1.0 - found, found], axis=1) if found.shape[1] == 1 else found
-
-
-def _compute_raw_predictions(output: Floats, probabilities: Floats, activation: str) -> Floats:
-    """What Spark ML's classifiers call rawPrediction: the output itself, or a number for each of two classes."""
-    if output.shape[1] > 1:
-        return output
-    return np.concatenate([-output, output], axis=1) if activation == "sigmoid" else probabilities
-
-
-def as_column(values: Floats) -> Any:
-    """(rows, 1) as plain numbers, anything wider as a list of arrays."""
-    return values[:, 0] if values.shape[1] == 1 else list(values)

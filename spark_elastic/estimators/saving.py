@@ -24,7 +24,7 @@ from spark_elastic.errors import ElasticError, InvalidInput, StoreError
 from spark_elastic.spark.dataframes.store_access import escape_pattern
 from spark_elastic.spark.session import has_context
 
-FORMAT = 1  # 0: before probability columns, with output_col for prediction_col
+FORMAT = 2  # 0: before probability columns, with output_col for prediction_col; 1: these only where they were named
 CHUNK = 16 << 20  # bytes
 
 
@@ -116,9 +116,18 @@ def check_format(metadata: dict[str, Any], path: str) -> dict[str, Any]:
             f"{path} has format {found}, and this release reads up to {FORMAT}: load it with the release that "
             "wrote it, or a newer one."
         )
-    for params in (metadata["paramMap"], metadata["defaultParamMap"]):
+    given, defaults = metadata["paramMap"], metadata["defaultParamMap"]
+    for params in (given, defaults):
         if "output_col" in params:
             params["prediction_col"] = params.pop("output_col")
+    if (
+        found < FORMAT
+    ):  # predictions are what they were: outputs, unless probability_col had a name; NaN of NaN
+        names = {"probability_col": None, "raw_prediction_col": None}
+        given.update({name: {**names, **defaults, **given}[name] for name in names})
+        given["raw_outputs"] = given["probability_col"] is None
+        if "missing" not in {**defaults, **given}:  # a fitted model
+            given["missing"] = {"nulls": "refuse", "nans": "keep"}
     return metadata
 
 

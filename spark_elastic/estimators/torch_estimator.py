@@ -83,8 +83,11 @@ class ElasticTorchEstimator(  # type: ignore[misc,unused-ignore]
         return EstimatorReader(cls)
 
     def _fit_rows(self, rows: RowSource) -> ElasticTorchModel:
-        model = fit_torch(rows, build_request(self._values, check_torch_objects))
-        self._copy_params_to(model, find_activation(self.getOrDefault("loss")))
+        request = build_request(self._values, check_torch_objects)
+        activation = find_activation(self.getOrDefault("loss"))
+        self.find_output_columns(activation)
+        model = fit_torch(rows, request)
+        self._copy_params_to(model, activation)
         return model
 
     def _pack_objects(self, objects: Mapping[str, Any]) -> dict[str, bytes]:

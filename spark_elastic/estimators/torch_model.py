@@ -19,9 +19,9 @@ from spark_elastic.estimators.transformer import ElasticModel, ModelReader
 class ElasticTorchModel(ElasticModel, MLReadable["ElasticTorchModel"]):  # type: ignore[misc,unused-ignore]
     """What `ElasticTorchEstimator.fit` returns.
 
-    `transform(df)` adds `prediction_col`: a double where the module returns one number per row, else an array of
-    doubles; with `probability_col` the class as a double and a vector of probabilities, as Spark's evaluators
-    take them.
+    With a loss of classes `transform(df)` adds the columns of Spark ML's classifiers: the class as a double, a vector
+    of probabilities and one of what these are made of. Else it adds `prediction_col`: a double where the module returns
+    one number per row, else an array of doubles.
     The estimator's transformation_fn is applied here, too; it is given the feature columns alone.
     A module of several outputs adds a column for each: `output_cols`, by default LABEL__output.
 

@@ -137,8 +137,11 @@ ACTIVATIONS: dict[Any, str] = {
     torch.nn.functional.binary_cross_entropy_with_logits: "sigmoid",
     torch.nn.NLLLoss: "exp",
     torch.nn.functional.nll_loss: "exp",
-    torch.nn.BCELoss: "identity",
-    torch.nn.functional.binary_cross_entropy: "identity",
+    torch.nn.BCELoss: "probability",
+    torch.nn.functional.binary_cross_entropy: "probability",
+    # Its margins are no logits, but they order classes and rows alike.
+    torch.nn.MultiMarginLoss: "softmax",
+    torch.nn.functional.multi_margin_loss: "softmax",
 }
 
 
@@ -178,13 +181,14 @@ def check_torch_objects(values: Mapping[str, Any]) -> TorchUserObjects:
 
 
 def find_activation(loss: Any) -> str | None:
-    """The activation that turns the inputs of the loss into probabilities; None if it is unknown."""
+    """The activation that turns the inputs of the loss into probabilities; None if it is unknown, or no loss of
+    classes."""
     if isinstance(loss, list | tuple) and len(loss) == 1:
         (loss,) = loss
     if isinstance(loss, functools.partial):
         loss = loss.func
-    kind = loss if inspect.isfunction(loss) or inspect.isbuiltin(loss) else type(loss)
-    return ACTIVATIONS.get(kind)
+    kinds = [loss] if inspect.isroutine(loss) else type(loss).__mro__
+    return next((ACTIVATIONS[kind] for kind in kinds if kind in ACTIVATIONS), None)
 
 
 def _check_model(model: Any, seed: Any) -> torch.nn.Module:

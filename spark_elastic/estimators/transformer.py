@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pyspark.ml import Model
-from pyspark.ml.functions import array_to_vector, vector_to_array
+from pyspark.ml.functions import array_to_vector
 from pyspark.ml.util import (
     DefaultParamsReader,
     DefaultParamsWriter,
@@ -30,10 +30,17 @@ from pyspark.sql.types import ArrayType, DataType, DateType, TimestampNTZType, T
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators import saving
+from spark_elastic.estimators.outputs import HALF, Outputs, Shape
 from spark_elastic.estimators.params import ColumnParams
-from spark_elastic.estimators.predictor import Outputs, Predictor, Shape
+from spark_elastic.estimators.predictor import Predictor
 from spark_elastic.monitoring.report import JobReport
-from spark_elastic.spark.dataframes.scan import get_column
+from spark_elastic.spark.dataframes.scan import (
+    MissingValues,
+    convert_column,
+    find_first,
+    get_column,
+    list_missing,
+)
 from spark_elastic.spark.dataframes.schema import (
     ColumnType,
     check_is_dataframe,
@@ -116,11 +123,15 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
         self._summary = summary
         self._setDefault(
             prediction_col="prediction",
-            probability_col=None,
-            raw_prediction_col=None,
+            probability_col="probability",
+            raw_prediction_col="rawPrediction",
+            threshold=HALF,
+            thresholds=None,
             activation=None,
+            raw_outputs=False,
             output_cols=None,
             label_cols=[],
+            missing="refuse",
         )
 
     @property
@@ -173,29 +184,34 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
         check_is_dataframe(dataset, "transform")
-        names = ("prediction_col", "probability_col", "raw_prediction_col", "output_cols")
-        wanted = {name: self.getOrDefault(name) for name in names}
-        wanted["labels"] = self.getOrDefault("label_cols")
+        wanted = self.find_output_columns()
         # Before `_find_shapes`, which may run a job.
-        _check_new(dataset, Outputs.find_known_columns(**wanted))
+        _check_new(dataset, wanted.list_certain())
         inputs = self._find_inputs(dataset)
-        activation = self.getOrDefault("activation")
-        outputs = Outputs.of(self._find_shapes(dataset, inputs), activation=activation, **wanted)
+        missing = MissingValues.parse(self.getOrDefault("missing"))
+        types = {name: find_column_type(dataset.schema, name, transformed=True) for name, _ in inputs}
+        conditions = list_missing(dict(inputs), types, nulls=True, nans=missing.nans != "keep")
+        which, columns = find_first(conditions.values()), [column for _, column in inputs]
+        outputs = Outputs.of(self._find_shapes(dataset.where(which < 0), columns), wanted)
         _check_new(dataset, outputs.columns)
-        from spark_elastic.estimators.predict_udf import predict_udf, restore_nan, ship_predictor
+        from spark_elastic.estimators.predict_udf import MissingRows, predict_udf, restore_nan, ship_predictor
 
-        predicted = predict_udf(ship_predictor(dataset.sparkSession, self._predictor), outputs)(*inputs)
+        rows = MissingRows.of(dataset.sparkSession, conditions, missing)
+        predict = predict_udf(ship_predictor(dataset.sparkSession, self._predictor), outputs, rows)
+        predicted = predict(*columns, which)
         if len(outputs.columns) == 1:
-            return dataset.withColumn(outputs.columns[0], restore_nan(predicted, outputs.widths[0]))
-        added = dataset.withColumn(_ALL, predicted)
-        vectors = (wanted["probability_col"], wanted["raw_prediction_col"])
-        for name, width in zip(outputs.columns, outputs.widths, strict=True):
-            field = restore_nan(F.col(_ALL).getField(name), width)
-            added = added.withColumn(name, array_to_vector(field) if name in vectors else field)
-        return added.drop(_ALL)
+            added = dataset.withColumn(outputs.columns[0], restore_nan(predicted, outputs.widths[0]))
+        else:
+            added = dataset.withColumn(_ALL, predicted)
+            for number, (name, width) in enumerate(zip(outputs.columns, outputs.widths, strict=True)):
+                field = restore_nan(F.col(_ALL).getField(name), width)
+                is_vector = outputs.contents and outputs.contents[number] != "class"
+                added = added.withColumn(name, array_to_vector(field) if is_vector else field)
+            added = added.drop(_ALL)
+        return added.where(which < 0) if any(rows.drops) else added
 
-    def _find_inputs(self, dataset: DataFrame) -> list[SparkColumn]:
-        """The columns that `feature_cols` names now, each in the place of one that was trained on."""
+    def _find_inputs(self, dataset: DataFrame) -> list[tuple[str, SparkColumn]]:
+        """The columns that `feature_cols` names now, each in the place of one that was trained on, with their names."""
         trained = self._predictor.columns
         before = [column.name for column in trained]
         names = self.getOrDefault("feature_cols") if self.isDefined("feature_cols") else before
@@ -205,7 +221,7 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
                 f"{', '.join(before)}: name one column for each of these, in that order."
             )
         return [
-            model_input(dataset, replace(column, name=name))
+            (name, model_input(dataset, replace(column, name=name)))
             for column, name in zip(trained, names, strict=True)
         ]
 
@@ -217,7 +233,8 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
         row = dataset.select(*inputs).first()
         if row is None:
             raise InvalidInput(
-                "the table has no rows: with a transformation_fn the model's outputs are tried on its first one."
+                "the table has no rows without missing values: with a transformation_fn the model's outputs are tried "
+                "on its first one."
             )
         return self._predictor.shapes([[value] for value in row])
 
@@ -247,7 +264,7 @@ def _check_new(dataset: DataFrame, names: Sequence[str]) -> None:
         found = there.get(folded(name))
         if found is not None:
             raise InvalidInput(
-                f"the table has a column {found!r} already: choose another name for the prediction."
+                f"the table has a column {found!r} already: choose another name for the prediction, or drop it there."
             )
     if len({folded(name) for name in names}) < len(names):
         raise InvalidInput(
@@ -323,7 +340,7 @@ def model_input(dataset: DataFrame, column: Column) -> SparkColumn:
             f"column {column.name!r} is {spark_type.simpleString()}; the model was trained on {trained}: cast it to "
             "what it was in training."
         )
-    return _plain(get_column(column.name), spark_type, given)
+    return _numbers(convert_column(get_column(column.name), given), spark_type)
 
 
 def _fits(given: ColumnType, column: Column) -> bool:
@@ -335,14 +352,6 @@ def _fits(given: ColumnType, column: Column) -> bool:
     # How deep arrays were before `input_shapes` is not known.
     deep = bool(column.shape) if given.dimensions else math.prod(column.shape) == 1
     return alike and deep
-
-
-def _plain(reference: SparkColumn, spark_type: DataType, given: ColumnType) -> SparkColumn:
-    if given.vector:
-        return vector_to_array(reference)
-    if given.cast is not None:  # decimals
-        return reference.cast(given.cast)
-    return _numbers(reference, spark_type)
 
 
 def _numbers(reference: SparkColumn, spark_type: DataType) -> SparkColumn:

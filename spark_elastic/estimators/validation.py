@@ -14,12 +14,10 @@ from typing import Any, Generic, TypeVar
 from spark_elastic.config import ElasticConfig, changes_setting, from_env
 from spark_elastic.data.store import parse_store_url
 from spark_elastic.errors import InvalidInput, suggest_name
-from spark_elastic.estimators.predictor import ACTIVATIONS
 from spark_elastic.spark.dataframes.scan import MissingValues
 from spark_elastic.state import owned_run
 from spark_elastic.training.fit_config import (
     FitConfig,
-    check_choice,
     check_flag,
     check_whole_number,
     describe_type,
@@ -69,7 +67,6 @@ def build_request(
         InvalidInput: the first mistake, in one sentence.
     """
     config = FitConfig.from_params(values)
-    _check_prediction_columns(values)
     objects = _reshape_inputs(check_objects(values), config)
     if config.transformation_workers and objects.transformation is None:
         raise InvalidInput(
@@ -83,7 +80,7 @@ def build_request(
         objects=objects,
         store=None if store is None else parse_store_url(store),
         storage_options=values["storage_options"] or {},
-        missing=_check_missing(values["missing"]),
+        missing=MissingValues.parse(values["missing"]),
         materialize=_check_materialize(values["materialize"]),
         run_id=run_id,
         verbose=check_whole_number("verbose", values["verbose"]),
@@ -102,32 +99,6 @@ def _reshape_inputs(objects: O, config: FitConfig) -> O:
         objects, transformation=reshape_results(objects.transformation, shapes)
     )
     return found
-
-
-def _check_prediction_columns(values: Mapping[str, Any]) -> None:
-    """Names for `transform`. Whether they fit the model's outputs is known once there are some."""
-    columns = [values["prediction_col"], *(values["output_cols"] or ())]
-    columns += [
-        values[name] for name in ("probability_col", "raw_prediction_col") if values[name] is not None
-    ]
-    for name in columns:
-        if not isinstance(name, str) or not name:
-            raise InvalidInput(
-                f"prediction_col, probability_col, raw_prediction_col and output_cols must be names of columns; got "
-                f"{name!r}."
-            )
-    if values["raw_prediction_col"] is not None and values["probability_col"] is None:
-        raise InvalidInput("raw_prediction_col needs probability_col: give both.")
-    if values["probability_col"] is not None and values["output_cols"] is not None:
-        raise InvalidInput("probability_col and output_cols exclude each other: leave one out.")
-    check_choice("activation", values["activation"], ACTIVATIONS)
-
-
-def _check_missing(value: Any) -> MissingValues:
-    wanted = {"nulls": value, "nans": value} if isinstance(value, str) else value
-    if not isinstance(wanted, Mapping) or not set(wanted) <= {"nulls", "nans"}:
-        raise InvalidInput(f"missing must be 'refuse', 'drop', or a dict of nulls and nans; got {value!r}.")
-    return MissingValues(**wanted)
 
 
 def _check_materialize(value: Any) -> str:

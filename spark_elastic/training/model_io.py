@@ -25,6 +25,19 @@ def refuse_large_numbers(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return array
 
 
+def check_numbers(name: str, array: npt.NDArray[Any]) -> None:
+    """Raise InvalidInput for a column of which a transformation has not made numbers.
+
+    name: of the column.
+    """
+    if array.dtype.kind in "OSUMm":
+        first = type(array.flat[0]).__name__ if array.dtype == object and array.size else str(array.dtype)
+        raise InvalidInput(
+            f"transformation_fn returned column {name!r} as {first}, of which no tensor can be made: return numbers "
+            "for it, as many in each row (StringIndexer numbers the classes of a label)."
+        )
+
+
 def find_input_dtype(parameters: Iterable[Any], default: Any) -> Any:
     """The dtype in which a model is given its columns: that of the first parameter that is trained, since a frozen one
     may have fewer bits.

@@ -13,11 +13,14 @@ import pytest
 import torch
 from pyspark.errors import AnalysisException
 from pyspark.ml import PipelineModel
+from pyspark.ml.classification import LogisticRegression
+from pyspark.ml.evaluation import BinaryClassificationEvaluator, MulticlassClassificationEvaluator
 from pyspark.ml.linalg import Vectors, VectorUDT
 from pyspark.sql import types as T
 
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput, StoreError
+from spark_elastic.estimators.outputs import Outputs
 from spark_elastic.estimators.predictor import ModuleWithTransformation, TorchPredictor
 from spark_elastic.estimators.saving import check_format, pack
 from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
@@ -83,25 +86,65 @@ def test_several_numbers_are_an_array_and_vectors_go_in_as_arrays_do(spark: Spar
     np.testing.assert_allclose([row.scores for row in rows], predict(module, rows), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("width", [1, 3])
-def test_a_row_of_nan_predicts_nan_and_the_others_stay(spark: SparkSession, width: int) -> None:
-    from pyspark.ml.evaluation import BinaryClassificationEvaluator
-
-    model = linear(width)[1]
-    df = table(spark).selectExpr(
-        "id", "if(id = 7, array(float('nan'), float(1)), x) as x", "double(id % 2) as label"
-    )
+def test_a_row_of_nan_predicts_nan_if_it_is_kept_and_the_others_stay(spark: SparkSession) -> None:
+    model = linear(3)[1].setMissing({"nans": "keep"})
+    df = table(spark).selectExpr("id", "if(id = 7, array(float('nan'), float(1)), x) as x")
     for row in model.transform(df).collect():
         assert np.isnan(row.prediction).all() == np.isnan(row.prediction).any() == (row.id == 7)
-    model.setProbabilityCol("p").setRawPredictionCol("rawPrediction")
-    model.setActivation("sigmoid" if width == 1 else "softmax")
-    predicted = model.transform(df)
-    for row in predicted.collect():
-        assert np.isnan([row.prediction, *row.p.toArray(), *row.rawPrediction.toArray()]).all() == (
-            row.id == 7
-        )
-    if width == 1:
-        assert 0 <= BinaryClassificationEvaluator().evaluate(predicted.where("id <> 7")) <= 1
+    for row in model.setActivation("softmax").transform(df).collect():
+        values = [row.prediction, *row.probability.toArray(), *row.rawPrediction.toArray()]
+        assert np.isnan(values).all() == np.isnan(values).any() == (row.id == 7)
+
+
+def test_missing_values_are_treated_as_in_training(
+    spark: SparkSession, caplog: pytest.LogCaptureFixture
+) -> None:
+    df = table(spark).selectExpr(
+        "id", "if(id = 7, array(float('nan'), float(1)), x) as x", "if(id = 9, null, v) as v"
+    )
+    two = ModuleWithTransformation(torch.nn.Bilinear(2, 2, 1), dict)
+    model = ElasticTorchModel(
+        TorchPredictor(pack(two), (Column("x", "float32", (2,)), Column("v", "float32", (2,)))), SUMMARY
+    )
+    with caplog.at_level("WARNING", "spark_elastic"):
+        kept = model.setMissing("drop").transform(df.repartition(1)).select("id", "prediction").collect()
+    assert {row.id for row in kept} == set(range(ROWS)) - {7, 9}
+    assert not any(np.isnan(row.prediction) for row in kept)
+    (line,) = caplog.messages
+    assert line == f"transform left out 2 of {ROWS} rows (NaN in 'x': 1, nulls in 'v': 1) of a task"
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_classes_are_those_of_logistic_regression(spark: SparkSession, classes: int) -> None:
+    """The same weights give the same columns, and the same numbers of Spark's evaluators."""
+    df = table(spark).selectExpr("id", "v", f"double((id % 5 + int(x[0] > x[1])) % {classes}) as y")
+    given = {"threshold": 0.6} if classes == 2 else {"thresholds": [0.2, 0.5, 0.3]}
+    theirs = LogisticRegression(featuresCol="v", labelCol="y", maxIter=5, **given).fit(df)
+    weights, biases = theirs.coefficientMatrix.toArray(), theirs.interceptVector.toArray()
+    models = {"softmax": (weights, biases)}
+    if classes == 2:  # one logit; and two, at a level of their own in each row
+        level = np.array([[2.0, 3.0]])
+        models["sigmoid"] = models["softmax"]
+        models["softmax"] = np.concatenate([level, weights + level]), np.array([1.0, 1.0 + biases[0]])
+    expected = theirs.transform(df).orderBy("id")
+    for activation, (weight, bias) in models.items():
+        layer = torch.nn.Linear(2, len(weight)).double()
+        layer.load_state_dict({"weight": torch.tensor(weight), "bias": torch.tensor(bias)})
+        ours = make_model(layer, Column("v", "float32", (2,))).setActivation(activation)
+        predicted = ours.copy({getattr(ours, name): value for name, value in given.items()}).transform(df)
+        assert predicted.dtypes == expected.dtypes
+        for got, row in zip(predicted.orderBy("id").collect(), expected.collect(), strict=True):
+            assert got.prediction == row.prediction
+            np.testing.assert_allclose(got.probability.toArray(), row.probability.toArray(), rtol=1e-6)
+            np.testing.assert_allclose(got.rawPrediction.toArray(), row.rawPrediction.toArray(), rtol=1e-6)
+        evaluators: list[Any] = [
+            MulticlassClassificationEvaluator(labelCol="y", metricName=name)
+            for name in ("accuracy", "logLoss")
+        ]
+        if classes == 2:
+            evaluators.append(BinaryClassificationEvaluator(labelCol="y"))
+        for evaluator in evaluators:
+            assert evaluator.evaluate(predicted) == pytest.approx(evaluator.evaluate(expected))
 
 
 def test_several_inputs_and_shapes_reach_the_module(spark: SparkSession) -> None:
@@ -167,6 +210,7 @@ def test_a_saved_and_loaded_model_predicts_the_same(spark: SparkSession, tmp_pat
 def test_a_model_of_an_older_release_loads(spark: SparkSession) -> None:
     back = ElasticTorchModel.load(f"file://{Path(__file__).parent}/model_format_0")
     rows = back.transform(table(spark)).collect()
+    assert back.getRawOutputs()
     assert [row.guess for row in rows] == pytest.approx([2 * r.x[0] - r.x[1] + 0.5 for r in rows], rel=1e-5)
     assert back.summary == SUMMARY
 
@@ -180,8 +224,23 @@ def test_a_pipeline_with_a_fitted_model_is_saved_and_loaded(spark: SparkSession,
 
 
 def test_a_model_of_a_newer_release_is_refused() -> None:
-    with pytest.raises(StoreError, match="has format 99, and this release reads up to 1"):
+    with pytest.raises(StoreError, match="has format 99, and this release reads up to 2"):
         check_format({"format": 99}, "there")
+
+
+@pytest.mark.parametrize(
+    ("given", "columns"),
+    [
+        ({"probability_col": None, "activation": "softmax"}, ("prediction",)),
+        ({"probability_col": "p", "activation": "softmax"}, ("p", "prediction")),
+    ],
+)
+def test_a_model_of_format_1_predicts_what_it_did(given: dict[str, Any], columns: tuple[str, ...]) -> None:
+    metadata = {"format": 1, "paramMap": given, "defaultParamMap": {"prediction_col": "prediction"}}
+    values = check_format(metadata, "there")["paramMap"]
+    model = linear(3)[1]._set(**values)
+    assert Outputs.of([(3,)], model.find_output_columns()).columns == columns
+    assert model.getMissing() == {"nulls": "refuse", "nans": "keep"}
 
 
 def test_loading_and_predicting_need_neither_engine_nor_trainer() -> None:
@@ -243,8 +302,9 @@ def test_a_transformation_is_applied_to_rows_of_transform(spark: SparkSession, t
     model = ElasticTorchModel(
         TorchPredictor(pack(ModuleWithTransformation(Sum(), numbers)), columns), SUMMARY
     )
-    df = spark.range(4).selectExpr(
-        "cast(repeat('a', int(id)) as binary) image",
+    model.setMissing("drop")
+    df = spark.range(5).selectExpr(
+        "if(id = 4, null, cast(repeat('a', int(id)) as binary)) image",
         "date_add(date'1970-01-01', int(id)) day",
         "timestamp_seconds(id) moment",
     )
@@ -252,7 +312,8 @@ def test_a_transformation_is_applied_to_rows_of_transform(spark: SparkSession, t
     assert got == pytest.approx([111.0 * i for i in range(4)])
     with pytest.raises(InvalidInput, match="the table has no rows"):
         model.transform(df.limit(0))
-    known = ElasticTorchModel(model._predictor, SUMMARY, try_shapes(model._predictor, list(df.first() or ())))
+    row = list(df.orderBy("day").first() or ())
+    known = ElasticTorchModel(model._predictor, SUMMARY, try_shapes(model._predictor, row))
     path = str(tmp_path / "model")
     known.save(path)
     empty = ElasticTorchModel.load(path).transform(df.limit(0))

@@ -100,7 +100,6 @@ def test_a_fit_survives_a_lost_executor_and_its_model_is_saved_and_loaded(
         feature_cols=["x", "kind"],
         label_cols="y",
         sample_weight_col="w",
-        probability_col="probability",
         callbacks=[
             SlowSteps(gate),
             keras.callbacks.ModelCheckpoint(str(tmp_path / "best.keras"), monitor="loss"),

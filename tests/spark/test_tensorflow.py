@@ -112,7 +112,6 @@ def test_folds_of_a_pipeline_choose_the_better_rate(spark: SparkSession, tmp_pat
         model=model(),
         feature_cols="x",
         label_cols="y",
-        probability_col="probability",
         batch_size=10,
         epochs=2,
         num_workers=2,

@@ -49,7 +49,6 @@ def classifier(store: Path, **changes: Any) -> ElasticTorchEstimator:
         "loss": torch.nn.CrossEntropyLoss(),
         "feature_cols": "x",
         "label_cols": "y",
-        "probability_col": "probability",
         "batch_size": 16,
         "epochs": 2,
         "num_workers": 2,
@@ -172,7 +171,6 @@ def test_a_fit_with_several_losses_validation_metrics_schedule_and_callbacks(
         loss=[torch.nn.CrossEntropyLoss(), torch.nn.MSELoss()],
         loss_weights=[1.0, 0.5],
         label_cols=["y", "z"],
-        probability_col=None,
         validation="v",
         metrics=[accuracy],
         callbacks=[

@@ -16,6 +16,7 @@ from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.fit_config import FitConfig
+from spark_elastic.training.model_io import check_numbers
 
 # Which column belongs to which input or output of a Keras model: by keys, by names, or by place.
 
@@ -67,6 +68,7 @@ def pack_inputs(model: Any, arrays: Sequence[Any]) -> Any:
 
 
 Array = npt.NDArray[Any]
+STRINGS = "object"  # numpy's dtype of what TensorFlow calls strings
 
 
 @dataclass(frozen=True)
@@ -96,13 +98,17 @@ class Inputs:
                 columns, tuple(_plain_dtype(c.dtype) for c in columns), tuple(c.shape for c in columns)
             )
         shapes = tuple(_choose_shape(c.shape, t.shape[1:]) for c, t in zip(columns, tensors, strict=True))
-        return cls(columns, tuple(str(t.dtype) for t in tensors), () if free else shapes)
+        dtypes = tuple(STRINGS if t.dtype == "string" else str(t.dtype) for t in tensors)
+        return cls(columns, dtypes, () if free else shapes)
 
     def arrays(self, columns: Mapping[str, Any]) -> tuple[Array, ...]:
         arrays = [np.asarray(columns[c.name]) for c in self.columns]
         if self.shapes:
             arrays = [a.reshape(len(a), *s) for a, s in zip(arrays, self.shapes, strict=True)]
         dtypes = self.dtypes or tuple(_plain_dtype(str(a.dtype)) for a in arrays)
+        for column, array, dtype in zip(self.columns, arrays, dtypes, strict=True):
+            if dtype != STRINGS:
+                check_numbers(column.name, array)
         return tuple(a.astype(dtype, copy=False) for a, dtype in zip(arrays, dtypes, strict=True))
 
 
@@ -131,6 +137,7 @@ class BatchBuilder:
         return LocalBatch(rows.planned, rows.row_ids, self._inputs.arrays(columns), labels, weights)
 
     def _label(self, name: str, values: Array) -> Array:
+        check_numbers(name, values)
         if self._shapes is not None:
             values = values.reshape(len(values), *self._shapes[name])
         return values.astype(keras.config.floatx(), copy=False) if values.dtype.kind == "f" else values
@@ -155,4 +162,4 @@ def _choose_shape(shape: tuple[int, ...], wanted: Sequence[int | None]) -> tuple
 
 def _plain_dtype(dtype: str) -> str:
     kind = np.dtype(dtype).kind
-    return str(keras.config.floatx()) if kind == "f" else dtype if kind == "b" else "int64"
+    return str(keras.config.floatx()) if kind == "f" else dtype if kind in "bO" else "int64"

@@ -8,11 +8,11 @@ digest of all values. For one thread.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from pyspark.ml.functions import vector_to_array
 from pyspark.sql import Column, DataFrame, Observation, Row
@@ -42,19 +42,60 @@ class MissingValues:
         if self.nans not in ("keep", "refuse", "drop"):
             raise InvalidInput(f"nans must be 'keep', 'refuse' or 'drop'; got {self.nans!r}.")
 
+    @classmethod
+    def parse(cls, value: Any) -> MissingValues:
+        """The parameter `missing`. Raises InvalidInput for what it cannot be."""
+        wanted = {"nulls": value, "nans": value} if isinstance(value, str) else value
+        if not isinstance(wanted, Mapping) or not set(wanted) <= {"nulls", "nans"}:
+            raise InvalidInput(
+                f"missing must be 'refuse', 'drop', or a dict of nulls and nans; got {value!r}."
+            )
+        return cls(**wanted)
+
+
+class MissingKind(NamedTuple):
+    """A kind of missing values of one column."""
+
+    column: str  # name
+    what: str  # "nulls" or "NaN"
+
+    def __str__(self) -> str:
+        return f"{self.what} in {self.column!r}"
+
+    def describe(self, number: int, rows: str) -> str:
+        """The sentence that refuses them. number: of rows that have them. rows: of how many."""
+        keep = ", or take them as they are (missing={'nans': 'keep'})" if self.what == "NaN" else ""
+        return (
+            f"The column {self.column!r} has {self.what} in {number} of {rows}: fill them (df.fillna, Imputer), "
+            f"{'' if keep else 'or '}drop those rows (missing='drop'){keep}."
+        )
+
+
+def list_missing(
+    columns: Mapping[str, Column], types: Mapping[str, ColumnType], nulls: bool, nans: bool
+) -> dict[MissingKind, Column]:
+    """The condition of each kind of missing values that is asked for; never null."""
+    found: dict[MissingKind, Column] = {}
+    for name, kind in types.items():
+        if nulls:
+            found[MissingKind(name, "nulls")] = has_null(columns[name], kind)
+        if nans and kind.dtype in _FLOATS:
+            found[MissingKind(name, "NaN")] = has_nan(columns[name], kind)
+    return found
+
+
+def find_first(conditions: Iterable[Column]) -> Column:
+    """The number of the first condition that holds; -1: none does."""
+    return F.array_position(F.array(*conditions), True).cast("int") - 1
+
 
 class RowFilter:
     """Drops rows with missing values from a DataFrame and counts them while it is written."""
 
     def __init__(self, types: Mapping[str, ColumnType], missing: MissingValues) -> None:
         self._observation = Observation()
-        self._conditions: dict[str, Column] = {}
-        for name, kind in types.items():
-            column = get_column(name)
-            if missing.nulls == "drop":
-                self._conditions[f"nulls in {name!r}"] = has_null(column, kind)
-            if missing.nans == "drop" and kind.dtype in _FLOATS:
-                self._conditions[f"NaN in {name!r}"] = has_nan(column, kind)
+        columns = {name: get_column(name) for name in types}
+        self._conditions = list_missing(columns, types, missing.nulls == "drop", missing.nans == "drop")
 
     def apply(self, df: DataFrame) -> DataFrame:
         """The rows without missing values."""
@@ -72,9 +113,15 @@ class RowFilter:
         if not self._conditions:
             return
         found = self._observation.get
-        reasons = [f"{text}: {found[f'c{n}']}" for n, text in enumerate(self._conditions) if found[f"c{n}"]]
         if found["bad"]:
-            log.warning("left out %d of %d rows (%s)", found["bad"], found["rows"], ", ".join(reasons))
+            reasons = {kind: found[f"c{n}"] for n, kind in enumerate(self._conditions)}
+            log.warning(format_left_out(found["bad"], found["rows"], reasons))
+
+
+def format_left_out(number: int, rows: int, reasons: Mapping[MissingKind, int]) -> str:
+    """The line of the log about rows that were left out."""
+    found = ", ".join(f"{kind}: {count}" for kind, count in reasons.items() if count)
+    return f"left out {number} of {rows} rows ({found})"
 
 
 def get_column(name: str) -> Column:
@@ -100,7 +147,7 @@ def has_null(column: Column, kind: ColumnType) -> Column:
 def has_nan(column: Column, kind: ColumnType) -> Column:
     """Whether the row's value, or anything in it, is NaN; never null itself."""
     if not kind.dimensions:
-        return F.coalesce(F.isnan(column), F.lit(False))
+        return F.isnan(column)  # false for null
     for _ in range(kind.dimensions - 1):
         column = F.flatten(column)
     return F.coalesce(F.exists(column, F.isnan), F.lit(False))
@@ -139,12 +186,13 @@ def select_prepared(
 ) -> DataFrame:
     """The columns of `types`, ML vectors (dense and sparse) as arrays, and `others` as they are."""
     return df.select(
-        *(_prepare(get_column(name), kind).alias(name) for name, kind in types.items()),
+        *(convert_column(get_column(name), kind).alias(name) for name, kind in types.items()),
         *(column.alias(name) for name, column in (others or {}).items()),
     )
 
 
-def _prepare(column: Column, kind: ColumnType) -> Column:
+def convert_column(column: Column, kind: ColumnType) -> Column:
+    """The column in the type in which it is written: vectors as arrays, decimals as doubles."""
     if not kind.vector:
         return column if kind.cast is None else column.cast(kind.cast)
     # vector_to_array fails on nulls, but they must be counted.
@@ -231,19 +279,13 @@ class TableScan:
             written: opens the written table, in which a job of its own finds a bad row to name.
         """
         found = self._observation.get
+        rows = f"{found['rows']} rows"
         for number, name in enumerate(self._types):
             nulls = found[f"nulls{number}"]
             if nulls:
-                raise InvalidInput(
-                    f"The column {name!r} has nulls in {nulls} of {found['rows']} rows: "
-                    f"fill them (df.fillna, Imputer) or drop those rows (missing='drop')."
-                )
+                raise InvalidInput(MissingKind(name, "nulls").describe(nulls, rows))
             if name in self._nans and found[f"nans{number}"]:
-                raise InvalidInput(
-                    f"The column {name!r} has NaN in {found[f'nans{number}']} of {found['rows']} rows: fill them "
-                    f"(df.fillna, Imputer), drop those rows (missing='drop'), or train on them as they are "
-                    f"(missing={{'nans': 'keep'}})."
-                )
+                raise InvalidInput(MissingKind(name, "NaN").describe(found[f"nans{number}"], rows))
         return {
             name: tuple(self._find_length(found, number, level, written) for level in range(kind.dimensions))
             for number, (name, kind) in enumerate(self._types.items())

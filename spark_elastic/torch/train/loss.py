@@ -406,9 +406,14 @@ _DTYPE_ERROR = re.compile(
 class DtypeHints:
     """Adds the types of the columns to the error of a layer or loss that takes other types."""
 
-    def __init__(self, loss_fn: LossFn, columns: Sequence[str]) -> None:
-        """columns: names of the features, then of the labels."""
+    def __init__(self, loss_fn: LossFn, columns: Sequence[str], transformed: bool = False) -> None:
+        """columns: names of the features, then of the labels. transformed: a transformation made them."""
         self._loss_fn, self._columns = loss_fn, columns
+        self._where = (
+            "return it from transformation_fn with another type"
+            if transformed
+            else "cast the column in Spark"
+        )
         self.logs = loss_fn.logs
 
     def begin(self, group: Group, batch: LocalBatch[torch.Tensor], position: Position) -> None:
@@ -423,8 +428,8 @@ class DtypeHints:
             tensors = zip(self._columns, (*part.features, *part.labels), strict=True)
             given = ", ".join(f"{name!r} as {tensor.dtype}" for name, tensor in tensors)
             raise InvalidInput(
-                f"a layer of the model, or the loss, takes numbers of another type than it was given {given}: cast the "
-                "column in Spark (to float, or to long for an Embedding), or the tensor in the model's forward."
+                f"a layer of the model, or the loss, takes numbers of another type than it was given {given}: "
+                f"{self._where} (float32, or int64 for an Embedding), or cast the tensor in the model's forward."
             ) from error
 
 

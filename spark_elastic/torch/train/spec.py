@@ -34,7 +34,7 @@ from spark_elastic.torch.train.loss import (
 )
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.identity import NUMBERS, PLAIN, WEIGHTS, digest, is_comparable, to_text
-from spark_elastic.training.model_io import find_input_dtype, refuse_large_numbers
+from spark_elastic.training.model_io import check_numbers, find_input_dtype, refuse_large_numbers
 from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.transformation import Transformation
 
@@ -173,7 +173,7 @@ class TorchUserObjects:
 
     def loss_fn(self, spec: TrainSpec) -> LossFn:
         columns = [*(column.name for column in spec.features), *spec.config.label_cols]
-        return DtypeHints(self._select_loss(spec, columns), columns)
+        return DtypeHints(self._select_loss(spec, columns), columns, self.transformation is not None)
 
     def _select_loss(self, spec: TrainSpec, columns: list[str]) -> LossFn:
         weighted = spec.config.sample_weight_col is not None
@@ -231,6 +231,8 @@ class BatchBuilder:
 
     def build(self, rows: StepRows) -> LocalBatch[torch.Tensor]:
         columns, copier = rows.columns, self._copier
+        for name in (*(column.name for column in self._features), *self._labels):
+            check_numbers(name, columns[name])
         labels = self._label_tensors(columns)
         weights, dtype = None, self._label_dtype
         if self._weight is not None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 
 from spark_elastic.data.manifest import Manifest
@@ -108,3 +109,24 @@ def test_a_model_that_a_callback_prepares_is_not_tried(data: Data) -> None:
 
 def test_rows_that_cannot_be_read_are_not_tried(data: Data, tmp_path: Path) -> None:
     check((Store.open(str(tmp_path)), data[1]), Job(make(WIDTH + 1, CROSS_ENTROPY)))
+
+
+def test_only_a_model_of_strings_is_given_strings(data: Data) -> None:
+    def read(columns: dict[str, Any]) -> dict[str, Any]:
+        return {"x": np.array([["two words"]] * len(columns["y"]), object), "y": columns["y"]}
+
+    def build() -> Any:
+        vocabulary = keras.layers.TextVectorization(output_sequence_length=2, vocabulary=["two", "words"])
+        inner = [
+            vocabulary,
+            keras.layers.Embedding(4, 2),
+            keras.layers.Flatten(),
+            keras.layers.Dense(CLASSES),
+        ]
+        model = keras.Sequential([keras.Input((1,), dtype="string"), *inner])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    check(data, Job(build), transformation=read)
+    with pytest.raises(InvalidInput, match="returned column 'x' as str, of which no tensor can be made"):
+        check(data, Job(make(1, CROSS_ENTROPY)), transformation=read)

@@ -140,6 +140,19 @@ def test_a_transformation_that_fails_is_refused(data: Data) -> None:
         )
 
 
+@pytest.mark.parametrize(("name", "left"), [("y", "str"), ("x", "datetime64")])
+def test_a_column_of_which_a_transformation_makes_no_numbers_is_named(
+    data: Data, name: str, left: str
+) -> None:
+    def leave(columns: dict[str, Any]) -> dict[str, Any]:
+        rows = len(columns["y"])
+        return {**columns, name: np.array(["a"] * rows, object) if left == "str" else np.zeros(rows, "M8[D]")}
+
+    model = torch.nn.Linear(WIDTH, CLASSES)
+    with pytest.raises(InvalidInput, match=f"returned column '{name}' as {left}.*: return numbers for it"):
+        check(data, model, CROSS_ENTROPY, transformation=leave)
+
+
 def test_a_model_without_an_output_for_each_loss_is_refused(data: Data) -> None:
     with pytest.raises(InvalidInput, match="loss has 2 losses, but the model returned 1"):
         check(

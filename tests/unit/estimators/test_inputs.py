@@ -41,15 +41,19 @@ def _said(monkeypatch: Any) -> None:
         def cast(self, name: str) -> Text:
             return Text(f"{self}::{name}")
 
+        def isNotNull(self) -> Text:
+            return Text(f"{self} is not null")
+
     functions = SimpleNamespace(
         col=Text,
+        when=lambda condition, value: Text(f"{value} if {condition}"),
         unix_date=lambda c: Text(f"unix_date({c})"),
         unix_micros=lambda c: Text(f"unix_micros({c})"),
         transform=lambda c, change: Text(f"each({c}, {change(Text('e'))})"),
     )
     for module in (transformer, scan):
         monkeypatch.setattr(module, "F", functions)
-    monkeypatch.setattr(transformer, "vector_to_array", lambda c: Text(f"vector_to_array({c})"))
+    monkeypatch.setattr(scan, "vector_to_array", lambda c, dtype: Text(f"vector_to_array({c}, {dtype})"))
 
 
 def convert_input(kind: DataType, dtype: str, shape: tuple[int, ...] = (), name: str = "x") -> str:
@@ -71,7 +75,7 @@ def arrays(kind: DataType, depth: int = 1) -> DataType:
         (DecimalType(), "float64", (), "`x`::double"),
         (arrays(DecimalType(), 2), "float64", (2, 2), "`x`::array<array<double>>"),
         (arrays(DoubleType()), "float32", (1, 2, 2), "`x`"),
-        (VectorUDT(), "float32", (3,), "vector_to_array(`x`)"),
+        (VectorUDT(), "float32", (3,), "vector_to_array(`x`, float32) if `x` is not null"),
         (BinaryType(), "object", (), "`x`"),
         (DateType(), "datetime64[D]", (), "unix_date(`x`)"),
         (arrays(DateType()), "datetime64[D]", (2,), "each(`x`, unix_date(e))"),

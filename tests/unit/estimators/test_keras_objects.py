@@ -25,7 +25,7 @@ from spark_elastic.estimators.keras_objects import (
     compile_model,
     find_activation,
 )
-from spark_elastic.estimators.predictor import Outputs
+from spark_elastic.estimators.outputs import count_numbers
 from spark_elastic.keras.train.archive import Archive, collect_custom_objects
 from spark_elastic.keras.train.batching import order_labels
 from spark_elastic.tensorflow import SyncBatchNormalization
@@ -321,6 +321,10 @@ class FocalCrossentropy(keras.losses.Loss):
         return keras.ops.square(y - logits)
 
 
+class BalancedCrossentropy(keras.losses.SparseCategoricalCrossentropy):
+    """A loss of classes of the user's."""
+
+
 @pytest.mark.parametrize(
     ("loss", "activation"),
     [
@@ -328,6 +332,10 @@ class FocalCrossentropy(keras.losses.Loss):
         ("sparse_categorical_crossentropy", "identity"),
         (keras.losses.SparseCategoricalCrossentropy(from_logits=True), "softmax"),
         (keras.losses.BinaryCrossentropy(from_logits=True), "sigmoid"),
+        (keras.losses.BinaryFocalCrossentropy(), "probability"),
+        (keras.losses.binary_crossentropy, "probability"),
+        ({"dense": "categorical_crossentropy"}, "identity"),
+        (BalancedCrossentropy(from_logits=True), "softmax"),
         ([keras.losses.CategoricalCrossentropy(from_logits=True, name="of_binary_codes")], "softmax"),
         (weighted_crossentropy, None),
         (FocalCrossentropy(), None),
@@ -406,7 +414,7 @@ def test_columns_of_inputs_and_outputs_are_found_by_key_or_name(nested: str) -> 
     kept, total = predictor.predict([np.array([1.0, 2.0]), np.array([10.0, 20.0])])
     np.testing.assert_allclose(kept, [[1.0, 1.0], [2.0, 2.0]])
     np.testing.assert_allclose(total, [[11.0], [22.0]])
-    assert Outputs.of(predictor.shapes(), "p", labels=labels).widths == (2, 1)
+    assert [count_numbers(shape) for shape in predictor.shapes()] == [2, 1]
     ours = order_labels(model, model.output, labels)
     assert ours == (["kept", "sum"] if nested == "dict" else ["sum", "kept"])
     restored = ElasticKerasModel._restore_predictor(

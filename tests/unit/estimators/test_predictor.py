@@ -10,6 +10,8 @@ from decimal import Decimal as D
 from typing import Any
 
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
 
@@ -239,6 +241,13 @@ def test_a_function_is_given_the_same_in_training_and_for_predictions_and_its_re
         ("datetime64[us]", (), np.array(["2020-01-01", "NaT"], "datetime64[ns]"), "has nulls"),
         ("object", (2,), [["a", "b"], ["c"]], "not of the lengths"),
         ("object", (2,), [["a", None]], "has nulls"),
+        ("object", (2,), [["a", "b"], float("nan")], "has nulls"),
+        ("object", (), ["a", float("nan")], "has nulls"),  # as pandas 3 has a null among strings
+        ("object", (), [b"a", pd.NA], "has nulls"),
+        ("object", (), pa.array(["a", None]), "has nulls"),
+        ("int32", (), [1, pd.NA], "has nulls"),
+        ("float32", (2,), [[1.0, 2.0], pd.NA], "has nulls"),
+        ("datetime64[us]", (), [pd.Timestamp(0), pd.NaT], "has nulls"),
     ],
 )
 def test_values_that_the_columns_type_cannot_hold_are_refused(

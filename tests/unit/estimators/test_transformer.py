@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -13,7 +15,9 @@ pytest.importorskip("pyspark")
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators import transformer
+from spark_elastic.estimators.predict_udf import MissingRows
 from spark_elastic.estimators.transformer import ElasticModel, _check_new, try_shapes
+from spark_elastic.spark.dataframes.scan import MissingKind
 
 
 def table(columns: list[str], sensitive: str = "false") -> Any:
@@ -26,7 +30,8 @@ def table(columns: list[str], sensitive: str = "false") -> Any:
     [
         ({}, "prediction"),
         ({"label_cols": ["y"]}, "prediction"),
-        ({"prediction_col": "class", "probability_col": "p"}, "p"),
+        ({"prediction_col": "class", "probability_col": "p", "activation": "softmax"}, "p"),
+        ({"activation": "softmax"}, "rawPrediction"),
         ({"output_cols": ["a", "b"], "label_cols": ["y", "z"]}, "b"),
     ],
 )
@@ -54,14 +59,35 @@ def test_columns_of_another_table_take_the_places_of_those_in_training(
     predictor: Any = SimpleNamespace(columns=trained)
     model = ElasticModel(predictor, SimpleNamespace())  # type: ignore[arg-type]
     monkeypatch.setattr(transformer, "model_input", lambda dataset, column: column)
-    assert tuple(model._find_inputs(table([]))) == trained  # a model that was made without an estimator
+    found = model._find_inputs(table([]))  # of a model that was made without an estimator
+    assert found == [("a", trained[0]), ("b", trained[1])]
     renamed = model.copy({model.feature_cols: ["c", "a"]})
-    assert renamed._find_inputs(table([])) == [Column("c", "float32", (2,)), Column("a", "int64", ())]
+    assert renamed._find_inputs(table([])) == [
+        ("c", Column("c", "float32", (2,))),
+        ("a", Column("a", "int64", ())),
+    ]
     model.setFeatureCols("c")
     with pytest.raises(
         InvalidInput, match="feature_cols names c, and the model was trained on a, b: name one"
     ):
         model._find_inputs(table([]))
+
+
+def test_missing_values_are_refused_in_the_words_of_fit_or_their_rows_are_left_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    kinds, numbers = (MissingKind("x", "NaN"), MissingKind("v", "nulls")), np.array([-1, 1, 1])
+    with pytest.raises(
+        InvalidInput, match=r"column 'v' has nulls in 2 of 3 rows of a batch: fill .* or drop"
+    ):
+        MissingRows(kinds, (True, False)).check(numbers)
+    with pytest.raises(InvalidInput, match=r"column 'x' has NaN in 1 of 1 rows of a batch: .*'nans': 'keep'"):
+        MissingRows(kinds, (False, True)).check(np.array([0]))
+    rows = MissingRows(kinds, (True, True))
+    assert rows.check(numbers).tolist() == [True, False, False]
+    rows.log(Counter(numbers))
+    rows.log(Counter([-1]))
+    assert caplog.messages == ["transform left out 2 of 3 rows (nulls in 'v': 2) of a task"]
 
 
 def test_outputs_are_tried_on_a_row_of_the_training() -> None:

@@ -155,12 +155,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"loss_weights": ["a"]}, "loss_weights must be a list of numbers"),
     ({"metrics": [3]}, "metrics must be functions"),
     ({"metrics": 3}, "metrics must be functions"),
-    ({"activation": "softmx"}, "activation must be one of 'softmax', 'sigmoid', 'exp', 'identity', or None"),
-    ({"prediction_col": ""}, "prediction_col, .* must be names of columns; got ''"),
-    ({"probability_col": ["p"]}, "must be names of columns; got .'p'"),
-    ({"raw_prediction_col": "r"}, "raw_prediction_col needs probability_col"),
-    ({"output_cols": [1]}, "must be names of columns; got 1"),
-    ({"probability_col": "p", "output_cols": ["q"]}, "exclude each other"),
     ({"callbacks": [print]}, "callbacks must be instances of spark_elastic.torch.callbacks.Callback"),
     (
         {"callbacks": [BatchCounter()]},

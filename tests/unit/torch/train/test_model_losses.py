@@ -122,11 +122,16 @@ def test_a_layer_that_takes_another_number_type_is_named_with_the_columns(
     layer: torch.nn.Module, kind: torch.dtype
 ) -> None:
     whole = LocalBatch(4, np.arange(4), (torch.ones(4, 3).to(kind),), (torch.zeros(4),), None)
-    objective = DtypeHints(ModelLoss(torch.nn.MSELoss(), weighted=False), ["n", "y"])
-    with pytest.raises(
-        InvalidInput, match=f"given 'n' as {kind}, 'y' as torch.float32: cast the column in Spark"
+    loss = ModelLoss(torch.nn.MSELoss(), weighted=False)
+    for transformed, advice in (
+        (False, "cast the column in Spark"),
+        (True, "return it from transformation_fn"),
     ):
-        objective(layer, whole)
+        with pytest.raises(
+            InvalidInput,
+            match=rf"given 'n' as {kind}, 'y' as torch.float32: {advice}.* \(float32, or int64",
+        ):
+            DtypeHints(loss, ["n", "y"], transformed)(layer, whole)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,258 @@
+"""What a model's outputs become in the table that `transform` returns: classes, or the numbers as they are.
+
+Classes come as those of Spark ML's own classifiers do: the class, the probability of each, and what these were made of.
+numpy only; any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from spark_elastic.errors import InvalidInput
+from spark_elastic.training.fit_config import check_choice, check_flag
+
+Floats = npt.NDArray[np.float64]
+Shape = tuple[int, ...]
+# Of a number for each class, then of the one number that says how likely class 1 of two is. identity takes both.
+SEVERAL, SINGLE = ("softmax", "exp"), ("sigmoid", "probability")
+ACTIVATIONS = (*SEVERAL, *SINGLE, "identity")
+# Parameters that have a meaning for classes alone.
+OF_CLASSES = ("probability_col", "raw_prediction_col", "threshold", "thresholds")
+HALF = 0.5
+
+
+def count_numbers(shape: Sequence[int]) -> int:
+    """How many numbers a row of this shape has."""
+    return int(np.prod(shape, dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class OutputColumns:
+    """The columns that the user asked for, checked as far as that goes without the model's outputs."""
+
+    # Column of the class, or of the model's one output.
+    prediction: str
+    # Column of a vector of probabilities; None: it is left out.
+    probability: str | None
+    # Column of a vector of what these are made of; None: it is left out.
+    raw_prediction: str | None
+    # Column of each output as it is; None: `prediction`, or names of `labels`.
+    outputs: tuple[str, ...] | None
+    # Label columns of the training.
+    labels: tuple[str, ...]
+    # Function that makes probabilities of the one output; None: outputs stay as they are.
+    activation: str | None
+    # Threshold of each class; a single one is that of class 1 of two.
+    thresholds: tuple[float, ...]
+    # Whether the user asked for classes by name; else outputs stay as they are where they cannot be classes.
+    required: bool
+
+    @classmethod
+    def from_params(
+        cls, values: Mapping[str, Any], named: Collection[str] = (), implied: str | None = None
+    ) -> OutputColumns:
+        """
+        Args:
+            values: the parameters by name.
+            named: those that the user has set.
+            implied: the activation that the loss implies.
+
+        Raises:
+            InvalidInput: names that are none, and parameters that exclude each other.
+        """
+        prediction, outputs = values["prediction_col"], values["output_cols"]
+        probability, raw_prediction = (values[name] or None for name in OF_CLASSES[:2])
+        optional = [name for name in (probability, raw_prediction) if name is not None]
+        for name in (prediction, *(outputs or ()), *optional):
+            if not isinstance(name, str) or not name:
+                raise InvalidInput(
+                    f"prediction_col, probability_col, raw_prediction_col and output_cols must be names of columns; "
+                    f"got {name!r}."
+                )
+        activation = check_choice("activation", values["activation"], ACTIVATIONS) or implied
+        asked = [name for name in OF_CLASSES if name in named and values[name] not in (None, "")]
+        if check_flag("raw_outputs", values["raw_outputs"]) or outputs is not None:
+            if asked:
+                other = "raw_outputs" if outputs is None else "output_cols"
+                raise InvalidInput(
+                    f"{asked[0]} is of classes, and {other} asks for the model's outputs as they are: leave one out."
+                )
+            activation = None
+        elif asked and activation is None:
+            raise InvalidInput(
+                f"{asked[0]} needs activation, one of {', '.join(ACTIVATIONS)}: the loss does not say what makes "
+                "probabilities of the model's output."
+            )
+        return cls(
+            prediction,
+            probability,
+            raw_prediction,
+            None if outputs is None else tuple(outputs),
+            tuple(values["label_cols"] or ()),
+            activation,
+            _check_thresholds(values, named),
+            required=bool(asked) or (activation is not None and "activation" in named),
+        )
+
+    def list_certain(self) -> tuple[str, ...]:
+        """The columns that there will be whatever the model's outputs are."""
+        if self.outputs is not None:
+            return self.outputs
+        if self.required:
+            return tuple(name for name, _ in self.list_of_classes())
+        return (self.prediction,) if len(self.labels) <= 1 else ()
+
+    def list_of_classes(self) -> list[tuple[str, str]]:
+        """The columns of classes and the content of each, in the order of Spark ML's classifiers."""
+        contents = (self.raw_prediction, "raw"), (self.probability, "probability"), (self.prediction, "class")
+        return [(name, content) for name, content in contents if name is not None]
+
+
+def _check_thresholds(values: Mapping[str, Any], named: Collection[str]) -> tuple[float, ...]:
+    """As `HasThresholds` of Spark ML. Raises InvalidInput for what can be none, and for two that differ."""
+    single, several = values["threshold"], values["thresholds"]
+    found = [single] if several is None else several
+    is_usable = isinstance(found, list | tuple) and all(
+        isinstance(each, int | float) and not isinstance(each, bool) and 0 <= each < np.inf for each in found
+    )
+    if (
+        not is_usable
+        or (several is None and single > 1)
+        or (several is not None and list(found).count(0) > 1)
+    ):
+        raise InvalidInput(
+            f"threshold must be a number from 0 to 1, and thresholds a list of one number for each class, none below 0 "
+            f"and at most one 0; got {single if several is None else several!r}."
+        )
+    thresholds = tuple(float(each) for each in found)
+    if (
+        several is not None
+        and "threshold" in named
+        and (len(thresholds) != 2 or abs(find_threshold(thresholds) - single) > 1e-5)
+    ):
+        raise InvalidInput("threshold and thresholds say different things: give one of them.")
+    return thresholds
+
+
+def find_threshold(thresholds: Sequence[float]) -> float:
+    """The probability of class 1 of two above which a row is of it."""
+    return thresholds[0] if len(thresholds) == 1 else thresholds[1] / (thresholds[0] + thresholds[1])
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The columns that predictions fill."""
+
+    # Names.
+    columns: tuple[str, ...]
+    # Numbers of a row in each column; 1: a plain double.
+    widths: tuple[int, ...]
+    # Content of each column, "class", "probability" or "raw", of the one output; (): the outputs as they are.
+    contents: tuple[str, ...] = ()
+    # As in `OutputColumns`, as is the next.
+    activation: str | None = None
+    thresholds: tuple[float, ...] = (HALF,)
+
+    @classmethod
+    def of(cls, shapes: Sequence[Shape], wanted: OutputColumns) -> Outputs:
+        """shapes: of a row of each output of the model. Raises InvalidInput where the columns do not fit it."""
+        widths = tuple(map(count_numbers, shapes))
+        if wanted.activation is not None:
+            obstacle = _find_obstacle(shapes, wanted.activation, wanted.thresholds)
+            if obstacle is None:
+                columns, contents = zip(*wanted.list_of_classes(), strict=True)
+                classes = max(2, widths[0])
+                widths = tuple(1 if content == "class" else classes for content in contents)
+                return cls(columns, widths, contents, wanted.activation, wanted.thresholds)
+            if wanted.required:
+                raise InvalidInput(
+                    f"{obstacle}, or set raw_outputs=True, which gives the outputs as they are."
+                )
+        columns = wanted.outputs
+        if columns is None:
+            several = [f"{label}__output" for label in wanted.labels]
+            columns = (wanted.prediction,) if len(widths) == 1 else tuple(several)
+        if len(columns) != len(widths):
+            raise InvalidInput(
+                f"the model has {len(widths)} outputs: name as many columns in output_cols, not {len(columns)}."
+            )
+        return cls(columns, widths)
+
+    def values(self, outputs: Sequence[Floats]) -> list[Floats]:
+        """outputs: (rows, width) each. Returns, for each column, (rows, its width)."""
+        if self.activation is None:
+            return list(outputs)
+        probabilities = _compute_probabilities(outputs[0], self.activation)
+        found = {"raw": _compute_raw_predictions(outputs[0], self.activation), "probability": probabilities}
+        classes = np.where(
+            np.isnan(probabilities).any(1), np.nan, _choose_classes(probabilities, self.thresholds)
+        )
+        return [{**found, "class": classes[:, None]}[content] for content in self.contents]
+
+
+def _find_obstacle(shapes: Sequence[Shape], activation: str, thresholds: Sequence[float]) -> str | None:
+    """Why outputs of these shapes are no classes, and what to change; None: they are."""
+    if len(shapes) != 1:
+        return (
+            f"classes are of one output, and the model has {len(shapes)}: let transform's forward return one"
+        )
+    width = count_numbers(shapes[0])
+    if sum(size > 1 for size in shapes[0]) > 1:
+        return (
+            f"classes need an output of one number for each; this model returns {shapes[0]} a row: take them from the "
+            "prediction"
+        )
+    if (activation in SEVERAL and width == 1) or (activation in SINGLE and width > 1):
+        return (
+            f"activation {activation} makes no class probabilities of {width} numbers a row: "
+            f"{' and '.join(SINGLE)} take one, {' and '.join(SEVERAL)} several"
+        )
+    classes = max(2, width)
+    if len(thresholds) > 1 and len(thresholds) != classes:
+        return f"thresholds has {len(thresholds)} numbers and the model {classes} classes: give one for each"
+    if classes > 2 and thresholds != (HALF,) and len(thresholds) == 1:
+        return f"threshold is for two classes, and the model has {classes}: give thresholds"
+    return None
+
+
+def _compute_probabilities(output: Floats, activation: str) -> Floats:
+    if activation == "softmax":
+        exponents = np.exp(output - output.max(1, keepdims=True))
+        found: Floats = exponents / exponents.sum(1, keepdims=True)
+        return found
+    if activation == "sigmoid":
+        found = 0.5 * (1.0 + np.tanh(0.5 * output))  # no overflow
+    else:
+        found = np.exp(output) if activation == "exp" else output
+    return np.concatenate([1.0 - found, found], axis=1) if found.shape[1] == 1 else found
+
+
+def _compute_raw_predictions(output: Floats, activation: str) -> Floats:
+    """What Spark ML's classifiers call rawPrediction. Of two classes it is (-log-odds, log-odds), as LogisticRegression
+    has it, since the area under a curve is computed from the second entry alone."""
+    if activation == "sigmoid":
+        return np.concatenate([-output, output], axis=1)
+    if activation in SEVERAL and output.shape[1] == 2:
+        odds = output[:, 1:] - output[:, :1]
+        return np.concatenate([-odds, odds], axis=1)
+    return np.concatenate([1.0 - output, output], axis=1) if output.shape[1] == 1 else output
+
+
+def _choose_classes(probabilities: Floats, thresholds: Sequence[float]) -> npt.NDArray[Any]:
+    """As Spark ML: the class with the largest quotient of probability and threshold; of two, class 1 above its own."""
+    if probabilities.shape[1] == 2:
+        return probabilities[:, 1] > find_threshold(thresholds)
+    if len(thresholds) == 1:
+        return probabilities.argmax(1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.nan_to_num(probabilities / np.array(thresholds), nan=-np.inf, posinf=np.inf).argmax(1)
+
+
+def as_column(values: Floats) -> Any:
+    """(rows, 1) as plain numbers, anything wider as a list of arrays."""
+    return values[:, 0] if values.shape[1] == 1 else list(values)
