@@ -40,7 +40,6 @@ from spark_elastic.running import captures
 from spark_elastic.state.checkpoint import CheckpointPolicy, CheckpointStore
 from spark_elastic.state.owned_run import OwnedRun
 from spark_elastic.training.spec import Rows, TrainSpec, UserObjects
-from spark_elastic.worker.forking import select_fork_imports
 from spark_elastic.worker.program import Program
 
 if TYPE_CHECKING:
@@ -110,8 +109,7 @@ def train_model(rows: RowSource, request: FitRequest[O], framework: Framework[O]
             payload = _pickle_objects(request.objects)
             with _show_progress(request) as listener:
                 workers = request.config.num_workers
-                imports = select_fork_imports(None, framework.preload, request.elastic.fork_workers)
-                platform.preflight(payload, store, framework.packages, workers, PAYLOAD, imports)
+                platform.preflight(payload, store, framework.packages, workers, PAYLOAD, framework.preload)
                 training = Training(platform, rows, request, framework, store, run_id, ledger, listener)
                 run = resume_after_coordinator_loss(
                     training.run, CheckpointStore(store, run_id).read_published

@@ -48,7 +48,7 @@ def preflight(sc: SparkContext, spec: ProbeSpec, timeout: float, number: int = 1
     try:
         with open_probe(spec) as probe:
             tag = f"spark_elastic-preflight-{probe.token}"
-            has_imports = spec.slot is not None and spec.slot.imports
+            has_imports = spec.slot is not None and spec.slot.forks_imports
             least = min(number, sc.defaultParallelism) if has_imports else 1
             reports = _probe_executors(sc, make_probe_task(probe, program), least, tag, timeout)
             check_reports(reports, spec.make_host_check(), spec.store)

@@ -212,7 +212,7 @@ class Probe:
         return refused and f"host {host}: {refused}, or set tls=False."
 
     def _check_program(self, host: str, program: bytes) -> str | None:
-        if self.slot is not None and self.slot.imports:
+        if self.slot is not None and self.slot.forks_imports:
             error = find_load_error_in_fork(program, self.slot)
         else:
             error = find_load_error(program)

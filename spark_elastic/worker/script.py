@@ -52,6 +52,16 @@ class Script:
                 f"the script {path!r} cannot be read ({error}): give the path of a Python file."
             ) from error
 
+    @property
+    def folder(self) -> str:
+        """In which its modules are searched first."""
+        return str(Path(self.path).resolve().parent)
+
+    @property
+    def package(self) -> str:
+        """A script has no relative imports."""
+        return ""
+
     def __call__(self) -> None:
         """Run the script. An exit code other than 0 raises `SystemExit`."""
         with make_scratch_folder() as folder:
@@ -106,6 +116,12 @@ class Module:
     @property
     def __name__(self) -> str:
         return self.name
+
+    @property
+    def package(self) -> str:
+        """To which its relative imports belong."""
+        is_package = Path(self.folder, *self.name.split("."), "__main__.py").is_file()
+        return self.name if is_package else self.name.rpartition(".")[0]
 
     def __call__(self) -> None:
         """Run the module, as `Script` does."""
