@@ -18,8 +18,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic
 
-import cloudpickle
-
 from spark_elastic.clock import SystemClock
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.reading.readers import read_sample_row
@@ -121,14 +119,14 @@ def train_model(rows: RowSource, request: FitRequest[O], framework: Framework[O]
 
 
 def _pickle_objects(objects: UserObjects) -> bytes:
-    """Raises InvalidInput with the name of a parameter that cannot be pickled for the workers."""
+    """Raises InvalidInput with the name of a parameter that workers cannot use: it does not pickle, or holds what lives
+    on Spark's driver."""
     try:
-        payload: bytes = cloudpickle.dumps(objects)
-    except Exception:  # objects may raise anything while they are pickled
+        return captures.dumps(objects)
+    except InvalidInput:
         for name, value in vars(objects).items():
             captures.dumps(value, f"the parameter {PARAMETERS.get(name, name)}")
         raise
-    return payload
 
 
 def _load_finished_run(

@@ -51,6 +51,8 @@ class SlotSpec:
     fork_workers: bool = _SETTINGS.fork_workers
     # First and last port at which workers may listen; None: any.
     worker_port_range: tuple[int, int] | None = _SETTINGS.worker_port_range
+    # The interface whose address peers dial; None: the one on the way to the driver.
+    network_interface: str | None = _SETTINGS.network_interface
     # Threads that a worker computes with; None: as the slot's environment says, on Spark `spark.task.cpus`.
     cpus_per_worker: int | None = _SETTINGS.cpus_per_worker
     # What workers train on: auto, cuda, cpu or, in tests, a name of torch's.
@@ -84,6 +86,8 @@ class SlotIdentity:
     address: str = "127.0.0.1"
     # What Spark gave to the slot: addresses by the name of the resource, such as {"gpu": ("0",)}.
     resources: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    # The folder of the files that `SparkContext.addFile` gave to the slot's host; "": there is none.
+    files: str = ""
     # Why the slot has no GPU although the job asks for one, for which the driver refuses it; "": nothing is wrong.
     device_problem: str = ""
 

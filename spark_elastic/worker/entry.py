@@ -33,6 +33,7 @@ from spark_elastic.protocol.types import WorkerId
 from spark_elastic.rendezvous import codec
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.messages import DriverClient
+from spark_elastic.worker.context import get_process_context
 from spark_elastic.worker.devices import apply_device
 from spark_elastic.worker.exits import exit_forks, exit_process, get_exit_code
 from spark_elastic.worker.imports import import_early, import_followers
@@ -139,6 +140,7 @@ def _load_program(payload: bytes, header: Header) -> tuple[Program | None, tuple
     try:
         with exit_forks():
             apply_device(header.spec, header.identity, os.environ)
+            get_process_context().files = header.identity.files
             program: Program = cloudpickle.loads(payload)
             os.environ.update(get_environment(program))  # before preloaded modules read it
             _log_to_stderr(operations_from_env().log_level)

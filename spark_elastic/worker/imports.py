@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 
 # Framework -> the module that registers with it.
-FOLLOWERS = {"torch": "spark_elastic.torch.distributed"}
+FOLLOWERS = {"torch": "spark_elastic.torch.distributed", "pyspark": "spark_elastic.spark.added_files"}
 # Framework -> what it imports itself with its first optimizer, which takes seconds.
 LATE_PARTS = {"torch": "torch._dynamo"}
 PACKAGE = __name__.partition(".")[0]

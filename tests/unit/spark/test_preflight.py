@@ -90,10 +90,10 @@ def test_the_error_of_a_stopped_context_is_that_of_its_job() -> None:
 
     sc: Any = Stopped(OtherJobs(None))
     with pytest.raises(JobCancelled):
-        _run_probes(sc, lambda answers: answers, 2, "tag", timeout=30.0)
+        _run_probes(sc, lambda answers: answers, 2, ProbeJob("tag", 30.0))
 
 
 def test_a_preflight_without_answers_ends_at_its_timeout() -> None:
     sc: Any = FullCluster(OtherJobs(None))
     with pytest.raises(PreflightError, match="no executor took a probe within 0 s"):
-        _run_probes(sc, lambda answers: answers, 2, "tag", timeout=0.0)
+        _run_probes(sc, lambda answers: answers, 2, ProbeJob("tag", 0.0))
