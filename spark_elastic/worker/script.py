@@ -29,7 +29,7 @@ TRIES = 1_000  # ports that are tried
 
 @dataclass(frozen=True)
 class Script:
-    """A Python file to run as `python train.py` does."""
+    """A Python file to run as `python train.py` does; with the name `-c`, the program of `python -c`."""
 
     # Absolute, on the caller's host.
     path: str
@@ -67,7 +67,8 @@ class Script:
         with make_scratch_folder() as folder:
             path = self._locate(folder)
             # Modules are imported from the folder of the file itself, not of a link to it, as Python does.
-            with _as_program(str(path), self.arguments, str(path.resolve().parent)):
+            folder = Path(self.folder) if path.name == "-c" else path.resolve().parent
+            with _as_program(str(path), self.arguments, str(folder)):
                 runpy.run_path(str(path), run_name="__main__")
 
     def _locate(self, folder: Path) -> Path:

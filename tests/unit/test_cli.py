@@ -13,6 +13,7 @@ from spark_elastic import cli
 from spark_elastic.config import ElasticConfig, operations_from_env
 from spark_elastic.errors import InvalidInput
 from spark_elastic.horovodrun_options import REFUSED
+from spark_elastic.local.command import take_python_options
 from spark_elastic.testing.fakes import FakeClock
 
 
@@ -233,3 +234,43 @@ def test_variables_of_options_are_in_the_programs_environment(
     monkeypatch.setattr(cli, "prepare", record_and_stop)
     CliRunner().invoke(cli.run, ["--timeline-filename", "t.json", "-np", "2", "python", script])
     assert given == [{"SPARK_ELASTIC_TIMELINE": "t.json"}]
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "rest"),
+    [
+        ("-u train.py -O", {}, ["train.py", "-O"]),
+        (
+            "-uOO -B -m train -X",
+            {"PYTHONOPTIMIZE": "2", "PYTHONDONTWRITEBYTECODE": "1"},
+            ["-m", "train", "-X"],
+        ),
+        ("-W error -Wignore:a -c pass", {"PYTHONWARNINGS": "error,ignore:a"}, ["-c", "pass"]),
+        (
+            "-X dev -Xutf8=0 -X int_max_str_digits=9 t.py",
+            {"PYTHONDEVMODE": "1", "PYTHONUTF8": "0", "PYTHONINTMAXSTRDIGITS": "9"},
+            ["t.py"],
+        ),
+    ],
+)
+def test_options_of_python_become_variables(words: str, variables: dict[str, str], rest: list[str]) -> None:
+    assert take_python_options(words.split()) == (variables, rest)
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("-np 1 python -I {}", "the workers' Python cannot be given -I: leave it out"),
+        ("-np 1 python -X frozen_modules {}", "the workers' Python cannot be given -X frozen_modules: leave"),
+        ("-np 1 python -c", "give the path of a script after python, -m and a module, or -c and a program"),
+        (
+            "-np 1 true {}",
+            "true ended and has started no `python` or `python3` of its PATH, so that no worker",
+        ),
+        ("-np 1 nowhere-to-be-found {}", "'nowhere-to-be-found' cannot be run"),
+    ],
+)
+def test_a_command_that_no_worker_can_run_is_refused(line: str, sentence: str, script: str) -> None:
+    result = CliRunner().invoke(cli.run, line.format(script).split())
+    assert (result.exit_code, result.output.count("\n")) == (1, 1)
+    assert sentence in result.output
