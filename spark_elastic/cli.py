@@ -10,7 +10,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -146,8 +146,9 @@ def run(context: click.Context, /, **options: Any) -> None:
     entered through `ssh`, which must ask nothing, and have the same Python and spark_elastic at the same path. Workers
     get this process's environment, and start in the current folder where the host has it.
     """
-    chosen = RunOptions(**options, environment=get_variables(context))
-    sys.exit(_run_and_report(lambda: execute(chosen, sys.argv[1 : len(sys.argv) - len(chosen.command)])))
+    words = tuple(sys.argv[1 : len(sys.argv) - len(options["command"])])
+    chosen = RunOptions(**options, environment=get_variables(context), words=words)
+    sys.exit(_run_and_report(lambda: execute(chosen)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +181,8 @@ class RunOptions:
     log_level: str | None = None
     verbose: bool = False
     preload: tuple[str, ...] = ()
+    # The command line before the command.
+    words: tuple[str, ...] = field(default=(), compare=False)
     # Variables of the training processes that follow from options.
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -210,11 +213,8 @@ class CommandOutput(FileListener):
             click.echo(f"spark-elastic-run: {text}", err=True)
 
 
-def execute(options: RunOptions, words: Sequence[str] = ()) -> int:
+def execute(options: RunOptions) -> int:
     """Run the job to its end. Returns the exit code.
-
-    Args:
-        words: the command line before the command.
 
     Raises:
         InvalidInput: the command line asks for something that does not exist.
@@ -222,7 +222,7 @@ def execute(options: RunOptions, words: Sequence[str] = ()) -> int:
     """
     first = options.command[0]
     if not first.endswith(".py") and not PYTHON.search(os.path.basename(first)):
-        return run_around(options.command, words, os.environ)
+        return run_around(options.command, options.words, os.environ)
     if not (options.log_level or options.verbose):
         _execute(options)
         return 0

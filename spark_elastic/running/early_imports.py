@@ -234,7 +234,7 @@ def _read_variables(statement: ast.stmt) -> list[str] | None:
         case ast.Assign([ast.Subscript(place, ast.Constant(str(name)))], ast.Constant(str(value))):
             known = [f"{name}={value}"]
         case ast.Expr(
-            ast.Call(ast.Attribute(place, "setdefault"), [ast.Constant(name), ast.Constant(value)])
+            ast.Call(ast.Attribute(place, "setdefault"), [ast.Constant(str(name)), ast.Constant(str(value))])
         ):
             known = [f"{name}?={value}"]
         case _:
