@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -25,6 +26,7 @@ from spark_elastic.driver.ports import Discovery
 from spark_elastic.errors import ElasticError, InvalidInput
 from spark_elastic.horovodrun_options import add_options, get_variables
 from spark_elastic.launch.job import DriverOptions, supervise
+from spark_elastic.local.command import run_around, take_python_options
 from spark_elastic.local.interpreter import Interpreter
 from spark_elastic.local.launcher import HostSlots, find_remote_hosts
 from spark_elastic.local.ssh import SshOptions
@@ -35,11 +37,12 @@ from spark_elastic.monitoring.log_files import FileListener
 from spark_elastic.monitoring.log_forwarding import log_to_stream
 from spark_elastic.running.call import prepare
 from spark_elastic.worker.devices import require_gpus
-from spark_elastic.worker.script import Module
+from spark_elastic.worker.script import Module, Script
 
 LOCALHOST = "localhost"
 LEVELS = ("trace", "debug", "info", "warning", "error", "critical", "fatal")
 SOME = click.IntRange(min=1)
+PYTHON = re.compile(r"py(thon)?\d*(\.\d+)*t?$")  # how names of Pythons end
 
 
 @click.command(
@@ -126,18 +129,26 @@ SOME = click.IntRange(min=1)
     help="Level of the log of the driver and of the training processes.",
 )
 @click.option("--verbose", is_flag=True, help="Print each new world, and why it began.")
+@click.option(
+    "--preload",
+    multiple=True,
+    metavar="MODULE",
+    help="Module that each worker imports before it joins, beside those that the program imports at its top.",
+)
 @add_options
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.pass_context
 def run(context: click.Context, /, **options: Any) -> None:
-    """Run COMMAND, as in `python train.py --lr 0.1` or `python -m train`, on elastic workers.
+    """Run COMMAND, as in `python train.py --lr 0.1` or `python -m train`, on elastic workers. Any other program,
+    such as `bash train.sh`, runs here, and each `python` that it starts by its PATH on elastic workers.
 
     They run on this machine, or on the hosts that -H, --hostfile or a discovery script names. Other machines are
     entered through `ssh`, which must ask nothing, and have the same Python and spark_elastic at the same path. Workers
     get this process's environment, and start in the current folder where the host has it.
     """
-    code = _run_and_report(lambda: execute(RunOptions(**options, environment=get_variables(context))))
-    sys.exit(code)
+    words = tuple(sys.argv[1 : len(sys.argv) - len(options["command"])])
+    chosen = RunOptions(**options, environment=get_variables(context), words=words)
+    sys.exit(_run_and_report(lambda: execute(chosen)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +180,9 @@ class RunOptions:
     prefix_output_with_timestamp: bool = False
     log_level: str | None = None
     verbose: bool = False
+    preload: tuple[str, ...] = ()
+    # The command line before the command.
+    words: tuple[str, ...] = field(default=(), compare=False)
     # Variables of the training processes that follow from options.
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -199,19 +213,23 @@ class CommandOutput(FileListener):
             click.echo(f"spark-elastic-run: {text}", err=True)
 
 
-def execute(options: RunOptions) -> None:
-    """Run the job to its end.
+def execute(options: RunOptions) -> int:
+    """Run the job to its end. Returns the exit code.
 
     Raises:
         InvalidInput: the command line asks for something that does not exist.
         JobFailed: with its subclasses.
     """
+    first = options.command[0]
+    if not first.endswith(".py") and not PYTHON.search(os.path.basename(first)):
+        return run_around(options.command, options.words, os.environ)
     if not (options.log_level or options.verbose):
         _execute(options)
-        return
+        return 0
     logging.getLogger("spark_elastic").setLevel(log_level(options.log_level or "info"))
     with log_to_stream(sys.stderr, announced=not options.verbose):
         _execute(options)
+    return 0
 
 
 def _execute(options: RunOptions) -> None:
@@ -233,6 +251,7 @@ def _execute(options: RunOptions) -> None:
         "store": options.store,
         "checkpoint_steps": options.checkpoint_steps,
         "env": _make_environment(options),
+        "preload": options.preload or None,
     }
     call = prepare(
         program,
@@ -300,23 +319,22 @@ def _make_config(options: RunOptions) -> ElasticConfig:
     )
 
 
-def _parse_program(command: tuple[str, ...]) -> tuple[Interpreter, str | Module, tuple[str, ...]]:
-    """The Python to run with, the script or module to run, and its arguments."""
+def _parse_program(command: tuple[str, ...]) -> tuple[Interpreter, str | Module | Script, tuple[str, ...]]:
+    """The Python to run with, the script or module to run, and its arguments; Python's options take effect."""
     first = command[0]
     if Path(first).suffix == ".py":
         return Interpreter(sys.executable), first, command[1:]
-    interpreter, rest = Interpreter.find(first), command[1:]
-    while rest and rest[0] == "-u":  # the output of workers is never buffered
-        rest = rest[1:]
-    if rest[:1] == ("-m",) and len(rest) > 1:
+    interpreter = Interpreter.find(first)
+    variables, rest = take_python_options(command[1:])
+    os.environ.update(variables)
+    if rest[:1] == ["-m"] and len(rest) > 1:
         return interpreter, interpreter.find_module(*rest[1:]), ()
     interpreter.check()
+    if rest[:1] == ["-c"] and len(rest) > 1:
+        return interpreter, Script(os.path.abspath("-c"), rest[1].encode(), tuple(rest[2:])), ()
     if not rest or rest[0].startswith("-"):
-        raise InvalidInput(
-            f"give the path of a script after {first}, or -m and a module; other options of Python ({rest[:1]}) are "
-            "not taken."
-        )
-    return interpreter, rest[0], rest[1:]
+        raise InvalidInput(f"give the path of a script after {first}, -m and a module, or -c and a program.")
+    return interpreter, rest[0], tuple(rest[1:])
 
 
 def _parse_fixed_hosts(options: RunOptions) -> dict[str, int]:
@@ -366,14 +384,13 @@ def _update_hosts(launcher: SshLauncher, hosts: HostSlots, needed: int, listed: 
     hosts.update(listed)
 
 
-def _run_and_report(job: Callable[[], None]) -> int:
-    """Run the job. Returns the exit code: 0, or 1 after printing the error."""
+def _run_and_report(job: Callable[[], int]) -> int:
+    """Run the job. Returns its exit code, or 1 after printing the error."""
     try:
-        job()
+        return job()
     except ElasticError as error:
         click.echo(f"spark-elastic-run: {type(error).__name__}: {error}", err=True)
         return 1
-    return 0
 
 
 def _interrupt(number: int, frame: object) -> None:

@@ -35,10 +35,9 @@ _HOROVODS = {
     "timeline": ("HOROVOD_TIMELINE",),
     "timeline_mark_cycles": ("HOROVOD_TIMELINE_MARK_CYCLES",),
     "log_level": ("HOROVOD_LOG_LEVEL",),
+    "network_interface": ("HOROVOD_GLOO_IFACE",),
 }
 
-# Horovod's name of the interface whose address executors dial, where `advertise_address` is unset.
-INTERFACE = "HOROVOD_GLOO_IFACE"
 DEVICES = ("auto", "cpu", "cuda")
 _SIOCGIFADDR = 0x8915  # Linux: asks for the address of an interface
 
@@ -94,8 +93,10 @@ class ElasticConfig:
     """How a job behaves; none of it changes what is trained. Times in seconds.
 
     driver_port: port of the rendezvous server, 0 for any free one.
-    advertise_address: host name or address that executors dial; default: the address of the interface
-        HOROVOD_GLOO_IFACE, if that variable is set, or else `spark.driver.host`.
+    advertise_address: host name or address that executors dial; default: the address of `network_interface`, if that
+        is set, or else `spark.driver.host`.
+    network_interface: the interface of each host, the driver's included, whose address the others dial; None: the one
+        on the way to the driver.
     bind_address: what the server binds; default `spark.driver.bindAddress`.
     tls: the server and the mesh use TLS; None: if `spark.ssl.enabled` is set or a certificate is given. See
         docs/security.md.
@@ -146,6 +147,7 @@ class ElasticConfig:
 
     driver_port: int = 0
     advertise_address: str | None = None
+    network_interface: str | None = None
     bind_address: str | None = None
     tls: bool | None = None
     tls_certificate: str | None = None
@@ -261,9 +263,9 @@ def from_env(environment: Mapping[str, str] | None = None, **explicit: Any) -> E
             f"unknown setting {unknown[0]!r}{suggest_name(unknown[0], fields)}: docs/params.md lists them."
         )
     values.update({name: value for name, value in explicit.items() if changes_setting(name, value)})
-    interface = environment.get(INTERFACE)
+    interface = values.get("network_interface")
     if interface and "advertise_address" not in values:
-        values["advertise_address"] = find_interface_address(interface, INTERFACE)
+        values["advertise_address"] = find_interface_address(interface)
     return ElasticConfig(**values)
 
 
@@ -286,7 +288,7 @@ def check_environment(environment: Mapping[str, str]) -> None:
             )
 
 
-def find_interface_address(name: str, given_as: str) -> str:
+def find_interface_address(name: str, given_as: str = "network_interface (HOROVOD_GLOO_IFACE)") -> str:
     """The IPv4 address of a network interface of this machine.
 
     Args:

@@ -17,8 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic
 
-import cloudpickle
-
 from spark_elastic.clock import SystemClock
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.reading.readers import read_sample_row
@@ -39,7 +37,6 @@ from spark_elastic.running import captures
 from spark_elastic.state.checkpoint import CheckpointPolicy, CheckpointStore
 from spark_elastic.state.owned_run import OwnedRun
 from spark_elastic.training.spec import Rows, TrainSpec, UserObjects
-from spark_elastic.worker.forking import select_fork_imports
 from spark_elastic.worker.program import Program
 
 if TYPE_CHECKING:
@@ -109,8 +106,7 @@ def train_model(rows: RowSource, request: FitRequest[O], framework: Framework[O]
             payload = _pickle_objects(request.objects)
             with _show_progress(request) as listener:
                 workers = request.config.num_workers
-                imports = select_fork_imports(None, framework.preload, request.elastic.fork_workers)
-                platform.preflight(payload, store, framework.packages, workers, PAYLOAD, imports)
+                platform.preflight(payload, store, framework.packages, workers, PAYLOAD, framework.preload)
                 training = Training(platform, rows, request, framework, store, run_id, ledger, listener)
                 run = resume_after_coordinator_loss(
                     training.run, CheckpointStore(store, run_id).read_published
@@ -122,14 +118,14 @@ def train_model(rows: RowSource, request: FitRequest[O], framework: Framework[O]
 
 
 def _pickle_objects(objects: UserObjects) -> bytes:
-    """Raises InvalidInput with the name of a parameter that cannot be pickled for the workers."""
+    """Raises InvalidInput with the name of a parameter that workers cannot use: it does not pickle, or holds what lives
+    on Spark's driver."""
     try:
-        payload: bytes = cloudpickle.dumps(objects)
-    except Exception:  # objects may raise anything while they are pickled
+        return captures.dumps(objects)
+    except InvalidInput:
         for name, value in vars(objects).items():
             captures.dumps(value, f"the parameter {PARAMETERS.get(name, name)}")
         raise
-    return payload
 
 
 def _load_finished_run(

@@ -98,8 +98,7 @@ class Interpreter:
                 raise InvalidInput(f"{problem} ({error}): give a Python that has spark_elastic.") from error
             said = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
             raise InvalidInput(
-                f"{problem} ({said}): give a Python that has spark_elastic, or install it there. A program that starts "
-                "Python by itself, such as a shell script, is started around spark-elastic-run, not by it."
+                f"{problem} ({said}): give a Python that has spark_elastic, or install it there."
             ) from error
         if answer["version"] != spark_elastic.__version__:
             raise InvalidInput(

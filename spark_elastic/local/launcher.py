@@ -25,7 +25,7 @@ from spark_elastic.protocol.types import SlotId
 from spark_elastic.rendezvous.addresses import is_own_address
 from spark_elastic.worker import pickling
 from spark_elastic.worker.exits import describe_exit
-from spark_elastic.worker.forking import select_fork_imports
+from spark_elastic.worker.imports import list_early_imports
 
 
 class SlotPool(Protocol):
@@ -126,7 +126,7 @@ class LocalLauncher(ThreadPerSlotLauncher):
         self.processes: dict[int, subprocess.Popen[bytes]] = {}  # by the number of the slot launch
 
     def start(self, spec: SlotSpec, post: Post) -> None:
-        imports = select_fork_imports(self._program, self._preload, spec.fork_workers)
+        imports = list_early_imports(self._program, self._preload)
         super().start(replace(spec, preload=self._preload, imports=imports), post)
 
     def slots(self) -> dict[int, int]:

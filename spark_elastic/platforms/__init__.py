@@ -15,7 +15,7 @@ from spark_elastic.errors import CoordinatorLost, InvalidInput
 from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.protocol.types import Limits
 from spark_elastic.state.owned_run import OwnedRun
-from spark_elastic.worker.forking import select_fork_imports
+from spark_elastic.worker.imports import find_packages, list_early_imports
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -39,7 +39,7 @@ class JobSpec:
     limits: Limits
     # As people see it; "": the application's name and four hex digits.
     name: str
-    # Modules that a spare imports before it is warm.
+    # Modules that a process must be able to import before it is warm.
     preload: tuple[str, ...] = ()
     # The run to which the job's checkpoints belong; None: no checkpoints.
     run: OwnedRun | None = None
@@ -47,12 +47,16 @@ class JobSpec:
     @property
     def needs(self) -> tuple[str, ...]:
         """Packages that hosts must have."""
-        return tuple(name for name in self.preload if "." not in name)
+        return find_packages(self.imports)
+
+    @property
+    def imports(self) -> tuple[str, ...]:
+        """The early imports of the job's processes."""
+        return list_early_imports(self.program, self.preload)
 
     def complete(self, spec: SlotSpec) -> SlotSpec:
         """The description of the job's slots, with what depends on the program."""
-        imports = select_fork_imports(self.program, self.preload, spec.fork_workers)
-        return replace(spec, preload=self.preload, imports=imports)
+        return replace(spec, preload=self.preload, imports=self.imports)
 
 
 def make_platform(spark: SparkSession, config: ElasticConfig) -> SparkPlatform:

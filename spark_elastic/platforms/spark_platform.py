@@ -127,7 +127,7 @@ class SparkPlatform(ABC):
         Args:
             payload: the pickled program; what: the same in words, for errors.
             number: of workers.
-            imports: modules of the fork servers from which workers will come; the checks start these servers.
+            imports: early imports of the program; the checks start the fork servers from which workers will come.
         """
         encrypted = auth.is_tls_enabled(self._config, is_ssl_enabled(self._read_settings()))
         spec = self._describe_hosts(needs)

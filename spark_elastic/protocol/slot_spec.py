@@ -34,10 +34,10 @@ class SlotSpec:
     job_name: str = ""
     # Certificate of the driver's server, PEM. None: plain HTTP, and workers do not encrypt either.
     certificate: str | None = None
-    # Modules that a spare imports before it reports that it is warm.
+    # Modules that a process must be able to import before it reports that it is warm.
     preload: tuple[str, ...] = ()
-    # Modules of the fork server from which training processes are forked. Empty: each process is spawned.
-    imports: tuple[str, ...] = ()
+    # Early imports of the program, of `worker.imports`: those and its variables, which may be secret.
+    imports: tuple[str, ...] = field(default=(), repr=False)
 
     # Settings of `ElasticConfig` under their names; times in seconds.
 
@@ -47,16 +47,23 @@ class SlotSpec:
     driver_timeout: float = _SETTINGS.driver_timeout
     # From when the slot's first worker is warm until a spare is started.
     spare_after: float = _SETTINGS.spare_after
-    # A fork server starts processes, if the program allows it; False: each is spawned.
+    # Processes are forked from a fork server; False: each is spawned.
     fork_workers: bool = _SETTINGS.fork_workers
     # First and last port at which workers may listen; None: any.
     worker_port_range: tuple[int, int] | None = _SETTINGS.worker_port_range
+    # The interface whose address peers dial; None: the one on the way to the driver.
+    network_interface: str | None = _SETTINGS.network_interface
     # Threads that a worker computes with; None: as the slot's environment says, on Spark `spark.task.cpus`.
     cpus_per_worker: int | None = _SETTINGS.cpus_per_worker
     # What workers train on: auto, cuda, cpu or, in tests, a name of torch's.
     device: str = _SETTINGS.device
     # How many slots share a GPU.
     slots_per_gpu: int = _SETTINGS.slots_per_gpu
+
+    @property
+    def forks_imports(self) -> bool:
+        """Whether a fork server makes imports for the slot's processes."""
+        return self.fork_workers and bool(self.imports)
 
     @classmethod
     def from_config(cls, config: ElasticConfig, **known: Any) -> Self:
@@ -79,6 +86,8 @@ class SlotIdentity:
     address: str = "127.0.0.1"
     # What Spark gave to the slot: addresses by the name of the resource, such as {"gpu": ("0",)}.
     resources: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    # The folder of the files that `SparkContext.addFile` gave to the slot's host; "": there is none.
+    files: str = ""
     # Why the slot has no GPU although the job asks for one, for which the driver refuses it; "": nothing is wrong.
     device_problem: str = ""
 

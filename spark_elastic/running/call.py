@@ -9,14 +9,11 @@ import dataclasses
 import inspect
 import itertools
 import os
-import re
 import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from types import CodeType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from spark_elastic.clock import SystemClock
@@ -30,11 +27,10 @@ from spark_elastic.monitoring.log_forwarding import log_to_listener
 from spark_elastic.monitoring.report import JobReport
 from spark_elastic.platforms import JobSpec, make_platform, resume_after_coordinator_loss
 from spark_elastic.protocol.types import Limits
-from spark_elastic.running import captures, options
+from spark_elastic.running import captures, early_imports, options
 from spark_elastic.state.checkpoint import CheckpointPolicy, CheckpointStore
 from spark_elastic.state.owned_run import OwnedRun
 from spark_elastic.worker.context import get_context
-from spark_elastic.worker.forking import select_fork_imports
 from spark_elastic.worker.function_program import FunctionProgram
 from spark_elastic.worker.program import decode_result
 from spark_elastic.worker.script import Module, Script
@@ -53,22 +49,6 @@ class Results(list[T]):
         super().__init__(returned)
         # Where the job's time went, and what losses cost.
         self.report = report
-
-
-# Module that a function uses -> modules to preload. They take seconds to import, for which a world would otherwise
-# wait for each new worker.
-SLOW = {
-    "torch": ("torch", "torch._dynamo", "spark_elastic.torch.distributed"),
-    "spark_elastic.torch": ("torch", "torch._dynamo", "spark_elastic.torch"),
-    "spark_elastic.torch.huggingface": ("spark_elastic.torch.huggingface",),
-    "lightning": ("torch", "torch._dynamo", "lightning.pytorch"),
-    "pytorch_lightning": ("torch", "torch._dynamo", "pytorch_lightning"),
-    "tensorflow": ("tensorflow",),
-    "spark_elastic.tensorflow": ("tensorflow", "spark_elastic.tensorflow"),
-    "keras": ("keras",),
-    "spark_elastic.keras": ("keras", "spark_elastic.keras"),
-}
-BACKEND = "KERAS_BACKEND"  # a function that sets it must do so before Keras is imported
 
 
 @overload
@@ -136,7 +116,7 @@ class Call:
     program: FunctionProgram
     # The arguments that are not the function's.
     options: options.Options
-    # Modules that a spare imports before it is warm.
+    # Modules that the user wants to be imported before a process is warm.
     preload: tuple[str, ...]
     # Of the function or script.
     name: str
@@ -149,8 +129,8 @@ class Call:
         what = "the function or its arguments"
         run_id, store = self.options.run_id, self.open_store()
         with self.open_output() as listener:
-            imports = select_fork_imports(self.program, self.preload, self.options.config.fork_workers)
-            platform.preflight(self.program.pickled_call, store, job.needs, limits.num_workers, what, imports)
+            needs = job.needs, limits.num_workers, what, job.imports
+            platform.preflight(self.program.pickled_call, store, *needs)
             if run_id is None or store is None:
                 return decode_results(platform.launch(job, listener))
             return resume_after_coordinator_loss(
@@ -214,25 +194,27 @@ def prepare(
             raise InvalidInput(
                 "a script takes its arguments one by one after its path: leave args and kwargs out."
             )
-        script = Script.read(os.fspath(fn), *(str(argument) for argument in given))
-        chosen = options.parse(named, config)
-        program = FunctionProgram(
-            script, environment=chosen.env, checkpoint_target=_open_checkpoint_target(chosen)
-        )
-        slow, name = _find_slow_imports(script.source), os.path.basename(script.path)
+        fn = Script.read(os.fspath(fn), *(str(argument) for argument in given))
+        name, args, kwargs = os.path.basename(fn.path), (), {}
     else:
         args, kwargs, named = _place_positional(given, args, kwargs, named)
-        chosen = options.parse(named, config)
-        if not callable(fn):
-            raise InvalidInput(f"run() takes a function or the path of a script; got a {type(fn).__name__}.")
         name = getattr(fn, "__name__", type(fn).__name__)
-        _check_arguments(fn, name, args, kwargs)
-        program = FunctionProgram(
-            fn, args, kwargs, chosen.env, captures.dumps, _open_checkpoint_target(chosen)
-        )
-        slow = _find_slow_imports(fn.source) if isinstance(fn, Module) else _find_slow_modules(fn)
+    chosen = options.parse(named, config)
+    if not callable(fn):
+        raise InvalidInput(f"run() takes a function or the path of a script; got a {type(fn).__name__}.")
+    _check_arguments(fn, name, args, kwargs)
+    imports = () if chosen.preload == () else _find_early_imports(fn)
+    program = FunctionProgram(
+        fn, args, kwargs, chosen.env, captures.dumps, _open_checkpoint_target(chosen), imports
+    )
     check_environment({**os.environ, **chosen.env})
-    return Call(program, chosen, slow if chosen.preload is None else chosen.preload, name)
+    return Call(program, chosen, chosen.preload or (), name)
+
+
+def _find_early_imports(fn: Any) -> tuple[str, ...]:
+    if isinstance(fn, Script | Module):
+        return early_imports.find_in_source(fn.source, fn.folder, fn.package)
+    return early_imports.find_in_function(fn)
 
 
 def _open_checkpoint_target(chosen: options.Options) -> tuple[Store, CheckpointPolicy] | None:
@@ -287,34 +269,3 @@ def _check_arguments(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[st
         raise InvalidInput(
             f"{name}{signature} was given {len(args)} in args and {', '.join(kwargs) or 'nothing'} in kwargs: {error}."
         ) from None
-
-
-def _find_slow_modules(fn: Callable[..., Any]) -> tuple[str, ...]:
-    """The modules to preload for a function, as far as its code shows them."""
-    while isinstance(fn, partial):
-        fn = fn.func
-    fn = getattr(fn, "__wrapped__", fn)
-    code = getattr(fn, "__code__", None)
-    if not isinstance(code, CodeType):
-        return ()
-    used, around = captures.collect_names(code), getattr(fn, "__globals__", {})
-    found = (getattr(around.get(name), "__name__", name) for name in used)
-    modules = {each for each in found if isinstance(each, str)}  # objects may answer to any name
-    return _expand_slow(modules, BACKEND in code.co_consts)
-
-
-def _find_slow_imports(source: bytes) -> tuple[str, ...]:
-    """The modules to preload for a script."""
-    text = source.decode("utf-8", "replace")  # these names are the same in any encoding of a program
-    modules = set(re.findall(r"^\s*(?:import|from)\s+([\w.]+)", text, re.MULTILINE))
-    return _expand_slow(modules, BACKEND in text)
-
-
-def _expand_slow(modules: set[str], chooses_backend: bool) -> tuple[str, ...]:
-    found = [
-        SLOW[name]
-        for name in SLOW
-        if any(m == name or m.startswith(name + ".") for m in modules)
-        and not (chooses_backend and name.endswith("keras"))
-    ]
-    return tuple(dict.fromkeys(name for names in found for name in names))

@@ -6,6 +6,7 @@ A preflight is a Spark job of short tasks, each a `probe.Probe`; the calling thr
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from py4j.protocol import Py4JError
@@ -49,16 +50,29 @@ def preflight(sc: SparkContext, spec: ProbeSpec, timeout: float, number: int = 1
     try:
         with open_probe(spec) as probe:
             tag = f"spark_elastic-preflight-{probe.token}"
-            has_imports = spec.slot is not None and spec.slot.imports
+            has_imports = spec.slot is not None and spec.slot.forks_imports
             least = min(number, sc.defaultParallelism) if has_imports else 1
-            reports = _probe_executors(sc, make_probe_task(probe, program), least, tag, timeout)
+            task = make_probe_task(probe, program)
+            reports = _probe_executors(sc, task, ProbeJob(tag, timeout, number), least)
             check_reports(reports, spec.make_host_check(), spec.store)
     finally:
         destroy(program)
     return list({report.executor: report.facts for report in reports}.values())
 
 
-def _probe_executors(sc: SparkContext, task: Task, least: int, tag: str, timeout: float) -> list[ProbeReport]:
+@dataclass(frozen=True)
+class ProbeJob:
+    """What the Spark jobs of a preflight have in common."""
+
+    # Their tag, which begins their description.
+    tag: str
+    # Seconds in which they must end.
+    timeout: float
+    # Number of workers that the job wants.
+    workers: int = 1
+
+
+def _probe_executors(sc: SparkContext, task: Task, job: ProbeJob, least: int) -> list[ProbeReport]:
     """Spark assigns tasks to executors in turns: as many tasks as executors reach each idle executor.
 
     least: number of probes.
@@ -68,7 +82,7 @@ def _probe_executors(sc: SparkContext, task: Task, least: int, tag: str, timeout
         executors = _count_live_executors(sc)
         if attempt == 1:
             announce_phase("checking the host" if executors == 1 else f"checking {executors} hosts")
-        for answer in _run_probes(sc, task, max(executors * attempt, least), tag, timeout):
+        for answer in _run_probes(sc, task, max(executors * attempt, least), job):
             reports.append(require_report(answer))
         if len({report.executor for report in reports}) >= executors or any(
             r.fault or r.unreached for r in reports
@@ -85,8 +99,10 @@ def _count_live_executors(sc: SparkContext) -> int:
     return max(1, registered - 1)  # the driver is one of them
 
 
-def _run_probes(sc: SparkContext, task: Task, tasks: int, tag: str, timeout: float) -> list[Any]:
+def _run_probes(sc: SparkContext, task: Task, tasks: int, job: ProbeJob) -> list[Any]:
     """Run one Spark job; cancel it if the time is over or the caller is interrupted."""
+
+    tag, timeout = job.tag, job.timeout
 
     def collect() -> list[Any]:
         with mark_jobs(sc, "probes of the hosts", tag):
@@ -96,7 +112,36 @@ def _run_probes(sc: SparkContext, task: Task, tasks: int, tag: str, timeout: flo
                 raise _translate_error(error) from error
 
     return await_probes(
-        collect, lambda: sc.cancelJobsWithTag(tag), get_job_queue(sc), timeout, InheritableThread
+        collect,
+        lambda: sc.cancelJobsWithTag(tag),
+        get_job_queue(sc),
+        timeout,
+        InheritableThread,
+        lambda: _explain_delay(sc, job),
+    )
+
+
+def _explain_delay(sc: SparkContext, job: ProbeJob) -> str | None:
+    """Why the probes have not ended, in one sentence; None: it is not known."""
+    try:
+        tracker = sc._jsc.sc().statusTracker()
+        stages = [
+            tracker.getStageInfo(stage).get()
+            for number in tracker.getJobIdsForTag(job.tag)
+            for stage in tracker.getJobInfo(number).get().stageIds()
+        ]
+        running = sum(stage.numActiveTasks() for stage in stages)
+        cores = sc.defaultParallelism
+    except (Py4JError, AttributeError):  # users are denied access, or an older Spark
+        return None
+    if running:
+        return (
+            f"{running} probes of the hosts were still loading the program after {job.timeout:.0f} s (start_timeout): "
+            "see why imports take long there (a busy machine, Python on a network drive), or raise start_timeout."
+        )
+    return (
+        f"no executor took a probe within {job.timeout:.0f} s (start_timeout), while the job wants {job.workers} slots "
+        f"and Spark counts {cores} cores: free some of them, or raise start_timeout."
     )
 
 

@@ -19,15 +19,16 @@ from typing import Any, TypeAlias
 
 import spark_elastic
 from spark_elastic.clock import Clock, SystemClock
+from spark_elastic.config import find_interface_address
 from spark_elastic.data.store import Store
 from spark_elastic.driver.gang_scheduler import JobQueue, QueueTimeout
-from spark_elastic.errors import ElasticError, PreflightError, StoreError
+from spark_elastic.errors import ElasticError, InvalidInput, PreflightError, StoreError
 from spark_elastic.protocol.slot_spec import SlotSpec
 from spark_elastic.rendezvous.http_server import Bind, format_address, listen
 from spark_elastic.spark.payload import Payload
 from spark_elastic.spark.session import collect_host_facts, find_own_address
 from spark_elastic.worker.devices import check_host_device
-from spark_elastic.worker.load_check import find_load_error, find_load_error_in_fork
+from spark_elastic.worker.load_check import LOAD_SECONDS, find_load_error, find_load_error_in_fork
 
 Task: TypeAlias = Callable[[Iterable[int]], Iterator[Any]]
 
@@ -183,12 +184,22 @@ class Probe:
             self._check_program(host, program)
             or self._check_store(host, name)
             or self._check_encryption(host)
+            or self._check_interface(host)
             or self._check_peers(host)
         )
         unreached = self._check_driver(host)
         clock.sleep(max(0.0, began + HOLD_SECONDS - clock.now()))
         # The parent is the executor's Python daemon: one per executor.
         return ProbeReport(found, os.getppid(), name, fault, unreached)
+
+    def _check_interface(self, host: str) -> str | None:
+        if self.slot is None or not self.slot.network_interface:
+            return None
+        try:
+            find_interface_address(self.slot.network_interface)
+        except InvalidInput as error:
+            return f"host {host}: {error}"
+        return None
 
     def _check_peers(self, host: str) -> str | None:
         if self.store is None or self.peers < 2:
@@ -212,8 +223,14 @@ class Probe:
         return refused and f"host {host}: {refused}, or set tls=False."
 
     def _check_program(self, host: str, program: bytes) -> str | None:
-        if self.slot is not None and self.slot.imports:
-            error = find_load_error_in_fork(program, self.slot)
+        if self.slot is not None and self.slot.forks_imports:
+            try:
+                error = find_load_error_in_fork(program, self.slot)
+            except TimeoutError:
+                return (
+                    f"host {host} was still loading {self.what} after {LOAD_SECONDS:.0f} s: see why imports take long "
+                    "there (a busy machine, Python on a network drive), and start the job again."
+                )
         else:
             error = find_load_error(program)
         return error and (
@@ -302,12 +319,14 @@ def await_probes(
     queue: JobQueue,
     timeout: float,
     make_thread: Callable[..., threading.Thread] = threading.Thread,
+    explain: Callable[[], str | None] = lambda: None,
 ) -> list[Any]:
     """Run a job of probes in a thread of its own; cancel it if the time is over or the caller is interrupted.
 
     Args:
         collect: runs the job and returns its rows.
         timeout: seconds; they do not count while another job of the application trains.
+        explain: what the cluster was doing when the time was over, if that is known; called before `cancel`.
 
     Raises:
         PreflightError: the time was over. Exception: what `collect` raised.
@@ -323,16 +342,18 @@ def await_probes(
     queue_timeout = QueueTimeout(queue, timeout, SystemClock(), "the preflight of a job")
     thread = make_thread(target=work, name="spark-elastic-preflight", daemon=True)
     thread.start()
-    late = True
+    late, why = True, None
     try:
         late = not queue_timeout.join(thread)
+        why = explain() if late else None
     finally:
         if late:
             cancel()
             thread.join(CANCEL_SECONDS)
     if late:
         raise PreflightError(
-            f"no executor took a probe within {timeout:.0f} s: see whether the cluster has free cores, or raise "
+            why
+            or f"no executor took a probe within {timeout:.0f} s: see whether the cluster has free cores, or raise "
             "start_timeout."
         )
     return collected.result(0)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pyspark import TaskContext
+from pyspark import SparkFiles, TaskContext
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.driver.thread_launcher import SlotEnd
@@ -57,6 +57,7 @@ class SlotTask:
             host_pid=host_pid,
             address=address,
             resources={name: tuple(each.addresses) for name, each in context.resources().items()},
+            files=SparkFiles.getRootDirectory(),
         )
         payload, clock, spec = self.program.value, SystemClock(), self.spec
         with RendezvousClient(

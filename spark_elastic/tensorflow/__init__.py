@@ -8,6 +8,7 @@ from spark_elastic.ops.topology import check_extension
 from spark_elastic.tensorflow import elastic
 from spark_elastic.tensorflow.allreduce import allreduce, grouped_allreduce
 from spark_elastic.tensorflow.compression import Compression
+from spark_elastic.tensorflow.devices import SlotGpuSelection
 from spark_elastic.tensorflow.gathering import (
     allgather,
     allgather_object,
@@ -35,6 +36,7 @@ from spark_elastic.tensorflow.topology_ops import (
     rank_op,
     size_op,
 )
+from spark_elastic.worker.context import get_process_context
 
 __all__ = [
     "Compression",
@@ -70,3 +72,5 @@ __all__ = [
     "size_op",
 ]
 __all__ += horovod_names.__all__
+
+get_process_context().get_or_create(SlotGpuSelection)

@@ -1,8 +1,8 @@
 """A process that applies the user's `transformation_fn`, and the training process's end of it.
 
-`python -m spark_elastic.training.transformation_process DESCRIPTOR PARENT`: requests and answers are pickles in shared
-memory without a name, whose descriptors cross a socket, so nothing is left behind after any death. The process ends
-when the socket does, and the kernel kills it together with the training process.
+`python -m spark_elastic.training.transformation_process DESCRIPTOR PARENT FILES`: requests and answers are pickles in
+shared memory without a name, whose descriptors cross a socket, so nothing is left behind after any death. The process
+ends when the socket does, and the kernel kills it together with the training process.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from typing import Any
 import cloudpickle
 
 from spark_elastic.errors import add_note
+from spark_elastic.worker.context import get_process_context
+from spark_elastic.worker.imports import import_followers
 
 _PLACE = struct.Struct("!QQ")  # where the pickle of a message begins and ends in its memory
 _ALIGNMENT = 64  # of arrays in shared memory
@@ -53,10 +55,11 @@ class TransformationProcess:
         transformation: a `BatchTransformation`, by cloudpickle.
         """
         channel, theirs = socket.socketpair()
+        files = get_process_context().files
         path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path if folder)
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid()), files],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=dict(os.environ, PYTHONPATH=path),
@@ -104,11 +107,13 @@ class TransformationProcess:
 
 def main() -> None:
     """The process: requests in, answers out."""
-    descriptor, parent = map(int, sys.argv[1:])
+    descriptor, parent, files = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver
     if os.getppid() != parent:
         return
+    get_process_context().files = files
+    import_followers()
     with socket.socket(fileno=descriptor) as channel:
         try:
             _answer_requests(channel)

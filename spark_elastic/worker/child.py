@@ -86,7 +86,8 @@ class Child:
         reader = StackReader()
         fds = ChildFds(status_write, reader.activity, reader.stacks)
         header = Header(spec, identity, os.getpid(), len(payload), fds)
-        process = start_process(fds, spec.imports, _build_environment(spec.cpus_per_worker))
+        imports = spec.imports if spec.fork_workers else None
+        process = start_process(fds, imports, _build_environment(spec.cpus_per_worker))
         child = cls(process, reader, status_read, on_line, on_warm, on_exit)
         child._input.put(header.to_line())
         child._input.put(payload)

@@ -266,6 +266,8 @@ class ProcessContext(Scope):
         super().__init__()
         # What this process trains on: "cpu", "cuda", or another device type of torch.
         self.device = "cpu"
+        # Folder of the files that Spark's user added; "": Spark did not start this process's slot.
+        self.files = ""
         # None: this process is no worker.
         self.worker: WorkerContext | None = None
         self.call = CallContext()

@@ -33,14 +33,16 @@ from spark_elastic.protocol.types import WorkerId
 from spark_elastic.rendezvous import codec
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.messages import DriverClient
+from spark_elastic.worker.context import get_process_context
 from spark_elastic.worker.devices import apply_device
 from spark_elastic.worker.exits import exit_forks, exit_process, get_exit_code
-from spark_elastic.worker.imports import import_followers
+from spark_elastic.worker.imports import import_early, import_followers
 from spark_elastic.worker.loop import DriverWatch, GroupConnector, MetricsReporter, WorkerLoop
 from spark_elastic.worker.program import Program, compute_fingerprint, format_traceback, get_environment
 from spark_elastic.worker.stack_sampler import StackSampler, WaitRecordingClient
 
 PR_SET_PDEATHSIG = 1
+IMPORT_LATER = "import-later"  # an argument: early imports have killed a process, and are left to the program
 _HOST_POLL = 0.005  # seconds between two looks at the executor's JVM
 
 
@@ -138,12 +140,15 @@ def _load_program(payload: bytes, header: Header) -> tuple[Program | None, tuple
     try:
         with exit_forks():
             apply_device(header.spec, header.identity, os.environ)
+            get_process_context().files = header.identity.files
             program: Program = cloudpickle.loads(payload)
             os.environ.update(get_environment(program))  # before preloaded modules read it
             _log_to_stderr(operations_from_env().log_level)
             import_followers()
             for module in header.spec.preload:
                 importlib.import_module(module)
+            if IMPORT_LATER not in sys.argv:
+                import_early(header.spec.imports, os.environ)
             program.prepare()
     except Exception as error:  # reported once this process is a worker; the driver decides
         return None, (compute_fingerprint(error), format_traceback(error))

@@ -1,9 +1,13 @@
-"""Main of a fork server: `python -m spark_elastic.worker.fork_server PARENT MODULE...`, started by a slot's process.
+"""Main of a fork server: `python -m spark_elastic.worker.fork_server PARENT IMPORTS LEFT_OUT...`, started by a slot.
 
-Imports the slow modules, then forks a training process for each request on the socket that is its standard input. A
-forked process continues like a spawned one (`worker.entry`). The slot's process adopts it, so it does not depend on the
-server. The server has one thread and sees no job's key, program or rows: they arrive on the standard input of the
-forked process. It ends with the slot's process, or after `IDLE_SECONDS` without a process that it forked.
+Makes a program's early imports, a JSON list in the file with the descriptor IMPORTS, then forks a training process for
+each request on the socket that is its standard input. A forked process continues like a spawned one (`worker.entry`).
+The slot's process adopts it, so it does not depend on the server. The server has one thread and sees no job's key,
+program or rows: they arrive on the standard input of the forked process. It ends with the slot's process, or after
+`IDLE_SECONDS` without a process that it forked.
+
+A package after whose import no process could be forked is left out: the server begins anew without it, and each forked
+process imports it.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import gc
-import importlib
+import json
 import os
 import select
 import signal
@@ -20,14 +24,17 @@ import sys
 import threading
 import traceback
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 from spark_elastic.worker import entry
+from spark_elastic.worker.imports import import_early, import_followers
 
 IDLE_SECONDS = 60.0  # as long as Spark keeps a Python worker without a task
 DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel")
+# Threads whose library starts them anew in a forked process when it needs them: pyarrow's and others' jemalloc.
+FORK_AWARE_THREADS = frozenset({"jemalloc_bg_thd"})
 DESCRIPTORS = 6  # of a request: standard input and output, `entry.ChildFds`, and where the answer goes
 FORK = b"fork"
 # The slot announces that it will adopt the process; the server answers that the process has started.
@@ -62,10 +69,10 @@ class _Request:
 
 
 def main() -> None:
-    parent, *modules = sys.argv[1:]
+    parent, imports, *left_out = sys.argv[1:]
     entry.die_with_parent(int(parent))
     slot = _detach_streams()
-    descriptors = _serve_until_forked(slot, _import(modules))
+    descriptors = _serve_until_forked(slot, _import(slot, int(imports), left_out))
     if descriptors:
         _run_training_process(descriptors)
 
@@ -86,33 +93,67 @@ def _move_up(descriptor: int) -> int:
     return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _HIGH_DESCRIPTOR)
 
 
-def _import(modules: list[str]) -> str:
-    """Import the modules; returns why that failed, "" on success.
+@dataclass
+class _Imported:
+    """What came of the imports."""
+
+    # Why no process can be forked, "" if one can.
+    obstacle: str = ""
+    # Sentences for the user, which the first process's slot passes on.
+    notes: list[str] = field(default_factory=list)
+
+
+def _import(slot: socket.socket, descriptor: int, left_out: list[str]) -> _Imported:
+    """Make the imports of a file, without the packages that are left out: each is `package=why`.
 
     The garbage collector never visits their objects again, so the forked processes keep sharing that memory.
     """
+    imports: list[str] = json.loads(os.pread(descriptor, os.fstat(descriptor).st_size, 0))
+    why = dict(package.split("=", 1) for package in left_out)
+    imported = _Imported(_find_obstacle())
+    imported.notes += [f"{package} is imported by each process anew: {why[package]}" for package in why]
+
+    def check(module: str, failure: str) -> bool:
+        if failure and not module.endswith("?"):
+            imported.notes.append(f"{module} is imported once the program asks for it: {failure}")
+        if obstacle := _find_obstacle():
+            _begin_anew(slot, descriptor, f"{_get_package(module)}={obstacle}")
+        return False
+
     gc.disable()
-    try:
-        for module in modules:
-            importlib.import_module(module)
-    except Exception as error:  # a spawned process will raise the same and report it to the driver
-        return f"importing failed: {error}"
+    if not imported.obstacle:
+        import_followers()
+        kept = [text for text in imports if "=" in text or _get_package(text) not in why]
+        import_early(kept, os.environ, check)
+    os.close(descriptor)
     gc.freeze()
-    return ""
+    return imported
 
 
-def _serve_until_forked(slot: socket.socket, failure: str) -> list[int]:
+def _get_package(text: str) -> str:
+    return text.rstrip("?").partition(":")[0].partition(".")[0]
+
+
+def _begin_anew(slot: socket.socket, imports: int, left_out: str) -> NoReturn:
+    """Replace this process by a server that leaves out one more package. It keeps its pid and the requests."""
+    os.dup2(slot.fileno(), 0)
+    os.closerange(3, imports)
+    os.closerange(imports + 1, os.sysconf("SC_OPEN_MAX"))
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], left_out])
+
+
+def _serve_until_forked(slot: socket.socket, imported: _Imported) -> list[int]:
     """Returns the descriptors of its request in each forked process, and none in the server, once that has ended."""
     try:
         with slot:
-            _serve(slot, failure)
+            _serve(slot, imported)
     except _InForkedProcess as forked:  # caught here, or it would be the context of later exceptions
         return forked.descriptors
     return []
 
 
-def _serve(slot: socket.socket, failure: str) -> None:
-    """Answer requests until the slot's process is gone or the server is idle. failure: of the imports."""
+def _serve(slot: socket.socket, imported: _Imported) -> None:
+    """Answer requests until the slot's process is gone or the server is idle."""
     listening = slot.fileno()
     alive: set[int] = set()  # pidfds of the forked processes
     try:
@@ -128,10 +169,11 @@ def _serve(slot: socket.socket, failure: str) -> None:
                 if request is None:
                     return
                 with request:
-                    if obstacle := failure or _find_obstacle():
+                    if obstacle := imported.obstacle or _find_obstacle():
                         _answer(request.reply, obstacle.encode())
-                    elif process := _fork(request):
+                    elif process := _fork_for(request, imported.notes):
                         alive.add(process)
+                        imported.notes.clear()
     finally:
         for process in alive:
             os.close(process)
@@ -152,11 +194,11 @@ def _find_obstacle() -> str:
     """Why no process can be forked now, "" if one can."""
     if devices := find_open_devices():
         return f"what it imported has opened {devices[0]}, which a fork cannot use"
-    if _count_threads() > 1:
-        # The threads of OpenBLAS end before a fork and are started again when needed; no other library does that.
-        _fork_and_discard()
-    if (threads := _count_threads()) > 1:
-        return f"{threads} threads run in it"
+    if _find_threads():
+        # The threads of OpenBLAS end before a fork and are started again when needed.
+        _wait_for_discarded(_fork())
+    if threads := _find_threads():
+        return f"a forked process would lack its thread {threads[0]!r}"
     return ""
 
 
@@ -171,20 +213,32 @@ def find_open_devices(descriptors: Path = Path("/proc/self/fd")) -> list[str]:
     return sorted(name for name in found if name.startswith(DEVICES))
 
 
-def _count_threads() -> int:
-    return len(os.listdir("/proc/self/task"))
+def _find_threads() -> list[str]:
+    """The names of threads that a fork would lose."""
+    names = []
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            name = Path(f"/proc/self/task/{thread}/comm").read_text(errors="replace").strip()
+        except OSError:
+            continue  # it has ended
+        if int(thread) != os.getpid() and name not in FORK_AWARE_THREADS:
+            names.append(name)
+    return names
 
 
-def _fork_and_discard() -> None:
+def _fork() -> int:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the threads
-        pid = os.fork()
+        warnings.simplefilter("ignore")  # of the threads that may run
+        return os.fork()
+
+
+def _wait_for_discarded(pid: int) -> None:
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
 
 
-def _fork(request: _Request) -> int:
+def _fork_for(request: _Request, notes: list[str]) -> int:
     """Fork the process of a request. Returns its pidfd once the slot has adopted it; 0 if the slot does not want it.
 
     An intermediate process forks it: when the intermediate process is killed, the slot's process inherits its child.
@@ -195,7 +249,7 @@ def _fork(request: _Request) -> int:
     pid_read, pid_write = os.pipe()
     begin_read, begin_write = os.pipe()
     slot, server = os.getppid(), os.getpid()
-    intermediate = os.fork()
+    intermediate = _fork()
     if intermediate == 0:
         os.close(begin_write)
         _fork_grandchild(server, pid_write)  # returns in the new process only
@@ -211,7 +265,7 @@ def _fork(request: _Request) -> int:
     try:
         pid = int(os.read(pid_read, 32) or 0)
         process = os.pidfd_open(pid) if pid else 0
-        adopted = pid != 0 and _await_adoption(request.reply, pid)
+        adopted = pid != 0 and _await_adoption(request.reply, "\n".join([str(pid), *notes]))
         os.kill(intermediate, signal.SIGKILL)
         os.waitpid(intermediate, 0)
         if adopted:
@@ -237,7 +291,7 @@ def _fork_grandchild(server: int, pid_write: int) -> None:
     """Fork, write the pid, and wait to be killed. Returns in the new process only."""
     try:
         entry.die_with_parent(server)
-        pid = os.fork()
+        pid = _fork()
         if pid == 0:
             return
         os.write(pid_write, str(pid).encode())
@@ -248,8 +302,8 @@ def _fork_grandchild(server: int, pid_write: int) -> None:
             os._exit(1)  # the fork failed
 
 
-def _await_adoption(reply: socket.socket, pid: int) -> bool:
-    _answer(reply, str(pid).encode())
+def _await_adoption(reply: socket.socket, answer: str) -> bool:
+    _answer(reply, answer.encode())
     try:
         return reply.recv(16) == ADOPT
     except OSError:
@@ -287,6 +341,7 @@ def _run_training_process(descriptors: list[int]) -> NoReturn:
 def _look_like_entry() -> None:
     """Look like `entry` in process lists, to the program, and to Python processes that the program starts."""
     threading.main_thread()._set_native_id()  # type: ignore[attr-defined] # CPython before 3.13 forgets it
+    sys.modules["spark_elastic.worker.fork_server"] = sys.modules["__main__"]  # a sign that it was forked
     sys.modules["__main__"] = entry
     sys.argv = [str(entry.__file__)]
     sys.orig_argv = [*sys.orig_argv[: sys.orig_argv.index("-m") + 1], entry.__name__]

@@ -1,12 +1,13 @@
 """Starts training processes, forked from a fork server or spawned, behind one interface (`ChildProcess`).
 
 A slot's process keeps one `ForkServer`; later jobs use it, too, if Spark reuses its Python worker. If no process comes
-out of the server, for whatever reason, one is spawned instead, and the log says so (DEBUG).
+out of the server, for whatever reason, one is spawned instead. The process's first lines say so to the user.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import logging
 import os
 import resource
@@ -20,61 +21,36 @@ from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 from typing import IO, Protocol
 
+from spark_elastic.rendezvous.messages import SLOT_LINE_PREFIX
 from spark_elastic.worker import entry, fork_server
 from spark_elastic.worker.entry import ChildFds
 from spark_elastic.worker.fork_server import ADOPT, FORK, STARTED
-from spark_elastic.worker.program import get_environment
 
 log = logging.getLogger("spark_elastic.worker")
 
-# Modules known to work after a fork. TensorFlow does not: its import starts threads.
-# A fork server pays for torch, whose import is nine tenths of a start: 2.4 s of processor time, forked 0.25 s. Worker,
-# spare and server together, which share pages, take less memory than worker and spare without one.
-FORK_SAFE = frozenset(
-    {
-        "torch",
-        "torch._dynamo",
-        "spark_elastic.torch",
-        "spark_elastic.torch.distributed",
-        "spark_elastic.torch.huggingface",
-        "lightning.pytorch",
-        "pytorch_lightning",
-    }
-)
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
-
-
-def select_fork_imports(program: object, preload: tuple[str, ...], wanted: bool) -> tuple[str, ...]:
-    """The modules that a fork server imports for a program that preloads these; none: its process is spawned.
-
-    wanted: the setting `fork_workers`. A program with an environment of its own is spawned, since the environment must
-    be set before anything is imported and may hold secrets.
-    """
-    if not wanted or get_environment(program) or "torch" not in preload or not FORK_SAFE.issuperset(preload):
-        return ()
-    return preload
 
 
 @dataclass(frozen=True)
 class InheritedSettings:
     """What processes inherit from their server. A server serves only slots with equal settings."""
 
-    # Imported by the server.
-    modules: tuple[str, ...]
+    # Early imports of the program, made by the server; they may hold secrets, and are not shown.
+    imports: tuple[str, ...] = field(repr=False)
     # Of the server; it may hold secrets, and is not shown.
     environment: Mapping[str, str] = field(repr=False)
     # Of the process: folder, umask, limits, signal mask, processors and so on.
     others: tuple[object, ...] = ()
 
     @classmethod
-    def capture(cls, modules: tuple[str, ...], environment: Mapping[str, str]) -> InheritedSettings:
+    def capture(cls, imports: tuple[str, ...], environment: Mapping[str, str]) -> InheritedSettings:
         """With what a process that this one starts now would inherit."""
         names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
         limits = tuple(resource.getrlimit(getattr(resource, name)) for name in names)
         mask = frozenset(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
         processors = frozenset(os.sched_getaffinity(0))
         others = sys.executable, os.getcwd(), _read_umask(), limits, mask, processors, os.nice(0)
-        return cls(modules, environment, others)
+        return cls(imports, environment, others)
 
 
 def _read_umask() -> str:
@@ -97,11 +73,15 @@ class ForkServer:
     def start(cls, settings: InheritedSettings) -> ForkServer:
         """Start it. It ends with the calling thread, which must outlive it."""
         requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        with theirs, os.fdopen(os.memfd_create("elastic-imports"), "wb") as imports:
+            imports.write(json.dumps(settings.imports).encode())
+            imports.flush()
+            arguments = [str(os.getpid()), str(imports.fileno())]
             try:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", fork_server.__name__, str(os.getpid()), *settings.modules],
+                    [sys.executable, "-m", fork_server.__name__, *arguments],
                     stdin=theirs.fileno(),
+                    pass_fds=[imports.fileno()],
                     stdout=theirs.fileno(),
                     stderr=subprocess.STDOUT,
                     env=dict(settings.environment),
@@ -192,16 +172,18 @@ class ChildProcess(Protocol):
         ...
 
 
-def start_process(fds: ChildFds, imports: tuple[str, ...], environment: Mapping[str, str]) -> ChildProcess:
+def start_process(
+    fds: ChildFds, imports: tuple[str, ...] | None, environment: Mapping[str, str]
+) -> ChildProcess:
     """Start a process that runs `entry`. Main thread only.
 
-    fds: the process's; `fds.status` is closed in this process once the new one has it. imports: modules of the fork
-    server; none: spawn.
+    fds: the process's; `fds.status` is closed in this process once the new one has it. imports: of the fork server;
+    None: spawn.
     """
 
-    def spawn(stdin: int, stdout: int) -> subprocess.Popen[bytes]:
+    def spawn(stdin: int, stdout: int, *arguments: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, "-m", entry.__name__],
+            [sys.executable, "-m", entry.__name__, *arguments],
             stdin=stdin,
             stdout=stdout,
             stderr=subprocess.STDOUT,
@@ -209,9 +191,10 @@ def start_process(fds: ChildFds, imports: tuple[str, ...], environment: Mapping[
             env=environment,
         )
 
-    server = fork_server_cache.get(InheritedSettings.capture(imports, environment)) if imports else None
-    if server is not None:
-        return ForkedProcess(server, fds, spawn)
+    if imports is not None:
+        server = fork_server_cache.get(InheritedSettings.capture(imports, environment))
+        if server is not None:
+            return ForkedProcess(server, fds, spawn)
     process = spawn(subprocess.PIPE, subprocess.PIPE)
     os.close(fds.status)
     return process
@@ -247,14 +230,15 @@ class ForkedProcess:
         self,
         server: ForkServer,
         fds: ChildFds,
-        spawn: Callable[[int, int], subprocess.Popen[bytes]],
+        spawn: Callable[..., subprocess.Popen[bytes]],
     ) -> None:
-        """spawn: starts a process with this standard input and output."""
+        """spawn: starts a process with this standard input and output, and further arguments."""
         self._server = server
         self._spawn = spawn
         self._lock = threading.Lock()
         self._process: AdoptedProcess | subprocess.Popen[bytes] | None = None
         self._killed = False
+        self._died_importing = False  # the server, as another process might
         self._reply, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._streams, self.stdin, self.stdout = _open_pipes()
         self._status = fds.status
@@ -297,7 +281,8 @@ class ForkedProcess:
         with self._lock:
             if process is None and not self._killed:
                 self._server.failed = True
-                self._process = self._spawn(*self._streams)
+                arguments = [entry.IMPORT_LATER] if self._died_importing else []
+                self._process = self._spawn(*self._streams, *arguments)
             elif process is not None:
                 self._process = process
                 if self._killed:
@@ -306,11 +291,14 @@ class ForkedProcess:
 
     def _adopt(self) -> AdoptedProcess | None:
         """The forked process, as a child of this one; None: there is none."""
-        answer = _receive(self._reply)
-        if not answer.isdigit():
-            log.debug(
-                "no process was forked: %s", answer.decode(errors="replace") or "the fork server is gone"
-            )
+        answer, *notes = _receive(self._reply).decode(errors="replace").split("\n")
+        forked = answer.isdigit()
+        self._died_importing = not answer
+        if not forked and not self._killed:
+            notes = [f"no process can be forked, so each starts anew: {answer or 'the fork server is gone'}"]
+        for note in notes:
+            os.write(self._streams[1], f"{SLOT_LINE_PREFIX}{note}\n".encode())
+        if not forked:
             return None
         pid = int(answer)
         with _adopt_orphans():
@@ -353,7 +341,7 @@ def _open_pipes() -> tuple[tuple[int, int], IO[bytes], IO[bytes]]:
 
 def _receive(reply: socket.socket) -> bytes:
     try:
-        return reply.recv(1024)
+        return reply.recv(1 << 16)
     except OSError:
         return b""
 

@@ -35,7 +35,7 @@ class FunctionProgram:
     """`fn(*args, **kwargs)` on every worker.
 
     environment: variables of the training process, set before the slow imports. dumps: pickles the call.
-    checkpoint_target: store and policy of the checkpoints; None: there are none.
+    checkpoint_target: store and policy of the checkpoints; None: there are none. imports: early ones.
     """
 
     def __init__(
@@ -46,12 +46,14 @@ class FunctionProgram:
         environment: Mapping[str, str] | None = None,
         dumps: Callable[[object], bytes] = pickling.dumps,
         checkpoint_target: tuple[Store, CheckpointPolicy] | None = None,
+        imports: tuple[str, ...] = (),
     ) -> None:
         self._checkpoint_target = checkpoint_target
         self._checkpointer: Checkpointer | None = None
         self._ran = False
         self._call = dumps((fn, tuple(args), dict(kwargs or {})))
         self.environment = dict(environment or {})
+        self.imports = imports
 
     @property
     def pickled_call(self) -> bytes:

@@ -1,19 +1,35 @@
-"""Lets a module of this package follow the import of a framework, whichever code of the user imports that.
+"""What a process imports before the user's program runs, and modules of this package that follow a framework's import.
 
-Knows the modules by name only. Called in the main thread of a training process, before the user's code is loaded.
+Knows the modules by name only. Called in the main thread of a training process or a fork server, before the user's code
+is loaded.
+
+A program's early imports are a tuple of texts, in the program's order:
+
+    torch               import torch
+    torch:nn            from torch import nn
+    NAME=value          os.environ["NAME"] = "value", for the imports that follow
+
+A `?` behind the name says that the program gets along without the module, or keeps a value that is set already.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from contextlib import suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 
 # Framework -> the module that registers with it.
-FOLLOWERS = {"torch": "spark_elastic.torch.distributed"}
+FOLLOWERS = {"torch": "spark_elastic.torch.distributed", "pyspark": "spark_elastic.spark.added_files"}
+# Framework -> what it imports itself with its first optimizer, which takes seconds.
+LATE_PARTS = {"torch": "torch._dynamo"}
+PACKAGE = __name__.partition(".")[0]
+INSTALLED = {"site-packages", "dist-packages"}  # folders
 
 
 class _FollowingLoader(Loader):
@@ -54,3 +70,93 @@ def import_followers() -> None:
             importlib.import_module(follower)
     if not any(isinstance(finder, _FollowingFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _FollowingFinder())
+
+
+def list_early_imports(program: object, preload: Sequence[str]) -> tuple[str, ...]:
+    """What a process imports before it runs this program: with the program's variables, and first what was asked for.
+
+    preload: modules that were asked for by name.
+    """
+    variables = [f"{name}={value}" for name, value in getattr(program, "environment", {}).items()]
+    return tuple(dict.fromkeys([*variables, *preload, *getattr(program, "imports", ())]))
+
+
+def find_packages(imports: Iterable[str]) -> tuple[str, ...]:
+    """The packages that a program with these early imports cannot do without."""
+    names = [text.replace(":", ".").split(".") for text in imports if "=" not in text and text[-1:] != "?"]
+    # This package's `torch` needs torch.
+    return tuple(dict.fromkeys((name[1:] or name)[0] if name[0] == PACKAGE else name[0] for name in names))
+
+
+def import_early(
+    imports: Sequence[str],
+    environment: MutableMapping[str, str],
+    is_done: Callable[[str, str], bool] = lambda *tried: False,
+) -> None:
+    """Import what a program imports, if it is installed: code of the user runs when its program runs, with its rank.
+
+    Failures are left to the program. Afterwards the environment, that of this process, is as before.
+
+    Args:
+        is_done: called with each module that was tried and why that failed ("": it did not); True: import no more.
+    """
+    before = dict(environment)
+    changed: list[str] = []
+    try:
+        for text in imports:
+            if "=" in text:
+                changed.append(_set_variable(text, environment))
+            elif is_installed(text.rstrip("?")) and is_done(text, _try_import(text.rstrip("?"))):
+                return
+        for framework, part in LATE_PARTS.items():
+            if framework in sys.modules and is_done(part, _try_import(part)):
+                return
+    finally:
+        for name in changed:
+            environment.pop(name, None)
+            if name in before:
+                environment[name] = before[name]
+
+
+def _set_variable(text: str, environment: MutableMapping[str, str]) -> str:
+    name, _, value = text.partition("=")
+    if name.endswith("?"):
+        name = name.removesuffix("?")
+        environment.setdefault(name, value)
+    else:
+        environment[name] = value
+    return name
+
+
+def _try_import(text: str) -> str:
+    module, _, name = text.partition(":")
+    try:
+        found = importlib.import_module(module)
+        if name and not hasattr(found, name) and hasattr(found, "__path__"):
+            with suppress(ModuleNotFoundError):  # no module either: the program's own error says so
+                importlib.import_module(f"{module}.{name}")
+    except BaseException as error:  # whatever a module raises, `SystemExit` included
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def is_installed(text: str) -> bool:
+    """Whether a module is no file of the user: it came with Python or was installed. text: of an early import."""
+    root = _find_root(text)
+    if root == PACKAGE or root in sys.stdlib_module_names:
+        return True
+    try:
+        spec = find_spec(root)
+    except (ImportError, ValueError):  # a loaded module may have no spec
+        return False
+    return spec is not None and is_installed_spec(spec)
+
+
+def is_installed_spec(spec: ModuleSpec) -> bool:
+    """Whether a package that is no part of Python was installed."""
+    places = [spec.origin] if spec.origin else [*(spec.submodule_search_locations or ())]
+    return any(not INSTALLED.isdisjoint(Path(place).parts) for place in places)
+
+
+def _find_root(text: str) -> str:
+    return text.partition(":")[0].partition(".")[0]

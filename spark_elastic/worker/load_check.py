@@ -50,6 +50,9 @@ def find_load_error_in_fork(payload: bytes, spec: SlotSpec) -> str | None:
 
     Args:
         spec: of the slots to come.
+
+    Raises:
+        TimeoutError: it was still loading after `LOAD_SECONDS`.
     """
     lines: list[str] = []
     codes: list[int] = []  # the exit code, if it ended before it was warm
@@ -71,7 +74,7 @@ def find_load_error_in_fork(payload: bytes, spec: SlotSpec) -> str | None:
     ended = list(codes)  # before it is killed
     child.close()  # its last lines are here afterwards
     if not in_time:
-        return f"loading did not end within {LOAD_SECONDS:.0f} s"
+        raise TimeoutError
     if not ended:
         return None
     said = (line.removeprefix(FAILED) for line in reversed(lines) if line.startswith(FAILED))

@@ -92,7 +92,8 @@ class Program(Protocol):
     When a collective fails, the program restores the state of its position and raises the `CollectiveError`. The loop
     then joins the next world and calls `sync` and `run` again.
 
-    A program may have an attribute `environment`: variables that are set before the slow imports.
+    A program may have an attribute `environment`: variables that are set before the slow imports, which `imports` lists
+    in the form of `worker.imports`.
     """
 
     def prepare(self) -> None:

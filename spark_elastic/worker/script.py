@@ -29,7 +29,7 @@ TRIES = 1_000  # ports that are tried
 
 @dataclass(frozen=True)
 class Script:
-    """A Python file to run as `python train.py` does."""
+    """A Python file to run as `python train.py` does; with the name `-c`, the program of `python -c`."""
 
     # Absolute, on the caller's host.
     path: str
@@ -52,12 +52,23 @@ class Script:
                 f"the script {path!r} cannot be read ({error}): give the path of a Python file."
             ) from error
 
+    @property
+    def folder(self) -> str:
+        """In which its modules are searched first."""
+        return str(Path(self.path).resolve().parent)
+
+    @property
+    def package(self) -> str:
+        """A script has no relative imports."""
+        return ""
+
     def __call__(self) -> None:
         """Run the script. An exit code other than 0 raises `SystemExit`."""
         with make_scratch_folder() as folder:
             path = self._locate(folder)
             # Modules are imported from the folder of the file itself, not of a link to it, as Python does.
-            with _as_program(str(path), self.arguments, str(path.resolve().parent)):
+            folder = Path(self.folder) if path.name == "-c" else path.resolve().parent
+            with _as_program(str(path), self.arguments, str(folder)):
                 runpy.run_path(str(path), run_name="__main__")
 
     def _locate(self, folder: Path) -> Path:
@@ -106,6 +117,12 @@ class Module:
     @property
     def __name__(self) -> str:
         return self.name
+
+    @property
+    def package(self) -> str:
+        """To which its relative imports belong."""
+        is_package = Path(self.folder, *self.name.split("."), "__main__.py").is_file()
+        return self.name if is_package else self.name.rpartition(".")[0]
 
     def __call__(self) -> None:
         """Run the module, as `Script` does."""

@@ -11,9 +11,11 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from spark_elastic.clock import Clock
+from spark_elastic.config import find_interface_address
 from spark_elastic.errors import DriverUnreachable, ElasticError
 from spark_elastic.protocol.messages import Heartbeat, RegisterSlot, Request, WorkerExited, WorkerStarted
 from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
@@ -97,7 +99,11 @@ class SlotAgent:
 
         Raises:
             DriverUnreachable: the driver did not answer the registration.
+            InvalidInput: this host lacks the job's network interface.
         """
+        if self._spec.network_interface:
+            address = find_interface_address(self._spec.network_interface)
+            self._identity = replace(self._identity, address=address)
         me = self._identity = self._gpu_claims.assign(self._spec, self._identity, os.environ)
         node = str(self._facts.get("host", ""))
         try:

@@ -38,8 +38,8 @@ SAMPLE_EVERY = 0.5  # seconds
 STALE_AFTER = 1.0  # seconds after which a sample is stale if no other followed
 FRAMES_AT_MOST = 10  # innermost frames that a sample shows
 READ_AT_MOST = 1 << 16  # bytes
-# Asks a child whose sample is stale for its stack. A child that cannot answer ignores the signal.
-DUMP_SIGNAL = signal.SIGRTMAX - 5
+# Asks a child whose sample is stale for its stack. Its default is to be ignored: user code may reset all handlers.
+DUMP_SIGNAL = signal.SIGURG
 
 _NUMBER = struct.Struct("d")  # native: one copy of eight bytes, never half written
 _SAMPLED = _NUMBER.size  # offset of the time of the newest sample
@@ -90,7 +90,6 @@ class StackSampler(WaitRecorder):
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="spark-elastic-stacks", daemon=True)
         self._set(-clock.now())
-        signal.signal(DUMP_SIGNAL, signal.SIG_IGN)  # in force again after faulthandler.unregister
         faulthandler.register(DUMP_SIGNAL, file=stacks, all_threads=False)
 
     def start(self) -> None:

@@ -13,6 +13,7 @@ from spark_elastic import cli
 from spark_elastic.config import ElasticConfig, operations_from_env
 from spark_elastic.errors import InvalidInput
 from spark_elastic.horovodrun_options import REFUSED
+from spark_elastic.local.command import take_python_options
 from spark_elastic.testing.fakes import FakeClock
 
 
@@ -74,9 +75,12 @@ def test_options_without_a_meaning_here_are_refused(options: str, sentence: str,
         ("python {}", "needs -np"),
         ("-np 3 --max-np 2 python {}", "needs --min-np <= -np <= --max-np; got 3 <= 3 <= 2."),
         ("-H localhost:2 --min-np 3 python {}", "needs --min-np <= -np <= --max-np; got 3 <= 2 <= 2."),
-        ("-np 2 cat {}", "give a Python that has spark_elastic"),
+        ("-np 2 cat {}", "cat ended and has started no `python` or `python3` of its PATH, so that no worker"),
+        ("-np 2 nowhere-to-be-found {}", "'nowhere-to-be-found' cannot be run"),
+        ("-np 2 python -I {}", "the workers' Python cannot be given -I: leave it out"),
+        ("-np 2 python -X frozen_modules {}", "the workers' Python cannot be given -X frozen_modules: leave"),
         ("-np 2 /nowhere/python {}", "there is no executable '/nowhere/python'"),
-        ("-np 2 python -c train", "give the path of a script"),
+        ("-np 2 python -c", "give the path of a script after python, -m and a module, or -c"),
         ("-np 2 python -m nowhere.train", "there is no module 'nowhere.train' to run"),
         ("-np 2 python none.py", "cannot be read"),
         ("-np 2 --output-filename {0} python {0}", "is no folder that files can be put into"),
@@ -233,3 +237,24 @@ def test_variables_of_options_are_in_the_programs_environment(
     monkeypatch.setattr(cli, "prepare", record_and_stop)
     CliRunner().invoke(cli.run, ["--timeline-filename", "t.json", "-np", "2", "python", script])
     assert given == [{"SPARK_ELASTIC_TIMELINE": "t.json"}]
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "rest"),
+    [
+        ("-u train.py -O", {}, ["train.py", "-O"]),
+        (
+            "-uOO -B -m train -X",
+            {"PYTHONOPTIMIZE": "2", "PYTHONDONTWRITEBYTECODE": "1"},
+            ["-m", "train", "-X"],
+        ),
+        ("-W error -Wignore:a -c pass", {"PYTHONWARNINGS": "error,ignore:a"}, ["-c", "pass"]),
+        (
+            "-X dev -Xutf8=0 -X int_max_str_digits=9 t.py",
+            {"PYTHONDEVMODE": "1", "PYTHONUTF8": "0", "PYTHONINTMAXSTRDIGITS": "9"},
+            ["t.py"],
+        ),
+    ],
+)
+def test_options_of_python_become_variables(words: str, variables: dict[str, str], rest: list[str]) -> None:
+    assert take_python_options(words.split()) == (variables, rest)

@@ -53,7 +53,8 @@ def test_horovods_interface_names_the_address_that_executors_dial() -> None:
     assert from_env(ours).advertise_address == "10.0.0.1"
     assert from_env({"HOROVOD_GLOO_IFACE": "nowhere0"}, advertise_address="here").advertise_address == "here"
     sentence = (
-        r"HOROVOD_GLOO_IFACE='nowhere0' is no network interface of this machine .*; there are: .*\blo\b"
+        r"network_interface \(HOROVOD_GLOO_IFACE\)='nowhere0' is no network interface of this machine .*; "
+        r"there are: .*\blo\b"
     )
     with pytest.raises(InvalidInput, match=sentence):
         from_env({"HOROVOD_GLOO_IFACE": "nowhere0"})

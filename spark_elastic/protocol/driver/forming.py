@@ -359,7 +359,8 @@ def _has_enough(tx: Transition, count: int) -> bool:
                 )
             tx.emit(
                 NotifyUser(
-                    f"{count} workers are there and {state.limits.min_workers} are needed (min_workers): the job waits "
+                    f"{count} workers are there and {state.limits.min_workers} are needed (min_workers), "
+                    f"in {len(state.slots)} slots that the cluster has started: the job waits "
                     f"for up to {state.limits.start_timeout:g} s (start_timeout); {advice}"
                 )
             )
@@ -393,9 +394,12 @@ def _explain_missing_workers(tx: Transition, count: int) -> str:
     hosts = sorted({slot.host for slot in state.slots.values()})
     silent = [str(n) for n, each in launches.items() if each.slots == 0 and n not in launches.delayed]
     starting = [tx.describe(w) for w in state.workers.values() if w.status is WorkerStatus.STARTING]
+    advice = "lower num_workers or min_workers, give the application more cores, or raise start_timeout"
+    if count + len(starting) >= state.limits.min_workers:
+        advice = "those that have started still import, so raise start_timeout, or see why that takes long"
     parts = [
         f"{count} workers came within {state.limits.start_timeout:g} s and {state.limits.min_workers} are needed "
-        "(min_workers): lower num_workers or min_workers, give the application more cores, or raise start_timeout",
+        f"(min_workers), in {len(state.slots)} slots that the cluster has started: {advice}",
         f"hosts: {format_names(hosts) or 'none'}",
     ]
     if silent:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import queue
 import signal
@@ -21,11 +20,12 @@ import pytest
 
 from spark_elastic.protocol.slot_spec import SlotIdentity, SlotSpec
 from spark_elastic.protocol.types import SlotId
+from spark_elastic.rendezvous.messages import SLOT_LINE_PREFIX
 from spark_elastic.worker import forking
 from spark_elastic.worker.child import Child
 from spark_elastic.worker.forking import AdoptedProcess, ForkedProcess, fork_server_cache
 
-FORKED, SPAWNED = ("json",), ()
+FORKED, SPAWNED = ("json",), None
 TORCH = ("torch", "torch._dynamo")
 
 
@@ -52,14 +52,15 @@ class ForkedChild:
 
     def __init__(
         self,
-        imports: tuple[str, ...],
+        imports: tuple[str, ...] | None,
         tell: Callable[[], object],
         threads: int | None = None,
         forked: bool | None = None,
         gpus: tuple[str, ...] = (),
     ) -> None:
-        """gpus: of the slot. forked: whether the process is forked; by default if there are imports."""
-        self._forked = bool(imports) if forked is None else forked
+        """imports: None for a process that is to be spawned. gpus: of the slot. forked: whether the process turns out
+        to be forked; by default if it is to be."""
+        self._forked = imports is not None if forked is None else forked
         cloudpickle.register_pickle_by_value(sys.modules[__name__])
         payload = cloudpickle.dumps(PrintingProgram(tell))
         self.lines: queue.Queue[str] = queue.Queue()
@@ -73,7 +74,8 @@ class ForkedChild:
             collective_timeout=5.0,
             driver_timeout=0.5,
             cpus_per_worker=threads,
-            imports=imports,
+            imports=imports or (),
+            fork_workers=imports is not None,
         )
         self.child = Child.start(
             spec,
@@ -97,15 +99,16 @@ class ForkedChild:
         return psutil.Process(self.child.pid)
 
     def read_message(self) -> Any:
-        line = json.loads(self.lines.get(timeout=60.0))
+        while not (line := self.lines.get(timeout=60.0)).startswith(("[", "{", '"', "null")):
+            continue  # of a framework
         self.await_warm()
-        return line
+        return json.loads(line)
 
     def end(self) -> int:
         return self._ends.get(timeout=60.0)
 
 
-def run_and_read(imports: tuple[str, ...], tell: Callable[[], object]) -> Any:
+def run_and_read(imports: tuple[str, ...] | None, tell: Callable[[], object]) -> Any:
     with ForkedChild(imports, tell) as life:
         return life.read_message()
 
@@ -249,30 +252,47 @@ def test_a_process_is_spawned_if_the_fork_server_dies_before_the_fork(
     create_module(tmp_path, monkeypatch, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     with ForkedChild(("written",), lambda: None, forked=False) as life:
         assert life.await_warm().ppid() == os.getpid()
+        assert "the fork server is gone" in life.lines.get(timeout=60.0)
 
 
 def create_module(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    """Create a module with the name `written`, for the server to import."""
-    (folder / "written.py").write_text(text)
-    monkeypatch.syspath_prepend(folder)
+    """Install a module with the name `written`, for the server to import."""
+    installed = folder / "site-packages"
+    installed.mkdir()
+    (installed / "written.py").write_text(text)
+    monkeypatch.syspath_prepend(installed)
 
 
-THREAD = "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
+THREAD = "import threading; threading.Thread(target=threading.Event().wait, name='lost', daemon=True).start()"
 
 
-@pytest.mark.parametrize(("text", "why"), [(THREAD, "2 threads run in it"), ("1 / 0", "division by zero")])
-def test_a_process_is_spawned_where_a_fork_is_not_safe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, text: str, why: str
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (THREAD, "written is imported by each process anew: a forked process would lack its thread '"),
+        ("1 / 0", "written is imported once the program asks for it: ZeroDivisionError: division by zero"),
+        ("raise SystemExit(3)", "written is imported once the program asks for it: SystemExit: 3"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_in_advance_costs_the_others_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, why: str
 ) -> None:
     create_module(tmp_path, monkeypatch, text)
-    with caplog.at_level(logging.DEBUG, "spark_elastic.worker"):
-        with ForkedChild(("written",), lambda: None, forked=False) as life:
-            assert life.await_warm().ppid() == os.getpid()
-        assert why in caplog.text
-        caplog.clear()
-        with ForkedChild(("written",), lambda: None, forked=False) as life:
-            assert life.await_warm().ppid() == os.getpid()
-        assert not caplog.text, "the failed server got another request"
+    imports = ("no_such_module", "written", "written:name?", "torch_is_optional?", "colorsys")
+    for expected in ([why], []):  # the second process says nothing
+        with ForkedChild(imports, lambda: ["written" in sys.modules, "colorsys" in sys.modules]) as life:
+            life.await_warm()
+            said = [life.lines.get(timeout=60.0) for _ in range(len(expected) + 1)]
+            assert [line.startswith(SLOT_LINE_PREFIX + why) for line in said[:-1]] == [True] * len(expected)
+            assert json.loads(said[-1]) == [text == THREAD, True]
+
+
+def test_a_process_is_spawned_where_no_fork_is_safe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text(THREAD)
+    monkeypatch.syspath_prepend(tmp_path)
+    with ForkedChild(FORKED, lambda: "spawned", forked=False) as life:
+        assert "no process can be forked, so each starts anew" in life.lines.get(timeout=60.0)
+        assert life.read_message() == "spawned"
 
 
 def test_a_process_is_spawned_if_the_slot_cannot_adopt_the_forked_one(
@@ -354,6 +374,33 @@ def tell_gpus() -> list[object]:
     import torch
 
     return [os.environ["CUDA_VISIBLE_DEVICES"], torch.cuda.is_initialized()]  # type: ignore[no-untyped-call]
+
+
+def use_frameworks() -> list[object]:
+    """Compute with what starts threads of its own; returns what was loaded before."""
+    loaded = sorted(
+        {"transformers.trainer", "lightning.pytorch", "keras", "pyarrow", "sklearn"} & {*sys.modules}
+    )
+    import keras
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    import torch
+
+    model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
+    model.compile(optimizer="sgd", loss="mse")
+    history = model.fit(torch.ones(8, 2).numpy(), torch.ones(8, 1).numpy(), verbose=0).history
+    return [loaded, len(history["loss"]), pc.sum(pa.array(range(1000))).as_py()]
+
+
+@pytest.mark.native
+@pytest.mark.timeout(180)
+def test_workers_of_every_kind_of_program_are_forked() -> None:
+    """Estimators, functions, Trainers of Hugging Face and Lightning, Keras: their imports leave nothing in the way."""
+    kinds = "torch", "spark_elastic.torch", "transformers:Trainer", "lightning.pytorch", "tensorflow", "keras"
+    with ForkedChild((*kinds, "sklearn.linear_model", "spark_elastic.keras"), use_frameworks) as life:
+        loaded, losses, total = life.read_message()
+    assert loaded == ["keras", "lightning.pytorch", "pyarrow", "sklearn", "transformers.trainer"]
+    assert (losses, total) == (1, 499500)
 
 
 @pytest.mark.native

@@ -77,6 +77,7 @@ def serve(
         driver_timeout=driver_timeout,
         spare_after=spare_after,
         imports=imports,
+        fork_workers=bool(imports),
     )
     identity = SlotIdentity(slot=SLOT, host="host-4")
     played = driver.call_in_thread(play)

@@ -89,4 +89,4 @@ def test_a_global_that_answers_to_any_name_is_no_module() -> None:
 
         return torch, REMOTE
 
-    assert "torch" in prepare(train, (), {}).preload
+    assert "torch" in prepare(train, (), {}).program.imports

@@ -108,33 +108,6 @@ def test_functions_are_pickled_as_by_cloudpickle() -> None:
     assert fn(*args, **kwargs) == (3, [1, 2])
 
 
-def test_slow_imports_are_found_in_the_function() -> None:
-    def inside() -> None:
-        import torch
-
-        torch.ones(1)
-
-    def facade() -> None:
-        import spark_elastic.torch as hvd
-
-        hvd.init()
-
-    def keras_of_torch() -> None:
-        import os
-
-        os.environ["KERAS_BACKEND"] = "torch"
-        import keras
-        import tensorflow
-
-        keras.Model(tensorflow)
-
-    assert prepare(keras_of_torch, (), {}).preload == ("tensorflow",)
-    assert prepare(inside, (), {}).preload == ("torch", "torch._dynamo", "spark_elastic.torch.distributed")
-    assert "spark_elastic.torch" in prepare(facade, (), {}).preload
-    assert prepare(print, (), {}).preload == ()
-    assert prepare(inside, (), {"preload": []}).preload == ()
-
-
 def test_positional_arguments_are_horovods() -> None:
     call = prepare(print, ((1,), {"sep": ""}, 3), {})
     assert call.options.num_workers == 3

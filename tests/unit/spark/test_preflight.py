@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("pyspark")
 
 from spark_elastic.errors import JobCancelled, PreflightError
-from spark_elastic.spark.preflight import _run_probes, _translate_error
+from spark_elastic.spark.preflight import ProbeJob, _run_probes, _translate_error
 
 LOST = "Job aborted: Lost task 0.0 in stage 0.0 (TID 0) (10.0.0.7 executor 1): PythonException: Traceback\n"
 
@@ -90,10 +90,10 @@ def test_the_error_of_a_stopped_context_is_that_of_its_job() -> None:
 
     sc: Any = Stopped(OtherJobs(None))
     with pytest.raises(JobCancelled):
-        _run_probes(sc, lambda answers: answers, 2, "tag", timeout=30.0)
+        _run_probes(sc, lambda answers: answers, 2, ProbeJob("tag", 30.0))
 
 
 def test_a_preflight_without_answers_ends_at_its_timeout() -> None:
     sc: Any = FullCluster(OtherJobs(None))
     with pytest.raises(PreflightError, match="no executor took a probe within 0 s"):
-        _run_probes(sc, lambda answers: answers, 2, "tag", timeout=0.0)
+        _run_probes(sc, lambda answers: answers, 2, ProbeJob("tag", 0.0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import struct
 import subprocess
 import sys
@@ -116,6 +117,9 @@ def test_the_main_thread_writes_its_stack_upon_the_signal(reader: StackReader) -
     assert "test_the_main_thread_writes" in reader.read(CLOCK.now()).stack
     sampler.start()
     assert until(lambda: read_sample_time(reader))
+    before = signal.signal(DUMP_SIGNAL, signal.SIG_DFL)  # as user code does that resets all handlers
+    os.kill(os.getpid(), DUMP_SIGNAL)
+    signal.signal(DUMP_SIGNAL, before or signal.SIG_DFL)
     sampler.close()
     os.kill(os.getpid(), DUMP_SIGNAL)  # a late signal does not end the process
 

@@ -1,0 +1,13 @@
+"""Lets `SparkFiles` find in a training process what it finds in the task of the process's slot.
+
+Imported after pyspark in processes that run a user's code beside Spark's Python worker. Main thread.
+"""
+
+from pyspark import SparkFiles
+
+from spark_elastic.worker.context import get_process_context
+
+if get_process_context().files:
+    # What Spark's Python worker sets; there is no public way.
+    SparkFiles._root_directory = get_process_context().files
+    SparkFiles._is_running_on_worker = True
