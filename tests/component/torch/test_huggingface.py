@@ -120,6 +120,8 @@ def _train(
     import time
 
     import transformers
+    from accelerate import PartialState
+    from accelerate.utils import broadcast_object_list
 
     import spark_elastic.torch as hvd
     from spark_elastic.torch.huggingface import ElasticTrainer
@@ -150,6 +152,12 @@ def _train(
         remove_unused_columns=False,
         seed=5,
     )
+    with args.main_process_first(desc="tokenizing"):
+        outside = [hvd.rank(), hvd.size(), args.process_index, args.world_size, hvd.allgather_object(hvd.rank())]
+    PartialState().wait_for_everyone()
+    with PartialState().main_process_first(), PartialState().local_main_process_first():  # as in TRL's SFTTrainer
+        name = ["a name" if PartialState().is_main_process else ""]
+    broadcast_object_list(name)
     trainer = (kind or ElasticTrainer)(
         model, args, train_dataset=rows, callbacks=[SlowSteps()], global_batch_size=BATCH, **options
     )
@@ -160,6 +168,7 @@ def _train(
         "ledger": weights.pop("ledger", [EPOCHS] * ROWS),
         "weights": [value for values in weights.values() for value in values],
         "trained": trained,
+        "outside": [*outside, *name],  # of its loop
         "steps": output.global_step,
         "epoch": trainer.state.epoch,
         "logged": [entry["step"] for entry in trainer.state.log_history if "loss" in entry],
