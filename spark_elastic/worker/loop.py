@@ -187,9 +187,7 @@ class WorkerLoop:
         """For a program outside of its loop: be in a world of one until `_join_others`: R21 (outside of the loop)."""
         world = make_world_alone(self._identity)
         group = self._groups.connect_alone(world)
-        alone = replace(
-            self._context_between_worlds, world=world, group=group, group_context=GroupContext()
-        )
+        alone = replace(self._context_between_worlds, world=world, group=group, group_context=GroupContext())
         self._alone = alone, get_context() if self._world is not None else None
         set_context(alone)
         return world, group

@@ -78,7 +78,7 @@ class WorkerHandle:
     report_checkpoint: Callable[[Checkpoint | None], object] = lambda checkpoint: None
     # For a program outside of its loop, in a world with members inside of theirs: a world of this worker alone.
     go_alone: Callable[[], tuple[World, Group]] | None = None
-    # For a program that enters its loop: ends its time alone. Returns the world of the others with its group, None if it
+    # For a program that enters its loop: ends its time alone. Returns the world of the others with its group; None: it
     # was not alone.
     join_others: Callable[[], tuple[World, Group] | None] = lambda: None
 

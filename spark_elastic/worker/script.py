@@ -185,6 +185,8 @@ def exchange_dist_env(
         "WORLD_SIZE": str(world.size),
         "LOCAL_RANK": "0" if has_own_gpu else str(me.local_rank),
         "LOCAL_WORLD_SIZE": "1" if has_own_gpu else str(me.local_size),
+        "GROUP_RANK": str(me.rank if has_own_gpu else me.cross_rank),
+        "TORCHELASTIC_RUN_ID": "spark_elastic",  # by which Lightning takes RANK and WORLD_SIZE as they are
         "HOROVOD_RANK": str(me.rank),
         "HOROVOD_SIZE": str(world.size),
         "HOROVOD_LOCAL_RANK": str(me.local_rank),

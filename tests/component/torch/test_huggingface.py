@@ -128,11 +128,13 @@ def _train(
 
     hvd.init()
     trained: list[int] = []
+    epochs: dict[int, float] = {}  # as users' callbacks see them
 
     class SlowSteps(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
         def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
             time.sleep(0.03)
             trained.append(state.global_step)
+            epochs[state.global_step] = round(state.epoch, 9)
             print(f"step {state.global_step}", flush=True)  # noqa: T201 - what the test waits for
             if state.global_step in holds:  # rows and counters belong together here, so the world may change
                 hold(trainers[0]._elastic_state, holds[state.global_step])
@@ -153,9 +155,18 @@ def _train(
         seed=5,
     )
     with args.main_process_first(desc="tokenizing"):
-        outside = [hvd.rank(), hvd.size(), args.process_index, args.world_size, hvd.allgather_object(hvd.rank())]
+        outside = [
+            hvd.rank(),
+            hvd.size(),
+            args.process_index,
+            args.world_size,
+            hvd.allgather_object(hvd.rank()),
+        ]
     PartialState().wait_for_everyone()
-    with PartialState().main_process_first(), PartialState().local_main_process_first():  # as in TRL's SFTTrainer
+    with (
+        PartialState().main_process_first(),
+        PartialState().local_main_process_first(),
+    ):  # as in TRL's SFTTrainer
         name = ["a name" if PartialState().is_main_process else ""]
     broadcast_object_list(name)
     trainer = (kind or ElasticTrainer)(
@@ -168,6 +179,7 @@ def _train(
         "ledger": weights.pop("ledger", [EPOCHS] * ROWS),
         "weights": [value for values in weights.values() for value in values],
         "trained": trained,
+        "epochs": epochs,
         "outside": [*outside, *name],  # of its loop
         "steps": output.global_step,
         "epoch": trainer.state.epoch,
@@ -202,6 +214,10 @@ def test_p1_p2_a_trainer_continues_at_the_step_in_flight(
         got = torch.tensor(result["weights"], dtype=torch.float64)
         assert float((got - expected).abs().max() / expected.abs().max()) < 1e-9
         assert max(abs(count - EPOCHS) for count in result["ledger"]) < 1e-9
+        assert result["epochs"].items() <= alone["epochs"].items()
+        rank, size, *_, name = result["outside"]
+        assert result["outside"] == [rank, size, rank, size, list(range(size)), name]
+        assert name == "a name"
         assert {name: result[name] for name in ("steps", "epoch", "logged", "rate")} == {
             name: alone[name] for name in ("steps", "epoch", "logged", "rate")
         }
