@@ -183,13 +183,13 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]
         self._unwrap_model()
 
     def _unwrap_model(self) -> None:
-        """Put the model back wherever something of this Trainer, such as a loss of Sentence Transformers, keeps the
+        """Put the model back wherever a module of this Trainer, such as a loss of Sentence Transformers, keeps the
         wrapper of a former world: whoever put it there puts that of the new world there, too."""
         wrapper, self.model_wrapped = self.model_wrapped, self.model
         if wrapper is self.model:
             return
-        for holder in _list_parts(self):
-            for attributes in (vars(holder), vars(holder).get("_modules", {})):
+        for holder in list(_list_modules(self)):
+            for attributes in (vars(holder), holder._modules):
                 for name in [name for name, value in attributes.items() if value is wrapper]:
                     attributes[name] = self.model
 
@@ -426,21 +426,14 @@ def _forget_progress(trainer: ElasticTrainer) -> None:
     trainer.__dict__.pop("_tr_loss", None)
 
 
-def _list_parts(trainer: Trainer) -> Iterator[Any]:
-    """The objects that a Trainer keeps as attributes or in lists and dicts, with all modules in them."""
-    kept = [*vars(trainer).values(), *trainer.callback_handler.callbacks]
-    for value in kept:
-        listed = (
-            value.values()
-            if isinstance(value, dict)
-            else value
-            if isinstance(value, list | tuple)
-            else [value]
-        )
-        for part in listed:
-            yield from (
-                part.modules() if isinstance(part, torch.nn.Module) else [part] * hasattr(part, "__dict__")
-            )
+def _list_modules(trainer: Trainer) -> Iterator[torch.nn.Module]:
+    """The modules that a Trainer keeps as attributes, or in a list or dict there, with all that are in them."""
+    for value in vars(trainer).values():
+        parts = [value] if isinstance(value, torch.nn.Module) else value
+        parts = list(parts.values()) if isinstance(parts, dict) else parts
+        for part in parts if isinstance(parts, list | tuple) else ():
+            if isinstance(part, torch.nn.Module):
+                yield from part.modules()
 
 
 def _check_sampling(loader: Any) -> None:
@@ -450,7 +443,9 @@ def _check_sampling(loader: Any) -> None:
     """
     if isinstance(loader.dataset, IterableDataset):
         return  # has no sampler; `ElasticDataLoader` refuses it
-    batches = getattr(loader.batch_sampler, "batch_sampler", loader.batch_sampler)  # within Accelerate's, of one rank
+    batches = getattr(
+        loader.batch_sampler, "batch_sampler", loader.batch_sampler
+    )  # within Accelerate's, of one rank
     sampler = getattr(batches, "sampler", None)
     is_plain = getattr(type(batches), "__iter__", None) is BatchSampler.__iter__
     if is_plain and isinstance(sampler, RandomSampler) and not sampler.replacement:

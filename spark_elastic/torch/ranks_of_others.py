@@ -5,7 +5,6 @@ Changes nothing in a process that is no worker. Main thread only.
 
 from __future__ import annotations
 
-import os
 from functools import wraps
 from types import ModuleType
 from typing import Any
@@ -27,14 +26,14 @@ def follow(module: ModuleType) -> None:
 
 
 def _follow_accelerate(module: Any) -> None:
-    """Let a bare `PartialState()` read ACCELERATE_USE_CPU, as `Accelerator()` does: on CPUs it would take each worker for
-    a training of its own, and say nothing."""
+    """Let a bare `PartialState()` read ACCELERATE_USE_CPU, as `Accelerator()` does: on CPUs it would take each worker
+    for a training of its own, and say nothing."""
     plain = module.PartialState.__init__
 
     @wraps(plain)
     def init(self: Any, cpu: bool = False, **options: Any) -> None:
-        uses_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on", "y", "t")
-        plain(self, cpu or (get_context() is not None and uses_cpu), **options)
+        is_worker = get_context() is not None
+        plain(self, cpu or (is_worker and module.parse_flag_from_env("ACCELERATE_USE_CPU")), **options)
 
     module.PartialState.__init__ = init
 

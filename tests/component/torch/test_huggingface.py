@@ -26,6 +26,8 @@ ROWS, EPOCHS, BATCH = 38, 3, 6
 
 def train_net(folder: str, holds: dict[int, int | str]) -> dict[str, Any]:
     """A linear net, and a ledger that is trained with it: a row's count grows by exactly 1 when its step is applied."""
+    from spark_elastic.torch.huggingface import ElasticTrainer
+
     drawn = torch.Generator().manual_seed(3)
     x = torch.randn(ROWS, 4, generator=drawn, dtype=torch.float64)
     rows = [{"row": torch.tensor(i), "x": x[i], "y": x[i].sum().sin()} for i in range(ROWS)]
@@ -41,13 +43,26 @@ def train_net(folder: str, holds: dict[int, int | str]) -> dict[str, Any]:
             count = self.ledger[row].mean() * trainers[0].get_train_dataloader().global_rows
             return {"loss": (self.linear(x).squeeze(1) - y).pow(2).mean() - count}
 
+    class Keeping(ElasticTrainer):
+        """Its loss keeps the wrapped model, and replaces the model alone, as those of Sentence Transformers do."""
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.kept: Any = torch.nn.Module()
+            self.kept.model = net
+
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            if model is self.model_wrapped and isinstance(self.kept.model, Net):
+                self.kept.model = model
+            return self.kept.model(**inputs)["loss"]
+
     torch.manual_seed(7)
     net = Net()
     optimizer = torch.optim.SGD(
         [{"params": net.linear.parameters(), "momentum": 0.9}, {"params": [net.ledger], "lr": 1.0}], lr=0.05
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 1 / (1 + step), lambda step: 1.0])
-    return _train(folder, net, rows, holds, trainers, optimizers=(optimizer, schedule))
+    return _train(folder, net, rows, holds, trainers, kind=Keeping, optimizers=(optimizer, schedule))
 
 
 def train_language_model(folder: str, holds: dict[int, int | str]) -> dict[str, Any]:
@@ -543,3 +558,34 @@ def test_a_trainer_that_cannot_be_elastic_is_refused(
     args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", **given)
     with pytest.raises(InvalidInput, match=advice):
         ElasticTrainer(torch.nn.Linear(2, 1), args, global_batch_size=2, **options).train(**call)
+
+
+@pytest.mark.parametrize("kind", ["sampler", "batch_sampler"])
+def test_a_trainer_that_samples_in_a_way_of_its_own_is_refused(kind: str, tmp_path: Path) -> None:
+    import transformers
+
+    from spark_elastic.torch.huggingface import ElasticTrainer
+
+    class Pairs(torch.utils.data.BatchSampler):
+        def __iter__(self) -> Any:
+            return iter([[0, 1], [2, 3]])
+
+    class Sampling(transformers.Trainer):  # type: ignore[misc, name-defined]
+        def get_train_dataloader(self) -> Any:
+            random = torch.utils.data.RandomSampler(range(4))
+            weighted = torch.utils.data.WeightedRandomSampler([1.0, 2.0, 1.0, 1.0], 4)
+            how = (
+                {"batch_sampler": Pairs(random, 2, False)}
+                if kind == "batch_sampler"
+                else {"sampler": weighted}
+            )
+            return self.accelerator.prepare(torch.utils.data.DataLoader(range(4), **how))
+
+    class Both(ElasticTrainer, Sampling):
+        pass
+
+    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    trainer = Both(torch.nn.Linear(2, 1), args, train_dataset=[1, 2, 3, 4], global_batch_size=2)
+    name = "Pairs" if kind == "batch_sampler" else "WeightedRandomSampler"
+    with pytest.raises(InvalidInput, match=f"loader has a {name}: leave samplers"):
+        trainer.train()
