@@ -185,7 +185,10 @@ CASES = (
     ("gpu", "convolutions and BatchNorm, float32, 256 rows"),
     ("gpu", "three linear layers, float32, 1024 rows"),
     ("commit", "pause of the training thread per commit"),
-    *(("control_plane", f"{n} workers: rendezvous (peer: TCPStore, a GET a pair)") for n in (2, 8, 32, 128, 2000)),
+    *(
+        ("control_plane", f"{n} workers: rendezvous (peer: TCPStore, a GET a pair)")
+        for n in (2, 8, 32, 128, 2000)
+    ),
     ("control_plane", "growth: rendezvous ~ N^x, N >= 32"),
     ("control_plane", "growth: driver's CPU ~ N^x, N >= 32"),
 )

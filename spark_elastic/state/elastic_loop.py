@@ -72,6 +72,8 @@ def _run_in_worlds(func: Callable[[], R], state: State, session: WorkerSession) 
         try:
             if changed:
                 state.on_reset()
+            else:
+                session.enter_loop()
             _begin_world(state, session)
             result = func()
             _write_last_checkpoint(state, session)

@@ -106,6 +106,14 @@ class WorkerSession(Protocol):
         """Whether the stop that all ranks agreed on is the end of the job."""
         ...
 
+    def enter_loop(self) -> None:
+        """The function is about to begin its loop: be in one world with the others that are in theirs.
+
+        Raises:
+            CollectiveError: that world broke at once.
+        """
+        ...
+
     def next_world(self, error: CollectiveError | None) -> None:
         """Leave this world, because of `error` or at an agreed boundary, and return once the next one stands.
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 from transformers import Trainer
 from transformers.trainer_callback import CallbackHandler, ExportableState, TrainerCallback
 
@@ -109,7 +110,8 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]
         # Whether the loss is computed with the Trainer's count of items; None: no training step has told.
         self._takes_count: bool | None = None
         super().__init__(*args, **options)
-        self.add_callback(_ElasticCallback(self))
+        # Before the user's, which read what it puts right.
+        self.callback_handler.callbacks.insert(0, _ElasticCallback(self))
 
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None, **options: Any) -> Any:
         """Train in world after world, until the last step.
@@ -142,7 +144,7 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]
         @run
         def train_in_world(state: TorchState) -> Any:
             self._undo_preparation(forward)
-            self.model_wrapped, self.optimizer = self.model, optimizer
+            self.optimizer = optimizer
             self.args.__dict__.pop(
                 "_setup_devices", None
             )  # cached: rank, size and device, by the process group
@@ -178,6 +180,18 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]
             self.model.__dict__.pop("forward", None)  # that of mixed precision
         else:
             self.model.forward = forward
+        self._unwrap_model()
+
+    def _unwrap_model(self) -> None:
+        """Put the model back wherever a module of this Trainer, such as a loss of Sentence Transformers, keeps the
+        wrapper of a former world: whoever put it there puts that of the new world there, too."""
+        wrapper, self.model_wrapped = self.model_wrapped, self.model
+        if wrapper is self.model:
+            return
+        for holder in list(_list_modules(self)):
+            for attributes in (vars(holder), holder._modules):
+                for name in [name for name, value in attributes.items() if value is wrapper]:
+                    attributes[name] = self.model
 
     def get_train_dataloader(self) -> Any:
         return super().get_train_dataloader() if self._loader is None else self._loader
@@ -293,6 +307,7 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]
         if self.train_dataset is None:
             raise InvalidInput("ElasticTrainer has no train_dataset: pass one.")
         theirs = super().get_train_dataloader()
+        _check_sampling(theirs)
         args = self.args
         seed = args.seed if args.data_seed is None else args.data_seed
         workers = (
@@ -409,6 +424,37 @@ class _TrainingState(TorchState):
 def _forget_progress(trainer: ElasticTrainer) -> None:
     trainer._committed = None
     trainer.__dict__.pop("_tr_loss", None)
+
+
+def _list_modules(trainer: Trainer) -> Iterator[torch.nn.Module]:
+    """The modules that a Trainer keeps as attributes, or in a list or dict there, with all that are in them."""
+    for value in vars(trainer).values():
+        parts = [value] if isinstance(value, torch.nn.Module) else value
+        parts = list(parts.values()) if isinstance(parts, dict) else parts
+        for part in parts if isinstance(parts, list | tuple) else ():
+            if isinstance(part, torch.nn.Module):
+                yield from part.modules()
+
+
+def _check_sampling(loader: Any) -> None:
+    """
+    Raises:
+        InvalidInput: the Trainer chooses rows, or puts them together, in a way of its own.
+    """
+    if isinstance(loader.dataset, IterableDataset):
+        return  # has no sampler; `ElasticDataLoader` refuses it
+    batches = getattr(
+        loader.batch_sampler, "batch_sampler", loader.batch_sampler
+    )  # within Accelerate's, of one rank
+    sampler = getattr(batches, "sampler", None)
+    is_plain = getattr(type(batches), "__iter__", None) is BatchSampler.__iter__
+    if is_plain and isinstance(sampler, RandomSampler) and not sampler.replacement:
+        return
+    raise InvalidInput(
+        "ElasticTrainer gives each row once per epoch in an order of its own, and this Trainer's loader has a "
+        f"{type(sampler if is_plain else batches).__name__}: leave samplers and batch samplers (such as batch_sampler "
+        "and multi_dataset_batch_sampler of Sentence Transformers) as they are by default."
+    )
 
 
 def _depends_on(loss: torch.Tensor, leaf: torch.Tensor) -> bool:

@@ -28,7 +28,7 @@ from spark_elastic.worker import pickling, program
 from spark_elastic.worker.context import get_context, start_call
 from spark_elastic.worker.exits import accept_exit_zero, exit_forks
 from spark_elastic.worker.program import Completed, Outcome, WorkerHandle
-from spark_elastic.worker.script import destroy_process_group, set_dist_env
+from spark_elastic.worker.script import DIST_ENV, destroy_process_group, exchange_dist_env
 
 
 class FunctionProgram:
@@ -37,6 +37,8 @@ class FunctionProgram:
     environment: variables of the training process, set before the slow imports. dumps: pickles the call.
     checkpoint_target: store and policy of the checkpoints; None: there are none. imports: early ones.
     """
+
+    may_have_loop = True
 
     def __init__(
         self,
@@ -89,7 +91,11 @@ class FunctionProgram:
             handle.process_values[CHECKPOINTER] = self._checkpointer
             handle.process_values[SNAPSHOT_READER] = SnapshotReader(store, policy.run_id, codec)
         try:
-            set_dist_env(world, group, worker.address, worker.ports)
+            env = exchange_dist_env(world, group, worker.address, worker.ports)
+            if env.others_in_loop and handle.go_alone is not None:
+                handle.process_values[DIST_ENV] = env
+                env = exchange_dist_env(*handle.go_alone(), worker.address, worker.ports)
+            env.apply()
             fn, args, kwargs = cloudpickle.loads(self._call)
             value: object = None
             with accept_exit_zero(), exit_forks():

@@ -24,8 +24,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
-# Framework -> the module that registers with it.
-FOLLOWERS = {"torch": "spark_elastic.torch.distributed", "pyspark": "spark_elastic.spark.added_files"}
+# Module of a framework -> the module that registers with it, or whose function `follow` takes it.
+RANKS = "spark_elastic.torch.ranks_of_others"
+FOLLOWERS = {
+    "torch": "spark_elastic.torch.distributed",
+    "pyspark": "spark_elastic.spark.added_files",
+    "accelerate.state": RANKS,
+    "lightning.pytorch.strategies.parallel": RANKS,
+    "pytorch_lightning.strategies.parallel": RANKS,
+}
 # Framework -> what it imports itself with its first optimizer, which takes seconds.
 LATE_PARTS = {"torch": "torch._dynamo"}
 PACKAGE = __name__.partition(".")[0]
@@ -48,7 +55,7 @@ class _FollowingLoader(Loader):
             spec.loader = self._loader  # what looks for the module's resources finds its own loader
             module.__loader__ = self._loader
         self._loader.exec_module(module)
-        importlib.import_module(self._follower)
+        _follow(module, self._follower)
 
 
 class _FollowingFinder(MetaPathFinder):
@@ -67,9 +74,15 @@ def import_followers() -> None:
     """Import the follower of each framework that is imported, and let those of the others follow later."""
     for framework, follower in FOLLOWERS.items():
         if framework in sys.modules:
-            importlib.import_module(follower)
+            _follow(sys.modules[framework], follower)
     if not any(isinstance(finder, _FollowingFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _FollowingFinder())
+
+
+def _follow(module: ModuleType, follower: str) -> None:
+    follow = getattr(importlib.import_module(follower), "follow", None)
+    if follow is not None:
+        follow(module)
 
 
 def list_early_imports(program: object, preload: Sequence[str]) -> tuple[str, ...]:

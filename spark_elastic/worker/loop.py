@@ -18,7 +18,7 @@ from typing import Any
 
 from elastic_collectives import CollectiveError, Endpoint, Group, MismatchError, RequestTimeout, connect
 from spark_elastic.clock import Clock
-from spark_elastic.errors import DriverUnreachable, ElasticError, PeersMissing, StaleGeneration
+from spark_elastic.errors import DriverUnreachable, ElasticError, InvalidInput, PeersMissing, StaleGeneration
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol import worker_machine
@@ -57,6 +57,7 @@ from spark_elastic.rendezvous.messages import (
 from spark_elastic.worker.context import GroupContext, WaitRecorder, WorkerContext, get_context, set_context
 from spark_elastic.worker.exits import exit_forks
 from spark_elastic.worker.notification import notification_manager
+from spark_elastic.worker.outside import has_loop_begun, make_world_alone
 from spark_elastic.worker.program import (
     CHANGE,
     Completed,
@@ -102,6 +103,11 @@ class GroupConnector:
         )
         return self.wait_recorder.watch_group(group)
 
+    def connect_alone(self, world: World) -> Group:
+        """The group of a world of one, which no other group's end ends."""
+        fence = world.fence.attempt, world.fence.generation
+        return connect(self._endpoint, 0, 1, fence, lambda blob: [blob], timeout=self._timeout)
+
 
 class WorkerLoop:
     """Runs one program in world after world until the driver ends the worker."""
@@ -129,6 +135,9 @@ class WorkerLoop:
         self._group_context = GroupContext()
         self._aborted_fence: Fence | None = None
         self._unwritten_checkpoints = 0  # that found no room in the store
+        # The world of this worker alone, while its program is outside of the loop that the others are in, and the
+        # context to return to; None: it is in the world of the machine.
+        self._alone: tuple[WorkerContext, WorkerContext | None] | None = None
         self._handle = WorkerHandle(
             lambda: watch.version,
             self._report_position,
@@ -138,6 +147,8 @@ class WorkerLoop:
                 WorkerStraggles(identity.worker, self._fence(), reason)
             ),
             report_checkpoint=self._report_checkpoint,
+            go_alone=self._go_alone,
+            join_others=self._join_others,
         )
         self._context_between_worlds = WorkerContext(
             identity.worker,
@@ -152,7 +163,7 @@ class WorkerLoop:
     def run(self) -> int:
         """Run until the machine says exit. Returns the process's exit code."""
         try:
-            command = self._advance(on.Warm(self._clock.now()))
+            command = self._begin()
             while not isinstance(command, do.Exit):
                 command = self._advance(self._run_program(command))
             return command.code
@@ -161,6 +172,47 @@ class WorkerLoop:
         finally:
             self._close_group()
             self._program.close()
+
+    def _begin(self) -> do.Sync | do.Run | do.Exit:
+        """Ask for the first world; where others are inside of their loop, once the program has come to its own."""
+        runs_ahead = False
+        if getattr(self._program, "may_have_loop", False):
+            with suppress(DriverUnreachable):
+                runs_ahead = has_loop_begun(self._driver)
+        if not runs_ahead:
+            return self._advance(on.Warm(self._clock.now()))
+        world, _ = self._go_alone()
+        return self._advance(self._run_program(do.Run(world.reason, world, None)))
+
+    def _go_alone(self) -> tuple[World, Group]:
+        """For a program outside of its loop: be in a world of one until `_join_others`: R21 (outside of the loop)."""
+        world = make_world_alone(self._identity)
+        group = self._groups.connect_alone(world)
+        alone = replace(self._context_between_worlds, world=world, group=group, group_context=GroupContext())
+        self._alone = alone, get_context() if self._world is not None else None
+        set_context(alone)
+        return world, group
+
+    def _join_others(self) -> tuple[World, Group] | None:
+        """For a program that enters its loop: return to the world that it is a member of, or ask for one. None: it is
+        in that world already."""
+        if self._alone is None:
+            return None
+        _, context = self._alone
+        self._end_alone()
+        if context is None:
+            return self._await_run(self._advance(on.Warm(self._clock.now())))
+        set_context(context)
+        assert self._world is not None
+        assert context.group is not None
+        return self._world, context.group
+
+    def _end_alone(self) -> None:
+        """Close the world of one, if there is one."""
+        if self._alone is not None:
+            (alone, _), self._alone = self._alone, None
+            alone.require_group().close()
+            alone.group_context.close()
 
     def _report_checkpoint(self, written: Checkpoint | None) -> None:
         worker = self._identity.worker
@@ -195,6 +247,10 @@ class WorkerLoop:
             command = self._advance(on.Boundary(self._clock.now(), self._world.fence, CHANGE))
         else:
             command = self._advance(self._group_broke(self._world.fence, error))
+        return self._await_run(command)
+
+    def _await_run(self, command: do.Sync | do.Run | do.Exit) -> tuple[World, Group]:
+        """For a program inside `run`: go on to the world in which it runs."""
         while isinstance(command, do.Sync):
             command = self._advance(self._run_program(command))
         if isinstance(command, do.Exit):
@@ -286,7 +342,7 @@ class WorkerLoop:
 
     def _run_program(self, command: do.Sync | do.Run) -> on.WorkerEvent:
         """Let the program sync or run in this world; exceptions become events."""
-        group = self._group
+        group = self._group if self._alone is None else self._alone[0].group
         assert group is not None
         try:
             with exit_forks():
@@ -294,16 +350,23 @@ class WorkerLoop:
                     return self._train(command.world, group)
                 position = self._program.sync(command.world, group)
             return on.Synced(self._clock.now(), command.world.fence, position)
-        except CollectiveError as error:
-            return self._group_broke(self._fence(), error)
         except WorkerExit:
             raise
         except BaseException as error:
+            if isinstance(error, CollectiveError) and self._alone is None:
+                return self._group_broke(self._fence(), error)
             # Reported to the driver whatever its class; the driver decides: R13 (deterministic failures).
             return on.UserRaised(self._clock.now(), compute_fingerprint(error), format_traceback(error))
+        finally:
+            self._end_alone()
 
     def _train(self, world: World, group: Group) -> on.WorkerEvent:
         outcome = self._program.run(world, group, self._handle)
+        if self._alone is not None:
+            raise InvalidInput(
+                "the function returned before its elastic loop, in which the other workers train: let each worker call "
+                "the loop."
+            )
         # `world` is not used from here on: the program may have gone on to a later one.
         now = self._clock.now()
         if isinstance(outcome, Completed):

@@ -76,6 +76,11 @@ class WorkerHandle:
     # Tells the driver, which publishes the checkpoint unless it is too late: R18 (publication); None: the store has no
     # room for one. One short request; any thread.
     report_checkpoint: Callable[[Checkpoint | None], object] = lambda checkpoint: None
+    # For a program outside of its loop, in a world with members inside of theirs: a world of this worker alone.
+    go_alone: Callable[[], tuple[World, Group]] | None = None
+    # For a program that enters its loop: ends its time alone. Returns the world of the others with its group; None: it
+    # was not alone.
+    join_others: Callable[[], tuple[World, Group] | None] = lambda: None
 
 
 class WorkerExit(BaseException):
@@ -93,7 +98,8 @@ class Program(Protocol):
     then joins the next world and calls `sync` and `run` again.
 
     A program may have an attribute `environment`: variables that are set before the slow imports, which `imports` lists
-    in the form of `worker.imports`.
+    in the form of `worker.imports`; and `may_have_loop`, which is true if `run` may come to an elastic loop: R21 (outside
+    of the loop).
     """
 
     def prepare(self) -> None:

@@ -25,6 +25,8 @@ from spark_elastic.worker.exits import accept_exit_zero, exit_forks
 # Outside the range that systems use for outgoing connections, one of which could take the port before the user does.
 PORTS = (20_000, 32_767)
 TRIES = 1_000  # ports that are tried
+# Key of `WorkerHandle.process_values`: the `DistEnv` of the world that the worker is a member of, while it is alone.
+DIST_ENV = "dist_env"
 
 
 @dataclass(frozen=True)
@@ -156,40 +158,62 @@ def _search_first(folder: str) -> Iterator[None]:
             sys.path.remove(folder)
 
 
-def set_dist_env(world: World, group: Group, address: str, ports: tuple[int, int] | None = None) -> None:
-    """Set MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE and so on, and Horovod's names for ranks and sizes.
+@dataclass(frozen=True)
+class DistEnv:
+    """What a program reads of its place in a world."""
 
-    Collective, in each new world; main thread only, since it writes `os.environ`. The master is rank 0; the port was
-    free there. address: of this worker. ports: first and last port that the worker may listen on; None: any.
+    # By name, of `os.environ`.
+    variables: dict[str, str]
+    # Whether another member is inside of its elastic loop.
+    others_in_loop: bool
+
+    def apply(self) -> None:
+        """Set the variables. Main thread only."""
+        os.environ.update(self.variables)
+        if get_process_context().device == "cpu":
+            set_accelerate_device(os.environ)
+
+
+def exchange_dist_env(
+    world: World, group: Group, address: str, ports: tuple[int, int] | None = None, *, in_loop: bool = False
+) -> DistEnv:
+    """MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE and so on, and Horovod's names for ranks and sizes.
+
+    Collective, in each new world, before anything else. The master is rank 0; the port was free there.
+
+    Args:
+        address: of this worker.
+        ports: first and last port that the worker may listen on; None: any.
+        in_loop: this worker is inside of its elastic loop.
 
     Raises:
         CollectiveError: the group broke.
     """
-    mine = f"{address} {find_free_port(address, ports or PORTS)}".encode() if group.rank == 0 else b""
-    master, _, port = group.allgather_bytes(mine)[0].decode().partition(" ")
+    mine = f"{address} {find_free_port(address, ports or PORTS)}" if group.rank == 0 else " "
+    told = [part.decode().split(" ") for part in group.allgather_bytes(f"{in_loop:d} {mine}".encode())]
+    _, master, port = told[0]
     me = world.members[group.rank]
     # Programs of torch take LOCAL_RANK for the number of their device, and a worker sees the GPU of its slot alone.
     has_own_gpu = get_process_context().device == "cuda"
-    os.environ.update(
-        {
-            "MASTER_ADDR": master,
-            "MASTER_PORT": port,
-            "RANK": str(me.rank),
-            "WORLD_SIZE": str(world.size),
-            "LOCAL_RANK": "0" if has_own_gpu else str(me.local_rank),
-            "LOCAL_WORLD_SIZE": "1" if has_own_gpu else str(me.local_size),
-            "HOROVOD_RANK": str(me.rank),
-            "HOROVOD_SIZE": str(world.size),
-            "HOROVOD_LOCAL_RANK": str(me.local_rank),
-            "HOROVOD_LOCAL_SIZE": str(me.local_size),
-            "HOROVOD_CROSS_RANK": str(me.cross_rank),
-            "HOROVOD_CROSS_SIZE": str(me.cross_size),
-            "HOROVOD_HOSTNAME": me.host,
-            "HOROVOD_ELASTIC": "1",
-        }
-    )
-    if get_process_context().device == "cpu":
-        set_accelerate_device(os.environ)
+    variables = {
+        "MASTER_ADDR": master,
+        "MASTER_PORT": port,
+        "RANK": str(me.rank),
+        "WORLD_SIZE": str(world.size),
+        "LOCAL_RANK": "0" if has_own_gpu else str(me.local_rank),
+        "LOCAL_WORLD_SIZE": "1" if has_own_gpu else str(me.local_size),
+        "GROUP_RANK": str(me.rank if has_own_gpu else me.cross_rank),
+        "TORCHELASTIC_RUN_ID": "spark_elastic",  # by which Lightning takes RANK and WORLD_SIZE as they are
+        "HOROVOD_RANK": str(me.rank),
+        "HOROVOD_SIZE": str(world.size),
+        "HOROVOD_LOCAL_RANK": str(me.local_rank),
+        "HOROVOD_LOCAL_SIZE": str(me.local_size),
+        "HOROVOD_CROSS_RANK": str(me.cross_rank),
+        "HOROVOD_CROSS_SIZE": str(me.cross_size),
+        "HOROVOD_HOSTNAME": me.host,
+        "HOROVOD_ELASTIC": "1",
+    }
+    return DistEnv(variables, any(inside == "1" for inside, *_ in told))
 
 
 def destroy_process_group() -> None:

@@ -6,12 +6,13 @@ Training thread only.
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
 from elastic_collectives import CollectiveError, Group
-from spark_elastic.errors import InvalidInput
+from spark_elastic.errors import DriverUnreachable, InvalidInput
 from spark_elastic.protocol.types import (
     INITIAL_VERSION,
     HostUpdateResult,
@@ -21,10 +22,13 @@ from spark_elastic.protocol.types import (
 from spark_elastic.state import state
 from spark_elastic.state.checkpoint import CHECKPOINTER, SNAPSHOT_READER, Checkpointer, SnapshotReader
 from spark_elastic.worker.context import CollectiveThread, WorkerContext, get_context
+from spark_elastic.worker.outside import mark_loop_begun
 from spark_elastic.worker.program import WorkerHandle
-from spark_elastic.worker.script import set_dist_env
+from spark_elastic.worker.script import DIST_ENV, DistEnv, exchange_dist_env
 
-METRICS = "metrics"  # in `WorkerHandle.process_values`: all numbers reported so far
+# Keys of `WorkerHandle.process_values`.
+METRICS = "metrics"  # all numbers reported so far
+MARKED = "marked"  # this worker has told the driver that it enters its loop
 RESERVED = ("step", "steps", "rows", "world", "checkpoint_seconds")  # numbers that the job counts itself
 
 
@@ -93,10 +97,24 @@ class ContextSession:
     def is_job_ending(self) -> bool:
         return self._agreed_version.job_ends
 
-    def next_world(self, error: CollectiveError | None) -> None:
-        world, group = self._handle.next_world(error)
+    def enter_loop(self) -> None:
+        """R21 (outside of the loop): the driver knows of it before this worker exchanges anything inside."""
         worker = _require_context()
-        set_dist_env(world, group, worker.address, worker.ports)
+        if worker.driver is not None and MARKED not in self.process_values:
+            self.process_values[MARKED] = True
+            with suppress(DriverUnreachable):  # `DriverWatch` ends the worker in time
+                mark_loop_begun(worker.driver)
+        joined = self._handle.join_others()
+        if joined is not None:
+            env = self.process_values.pop(DIST_ENV, None)
+            (env or self._exchange_env(*joined)).apply()
+
+    def next_world(self, error: CollectiveError | None) -> None:
+        self._exchange_env(*self._handle.next_world(error)).apply()
+
+    def _exchange_env(self, world: World, group: Group) -> DistEnv:
+        worker = _require_context()
+        return exchange_dist_env(world, group, worker.address, worker.ports, in_loop=True)
 
 
 def get_session() -> ContextSession | None:

@@ -111,6 +111,8 @@ def _count(tx: Transition, failure: Failure) -> None:
         tx.end(JobOutcome.USER_ERROR, reason, detail)
         return
     affected = history.generations_with_losses
+    if tx.has_survivors():
+        affected |= {0}  # a program that raises before it joins costs those who train nothing
     count = len(
         {_find_common_cause(f) for f in history.records if not (f.fingerprint and f.generation in affected)}
     )

@@ -25,6 +25,7 @@ from spark_elastic.ops.channels import choose_channel
 from spark_elastic.torch.distributed.process_group import NAME, ElasticProcessGroup
 from spark_elastic.torch.distributed.store import DriverStore, get_store
 from spark_elastic.worker.context import get_context, get_process_context
+from spark_elastic.worker.outside import ALONE
 
 Rendezvous = Iterator[tuple[DriverStore, int, int]]
 
@@ -99,7 +100,8 @@ def _make_env_handler(original: Callable[..., Rendezvous]) -> Callable[..., Rend
             return
         group, given = worker.require_group(), dict(parse_qsl(urlparse(url).query))
         rank, size = int(given.get("rank", group.rank)), int(given.get("world_size", group.size))
-        yield get_store(worker, worker.driver, timeout), rank, size
+        alone = worker.world is not None and worker.world.fence == ALONE  # of which the driver knows nothing
+        yield dist.HashStore() if alone else get_store(worker, worker.driver, timeout), rank, size
 
     return give_store
 

@@ -137,6 +137,37 @@ def count(
     return {"number": float(state.numbers[0]), "trained": trained}
 
 
+def exchange_around(go: str) -> list[Any]:
+    """What the ranks gather before their loop and after it: their ranks. The loop begins once the first world, of two,
+    is to change, and the function goes on after the loop once there is a file `go`."""
+    import numpy as np
+
+    import spark_elastic.torch as hvd
+    from spark_elastic.worker.context import get_context
+
+    hvd.init()
+    seen = [hvd.allgather_object(hvd.rank()), hvd.broadcast_object(hvd.size())]
+    hvd.barrier()
+    worker: Any = get_context()
+    while worker.world.size == 2 and worker.handle.membership_version() <= worker.world.version:
+        time.sleep(PACE)
+
+    @hvd.elastic.run
+    def loop(state: Any) -> None:
+        while state.step < 12:
+            hold(state, {5: 2, 8: 4}.get(state.step))
+            time.sleep(PACE)
+            assert hvd.allreduce(torch.tensor(np.ones(1)), op=hvd.Sum) == hvd.size()
+            state.step += 1
+            print(f"step {state.step}", flush=True)  # noqa: T201 - what the test waits for
+            state.commit()
+
+    loop(hvd.elastic.TorchState(step=0))
+    print("step 20", flush=True)  # noqa: T201 - likewise
+    hold(None, go)
+    return [*seen, hvd.allgather_object(hvd.rank())]
+
+
 class Run:
     """One call of `run` on plain processes. `at` does something once a worker says that it took a step.
 

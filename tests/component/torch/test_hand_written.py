@@ -11,7 +11,7 @@ import pytest
 
 from spark_elastic.errors import TimeLimitReached, WorkerFailed
 from tests.component.injected_faults import kill
-from tests.component.torch.hand_written import STEPS, Run, assert_exact, count, hold, train
+from tests.component.torch.hand_written import STEPS, Run, assert_exact, count, exchange_around, hold, train
 from tests.scenarios import Fault
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(300)]
@@ -82,6 +82,26 @@ def test_all_workers_but_one_die_and_their_spares_take_over(fault: Fault, tmp_pa
     results = run.results()
     assert {result["number"] for result in results} == {STEPS}
     assert len(run.sizes()) >= 2
+
+
+def test_r21_nobody_waits_for_what_others_exchange_outside_of_the_loop(fault: Fault, tmp_path: Path) -> None:
+    """One worker comes while the first world is before its loop, another one while the others are inside of theirs; the
+    last loss comes after the loop."""
+    go = tmp_path / "go"
+    run = Run(exchange_around, (str(go),), room=3, num_workers=2, max_workers=3)
+
+    def lose(last: bool) -> None:
+        fault(run.workers()[-1].kill)
+        if last:
+            go.touch()
+
+    run.at(6, lambda: lose(last=False))
+    run.at(20, lambda: lose(last=True))
+    results = run.results()
+    assert run.sizes()[:4] == [2, 3, 2, 3]
+    for before, size, after in results:
+        assert before == list(range(size))
+        assert after == list(range(len(results)))
 
 
 def test_max_runtime_ends_the_job() -> None:

@@ -26,6 +26,8 @@ ROWS, EPOCHS, BATCH = 38, 3, 6
 
 def train_net(folder: str, holds: dict[int, int | str]) -> dict[str, Any]:
     """A linear net, and a ledger that is trained with it: a row's count grows by exactly 1 when its step is applied."""
+    from spark_elastic.torch.huggingface import ElasticTrainer
+
     drawn = torch.Generator().manual_seed(3)
     x = torch.randn(ROWS, 4, generator=drawn, dtype=torch.float64)
     rows = [{"row": torch.tensor(i), "x": x[i], "y": x[i].sum().sin()} for i in range(ROWS)]
@@ -41,13 +43,26 @@ def train_net(folder: str, holds: dict[int, int | str]) -> dict[str, Any]:
             count = self.ledger[row].mean() * trainers[0].get_train_dataloader().global_rows
             return {"loss": (self.linear(x).squeeze(1) - y).pow(2).mean() - count}
 
+    class Keeping(ElasticTrainer):
+        """Its loss keeps the wrapped model, and replaces the model alone, as those of Sentence Transformers do."""
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.kept: Any = torch.nn.Module()
+            self.kept.model = net
+
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            if model is self.model_wrapped and isinstance(self.kept.model, Net):
+                self.kept.model = model
+            return self.kept.model(**inputs)["loss"]
+
     torch.manual_seed(7)
     net = Net()
     optimizer = torch.optim.SGD(
         [{"params": net.linear.parameters(), "momentum": 0.9}, {"params": [net.ledger], "lr": 1.0}], lr=0.05
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 1 / (1 + step), lambda step: 1.0])
-    return _train(folder, net, rows, holds, trainers, optimizers=(optimizer, schedule))
+    return _train(folder, net, rows, holds, trainers, kind=Keeping, optimizers=(optimizer, schedule))
 
 
 def train_language_model(folder: str, holds: dict[int, int | str]) -> dict[str, Any]:
@@ -120,17 +135,21 @@ def _train(
     import time
 
     import transformers
+    from accelerate import PartialState
+    from accelerate.utils import broadcast_object_list
 
     import spark_elastic.torch as hvd
     from spark_elastic.torch.huggingface import ElasticTrainer
 
     hvd.init()
     trained: list[int] = []
+    epochs: dict[int, float] = {}  # as users' callbacks see them
 
     class SlowSteps(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
         def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
             time.sleep(0.03)
             trained.append(state.global_step)
+            epochs[state.global_step] = round(state.epoch, 9)
             print(f"step {state.global_step}", flush=True)  # noqa: T201 - what the test waits for
             if state.global_step in holds:  # rows and counters belong together here, so the world may change
                 hold(trainers[0]._elastic_state, holds[state.global_step])
@@ -150,6 +169,21 @@ def _train(
         remove_unused_columns=False,
         seed=5,
     )
+    with args.main_process_first(desc="tokenizing"):
+        outside = [
+            hvd.rank(),
+            hvd.size(),
+            args.process_index,
+            args.world_size,
+            hvd.allgather_object(hvd.rank()),
+        ]
+    PartialState().wait_for_everyone()
+    with (
+        PartialState().main_process_first(),
+        PartialState().local_main_process_first(),
+    ):  # as in TRL's SFTTrainer
+        name = ["a name" if PartialState().is_main_process else ""]
+    broadcast_object_list(name)
     trainer = (kind or ElasticTrainer)(
         model, args, train_dataset=rows, callbacks=[SlowSteps()], global_batch_size=BATCH, **options
     )
@@ -160,6 +194,8 @@ def _train(
         "ledger": weights.pop("ledger", [EPOCHS] * ROWS),
         "weights": [value for values in weights.values() for value in values],
         "trained": trained,
+        "epochs": epochs,
+        "outside": [*outside, *name],  # of its loop
         "steps": output.global_step,
         "epoch": trainer.state.epoch,
         "logged": [entry["step"] for entry in trainer.state.log_history if "loss" in entry],
@@ -193,6 +229,10 @@ def test_p1_p2_a_trainer_continues_at_the_step_in_flight(
         got = torch.tensor(result["weights"], dtype=torch.float64)
         assert float((got - expected).abs().max() / expected.abs().max()) < 1e-9
         assert max(abs(count - EPOCHS) for count in result["ledger"]) < 1e-9
+        assert result["epochs"].items() <= alone["epochs"].items()
+        rank, size, *_, name = result["outside"]
+        assert result["outside"] == [rank, size, rank, size, list(range(size)), name]
+        assert name == "a name"
         assert {name: result[name] for name in ("steps", "epoch", "logged", "rate")} == {
             name: alone[name] for name in ("steps", "epoch", "logged", "rate")
         }
@@ -518,3 +558,34 @@ def test_a_trainer_that_cannot_be_elastic_is_refused(
     args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", **given)
     with pytest.raises(InvalidInput, match=advice):
         ElasticTrainer(torch.nn.Linear(2, 1), args, global_batch_size=2, **options).train(**call)
+
+
+@pytest.mark.parametrize("kind", ["sampler", "batch_sampler"])
+def test_a_trainer_that_samples_in_a_way_of_its_own_is_refused(kind: str, tmp_path: Path) -> None:
+    import transformers
+
+    from spark_elastic.torch.huggingface import ElasticTrainer
+
+    class Pairs(torch.utils.data.BatchSampler):
+        def __iter__(self) -> Any:
+            return iter([[0, 1], [2, 3]])
+
+    class Sampling(transformers.Trainer):  # type: ignore[misc, name-defined]
+        def get_train_dataloader(self) -> Any:
+            random = torch.utils.data.RandomSampler(range(4))
+            weighted = torch.utils.data.WeightedRandomSampler([1.0, 2.0, 1.0, 1.0], 4)
+            how = (
+                {"batch_sampler": Pairs(random, 2, False)}
+                if kind == "batch_sampler"
+                else {"sampler": weighted}
+            )
+            return self.accelerator.prepare(torch.utils.data.DataLoader(range(4), **how))
+
+    class Both(ElasticTrainer, Sampling):
+        pass
+
+    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    trainer = Both(torch.nn.Linear(2, 1), args, train_dataset=[1, 2, 3, 4], global_batch_size=2)
+    name = "Pairs" if kind == "batch_sampler" else "WeightedRandomSampler"
+    with pytest.raises(InvalidInput, match=f"loader has a {name}: leave samplers"):
+        trainer.train()

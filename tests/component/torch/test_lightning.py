@@ -327,3 +327,41 @@ def test_training_begins_in_mid_epoch_from_a_checkpoints_file(tmp_path: Path) ->
     whole = fit(None)
     assert whole[0] == 8
     assert fit(tmp_path / "step=3.ckpt") == whole
+
+
+def train_as_under_torch_distributor(folder: str, workers: int) -> dict[str, Any]:
+    """Each worker is a node with one device, whatever else runs on its machine."""
+    import lightning.pytorch as pl
+    from accelerate import PartialState
+
+    class Net(pl.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(7)
+            self.linear = torch.nn.Linear(4, 1)
+
+        def training_step(self, batch: Any) -> Any:
+            return self.linear(batch[0]).pow(2).mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.05)
+
+    rows = torch.utils.data.TensorDataset(torch.randn(12, 4, generator=torch.Generator().manual_seed(3)))
+    trainer = pl.Trainer(
+        accelerator="cpu", strategy="ddp", devices=1, num_nodes=workers, max_epochs=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
+    )  # fmt: skip
+    net = Net()
+    trainer.fit(net, torch.utils.data.DataLoader(rows, 3))
+    return {
+        "place": (trainer.global_rank, trainer.world_size, trainer.global_step),
+        "accelerate": (PartialState().process_index, PartialState().num_processes),
+        "weights": net.linear.weight.detach().flatten().tolist(),
+    }
+
+
+def test_functions_for_torch_distributor_and_a_bare_partial_state_see_all_workers(tmp_path: Path) -> None:
+    results = Run(train_as_under_torch_distributor, (str(tmp_path), 2), room=2, num_workers=2).results()
+    assert [result["place"] for result in results] == [(0, 2, 2), (1, 2, 2)]
+    assert [result["accelerate"] for result in results] == [(0, 2), (1, 2)]
+    assert results[0]["weights"] == results[1]["weights"]

@@ -252,6 +252,9 @@ class FakeSession:
     def close_group(self) -> None:
         self._group.close()
 
+    def enter_loop(self) -> None:
+        """Nothing: all are inside."""
+
     def next_world(self, error: CollectiveError | None) -> None:
         if error is not None:
             self._group.abort(str(error))

@@ -336,7 +336,9 @@ def test_a_full_store_keeps_checkpointing_the_oldest_gives_way(caplog: pytest.Lo
             writer.flush()
             answer = told[-1]
             commands = bench.on(
-                CheckpointStoreFull(name(1), told.count(None)) if answer is None else CheckpointWritten(name(1), answer)
+                CheckpointStoreFull(name(1), told.count(None))
+                if answer is None
+                else CheckpointWritten(name(1), answer)
             )
             for command in commands:
                 assert isinstance(command, PublishCheckpoint)

@@ -564,6 +564,9 @@ class LoneSession:
         assert worker is not None
         return worker.group
 
+    def enter_loop(self) -> None:
+        """Nothing: all are inside."""
+
     def report_commit(self, commits: int) -> None:
         pass
 

@@ -180,6 +180,17 @@ def test_lost_hosts_and_drains_cost_no_budget() -> None:
     assert not bench.find_commands(End)
 
 
+def test_r21_a_program_that_raises_before_it_joins_costs_those_who_train_nothing() -> None:
+    bench = Bench(replace(FOUR, failure_budget=1))
+    bench.start(1, 2, 3)
+    bench.slot(4)
+    for started in (1, 2, 3):
+        bench.on(WorkerStarted(SlotId("4-0"), name(4, started)))
+        _raise(bench, name(4, started), "no such file", step=None)
+        assert name(4, started) in bench.state.workers.departed
+    assert not bench.find_commands(End)
+
+
 def test_an_exit_that_is_reported_after_its_broken_connection_is_counted_once() -> None:
     bench = Bench(replace(FOUR, failure_budget=0))
     bench.start(1, 2, 3, 4)
