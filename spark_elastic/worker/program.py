@@ -98,8 +98,8 @@ class Program(Protocol):
     then joins the next world and calls `sync` and `run` again.
 
     A program may have an attribute `environment`: variables that are set before the slow imports, which `imports` lists
-    in the form of `worker.imports`; and `may_have_loop`, which is true if `run` may come to an elastic loop: R21 (outside
-    of the loop).
+    in the form of `worker.imports`; and `may_have_loop`, which is true if `run` may come to an elastic loop: R21
+    (outside of the loop).
     """
 
     def prepare(self) -> None:
