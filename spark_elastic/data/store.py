@@ -73,7 +73,9 @@ def make_folder(path: str) -> None:
     """Create a local folder and its parents, unless they exist; each is still there after a power cut."""
     if not os.path.isdir(path):
         make_folder(os.path.dirname(path))
-        with suppress(FileExistsError):  # another process was first; a file in its place fails where it is used
+        with suppress(
+            FileExistsError
+        ):  # another process was first; a file in its place fails where it is used
             os.mkdir(path)
         _sync_folder(os.path.dirname(path))
 
@@ -280,7 +282,9 @@ class Store:
             filesystem, root = url_to_fs(url, **storage_options)
         except (ImportError, ValueError, OSError) as error:
             reason = str(error).partition("\n")[0].rstrip(".")
-            raise StoreError(f"The store {url} cannot be opened: {reason}{_NEEDS.get(scheme, '')}.") from error
+            raise StoreError(
+                f"The store {url} cannot be opened: {reason}{_NEEDS.get(scheme, '')}."
+            ) from error
         # The url stays as given: clients drop the account or name node that Spark needs. A local path gets a scheme.
         shown = url.rstrip("/") if "://" in url else filesystem.unstrip_protocol(root)
         return cls(shown, filesystem, root.rstrip("/"), retry_seconds)

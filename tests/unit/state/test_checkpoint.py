@@ -156,9 +156,9 @@ def test_r10_an_attempt_that_a_power_cut_has_lost_is_not_taken_again(store: Stor
     OwnedRun.acquire(store, "r")
     run = OwnedRun.acquire(store, "r")
     run.publish_now((write_checkpoint(store, 1, attempt=2),))
-    for name in store.list("runs/r/attempts"):
-        if lost == "*" or name.endswith(lost):
-            store.delete(name)
+    for attempt in store.list("runs/r/attempts"):
+        if lost == "*" or attempt.endswith(lost):
+            store.delete(attempt)
     assert OwnedRun.acquire(store, "r").attempt == 3
     unpublished = write_checkpoint(store, 2, attempt=7)
     store.remove_tree("runs/r/attempts")
@@ -336,7 +336,9 @@ def test_a_full_store_keeps_checkpointing_the_oldest_gives_way(caplog: pytest.Lo
             writer.flush()
             answer = told[-1]
             commands = bench.on(
-                CheckpointStoreFull(name(1), told.count(None)) if answer is None else CheckpointWritten(name(1), answer)
+                CheckpointStoreFull(name(1), told.count(None))
+                if answer is None
+                else CheckpointWritten(name(1), answer)
             )
             for command in commands:
                 assert isinstance(command, PublishCheckpoint)
