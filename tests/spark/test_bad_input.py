@@ -59,7 +59,7 @@ BEFORE: list[tuple[dict[str, Any], str]] = [
     ({"feature_cols": ["s"]}, "feature column 's' is string, which cannot be trained on"),
     ({"batch_size": 0}, "batch_size must be a whole number of 1 or more; got 0"),
     ({"epochs": 0}, "epochs must be a whole number of 1 or more; got 0"),
-    ({"min_workers": 3, "max_workers": 2}, "min_workers is 3 and max_workers 2"),
+    ({"min_workers": 3, "max_workers": 2}, "min_workers is 3 and num_workers 2"),
     ({"num_workers": 5, "max_workers": 4}, "num_workers is 5 and max_workers 4"),
     ({"model": "net"}, "model must be a torch.nn.Module or a function that makes one; got str"),
     ({"model": torch.nn.Linear(2, 1)}, "the optimizer holds 2 of 2 parameters that are not the model's"),
