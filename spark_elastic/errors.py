@@ -39,7 +39,7 @@ class ElasticError(Exception):
     """Root of all errors of spark_elastic."""
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows in a notebook: the user's lines, then the sentence. `traceback.print_exc()` shows all."""
+        """What IPython shows in a notebook: the user's lines and the sentence; `traceback.print_exc()` shows all."""
         places = (os.path.dirname(__file__), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
         frames = traceback.extract_tb(self.__traceback__)
         own = [frame for frame in frames if not frame.filename.startswith(places)]

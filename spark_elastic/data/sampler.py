@@ -89,6 +89,17 @@ class ElasticSampler:
         """The rows of this epoch that this rank knows to be processed, by whichever rank."""
         return {*self._known, *self._find_order()[: self._taken], *self._recorded}
 
+    @processed_indices.setter
+    def processed_indices(self, indices: Iterable[int]) -> None:
+        """Replace what is known; as in Horovod, `reset` then divides the others."""
+        self._known, self._recorded, self._taken = frozenset(), set(), 0
+        self.record_indices(indices)
+
+    @property
+    def indices(self) -> list[int]:
+        """This rank's rows since the last `reset`, in the order in which they come."""
+        return list(self._mine)
+
     @property
     def processed_num(self) -> int:
         """The number of `processed_indices`."""

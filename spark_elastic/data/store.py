@@ -73,9 +73,7 @@ def make_folder(path: str) -> None:
     """Create a local folder and its parents, unless they exist; each is still there after a power cut."""
     if not os.path.isdir(path):
         make_folder(os.path.dirname(path))
-        with suppress(
-            FileExistsError
-        ):  # another process was first; a file in its place fails where it is used
+        with suppress(FileExistsError):  # another process was first
             os.mkdir(path)
         _sync_folder(os.path.dirname(path))
 
@@ -135,9 +133,7 @@ def _rename(filesystem: Any, temporary: str, path: str, data: bytes, *, local: b
         # HDFS does not rename onto a file: for a moment there is no file, but never a part of one.
         if filesystem.exists(path):
             filesystem.rm_file(path)
-        if (
-            type(filesystem).mv is AbstractFileSystem.mv
-        ):  # no rename: it copies, and takes a path for a pattern
+        if type(filesystem).mv is AbstractFileSystem.mv:  # a copy, of what the path matches as a pattern
             raise NotImplementedError
         filesystem.mv(temporary, path)
     except (OSError, NotImplementedError) as error:
@@ -282,9 +278,8 @@ class Store:
             filesystem, root = url_to_fs(url, **storage_options)
         except (ImportError, ValueError, OSError) as error:
             reason = str(error).partition("\n")[0].rstrip(".")
-            raise StoreError(
-                f"The store {url} cannot be opened: {reason}{_NEEDS.get(scheme, '')}."
-            ) from error
+            needs = _NEEDS.get(scheme, "")
+            raise StoreError(f"The store {url} cannot be opened: {reason}{needs}.") from error
         # The url stays as given: clients drop the account or name node that Spark needs. A local path gets a scheme.
         shown = url.rstrip("/") if "://" in url else filesystem.unstrip_protocol(root)
         return cls(shown, filesystem, root.rstrip("/"), retry_seconds)

@@ -173,10 +173,11 @@ class ProgressListener(JobListener):
     def _create_bar(self, total: int) -> Any:
         """A bar without tqdm's own speed and time left: it counts from when it is drawn, also after a resume."""
         # Without tqdm's monitor: its thread outlives the bar, and each report refreshes the bar anyway.
-        bar = type("Bar", (importlib.import_module("tqdm").tqdm,), {"monitor_interval": 0})
+        kind, own = importlib.import_module("tqdm").tqdm, {"monitor_interval": 0}
         if not is_in_notebook():
+            bar = type("Bar", (kind,), own)
             return bar(total=total, bar_format=BAR_FORMAT, file=self._stream, dynamic_ncols=True)
-        bar.display = _make_notebook_display()
+        bar = type("Bar", (kind,), {**own, "display": _make_notebook_display()})
         return bar(total=total, bar_format=BAR_FORMAT, file=io.StringIO(), ncols=BAR_COLUMNS, ascii=False)
 
     def _write_plain_line(self, metrics: Metrics) -> None:

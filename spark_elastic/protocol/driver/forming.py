@@ -58,6 +58,8 @@ LAST_STOP_TIMEOUT = 60.0
 # Seconds to build a world, to come to a planned stop, or to report a result after rank 0's.
 SHORT_TIMEOUT = 30.0
 LAST_STATE_FACTOR = 10  # times regroup_timeout, while only a member that has not come back has a state
+# Where a world begins whose workers are all new, if the job has written no checkpoint.
+NO_CHECKPOINT = "the beginning, for lack of a checkpoint (a job with run_id and store writes them)"
 MIN_OTHER_RELEASES = 3  # slots of another release that end a job with fewer slots
 # Seconds from one world to the next for each world in a row without progress, and at most, since peers that refuse
 # connections break worlds within milliseconds.
@@ -235,7 +237,7 @@ def _regroup(tx: Transition) -> None:
     if not tx.has_survivors():
         state.stage = JobStage.GATHERING
         state.timers.leaving_since = None
-        begins = f"checkpoint {state.checkpoints[0].name}" if state.checkpoints else "the beginning"
+        begins = f"checkpoint {state.checkpoints[0].name}" if state.checkpoints else NO_CHECKPOINT
         state.current.break_reason = (
             f"no worker of world {state.generation} is left, so the next starts from {begins}: "
             f"{state.current.break_reason}"

@@ -130,6 +130,16 @@ def test_w5_states_of_horovods_sampler_are_loaded(state: dict[str, object], left
     assert list(sampler) == left
 
 
+def test_w5_rows_of_a_rank_can_be_read_and_processed_ones_set_as_in_horovod() -> None:
+    sampler = ElasticSampler(range(10), shuffle=False, rank=lambda: 1, size=lambda: 2)
+    assert sampler.indices == list(sampler) == [1, 3, 5, 7, 9]
+    sampler.record_batch(0, 2)
+    sampler.processed_indices = {0, 1, 2, 9}
+    sampler.reset()
+    assert sampler.processed_indices == {0, 1, 2, 9}
+    assert sampler.indices == [4, 6, 8]
+
+
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(InvalidInput, match="takes a dataset with a length; got int"):
         ElasticSampler(5, rank=lambda: 0, size=lambda: 1)  # type: ignore[arg-type]

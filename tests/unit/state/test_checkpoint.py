@@ -156,9 +156,9 @@ def test_r10_an_attempt_that_a_power_cut_has_lost_is_not_taken_again(store: Stor
     OwnedRun.acquire(store, "r")
     run = OwnedRun.acquire(store, "r")
     run.publish_now((write_checkpoint(store, 1, attempt=2),))
-    for kept in store.list("runs/r/attempts"):
-        if lost == "*" or kept.endswith(lost):
-            store.delete(kept)
+    for attempt in store.list("runs/r/attempts"):
+        if lost == "*" or attempt.endswith(lost):
+            store.delete(attempt)
     assert OwnedRun.acquire(store, "r").attempt == 3
     unpublished = write_checkpoint(store, 2, attempt=7)
     store.remove_tree("runs/r/attempts")
