@@ -96,7 +96,7 @@ class OutputColumns:
             tuple(values["label_cols"] or ()),
             activation,
             _check_thresholds(values, named),
-            required=bool(asked) or (activation is not None and "activation" in named),
+            required=bool(asked) or (values["activation"] is not None and "activation" in named),
         )
 
     def list_certain(self) -> tuple[str, ...]:
@@ -165,10 +165,9 @@ class Outputs:
         if wanted.activation is not None:
             obstacle = _find_obstacle(shapes, wanted.activation, wanted.thresholds)
             if obstacle is None:
-                columns, contents = zip(*wanted.list_of_classes(), strict=True)
-                classes = max(2, widths[0])
-                widths = tuple(1 if content == "class" else classes for content in contents)
-                return cls(columns, widths, contents, wanted.activation, wanted.thresholds)
+                of_classes, contents = zip(*wanted.list_of_classes(), strict=True)
+                widths = tuple(1 if content == "class" else max(2, widths[0]) for content in contents)
+                return cls(of_classes, widths, contents, wanted.activation, wanted.thresholds)
             if wanted.required:
                 raise InvalidInput(
                     f"{obstacle}, or set raw_outputs=True, which gives the outputs as they are."
@@ -243,7 +242,7 @@ def _compute_raw_predictions(output: Floats, activation: str) -> Floats:
     return np.concatenate([1.0 - output, output], axis=1) if output.shape[1] == 1 else output
 
 
-def _choose_classes(probabilities: Floats, thresholds: Sequence[float]) -> npt.NDArray[Any]:
+def _choose_classes(probabilities: Floats, thresholds: Sequence[float]) -> Any:
     """As Spark ML: the class with the largest quotient of probability and threshold; of two, class 1 above its own."""
     if probabilities.shape[1] == 2:
         return probabilities[:, 1] > find_threshold(thresholds)

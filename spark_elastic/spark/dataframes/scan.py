@@ -64,10 +64,14 @@ class MissingKind(NamedTuple):
 
     def describe(self, number: int, rows: str) -> str:
         """The sentence that refuses them. number: of rows that have them. rows: of how many."""
-        keep = ", or take them as they are (missing={'nans': 'keep'})" if self.what == "NaN" else ""
+        if self.what == "nulls":
+            return (
+                f"The column {self.column!r} has nulls in {number} of {rows}: fill them (df.fillna, Imputer) or drop "
+                "those rows (missing='drop')."
+            )
         return (
-            f"The column {self.column!r} has {self.what} in {number} of {rows}: fill them (df.fillna, Imputer), "
-            f"{'' if keep else 'or '}drop those rows (missing='drop'){keep}."
+            f"The column {self.column!r} has NaN in {number} of {rows}: fill them (df.fillna, Imputer), drop those "
+            "rows (missing='drop'), or take them as they are (missing={'nans': 'keep'})."
         )
 
 
@@ -137,7 +141,7 @@ def count_where(condition: Column) -> Column:
 def has_null(column: Column, kind: ColumnType) -> Column:
     """Whether the row's value, or anything in it, is null; never null itself."""
     condition, inner = column.isNull(), column
-    for level in range(kind.dimensions):
+    for level in range(0 if kind.vector else kind.dimensions):  # vectors have no null inside
         condition = condition | F.coalesce(F.exists(inner, lambda each: each.isNull()), F.lit(False))
         if level + 1 < kind.dimensions:
             inner = F.flatten(inner)
