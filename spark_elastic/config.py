@@ -121,8 +121,8 @@ class ElasticConfig:
     idle_slot_timeout: a slot that the world has no room for gives its core back after this long.
     spare_after: a slot starts a warm spare once its worker has been ready for this long. A job that ends sooner does
         not pay for one; a worker that dies sooner is replaced by one that starts cold. 0: at once.
-    fork_workers: training processes of torch programs are forked from a process that has imported torch once for all of
-        a slot's, also for the next jobs of a Spark session; False: each starts anew. See docs/tuning.md.
+    fork_workers: training processes are forked from a process that has imported what the program imports, once for all
+        of a slot's, also for the next jobs of a Spark session; False: each starts anew. See docs/tuning.md.
     host_discovery: which hosts may take part, asked once a second: a function `() -> {host: slots}`, or an executable
         that prints `host[:slots]` lines. A host is an executor's id or its machine's name. None: all, with all slots.
     handle: a `JobHandle`, by which another thread can drain workers or hosts of the running job, or end it.

@@ -36,7 +36,7 @@ from spark_elastic.rendezvous.messages import DriverClient
 from spark_elastic.worker.context import get_process_context
 from spark_elastic.worker.devices import apply_device
 from spark_elastic.worker.exits import exit_forks, exit_process, get_exit_code
-from spark_elastic.worker.imports import import_early, import_followers
+from spark_elastic.worker.imports import FOLLOWERS, import_early, import_followers
 from spark_elastic.worker.loop import DriverWatch, GroupConnector, MetricsReporter, WorkerLoop
 from spark_elastic.worker.program import Program, compute_fingerprint, format_traceback, get_environment
 from spark_elastic.worker.stack_sampler import StackSampler, WaitRecordingClient
@@ -141,6 +141,7 @@ def _load_program(payload: bytes, header: Header) -> tuple[Program | None, tuple
         with exit_forks():
             apply_device(header.spec, header.identity, os.environ)
             get_process_context().files = header.identity.files
+            sys.modules.pop(FOLLOWERS["pyspark"], None)  # the fork server imported it without these files
             program: Program = cloudpickle.loads(payload)
             os.environ.update(get_environment(program))  # before preloaded modules read it
             _log_to_stderr(operations_from_env().log_level)

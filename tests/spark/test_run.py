@@ -6,7 +6,7 @@ import io
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import cloudpickle
 import pytest
@@ -30,16 +30,28 @@ for name in (__name__, count.__module__):
     cloudpickle.register_pickle_by_value(sys.modules[name])
 
 
-def describe_worker(greeting: str) -> tuple[str, str, dict[str, Any], str]:
+def describe_worker(greeting: str) -> tuple[object, ...]:
     import os
 
-    return greeting, os.environ["RANK"], spark_elastic.task_resources(), os.environ["WORLD_SIZE"]
+    from pyspark import SparkFiles
+
+    forked = "spark_elastic.worker.fork_server" in sys.modules
+    added = os.path.exists(SparkFiles.get(os.path.basename(__file__)))
+    return (
+        greeting,
+        os.environ["RANK"],
+        spark_elastic.task_resources(),
+        os.environ["WORLD_SIZE"],
+        forked,
+        added,
+    )
 
 
 def test_run_uses_all_room_of_spark_and_returns_results_in_rank_order(spark: SparkSession) -> None:
+    spark.sparkContext.addFile(__file__)
     # On the active session.
     results = spark_elastic.run(describe_worker, args=("hello",), stdout=io.StringIO(), gather_timeout=60.0)
-    assert results == [("hello", str(rank), {}, "3") for rank in range(3)]
+    assert results == [("hello", str(rank), {}, "3", True, True) for rank in range(3)]
 
 
 def test_a_hand_written_loop_survives_a_killed_executor(

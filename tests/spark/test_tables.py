@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 import torch
 from deltalake import DeltaTable, write_deltalake
+from pyspark import SparkFiles
 
 from spark_elastic.errors import InvalidInput
 from tests.component.torch.job import ledger_of
@@ -38,13 +39,15 @@ def test_p1_p2_a_fit_on_a_version_loses_an_executor_while_others_delete_append_a
     session_owned: SessionOwned,
     tmp_path: Path,
 ) -> None:
-    """Two processes of each worker pass its rows through a transformation_fn."""
+    """Two processes of each worker pass its rows through a transformation_fn, which reads a file of Spark's."""
+    spark.sparkContext.addFile(__file__)
     df, folder, gate = table(spark), str(tmp_path / "table"), tmp_path / "gate"
     processes = tmp_path / "processes"
     processes.mkdir()
 
     def note_process(columns: dict[str, Any]) -> dict[str, Any]:
-        (processes / str(os.getpid())).touch()
+        if os.path.exists(SparkFiles.get(os.path.basename(__file__))):
+            (processes / str(os.getpid())).touch()
         return columns
 
     rows = df.collect()

@@ -77,7 +77,7 @@ class FullCluster:
 
 def test_the_preflight_waits_while_another_job_trains() -> None:
     sc: Any = FullCluster(OtherJobs("a long fit"))
-    assert _run_probes(sc, lambda answers: answers, 2, "tag", timeout=0.0) == ["answer"]
+    assert _run_probes(sc, lambda answers: answers, 2, ProbeJob("tag", 0.0)) == ["answer"]
 
 
 def test_the_error_of_a_stopped_context_is_that_of_its_job() -> None:
