@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import posixpath
 import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -116,6 +115,7 @@ class WriteOptions:
             # Numbers hardly repeat: a dictionary would cost time at both ends and save nothing.
             "parquet.enable.dictionary": "false",
             # The user's session may have other defaults.
+            "parquet.page.write-checksum.enabled": "true",
             "compression": "snappy",
             "maxRecordsPerFile": "0",
         }
@@ -362,16 +362,16 @@ def select_columns(
 
 
 def _load_reusable(store: Store, published: str) -> Manifest | None:
-    """The manifest of that name, if all of its files still exist."""
+    """The manifest of that name, if all of its files still have the row groups that it says."""
     if not store.exists(published):
         return None
     try:
         manifest = Manifest.load(store, published)
+        # Names alone would do after a power cut that has taken content: files are then empty, short, or zeros.
+        intact = read_footers(store, manifest.files) == (manifest.files, manifest.row_groups)
     except StoreError:
         return None  # of another version, or damaged: it is written again under the same name
-    folder = posixpath.commonpath([posixpath.dirname(name) for name in manifest.files])
-    existing = {each.name for each in store.find(folder)}
-    return manifest if existing.issuperset(manifest.files) else None
+    return manifest if intact else None
 
 
 def warn_about_small_partitions(rows: int, partitions: int) -> None:

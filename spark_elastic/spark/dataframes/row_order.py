@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from pyspark.sql import Column, DataFrame, Observation
 from pyspark.sql import functions as F
 
+from spark_elastic.data.reading.decoding import open_parquet
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
 from spark_elastic.spark.dataframes.scan import count_where, get_column, hash_row
@@ -98,11 +99,7 @@ class HashOrder:
             folder: where to write, in the store.
             split: as in `apply`.
         """
-        # Spark's timestamps have microseconds; Arrow would read nanoseconds.
-        parts = [
-            pq.read_table(pa.BufferReader(store.read_bytes(name)), coerce_int96_timestamp_unit="us")
-            for name in names
-        ]
+        parts = [open_parquet(pa.BufferReader(store.read_bytes(name))).read() for name in names]
         table = pa.concat_tables(parts).replace_schema_metadata(None)
         files: list[list[str]] = []
         for validates, count in self._files.items():
@@ -120,6 +117,7 @@ class HashOrder:
                 pq.write_table(
                     rows.slice(begin, end - begin), out, row_group_size=self._rows_per_group,
                     version="2.6", compression="snappy", use_dictionary=False,
+                    write_page_checksum=True,
                 )  # fmt: skip
                 files[-1].append(f"{folder}/part-{sum(map(len, files)):05d}.parquet")
                 store.write_bytes(files[-1][-1], out.getvalue().to_pybytes())
