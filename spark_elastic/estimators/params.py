@@ -292,8 +292,8 @@ class EstimatorParams(ColumnParams):
         "process, or thread for a transformation_fn that releases the interpreter's lock"
     )
     loss_scope: Param[str] = declare(
-        "worker: a loss that compares rows (contrastive, triplets) sees those of one worker, so that the weights depend "
-        "on the number of workers; None: such a loss is refused"
+        "worker: a loss that compares rows (contrastive, triplets) sees those of one worker, and the weights depend on "
+        "the number of workers; None: such a loss is refused"
     )
     label_shapes: Param[Any] = declare("shape of one row of each label column, or None", to_numbers)
     validation: Param[Any] = declare(

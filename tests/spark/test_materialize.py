@@ -32,8 +32,7 @@ pytestmark = pytest.mark.spark
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    # Spark takes brackets for a pattern, and fsspec what follows "::" for another url.
-    return Store.open(f"file://{tmp_path}/the store of [1]::2")
+    return Store.open(f"file://{tmp_path}/the store of [1]")  # Spark takes brackets for a pattern
 
 
 def materialize(
@@ -155,6 +154,16 @@ def test_row_groups_are_cut_exactly_and_reused(spark: SparkSession, store: Store
             StoreError, match=f"row group 0 of '{written.files[0]}'.* by their checksum: bring"
         ):
             read(store, written)
+
+
+def test_a_store_with_colons_in_its_path_is_used_or_refused(spark: SparkSession, tmp_path: Path) -> None:
+    stores = [Store.open(f"{tmp_path}/a::{number}") for number in "12"]
+    df = spark.range(3)
+    with pytest.raises(InvalidInput, match=r"/a::1 has a colon in its path, which .*row_order='table'"):
+        materialize(df, ["id"], stores[0])
+    materialize(df, ["id"], stores[0], row_order="table")
+    assert stores[0].list("data")
+    assert not stores[1].list()
 
 
 @pytest.mark.parametrize(

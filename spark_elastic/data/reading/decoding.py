@@ -249,7 +249,7 @@ def open_parquet(
     source: Any, pre_buffer: bool = False, buffer_size: int = 0, footer: pq.FileMetaData | None = None
 ) -> pq.ParquetFile:
     """Open a Parquet file over `source`, which the caller closes. Spark's timestamps (INT96) are read as microseconds:
-    Arrow's nanoseconds overflow outside of the years 1677 to 2262. Checksums of pages are verified, if there are any."""
+    Arrow's nanoseconds overflow outside of the years 1677 to 2262. Pages are checked by their checksums, if any."""
     return pq.ParquetFile(
         source,
         metadata=footer,

@@ -189,6 +189,11 @@ def materialize(
     published = [f"{_FOLDER}/{found}/{name}" for name in documents]
     manifests = [_load_reusable(store, name) for name in published]
     if manifests[0] is None or manifests[-1] is None:
+        if options.row_order == "hash" and ":" in store.root:
+            raise InvalidInput(
+                f"The store {store.url} has a colon in its path, which Hadoop writes and does not read: choose a path "
+                "without one, or row_order='table'."
+            )
         check_store_access(df.sparkSession, store)
         target = _Target(store, f"{_FOLDER}/{found}/{uuid.uuid4().hex}", found, options)
         manifests = list(_write_and_publish(df, types, target, split, published))
