@@ -154,7 +154,7 @@ class ValidationSplit:
             return select_prepared(df, types, {_SPLIT: marked})
         if not 0 < self.fraction < 1:
             raise InvalidInput(f"The validation fraction is {self.fraction}: it must be between 0 and 1.")
-        drawn = F.pmod(hash_row(types, F.lit(self.seed)), F.lit(_HASH_RANGE))
+        drawn = F.pmod(hash_row(types, str(self.seed)), F.lit(_HASH_RANGE))
         return select_prepared(df, types).withColumn(_SPLIT, drawn < round(self.fraction * _HASH_RANGE))
 
 
