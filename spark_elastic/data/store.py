@@ -182,6 +182,7 @@ _NEEDS = {
     "HADOOP_HOME (or ARROW_LIBHDFS_DIR, the folder of libhdfs.so) and CLASSPATH (`hadoop classpath --glob`)"
 }
 # File systems where one put appears whole or not at all, and a rename is a copy.
+_ARCHIVES = {"zip", "tar", "libarchive"}  # files that hold files: what follows "::" says where they are
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "memory"}
 
 
@@ -194,6 +195,35 @@ def parse_store_url(given: object) -> str:
             "made with, such as '/mnt/jobs' or 's3://bucket/jobs', and its storage_options as storage_options."
         )
     return text
+
+
+def _open_filesystem(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+    """The file system of a url, and the path in it."""
+    if _is_chained(url):
+        return cast("tuple[Any, str]", url_to_fs(url, **options))
+    # fsspec would drop what follows "::" in any path: two stores would be one.
+    colons = uuid.uuid4().hex
+    filesystem, root = url_to_fs(url.replace("::", colons), **options)
+    return filesystem, root.replace(colons, "::")
+
+
+def _is_chained(url: str) -> bool:
+    """Whether a url names several file systems, one in the other, as `simplecache::s3://bucket/jobs` does.
+
+    Raises:
+        InvalidInput: it does, and what follows a further "::" is no url, which fsspec would drop.
+    """
+    head, *rest = url.split("::")
+    scheme, _, path = head.partition("://")
+    is_wrapper = scheme in fsspec.available_protocols() and (not path or scheme in _ARCHIVES)
+    are_urls = ["://" in each or each.startswith("/") for each in rest]
+    if not rest or not is_wrapper or not are_urls[0]:
+        return False
+    if not all(are_urls):
+        raise InvalidInput(
+            f"The store's url {url} has '::' in a path behind {head}::, which drops it: rename it."
+        )
+    return True
 
 
 def check_storage_options(given: object) -> dict[str, Any]:
@@ -267,7 +297,8 @@ class Store:
         if scheme == "dbfs":  # Databricks mounts it on every machine, and its volumes beside it
             path = rest.lstrip("/")
             url = f"/{path}" if path.startswith("Volumes/") else f"/dbfs/{path}"
-        if any(":" in urlsplit(part).netloc.rpartition("@")[0] for part in url.split("::")):
+        parts = url.split("::") if _is_chained(url) else [url]
+        if any(":" in urlsplit(part).netloc.rpartition("@")[0] for part in parts):
             raise InvalidInput("The store's url has a password in it: give credentials as storage_options.")
         if scheme in ("file", "local") and rest.startswith("/") and not rest.startswith("//"):
             raise InvalidInput(
@@ -275,9 +306,10 @@ class Store:
                 "file:///mnt/jobs."
             )
         try:
-            filesystem, root = url_to_fs(url, **storage_options)
+            filesystem, root = _open_filesystem(url, storage_options)
         except (ImportError, ValueError, OSError) as error:
-            reason = str(error).partition("\n")[0].rstrip(".")
+            reason = str(error).partition("
+")[0].rstrip(".")
             needs = _NEEDS.get(scheme, "")
             raise StoreError(f"The store {url} cannot be opened: {reason}{needs}.") from error
         # The url stays as given: clients drop the account or name node that Spark needs. A local path gets a scheme.

@@ -11,9 +11,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from spark_elastic.data.loader import StepRows
 from spark_elastic.errors import InvalidInput
+from spark_elastic.estimators.loss_scope import TOLERANCE, TOLERANCE_16, PartLoss, Trial, check_loss_scope
 from spark_elastic.estimators.torch_objects import MODEL_FACTORY_LOCK
 from spark_elastic.estimators.two_rows import (
     MAX_BYTES,
@@ -39,6 +41,7 @@ from spark_elastic.keras.train.trainer import ConnectedModel, KerasUserObjects
 from spark_elastic.running import captures
 from spark_elastic.tensorflow.sync_batch_norm import SyncBatchNormalization
 from spark_elastic.torch.generators import seeded_rng
+from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.callbacks import check_watched_names
 from spark_elastic.training.fit_config import check_seed, describe_type
 from spark_elastic.training.progress import check_metric_names
@@ -90,21 +93,57 @@ def check_on_two_rows(objects: KerasUserObjects, spec: TrainSpec) -> None:
     Raises:
         InvalidInput: the shapes and types of the columns, and the error of the model or a loss.
     """
-    known = ("keras.", "spark_elastic.")
-    if len(objects.model.content) > MAX_BYTES or has_hook(objects.callbacks, _FIRST_HOOKS, known):
+    if len(objects.model.content) > MAX_BYTES:
         return
-    check_runs(spec, functools.partial(_run_on_rows, objects, spec), describe_failure)
+    if not has_hook(objects.callbacks, _FIRST_HOOKS, ("keras.", "spark_elastic.")):
+        check_runs(spec, functools.partial(_run_on_rows, objects, spec), describe_failure)
+    advice = "return one loss for each row, of this row alone"
+    check_loss_scope(spec, "the model's loss", advice, functools.partial(_prepare_trial, objects, spec))
 
 
 def _run_on_rows(objects: KerasUserObjects, spec: TrainSpec, rows: StepRows) -> None:
     with MODEL_FACTORY_LOCK, seeded_rng(spec.config.seed), objects.model.default_dtype():
-        (transformation,) = copy_objects((objects.transformation,))
-        rows = transform_rows(spec, transformation, rows)
-        found = ConnectedModel.of(objects.model.load(), spec, rows, transformed=transformation is not None)
-        batch = BatchBuilder(spec.config, found.inputs, found.label_cols, objects.class_weight).build(rows)
-        losses = found.losses
-        losses.check_labels(batch)
-        losses.total(found.labels, found.outputs, batch.weights, [1.0] * losses.count, 1.0)
+        found, batch = _connect_model(objects, spec, rows)
+        found.losses.check_labels(batch)
+        _compute_loss(found, batch, 1.0, found.outputs)
+
+
+def _connect_model(
+    objects: KerasUserObjects, spec: TrainSpec, rows: StepRows
+) -> tuple[ConnectedModel, LocalBatch[Any]]:
+    (transformation,) = copy_objects((objects.transformation,))
+    rows = transform_rows(spec, transformation, rows)
+    found = ConnectedModel.of(objects.model.load(), spec, rows, transformed=transformation is not None)
+    builder = BatchBuilder(spec.config, found.inputs, found.label_cols, objects.class_weight)
+    return found, builder.build(rows)
+
+
+def _compute_loss(found: ConnectedModel, batch: LocalBatch[Any], fraction: float, outputs: Any) -> Any:
+    labels = found.structure.outputs(list(batch.labels))
+    return found.losses.total(labels, outputs, batch.weights, [1.0] * found.losses.count, fraction)[0]
+
+
+def _prepare_trial(objects: KerasUserObjects, spec: TrainSpec, rows: StepRows) -> Trial:
+    """The trial of the losses, of outputs that the model computed once."""
+    with MODEL_FACTORY_LOCK, seeded_rng(spec.config.seed), objects.model.default_dtype():
+        found, whole = _connect_model(objects, spec, rows)
+    ways = keras.tree.map_structure(
+        lambda each: tf.random.stateless_normal(each.shape, (0, 0), dtype=each.dtype), found.outputs
+    )
+
+    def measure(part: slice, seed: int) -> PartLoss:
+        batch, factor = whole.cut(part), tf.zeros(())
+        with seeded_rng(spec.config.seed, seed), objects.model.default_dtype(), tf.GradientTape() as tape:
+            tape.watch(factor)
+            outputs = keras.tree.map_structure(
+                lambda each, way: (each + tf.cast(factor, each.dtype) * way)[part], found.outputs, ways
+            )
+            total = _compute_loss(found, batch, len(batch) / len(whole), outputs)
+        slope = tape.gradient(total, factor)
+        return PartLoss(float(total), float(len(batch)), 0.0 if slope is None else float(slope))
+
+    sixteen = any(each.dtype.size == 2 for each in keras.tree.flatten(found.outputs))
+    return Trial(measure, lambda: None, is_apart=True, tolerance=TOLERANCE_16 if sixteen else TOLERANCE)
 
 
 def check_watched(objects: KerasUserObjects, validates: bool) -> None:

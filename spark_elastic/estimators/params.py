@@ -333,6 +333,10 @@ class EstimatorParams(ColumnParams):
     transformation_pool: Param[str] = declare(
         "process, or thread for a transformation_fn that releases the interpreter's lock"
     )
+    loss_scope: Param[str] = declare(
+        "worker: a loss that compares rows (contrastive, triplets) sees those of one worker, and the weights depend on "
+        "the number of workers; None: such a loss is refused"
+    )
     label_shapes: Param[Any] = declare("shape of one row of each label column, or None", to_numbers)
     validation: Param[Any] = declare(
         "fraction of the rows, or a column that marks them (true or above 0), for validation after each epoch"
@@ -470,6 +474,7 @@ class TorchParams(EstimatorParams):
         scale_lr: bool = False,
         loss: Callable[..., torch.Tensor] | Sequence[Callable[..., torch.Tensor]] | None = None,
         loss_weights: Sequence[float] | None = None,
+        loss_scope: str | None = None,
         metrics: Sequence[Any] | Mapping[str, Any] | None = None,
         callbacks: Sequence[Callback] | None = None,
         train_minibatch_fn: Callable[..., torch.Tensor] | None = None,
@@ -556,6 +561,7 @@ class KerasParams(EstimatorParams):
         scale_lr: bool = False,
         loss: Any = None,
         loss_weights: Sequence[float] | None = None,
+        loss_scope: str | None = None,
         metrics: Any = None,
         callbacks: Sequence[keras.callbacks.Callback] | None = None,
         class_weight: Mapping[int, float] | None = None,

@@ -23,7 +23,7 @@ from spark_elastic.training.identity import WEIGHTS
 
 log = logging.getLogger("spark_elastic")
 
-FORMAT = 3  # of run.json
+FORMAT = 4  # of run.json
 
 PlannedRows = tuple[Manifest, DataPlan]
 

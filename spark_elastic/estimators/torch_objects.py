@@ -23,6 +23,8 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from spark_elastic.data.loader import StepRows
 from spark_elastic.errors import InvalidInput
+from spark_elastic.estimators.loss_scope import check_loss_scope
+from spark_elastic.estimators.torch_loss_scope import prepare_trial
 from spark_elastic.estimators.two_rows import (
     MAX_BYTES,
     MORE_ROWS,
@@ -233,16 +235,31 @@ def check_on_two_rows(objects: TorchUserObjects, spec: TrainSpec) -> None:
     """Run copies of model, losses and metrics on two rows of the data, and refuse what fails there.
 
     Raises:
-        InvalidInput: the shapes and types of the columns, and the error of the model, the loss or a metric.
+        InvalidInput: the shapes and types of the columns, and the error of the model, the loss or a metric; or the
+            loss compares rows.
     """
     model = objects.model
     is_large = sum(each.nbytes for each in model.parameters()) > MAX_BYTES
     is_compiled = any(hasattr(part, "_orig_mod") for part in model.modules())  # which takes long, also here
-    may_change = has_hook(objects.callbacks, _FIRST_HOOKS, ("spark_elastic.",))
-    if is_lightning(model) or is_large or is_compiled or may_change:
+    if is_large or is_compiled:
         return
-    describe = functools.partial(_find_advice, objects, spec)
-    check_runs(spec, functools.partial(_run_on_rows, objects, spec), describe)
+    if not (is_lightning(model) or has_hook(objects.callbacks, _FIRST_HOOKS, ("spark_elastic.",))):
+        describe = functools.partial(_find_advice, objects, spec)
+        check_runs(spec, functools.partial(_run_on_rows, objects, spec), describe)
+    own = "the training_step of the model" if objects.train_minibatch_fn is None else "train_minibatch_fn"
+    with MODEL_FACTORY_LOCK:
+        check_loss_scope(
+            spec,
+            "loss" if objects.losses else own,
+            _ROW_ADVICE,
+            functools.partial(prepare_trial, objects, spec),
+        )
+
+
+_ROW_ADVICE = (
+    "return one loss for each row, of this row alone, cut steps in the same way for any number of workers "
+    "(determinism='bitwise')"
+)
 
 
 def _run_on_rows(objects: TorchUserObjects, spec: TrainSpec, rows: StepRows) -> None:

@@ -40,6 +40,7 @@ from spark_elastic.spark.dataframes.scan import (
     find_first,
     get_column,
     list_missing,
+    list_missing_in_vectors,
 )
 from spark_elastic.spark.dataframes.schema import (
     ColumnType,
@@ -190,13 +191,15 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
         inputs = self._find_inputs(dataset)
         missing = MissingValues.parse(self.getOrDefault("missing"))
         types = {name: find_column_type(dataset.schema, name, transformed=True) for name, _ in inputs}
-        conditions = list_missing(dict(inputs), types, nulls=True, nans=missing.nans != "keep")
-        which, columns = find_first(conditions.values()), [column for _, column in inputs]
+        nans, columns = missing.nans != "keep", [column for _, column in inputs]
+        texts = list_missing({n: kind for n, kind in types.items() if not kind.vector}, nulls=True, nans=nans)
+        vectors = list_missing_in_vectors({n: column for n, column in inputs if types[n].vector}, nans)
+        which = find_first(texts.values(), vectors.values())
         outputs = Outputs.of(self._find_shapes(dataset.where(which < 0), columns), wanted)
         _check_new(dataset, outputs.columns)
         from spark_elastic.estimators.predict_udf import MissingRows, predict_udf, restore_nan, ship_predictor
 
-        rows = MissingRows.of(dataset.sparkSession, conditions, missing)
+        rows = MissingRows.of(dataset.sparkSession, (*texts, *vectors), missing)
         predict = predict_udf(ship_predictor(dataset.sparkSession, self._predictor), outputs, rows)
         predicted = predict(*columns, which)
         if len(outputs.columns) == 1:

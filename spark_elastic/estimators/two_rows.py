@@ -72,7 +72,7 @@ def _find_failure(spec: TrainSpec, run: Callable[[StepRows], object]) -> Failure
 
     Returns the first failure if both calls fail by the user's code; None if the model works, or if nothing is known.
     """
-    sample = _read_rows(spec)
+    sample = read_rows(spec)
     if sample is None:
         return None
     first: Failure | None = None
@@ -93,8 +93,8 @@ def _find_failure(spec: TrainSpec, run: Callable[[StepRows], object]) -> Failure
     return first
 
 
-def _read_rows(spec: TrainSpec) -> ColumnArrays | None:
-    """Two rows; None if that is too much to read here, or if workers alone can read them."""
+def read_rows(spec: TrainSpec) -> ColumnArrays | None:
+    """Two rows, and two more; None if that is too much to read here, or if workers alone can read them."""
     names = list(dict.fromkeys(spec.config.used_cols))
     store, manifest = spec.rows.data, spec.rows.manifest
     if find_sample_group(manifest, names).bytes > MAX_BYTES:

@@ -68,15 +68,18 @@ class LocalBatch(Generic[R]):
             yield self
             return
         for number in range(parts):
-            part = slice(len(self) * number // parts, len(self) * (number + 1) // parts)
-            on_host = self.on_host
-            yield LocalBatch(
-                self.planned,
-                self.row_ids[part],
-                tuple(each[part] for each in self.features),
-                *_cut(self.labels, self.weights, part),
-                on_host=None if on_host is None else _cut(*on_host, part),
-            )
+            yield self.cut(slice(len(self) * number // parts, len(self) * (number + 1) // parts))
+
+    def cut(self, part: slice) -> LocalBatch[R]:
+        """Some of these rows, of the same step."""
+        on_host = self.on_host
+        return LocalBatch(
+            self.planned,
+            self.row_ids[part],
+            tuple(each[part] for each in self.features),
+            *_cut(self.labels, self.weights, part),
+            on_host=None if on_host is None else _cut(*on_host, part),
+        )
 
 
 def _cut(labels: tuple[R, ...], weights: R | None, part: slice) -> tuple[tuple[R, ...], R | None]:

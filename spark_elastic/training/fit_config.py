@@ -73,6 +73,10 @@ def _check_determinism(name: str, value: Any) -> str | None:
     return check_choice(name, value, ("bitwise",))
 
 
+def _check_loss_scope(name: str, value: Any) -> str | None:
+    return check_choice(name, value, ("worker",))
+
+
 def _check_row_order(name: str, value: Any) -> str | None:
     return check_choice(name, value, ("hash", "table"))
 
@@ -204,6 +208,8 @@ class FitConfig:
     virtual_shares: int = _param(_check_count, 8)
     # So many steps after each other one virtual share is computed by other workers, too, and compared; None: none is.
     verify_steps: int | None = _param(_check_optional_count, None, may_change=True)
+    # Whose rows a loss that compares rows sees: "worker", those of one worker; None: such a loss is refused.
+    loss_scope: str | None = _param(_check_loss_scope, None, may_change=True)
     # Whether all learning rates are multiplied by num_workers, once.
     scale_lr: bool = _param(check_flag, False)
     # Largest 2-norm of all gradients together; None: no limit.

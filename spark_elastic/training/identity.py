@@ -1,17 +1,20 @@
 """Describes the user's objects as text that is equal in every process, to compare them (R19, resuming a run).
 
 The text of a plain value is the value, that of an array or tensor its content; of a function its code, its closure and
-what it uses of its module's numbers, arrays and lists of them; of any other object its class, and its numbers, arrays
-and functions. It contains no addresses, no names of modules (a script is `__main__` in one process only), no line
-numbers and no strings of the user's module or objects, which may be folders or dates. Pure; any thread.
+what it uses of its module's numbers, arrays and lists of them; of a class the code of the methods that a framework
+calls and of those that these name; of any other object its class, and its numbers, arrays and functions. Functions and
+classes of frameworks have their names alone. It contains no addresses, no names of modules (a script is `__main__` in
+one process only), no line numbers, comments or docstrings, and no strings of the user's module or objects, which may be
+folders or dates. Pure; any thread.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Mapping, Set
-from types import CodeType, FunctionType
+import re
+from collections.abc import Iterator, Mapping, Set
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -19,6 +22,14 @@ import numpy as np
 WEIGHTS = "initial weights"  # the entry of an identity that may differ: a model need not be seeded
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 NUMBERS = (bool, int, float, complex)
+# Packages whose code is told apart by names: another version of them may continue a run.
+_FRAMEWORKS = re.compile(
+    r"(builtins|functools|numpy|torch|torchvision|transformers|keras|tensorflow|(pytorch_)?lightning(_fabric)?"
+    r"|spark_elastic)(\.|$)"
+)
+_ENTRIES = ("__call__", "training_step")  # methods that are called whatever a class derives from
+# Methods of a framework's classes that a user may override without changing what is trained.
+_OTHERS = ("extra_repr", "get_config", "from_config", "validation_step", "test_step", "predict_step")
 
 
 def digest(thing: Any) -> str:
@@ -47,17 +58,68 @@ def to_text(thing: Any, inside: tuple[int, ...] = ()) -> str:
         return _describe_array(thing)
     if isinstance(thing, CodeType):
         return f"code {thing.co_code.hex()} {thing.co_names} {text_of(thing.co_consts)}"
-    if isinstance(thing, FunctionType):
+    if isinstance(thing, MethodType):
+        owner = thing.__self__  # a model's own method: the model is compared by itself, without its weights
+        described = type(owner).__name__ if hasattr(owner, "state_dict") else text_of(owner)
+        return f"method {described} {text_of(thing.__func__)}"
+    if isinstance(thing, type):
+        return describe_class(thing, inside)
+    if isinstance(thing, FunctionType) and not _is_of_framework(thing):
         closure = [_read_cell(cell) for cell in thing.__closure__ or ()]
         used = _find_globals(thing.__code__, thing.__globals__)
         also = f" {text_of(used)}" if used else ""
-        return f"function {text_of(thing.__code__)} {text_of(thing.__defaults__)} {text_of(closure)}{also}"
+        first, *rest = thing.__code__.co_consts or (None,)
+        code = thing.__code__.replace(co_consts=(None if first == thing.__doc__ else first, *rest))
+        defaults = [thing.__defaults__, thing.__kwdefaults__] if thing.__kwdefaults__ else thing.__defaults__
+        return f"function {text_of(code)} {text_of(defaults)} {text_of(closure)}{also}"
     if isinstance(thing, functools.partial):
         return f"partial {text_of(thing.func)} {text_of(thing.args)} {text_of(thing.keywords)}"
     if callable(thing) and hasattr(thing, "__name__"):
-        return f"named {thing.__name__}"
+        wrapped = getattr(thing, "__wrapped__", None)  # of functools.cache and the like
+        return f"named {thing.__name__}" if wrapped is None else text_of(wrapped)
     settings = {name: value for name, value in getattr(thing, "__dict__", {}).items() if is_comparable(value)}
-    return f"{type(thing).__name__} {text_of(settings)}"
+    return f"{text_of(type(thing))} {text_of(settings)}"
+
+
+def describe_class(kind: type, inside: tuple[int, ...] = ()) -> str:
+    """The name of a class and, of a user's, what is called and read of it. inside: as of `to_text`."""
+    used = _find_used_members(kind)
+    code = ", ".join(f"{name}: {to_text(used[name], (*inside, id(kind)))}" for name in sorted(used))
+    return f"{kind.__name__} {{{code}}}" if used else kind.__name__
+
+
+def _find_used_members(kind: type) -> dict[str, Any]:
+    """The user's methods that a framework calls, and the methods, numbers and arrays of the class that these name."""
+    own = [base for base in kind.__mro__ if not _is_of_framework(base)]
+    given = [base for base in kind.__mro__ if base not in own and base is not object]
+    defined = {name: _unwrap(member) for base in reversed(own) for name, member in vars(base).items()}
+    names = [name for name in defined if name[:2] != "__" and name not in _OTHERS]
+    waiting = [*_ENTRIES, *(name for name in names if any(hasattr(base, name) for base in given))]
+    found: dict[str, Any] = {}
+    while waiting:
+        name = waiting.pop()
+        if name in defined and name not in found and is_comparable(defined[name]):
+            found[name] = defined[name]
+            waiting += _list_names(getattr(found[name], "__code__", None))
+    return found
+
+
+def _unwrap(member: Any) -> Any:
+    """The function of a method, a property and the like."""
+    names = ("__func__", "fget", "func")
+    return next((f for name in names if (f := getattr(member, name, None)) is not None), member)
+
+
+def _list_names(code: Any) -> Iterator[str]:
+    """All names that a code uses, if it is one."""
+    if isinstance(code, CodeType):
+        yield from code.co_names
+        for inner in code.co_consts:
+            yield from _list_names(inner)
+
+
+def _is_of_framework(thing: Any) -> bool:
+    return _FRAMEWORKS.match(str(getattr(thing, "__module__", ""))) is not None
 
 
 def is_comparable(value: Any, kinds: tuple[type, ...] = NUMBERS) -> bool:
@@ -70,7 +132,8 @@ def is_comparable(value: Any, kinds: tuple[type, ...] = NUMBERS) -> bool:
         return all(is_comparable(each, kinds) for each in value.values())
     if isinstance(value, list | tuple | Set):
         return all(is_comparable(each, kinds) for each in value)
-    return isinstance(value, (*kinds, FunctionType)) or _is_array(value)
+    is_named = callable(value) and hasattr(value, "__name__")  # functions, also built in, methods and classes
+    return isinstance(value, (*kinds, functools.partial)) or is_named or _is_array(value)
 
 
 def _is_array(thing: Any) -> bool:
@@ -97,15 +160,11 @@ def _describe_array(thing: Any) -> str:
 
 def _find_globals(code: CodeType, known: Mapping[str, Any]) -> dict[str, Any]:
     """What a function, or a function inside it, uses of its module's numbers, arrays and containers of them."""
-    found = {
+    return {
         name: known[name]
-        for name in code.co_names
-        if is_comparable(known.get(name)) and not isinstance(known[name], FunctionType)
+        for name in _list_names(code)
+        if is_comparable(known.get(name)) and not isinstance(known[name], FunctionType | type)
     }
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            found |= _find_globals(inner, known)
-    return found
 
 
 def _read_cell(cell: Any) -> Any:

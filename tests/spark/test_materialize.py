@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
+import pyarrow.parquet as pq
 import pyspark
 import pytest
 from py4j.java_gateway import GatewayClient
@@ -124,15 +125,45 @@ def test_row_groups_are_cut_exactly_and_reused(spark: SparkSession, store: Store
     assert materialize(df, ["x", "id"], store, rows=200).fingerprint != manifest.fingerprint
     assert materialize(df.where("id > 3"), ["x", "id"], store, rows=100).rows == 1046
 
-    # The same rows written again are the same data set to a run; files that are gone are not reused.
-    store.delete(manifest.files[0])
-    again = materialize(df, ["x", "id"], store, rows=100)
-    assert again.fingerprint == manifest.fingerprint
-    assert again.files != manifest.files
-    assert again.hash == manifest.hash
+    # The same rows written again are the same data set to a run; files that are gone or damaged are not reused.
+    again = manifest
+    for damage in (
+        lambda path: path.unlink(),
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(path.read_bytes()[:-500]),
+        lambda path: path.write_bytes(bytes(path.stat().st_size)),  # what XFS leaves after a power cut
+        lambda path: pq.write_table(pq.read_table(path)[:100], path),
+        lambda path: (path.parents[2] / "manifest.json").write_bytes(b'{"version": '),
+    ):
+        before = again
+        damage(Path(store.path(before.files[0])))
+        again = materialize(df, ["x", "id"], store, rows=100)
+        assert again.fingerprint == manifest.fingerprint
+        assert again.files != before.files
+        assert again.hash == manifest.hash
     moved = materialize(df.selectExpr("x", "1049 - id as id"), ["x", "id"], store, rows=100)
     assert moved.hash != manifest.hash
     assert np.array_equal(np.sort(read(store, again)["id"]), np.arange(1050))
+
+    for written in (again, in_partitions):  # by Arrow and by Spark
+        path = Path(store.path(written.files[0]))
+        content = bytearray(path.read_bytes())
+        content[pq.read_metadata(path).row_group(0).column(0).total_compressed_size // 2] ^= 1
+        path.write_bytes(content)
+        with pytest.raises(
+            StoreError, match=f"row group 0 of '{written.files[0]}'.* by their checksum: bring"
+        ):
+            read(store, written)
+
+
+def test_a_store_with_colons_in_its_path_is_used_or_refused(spark: SparkSession, tmp_path: Path) -> None:
+    stores = [Store.open(f"{tmp_path}/a::{number}") for number in "12"]
+    df = spark.range(3)
+    with pytest.raises(InvalidInput, match=r"/a::1 has a colon in its path, which .*row_order='table'"):
+        materialize(df, ["id"], stores[0])
+    materialize(df, ["id"], stores[0], row_order="table")
+    assert stores[0].list("data")
+    assert not stores[1].list()
 
 
 @pytest.mark.parametrize(

@@ -249,13 +249,14 @@ def open_parquet(
     source: Any, pre_buffer: bool = False, buffer_size: int = 0, footer: pq.FileMetaData | None = None
 ) -> pq.ParquetFile:
     """Open a Parquet file over `source`, which the caller closes. Spark's timestamps (INT96) are read as microseconds:
-    Arrow's nanoseconds overflow outside of the years 1677 to 2262."""
+    Arrow's nanoseconds overflow outside of the years 1677 to 2262. Pages are checked by their checksums, if any."""
     return pq.ParquetFile(
         source,
         metadata=footer,
         pre_buffer=pre_buffer,
         buffer_size=buffer_size,
         coerce_int96_timestamp_unit="us",
+        page_checksum_verification=True,
     )
 
 

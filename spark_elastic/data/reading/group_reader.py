@@ -167,6 +167,12 @@ class ArrowReader(GroupReader):
             raise
         except Exception as error:  # each client library has its own classes
             reason = f"{type(error).__name__}: {error}"
+            if "CRC checksum" in reason:  # Arrow has no class for it
+                reason = (
+                    "its bytes are not those that were written, by their checksum: bring the file back, or write the "
+                    f"table again; rows that fit has written are written anew once {name.rpartition('/')[0]} is "
+                    "removed, in another run"
+                )
             raise StoreError(
                 f"Cannot read row group {entry.index} of {name!r} in the store {self._store.url} ({reason})."
             ) from error

@@ -68,10 +68,11 @@ def find_sample_group(manifest: Manifest, columns: Sequence[str]) -> SampleGroup
 
 
 def read_sample_rows(store: Store, manifest: Manifest, columns: Sequence[str]) -> ColumnArrays:
-    """The first and the last row of a small row group, for a function or a model to be tried on."""
+    """The first and the last row of a small row group, then two between them, to try a function or a model on."""
     with closing(open_reader("arrow", store, manifest, columns)) as reader:
         found = reader.fetch(find_sample_group(manifest, columns).number)
-    return {name: found[name][[0, -1]] for name in columns}
+    last = len(found[columns[0]]) - 1
+    return {name: found[name][[0, last, last // 3, last * 2 // 3]] for name in columns}
 
 
 def read_sample_row(store: Store, manifest: Manifest, columns: Sequence[str]) -> list[Any]:

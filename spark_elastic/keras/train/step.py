@@ -22,7 +22,6 @@ from spark_elastic.keras.train.compiled import (
     CompiledLosses,
     CompiledMetrics,
     activity_by_row,
-    find_loss_arguments,
 )
 from spark_elastic.keras.train.state import KerasTrainingState, read_value
 from spark_elastic.keras.values import SEED
@@ -122,9 +121,8 @@ def _find_normalized(layers: Sequence[Any]) -> list[Any]:
 
 
 def describe_world_dependence(model: Any) -> str | None:
-    """A sentence on the layers and losses that make the weights depend on the number of workers (R9, scope of P2), or
-    None."""
-    return describe_dependent_layers([*_dependent_layers(model), *_dependent_losses(model)])
+    """A sentence on the layers that make the weights depend on the number of workers (R9, scope of P2), or None."""
+    return describe_dependent_layers(_dependent_layers(model))
 
 
 def _dependent_layers(model: Any) -> Iterator[tuple[str, str]]:
@@ -138,15 +136,6 @@ def _dependent_layers(model: Any) -> Iterator[tuple[str, str]]:
             rates = [getattr(layer, name, None) for name in ("dropout", "recurrent_dropout")]
             if rates != [0, 0]:
                 yield layer.name, f"{type(layer).__name__}: random in each worker"
-
-
-def _dependent_losses(model: Any) -> Iterator[tuple[str, str]]:
-    """Keras's losses that are no sum over rows."""
-    for _, loss, _, name in model._compile_loss._flat_losses:
-        kind, axis = getattr(getattr(loss, "fn", None), "__name__", ""), find_loss_arguments(loss).get("axis")
-        mixes = axis is None or 0 in np.atleast_1d(axis)
-        if kind == "circle" or (kind in ("dice", "tversky") and mixes):
-            yield f"the loss of {name}", f"{kind}: computed of each worker's own rows"
 
 
 def _numpy_dtype(variable: Any) -> str:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import posixpath
 import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -117,6 +116,7 @@ class WriteOptions:
             # Numbers hardly repeat: a dictionary would cost time at both ends and save nothing.
             "parquet.enable.dictionary": "false",
             # The user's session may have other defaults.
+            "parquet.page.write-checksum.enabled": "true",
             "compression": "snappy",
             "maxRecordsPerFile": "0",
         }
@@ -155,7 +155,7 @@ class ValidationSplit:
             return select_prepared(df, types, {_SPLIT: marked})
         if not 0 < self.fraction < 1:
             raise InvalidInput(f"The validation fraction is {self.fraction}: it must be between 0 and 1.")
-        drawn = F.pmod(hash_row(types, F.lit(self.seed)), F.lit(_HASH_RANGE))
+        drawn = F.pmod(hash_row(types, str(self.seed)), F.lit(_HASH_RANGE))
         return select_prepared(df, types).withColumn(_SPLIT, drawn < round(self.fraction * _HASH_RANGE))
 
 
@@ -190,6 +190,11 @@ def materialize(
     published = [f"{_FOLDER}/{found}/{name}" for name in documents]
     manifests = [_load_reusable(store, name) for name in published]
     if manifests[0] is None or manifests[-1] is None:
+        if options.row_order == "hash" and ":" in store.root:
+            raise InvalidInput(
+                f"The store {store.url} has a colon in its path, which Hadoop writes and does not read: choose a path "
+                "without one, or row_order='table'."
+            )
         check_store_access(df.sparkSession, store)
         target = _Target(store, f"{_FOLDER}/{found}/{uuid.uuid4().hex}", found, options)
         manifests = list(_write_and_publish(df, types, target, split, published))
@@ -364,16 +369,16 @@ def select_columns(
 
 
 def _load_reusable(store: Store, published: str) -> Manifest | None:
-    """The manifest of that name, if all of its files still exist."""
+    """The manifest of that name, if all of its files still have the row groups that it says."""
     if not store.exists(published):
         return None
     try:
         manifest = Manifest.load(store, published)
+        # Names alone would do after a power cut that has taken content: files are then empty, short, or zeros.
+        intact = read_footers(store, manifest.files) == (manifest.files, manifest.row_groups)
     except StoreError:
         return None  # of another version, or damaged: it is written again under the same name
-    folder = posixpath.commonpath([posixpath.dirname(name) for name in manifest.files])
-    existing = {each.name for each in store.find(folder)}
-    return manifest if existing.issuperset(manifest.files) else None
+    return manifest if intact else None
 
 
 def warn_about_small_partitions(rows: int, partitions: int) -> None:

@@ -18,9 +18,10 @@ import pyarrow.parquet as pq
 from pyspark.sql import Column, DataFrame, Observation
 from pyspark.sql import functions as F
 
+from spark_elastic.data.reading.decoding import open_parquet
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
-from spark_elastic.spark.dataframes.scan import count_where, get_column, hash_row
+from spark_elastic.spark.dataframes.scan import count_where, get_column, hash_columns, hash_row, quote
 from spark_elastic.spark.dataframes.schema import ColumnType
 
 GROUPS_PER_FILE = 16
@@ -34,14 +35,14 @@ _HASH, _EXACT_HASH, _COPY = "__spark_elastic_hash", "__spark_elastic_exact", "__
 _WORD = (1 << 32) - 1
 
 
-def add_hashes(rows: DataFrame, types: Mapping[str, ColumnType], *salts: Column) -> DataFrame:
+def add_hashes(rows: DataFrame, types: Mapping[str, ColumnType], *salts: str) -> DataFrame:
     """The rows with the two columns that decide on their order.
 
     Sums of float64 after a shuffle differ in their last bits from run to run: float32 decides, float64 only among rows
     that are equal in it. Rows that differ only in the sign of a zero are equal in both.
     """
-    exact = F.xxhash64(F.lit(1), *salts, *(get_column(name) for name in types))
-    return rows.withColumn(_HASH, hash_row(types, *salts)).withColumn(_EXACT_HASH, exact)
+    exact = hash_columns("1", *salts, *map(quote, types))
+    return rows.withColumns({_HASH: hash_row(types, *salts), _EXACT_HASH: exact})
 
 
 class HashOrder:
@@ -73,7 +74,7 @@ class HashOrder:
         """
         if self._spreads_copies:
             numbered = _number_copies(rows.drop(_HASH, _EXACT_HASH))
-            rows = add_hashes(numbered, self._types, get_column(_COPY))
+            rows = add_hashes(numbered, self._types, quote(_COPY))
         rows = rows.withColumn(_FILE, self._number_file(split))
         total = sum(self._files.values())
         if total == 1:
@@ -83,7 +84,7 @@ class HashOrder:
             rows = rows.repartition(total, keys)
         rows = rows.sortWithinPartitions(_HASH, _EXACT_HASH).withColumn(_PARTITION, F.spark_partition_id())
         misplaced = count_where(get_column(_FILE) != get_column(_PARTITION)).alias("misplaced")
-        return rows.observe(self._observation, misplaced).select(*(get_column(name) for name in self._types))
+        return rows.observe(self._observation, misplaced).selectExpr(*map(quote, self._types))
 
     def is_small(self, row_bytes: int) -> bool:
         """Whether `sort_small_table` is to write the rows, of so many bytes each on average."""
@@ -98,11 +99,7 @@ class HashOrder:
             folder: where to write, in the store.
             split: as in `apply`.
         """
-        # Spark's timestamps have microseconds; Arrow would read nanoseconds.
-        parts = [
-            pq.read_table(pa.BufferReader(store.read_bytes(name)), coerce_int96_timestamp_unit="us")
-            for name in names
-        ]
+        parts = [open_parquet(pa.BufferReader(store.read_bytes(name))).read() for name in names]
         table = pa.concat_tables(parts).replace_schema_metadata(None)
         files: list[list[str]] = []
         for validates, count in self._files.items():
@@ -120,6 +117,7 @@ class HashOrder:
                 pq.write_table(
                     rows.slice(begin, end - begin), out, row_group_size=self._rows_per_group,
                     version="2.6", compression="snappy", use_dictionary=False,
+                    write_page_checksum=True,
                 )  # fmt: skip
                 files[-1].append(f"{folder}/part-{sum(map(len, files)):05d}.parquet")
                 store.write_bytes(files[-1][-1], out.getvalue().to_pybytes())

@@ -10,8 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import reduce
-from operator import or_
 from typing import Any, Literal, NamedTuple
 
 from pyspark.ml.functions import vector_to_array
@@ -56,11 +54,11 @@ class MissingValues:
 class MissingKind(NamedTuple):
     """A kind of missing values of one column."""
 
-    column: str  # name
+    column: str  # name; "": of all columns
     what: str  # "nulls" or "NaN"
 
     def __str__(self) -> str:
-        return f"{self.what} in {self.column!r}"
+        return f"{self.what} in {self.column!r}" if self.column else self.what
 
     def describe(self, number: int, rows: str) -> str:
         """The sentence that refuses them. number: of rows that have them. rows: of how many."""
@@ -75,22 +73,33 @@ class MissingKind(NamedTuple):
         )
 
 
-def list_missing(
-    columns: Mapping[str, Column], types: Mapping[str, ColumnType], nulls: bool, nans: bool
-) -> dict[MissingKind, Column]:
-    """The condition of each kind of missing values that is asked for; never null."""
-    found: dict[MissingKind, Column] = {}
+def list_missing(types: Mapping[str, ColumnType], nulls: bool, nans: bool) -> dict[MissingKind, str]:
+    """The condition of each kind of missing values that is asked for, as SQL; never null."""
+    found: dict[MissingKind, str] = {}
     for name, kind in types.items():
         if nulls:
-            found[MissingKind(name, "nulls")] = has_null(columns[name], kind)
+            found[MissingKind(name, "nulls")] = has_null(name, kind)
         if nans and kind.dtype in _FLOATS:
-            found[MissingKind(name, "NaN")] = has_nan(columns[name], kind)
+            found[MissingKind(name, "NaN")] = has_nan(name, kind)
     return found
 
 
-def find_first(conditions: Iterable[Column]) -> Column:
-    """The number of the first condition that holds; -1: none does."""
-    return F.array_position(F.array(*conditions), True).cast("int") - 1
+def list_missing_in_vectors(columns: Mapping[str, Column], nans: bool) -> dict[MissingKind, Column]:
+    """The same of vectors, which are no arrays yet. columns: they as arrays."""
+    found: dict[MissingKind, Column] = {}
+    for name, column in columns.items():
+        found[MissingKind(name, "nulls")] = column.isNull()
+        if nans:
+            found[MissingKind(name, "NaN")] = F.coalesce(F.exists(column, F.isnan), F.lit(False))
+    return found
+
+
+def find_first(texts: Iterable[str], columns: Iterable[Column]) -> Column:
+    """The number of the first of these conditions that holds; -1: none does."""
+    conditions = F.concat(
+        F.expr(f"array({', '.join(texts)})").cast("array<boolean>"), F.array(*columns).cast("array<boolean>")
+    )
+    return F.array_position(conditions, True).cast("int") - 1
 
 
 class RowFilter:
@@ -98,17 +107,20 @@ class RowFilter:
 
     def __init__(self, types: Mapping[str, ColumnType], missing: MissingValues) -> None:
         self._observation = Observation()
-        columns = {name: get_column(name) for name in types}
-        self._conditions = list_missing(columns, types, missing.nulls == "drop", missing.nans == "drop")
+        found = list_missing(types, missing.nulls == "drop", missing.nans == "drop")
+        if len(types) > _MOST_COUNTED:
+            kinds = dict.fromkeys(kind.what for kind in found)
+            found = {
+                MissingKind("", w): has_any(c for kind, c in found.items() if kind.what == w) for w in kinds
+            }
+        self._conditions = found
 
     def apply(self, df: DataFrame) -> DataFrame:
         """The rows without missing values."""
         if not self._conditions:
             return df
-        bad = reduce(or_, self._conditions.values())
-        counters = [
-            count_where(condition).alias(f"c{n}") for n, condition in enumerate(self._conditions.values())
-        ]
+        bad = F.expr(has_any(self._conditions.values()))
+        counters = [F.expr(f"count_if({text}) as c{n}") for n, text in enumerate(self._conditions.values())]
         total = [F.count(F.lit(1)).alias("rows"), count_where(bad).alias("bad")]
         return df.observe(self._observation, *total, *counters).where(~bad)
 
@@ -128,9 +140,14 @@ def format_left_out(number: int, rows: int, reasons: Mapping[MissingKind, int]) 
     return f"left out {number} of {rows} rows ({found})"
 
 
+def quote(name: str) -> str:
+    """The column of exactly that name, which may contain dots, as SQL."""
+    return "`" + name.replace("`", "``") + "`"
+
+
 def get_column(name: str) -> Column:
-    """The column of exactly that name, which may contain dots."""
-    return F.col("`" + name.replace("`", "``") + "`")
+    """The same as a Column."""
+    return F.col(quote(name))
 
 
 def count_where(condition: Column) -> Column:
@@ -138,48 +155,68 @@ def count_where(condition: Column) -> Column:
     return F.count(F.when(condition, F.lit(1)))
 
 
-def has_null(column: Column, kind: ColumnType) -> Column:
+# Expressions over all columns are SQL: a Column costs several calls of the JVM for each part of it, that is minutes for
+# thousands of columns.
+
+
+def has_any(conditions: Iterable[str]) -> str:
+    """Whether one of the conditions holds: `or` would make a tree as deep as there are columns."""
+    return f"array_contains(array({', '.join(conditions)}), true)"
+
+
+def has_null(name: str, kind: ColumnType) -> str:
     """Whether the row's value, or anything in it, is null; never null itself."""
-    condition, inner = column.isNull(), column
-    for level in range(0 if kind.vector else kind.dimensions):  # vectors have no null inside
-        condition = condition | F.coalesce(F.exists(inner, lambda each: each.isNull()), F.lit(False))
-        if level + 1 < kind.dimensions:
-            inner = F.flatten(inner)
-    return condition
+    inner, conditions = quote(name), [f"{quote(name)} is null"]
+    for _ in range(kind.dimensions):
+        conditions.append(f"coalesce(exists({inner}, each -> each is null), false)")
+        inner = f"flatten({inner})"
+    return f"({' or '.join(conditions)})"
 
 
-def has_nan(column: Column, kind: ColumnType) -> Column:
+def has_nan(name: str, kind: ColumnType) -> str:
     """Whether the row's value, or anything in it, is NaN; never null itself."""
-    if not kind.dimensions:
-        return F.isnan(column)  # false for null
-    for _ in range(kind.dimensions - 1):
-        column = F.flatten(column)
-    return F.coalesce(F.exists(column, F.isnan), F.lit(False))
+    values = _flatten(name, kind)
+    return (
+        f"coalesce(exists({values}, each -> isnan(each)), false)" if kind.dimensions else f"isnan({values})"
+    )
 
 
-def hash_row(types: Mapping[str, ColumnType], *salts: Column) -> Column:
+def _flatten(name: str, kind: ColumnType) -> str:
+    """The column with at most one dimension."""
+    deeper = max(0, kind.dimensions - 1)
+    return "flatten(" * deeper + quote(name) + ")" * deeper
+
+
+def hash_columns(*texts: str) -> Column:
+    """A hash of these expressions of SQL."""
+    return F.expr(f"xxhash64({', '.join(texts)})")
+
+
+def hash_row(types: Mapping[str, ColumnType], *salts: str) -> Column:
     """A hash of the columns and salts, with float64 rounded to float32."""
-    return F.xxhash64(*salts, *(round_to_float32(name, kind) for name, kind in types.items()))
+    return hash_columns(*salts, *(round_to_float32(name, kind) for name, kind in types.items()))
 
 
-def round_to_float32(name: str, kind: ColumnType) -> Column:
+def round_to_float32(name: str, kind: ColumnType) -> str:
     """The column, with float64 as float32."""
     if kind.dtype != "float64":
-        return get_column(name)
+        return quote(name)
     deep = kind.dimensions
-    return get_column(name).cast("array<" * deep + "float" + ">" * deep)
+    return f"cast({quote(name)} as {'array<' * deep}float{'>' * deep})"
 
 
-def count_bytes(column: Column, kind: ColumnType) -> Column:
+def count_bytes(name: str, kind: ColumnType) -> str:
     """The bytes of the strings of a row."""
-    if not kind.dimensions:
-        return F.octet_length(column)
-    for _ in range(kind.dimensions - 1):
-        column = F.flatten(column)
-    lengths = F.transform(column, lambda each: F.octet_length(each).cast("long"))
-    return F.aggregate(lengths, F.lit(0).cast("long"), lambda total, each: total + each)
+    values = _flatten(name, kind)
+    lengths = (
+        f"transform({values}, each -> octet_length(each))"
+        if kind.dimensions
+        else f"array(octet_length({values}))"
+    )
+    return f"coalesce(aggregate({lengths}, 0L, (total, each) -> total + each), 0L)"
 
 
+_MOST_COUNTED = 100  # of more columns, rows that are dropped are not counted by column
 _SHOWN_SCALARS = 4  # scalar columns that identify a row in an error
 _DISTINCT_ERROR = 0.02  # the standard deviation of that counter
 _POSITION_COLUMN, _ROW_COLUMN = "__spark_elastic_place", "__spark_elastic_row"
@@ -189,10 +226,15 @@ def select_prepared(
     df: DataFrame, types: Mapping[str, ColumnType], others: Mapping[str, Column] | None = None
 ) -> DataFrame:
     """The columns of `types`, ML vectors (dense and sparse) as arrays, and `others` as they are."""
-    return df.select(
-        *(convert_column(get_column(name), kind).alias(name) for name, kind in types.items()),
-        *(column.alias(name) for name, column in (others or {}).items()),
-    )
+    vectors = {name: convert_column(get_column(name), kind) for name, kind in types.items() if kind.vector}
+    added = {**(others or {}), **vectors}
+    plain = [
+        quote(name) if kind.cast is None else f"cast({quote(name)} as {kind.cast}) as {quote(name)}"
+        for name, kind in types.items()
+    ]
+    for name, column in added.items():
+        df = df.withColumn(name, column)
+    return df.selectExpr(*plain, *map(quote, others or ()))
 
 
 def convert_column(column: Column, kind: ColumnType) -> Column:
@@ -225,29 +267,31 @@ class TableScan:
         """`df`, a result of `select_prepared`, with the counters; write it once."""
         # The id is the row's partition and position, hence its file: the digest depends on the order of rows. It is a
         # column of its own, since Spark 3.5 cannot compute it in a counter.
-        position = F.monotonically_increasing_id() if self._placed else F.lit(0)
-        validates = [] if self._split is None else [get_column(self._split)]
-        placed = F.xxhash64(_POSITION_COLUMN, *(get_column(name) for name in self._types), *validates)
-        df = df.withColumn(_POSITION_COLUMN, position)
+        validates = [] if self._split is None else [quote(self._split)]
         df = df.withColumn(_ROW_COLUMN, hash_row(self._types, *validates))
+        if self._placed:
+            df = df.withColumn(_POSITION_COLUMN, F.monotonically_increasing_id())
+        position = _POSITION_COLUMN if self._placed else "0"
+        placed = hash_columns(position, *map(quote, self._types), *validates)
+        nans = [has_nan(name, self._types[name]) for name in self._nans]
+        texts = [count_bytes(name, kind) for name, kind in self._types.items() if kind.dtype == "object"]
         counters = [
             F.count(F.lit(1)).alias("rows"),
             F.bit_xor(placed).alias("content"),
             F.bit_xor(_ROW_COLUMN).alias("mixed"),
             *_sum_halves(F.shiftrightunsigned(_ROW_COLUMN, 32)),  # equal rows cancel out in `mixed`
             F.approx_count_distinct(_ROW_COLUMN, _DISTINCT_ERROR).alias("distinct"),
-            *(count_where(column).alias("validating") for column in validates),
+            *(F.expr(f"count_if({column}) as validating") for column in validates),
+            F.expr(f"count_if({has_any(has_null(*each) for each in self._types.items())}) as nulls"),
+            *([F.expr(f"count_if({has_any(nans)}) as nans")] if nans else []),
         ]
+        if texts:
+            total = f"aggregate(array({', '.join(texts)}), 0L, (total, each) -> total + each)"
+            counters.append(F.expr(f"sum({total}) as bytes"))
         for number, (name, kind) in enumerate(self._types.items()):
-            column = get_column(name)
-            counters.append(count_where(has_null(column, kind)).alias(f"nulls{number}"))
-            if name in self._nans:
-                counters.append(count_where(has_nan(column, kind)).alias(f"nans{number}"))
-            if kind.dtype == "object":
-                counters.append(F.sum(count_bytes(column, kind)).alias(f"bytes{number}"))
-            for level, sizes in enumerate(_iter_sizes(column, kind.dimensions)):
-                counters.append(F.min(F.array_min(sizes)).alias(f"min{number}_{level}"))
-                counters.append(F.max(F.array_max(sizes)).alias(f"max{number}_{level}"))
+            for level, sizes in enumerate(_iter_sizes(name, kind.dimensions)):
+                counters.append(F.expr(f"min(array_min({sizes})) as min{number}_{level}"))
+                counters.append(F.expr(f"max(array_max({sizes})) as max{number}_{level}"))
         return df.observe(self._observation, *counters).drop(_POSITION_COLUMN, _ROW_COLUMN)
 
     def digest(self) -> str:
@@ -274,7 +318,7 @@ class TableScan:
 
     def count_bytes(self) -> int:
         """The bytes of all strings, after the write."""
-        return sum(number or 0 for name, number in self._observation.get.items() if name.startswith("bytes"))
+        return self._observation.get.get("bytes") or 0
 
     def check_shapes(self, written: Callable[[], DataFrame]) -> dict[str, tuple[int, ...]]:
         """The shape of a row of each column, after the write; InvalidInput for nulls and for ragged arrays.
@@ -283,17 +327,26 @@ class TableScan:
             written: opens the written table, in which a job of its own finds a bad row to name.
         """
         found = self._observation.get
-        rows = f"{found['rows']} rows"
-        for number, name in enumerate(self._types):
-            nulls = found[f"nulls{number}"]
-            if nulls:
-                raise InvalidInput(MissingKind(name, "nulls").describe(nulls, rows))
-            if name in self._nans and found[f"nans{number}"]:
-                raise InvalidInput(MissingKind(name, "NaN").describe(found[f"nans{number}"], rows))
+        if found["nulls"] or found.get("nans"):
+            self._refuse_missing(written(), found["rows"])
         return {
             name: tuple(self._find_length(found, number, level, written) for level in range(kind.dimensions))
             for number, (name, kind) in enumerate(self._types.items())
         }
+
+    def _refuse_missing(self, written: DataFrame, rows: int) -> None:
+        """Raise InvalidInput with the first column that has nulls or NaN, by a job."""
+        texts = [f"count_if({has_null(*each)}) as nulls{n}" for n, each in enumerate(self._types.items())]
+        for number, (name, kind) in enumerate(self._types.items()):
+            if name in self._nans:
+                texts.append(f"count_if({has_nan(name, kind)}) as nans{number}")
+        counts = written.selectExpr(*texts).first()
+        found = {} if counts is None else counts.asDict()
+        for number, name in enumerate(self._types):
+            if nulls := found.get(f"nulls{number}"):
+                raise InvalidInput(MissingKind(name, "nulls").describe(nulls, f"{rows} rows"))
+            if nans := found.get(f"nans{number}"):
+                raise InvalidInput(MissingKind(name, "NaN").describe(nans, f"{rows} rows"))
 
     def _find_length(
         self, counted: Mapping[str, int], number: int, level: int, written: Callable[[], DataFrame]
@@ -313,7 +366,7 @@ class TableScan:
 
     def _describe_row(self, written: DataFrame, name: str, level: int, length: int) -> str:
         """Describes a row with an array of that length, by its scalar columns or, without any, by its content."""
-        sizes = list(_iter_sizes(get_column(name), self._types[name].dimensions))[level]
+        sizes = F.expr(list(_iter_sizes(name, self._types[name].dimensions))[level])
         scalars = [each for each, kind in self._types.items() if not kind.dimensions][:_SHOWN_SCALARS]
         shown = scalars or [name]
         row: Row | None = (
@@ -349,13 +402,12 @@ def _hex(number: int | None) -> str:
     return f"{(number or 0) & (1 << 64) - 1:016x}"
 
 
-def _iter_sizes(column: Column, dimensions: int) -> Iterator[Column]:
+def _iter_sizes(name: str, dimensions: int) -> Iterator[str]:
     """For each dimension, the array of all lengths in a row."""
-    inner = column
+    inner = quote(name)
     for level in range(dimensions):
         if level == 0:
-            yield F.array(F.size(inner))
+            yield f"array(size({inner}))"
         else:
-            yield F.transform(inner, F.size)
-            if level + 1 < dimensions:
-                inner = F.flatten(inner)
+            yield f"transform({inner}, each -> size(each))"
+            inner = f"flatten({inner})"

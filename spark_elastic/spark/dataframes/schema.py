@@ -120,8 +120,11 @@ def check_columns(
 def check_distinct_names(df: DataFrame, used: Iterable[str]) -> None:
     """Raise InvalidInput if the session takes another column of the table for one of those that are used."""
     folded = get_name_folding(df)
+    seen: dict[str, list[str]] = {}
+    for each in df.columns:
+        seen.setdefault(folded(each), []).append(each)
     for name in used:
-        alike = [each for each in df.columns if folded(each) == folded(name)]
+        alike = seen.get(folded(name), [])
         if len(alike) > 1:
             raise InvalidInput(
                 f"The table has several columns called {name!r} ({', '.join(alike)}), which Spark cannot tell apart: "

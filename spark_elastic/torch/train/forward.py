@@ -192,6 +192,11 @@ def _dependent_layers(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
             yield name, f"{type(module).__name__}: random in each worker"
 
 
+def depends_on_batch(module: torch.nn.Module) -> bool:
+    """Whether a layer of torch draws random numbers, or takes statistics of all rows, while it is in training mode."""
+    return isinstance(module, _BatchNorm) or _is_random(module)
+
+
 def _is_random(module: torch.nn.Module) -> bool:
     if isinstance(module, torch.nn.RReLU):
         return True

@@ -33,7 +33,15 @@ from spark_elastic.torch.train.loss import (
     find_loss_module,
 )
 from spark_elastic.training.batch import LocalBatch
-from spark_elastic.training.identity import NUMBERS, PLAIN, WEIGHTS, digest, is_comparable, to_text
+from spark_elastic.training.identity import (
+    NUMBERS,
+    PLAIN,
+    WEIGHTS,
+    describe_class,
+    digest,
+    is_comparable,
+    to_text,
+)
 from spark_elastic.training.model_io import check_numbers, find_input_dtype, refuse_large_numbers
 from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.transformation import Transformation
@@ -42,9 +50,10 @@ from spark_elastic.training.transformation import Transformation
 
 
 def digest_module(module: torch.nn.Module) -> str:
-    """Digest of a module's classes, settings and shapes of tensors, without the values of its weights."""
+    """Digest of a module's classes, their code, settings and shapes of tensors, without the values of its weights."""
+    classes = {kind: describe_class(kind) for kind in {type(part) for part in module.modules()}}
     parts = [
-        (name, type(part).__name__, *sorted(_list_settings(part))) for name, part in module.named_modules()
+        (name, classes[type(part)], *sorted(_list_settings(part))) for name, part in module.named_modules()
     ]
     tensors = [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in _list_tensors(module)]
     trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
@@ -71,13 +80,13 @@ def digest_optimizer(model: torch.nn.Module, given: Any) -> str:
         {key: _to_plain(value) for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
-    return digest([type(optimizer).__name__, groups])
+    return digest([describe_class(type(optimizer)), groups])
 
 
 def digest_callbacks(callbacks: tuple[Any, ...]) -> str:
     """Digest of the callbacks that end a training or choose its weights; a user's own callbacks cannot be compared."""
     found = [each for each in callbacks if isinstance(each, EarlyStopping | BestWeights)]
-    return digest([(type(each).__name__, *sorted(_list_settings(each))) for each in found])
+    return digest([(describe_class(type(each)), *sorted(_list_settings(each))) for each in found])
 
 
 def digest_schedules(model: torch.nn.Module, given: Any, callbacks: tuple[Any, ...]) -> str:
@@ -97,7 +106,7 @@ def _describe_scheduler(scheduler: Any) -> list[Any]:
         name: value for name, value in vars(scheduler).items() if name != "optimizer" and name[0] != "_"
     }
     return [
-        type(scheduler).__name__,
+        describe_class(type(scheduler)),
         settings,
         *map(_describe_scheduler, getattr(scheduler, "_schedulers", ())),
     ]

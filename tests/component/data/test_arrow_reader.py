@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spark_elastic.data.manifest import Column, Manifest
+from spark_elastic.data.manifest import Column, Manifest, RowGroups
 from spark_elastic.data.reading import group_reader
 from spark_elastic.data.reading.decoding import read_footers
 from spark_elastic.data.reading.group_reader import ArrowReader
@@ -74,6 +75,32 @@ def test_a_file_that_is_not_parquet_is_named(store: Store) -> None:
     store.write_bytes("x.parquet", b"PAR1 this is none of it PAR1")
     with pytest.raises(StoreError, match=r"'x\.parquet'.*no Parquet file"):
         read_footers(store, ["x.parquet"])
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_flipped_bit_in_a_file_with_checksums_is_named(store: Store, parts: int) -> None:
+    name = "a.parquet"
+    store.write_bytes(name, b"")
+    pq.write_table(
+        pa.table({"x": np.random.default_rng(0).normal(size=1000)}), store.path(name), compression="none",
+        use_dictionary=False, write_page_checksum=True,
+    )  # fmt: skip
+    files, groups = read_footers(store, [name])
+    if parts > 1:
+        whole = groups[0]
+        cut = replace(whole, rows=500, parent_rows=1000, part_rows=500)
+        groups = RowGroups.of([cut, replace(cut, first_row=500)])
+    manifest = Manifest((Column("x", "float64"),), files, groups, fingerprint="", content="")
+    content = bytearray(store.read_bytes(name))
+    content[4000] ^= 1
+    store.write_bytes(name, bytes(content))
+    with (
+        closing(ArrowReader(store, manifest)) as reader,
+        pytest.raises(
+            StoreError, match=r"row group 0 of 'a\.parquet'.* by their checksum: bring the file back"
+        ),
+    ):
+        reader.fetch(0)
 
 
 def test_arrays_have_the_manifest_s_shapes(store: Store, manifest: Manifest) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
     return make_data(tmp_path_factory.mktemp("data"))
 
 
-def check(data: Data, job: Job, **changes: Any) -> None:
+def check(data: Data, job: Job, settings: Mapping[str, Any] | None = None, **changes: Any) -> None:
+    """settings: of the fit; changes: other objects of the user's."""
     program = job.task(*data)
-    check_on_two_rows(replace(program._trainer._objects, **changes), program._spec)  # type: ignore[attr-defined]
+    spec = replace(program._spec, config=replace(program._spec.config, **(settings or {})))
+    check_on_two_rows(replace(program._trainer._objects, **changes), spec)  # type: ignore[attr-defined]
 
 
 def make(width: int, loss: Any, units: int = CLASSES) -> Callable[[], Any]:
@@ -89,8 +91,28 @@ def test_a_model_or_loss_that_fails_is_refused_in_one_sentence(
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_what_trains_is_not_refused(data: Data, name: str) -> None:
+def test_what_trains_is_not_refused(data: Data, caplog: pytest.LogCaptureFixture, name: str) -> None:
     check(data, JOBS[name])
+    check(data, JOBS[name], {"max_workers": 3})
+    assert not caplog.messages
+
+
+def compare_pairs(label: Any, output: Any) -> Any:
+    """A contrastive loss: each row is to be nearest to itself."""
+    unit = keras.ops.normalize(output)
+    near = keras.ops.matmul(unit, keras.ops.transpose(unit)) / 0.1
+    return keras.losses.sparse_categorical_crossentropy(
+        keras.ops.arange(keras.ops.shape(unit)[0]), near, from_logits=True
+    )
+
+
+def test_a_loss_that_compares_rows_is_refused_by_name(data: Data, caplog: pytest.LogCaptureFixture) -> None:
+    for loss, units in ((compare_pairs, CLASSES), (keras.losses.Tversky(), 1), (keras.losses.Circle(), 4)):
+        with pytest.raises(InvalidInput, match=r"^the model's loss compares the rows .*loss_scope='worker'"):
+            check(data, Job(make(WIDTH, loss, units)), {"max_workers": 3})
+    assert not caplog.messages
+    check(data, Job(make(WIDTH, compare_pairs)), {"max_workers": 3, "loss_scope": "worker"})
+    assert "depend on the number of workers through the model's loss, which compares" in caplog.messages[0]
 
 
 class Prepares(keras.callbacks.Callback):  # type: ignore[misc,unused-ignore]

@@ -371,6 +371,193 @@ def test_a_transformation_that_fails_on_strings_may_lack_files() -> None:
             two_rows.transform_rows(spec, read, rows)
 
 
+# ---- a loss that compares rows is refused
+
+
+def compare_pairs(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    """A contrastive loss: each row is to be nearest to itself."""
+    unit = torch.nn.functional.normalize(output)
+    return torch.nn.functional.cross_entropy(unit @ unit.T / 0.1, torch.arange(len(unit)))
+
+
+def compare_triplets(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    far, same = torch.cdist(output, output), label[:, None] == label
+    near = far.masked_fill(same, 1e9).min(1).values
+    chosen = near < 1e8
+    return (far.masked_fill(~same, 0.0).max(1).values - near + 1).relu()[chosen].mean()
+
+
+def compute_dice(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    share, wanted = output[:, 0].sigmoid(), label > 0
+    return 1 - 2 * (share * wanted).sum() / (share.sum() + wanted.sum())
+
+
+def compare_views(model: torch.nn.Module, features: Any, labels: Any) -> torch.Tensor:
+    views = [
+        torch.nn.functional.normalize(model(features[0] + torch.rand_like(features[0]) / 10)) for _ in "ab"
+    ]
+    return torch.nn.functional.cross_entropy(views[0] @ views[1].T / 0.2, torch.arange(len(views[0])))
+
+
+class Steps(torch.nn.Linear):
+    """A module with a step of its own, as Lightning's have one."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__(WIDTH, CLASSES)
+        self.loss = loss
+
+    def training_step(self, batch: Any, number: int) -> torch.Tensor:
+        assert self.training
+        loss: torch.Tensor = self.loss(self(batch[0]), batch[1])
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return sgd(self.parameters())
+
+
+class Centers(torch.nn.Module):
+    """A layer whose output for a row depends on the other rows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(0)
+
+
+class Noise(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.randn_like(x)
+
+
+def check_scope(data: Data, loss: Any, model: Any = None, **settings: Any) -> None:
+    """loss: a loss, or a function of three parameters for `train_minibatch_fn`; None: the model has it."""
+    torch.manual_seed(0)
+    net = model or torch.nn.Linear(WIDTH, 16)
+    own = getattr(getattr(loss, "__code__", None), "co_argcount", 2) == 3
+    changes = {"losses": () if own or loss is None else (loss,), "train_minibatch_fn": loss if own else None}
+    check(data, net, loss, {"max_workers": 3, **settings}, **changes)
+
+
+RANDOM = torch.nn.Linear(WIDTH, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(), torch.nn.Linear(8, 16)
+
+
+@pytest.mark.parametrize("batch", [2, 3, 8])
+@pytest.mark.parametrize(
+    ("loss", "make", "what"),
+    [
+        (compare_pairs, lambda: torch.nn.Linear(WIDTH, 16), "loss"),
+        (compare_pairs, lambda: torch.nn.Sequential(*copy.deepcopy(RANDOM)), "loss"),
+        (
+            lambda model, features, labels: compare_pairs(model(*features), *labels),
+            lambda: torch.nn.Sequential(*copy.deepcopy(RANDOM)),
+            "train_minibatch_fn",
+        ),
+        (None, lambda: Steps(compare_pairs), "the training_step of the model"),
+    ],
+)
+def test_a_loss_that_compares_rows_is_refused_by_name(
+    data: Data, loss: Any, make: Callable[[], torch.nn.Module], what: str, batch: int
+) -> None:
+    with pytest.raises(
+        InvalidInput, match=rf"^{what} compares the rows .* \(of \d rows .*loss_scope='worker'"
+    ):
+        check_scope(data, loss, make(), batch_size=batch)
+
+
+def test_losses_that_two_rows_do_not_show_are_tried_on_more(data: Data) -> None:
+    for loss, what in (
+        (compare_triplets, "loss"),
+        (compute_dice, "loss"),
+        (compare_views, "train_minibatch_fn"),
+    ):
+        with pytest.raises(InvalidInput, match=f"^{what} compares the rows"):
+            check_scope(data, loss)
+
+
+def test_a_loss_that_compares_rows_may_see_those_of_a_worker_or_of_a_share(
+    data: Data, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_scope(data, compare_pairs, determinism="bitwise")
+    check_scope(data, compare_pairs, max_workers=1)
+    check_scope(data, compare_pairs, batch_size=1)
+    assert not caplog.messages
+    check_scope(data, compare_pairs, loss_scope="worker")
+    (message,) = caplog.messages
+    assert "depend on the number of workers through loss, which compares the rows of a batch" in message
+
+
+WEIGHTS = torch.tensor([0.2, 1.0, 3.0])
+SMALL = torch.nn.functional
+
+
+@pytest.mark.parametrize(
+    ("loss", "make"),
+    [
+        (torch.nn.CrossEntropyLoss(weight=WEIGHTS.double(), ignore_index=0, label_smoothing=0.1), None),
+        (partial(SMALL.cross_entropy, weight=WEIGHTS.double()), None),
+        (torch.nn.CrossEntropyLoss(reduction="sum"), None),
+        (lambda output, label: SMALL.cross_entropy(output, label) + 0.1, None),
+        (lambda output, label: SMALL.cross_entropy(output, label, reduction="none"), None),
+        (lambda output, label: SMALL.cross_entropy(output + torch.randn_like(output), label), None),
+        (lambda output, label: 0 * output.sum(), None),
+        (lambda output, label: output.mean() * float("nan"), None),
+        (CROSS_ENTROPY, lambda: torch.nn.Sequential(*RANDOM)),
+        (CROSS_ENTROPY, lambda: torch.nn.Sequential(torch.nn.Linear(WIDTH, CLASSES), Noise())),
+        (None, lambda: Steps(CROSS_ENTROPY)),
+        (lambda model, features, labels: CROSS_ENTROPY(Noise()(model(*features)), *labels), None),
+        (lambda model, features, labels: (model(*features) * torch.rand(len(labels[0]), 1)).mean(), None),
+    ],
+)
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_a_loss_that_is_a_mean_or_a_sum_over_rows_is_not_refused(
+    data: Data, caplog: pytest.LogCaptureFixture, loss: Any, make: Any, precision: str | None
+) -> None:
+    model = make() if make else torch.nn.Linear(WIDTH, CLASSES)
+    check_scope(data, loss, model, precision=precision)
+    assert not caplog.messages
+
+
+def test_a_loss_that_counts_its_calls_is_not_compared(data: Data) -> None:
+    class Counts(torch.nn.Module):
+        calls = 0
+
+        def forward(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return self.calls * output.square().mean()
+
+    check_scope(data, Counts())
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda output, label: SMALL.cross_entropy(output, label, weight=WEIGHTS.double()),
+        lambda output, label: SMALL.cross_entropy(output, label, reduction="sum"),
+        lambda model, features, labels: SMALL.cross_entropy(
+            model(*features), *labels, weight=WEIGHTS.double()
+        ),
+    ],
+)
+def test_a_mean_with_weights_of_its_own_is_warned_of(
+    data: Data, caplog: pytest.LogCaptureFixture, loss: Any
+) -> None:
+    check_scope(data, loss, torch.nn.Linear(WIDTH, CLASSES))
+    (message,) = caplog.messages
+    assert "which is neither the mean of the rows' losses nor one for each" in message
+
+
+def test_a_layer_that_mixes_rows_is_warned_of_by_name(data: Data, caplog: pytest.LogCaptureFixture) -> None:
+    layers = torch.nn.Linear(WIDTH, 8), Centers(), torch.nn.Linear(8, CLASSES)
+    check_scope(data, CROSS_ENTROPY, torch.nn.Sequential(*layers))
+    check_scope(
+        data,
+        lambda model, features, labels: CROSS_ENTROPY(model(*features), *labels),
+        torch.nn.Sequential(*layers),
+    )
+    assert len(caplog.messages) == 2
+    assert all(
+        "number of workers through 1 (it mixes the rows of a batch)" in each for each in caplog.messages
+    )
+
+
 # ---- nothing is changed
 
 

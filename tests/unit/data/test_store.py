@@ -90,6 +90,24 @@ def test_names_with_special_characters_are_taken_literally(store: Store, root: s
     assert store.exists("ay/runs/ax/b/one")
 
 
+@pytest.mark.parametrize(
+    ("url", "root"),
+    [
+        ("/x/a::1", "/x/a::1"),
+        ("/x/a::1/", "/x/a::1"),
+        ("file:///x/a::b::2", "/x/a::b::2"),
+        ("/x/file::1", "/x/file::1"),
+        ("memory://a::1", "/a::1"),
+        ("simplecache::memory://a", "/a"),
+    ],
+)
+def test_a_path_with_two_colons_is_the_one_that_was_said(url: str, root: str) -> None:
+    store = Store.open(url)
+    assert store.root == root
+    assert Store.open(store.url).root == root
+    assert ("simplecache" in store.filesystem.protocol) == url.startswith("simplecache")
+
+
 def test_a_file_system_that_fails_is_not_taken_for_one_without_the_object(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,6 +234,11 @@ def test_the_root_is_not_removed(store: Store) -> None:
         ("hdfs://localhost:1/x", StoreError, r"opened: Unable to load libjvm: .*set JAVA_HOME, .*glob`\)\.$"),
         ("memory://k:secret@b/x", InvalidInput, "storage_options"),
         ("simplecache::memory://k:secret@b/x", InvalidInput, "storage_options"),
+        (
+            "simplecache::memory://a::1",
+            InvalidInput,
+            "has '::' in a path behind simplecache::, which drops it",
+        ),
     ],
 )
 def test_wrong_urls_are_refused(

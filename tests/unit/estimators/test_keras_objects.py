@@ -744,6 +744,13 @@ def test_a_runs_digest_ignores_the_numbers_in_names_of_keras() -> None:
     ):
         assert check_model(**changes) != first, changes
 
+    def make_loss(call: Any) -> Any:
+        return type("Own", (keras.losses.Loss,), {"call": call})()
+
+    assert check_model(loss=make_loss(lambda self, y, p: y - p)) != check_model(
+        loss=make_loss(lambda self, y, p: p - y)
+    )
+
 
 def test_a_model_s_factory_leaves_the_user_s_random_numbers_as_they_were() -> None:
     def build() -> Any:

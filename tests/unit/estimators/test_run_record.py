@@ -76,7 +76,7 @@ def test_another_model_and_other_initial_weights_are_refused_with_different_reas
 def test_a_run_record_of_another_format_is_refused(fields: dict[str, Any]) -> None:
     store = make_memory_store()
     store.write_bytes("runs/r/run.json", json.dumps(fields).encode())
-    with pytest.raises(StoreError, match=f"has format {fields.get('format', 1)}, and this release reads 3"):
+    with pytest.raises(StoreError, match=f"has format {fields.get('format', 1)}, and this release reads 4"):
         RunRecord.load(store, "r")
 
 

@@ -122,6 +122,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"store": b"/mnt"}, "store must be a path or url; got bytes"),
     ({"shuffle": "false"}, "shuffle must be True or False; got 'false'"),
     ({"keep_data": 1}, "keep_data must be True or False; got 1"),
+    ({"loss_scope": "step"}, "loss_scope must be one of 'worker', or None; got 'step'"),
     ({"callbacks": [Queues()]}, "a checkpoint cannot hold the deque of callback Queues, at 'seen'"),
     (
         {"loss": None, "metrics": [torch.nn.L1Loss()], "train_minibatch_fn": lambda model, x, y: x},

@@ -47,9 +47,59 @@ class NamedValue:
         return self.alpha * output
 
 
+CLASS = """
+class Loss(Base):
+    factor = 2.0  # a comment
+
+    def forward(self, output):
+        \"\"\"What it says.\"\"\"
+        return self.scale(output) + self.shift
+
+    __call__ = forward
+
+    def scale(self, output):
+        return super().__hash__() and output * self.factor
+
+    @property
+    def shift(self):
+        return 1.0
+
+    def unused(self):
+        return 1
+
+    def extra_repr(self):
+        return "a"
+"""
+
+
+def make_class(old: str = "", new: str = "", base: type = torch.nn.Module) -> Any:
+    """CLASS in a script, with a part of its text replaced."""
+    assert old in CLASS
+    script: dict[str, Any] = {"__name__": "__main__", "Base": base}
+    exec(CLASS.replace(old, new) if old else CLASS, script)
+    return script["Loss"]
+
+
 @pytest.mark.parametrize(
     ("one", "other"),
     [
+        (NamedValue(torch.tanh, "a"), NamedValue(torch.relu, "a")),
+        (NamedValue(np.tanh, "a"), NamedValue(np.exp, "a")),
+        (NamedValue({"f": torch.tanh}, "a"), NamedValue({"f": torch.relu}, "a")),
+        (NamedValue(torch.nn.functional.relu, "a"), NamedValue(torch.nn.functional.gelu, "a")),
+        (NamedValue(torch.nn.ReLU, "a"), NamedValue(torch.nn.GELU, "a")),
+        (
+            NamedValue(functools.partial(compute_power, power=1), "a"),
+            NamedValue(functools.partial(compute_power, power=3), "a"),
+        ),
+        (NamedValue(1.0, "a").__call__, NamedValue(2.0, "a").__call__),
+        (compose(torch.tanh), compose(torch.relu)),
+        (functools.cache(compute_power), functools.cache(make_scaled_loss)),
+        (make_class(), make_class("* self", "+ self")),
+        (make_class()(), make_class("* self", "+ self")()),
+        (make_class()().forward, make_class("+ self.shift", "- self.shift")().forward),
+        (make_class(base=object), make_class("2.0", "3.0", base=object)),
+        (make_class(), make_class("return 1.0", "return 2.0")),
         (make_scaled_loss(1.0), make_scaled_loss(2.0)),
         (lambda x: x + 1, lambda x: x + 2),
         (lambda x: x.sin(), lambda x: x.cos()),
@@ -107,15 +157,26 @@ def test_functions_that_do_the_same_have_equal_digests() -> None:
     assert digest({"a": 1, "b": (2,)}) == digest({"b": [2], "a": 1})
 
 
+@pytest.mark.parametrize("old", ["a comment", "What it says", 'return "a"', "return 1\n"])
+def test_what_is_not_trained_is_no_part_of_a_class(old: str) -> None:
+    assert digest(make_class()) == digest(make_class(old, old.replace("a", "b").replace("1", "2")))
+
+
 def test_another_process_computes_the_same_digest() -> None:
     program = (
         "from spark_elastic.training.identity import digest\n"
         "from tests.unit.training import test_identity as here\n"
         "import torch\n"
         "values = [here.make_scaled_loss(1.0), here.NamedValue(1.0, 'a'), here.make_weighted_loss(torch.ones(2))]\n"
-        "print(digest([*values, here.make_recursive()]))"
+        "print(digest([*values, here.make_recursive(), here.make_class()]))"
     )
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert said.stdout.strip() == digest(
-        [make_scaled_loss(1.0), NamedValue(1.0, "a"), make_weighted_loss(torch.ones(2)), make_recursive()]
+        [
+            make_scaled_loss(1.0),
+            NamedValue(1.0, "a"),
+            make_weighted_loss(torch.ones(2)),
+            make_recursive(),
+            make_class(),
+        ]
     )

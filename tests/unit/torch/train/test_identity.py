@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from spark_elastic.training.identity import WEIGHTS
 
 
 class UserNet(nn.Module):
-    def __init__(self, slope: float = 0.1) -> None:
+    def __init__(self, slope: Any = 0.1) -> None:
         super().__init__()
         self.slope, self.folder, self.layer = slope, str(id(self)), nn.Linear(3, 1)
 
@@ -42,6 +43,53 @@ def test_equal_objects_have_equal_digests() -> None:
 
 def test_other_initial_weights_differ_in_the_weights_only() -> None:
     assert find_differences(make_objects(1), make_objects(2)) == [WEIGHTS]
+
+
+def derive(base: type, **members: Any) -> Any:
+    """A class of the same name with other methods."""
+    return type("Own", (base,), members)
+
+
+def make_step(scale: float) -> Any:
+    return lambda optimizer, closure=None: scale
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "name"),
+    [
+        (
+            {"model": derive(UserNet, forward=lambda self, x: self.layer(x))()},
+            {"model": derive(UserNet, forward=lambda self, x: -self.layer(x))()},
+            "model",
+        ),
+        ({"model": UserNet(torch.tanh)}, {"model": UserNet(torch.relu)}, "model"),
+        (
+            {"losses": (derive(nn.MSELoss, forward=lambda self, x, y: (x - y).abs())(),)},
+            {"losses": (derive(nn.MSELoss, forward=lambda self, x, y: (x - y) ** 2)(),)},
+            "loss",
+        ),
+        (
+            {"optimizer": derive(torch.optim.SGD, step=make_step(1.0))},
+            {"optimizer": derive(torch.optim.SGD, step=make_step(2.0))},
+            "optimizer",
+        ),
+        (
+            {"transformation": derive(object, __call__=lambda self, columns: columns)()},
+            {"transformation": derive(object, __call__=lambda self, columns: {**columns})()},
+            "transformation_fn",
+        ),
+        (
+            {"callbacks": (derive(EarlyStopping, on_epoch_end=lambda self, training: None)(),)},
+            {"callbacks": (derive(EarlyStopping, on_epoch_end=lambda self, training: 1)(),)},
+            "EarlyStopping or BestWeights",
+        ),
+    ],
+)
+def test_a_class_of_the_user_s_with_other_code_is_named(
+    one: dict[str, Any], other: dict[str, Any], name: str
+) -> None:
+    assert find_differences(make_objects(**one), make_objects(**other))[0] == name
+    assert find_differences(make_objects(**one), make_objects(**copy.deepcopy(one))) == []
 
 
 @pytest.mark.parametrize(
