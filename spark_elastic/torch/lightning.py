@@ -26,15 +26,9 @@ from spark_elastic.state.handlers import Registry, SnapshotHandler
 from spark_elastic.state.snapshot import Bytes, SnapshotBuilder, pickle_value
 from spark_elastic.torch.data_loader import ElasticDataLoader
 from spark_elastic.torch.devices import CPU
-from spark_elastic.torch.elastic import (
-    ModelStateHandler,
-    OptimizerStateHandler,
-    TorchState,
-    forget_gradients,
-    get_handler_registry,
-    run,
-)
+from spark_elastic.torch.elastic import TorchState, forget_gradients, get_handler_registry, run
 from spark_elastic.torch.generators import get_generators, set_generators
+from spark_elastic.torch.module_state import ModelStateHandler, OptimizerStateHandler
 from spark_elastic.torch.optimizer import mark_applied
 from spark_elastic.worker.context import get_context
 
