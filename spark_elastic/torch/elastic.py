@@ -35,7 +35,6 @@ from spark_elastic.torch.data_loader import DataLoaderStateHandler, ElasticDataL
 from spark_elastic.torch.module_state import (
     ModelStateHandler,
     OptimizerStateHandler,
-    find_difference,
     find_hooked,
 )
 from spark_elastic.torch.optimizer import has_unapplied, is_distributed, mark_applied

@@ -34,7 +34,9 @@ _SAMPLES = 16  # elements of a frozen parameter that are compared before each co
 class TensorRef(NamedTuple):
     """A tensor in a snapshot."""
 
-    extent: Extent | Bytes  # its bytes in the memory of the snapshot, or a copy of its own that many snapshots share
+    extent: (
+        Extent | Bytes
+    )  # its bytes in the memory of the snapshot, or a copy of its own that many snapshots share
     dtype: torch.dtype  # with which these bytes are viewed
     shape: tuple[int, ...]  # () for a scalar
     on_host: bool  # False: it was on the device that the process trains on
@@ -88,7 +90,9 @@ class Views:
     def put(self, builder: SnapshotBuilder, tensor: torch.Tensor, *, deferred: bool) -> Extent:
         known = self._former.get(id(tensor)) or self._known.get(id(tensor))
         if known is None or known[0] is not tensor or known[1] != tensor.data_ptr():
-            if tensor.device != CPU and not hasattr(tensor, "to_local"):  # waits once, for the copies of all tensors
+            if tensor.device != CPU and not hasattr(
+                tensor, "to_local"
+            ):  # waits once, for the copies of all tensors
                 copied = SnapshotCopy(tensor.device)
                 builder.allocate, builder.wait_remote = copied.allocate, copied.wait
                 return builder.add_remote(tensor.nbytes, partial(copied.begin, tensor.detach()))
@@ -144,7 +148,9 @@ class ModelStateHandler(SnapshotHandler):
     def __init__(self, value: torch.nn.Module) -> None:
         super().__init__(value)
         self.trained: set[int] = set()  # ids of the parameters that may be copied in the background
-        self.keeps_frozen = False  # frozen parameters are copied once; such snapshots are pickled, not written
+        self.keeps_frozen = (
+            False  # frozen parameters are copied once; such snapshots are pickled, not written
+        )
         self._views, self._frozen = Views(), _FrozenCopies()
         self._begin_with_model()
 
@@ -276,7 +282,10 @@ class OptimizerStateHandler(SnapshotHandler):
         # Returns all parameters that a group may hold, by names that are the same in all processes.
         self.list_parameters: Callable[[], Iterable[tuple[str, torch.nn.Parameter]]] = lambda: ()
         self._views = Views()
-        self._named: tuple[list[list[int]], list[list[str | None]]] = [], []  # ids of the groups, and their names
+        self._named: tuple[list[list[int]], list[list[str | None]]] = (
+            [],
+            [],
+        )  # ids of the groups, and their names
 
     @property
     def has_own_format(self) -> bool:
@@ -352,7 +361,9 @@ class OptimizerStateHandler(SnapshotHandler):
             return
         groups = optimizer.param_groups
         del groups[len(saved) :]
-        if [len(group["params"]) for group in groups] != [len(group) for group in saved] or mine[: len(saved)] != saved:
+        if [len(group["params"]) for group in groups] != [len(group) for group in saved] or mine[
+            : len(saved)
+        ] != saved:
             parameters = dict(self.list_parameters())
             lacking = [name for group in saved for name in group if name not in parameters]
             if lacking:
@@ -369,7 +380,9 @@ class OptimizerStateHandler(SnapshotHandler):
                 else:
                     like = {k: v for k, v in groups[0].items() if k not in ("params", "param_names")}
                     named = [(str(name), parameters[str(name)]) for name in names]
-                    optimizer.add_param_group({**like, "params": named if "param_names" in groups[0] else own})
+                    optimizer.add_param_group(
+                        {**like, "params": named if "param_names" in groups[0] else own}
+                    )
         held = {id(parameter) for group in groups for parameter in group["params"]}
         for key in [key for key in optimizer.state if isinstance(key, torch.Tensor) and id(key) not in held]:
             del optimizer.state[key]
@@ -506,7 +519,9 @@ def find_difference(group: Group, model: torch.nn.Module, counts: bool = True) -
         odd = [rank for rank in holders if found[rank].get(name) != found[first].get(name)]
         if odd:
             values = [found[rank].get(name, ["", "missing"]) for rank in (first, odd[0])]
-            here, there = (each[1] for each in values) if values[0][1] != values[1][1] else ("one value", "another one")
+            here, there = (
+                (each[1] for each in values) if values[0][1] != values[1][1] else ("one value", "another one")
+            )
             ranks = f"rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))}"
             return f"{name} is {here} on rank {first} and {there} on {ranks}"
     return None
@@ -517,7 +532,10 @@ def _describe_parts(model: torch.nn.Module) -> Iterator[tuple[str, tuple[int, st
     for name, parameter in model.named_parameters():
         yield f"parameter {name!r}", (0, "trained" if parameter.requires_grad else "frozen")
     for name, part in model.named_modules():
-        yield f"layer {name!r}" if name else "the model", (0, f"in {'training' if part.training else 'evaluation'} mode")
+        yield (
+            f"layer {name!r}" if name else "the model",
+            (0, f"in {'training' if part.training else 'evaluation'} mode"),
+        )
     for name, buffer in list_buffers(model).items():
         if buffer.tensor is not None and not isinstance(buffer.owner, _NormBase):
             bits = 0 if hasattr(buffer.tensor, "to_local") else zlib.crc32(view_bytes(buffer.tensor)[0].data)
