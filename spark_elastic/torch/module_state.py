@@ -1,9 +1,9 @@
 """What a training depends on of its modules and optimizers: the one definition for estimators, elastic loops and the
 trainers of other libraries.
 
-Of a module: parameters and which of them are frozen, which parts are in evaluation mode, every buffer, whatever the
-training has registered, grown or replaced, plain public attributes that it has changed, and extra state. Of an optimizer:
-which parameters its groups hold, by name, their settings, and the state of each. Training thread only.
+Of a module: parameters and which of them are frozen, which parts are in evaluation mode, every buffer, also those that
+training has registered, grown or replaced, plain public attributes that it has changed, and extra state. Of an
+optimizer: which parameters its groups hold, by name, their settings, and the state of each. Training thread only.
 """
 
 from __future__ import annotations
@@ -27,16 +27,15 @@ from spark_elastic.state.handlers import SnapshotHandler
 from spark_elastic.state.snapshot import Bytes, Extent, SnapshotBuilder
 from spark_elastic.torch.devices import CPU, SnapshotCopy
 
-_PLAIN = (bool, int, float, str, type(None))  # types of the attributes that are part of the state
+PLAIN = (bool, int, float, str, type(None))  # types of the attributes that are part of the state
 _SAMPLES = 16  # elements of a frozen parameter that are compared before each commit
 
 
 class TensorRef(NamedTuple):
     """A tensor in a snapshot."""
 
-    extent: (
-        Extent | Bytes
-    )  # its bytes in the memory of the snapshot, or a copy of its own that many snapshots share
+    # Its bytes in the memory of the snapshot, or a copy that many snapshots share.
+    extent: Extent | Bytes
     dtype: torch.dtype  # with which these bytes are viewed
     shape: tuple[int, ...]  # () for a scalar
     on_host: bool  # False: it was on the device that the process trains on
@@ -90,9 +89,8 @@ class Views:
     def put(self, builder: SnapshotBuilder, tensor: torch.Tensor, *, deferred: bool) -> Extent:
         known = self._former.get(id(tensor)) or self._known.get(id(tensor))
         if known is None or known[0] is not tensor or known[1] != tensor.data_ptr():
-            if tensor.device != CPU and not hasattr(
-                tensor, "to_local"
-            ):  # waits once, for the copies of all tensors
+            if tensor.device != CPU and not hasattr(tensor, "to_local"):
+                # This thread waits once, for the copies of all tensors.
                 copied = SnapshotCopy(tensor.device)
                 builder.allocate, builder.wait_remote = copied.allocate, copied.wait
                 return builder.add_remote(tensor.nbytes, partial(copied.begin, tensor.detach()))
@@ -148,9 +146,7 @@ class ModelStateHandler(SnapshotHandler):
     def __init__(self, value: torch.nn.Module) -> None:
         super().__init__(value)
         self.trained: set[int] = set()  # ids of the parameters that may be copied in the background
-        self.keeps_frozen = (
-            False  # frozen parameters are copied once; such snapshots are pickled, not written
-        )
+        self.keeps_frozen = False  # frozen parameters are copied once, for snapshots that are pickled
         self._views, self._frozen = Views(), _FrozenCopies()
         self._begin_with_model()
 
@@ -258,7 +254,7 @@ class ModelStateHandler(SnapshotHandler):
             (path, name): value
             for path, module in self.value.named_modules()
             for name, value in vars(module).items()
-            if type(value) in _PLAIN and name[0] != "_" and name != "training"
+            if type(value) in PLAIN and name[0] != "_" and name != "training"
         }
 
     def _check_whole(self) -> None:
@@ -282,10 +278,8 @@ class OptimizerStateHandler(SnapshotHandler):
         # Returns all parameters that a group may hold, by names that are the same in all processes.
         self.list_parameters: Callable[[], Iterable[tuple[str, torch.nn.Parameter]]] = lambda: ()
         self._views = Views()
-        self._named: tuple[list[list[int]], list[list[str | None]]] = (
-            [],
-            [],
-        )  # ids of the groups, and their names
+        # The ids of the groups' parameters, and their names.
+        self._named: tuple[list[list[int]], list[list[str | None]]] = [], []
 
     @property
     def has_own_format(self) -> bool:
@@ -361,9 +355,7 @@ class OptimizerStateHandler(SnapshotHandler):
             return
         groups = optimizer.param_groups
         del groups[len(saved) :]
-        if [len(group["params"]) for group in groups] != [len(group) for group in saved] or mine[
-            : len(saved)
-        ] != saved:
+        if mine[: len(saved)] != saved:
             parameters = dict(self.list_parameters())
             lacking = [name for group in saved for name in group if name not in parameters]
             if lacking:
@@ -380,9 +372,8 @@ class OptimizerStateHandler(SnapshotHandler):
                 else:
                     like = {k: v for k, v in groups[0].items() if k not in ("params", "param_names")}
                     named = [(str(name), parameters[str(name)]) for name in names]
-                    optimizer.add_param_group(
-                        {**like, "params": named if "param_names" in groups[0] else own}
-                    )
+                    given = named if "param_names" in groups[0] else own
+                    optimizer.add_param_group({**like, "params": given})
         held = {id(parameter) for group in groups for parameter in group["params"]}
         for key in [key for key in optimizer.state if isinstance(key, torch.Tensor) and id(key) not in held]:
             del optimizer.state[key]

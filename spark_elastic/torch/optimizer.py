@@ -256,7 +256,9 @@ class _Distributed(DistributedBase):
         if "_sync" not in self.__dict__:
             return  # the plain class's own __init__
         if self._sync.has_unsynced_gradients and not self._sync.is_stale():
-            raise InvalidInput("a parameter group was added between backward() and step(): add it after step().")
+            raise InvalidInput(
+                "a parameter group was added between backward() and step(): add it after step()."
+            )
         self._sync.exchange.abandon()
         self._sync.exchange.set_parameters(name_parameters(self, self._named))
 
