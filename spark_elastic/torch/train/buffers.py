@@ -1,7 +1,7 @@
 """Brings the buffers that a step wrote together, so that all ranks hold what one process would.
 
 How follows from what a buffer is: each of `MERGES` is tried on some rows of the first step that writes the buffer, as a
-forward pass of all of them shows what is right. All ranks choose the same, which is part of the state. Main thread only.
+forward pass of all of them shows what is right. All ranks choose alike, as part of the state. Main thread only.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Forward = Callable[[torch.nn.Module, LocalBatch[torch.Tensor]], object]
 # maximum; the minimum. APPROXIMATE is the mean, where it is not what all rows give. EQUAL: user code has exchanged it.
 MERGES = ("mean", "overwrite", "sum", "max", "min")
 EQUAL, APPROXIMATE = "equal", "approximate"
-_ROWS = 8  # of each of the two parts on which they are tried
+_ROWS = 8  # of each of the two parts on which they are tried; with repetitions where a rank has fewer
 
 
 def merge(
@@ -229,14 +229,12 @@ class BufferMerge:
             for name in names
         }
         found = {}
-        if len(batch):
+        if len(batch) > 1:  # all ways are right for one row
             try:
                 found = try_merges(self._model, names, before, batch, forward)
             except CollectiveError:
                 raise
-            except (
-                Exception
-            ) as error:  # of the user's code, or a model that cannot be copied once it has trained
+            except Exception as error:  # of the user's code; or a model that has trained cannot be copied
                 log.debug("how to merge the buffers %s was not tried: %r", names, error)
                 found = {name: [APPROXIMATE] for name in names}
         everywhere = _gather(group, [[mine, found]])
@@ -244,6 +242,8 @@ class BufferMerge:
         for name in names:
             held = [ranks[name] for _, ranks in everywhere if name in ranks]
             fits = [kind for kind in (*MERGES, EQUAL, APPROXIMATE) if all(kind in each for each in held)]
+            if not held:
+                fits = [APPROXIMATE]
             if len({digest for digests, _ in everywhere for digest in digests[name]}) > 1:
                 fits = [kind for kind in fits if kind != EQUAL]
             if not fits:
@@ -262,7 +262,7 @@ class BufferMerge:
 def _describe_lost(name: str) -> str:
     return (
         f"buffer {name!r} of the model depends on all rows of a step in a way that several workers cannot bring "
-        "together (as a queue of rows does): exchange these rows in forward, by allgather of spark_elastic.torch, so that "
+        "together (as a queue of rows does): exchange the rows in forward, by allgather of spark_elastic.torch, so that "
         "all workers write the same, or set max_workers=1."
     )
 
@@ -279,9 +279,9 @@ def try_merges(
     Without them the mean is still one where the rows' order does not matter, nor their number: APPROXIMATE. What none
     fits may still be EQUAL, if the ranks have exchanged it: its values depend on the rows' contents.
     """
-    count = max(2, min(len(batch) // 2, _ROWS))
-    both = np.arange(2 * count) % len(batch)
-    first, second = both[:count], both[count:]
+    half = len(batch) // 2
+    first, second = np.resize(np.arange(half), _ROWS), np.resize(np.arange(half, len(batch)), _ROWS)
+    both = np.concatenate([first, second])
     orders = {"x": first, "y": second, "xy": both, "yx": [*second, *first], "xx": [*first, *first]}
     after = {
         key: _run_copy(model, before, _pick(batch, np.array(order)), forward) for key, order in orders.items()
@@ -320,10 +320,11 @@ def _are_close(found: torch.Tensor, wanted: torch.Tensor, old: torch.Tensor, dty
     finite = torch.isfinite(wanted)
     if not torch.equal(torch.nan_to_num(found[~finite]), torch.nan_to_num(wanted[~finite])):
         return False
-    found, wanted, old = found[finite], wanted[finite], torch.nan_to_num(old[finite])
+    found, wanted, old = found[finite], wanted[finite], old[finite]
     if not wanted.numel():
         return True
-    allowed = 0.02 * (wanted - old).abs().max() + 8 * torch.finfo(dtype).eps * wanted.abs().max()
+    change = torch.where(torch.isfinite(old), wanted - old, wanted).abs().max()
+    allowed = 0.02 * change + 8 * torch.finfo(dtype).eps * wanted.abs().max()
     return bool(((found - wanted).abs() <= allowed).all())
 
 
@@ -397,8 +398,9 @@ def _settle_shapes(
                 and largest[part].shape == each.shape
             )
             if not fits or not torch.equal(largest[part], each):
+                where = "on rank" if len(layouts) == group.size else "by virtual share"
                 seen = "; ".join(
-                    f"{layout[name][1]} {layout[name][0]} by part {number}"
+                    f"{layout[name][1]} {layout[name][0]} {where} {number}"
                     for number, layout in enumerate(layouts)
                     if name in layout
                 )
