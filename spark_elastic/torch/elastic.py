@@ -35,6 +35,7 @@ from spark_elastic.torch.data_loader import DataLoaderStateHandler, ElasticDataL
 from spark_elastic.torch.module_state import (
     ModelStateHandler,
     OptimizerStateHandler,
+    find_difference,
     find_hooked,
 )
 from spark_elastic.torch.optimizer import has_unapplied, is_distributed, mark_applied
@@ -151,6 +152,22 @@ class TorchState(ObjectState):
                 _warn_separate_replicas()
         self._has_stepped = False
 
+    def begin_world(self, source: int | None, commits: int | None) -> None:
+        self._warn_differing(self._number if commits is None else commits)
+        super().begin_world(source, commits)
+
+    def _warn_differing(self, commits: int) -> None:
+        """Warn once of an object that the ranks with the newest commit do not have alike: each has trained with its
+        own, and continues with that of one of them. Collective."""
+        group = self._find_group()
+        models = [h.value for h in self._handlers.values() if isinstance(h, ModelStateHandler)]
+        if group is None or group.size == 1:
+            return
+        for model in models:
+            difference = find_difference(group, model, counts=0 < self._number == commits)
+            if difference is not None and group.rank == 0:
+                _warn_difference(difference)
+
     def renew_commit(self) -> None:
         self._defer()
         super().renew_commit()
@@ -227,6 +244,15 @@ def _is_training_alone() -> bool:
         return False
     dist = torch.distributed
     return not worker.group_context.is_used and not (dist.is_available() and dist.is_initialized())
+
+
+@lru_cache(maxsize=8)
+def _warn_difference(difference: str) -> None:
+    """Warn once per process."""
+    log.warning(
+        "%s: all workers continue with the value of one of them; exchange it in the loop, or give each the same.",
+        difference,
+    )
 
 
 @lru_cache(maxsize=1)

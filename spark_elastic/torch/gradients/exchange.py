@@ -65,10 +65,14 @@ def hook_gradients(
     Returns a function that removes the hooks; they are also removed when the object of the method is freed.
     """
     call = make_weak_method(on_gradient)
-    handles = [
-        parameter.register_post_accumulate_grad_hook(lambda tensor, number=number: call(number))  # type: ignore[no-untyped-call]
-        for number, parameter in enumerate(parameters)
-    ]
+    handles = []
+    for number, parameter in enumerate(parameters):
+        is_trained = parameter.requires_grad
+        parameter.requires_grad_(True)  # torch hooks no other; the hook stays while the parameter is frozen
+        handles.append(
+            parameter.register_post_accumulate_grad_hook(lambda tensor, number=number: call(number))  # type: ignore[no-untyped-call]
+        )
+        parameter.requires_grad_(is_trained)
     remove = finalize(on_gradient.__self__, lambda: [handle.remove() for handle in handles])  # type: ignore[attr-defined]
     remove.atexit = False
     return remove

@@ -262,7 +262,7 @@ class BufferMerge:
 def _describe_lost(name: str) -> str:
     return (
         f"buffer {name!r} of the model depends on all rows of a step in a way that several workers cannot bring "
-        "together (as a queue of rows does): exchange the rows in forward, by allgather of spark_elastic.torch, so that "
+        "together (as a queue of rows does): exchange the rows in forward by spark_elastic.torch.allgather, so that "
         "all workers write the same, or set max_workers=1."
     )
 
