@@ -229,7 +229,7 @@ class BufferMerge:
             for name in names
         }
         found = {}
-        if len(batch) > 1:  # all ways are right for one row
+        if len(batch):
             try:
                 found = try_merges(self._model, names, before, batch, forward)
             except CollectiveError:
@@ -237,7 +237,8 @@ class BufferMerge:
             except Exception as error:  # of the user's code; or a model that has trained cannot be copied
                 log.debug("how to merge the buffers %s was not tried: %r", names, error)
                 found = {name: [APPROXIMATE] for name in names}
-        everywhere = _gather(group, [[mine, found]])
+        # All ways are right for one row, but forward may exchange something, so such a rank has tried them as well.
+        everywhere = _gather(group, [[mine, found if len(batch) > 1 else {}]])
         chosen = {}
         for name in names:
             held = [ranks[name] for _, ranks in everywhere if name in ranks]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from spark_elastic.training.batch import LocalBatch
 from tests.unit.torch.train.trainees import ROWS, TrainedModel, X
 from tests.unit.torch.worlds import run_in_world
 
-SHARES = {2: [range(5), range(5, ROWS)], 3: [range(3), range(3, 6), range(6, ROWS)]}
+SHARES = {2: [range(5), range(5, ROWS)], 3: [range(1), range(1, 6), range(6, ROWS)]}
 
 
 class Keeping(nn.Module):
@@ -92,6 +93,14 @@ def register_late(net: Any, x: torch.Tensor, rows: torch.Tensor) -> None:
         net.register_buffer("shift", x.mean(0), persistent=False)
 
 
+WORLD = threading.local()  # its group, for code that exchanges rows
+
+
+def push_all(net: Any, x: torch.Tensor, rows: torch.Tensor) -> None:
+    everyones = torch.from_numpy(np.concatenate(WORLD.group.allgatherv(x[:, :1].contiguous().numpy())))
+    net.kept = torch.cat([net.kept, everyones])[len(everyones) :]
+
+
 WRITES: dict[str, tuple[torch.Tensor, Any]] = {
     "rows": (torch.tensor(7), count_rows),
     "rows in floats": (torch.zeros(()), count_rows),
@@ -103,6 +112,7 @@ WRITES: dict[str, tuple[torch.Tensor, Any]] = {
     "complex": (torch.zeros(1, dtype=torch.complex128), turn),
     "largest": (torch.zeros(5).double(), find_largest),
     "least": (torch.zeros(5).double(), find_least),
+    "queue of all rows": (torch.zeros(40, 1).double(), push_all),
     "seen": (torch.zeros(ROWS, dtype=torch.bool), mark_seen),
     "grown": (torch.arange(1.0), grow_positions),
     "registered": (torch.zeros(1), register_late),
@@ -114,6 +124,7 @@ def take_steps(net: nn.Module, size: int, steps: int = 2) -> list[dict[str, torc
 
     def work(group: Group) -> dict[str, torch.Tensor]:
         trainee = TrainedModel(net, batch_size=ROWS)
+        WORLD.group = group
         with trainee.exchange:
             for _ in range(steps):
                 trainee.take(group, range(ROWS) if size == 1 else SHARES[size][group.rank])
@@ -162,7 +173,7 @@ def append(net: Any, x: torch.Tensor, rows: torch.Tensor) -> None:
         (
             torch.zeros(0, 1).double(),
             append,
-            r"different shapes \(torch.float64 \[3, 1\] on rank 0; .* on rank 2\)",
+            r"different shapes \(torch.float64 \[1, 1\] on rank 0; .* on rank 2\)",
         ),
     ],
 )
