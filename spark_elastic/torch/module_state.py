@@ -27,7 +27,7 @@ from spark_elastic.state.handlers import SnapshotHandler
 from spark_elastic.state.snapshot import Bytes, Extent, SnapshotBuilder
 from spark_elastic.torch.devices import CPU, SnapshotCopy
 
-PLAIN = (bool, int, float, str, type(None))  # types of the attributes that are part of the state
+PLAIN = {bool, int, float, str, type(None)}  # types of the attributes that are part of the state
 _SAMPLES = 16  # elements of a frozen parameter that are compared before each commit
 
 
@@ -58,11 +58,14 @@ class Buffer(NamedTuple):
         return self.name not in self.owner._non_persistent_buffers_set
 
 
-def list_buffers(model: torch.nn.Module) -> dict[str, Buffer]:
-    """All buffers by name, also those that two modules share, and those that are not set."""
+Parts = Iterable[tuple[str, torch.nn.Module]]
+
+
+def list_buffers(model: torch.nn.Module, parts: Parts | None = None) -> dict[str, Buffer]:
+    """All buffers by name, also those that two modules share, and those that are not set. parts: of `named_modules`."""
     return {
         f"{path}.{own}" if path else own: Buffer(module, own, buffer)
-        for path, module in model.named_modules()
+        for path, module in (model.named_modules() if parts is None else parts)
         for own, buffer in module._buffers.items()
     }
 
@@ -157,7 +160,7 @@ class ModelStateHandler(SnapshotHandler):
     def _begin_with_model(self) -> None:
         self._extra = self._with_extra()
         self._first_buffers = frozenset(list_buffers(self.value))  # those registered later are the training's
-        self._first_attributes = self._list_attributes()
+        self._first_attributes = _list_attributes(self.value.named_modules())
         self._evaluated: list[str] | None = None  # parts in evaluation mode outside of `evaluate`
         self._check_whole()
 
@@ -198,8 +201,9 @@ class ModelStateHandler(SnapshotHandler):
         return self._collect(lambda tensor: tensor.detach())
 
     def _collect(self, put: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
-        named, buffers = list(self.parameters()), list_buffers(self.value)
-        evaluated = [n for n, part in self.value.named_modules() if not part.training]
+        named, parts = list(self.parameters()), list(self.value.named_modules())
+        buffers = list_buffers(self.value, parts)
+        evaluated = [name for name, part in parts if not part.training]
         first = self._first_attributes
         return {
             "parameters": {name: put(parameter) for name, parameter in named},
@@ -209,7 +213,7 @@ class ModelStateHandler(SnapshotHandler):
             "unsaved": [name for name, buffer in buffers.items() if not buffer.is_saved],
             "attributes": [
                 (*place, value)
-                for place, value in self._list_attributes().items()
+                for place, value in _list_attributes(parts).items()
                 if place not in first or first[place] != value
             ],
             "extra": {name: copy.deepcopy(module.get_extra_state()) for name, module in self._extra},
@@ -248,15 +252,6 @@ class ModelStateHandler(SnapshotHandler):
             else:
                 buffer.copy_(view_tensor(ref, memory))
 
-    def _list_attributes(self) -> dict[tuple[str, str], Any]:
-        """Public attributes of plain types by (path of the module, name)."""
-        return {
-            (path, name): value
-            for path, module in self.value.named_modules()
-            for name, value in vars(module).items()
-            if type(value) in PLAIN and name[0] != "_" and name != "training"
-        }
-
     def _check_whole(self) -> None:
         # Parameters do not tell: use_orig_params=True shows them as they were.
         if any(is_of(m, "torch.distributed.fsdp", "FullyShardedDataParallel") for m in self.value.modules()):
@@ -268,6 +263,16 @@ class ModelStateHandler(SnapshotHandler):
     def _with_extra(self) -> list[tuple[str, torch.nn.Module]]:
         plain = torch.nn.Module.get_extra_state
         return [(n, m) for n, m in self.value.named_modules() if type(m).get_extra_state is not plain]
+
+
+def _list_attributes(parts: Parts) -> dict[tuple[str, str], Any]:
+    """Public attributes of plain types by (path of the module, name)."""
+    return {
+        (path, name): value
+        for path, part in parts
+        for name, value in vars(part).items()
+        if type(value) in PLAIN and name[0] != "_" and name != "training"
+    }
 
 
 class OptimizerStateHandler(SnapshotHandler):
