@@ -189,6 +189,7 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
         distributed._adasum = AdasumSync(named, process_set)
     else:
         distributed._sync, distributed._named = GradientSync(named, options, passes, process_set), given
+        distributed._followed = len(optimizer.param_groups)
         if loader is not None:
             loader.attach_sync(distributed._sync)
     worker = get_context()
@@ -244,6 +245,7 @@ class _Distributed(DistributedBase):
     _sync: GradientSync
     _named: list[tuple[str, torch.nn.Parameter]] | None  # as the user gave them
     _skips: bool = False
+    _followed: int  # groups whose gradients are exchanged
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train further parameters, which all ranks add between the same two steps. A newcomer and a worker that goes
@@ -259,6 +261,7 @@ class _Distributed(DistributedBase):
             raise InvalidInput(
                 "a parameter group was added between backward() and step(): add it after step()."
             )
+        self._followed = len(self.param_groups)
         self._sync.exchange.abandon()
         self._sync.exchange.set_parameters(name_parameters(self, self._named))
 
@@ -331,6 +334,11 @@ class _Distributed(DistributedBase):
         if self._skips and sync.exchange.has_open_step:
             raise InvalidInput(
                 "gradients are not exchanged yet: call synchronize() before skip_synchronize()."
+            )
+        if len(self.param_groups) != self._followed:  # else each rank would train the group alone
+            raise InvalidInput(
+                "a parameter group was added to the optimizer that DistributedOptimizer wraps: call add_param_group of "
+                "the one that it returned."
             )
         if not self._skips and not sync.is_synchronized:
             sync.synchronize()
