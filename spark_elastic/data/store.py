@@ -308,8 +308,7 @@ class Store:
         try:
             filesystem, root = _open_filesystem(url, storage_options)
         except (ImportError, ValueError, OSError) as error:
-            reason = str(error).partition("
-")[0].rstrip(".")
+            reason = str(error).partition("\n")[0].rstrip(".")
             needs = _NEEDS.get(scheme, "")
             raise StoreError(f"The store {url} cannot be opened: {reason}{needs}.") from error
         # The url stays as given: clients drop the account or name node that Spark needs. A local path gets a scheme.

@@ -9,6 +9,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from pyspark.ml.util import MLReadable, MLReader
 
@@ -22,6 +23,7 @@ from spark_elastic.estimators.torch_model import ElasticTorchModel
 from spark_elastic.estimators.torch_objects import check_on_two_rows, check_torch_objects, find_activation
 from spark_elastic.estimators.transformer import try_shapes
 from spark_elastic.estimators.validation import FitRequest, build_request
+from spark_elastic.torch.module_state import ModelStateHandler
 from spark_elastic.torch.train.spec import TorchUserObjects
 from spark_elastic.torch.train.state import load_values
 from spark_elastic.torch.train.trainer import TorchTrainProgram, check_watched
@@ -52,9 +54,10 @@ def fit_torch(rows: RowSource, request: FitRequest[TorchUserObjects]) -> Elastic
 
 
 def load_trained_module(model: torch.nn.Module, weights: bytes) -> torch.nn.Module:
-    """A copy of the model with the weights that training left, in evaluation mode."""
+    """A copy of the model as training left it, with the buffers that it registered, grew or replaced, in evaluation
+    mode."""
     module = copy.deepcopy(model)
-    module.load_state_dict(load_values(weights))
+    ModelStateHandler(module).load(load_values(weights), np.empty(0, np.uint8))
     return module.eval()
 
 

@@ -282,7 +282,7 @@ class PickleCodec:
 def pickle_value(value: object) -> bytes:
     """Pickle a value; cloudpickle takes what pickle refuses, such as classes of a script."""
     try:
-        return pickle.dumps(value)
+        return pickle.dumps(value, protocol=5)  # which copies arrays once
     except (pickle.PicklingError, AttributeError, TypeError):
         return bytes(cloudpickle.dumps(value))
 

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 
 from elastic_collectives import CollectiveError, Group
+from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.process_sets import ProcessSet
 from spark_elastic.torch.gradients.buckets import hash_layout
-from spark_elastic.torch.gradients.exchange_options import build_specs, check_frozen, find_trainable
+from spark_elastic.torch.gradients.exchange_options import build_specs, find_trainable
 from spark_elastic.torch.gradients.gradient_sync import (
     exchange_summary,
     get_optimizers_in_use,
@@ -34,8 +35,10 @@ class AdasumSync:
     """
 
     def __init__(self, named: Sequence[tuple[str, torch.nn.Parameter]], process_set: ProcessSet) -> None:
-        names, self._parameters, self._frozen = find_trainable(named)
-        self._layout = hash_layout(build_specs(names, self._parameters), ())
+        trainable = find_trainable(named)
+        self._parameters = list(trainable.values())
+        self._frozen = [(name, parameter) for name, parameter in named if name not in trainable]
+        self._layout = hash_layout(build_specs(list(trainable), self._parameters), ())
         self._process_set = process_set
         self._steps: tuple[Group | None, int] = (None, 0)  # a group, and the steps combined in it
         get_optimizers_in_use().add(self)
@@ -66,7 +69,12 @@ class AdasumSync:
             CollectiveError: the exchange broke; the parameters are as before, the optimizer's state is one step ahead.
             InvalidInput: a parameter was frozen when training began, and is not now; nothing has changed.
         """
-        check_frozen(self._frozen)
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise InvalidInput(
+                    f"parameter {name!r} was frozen when training began, and op=Adasum combines the others only: let "
+                    "it require a gradient from the start."
+                )
         group = get_training_group(self._process_set)
         before = [parameter.detach().clone() for parameter in self._parameters]
         value = apply()

@@ -9,14 +9,11 @@ train(hvd.elastic.TorchState(model, optimizer, epoch=0))
 
 from __future__ import annotations
 
-import copy
 import logging
-import sys
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
 from spark_elastic.data import sampler
@@ -32,9 +29,15 @@ from spark_elastic.state.handlers import (
     StateDictHandler,
     StateHandler,
 )
-from spark_elastic.state.snapshot import Bytes, Extent, SnapshotBuilder
+from spark_elastic.state.snapshot import Bytes
 from spark_elastic.state.state import State
 from spark_elastic.torch.data_loader import DataLoaderStateHandler, ElasticDataLoader
+from spark_elastic.torch.module_state import (
+    ModelStateHandler,
+    OptimizerStateHandler,
+    find_difference,
+    find_hooked,
+)
 from spark_elastic.torch.optimizer import has_unapplied, is_distributed, mark_applied
 from spark_elastic.worker.context import get_context, get_process_context
 from spark_elastic.worker.notification import WorkerNotificationManager, notification_manager
@@ -149,6 +152,22 @@ class TorchState(ObjectState):
                 _warn_separate_replicas()
         self._has_stepped = False
 
+    def begin_world(self, source: int | None, commits: int | None) -> None:
+        self._warn_differing(self._number if commits is None else commits)
+        super().begin_world(source, commits)
+
+    def _warn_differing(self, commits: int) -> None:
+        """Warn once of an object that the ranks with the newest commit do not have alike: each has trained with its
+        own, and continues with that of one of them. Collective."""
+        group = self._find_group()
+        models = [h.value for h in self._handlers.values() if isinstance(h, ModelStateHandler)]
+        if group is None or group.size == 1:
+            return
+        for model in models:
+            difference = find_difference(group, model, counts=0 < self._number == commits)
+            if difference is not None and group.rank == 0:
+                _warn_difference(difference)
+
     def renew_commit(self) -> None:
         self._defer()
         super().renew_commit()
@@ -162,7 +181,7 @@ class TorchState(ObjectState):
         optimizers = self._optimizers()
         for optimizer in optimizers:
             if id(optimizer) not in self._hooked:
-                inner = _find_hooked(optimizer)
+                inner = find_hooked(optimizer)
                 inner.register_step_pre_hook(lambda *step: self._snapshots.wait())
                 if not is_distributed(optimizer):
                     mark_applied(optimizer)
@@ -200,7 +219,15 @@ class TorchState(ObjectState):
         trained = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
         for handler in self._handlers.values():
             if isinstance(handler, ModelStateHandler):
-                handler.trained = trained
+                handler.trained, handler.keeps_frozen = trained, True
+            elif isinstance(handler, OptimizerStateHandler):
+                handler.list_parameters = self._list_parameters
+
+    def _list_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        for key, handler in self._handlers.items():
+            if isinstance(handler, ModelStateHandler):
+                for name, parameter in handler.value.named_parameters():
+                    yield f"{key}.{name}", parameter
 
 
 def _may_hold_parameters(handler: StateHandler) -> bool:
@@ -210,20 +237,6 @@ def _may_hold_parameters(handler: StateHandler) -> bool:
     return type(handler) not in (handler_class for _, handler_class in _registry())
 
 
-def _find_hooked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer itself; that within a wrapper without hooks of its own, such as Accelerate's."""
-    if hasattr(optimizer, "_optimizer_step_pre_hooks"):
-        return optimizer
-    for name in ("optimizer", "optim"):
-        inner = getattr(optimizer, name, None)
-        if isinstance(inner, torch.optim.Optimizer):
-            return _find_hooked(inner)
-    raise InvalidInput(
-        f"{type(optimizer).__name__} has neither step hooks nor an optimizer with them as `optimizer` or `optim`: call "
-        "Optimizer.__init__ in its __init__."
-    )
-
-
 def _is_training_alone() -> bool:
     """Whether this is rank 0 of several that exchange nothing that this package or torch.distributed carries."""
     worker = get_context()
@@ -231,6 +244,15 @@ def _is_training_alone() -> bool:
         return False
     dist = torch.distributed
     return not worker.group_context.is_used and not (dist.is_available() and dist.is_initialized())
+
+
+@lru_cache(maxsize=8)
+def _warn_difference(difference: str) -> None:
+    """Warn once per process."""
+    log.warning(
+        "%s: all workers continue with the value of one of them; exchange it in the loop, or give each the same.",
+        difference,
+    )
 
 
 @lru_cache(maxsize=1)
@@ -249,211 +271,6 @@ def _warn_unapplied_gradients() -> None:
         "commit() between backward() and the optimizer's step() saves nothing, since the gradients are part of no "
         "snapshot: the commit after the step holds their rows."
     )
-
-
-class _TensorRef(NamedTuple):
-    """A tensor in a snapshot's memory."""
-
-    extent: Extent  # its bytes in the memory of the snapshot
-    dtype: torch.dtype  # with which these bytes are viewed
-    shape: tuple[int, ...]  # () for a scalar
-    on_host: bool  # False: it was on the device that the process trains on
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor, extent: Extent) -> _TensorRef:
-        return cls(extent, tensor.dtype, tuple(tensor.shape), tensor.device.type == "cpu")
-
-
-class _Views:
-    """Views of tensors as bytes, cached while a tensor stays in its memory: to make one costs microseconds."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[torch.Tensor, int, Bytes, Callable[[], int]]] = {}
-        self._former = self._known
-
-    def begin(self) -> None:
-        """A capture begins; only tensors of this and of the former one stay known."""
-        self._former, self._known = self._known, {}
-
-    def put(self, builder: SnapshotBuilder, tensor: torch.Tensor, *, deferred: bool) -> Extent:
-        known = self._former.get(id(tensor)) or self._known.get(id(tensor))
-        if known is None or known[0] is not tensor or known[1] != tensor.data_ptr():
-            memory, shared = _view_bytes(tensor)
-            if not shared:
-                return builder.add(memory)
-            known = tensor, tensor.data_ptr(), memory, lambda: tensor._version
-        self._known[id(tensor)] = known
-        return builder.add(known[2], known[3] if deferred else None)
-
-
-class ModelStateHandler(SnapshotHandler):
-    """Parameters, buffers and extra state of a module."""
-
-    def __init__(self, value: torch.nn.Module) -> None:
-        super().__init__(value)
-        self.trained: set[int] = set()  # ids of the parameters that may be copied in the background
-        self._views = _Views()
-        self._begin_with_model()
-
-    def set_value(self, value: torch.nn.Module) -> None:
-        super().set_value(value)
-        self._begin_with_model()
-
-    def _begin_with_model(self) -> None:
-        self._extra = self._with_extra()
-        self._first_buffers = frozenset(self._list_buffers())  # those registered later are the training's
-        self._check_whole()
-
-    def parameters(self) -> Iterable[tuple[str, torch.nn.Parameter]]:
-        """The parameters that each rank has whole, by name."""
-        model: torch.nn.Module = self.value
-        return model.named_parameters()
-
-    def capture(self, builder: SnapshotBuilder) -> Any:
-        put, trained = self._views.put, self.trained
-        self._views.begin()
-        return {
-            "parameters": {
-                n: _TensorRef.of(p, put(builder, p, deferred=id(p) in trained)) for n, p in self.parameters()
-            },
-            "buffers": {
-                n: None if b is None else _TensorRef.of(b, put(builder, b, deferred=False))
-                for n, (_, _, b) in self._list_buffers().items()
-            },
-            "extra": {name: copy.deepcopy(module.get_extra_state()) for name, module in self._extra},
-        }
-
-    def load(self, values: Any, memory: Bytes) -> None:
-        parameters = dict(self.parameters())
-        _check_same(parameters, values["parameters"])
-        with torch.no_grad():
-            for name, ref in values["parameters"].items():
-                parameters[name].copy_(_view_tensor(ref, memory))
-            self._load_buffers(values["buffers"], memory)
-        for name, module in self._extra:
-            module.set_extra_state(copy.deepcopy(values["extra"][name]))
-
-    def _load_buffers(self, saved: dict[str, _TensorRef | None], memory: Bytes) -> None:
-        device = _find_device((*self.value.parameters(), *self.value.buffers()))
-        live = self._list_buffers()
-        for name in live.keys() - saved.keys() - self._first_buffers:  # registered since the commit
-            module, own, _ = live[name]
-            delattr(module, own)  # as on a newcomer
-        for name, ref in saved.items():
-            _, _, buffer = live.get(name, (None, "", None))
-            if ref is None or buffer is None or buffer.shape != ref.shape or 0 in buffer.stride():  # expanded
-                path, _, own = name.rpartition(".")
-                value = None if ref is None else _load_value(ref, None, memory, device)
-                self.value.get_submodule(path)._buffers[own] = value
-            else:
-                buffer.copy_(_view_tensor(ref, memory))
-
-    def _list_buffers(self) -> dict[str, tuple[torch.nn.Module, str, torch.Tensor | None]]:
-        """(owner, own name, tensor or None if it is not set) by name."""
-        return {
-            f"{path}.{own}" if path else own: (module, own, buffer)
-            for path, module in self.value.named_modules()
-            for own, buffer in module._buffers.items()
-        }
-
-    def _check_whole(self) -> None:
-        # Parameters do not tell: use_orig_params=True shows them as they were.
-        if any(_is_of(m, "torch.distributed.fsdp", "FullyShardedDataParallel") for m in self.value.modules()):
-            raise InvalidInput(
-                "FullyShardedDataParallel leaves a part of the model on each worker, and TorchState holds whole "
-                "models: divide it by fully_shard and use FSDPState."
-            )
-
-    def _with_extra(self) -> list[tuple[str, torch.nn.Module]]:
-        plain = torch.nn.Module.get_extra_state
-        return [(n, m) for n, m in self.value.named_modules() if type(m).get_extra_state is not plain]
-
-
-class OptimizerStateHandler(SnapshotHandler):
-    """Settings and state of an optimizer; what `state_dict` returns, if its class has one of its own."""
-
-    def __init__(self, value: torch.optim.Optimizer) -> None:
-        super().__init__(value)
-        self._views = _Views()
-
-    @property
-    def has_own_format(self) -> bool:
-        """Whether the optimizer's class has a `state_dict` or `load_state_dict` of its own."""
-        kind = type(self.value)
-        return any(
-            not method.__module__.startswith(("torch.optim.", "accelerate."))
-            for method in (kind.state_dict, kind.load_state_dict)
-        )
-
-    def capture(self, builder: SnapshotBuilder) -> Any:
-        if _is_of(self.value, "torch.distributed.optim", "ZeroRedundancyOptimizer"):
-            raise InvalidInput(
-                "a ZeroRedundancyOptimizer keeps on each worker another part of its state, which a loss would take "
-                "along: use the optimizer that it wraps, or divide the model by fully_shard and use FSDPState."
-            )
-        self._views.begin()
-        if self.has_own_format:
-            return self._add_tensors(self.value.state_dict(), builder, deferred=False)
-        groups = self.value.param_groups
-        settings = [
-            {k: self._add_tensors(v, builder, deferred=False) for k, v in g.items() if k != "params"}
-            for g in groups
-        ]
-        state = self.value.state
-        others = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
-        return (
-            settings,
-            [self._add_tensors(state.get(p), builder, deferred=True) for g in groups for p in g["params"]],
-            self._add_tensors(others, builder, deferred=False),
-        )
-
-    def load(self, values: Any, memory: Bytes) -> None:
-        groups, state = self.value.param_groups, self.value.state
-        device = _find_device(p for group in groups for p in group["params"])
-        if self.has_own_format:
-            self.value.load_state_dict(_load_value(values, None, memory, device))
-            inner = _find_hooked(self.value)
-            if self.value.param_groups is not inner.param_groups:
-                self.value.param_groups = inner.param_groups  # `load_state_dict` has made new ones
-            return
-        settings, states, others = values
-        while len(groups) > len(settings):  # those that were added after the snapshot
-            for parameter in groups.pop()["params"]:
-                state.pop(parameter, None)
-        parameters = [p for group in groups for p in group["params"]]
-        if (len(groups), len(parameters)) != (len(settings), len(states)):
-            raise InvalidInput(
-                f"the workers' optimizers differ ({len(parameters)} parameters in {len(groups)} groups here, "
-                f"{len(states)} in {len(settings)} there): add all groups before the state is made, as a newcomer does "
-                "not take the steps that added one, and set requires_grad=False until its parameters are trained."
-            )
-        for group, saved in zip(groups, settings, strict=True):
-            for key, value in saved.items():
-                group[key] = _load_value(value, group.get(key), memory, device)
-        for parameter, saved in zip(parameters, states, strict=True):
-            if saved is None:
-                state.pop(parameter, None)
-            else:
-                state[parameter] = _load_value(saved, state.get(parameter), memory, parameter.device)
-        for key in [key for key in state if not isinstance(key, torch.Tensor) and key not in others]:
-            del state[key]
-        for key, saved in others.items():
-            state[key] = _load_value(saved, state.get(key), memory, device)
-
-    def reset(self) -> None:
-        """Drop the gradients of the former world."""
-        self.value.zero_grad()
-
-    def _add_tensors(self, value: Any, builder: SnapshotBuilder, *, deferred: bool) -> Any:
-        if isinstance(value, torch.Tensor):
-            return _TensorRef.of(value, self._views.put(builder, value, deferred=deferred))
-        if value is None or isinstance(value, bool | int | float | str):
-            return value
-        if isinstance(value, dict):
-            return {key: self._add_tensors(item, builder, deferred=deferred) for key, item in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(self._add_tensors(item, builder, deferred=deferred) for item in value)
-        return copy.deepcopy(value)
 
 
 class GradScalerStateHandler(StateDictHandler):
@@ -484,74 +301,3 @@ def _take_scaled_step(scaler: Any, optimizer: torch.optim.Optimizer, *args: Any,
     if not is_distributed(optimizer):
         mark_applied(optimizer)
     return result
-
-
-def _find_device(tensors: Iterable[torch.Tensor]) -> torch.device:
-    """Where they are that are not on the host."""
-    return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
-
-
-def _load_value(saved: Any, live: Any, memory: Bytes, device: torch.device) -> Any:
-    """Return the value that was saved, in the live tensor if shape and dtype fit.
-
-    Args:
-        device: for tensors that were not on the host.
-    """
-    if isinstance(saved, _TensorRef):
-        arrived = _view_tensor(saved, memory)
-        if isinstance(live, torch.Tensor) and live.shape == arrived.shape and live.dtype == arrived.dtype:
-            with torch.no_grad():
-                return live.copy_(arrived)
-        return arrived.clone() if saved.on_host else arrived.to(device)
-    if isinstance(saved, dict):
-        known = live if isinstance(live, dict) else {}
-        return {key: _load_value(item, known.get(key), memory, device) for key, item in saved.items()}
-    if type(saved) in (list, tuple):
-        return type(saved)(_load_value(item, None, memory, device) for item in saved)
-    return copy.deepcopy(saved)
-
-
-def _view_tensor(ref: _TensorRef, memory: Bytes) -> torch.Tensor:
-    """Return a view of the snapshot's memory."""
-    offset, nbytes = ref.extent
-    if not nbytes:
-        return torch.empty(ref.shape, dtype=ref.dtype)
-    return torch.from_numpy(memory[offset : offset + nbytes]).view(ref.dtype).view(ref.shape)
-
-
-def _is_of(value: object, module: str, name: str) -> bool:
-    """Whether it is of a class whose module, slow to import, is only looked up."""
-    kind = getattr(sys.modules.get(module), name, None)
-    return kind is not None and isinstance(value, kind)
-
-
-def _view_bytes(tensor: torch.Tensor) -> tuple[Bytes, bool]:
-    """Return (its bytes, whether they are the tensor's own memory and not a copy)."""
-    if hasattr(tensor, "to_local"):  # a DTensor
-        raise InvalidInput(
-            "a DTensor has a part of its values on each worker, and TorchState holds whole models: divide the model by "
-            "fully_shard and use FSDPState."
-        )
-    dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    if not dense.numel():
-        return np.empty(0, np.uint8), False
-    return dense.view(torch.uint8).numpy(), dense.data_ptr() == tensor.data_ptr()
-
-
-def _check_same(mine: dict[str, torch.nn.Parameter], theirs: dict[str, _TensorRef]) -> None:
-    if mine.keys() != theirs.keys():
-        odd = sorted(mine.keys() ^ theirs.keys())
-        raise InvalidInput(
-            f"the workers' models have different parameters ({odd[0]!r} is in one alone): build the same model on each."
-        )
-    for name, ref in theirs.items():
-        here, there = (mine[name].dtype, tuple(mine[name].shape)), (ref.dtype, ref.shape)
-        if here != there:
-            raise InvalidInput(
-                f"parameter {name!r} is {_describe(*here)} here and {_describe(*there)} in the state that was saved: "
-                "build the same model on each worker, and use another run_id for another model."
-            )
-
-
-def _describe(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
-    return f"{dtype} {list(shape)}"

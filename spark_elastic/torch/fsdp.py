@@ -17,12 +17,8 @@ from spark_elastic.state.sharded_commits import ShardBuilder
 from spark_elastic.state.sharded_state import Build, DividedHandler
 from spark_elastic.state.shards import DividedTensor
 from spark_elastic.state.snapshot import Bytes, SnapshotBuilder
-from spark_elastic.torch.elastic import (
-    ModelStateHandler,
-    OptimizerStateHandler,
-    _view_bytes,
-    get_handler_registry,
-)
+from spark_elastic.torch.elastic import get_handler_registry
+from spark_elastic.torch.module_state import ModelStateHandler, OptimizerStateHandler, view_bytes
 
 _TOO_OLD = (
     f"FSDPState needs torch 2.7 or newer, whose fully_shard runs on CPUs; this is torch {torch.__version__}."
@@ -90,7 +86,7 @@ def _add_piece(builder: SnapshotBuilder, tensor: DTensor, what: str) -> _PieceRe
         )
     assert isinstance(builder, ShardBuilder)
     shape = tuple(tensor.shape)
-    memory, _ = _view_bytes(_local(tensor))
+    memory, _ = view_bytes(_local(tensor))
     row_bytes = math.prod(shape[1:]) * tensor.dtype.itemsize
     return _PieceRef(builder.add_piece(DividedTensor(shape[0], row_bytes), memory), tensor.dtype, shape)
 

@@ -26,15 +26,9 @@ from spark_elastic.state.handlers import Registry, SnapshotHandler
 from spark_elastic.state.snapshot import Bytes, SnapshotBuilder, pickle_value
 from spark_elastic.torch.data_loader import ElasticDataLoader
 from spark_elastic.torch.devices import CPU
-from spark_elastic.torch.elastic import (
-    ModelStateHandler,
-    OptimizerStateHandler,
-    TorchState,
-    forget_gradients,
-    get_handler_registry,
-    run,
-)
+from spark_elastic.torch.elastic import TorchState, forget_gradients, get_handler_registry, run
 from spark_elastic.torch.generators import get_generators, set_generators
+from spark_elastic.torch.module_state import ModelStateHandler, OptimizerStateHandler
 from spark_elastic.torch.optimizer import mark_applied
 from spark_elastic.worker.context import get_context
 
@@ -139,7 +133,19 @@ class ElasticStrategy(_DDPStrategy):  # type: ignore[misc]
 
     def configure_ddp(self) -> None:
         if dist.is_initialized():
+            self._wrapped_for = self._list_trained()
             super().configure_ddp()
+
+    def _list_trained(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self.lightning_module.parameters()]
+
+    def training_step(self, *args: Any, **options: Any) -> Any:
+        """DistributedDataParallel exchanges what was trained when it was made: a callback or a commit has frozen or
+        unfrozen layers since."""
+        if isinstance(self.model, DistributedDataParallel) and self._wrapped_for != self._list_trained():
+            self.model = self.lightning_module
+            self.configure_ddp()
+        return super().training_step(*args, **options)
 
     # ---- one `fit` over all worlds
 
@@ -177,13 +183,15 @@ class ElasticStrategy(_DDPStrategy):  # type: ignore[misc]
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)
         if self._state is not None:
-            self._handlers = (
-                ModelStateHandler(self.lightning_module),
-                [OptimizerStateHandler(optimizer) for optimizer in self.optimizers],
-            )
-            self._handlers[0].trained = {
+            model = ModelStateHandler(self.lightning_module)
+            optimizers = [OptimizerStateHandler(optimizer) for optimizer in self.optimizers]
+            model.keeps_frozen = True
+            model.trained = {
                 id(p) for o in self.optimizers for group in o.param_groups for p in group["params"]
             }
+            for optimizer in optimizers:
+                optimizer.list_parameters = self.lightning_module.named_parameters
+            self._handlers = model, optimizers
             self._state._hooked.clear()
             scaler = getattr(self.precision_plugin, "scaler", None)
             if scaler is not None:

@@ -156,7 +156,8 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
         )
     reduce = ReduceOptions.from_gradient_args(op, gradient_predivide_factor, process_set, compression)
     passes = validate_backward_passes(backward_passes_per_step)
-    named = name_parameters(optimizer, named_parameters)
+    given = None if named_parameters is None else list(named_parameters)
+    named = name_parameters(optimizer, given)
     options = options_from_env(
         groups=_find_groups(named, groups if groups is not None else num_groups),
         average=op is Average,
@@ -187,7 +188,8 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
     if op is Adasum:
         distributed._adasum = AdasumSync(named, process_set)
     else:
-        distributed._sync = GradientSync(named, options, passes, process_set)
+        distributed._sync, distributed._named = GradientSync(named, options, passes, process_set), given
+        distributed._followed = len(optimizer.param_groups)
         if loader is not None:
             loader.attach_sync(distributed._sync)
     worker = get_context()
@@ -241,7 +243,27 @@ class _Distributed(DistributedBase):
     """The methods that `DistributedOptimizer` puts before those of the optimizer's own class."""
 
     _sync: GradientSync
+    _named: list[tuple[str, torch.nn.Parameter]] | None  # as the user gave them
     _skips: bool = False
+    _followed: int  # groups whose gradients are exchanged
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Train further parameters, which all ranks add between the same two steps. A newcomer and a worker that goes
+        back to a commit take the groups from the state."""
+        super(DistributedBase, self).add_param_group(param_group)
+        self.follow_groups()
+
+    def follow_groups(self) -> None:
+        """Exchange the gradients of what the groups hold now."""
+        if "_sync" not in self.__dict__:
+            return  # the plain class's own __init__
+        if self._sync.has_unsynced_gradients and not self._sync.is_stale():
+            raise InvalidInput(
+                "a parameter group was added between backward() and step(): add it after step()."
+            )
+        self._followed = len(self.param_groups)
+        self._sync.exchange.abandon()
+        self._sync.exchange.set_parameters(name_parameters(self, self._named))
 
     @disable_compile
     def synchronize(self) -> None:
@@ -312,6 +334,11 @@ class _Distributed(DistributedBase):
         if self._skips and sync.exchange.has_open_step:
             raise InvalidInput(
                 "gradients are not exchanged yet: call synchronize() before skip_synchronize()."
+            )
+        if len(self.param_groups) != self._followed:  # else each rank would train the group alone
+            raise InvalidInput(
+                "a parameter group was added to the optimizer that DistributedOptimizer wraps: call add_param_group of "
+                "the one that it returned."
             )
         if not self._skips and not sync.is_synchronized:
             sync.synchronize()

@@ -13,7 +13,7 @@ the order of `share_tree`, and taken from the parameters until `finish`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -33,7 +33,6 @@ from spark_elastic.torch.gradients.exchange_options import (
     DEFAULT_OPTIONS,
     ExchangeOptions,
     build_specs,
-    check_frozen,
     find_trainable,
 )
 from spark_elastic.torch.gradients.share_buckets import ShareBuckets
@@ -66,10 +65,14 @@ def hook_gradients(
     Returns a function that removes the hooks; they are also removed when the object of the method is freed.
     """
     call = make_weak_method(on_gradient)
-    handles = [
-        parameter.register_post_accumulate_grad_hook(lambda tensor, number=number: call(number))  # type: ignore[no-untyped-call]
-        for number, parameter in enumerate(parameters)
-    ]
+    handles = []
+    for number, parameter in enumerate(parameters):
+        is_trained = parameter.requires_grad
+        parameter.requires_grad_(True)  # torch hooks no other; the hook stays while the parameter is frozen
+        handles.append(
+            parameter.register_post_accumulate_grad_hook(lambda tensor, number=number: call(number))  # type: ignore[no-untyped-call]
+        )
+        parameter.requires_grad_(is_trained)
     remove = finalize(on_gradient.__self__, lambda: [handle.remove() for handle in handles])  # type: ignore[attr-defined]
     remove.atexit = False
     return remove
@@ -120,8 +123,9 @@ class GradientExchange:
             timeline: returns where to write the exchanges of a step.
             may_overlap: whether buckets go to the reducer while backward runs, and not only in `finish`.
         """
-        self._names, self._parameters, self._frozen = find_trainable(named_parameters)
-        self._specs = build_specs(self._names, self._parameters)
+        self._named = list(named_parameters)
+        # Parameters that were trained when the exchange was made, by name: the first of those that it exchanges.
+        self._first = find_trainable(self._named)
         self._options = options
         self._before_gradient, self._may_overlap = before_gradient, may_overlap
         self._get_thread, self._get_timeline = get_thread, timeline
@@ -132,12 +136,13 @@ class GradientExchange:
         self._sparse: frozenset[int] = frozenset()  # parameters that lie in no bucket; the same on all ranks
         self._memory: BucketMemory | None = None  # None: alone, and gradients stay where autograd puts them
         self._laid_out_for: object = None  # what the layout was made from: group, sparse parameters, division
+        self._hook_lock = threading.RLock()
+        self._unhook: Callable[[], Any] = lambda: None
+        self._exchange_only(self._first)
         if not options.shares:  # whose memory is that of a first step
             self._lay_out_buckets(None)
         self._step = self._make_step(0, None)
         self._step.is_open = False
-        self._hook_lock = threading.RLock()
-        self._unhook = hook_gradients(self._parameters, self._on_gradient)
 
     def __enter__(self) -> GradientExchange:
         return self
@@ -209,7 +214,7 @@ class GradientExchange:
     def open(self, group: Group | None, passes: int, division: Division | None = None) -> None:
         """Open a step; gradients that are there stay. Arguments as for `begin`."""
         self.abandon()
-        check_frozen(self._frozen)
+        self._follow_flags(group is not self._group)
         thread = self._get_thread() or self._own_thread
         if group is not self._group:  # newcomers do not know what the former world agreed on
             self._sparse = frozenset()
@@ -223,6 +228,36 @@ class GradientExchange:
         self._step = self._make_step(passes, thread)
         if isinstance(self._memory, ShareBuckets):
             self._memory.begin()
+
+    def set_parameters(self, named: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+        """Exchange the gradients of other parameters, from the next step on: groups were added or removed."""
+        self._named = list(named)
+        own = {id(parameter) for _, parameter in self._named}
+        self._first = {name: parameter for name, parameter in self._first.items() if id(parameter) in own}
+        self._exchange_only(self._first)
+
+    def _follow_flags(self, begins_world: bool) -> None:
+        """Exchange the parameters that were trained at first or are trained now, and in one world those that were in
+        between: what a newcomer knows from the state, so that all ranks have the same."""
+        if begins_world or any(parameter.requires_grad for _, parameter in self._frozen):
+            former = {} if begins_world else dict(zip(self._names, self._parameters, strict=True))
+            wanted = {**self._first, **former, **find_trainable(self._named)}
+            if wanted.keys() != set(self._names):
+                self._exchange_only(wanted)
+
+    def _exchange_only(self, wanted: Mapping[str, torch.nn.Parameter]) -> None:
+        """Exchange these parameters by name, those of the beginning first; between two steps. Gradients stay."""
+        if self._memory is not None:
+            self._memory.hand_over(self._parameters, None)
+        later = {name: p for name, p in self._named if name in wanted and name not in self._first}
+        exchanged = {**self._first, **later}
+        self._names, self._parameters = list(exchanged), list(exchanged.values())
+        self._frozen = [(name, p) for name, p in self._named if name not in exchanged]
+        self._specs = build_specs(self._names, self._parameters)
+        self._memory = self._laid_out_for = self._compared = None
+        self._sparse = frozenset()
+        self._unhook()
+        self._unhook = hook_gradients(self._parameters, self._on_gradient)
 
     def _find_device(self) -> torch.device:
         """The first device that is not the CPU, whose gradients the bulk plane can sum; the CPU if there is none."""

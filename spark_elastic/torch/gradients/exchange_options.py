@@ -79,17 +79,14 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 def find_trainable(
     named: Iterable[tuple[str, torch.nn.Parameter]],
-) -> tuple[list[str], list[torch.nn.Parameter], list[tuple[str, torch.nn.Parameter]]]:
-    """Return (names, parameters that require a gradient, names and parameters of the frozen ones).
+) -> dict[str, torch.nn.Parameter]:
+    """The parameters that require a gradient now, by name.
 
     Raises:
-        InvalidInput: no parameter requires a gradient, or one cannot be exchanged.
+        InvalidInput: one of them cannot be exchanged.
     """
-    names, parameters, frozen = [], [], []
-    for name, parameter in named:
-        if not parameter.requires_grad:
-            frozen.append((name, parameter))
-            continue
+    trainable = {name: parameter for name, parameter in named if parameter.requires_grad}
+    for name, parameter in trainable.items():
         if parameter.device.type == "meta":
             raise InvalidInput(
                 f"parameter {name!r} is on {parameter.device}, and has no values: give the model some first."
@@ -98,20 +95,9 @@ def find_trainable(
             raise InvalidInput(
                 f"parameter {name!r} is {parameter.dtype}: only float16, bfloat16, float32 and float64 can be trained."
             )
-        names.append(name)
-        parameters.append(parameter)
-    if not parameters:
+    if not trainable:
         raise InvalidInput("the model has no parameter that requires a gradient: there is nothing to train.")
-    return names, parameters, frozen
-
-
-def check_frozen(frozen: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
-    """Raise InvalidInput if a parameter that no rank exchanges requires a gradient by now."""
-    for name, parameter in frozen:
-        if parameter.requires_grad:
-            raise InvalidInput(
-                f"parameter {name!r} was frozen when training began: let it require a gradient from the start."
-            )
+    return trainable
 
 
 def build_specs(names: Sequence[str], parameters: Sequence[torch.nn.Parameter]) -> list[ParameterSpec]:

@@ -10,7 +10,9 @@ import numpy as np
 import torch
 
 from elastic_collectives import Group
+from spark_elastic.errors import InvalidInput
 from spark_elastic.torch.callbacks import Callback, LearningRateSchedule, Training
+from spark_elastic.torch.module_state import find_difference
 
 
 class TorchCallbackList:
@@ -22,6 +24,7 @@ class TorchCallbackList:
         self.callbacks = list(callbacks)
         self._training = Training(model, optimizer)
         self._started = False
+        self._group: Group | None = None  # of the world
         # The newest epoch of which this worker's callbacks were told; -1: none yet.
         self._told = -1
         # The newest epoch whose beginning the state of the callbacks contains; -1: none yet.
@@ -35,6 +38,7 @@ class TorchCallbackList:
 
     def on_fit_begin(self, group: Group) -> None:
         """See `training.trainer.CallbackList`."""
+        self._group = group
         self._training.rank, self._training.size = group.rank, group.size
         if not self._started:
             self._started = True
@@ -49,17 +53,31 @@ class TorchCallbackList:
         self._begun, self._training.stopped = state["epoch"], state["stopped"]
 
     def on_epoch_begin(self, epoch: int) -> None:
-        """See `training.trainer.CallbackList`. In an epoch that others have begun, rates and callbacks come with the
-        state, and the call is for what does not, such as `requires_grad`."""
+        """See `training.trainer.CallbackList`. In an epoch that others have begun, rates, callbacks and what is frozen
+        come with the state, and the call is for what does not.
+
+        Raises:
+            InvalidInput: the ranks' models differ by what a callback has done; on all ranks alike.
+        """
         joins = epoch <= self._begun
-        if joins and epoch <= self._told:
-            return
-        before = self._copy_state() if joins else None
-        self._told = self._begun = epoch
-        for callback in self.callbacks:
-            callback.on_epoch_begin(self._training, epoch)
-        if before is not None:
-            self._restore(before)
+        if not joins or epoch > self._told:
+            before, optimizer = self._copy_state() if joins else None, self._training.optimizer
+            self._told = self._begun = epoch
+            if joins:  # groups come with the state, too
+                optimizer.add_param_group = lambda param_group: None  # type: ignore[method-assign]
+            try:
+                for callback in self.callbacks:
+                    callback.on_epoch_begin(self._training, epoch)
+            finally:
+                vars(optimizer).pop("add_param_group", None)
+            if before is not None:
+                self._restore(before)
+        if self.callbacks and self._group is not None and self._group.size > 1:
+            difference = find_difference(self._group, self._training.model)
+            if difference is not None:
+                raise InvalidInput(
+                    f"{difference} in epoch {epoch + 1}: have callbacks do the same to the model on all workers."
+                )
 
     def on_step_begin(self, epoch: int, step: int) -> None:
         for callback in self.callbacks:
@@ -109,14 +127,20 @@ class TorchCallbackList:
     def _groups(self) -> list[dict[str, Any]]:
         return self._training.optimizer.param_groups
 
-    def _copy_state(self) -> tuple[list[Any], list[dict[str, Any]]]:
-        """The states of the callbacks, and the settings of the optimizer's groups."""
+    def _copy_state(self) -> tuple[list[Any], list[dict[str, Any]], list[tuple[Any, str, bool]]]:
+        """The states of the callbacks, the settings of the optimizer's groups, and what is frozen or evaluated."""
         states = copy.deepcopy([callback.state_dict() for callback in self.callbacks])
-        return states, [{k: v for k, v in group.items() if k != "params"} for group in self._groups]
+        model = self._training.model
+        flags = [(each, "requires_grad", each.requires_grad) for each in model.parameters()]
+        flags += [(part, "training", part.training) for part in model.modules()]
+        return states, [{k: v for k, v in group.items() if k != "params"} for group in self._groups], flags
 
-    def _restore(self, before: tuple[list[Any], list[dict[str, Any]]]) -> None:
+    def _restore(self, before: tuple[list[Any], list[dict[str, Any]], list[tuple[Any, str, bool]]]) -> None:
+        for owner, name, flag in before[2]:
+            setattr(owner, name, flag)
         for callback, state in zip(self.callbacks, before[0], strict=True):
             callback.load_state_dict(state)
+        del self._groups[len(before[1]) :]  # which the callbacks have added
         for parameters, settings in zip(self._groups, before[1], strict=True):
             parameters.update(settings)
 

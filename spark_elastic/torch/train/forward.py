@@ -1,13 +1,13 @@
 """What a forward pass changes besides gradients: module buffers and random generators.
 
-An aborted step puts buffers back (R3, aborted forward). A step that is applied averages the buffers that it wrote over
-the ranks. Main thread only.
+An aborted step puts buffers back (R3, aborted forward); what an applied step wrote is brought together in `buffers`.
+Main thread only.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,12 +15,10 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from elastic_collectives import Group
-from spark_elastic.ops.flat_allreduce import FlatBuffer
 from spark_elastic.torch.devices import CPU
 from spark_elastic.torch.generators import get_device_rng_state, get_torch_rng_state, set_device_rng_state
 from spark_elastic.torch.layers import SyncBatchNorm
-from spark_elastic.torch.tensors import get_dtype_name
+from spark_elastic.torch.module_state import PLAIN, list_buffers, put_buffer
 from spark_elastic.training.trainer import describe_dependent_layers
 
 
@@ -49,8 +47,24 @@ def has_buffers(modules: Iterable[torch.nn.Module]) -> bool:
     return any(module._buffers for module in modules)
 
 
+Attributes = list[dict[str, Any]]  # by module
+
+
+def copy_attributes(modules: Iterable[torch.nn.Module]) -> Attributes:
+    return [dict(vars(module)) for module in modules]
+
+
+def restore_attributes(modules: Iterable[torch.nn.Module], saved: Attributes) -> None:
+    """Put back attributes of plain types that a forward pass has set."""
+    for module, before in zip(modules, saved, strict=False):  # modules that were added come last
+        now = vars(module)
+        for name in [name for name, value in now.items() if type(value) in PLAIN and name not in before]:
+            del now[name]
+        now.update({name: value for name, value in before.items() if type(value) in PLAIN})
+
+
 class BufferSnapshot:
-    """The buffers of a model at the beginning of a step."""
+    """What a forward pass may write to, buffers and plain attributes, as it was at the beginning of a step."""
 
     def __init__(
         self,
@@ -63,8 +77,12 @@ class BufferSnapshot:
             modules: all modules of the model; finding them takes long where there are many.
             former: of a step before, whose memory is used again.
         """
-        self._model = model
-        named = dict(model.named_buffers()) if has_buffers(modules) else {}
+        self._model, modules = model, tuple(modules)
+        self._attributes = copy_attributes(modules)
+        found = list_buffers(model) if has_buffers(modules) else {}
+        named = {name: each.tensor for name, each in found.items() if each.tensor is not None}
+        self._unset = {name: each.is_saved for name, each in found.items() if each.tensor is None}
+        self._saved = {name: each.is_saved for name, each in found.items()}
         # By name: the buffer, and what it held.
         self._buffers: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         if former is not None and former._holds(named):
@@ -81,6 +99,10 @@ class BufferSnapshot:
             self._buffers[name][0] is buffer and self._buffers[name][1].shape == buffer.shape
             for name, buffer in named.items()
         )
+
+    def get(self, name: str) -> torch.Tensor | None:
+        """What a buffer held; None: it was not there."""
+        return self._buffers[name][1] if name in self._buffers else None
 
     def find_changed(self, named: Iterable[tuple[str, torch.Tensor]]) -> list[bool]:
         """Whether each buffer's values changed since; torch's version counters miss what BatchNorm writes. Waits for
@@ -100,72 +122,27 @@ class BufferSnapshot:
                 flags[index] = flag
         return flags
 
-    def restore(self) -> None:
-        with torch.no_grad():
-            for name, (buffer, saved) in self._buffers.items():
-                owner, _, own_name = name.rpartition(".")
-                # A forward pass may have put a new tensor in its place.
-                self._model.get_submodule(owner)._buffers[own_name] = buffer
-                buffer.copy_(saved)
-
-
-class BufferExchange:
-    """Averages the buffers that a step wrote, so that replicas agree: `exchange` in the exchange, `apply` in the apply
-    section.
-
-    Floating point buffers become the mean over ranks weighted by rows, integer and boolean ones the maximum. Buffers
-    that no rank wrote to (masks, tables of positions, which may be larger than the gradients) do not travel.
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
-
-    def exchange(self, group: Group, before: BufferSnapshot, rows: int, planned: int) -> None:
-        """Exchange the buffers; collective.
+    def restore(self, model: torch.nn.Module | None = None, *, attributes: bool = True) -> None:
+        """Put back what was there, where a forward pass has written, replaced, registered or removed something.
 
         Args:
-            before: the buffers before the forward pass.
-            rows: of this rank; a rank without rows adds nothing.
-            planned: rows of the step over all ranks.
+            model: a copy of the model, which gets buffers of its own; None: the model itself.
+            attributes: whether attributes are put back as well.
         """
-        named = [(name, b) for name, b in self._model.named_buffers() if not b.is_complex()]
-        changed = np.array(before.find_changed(named), np.int64)
-        if len(changed):
-            group.allreduce(changed, op="max")  # all ranks then send the same buffers
-        sent = [b for (_, b), flag in zip(named, changed, strict=True) if flag]
-        self._floats = [b for b in sent if b.is_floating_point()]
-        self._integers = [b for b in sent if not b.is_floating_point()]
-        # Zeros, not values times zero, which are NaN where a mask holds infinities.
-        self._means = _copy_to_flat(self._floats, torch.float64, rows / planned if rows else None)
-        self._means.allreduce(group)
-        self._maxima = _copy_to_flat(self._integers, torch.int64)
-        self._maxima.allreduce(group, "max")
-
-    def apply(self) -> None:
+        target = self._model if model is None else model
         with torch.no_grad():
-            for buffers, flat in ((self._floats, self._means), (self._integers, self._maxima)):
-                arrays = [torch.from_numpy(view) for view in flat.views]
-                if buffers and buffers[0].device != CPU:  # all of them in one copy
-                    whole = torch.cat([array.reshape(-1) for array in arrays]).to(buffers[0].device)
-                    parts = torch.split(whole, [buffer.numel() for buffer in buffers])
-                    arrays = [part.view(b.shape) for part, b in zip(parts, buffers, strict=True)]
-                for buffer, array in zip(buffers, arrays, strict=True):
-                    buffer.copy_(array)
-
-
-def _copy_to_flat(buffers: list[torch.Tensor], dtype: torch.dtype, factor: float | None = 1.0) -> FlatBuffer:
-    """Copy buffers, times `factor`, to one flat buffer; None stands for zeros."""
-    arrays: list[Any] = [None] * len(buffers)
-    if factor is not None and buffers:
-        tensors: Sequence[torch.Tensor] = [buffer.detach().to(dtype) for buffer in buffers]
-        if buffers[0].device != CPU:  # all of them in one copy
-            whole = torch.cat([tensor.reshape(-1) for tensor in tensors]).cpu()
-            tensors = torch.split(whole, [buffer.numel() for buffer in buffers])
-        arrays = [tensor.view(b.shape).numpy() for tensor, b in zip(tensors, buffers, strict=True)]
-    name = get_dtype_name(dtype)
-    flat = FlatBuffer([tuple(buffer.shape) for buffer in buffers], [name] * len(buffers))
-    flat.fill([array if array is None or factor == 1.0 else array * factor for array in arrays])
-    return flat
+            for name, each in list_buffers(target).items():
+                if name not in self._saved:
+                    delattr(each.owner, each.name)
+            for name, is_saved in self._unset.items():
+                put_buffer(target, name, None, is_saved=is_saved)
+            for name, (buffer, saved) in self._buffers.items():
+                in_place = model is None and buffer.shape == saved.shape
+                put_buffer(target, name, buffer if in_place else saved.clone(), is_saved=self._saved[name])
+                if in_place:
+                    buffer.copy_(saved)
+        if attributes:
+            restore_attributes(target.modules(), self._attributes)
 
 
 def describe_world_dependence(model: torch.nn.Module) -> str | None:
@@ -188,16 +165,16 @@ def _dependent_layers(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
             continue
         if isinstance(module, _BatchNorm) and not isinstance(module, torch.nn.SyncBatchNorm | SyncBatchNorm):
             yield name, f"{type(module).__name__}: statistics of each worker's own rows"
-        elif _is_random(module):
+        elif is_random(module):
             yield name, f"{type(module).__name__}: random in each worker"
 
 
 def depends_on_batch(module: torch.nn.Module) -> bool:
     """Whether a layer of torch draws random numbers, or takes statistics of all rows, while it is in training mode."""
-    return isinstance(module, _BatchNorm) or _is_random(module)
+    return isinstance(module, _BatchNorm) or is_random(module)
 
 
-def _is_random(module: torch.nn.Module) -> bool:
+def is_random(module: torch.nn.Module) -> bool:
     if isinstance(module, torch.nn.RReLU):
         return True
     rate = module.p if isinstance(module, _DropoutNd) else getattr(module, "dropout", 0.0)

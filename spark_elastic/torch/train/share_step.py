@@ -7,7 +7,7 @@ every rank and added one after the other. Main thread only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -20,7 +20,12 @@ from spark_elastic.data.plan import compute_share_bounds
 from spark_elastic.torch.determinism import is_aligned
 from spark_elastic.torch.devices import CPU
 from spark_elastic.torch.generators import seeded_rng
-from spark_elastic.torch.train.forward import BufferSnapshot, has_buffers
+from spark_elastic.torch.train.forward import (
+    Attributes,
+    BufferSnapshot,
+    copy_attributes,
+    restore_attributes,
+)
 from spark_elastic.torch.train.share_check import GradientDigest, ShareCheck, ShareChecker
 from spark_elastic.torch.train.spec import BatchBuilder
 from spark_elastic.torch.train.step import TrainStep
@@ -34,6 +39,7 @@ class ShareStep(TrainStep):
 
     # Has some shares computed by several ranks; None: no share is.
     checker: ShareChecker | None = None
+    _attributes: Attributes  # of the model's parts, as the newest share left them
 
     def _compute_gradients(
         self, group: Group, batch: LocalBatch[torch.Tensor], before: BufferSnapshot
@@ -47,7 +53,7 @@ class ShareStep(TrainStep):
             self._witness(check, digest, before)
         self._exchange.begin(group, 0, batch.division)
         self._ledger.write_ahead(group.fence, position, batch.row_ids)
-        self._written = WrittenBuffers(self._state.model) if has_buffers(self._modules) else None
+        self._buffers.begin()
         losses = []
         for number, share in enumerate(batch.shares, batch.first_share):
             parts = list(share.micro_batches(config.batch_size))
@@ -58,8 +64,9 @@ class ShareStep(TrainStep):
             self._exchange.end_share()
             if is_checked:
                 digest.loss = losses[-1][0].compute(), losses[-1][1]
-            if self._written is not None:
-                self._written.take(before, len(share) / batch.planned)
+            self._buffers.take(before, number, len(share) / batch.planned, keep=True)
+            self._attributes = copy_attributes(self._modules)
+            before.restore()
         self.on_launched()
         self._worked = self.work.take()
         self._exchange.finish()
@@ -89,70 +96,17 @@ class ShareStep(TrainStep):
     def _exchange_buffers(
         self, group: Group, batch: LocalBatch[torch.Tensor], before: BufferSnapshot
     ) -> bool:
-        if self._written is not None:
-            self._written.exchange(group)
-        return self._written is not None
+        def reduce(tensors: list[torch.Tensor], op: str) -> torch.Tensor:
+            gathered = np.concatenate(group.allgatherv(torch.stack(tensors).numpy()))
+            return torch.from_numpy(_sum_rows(gathered) if op == "sum" else gathered.max(axis=0))
+
+        rows = next((share for share in batch.shares if len(share)), batch)
+        self._buffers.exchange(group, before, rows, self._try, reduce)
+        return True
 
     def _apply_buffers(self) -> None:
-        assert self._written is not None
-        self._written.apply()
-
-
-class WrittenBuffers:
-    """The buffers that the shares of a step wrote, each from those before the step. As `BufferExchange`, floating point
-    buffers become the mean weighted by rows, integer and boolean ones the maximum; complex ones stay."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
-        self._factors: list[float] = []
-        # By share: the buffers that it wrote, by name.
-        self._written: list[Mapping[str, torch.Tensor]] = []
-        self._results: dict[str, torch.Tensor] = {}
-
-    def take(self, before: BufferSnapshot, factor: float) -> None:
-        """Keep what the newest share wrote, and put the buffers before the step back. factor: of the share in means."""
-        self._factors.append(factor)
-        named = list(self._list())
-        changed = before.find_changed(named)
-        self._written.append(
-            {name: buffer.clone() for (name, buffer), flag in zip(named, changed, strict=True) if flag}
-        )
-        before.restore()
-
-    def exchange(self, group: Group) -> None:
-        """Bring the shares of all ranks together; collective."""
-        buffers = dict(self._list())
-        own = np.array([[name in written for name in buffers] for written in self._written])
-        changed = np.concatenate(group.allgatherv(own.astype(np.uint8))).max(axis=0).tolist()
-        names = [name for name, flag in zip(buffers, changed, strict=True) if flag]
-        for floats in (True, False):
-            chosen = [name for name in names if buffers[name].is_floating_point() == floats]
-            if chosen:
-                self._reduce(group, {name: buffers[name] for name in chosen}, floats)
-
-    def apply(self) -> None:
-        buffers = dict(self._list())
-        with torch.no_grad():
-            for name, result in self._results.items():
-                buffers[name].copy_(result)
-
-    def _reduce(self, group: Group, buffers: Mapping[str, torch.Tensor], floats: bool) -> None:
-        dtype = torch.float64 if floats else torch.int64
-        rows = []
-        for written, factor in zip(self._written, self._factors, strict=True):
-            values = [written.get(name, buffer).to(dtype).reshape(-1) for name, buffer in buffers.items()]
-            row = torch.cat(values)
-            if floats:  # zeros, not values times zero, which are NaN where a mask holds infinities
-                row = row * factor if factor else torch.zeros_like(row)
-            rows.append(row.cpu().numpy())
-        gathered = np.concatenate(group.allgatherv(np.stack(rows)))
-        whole = torch.from_numpy(_sum_rows(gathered) if floats else gathered.max(axis=0))
-        parts = torch.split(whole, [buffer.numel() for buffer in buffers.values()])
-        for (name, buffer), part in zip(buffers.items(), parts, strict=True):
-            self._results[name] = part.view(buffer.shape)
-
-    def _list(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, each) for name, each in self._model.named_buffers() if not each.is_complex())
+        super()._apply_buffers()
+        restore_attributes(self._modules, self._attributes)
 
 
 def sum_over_shares(group: Group, own: Sequence[Sequence[float]]) -> list[float]:

@@ -12,7 +12,6 @@ import hashlib
 import io
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,13 @@ import torch
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import START, Position
 from spark_elastic.state.snapshot import Bytes, Extent, Snapshot, SnapshotBuilder
-from spark_elastic.torch.devices import CPU, SnapshotCopy
+from spark_elastic.torch.module_state import (
+    ModelStateHandler,
+    OptimizerStateHandler,
+    TensorRef,
+    Views,
+    view_tensor,
+)
 from spark_elastic.torch.tensors import get_dtype_name
 from spark_elastic.torch.train.forward import rng_state, set_rng_state
 from spark_elastic.training.callbacks import name_classes, pair_states
@@ -29,7 +34,7 @@ from spark_elastic.training.progress import TrainingProgress
 
 # Keys of dicts of one entry that stand for ...
 ARRAY = "numpy array"  # a numpy array, given as a tensor
-TENSOR = "tensor in memory"  # a tensor in the snapshot's memory: [offset, nbytes, dtype, shape]
+TENSOR = "tensor in memory"  # a `TensorRef`: [offset, nbytes, dtype, shape, whether it was on the host]
 
 
 def move_to_device(model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
@@ -37,7 +42,14 @@ def move_to_device(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dev
     if all(tensor.device == device for tensor in (*model.parameters(), *model.buffers())):
         return
     model.to(device)
-    _load_optimizer(optimizer, optimizer.state_dict())
+    for group in optimizer.param_groups:
+        steps_there = group.get("fused") or group.get(
+            "capturable"
+        )  # else torch wants their counter on the host
+        for state in (optimizer.state.get(parameter, {}) for parameter in group["params"]):
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and (key != "step" or steps_there):
+                    state[key] = value.to(device)
 
 
 class TorchTrainingState:
@@ -56,6 +68,10 @@ class TorchTrainingState:
         """
         self.model = model
         self.optimizer = optimizer
+        self.module, self._optimizer = ModelStateHandler(model), OptimizerStateHandler(optimizer)
+        self._optimizer.list_parameters = model.named_parameters
+        # How the values of the ranks become one, by the name of a buffer that forward passes write: see `MERGES`.
+        self.merges: dict[str, str] = {}
         self.schedulers = list(schedulers)
         self.progress = progress or TrainingProgress()
         self.position: Position = START
@@ -66,74 +82,54 @@ class TorchTrainingState:
 
     def capture(self, builder: SnapshotBuilder) -> dict[str, Any]:
         """See `TrainingState.capture`."""
-        model = self.model.state_dict()
-        live = {
-            "model": model,
-            "unsaved": {n: b for n, b in self.model.named_buffers() if n not in model},  # persistent=False
-            "optimizer": self.optimizer.state_dict(),
-            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
+        return {
+            "model": self.module.capture(builder),
+            "optimizer": self._optimizer.capture(builder),
+            "schedulers": self._add_tensors(
+                [scheduler.state_dict() for scheduler in self.schedulers], builder
+            ),
             "classes": name_classes(self.schedulers),
-            "progress": self.progress.to_values(),
-            "rng": rng_state(),
+            "progress": copy.deepcopy(self.progress.to_values()),
+            "rng": self._add_tensors(rng_state(), builder),
+            "merges": dict(self.merges),
         }
 
-        def add(tensor: torch.Tensor) -> dict[str, Any]:
-            if tensor.device == CPU:
-                offset, nbytes = builder.add(_bytes_of(tensor))
-            else:
-                # This thread waits once, for the copies of all tensors.
-                copied = SnapshotCopy(tensor.device)
-                builder.allocate, builder.wait_remote = copied.allocate, copied.wait
-                offset, nbytes = builder.add_remote(tensor.nbytes, partial(copied.begin, tensor.detach()))
-            return {TENSOR: [offset, nbytes, get_dtype_name(tensor.dtype), list(tensor.shape)]}
+    def _add_tensors(self, values: Any, builder: SnapshotBuilder) -> Any:
+        views = Views()
+
+        def add(tensor: torch.Tensor) -> TensorRef:
+            return TensorRef.of(tensor, views.put(builder, tensor, deferred=False))
 
         # The copy of what is no tensor; of dicts, lists and tuples these are copies already.
-        captured: dict[str, Any] = copy.deepcopy(_replace(live, lambda v: isinstance(v, torch.Tensor), add))
-        return captured
+        return copy.deepcopy(_replace(values, lambda v: isinstance(v, torch.Tensor), add))
 
     def load(self, snapshot: Snapshot) -> None:
         """Load a snapshot; parameters keep their identity."""
         memory = snapshot.memory
-
-        def read(ref: dict[str, Any]) -> torch.Tensor:
-            offset, nbytes, dtype, shape = ref[TENSOR]
-            flat = torch.from_numpy(Extent(offset, nbytes).of(memory))
-            tensor: torch.Tensor = flat.view(getattr(torch, dtype)).view(shape).clone()
-            return tensor
-
-        values = _replace(snapshot.values, lambda v: isinstance(v, dict) and v.keys() == {TENSOR}, read)
-        self.model.load_state_dict(values["model"])
-        buffers = dict(self.model.named_buffers())
-        with torch.no_grad():
-            for name, value in values["unsaved"].items():
-                buffers[name].copy_(value)
-        _load_optimizer(self.optimizer, values["optimizer"])
+        self.module.load(snapshot.values["model"], memory)
+        self._optimizer.load(snapshot.values["optimizer"], memory)
+        values = {
+            name: snapshot.values[name] for name in ("schedulers", "classes", "progress", "rng", "merges")
+        }
+        values = _replace(
+            values, lambda v: isinstance(v, TensorRef), lambda ref: view_tensor(ref, memory).clone()
+        )
         for scheduler, state in pair_states(self.schedulers, values["classes"], values["schedulers"]):
             scheduler.load_state_dict(state)
         self.progress = TrainingProgress.from_values(values["progress"])
         set_rng_state(values["rng"])
+        self.merges = values["merges"]
         self.position = snapshot.position
 
     def digest(self) -> str:
         """SHA-256 over all weights, buffers and optimizer tensors: equal on every replica (P4)."""
         hasher = hashlib.sha256()
-        values = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        tensors = {**self.model.state_dict(), **dict(self.model.named_buffers())}
+        values = {"model": tensors, "optimizer": self.optimizer.state_dict()}
         for name, tensor in _iter_tensors(values, ""):
             hasher.update(name.encode())
             hasher.update(_bytes_of(tensor).data)
         return hasher.hexdigest()
-
-
-def _load_optimizer(optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
-    """Load bit by bit: torch casts an optimizer's tensors to the dtype of its parameters, which loses precision."""
-    optimizer.load_state_dict(values)
-    numbers = [number for group in values["param_groups"] for number in group["params"]]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for number, parameter in zip(numbers, parameters, strict=True):
-        for key, value in values["state"].get(number, {}).items():
-            current = optimizer.state[parameter][key]
-            if isinstance(value, torch.Tensor) and current.dtype != value.dtype:
-                optimizer.state[parameter][key] = value.to(current.device, copy=True)
 
 
 def _replace(value: Any, matches: Callable[[Any], bool], change: Callable[[Any], Any]) -> Any:
@@ -170,10 +166,20 @@ class TorchCodec:
     """Values in torch's own format."""
 
     def dumps(self, values: Any) -> bytes:
-        return dump_values(values)
+        return dump_values(_replace(values, lambda v: isinstance(v, TensorRef), _write_ref))
 
     def loads(self, data: bytes, *, trusted: bool) -> Any:
-        return _restore_arrays(_load(data, weights_only=not trusted))
+        values = _restore_arrays(_load(data, weights_only=not trusted))
+        return _replace(values, lambda v: isinstance(v, dict) and v.keys() == {TENSOR}, _read_ref)
+
+
+def _write_ref(ref: TensorRef) -> dict[str, Any]:
+    return {TENSOR: [*ref.extent, get_dtype_name(ref.dtype), list(ref.shape), ref.on_host]}
+
+
+def _read_ref(written: dict[str, Any]) -> TensorRef:
+    offset, nbytes, dtype, shape, on_host = written[TENSOR]
+    return TensorRef(Extent(offset, nbytes), getattr(torch, dtype), tuple(shape), on_host)
 
 
 def dump_values(values: Mapping[str, Any]) -> bytes:

@@ -19,12 +19,8 @@ from spark_elastic.torch.devices import CPU, HostSum
 from spark_elastic.torch.generators import seeded_rng
 from spark_elastic.torch.gradients.exchange import GradientExchange
 from spark_elastic.torch.layers import RowDropout, draw_rows
-from spark_elastic.torch.train.forward import (
-    BufferExchange,
-    BufferSnapshot,
-    has_buffers,
-    shares_statistics,
-)
+from spark_elastic.torch.train.buffers import BufferMerge
+from spark_elastic.torch.train.forward import BufferSnapshot, has_buffers, shares_statistics
 from spark_elastic.torch.train.loss import LossFn
 from spark_elastic.torch.train.metrics import Metrics
 from spark_elastic.torch.train.state import TorchTrainingState
@@ -111,7 +107,7 @@ class TrainStep:
         # Walking through a model in each step would cost as much as a small model's forward pass.
         self._modules = tuple(state.model.modules())
         self._has_row_dropout = any(isinstance(module, RowDropout) for module in self._modules)
-        self._buffers = BufferExchange(state.model)
+        self._buffers = BufferMerge(state.model, state.merges)
         self._config = config
         self._ledger = ledger
         self._metrics = metrics
@@ -174,9 +170,9 @@ class TrainStep:
     def _show_buffers(self, before: BufferSnapshot, function: Callable[[], None]) -> None:
         """Call a function while the model has the buffers before the step, not those that this rank's rows made."""
         written = BufferSnapshot(self._state.model, self._modules)
-        before.restore()
+        before.restore(attributes=False)
         function()
-        written.restore()
+        written.restore(attributes=False)
 
     def _compute_gradients(
         self, group: Group, batch: LocalBatch[torch.Tensor], before: BufferSnapshot
@@ -207,8 +203,26 @@ class TrainStep:
         """Exchange the buffers that the step wrote. Returns whether there is something to apply."""
         if group.size == 1 or not has_buffers(self._modules):
             return False
-        self._buffers.exchange(group, before, len(batch), batch.planned)
+        self._buffers.begin()
+        self._buffers.take(before, group.rank, len(batch) / batch.planned)
+
+        def reduce(tensors: list[torch.Tensor], op: str) -> torch.Tensor:
+            (tensor,) = tensors
+            array = tensor.clone().numpy()
+            group.allreduce(array, op=op)
+            return torch.from_numpy(array)
+
+        self._buffers.exchange(group, before, batch, self._try, reduce)
         return True
+
+    def _try(self, model: torch.nn.Module, part: LocalBatch[torch.Tensor]) -> None:
+        """A forward pass of a copy of the model, which leaves no trace."""
+        position = self._state.position
+        words = (self._config.seed, position.epoch, position.phase, position.step)
+        with seeded_rng(*words, 0):
+            if self._has_row_dropout:
+                draw_rows(model, part.row_ids, *words)
+            self._loss_fn(model, part)
 
     def _apply_buffers(self) -> None:
         self._buffers.apply()

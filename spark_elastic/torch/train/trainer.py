@@ -6,8 +6,8 @@ Both are shipped by cloudpickle with the user's model, optimizer and loss inside
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,17 +180,8 @@ class TorchTrainer:
                 self._train_step.on_launched = lambda: self._build_ahead(get_next_rows, group)
             return self._train_step.run(group, batch, version, record_step, on_previous_step_finalized, stop)
 
-    @contextmanager
-    def validation_mode(self) -> Iterator[None]:
-        model = self.state.model
-        in_eval_mode = [part for part in model.modules() if not part.training]
-        model.eval()
-        try:
-            yield
-        finally:
-            model.train()
-            for part in in_eval_mode:
-                part.training = False
+    def validation_mode(self) -> AbstractContextManager[None]:
+        return self.state.module.evaluate()
 
     def validation_step(
         self,
@@ -292,7 +283,7 @@ class TorchTrainer:
         return None if self._spec.config.shares else describe_world_dependence(self.state.model)
 
     def export_weights(self) -> bytes:
-        return dump_values(self.state.model.state_dict())
+        return dump_values(self.state.module.export())
 
     def close(self) -> None:
         if self._exchange is None:

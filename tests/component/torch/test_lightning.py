@@ -29,7 +29,8 @@ ROWS, EPOCHS, BATCH = 38, 3, 6
 def train_net(
     folder: str, package: str, holds: dict[int, int | str], options: dict[str, Any]
 ) -> dict[str, Any]:
-    """A linear net, and a ledger that is trained with it: a row's count grows by exactly 1 when its step is applied."""
+    """A net whose backbone is unfrozen in the second epoch, in a group of its own, and a ledger that is trained with
+    it: a row's count grows by exactly 1 when its step is applied."""
     import importlib
     import time
 
@@ -47,18 +48,21 @@ def train_net(
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(7)
+            self.backbone = torch.nn.Linear(4, 4).double()
             self.linear = torch.nn.Linear(4, 1).double()
             self.ledger = torch.nn.Parameter(torch.zeros(ROWS, dtype=torch.float64))
 
         def training_step(self, batch: Any) -> Any:
             row, features, labels = batch
-            loss = (self.linear(features).squeeze(1) - labels).pow(2).mean()
+            loss = (self.linear(self.backbone(features)).squeeze(1) - labels).pow(2).mean()
             self.log("loss", loss, sync_dist=True)
-            return loss - self.ledger[row].mean() * loader.global_rows
+            rate = self.trainer.optimizers[0].param_groups[1]["lr"]
+            return loss - self.ledger[row].mean() * loader.global_rows / rate
 
         def validation_step(self, batch: Any) -> None:
             _, features, labels = batch
-            self.log("val", (self.linear(features).squeeze(1) - labels).pow(2).mean(), sync_dist=True)
+            output = self.linear(self.backbone(features)).squeeze(1)
+            self.log("val", (output - labels).pow(2).mean(), sync_dist=True)
 
         def configure_optimizers(self) -> Any:
             steps = self.trainer.estimated_stepping_batches  # makes Lightning ask for the rows early
@@ -66,9 +70,8 @@ def train_net(
                 [{"params": self.linear.parameters(), "momentum": 0.9}, {"params": [self.ledger], "lr": 1.0}],
                 lr=0.05,
             )
-            schedule = torch.optim.lr_scheduler.LambdaLR(
-                optimizer, [lambda step: 1 - step / (1 + steps), lambda step: 1.0]
-            )
+            # Not LambdaLR: torch refuses groups that come after it.
+            schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 1 - 1 / (1 + steps))
             return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
     class SlowSteps(pl.Callback):  # type: ignore[misc, name-defined]
@@ -85,11 +88,12 @@ def train_net(
             if trained and trained[-1] in holds and self._state is not None:
                 hold(self._state, holds[trained[-1]])
 
+    thawing = pl.callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.02)
     trainer = pl.Trainer(
         accelerator="cpu",
         strategy=HoldingStrategy(),
         max_epochs=EPOCHS,
-        callbacks=[SlowSteps()],
+        callbacks=[SlowSteps(), thawing],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -99,7 +103,8 @@ def train_net(
     )
     net = Net()
     trainer.fit(net, loader, torch.utils.data.DataLoader(rows, 4))
-    weights = [float(value) for p in net.linear.parameters() for value in p.detach().reshape(-1)]
+    trained_parts = [*net.backbone.parameters(), *net.linear.parameters()]
+    weights = [float(value) for p in trained_parts for value in p.detach().reshape(-1)]
     return {
         "ledger": net.ledger.detach().tolist(),
         "weights": weights,

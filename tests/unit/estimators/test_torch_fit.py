@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ pytest.importorskip("pyspark")
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.torch_estimator import load_trained_module
 from spark_elastic.estimators.torch_objects import check_torch_objects
+from spark_elastic.torch.train.state import TorchTrainingState
 from spark_elastic.torch.train.trainer import TorchTrainer
 from tests.unit.estimators.requests import values
 
@@ -36,13 +36,23 @@ class NetWithMean(torch.nn.Module):
         self.mean = state["mean"]
 
 
-def test_attributes_of_a_module_are_returned_with_its_weights() -> None:
+def test_a_model_is_returned_as_training_left_it() -> None:
+    """With attributes that are no tensors, and with buffers that a forward pass has registered or grown."""
     left = NetWithMean(np.array([1.0, 2.0], np.float32))
     learner: Any = object.__new__(TorchTrainer)
-    learner.state = SimpleNamespace(model=left)
+    learner.state = TorchTrainingState(left, torch.optim.SGD(left.parameters(), lr=0.1))
+    left.layer.register_buffer("positions", torch.arange(3.0))
+    left.register_buffer("cache", torch.ones(2, 2), persistent=False)
+    left.layer.requires_grad_(False)
+    left.temperature = 0.5  # type: ignore[assignment]
     objects = check_torch_objects(values(model=NetWithMean(np.zeros(2, np.float32))))
     found, x = load_trained_module(objects.model, learner.export_weights()), torch.rand(3, 2)
     assert torch.equal(found(x), left(x))
+    assert {n: b.tolist() for n, b in found.named_buffers()} == {
+        n: b.tolist() for n, b in left.named_buffers()
+    }
+    assert found.state_dict().keys() == left.state_dict().keys()
+    assert (found.temperature, found.layer.weight.requires_grad, found.training) == (0.5, False, False)
 
 
 def test_a_state_dict_that_no_weights_file_can_hold_is_refused_before_any_spark_job() -> None:

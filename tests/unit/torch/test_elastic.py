@@ -37,9 +37,9 @@ def net() -> torch.nn.Sequential:
     )
 
 
-def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, width: int = 4) -> None:
     optimizer.zero_grad()
-    model(torch.randn(8, 4)).pow(2).mean().backward()
+    model(torch.randn(8, width)).pow(2).mean().backward()
     optimizer.step()
 
 
@@ -393,27 +393,67 @@ def test_a_model_whose_parameters_differ_is_refused_before_anything_is_loaded(
     assert_same(copy_states(other), before)
 
 
-def test_a_group_added_after_the_commit_is_dropped_and_one_that_a_newcomer_lacks_is_an_error() -> None:
-    body, head = torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)
-    model = torch.nn.Sequential(body, head)
+@pytest.mark.parametrize("distributed", [False, True])
+def test_r21_groups_that_were_added_later_come_and_go_with_the_commits(distributed: bool) -> None:
+    def make() -> tuple[torch.nn.Sequential, Any]:
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1, momentum=0.9)
+        return model, hvd.DistributedOptimizer(optimizer) if distributed else optimizer
 
-    def make() -> torch.optim.SGD:
-        return torch.optim.SGD(head.parameters(), lr=0.1, momentum=0.9)
+    def thaw(model: torch.nn.Sequential, optimizer: Any) -> None:
+        model[0].requires_grad_(True)
+        optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.01})
 
-    optimizer = make()
+    model, optimizer = make()
     state = hvd.elastic.TorchState(model, optimizer)
     committed = copy_states(model, optimizer)
-    group = {"params": list(body.parameters()), "lr": 0.01}
     for _ in range(2):  # the loop adds the group again
-        optimizer.add_param_group(group)
-        model(torch.randn(5, 3)).sum().backward()
-        optimizer.step()
+        thaw(model, optimizer)
+        step(model, optimizer, 3)
         state.restore()
         assert_same(copy_states(model, optimizer), committed)
-    optimizer.add_param_group(group)
-    kept: Any = hvd.elastic.TorchState(model, optimizer)._snapshots.wait_for_newest()
-    with pytest.raises(InvalidInput, match="2 parameters in 1 groups here, 4 in 2 there"):
-        OptimizerStateHandler(make()).load(kept.values["optimizer"], kept.memory)
+        assert not model[0].weight.requires_grad
+    thaw(model, optimizer)
+    step(model, optimizer, 3)
+    state.commit()
+    kept: Any = state._snapshots.wait_for_newest()
+    other, its = make()
+    newcomer = hvd.elastic.TorchState(other, its)
+    newcomer._load(kept)
+    for each in (model, optimizer), (other, its):
+        torch.manual_seed(5)
+        step(*each, 3)
+    assert_same(copy_states(other, its), copy_states(model, optimizer))
+    assert its.param_groups[1]["params"][0] is other[0].weight
+    if distributed:
+        optimizer.close(), its.close()
+    else:
+        with pytest.raises(InvalidInput, match="2 parameters in 1 groups here, 4 in 2 there"):
+            OptimizerStateHandler(make()[1]).load(kept.values["optimizer"], kept.memory)
+
+
+def test_frozen_parameters_are_copied_once_and_what_changes_through_data_each_time() -> None:
+    model = torch.nn.ParameterDict(
+        {n: torch.nn.Parameter(torch.ones(1 << 12)) for n in ("head", "body", "slow")}
+    )
+    model["body"].requires_grad_(False)
+    model["slow"].requires_grad_(False)
+    state = hvd.elastic.TorchState(model, torch.optim.SGD([model["head"]], lr=0.1))
+
+    def commit() -> Any:
+        model["slow"].data.mul_(0.5)  # a moving average, of which no version tells
+        state.commit()
+        return state._snapshots.wait_for_newest()
+
+    first, second = commit(), commit()
+    assert second.values["model"]["parameters"]["body"] is first.values["model"]["parameters"]["body"]
+    assert second.memory.nbytes == 2 << 14
+    with torch.no_grad():
+        model["body"].fill_(9)
+        model["slow"].fill_(9)
+    state.restore()
+    assert (float(model["body"].max()), float(model["slow"].max())) == (1.0, 0.25)
 
 
 def test_an_optimizer_that_another_replaced_after_the_commit_comes_back_as_it_was() -> None:

@@ -399,5 +399,6 @@ def test_distributed_optimizer_wraps_once_and_not_lbfgs(alone: tuple[torch.nn.Se
     for wrong in (opt, torch.optim.LBFGS(model.parameters()), model):
         with pytest.raises(InvalidInput, match="wraps a plain optimizer once"):
             DistributedOptimizer(wrong)
-    with pytest.raises(InvalidInput, match="before wrapping"):
-        opt.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    torch.optim.Optimizer.add_param_group(opt, {"params": [torch.nn.Parameter(torch.ones(1))]})
+    with pytest.raises(InvalidInput, match="call add_param_group of the one that it returned"):
+        opt.step()

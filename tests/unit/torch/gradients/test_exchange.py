@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from typing import Any
 
@@ -147,13 +148,47 @@ def test_a_lone_worker_needs_no_thread() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_parameter_that_is_unfrozen_later_is_named() -> None:
-    model = nn.Linear(4, 3)
-    model.bias.requires_grad_(False)
-    with GradientExchange(model.named_parameters()) as exchange:
-        model.bias.requires_grad_(True)
-        with pytest.raises(InvalidInput, match="'bias' was frozen when training began"):
-            exchange.begin(None, 1)
+def test_r21_parameters_that_are_unfrozen_later_are_exchanged_also_with_a_newcomer() -> None:
+    """Rank 1 is one in the second world: it has not seen that the first layer was trained for a while."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3))
+
+    def make() -> tuple[nn.Sequential, GradientExchange]:
+        copied = copy.deepcopy(model)
+        for layer in copied[:2]:
+            layer.requires_grad_(False)
+        return copied, GradientExchange(copied.named_parameters())
+
+    def take_step(group: Group, net: nn.Sequential, exchange: GradientExchange, trained: list[bool]) -> None:
+        for layer, flag in zip(net, trained, strict=True):
+            layer.requires_grad_(flag)
+        exchange.begin(group, 1)
+        backward(net, 4)
+        own = copy.deepcopy(net)
+        own.zero_grad()
+        backward(own, 4)
+        exchange.finish()
+        exchange.drop_absent(exchange.present)
+        for ours, theirs in zip(net.parameters(), own.parameters(), strict=True):
+            assert (ours.grad is None) == (theirs.grad is None)
+            if ours.grad is not None and theirs.grad is not None:
+                torch.testing.assert_close(ours.grad, 2 * theirs.grad)
+
+    held = [make(), make()]
+
+    def work_first(group: Group) -> None:
+        for trained in ([False, False, True], [True, False, True]):
+            take_step(group, *held[group.rank], trained)
+
+    def work_next(group: Group) -> None:
+        take_step(group, *held[group.rank], [False, True, False])
+
+    run_in_world(2, work_first)
+    held.append(make())
+    held[1][1].close()
+    held[1] = held.pop()
+    run_in_world(2, work_next, generation=2)
+    for _, exchange in held:
+        exchange.close()
 
 
 @pytest.mark.parametrize(

@@ -1,50 +1,234 @@
-"""Buffers over the ranks: means by rows, and nothing done to what nobody wrote."""
+"""Buffers over the ranks: what one process would hold, a sentence, or nothing done to what nobody wrote."""
 
 from __future__ import annotations
 
+import logging
+import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from torch import nn
 
 from elastic_collectives import Group
-from spark_elastic.torch.train.forward import BufferExchange, BufferSnapshot
+from spark_elastic.errors import InvalidInput
+from spark_elastic.torch.train.buffers import BufferMerge
+from spark_elastic.torch.train.forward import BufferSnapshot
+from spark_elastic.training.batch import LocalBatch
+from tests.unit.torch.train.trainees import ROWS, TrainedModel, X
 from tests.unit.torch.worlds import run_in_world
 
+SHARES = {2: [range(5), range(5, ROWS)], 3: [range(1), range(1, 6), range(6, ROWS)]}
 
-class NetWithMask(nn.Module):
-    def __init__(self) -> None:
+
+class Keeping(nn.Module):
+    """Keeps something of the rows that it has seen: `write` is called with the part, the rows and their numbers."""
+
+    def __init__(
+        self, **parts: tuple[torch.Tensor, Callable[[Any, torch.Tensor, torch.Tensor], None]]
+    ) -> None:
         super().__init__()
-        self.register_buffer("mask", torch.full((2,), -torch.inf))
-        self.register_buffer("table", torch.tensor([0.1, 0.7]))
-        self.register_buffer("running", torch.zeros(2, dtype=torch.bfloat16))
-        self.register_buffer("count", torch.tensor(0))
-        self.register_buffer("seen", torch.tensor(False))
-        self.register_buffer("rotation", torch.tensor([1j]))
+        self.layer = nn.Linear(5, 3).double()
+        for name, (value, write) in parts.items():
+            self.add_module(name, nn.Module())
+            part: Any = self.get_submodule(name)
+            part.register_buffer("kept", value)
+            part.write = write
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = (x[:, None] == X).all(-1).nonzero()[:, 1]
+        for part in self.children():
+            if part is not self.layer:
+                with torch.no_grad():
+                    part.write(part, x, rows)  # type: ignore[operator]
+        return self.layer(x)  # type: ignore[no-any-return]
 
 
-def test_written_buffers_are_averaged_and_others_keep_their_bits() -> None:
-    """Rank 2 has no rows; a mask of infinities must survive its zero share."""
+def count_rows(net: Any, x: torch.Tensor, rows: torch.Tensor) -> None:
+    net.kept += len(x)
 
-    def work(group: Group) -> NetWithMask:
-        holder, rows = NetWithMask(), (3, 1, 0)[group.rank]
-        before = BufferSnapshot(holder, holder.modules())
-        exchange = BufferExchange(holder)
-        if rows:
-            holder.get_buffer("running").add_(rows)
-            holder.get_buffer("count").add_(rows)
-            holder.get_buffer("seen").fill_(rows == 1)
-        exchange.exchange(group, before, rows, 4)
-        exchange.apply()
-        return holder
 
-    for holder in run_in_world(3, work):
-        assert holder.get_buffer("running").tolist() == [2.5, 2.5]
-        assert holder.get_buffer("count").item() == 3
-        assert holder.get_buffer("seen").item() is True
-        for name in ("mask", "table", "rotation"):
-            assert torch.equal(holder.get_buffer(name), NetWithMask().get_buffer(name))
+def count_batches(net: Any, x: torch.Tensor, rows: torch.Tensor) -> None:
+    net.kept += 1
+
+
+def fill_bank(net: Any, x: torch.Tensor, rows: torch.Tensor) -> None:
+    net.kept[rows] = x.mean(1).to(net.kept.dtype)
+
+
+def add_to_classes(net: Any, x: torch.Tensor, rows: torch.Tensor) -> None:
+    net.kept.index_add_(0, rows % 3, x.sum(1))
+
+
+def average(net: Any, x: torch.Tensor, rows: torch.Tensor) -> None:
+    net.kept = 0.9 * net.kept + 0.1 * x.mean(0)
+
+
+def turn(net: Any, x: torch.Tensor, rows: torch.Tensor) -> None:
+    net.kept.lerp_(torch.complex(x[:, 0], x[:, 1]).mean()[None], 0.5)
+
+
+def find_largest(net: Any, x: torch.Tensor, rows: torch.Tensor) -> None:
+    net.kept = torch.maximum(net.kept, x.amax(0))
+
+
+def find_least(net: Any, x: torch.Tensor, rows: torch.Tensor) -> None:
+    net.kept = torch.minimum(net.kept, x.amin(0))
+
+
+def mark_seen(net: Any, x: torch.Tensor, rows: torch.Tensor) -> None:
+    net.kept[rows] = True
+
+
+def grow_positions(net: Any, x: torch.Tensor, rows: torch.Tensor) -> None:
+    if len(net.kept) <= int(rows.max()):
+        net.kept = torch.arange(float(rows.max()) + 1)
+
+
+def register_late(net: Any, x: torch.Tensor, rows: torch.Tensor) -> None:
+    if not hasattr(net, "shift"):
+        net.register_buffer("shift", x.mean(0), persistent=False)
+
+
+WORLD = threading.local()  # its group, for code that exchanges rows
+
+
+def push_all(net: Any, x: torch.Tensor, rows: torch.Tensor) -> None:
+    everyones = torch.from_numpy(np.concatenate(WORLD.group.allgatherv(x[:, :1].contiguous().numpy())))
+    net.kept = torch.cat([net.kept, everyones])[len(everyones) :]
+
+
+WRITES: dict[str, tuple[torch.Tensor, Any]] = {
+    "rows": (torch.tensor(7), count_rows),
+    "rows in floats": (torch.zeros(()), count_rows),
+    "batches": (torch.tensor(0), count_batches),
+    "bank": (torch.full((ROWS,), -torch.inf), fill_bank),
+    "bank of integers": (torch.full((ROWS,), 5, dtype=torch.int32), fill_bank),
+    "sums of classes": (torch.zeros(3).double(), add_to_classes),
+    "moving average": (torch.zeros(5).double(), average),
+    "complex": (torch.zeros(1, dtype=torch.complex128), turn),
+    "largest": (torch.zeros(5).double(), find_largest),
+    "least": (torch.zeros(5).double(), find_least),
+    "queue of all rows": (torch.zeros(40, 1).double(), push_all),
+    "seen": (torch.zeros(ROWS, dtype=torch.bool), mark_seen),
+    "grown": (torch.arange(1.0), grow_positions),
+    "registered": (torch.zeros(1), register_late),
+}
+
+
+def take_steps(net: nn.Module, size: int, steps: int = 2) -> list[dict[str, torch.Tensor]]:
+    """The buffers of all ranks after some steps of all rows."""
+
+    def work(group: Group) -> dict[str, torch.Tensor]:
+        trainee = TrainedModel(net, batch_size=ROWS)
+        WORLD.group = group
+        with trainee.exchange:
+            for _ in range(steps):
+                trainee.take(group, range(ROWS) if size == 1 else SHARES[size][group.rank])
+        return dict(trainee.model.named_buffers())
+
+    return run_in_world(size, work)
+
+
+def test_p2_all_ranks_hold_the_buffers_of_one_process() -> None:
+    net = Keeping(**WRITES)
+    (alone,) = take_steps(net, 1)
+    for size in SHARES:
+        for found in take_steps(net, size):
+            assert found.keys() == alone.keys()
+            for name, value in found.items():
+                torch.testing.assert_close(
+                    value, alone[name], rtol=1e-6, atol=1e-9, msg=lambda text, n=name: n + text
+                )
+
+
+def push(net: Any, x: torch.Tensor, rows: torch.Tensor) -> None:
+    net.kept = torch.cat([net.kept, x[:, :1]])[len(x) :]
+
+
+def average_sums(net: Any, x: torch.Tensor, rows: torch.Tensor) -> None:
+    net.kept.mul_(0.9).index_add_(0, rows % 3, 0.1 * x.sum(1))
+
+
+def append(net: Any, x: torch.Tensor, rows: torch.Tensor) -> None:
+    net.kept = torch.cat([net.kept, x[:, :1]])
+
+
+@pytest.mark.parametrize(
+    ("value", "write", "says"),
+    [
+        (
+            torch.zeros(40, 1).double(),
+            push,
+            "buffer 'part.kept' of the model depends on all rows of a step in a way",
+        ),
+        (
+            torch.ones(3).double(),
+            average_sums,
+            "buffer 'part.kept' of the model depends on all rows of a step in a way",
+        ),
+        (
+            torch.zeros(0, 1).double(),
+            append,
+            r"different shapes \(torch.float64 \[1, 1\] on rank 0; .* on rank 2\)",
+        ),
+    ],
+)
+def test_a_buffer_that_ranks_cannot_bring_together_is_named_at_once(
+    value: Any, write: Any, says: str
+) -> None:
+    """On all ranks alike; with one worker it is right."""
+    (alone,) = take_steps(Keeping(part=(value, write)), 1)
+    assert alone["part.kept"].any()
+    with pytest.raises(InvalidInput, match=says):
+        take_steps(Keeping(part=(value, write)), 3)
+
+
+def test_statistics_of_an_own_layer_are_averaged_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    def track(net: Any, x: torch.Tensor, rows: torch.Tensor) -> None:
+        net.kept = 0.9 * net.kept + 0.1 * x.var(0)
+
+    with caplog.at_level(logging.WARNING, "spark_elastic"):
+        found = take_steps(Keeping(part=(torch.ones(5).double(), track)), 2)
+    assert torch.equal(found[0]["part.kept"], found[1]["part.kept"])
+    (line,) = caplog.messages
+    assert line.startswith("the workers' values of the buffer 'part.kept' are averaged by rows")
+
+
+def test_trying_a_forward_pass_changes_nothing_of_the_model() -> None:
+    class Momentum(nn.Module):
+        """Averages its weights in forward, and counts its calls."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.slow = nn.Linear(5, 3).double(), nn.Linear(5, 3).double().requires_grad_(False)
+            self.register_buffer("mean", torch.zeros(3).double())
+            self.calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            with torch.no_grad():
+                for slow, fast in zip(self.slow.parameters(), self.layer.parameters(), strict=True):
+                    slow.data = 0.5 * slow.data + 0.5 * fast.data
+                self.mean.lerp_(self.slow(x).mean(0), 0.1)
+            return self.layer(x)  # type: ignore[no-any-return]
+
+    torch.manual_seed(1)
+    net = Momentum()
+
+    def work(group: Group) -> tuple[int, torch.Tensor]:
+        trainee = TrainedModel(net, batch_size=ROWS)
+        with trainee.exchange:
+            trainee.take(group, range(ROWS) if group.size == 1 else SHARES[2][group.rank])
+        return trainee.model.calls, trainee.model.slow.weight.detach()
+
+    (alone,) = run_in_world(1, work)
+    for calls, slow in run_in_world(2, work):
+        assert calls == alone[0] == 1
+        torch.testing.assert_close(slow, alone[1])
 
 
 def test_buffers_that_no_rank_has_changed_are_not_sent() -> None:
@@ -55,29 +239,23 @@ def test_buffers_that_no_rank_has_changed_are_not_sent() -> None:
             self.register_buffer("positions", torch.ones(1000))
             self.register_buffer("mean", torch.zeros(3))
 
-    sent: list[tuple[int, str]] = []
+    sent: list[int] = []
 
-    def allreduce(array: Any, op: str, compression: str | None = None) -> None:
-        assert compression is None
-        sent.append((len(array), op))
+    def allgather(array: Any) -> Any:
+        sent.append(array.nbytes)
+        return array[None]
 
-    group: Any = SimpleNamespace(allreduce=allreduce)
+    def reduce(tensors: list[torch.Tensor], op: str) -> torch.Tensor:
+        sent.append(tensors[0].nbytes)
+        return tensors[0]
+
+    group: Any = SimpleNamespace(allgather=allgather)
     model = NetWithLargeMask()
-    exchange, before = BufferExchange(model), BufferSnapshot(model, model.modules())
-    exchange.exchange(group, before, 1, 1)
-    assert sent == [(3, "max")]
-    model.get_buffer("mean").add_(1)
-    exchange.exchange(group, before, 1, 1)
-    assert sent[1:] == [(3, "max"), (3, "sum")]
-
-
-def test_a_model_without_buffers_sends_nothing() -> None:
-    model = nn.Linear(1, 1)
-
-    def work(group: Group) -> None:
-        exchange = BufferExchange(model)
-        if group.rank == 0:  # a collective would wait for the other rank
-            exchange.exchange(group, BufferSnapshot(model, model.modules()), 1, 1)
-            exchange.apply()
-
-    run_in_world(2, work)
+    rows = LocalBatch(1, np.arange(1), (), (), None)
+    before = BufferSnapshot(model, model.modules())
+    for change in (0, 1):
+        model.get_buffer("mean").add_(change)
+        merge = BufferMerge(model, {"mean": "mean"})
+        merge.take(before, 0, 1.0)
+        merge.exchange(group, before, rows, lambda model, part: None, reduce)
+    assert sent == [8, 8, 24]

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from elastic_collectives import CollectiveError
+from elastic_collectives import CollectiveError, Group
 from elastic_collectives.fakes import FakeFabric
 from spark_elastic.errors import InvalidInput
 from spark_elastic.torch.callbacks import Callback, LearningRateSchedule, Training
 from spark_elastic.torch.train.callbacks import TorchCallbackList
 from spark_elastic.torch.train.state import TorchTrainingState, check_storable
 from tests.checkpoints import reload_from_checkpoint
+from tests.unit.torch.worlds import run_in_world
 
 
 class StatefulCallback(Callback):
@@ -145,7 +146,7 @@ def test_a_stop_of_the_last_step_survives_a_world_that_breaks_at_the_epochs_end(
 
 
 class Thawing(Callback):
-    """Lowers the rate in each epoch, and trains the bias from epoch 2 on."""
+    """Lowers the rate in each epoch; changes what the model trains, and its optimizer's groups, once in epoch 2."""
 
     def __init__(self) -> None:
         self.begun = 0
@@ -153,13 +154,19 @@ class Thawing(Callback):
     def on_epoch_begin(self, training: Training, epoch: int) -> None:
         self.begun += 1
         training.learning_rate *= 0.5
-        training.model.get_parameter("bias").requires_grad_(epoch >= 2)
+        if epoch == 2:
+            model, bias = training.model, training.model.get_parameter("bias")
+            bias.requires_grad_(True)
+            training.optimizer.add_param_group({"params": [bias], "lr": 4.0})
+            model.get_parameter("weight").requires_grad_(False)
+            model.temperature = 0.5  # type: ignore[assignment]
+            model.training = False
 
 
 def make_thawing() -> tuple[TorchCallbackList, TorchTrainingState]:
     net = torch.nn.Linear(2, 1)
     net.bias.requires_grad_(False)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    optimizer = torch.optim.SGD([net.weight], lr=1.0, momentum=0.9)
     callback_list = TorchCallbackList([Thawing()], net, optimizer)
     return callback_list, TorchTrainingState(net, optimizer, [callback_list, *callback_list.callbacks])
 
@@ -171,17 +178,45 @@ def test_p2_an_epoch_begins_once_however_many_worlds_take_its_steps() -> None:
     assert (state.optimizer.param_groups[0]["lr"], state.schedulers[1].begun) == (0.125, 3)
 
 
-def test_p2_a_worker_that_joins_in_mid_epoch_takes_over_rates_and_freezes_as_the_others() -> None:
+@pytest.mark.parametrize("joined", [2, 3])
+def test_r21_a_worker_that_joins_trains_the_parameters_that_the_others_train(joined: int) -> None:
+    """Whether it joins in the epoch in which a callback has changed that, or later."""
     (old_list, old), (new_list, new) = make_thawing(), make_thawing()
-    for epoch in range(3):
+    for epoch in range(joined + 1):
         old_list.on_epoch_begin(epoch)
+    old.model(torch.ones(1, 2)).sum().backward()
+    old.optimizer.step()
     reload_from_checkpoint(old, new)
     for _ in range(2):
-        new_list.on_epoch_begin(2)
-    assert (new.optimizer.param_groups[0]["lr"], new.schedulers[1].begun) == (0.125, 3)
-    assert new.model.get_parameter("bias").requires_grad
-    new_list.on_epoch_begin(3)
-    assert (new.optimizer.param_groups[0]["lr"], new.schedulers[1].begun) == (0.0625, 4)
+        new_list.on_epoch_begin(joined)
+    for list_, state in ((old_list, old), (new_list, new)):
+        list_.on_epoch_begin(joined + 1)
+        state.optimizer.zero_grad()
+        state.model(torch.ones(1, 2)).sum().backward()
+        state.optimizer.step()
+        model, groups = state.model, state.optimizer.param_groups
+        assert [p.requires_grad for p in model.parameters()] == [False, True]
+        assert (model.temperature, model.training) == (0.5, False)
+        assert [group["lr"] for group in groups] == [0.5 ** (joined + 2)] * 2
+        assert groups[1]["params"][0] is model.bias
+    assert old.digest() == new.digest()
+
+
+def test_r21_a_part_of_the_model_that_one_rank_alone_has_frozen_is_named() -> None:
+    class Freezing(Callback):
+        def on_epoch_begin(self, training: Training, epoch: int) -> None:
+            if training.rank == epoch == 1:
+                training.model.get_parameter("bias").requires_grad_(False)
+
+    def work(group: Group) -> None:
+        net = torch.nn.Linear(2, 1)
+        callback_list = TorchCallbackList([Freezing()], net, torch.optim.SGD(net.parameters(), lr=1.0))
+        callback_list.on_world_begin(group)
+        callback_list.on_epoch_begin(0)
+        with pytest.raises(InvalidInput, match="'bias' is trained on rank 0 and frozen on rank 1 in epoch 2"):
+            callback_list.on_epoch_begin(1)
+
+    run_in_world(2, work)
 
 
 def test_p7_an_epoch_begins_again_with_a_state_that_has_not_begun_it() -> None:
