@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -105,10 +105,14 @@ class _Tries:
             before.restore()
 
     def _measure(
-        self, run: Callable[[Batch], Any], part: slice, moved: list[torch.Tensor], ways: list[torch.Tensor]
+        self,
+        run: Callable[[Batch], Any],
+        part: slice,
+        moved: Sequence[torch.Tensor],
+        ways: list[torch.Tensor],
     ) -> PartLoss:
         result = run(self._batch.cut(part))
-        found = torch.autograd.grad(result.total, moved, allow_unused=True)
+        found: Any = torch.autograd.grad(result.total, moved, allow_unused=True)
         slopes = [
             float((each * way).sum()) for each, way in zip(found, ways, strict=True) if each is not None
         ]
