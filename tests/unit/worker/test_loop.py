@@ -22,6 +22,7 @@ from spark_elastic.rendezvous.messages import GetValues, Report, Values, WatchWo
 from spark_elastic.worker.context import WaitRecorder
 from spark_elastic.worker.loop import GroupConnector
 from spark_elastic.worker.program import Completed, WorkerExit, WorkerHandle
+from tests.unit.ops.workers import use_context_per_thread
 from tests.unit.worker.loops import build_loop
 
 
@@ -67,7 +68,10 @@ def test_a_result_too_large_for_a_message_counts_as_an_exception_of_user_code() 
     assert "InvalidInput: what training returned takes 8.6 MiB" in event.traceback
 
 
-def test_r21_a_newcomer_that_returns_before_the_loop_of_the_others_is_refused_before_it_joins() -> None:
+def test_r21_a_newcomer_that_returns_before_the_loop_of_the_others_is_refused_before_it_joins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use_context_per_thread(monkeypatch)
     asked: list[Any] = []
 
     def ask(request: Any, *timing: float) -> Any:
