@@ -67,6 +67,7 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]
     current_flos: Any
     current_gradient_accumulation_steps: int
     model_init: Any
+    model_wrapped: Any
     optimizer: Any
     state: Any
 

@@ -23,11 +23,12 @@ from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.ops.channels import choose_channel
 from spark_elastic.torch.distributed.process_group import NAME, ElasticProcessGroup
-from spark_elastic.torch.distributed.store import DriverStore, get_store
+from spark_elastic.torch.distributed.store import get_store
 from spark_elastic.worker.context import get_context, get_process_context
 from spark_elastic.worker.outside import ALONE
 
-Rendezvous = Iterator[tuple[DriverStore, int, int]]
+Rendezvous = Iterator[tuple[Any, int, int]]  # store, rank, size
+_HashStore: Any = dist.HashStore  # type: ignore[attr-defined]
 
 
 class _WorldGroups:
@@ -101,7 +102,7 @@ def _make_env_handler(original: Callable[..., Rendezvous]) -> Callable[..., Rend
         group, given = worker.require_group(), dict(parse_qsl(urlparse(url).query))
         rank, size = int(given.get("rank", group.rank)), int(given.get("world_size", group.size))
         alone = worker.world is not None and worker.world.fence == ALONE  # of which the driver knows nothing
-        yield dist.HashStore() if alone else get_store(worker, worker.driver, timeout), rank, size
+        yield _HashStore() if alone else get_store(worker, worker.driver, timeout), rank, size
 
     return give_store
 

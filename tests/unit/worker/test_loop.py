@@ -9,16 +9,20 @@ from typing import Any
 
 import pytest
 
+from elastic_collectives import Endpoint
 from spark_elastic.errors import DriverUnreachable
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import Exit
 from spark_elastic.protocol.driver.forming import ChosenWorker, assign_ranks
 from spark_elastic.protocol.events import UserRaised
-from spark_elastic.protocol.messages import Acknowledged, NextWorld, WorkerDone
+from spark_elastic.protocol.messages import Acknowledged, NextWorld, WorkerDone, WorkerFailed
 from spark_elastic.protocol.types import DRIVER_SILENT_EXIT_CODE, INITIAL_VERSION, START, Fence, World
-from spark_elastic.rendezvous.messages import Report, WatchWorker, WorkerUpdate
-from spark_elastic.worker.program import Completed, WorkerExit
+from spark_elastic.rendezvous.messages import GetValues, Report, Values, WatchWorker, WorkerUpdate
+from spark_elastic.worker.context import WaitRecorder
+from spark_elastic.worker.loop import GroupConnector
+from spark_elastic.worker.program import Completed, WorkerExit, WorkerHandle
+from tests.unit.ops.workers import use_context_per_thread
 from tests.unit.worker.loops import build_loop
 
 
@@ -62,6 +66,32 @@ def test_a_result_too_large_for_a_message_counts_as_an_exception_of_user_code() 
     event = loop._run_program(do.Run("", world, None))
     assert isinstance(event, on.UserRaised)
     assert "InvalidInput: what training returned takes 8.6 MiB" in event.traceback
+
+
+def test_r21_a_newcomer_that_returns_before_the_loop_of_the_others_is_refused_before_it_joins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use_context_per_thread(monkeypatch)
+    asked: list[Any] = []
+
+    def ask(request: Any, *timing: float) -> Any:
+        asked.append(request)
+        return Values((b"1",)) if isinstance(request, GetValues) else Acknowledged()
+
+    def run(world: World, group: Any, handle: WorkerHandle) -> Completed:
+        assert (world.size, group.size, group.rank) == (1, 1, 0)
+        return Completed("null")
+
+    with Endpoint(b"key") as endpoint:
+        program = SimpleNamespace(run=run, close=lambda: None, may_have_loop=True)
+        loop = build_loop(program, SimpleNamespace(ask=ask))
+        loop._groups = GroupConnector(endpoint, 5.0, WaitRecorder())
+        assert loop.run() == 1
+    assert [type(request) for request in asked] == [GetValues, WorkerFailed]
+    assert (
+        "the function returned before its elastic loop, in which the other workers train"
+        in asked[1].traceback
+    )
 
 
 @pytest.mark.parametrize("raised", [asyncio.CancelledError, KeyboardInterrupt, GeneratorExit, BaseException])
