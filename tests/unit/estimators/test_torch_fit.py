@@ -48,7 +48,9 @@ def test_a_model_is_returned_as_training_left_it() -> None:
     objects = check_torch_objects(values(model=NetWithMean(np.zeros(2, np.float32))))
     found, x = load_trained_module(objects.model, learner.export_weights()), torch.rand(3, 2)
     assert torch.equal(found(x), left(x))
-    assert {n: b.tolist() for n, b in found.named_buffers()} == {n: b.tolist() for n, b in left.named_buffers()}
+    assert {n: b.tolist() for n, b in found.named_buffers()} == {
+        n: b.tolist() for n, b in left.named_buffers()
+    }
     assert found.state_dict().keys() == left.state_dict().keys()
     assert (found.temperature, found.layer.weight.requires_grad, found.training) == (0.5, False, False)
 
