@@ -212,7 +212,8 @@ def train_elastic(
     result = supervise(launcher, watch, DriverOptions(run=run), limits, ElasticConfig(), "test", follower)
     digests = {json.loads(text)["digest"] for text in result.results}
     assert len(digests) == 1, "replicas differ (P4)"
-    return torch.load(io.BytesIO(store.read_bytes("final.pt")), weights_only=True), result
+    left = torch.load(io.BytesIO(store.read_bytes("final.pt")), weights_only=True)
+    return {**left["parameters"], **left["buffers"]}, result
 
 
 class DeviceLauncher(ProcessLauncher):
