@@ -559,7 +559,7 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 "each world, and wrap the model anew."
             )
 
-    def _check_count(self, what: str, tensors: Tensors) -> None:
+    def _check_count(self, what: str, tensors: Sequence[Any]) -> None:
         if len(tensors) != self.size():
             raise InvalidInput(f"{what} takes a tensor for each of {self.size()} ranks; got {len(tensors)}.")
 
