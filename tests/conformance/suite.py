@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import datetime
 import faulthandler
+import functools
 import json
 import os
 import subprocess
@@ -52,12 +53,25 @@ def load(size: int) -> Any:
     os.environ.setdefault("TEMP_DIR", tempfile.gettempdir())
     from torch.testing._internal import common_distributed
 
-    common_distributed.skip_if_small_worldsize = lambda test: test  # three ranks are enough
+    common_distributed.skip_if_small_worldsize = skip_below_three
     from torch.testing._internal.distributed import distributed_test
 
     return type(
         "Suite", (distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase), {}
     )
+
+
+def skip_below_three(test: Any) -> Any:
+    """In place of torch's decorator, which wants eight ranks for groups of two among three."""
+    from torch.testing._internal.common_distributed import TEST_SKIPS
+
+    @functools.wraps(test)
+    def call(*given: Any, **named: Any) -> Any:
+        if int(os.environ["WORLD_SIZE"]) < 3:
+            sys.exit(TEST_SKIPS["small_worldsize"].exit_code)
+        return test(*given, **named)
+
+    return call
 
 
 def run_tests(names: Sequence[str], folder: Path, rank: int, size: int) -> Iterator[tuple[str, str, str]]:
@@ -103,15 +117,17 @@ def work(folder: Path, over: str) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if over == "elastic":
         give_no_store()
-    faulthandler.dump_traceback_later(SECONDS, exit=True)
-    with open(folder / f"rank-{rank}", "w") as lines:
-        for name, status, error in run_tests(json.loads((folder / "tests").read_text()), folder, rank, size):
+    try:
+        with open(folder / f"rank-{rank}", "w") as lines:
             faulthandler.dump_traceback_later(SECONDS, exit=True)
-            lines.write(json.dumps([name, status, error]) + "\n")
-            lines.flush()
-            if status == "fail":
-                break
-    os._exit(0)  # as torch's own harness does: a test may leave threads behind
+            for result in run_tests(json.loads((folder / "tests").read_text()), folder, rank, size):
+                faulthandler.dump_traceback_later(SECONDS, exit=True)
+                lines.write(json.dumps(result) + "\n")
+                lines.flush()
+                if result[1] == "fail":
+                    break
+    finally:
+        os._exit(0)  # as in torch's own harness: a test may leave threads behind
 
 
 def give_no_store() -> None:
@@ -134,12 +150,10 @@ def run_over(over: str, size: int, names: list[str]) -> dict[str, tuple[str, str
         with tempfile.TemporaryDirectory() as path:
             folder = Path(path)
             (folder / "tests").write_text(json.dumps(left))
-            job = start(over, size, folder)
-            try:
-                job.wait(SECONDS * 10)
-            except subprocess.TimeoutExpired:
-                job.kill()
-                job.wait()
+            if over == "gloo":
+                fork(size, folder)
+            else:
+                launch(size, folder)
             ranks = [read_lines(folder / f"rank-{rank}") for rank in range(size)]
         for name in left:
             of_ranks = [rank.get(name, ("fail", "the rank ended")) for rank in ranks]
@@ -151,36 +165,33 @@ def run_over(over: str, size: int, names: list[str]) -> dict[str, tuple[str, str
     return found
 
 
-def start(over: str, size: int, folder: Path) -> subprocess.Popen[bytes]:
-    own = [sys.executable, os.path.abspath(__file__), "--folder", str(folder), "--over", over]
-    command = ["-m", "spark_elastic.cli", "-np", str(size), "--min-np", str(size), "--reset-limit", "0"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(size)}
+def launch(size: int, folder: Path) -> None:
+    """Run a job of our launcher to its end."""
+    own = [os.path.abspath(__file__), "--folder", str(folder)]
+    ranks = ["-np", str(size), "--min-np", str(size), "--reset-limit", "0", "--log-level", "error"]
+    command = [sys.executable, "-m", "spark_elastic.cli", *ranks, sys.executable, *own]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     with open(folder / "log", "wb") as log:
-        if over == "elastic":
-            return subprocess.Popen(
-                [sys.executable, *command, "--log-level", "error", *own], env=env, stdout=log, stderr=log
-            )
-        return subprocess.Popen([*own, "--fork"], env=env, stdout=log, stderr=log)
+        subprocess.run(command, check=False, env=env, stdout=log, stderr=log)
+
+
+def fork(size: int, folder: Path) -> None:
+    """Let plain processes be the ranks, until they have ended: a test that takes too long ends its own."""
+    load(size)
+    children = []
+    for rank in range(size):
+        if (child := os.fork()) == 0:
+            os.environ["RANK"] = str(rank)
+            work(folder, "gloo")
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
 
 
 def read_lines(path: Path) -> dict[str, tuple[str, str]]:
     if not path.exists():
         return {}
     return {name: (status, error) for name, status, error in map(json.loads, path.read_text().splitlines())}
-
-
-def fork(size: int) -> None:
-    """Let processes be the ranks; returns in each of them, and ends with them in this one."""
-    load(size)
-    children = []
-    for rank in range(size):
-        if (child := os.fork()) == 0:
-            os.environ["RANK"] = str(rank)
-            return
-        children.append(child)
-    for child in children:
-        os.waitpid(child, 0)
-    os._exit(0)
 
 
 def compare() -> dict[str, Any]:
@@ -192,10 +203,10 @@ def compare() -> dict[str, Any]:
         names = sorted(name for name in dir(load(size)) if name.startswith("test_"))
         gloo = run_over("gloo", size, names)
         passed = [name for name in names if gloo[name][0] == "pass"]
-        elastic = run_over("elastic", size, names)
+        elastic = run_over("elastic", size, passed)
         record["sizes"][size] = {
-            "gloo": sorted(passed),
-            "elastic": sorted(name for name in names if elastic[name][0] == "pass"),
+            "gloo": passed,
+            "elastic": [name for name in passed if elastic[name][0] == "pass"],
             "ran": len([name for name in names if gloo[name][0] != "skip"]),
         }
     return record
@@ -213,14 +224,10 @@ def find_unexplained(record: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     options = argparse.ArgumentParser()
-    options.add_argument("--folder", type=Path)
-    options.add_argument("--over")
-    options.add_argument("--fork", action="store_true")
+    options.add_argument("--folder", type=Path, help="what a rank of a job works in")
     given = options.parse_args()
-    if given.fork:
-        fork(int(os.environ["WORLD_SIZE"]))
     if given.folder:
-        work(given.folder, given.over)
+        work(given.folder, "elastic")
     record = compare()
     RESULTS.write_text(json.dumps(record, indent=1) + "\n")
     if unexplained := find_unexplained(record):

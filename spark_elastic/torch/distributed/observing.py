@@ -56,7 +56,9 @@ RENAMED = {
     "alltoall_base": "all_to_all_single",
 }
 KEYS = ("CPU", "CUDA", "PrivateUse1", "SparseCPU", "SparseCUDA")
-_get_kernel: Any = getattr(torch.library, "get_kernel", None)  # a recent torch has it
+_autograd: Any = torch.autograd
+_library: Any = torch.library
+_get_kernel: Any = getattr(_library, "get_kernel", None)  # a recent torch has it
 _base: Any = dist.ProcessGroup
 
 Method = Callable[..., Any]
@@ -77,7 +79,7 @@ def _wrap(name: str, method: Method) -> Method:
     operator, title = OPERATORS[name]
 
     def entry(group: Any, *given: Any, **named: Any) -> Any:
-        profiled = torch.autograd._profiler_enabled()
+        profiled = _autograd._profiler_enabled()
         if not profiled and not torch._C._len_torch_dispatch_stack():
             return method(group, *given, **named)
         carry_out = _Recorded(method, title) if profiled else method
@@ -120,7 +122,7 @@ class _Kernels:
     """Kernels of torch's collectives on each kind of device that lead to a group written in Python."""
 
     def __init__(self) -> None:
-        self._library = torch.library.Library("c10d", "IMPL")
+        self._kernels = _library.Library("c10d", "IMPL")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that kernels are replaced
             for operator in dict.fromkeys(operator for operator, _ in OPERATORS.values()):
@@ -143,7 +145,7 @@ class _Kernels:
             group.keep(work)
             return work.boxed() if returns == 1 else (arguments[0], work.boxed())
 
-        self._library.impl(operator, kernel, key, with_keyset=True)
+        self._kernels.impl(operator, kernel, key, with_keyset=True)
 
 
 class _Recorded:

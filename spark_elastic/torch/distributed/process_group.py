@@ -8,6 +8,7 @@ names: both the old and the new ones are here.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
@@ -31,6 +32,7 @@ from spark_elastic.torch.distributed.work import BackwardGuard, EngineWork, Pend
 from spark_elastic.worker.context import CollectiveThread, WaitRecorder
 
 NAME = "elastic"
+BARRIER_TAG = -1  # of messages of `monitored_barrier`; programs have none below 0
 
 Tensors = list[torch.Tensor]
 Call = Callable[[], object]
@@ -451,40 +453,43 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._submit(self._group.barrier, [], opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier whose error on rank 0 names the first rank that did not come, or all of them."""
+        """Each rank sends a message to rank 0, which answers once all have come. Its error names the first that did
+        not, or all of them, in the words of torch's own barrier.
+        """
+        self._begin()
+        self.raise_error()
         given = self._seconds if timeout is None else timeout.total_seconds()
         seconds = self._seconds if given < 0 else given
+        peers = [0] if self.rank() else list(range(1, self.size()))
+        if self.rank():
+            self._messages.send(torch.zeros(1), 0, BARRIER_TAG)
+        came = [self._messages.receive(torch.empty(1), peer, BARRIER_TAG, self.size())[0] for peer in peers]
+        with self._record_wait():
+            done, _ = futures.wait(came, timeout=seconds)
+        errors = [future.exception() for future in done]
+        missing = [
+            peer for peer, future in zip(peers, came, strict=True) if future not in done or future.exception()
+        ]
+        if missing:
+            kinds = [type(error) for error in errors if isinstance(error, CollectiveError)]
+            listed = f"s {', '.join(map(str, missing))}" if wait_all_ranks else f" {missing[0]}"
+            reason = self._explain_barrier(listed, seconds)
+            error = (kinds or [CollectiveTimeout])[0](missing, reason).to_world_ranks(self._group.members)
+            self._fail(error)
+            raise error
+        if not self.rank():
+            for peer in peers:
+                self._messages.send(torch.zeros(1), peer, BARRIER_TAG)
 
-        def call() -> None:
-            if seconds:
-                self._group.barrier()
-            elif self.size() > 1:  # the engine takes 0 for no limit at all
-                self._group.abort(f"rank {self.rank()} had no time for the others")
-                others = [rank for rank in range(self.size()) if rank != self.rank()]
-                raise CollectiveTimeout(
-                    others, f"Rank {self.rank()} timed out in monitoredBarrier after 0 ms"
-                )
-
-        try:
-            self._start(call, [], seconds, wait=True).wait()
-        except CollectiveError as error:
-            raise type(error)(error.ranks, self._explain_barrier(error, seconds, wait_all_ranks)) from error
-
-    def _explain_barrier(self, error: CollectiveError, seconds: float, wait_all_ranks: bool) -> str:
-        """In the words of torch's own barrier, which programs look for."""
-        if self.rank() != 0:
+    def _explain_barrier(self, missing: str, seconds: float) -> str:
+        if self.rank():
             return (
                 f"Rank {self.rank()} successfully reached monitoredBarrier, but received errors while waiting for "
-                f"send/recv from rank 0: {error.reason}"
+                f"send/recv from rank 0 within {seconds:g} s: see the error of rank 0"
             )
-        missing = sorted(error.ranks)
-        several = (
-            f"Ranks {', '.join(map(str, missing))}"
-            if wait_all_ranks
-            else f"Rank {missing[0] if missing else '?'}"
-        )
         return (
-            f"[Rank 0]: {several} failed to pass monitoredBarrier in {seconds * 1000:.0f} ms: {error.reason}"
+            f"[Rank 0]: Rank{missing} failed to pass monitoredBarrier in {seconds * 1000:.0f} ms: Rank 0 timed out in "
+            f"monitoredBarrier"
         )
 
     # ---- how a collective runs
@@ -559,7 +564,7 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 "each world, and wrap the model anew."
             )
 
-    def _check_count(self, what: str, tensors: Tensors) -> None:
+    def _check_count(self, what: str, tensors: Sequence[Any]) -> None:
         if len(tensors) != self.size():
             raise InvalidInput(f"{what} takes a tensor for each of {self.size()} ranks; got {len(tensors)}.")
 

@@ -272,14 +272,14 @@ def observe(group: Group, rank: int, size: int) -> list[Any]:
     """What a profiler and a dispatch mode see of each collective."""
     from torch.distributed.tensor.debug import CommDebugMode
 
-    ones, many = torch.ones(3), torch.ones(size * 2, dtype=torch.complex64)
+    ones, many = torch.ones(6), torch.ones(size * 2, dtype=torch.complex64)
     calls: list[Callable[[], Any]] = [
         lambda: all_reduce(ones, dist.ReduceOp.SUM, rank, size, group),
         lambda: all_reduce_async(ones, dist.ReduceOp.SUM, rank, size, group),
         lambda: all_reduce_coalesced(ones, dist.ReduceOp.SUM, rank, size, group),
         lambda: dist.all_reduce(torch.eye(3).to_sparse(), group=group),
         lambda: all_gather_coalesced(ones, rank, size, group),
-        lambda: dist.all_gather_into_tensor(torch.ones(size * 3), ones, group=group),
+        lambda: dist.all_gather_into_tensor(torch.ones(size * 6), ones, group=group),
         lambda: dist.all_to_all_single(torch.empty_like(many), many, group=group),
         lambda: dist.barrier(group=group),
         *(partial(move, ones, rank, size, group) for move in (broadcast, all_gather, gather)),

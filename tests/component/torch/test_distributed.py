@@ -108,7 +108,7 @@ def test_groups_and_stores_tell_of_themselves_as_torchs_own(results: list[Any]) 
         assert re.search(r"no rank has set .* within 1 s", of_rank["a missing key"])
         if rank == 0:
             at_once, later = of_rank["alone in a barrier"]
-            assert "Rank 0 timed out in monitoredBarrier after 0 ms" in at_once
+            assert "Rank 0 timed out in monitoredBarrier" in at_once
             assert "Ranks 1, 2 failed to pass monitoredBarrier in 1000 ms" in later
 
 
