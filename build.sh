@@ -217,7 +217,7 @@ run_tests() {
 
 # ---- the verbs ------------------------------------------------------------------------------------------------
 
-verb_help() { sed -nE '/^verb_help/!s/^verb_([a-z0-9]+)\(\).*[{}] # /  \1\t/p' "$0"; }
+verb_help() { sed -nE '/^verb_help/!s/^verb_([a-z0-9-]+)\(\).*[{}] # /  \1\t/p' "$0"; }
 
 verb_demo() { # train on real digits while an executor is killed
     setup_demo
@@ -361,6 +361,12 @@ verb_pygloo() { # the engine on CPython 3.10, beside pygloo, in an environment o
 verb_matrix() { # matrix [row ...]: the wheel beside what each platform of tests/platforms ships; makes docs/platforms.md
     setup
     python tests/platforms/matrix.py "$@"
+    python docs/generate.py
+}
+
+verb_works-with() { # works-with [name ...]: programs of other libraries on two workers, and with one killed; makes docs/works-with.md
+    setup
+    python tests/platforms/works_with.py "$@"
     python docs/generate.py
 }
 

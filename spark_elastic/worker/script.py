@@ -178,8 +178,8 @@ def set_dist_env(world: World, group: Group, address: str, ports: tuple[int, int
 def destroy_process_group() -> None:
     """Destroy the process group that an earlier call of the function left in torch.distributed.
 
-    A process has only one, and the next call of the function creates its own. Libraries that keep groups in variables of
-    their modules, and Accelerate, which keeps its ranks, would use those of the earlier world: they begin anew, too.
+    A process has only one, and the next call of the function creates its own. Libraries that keep groups in variables
+    of their modules, and Accelerate, which keeps its ranks, would use those of the earlier world: they begin anew.
     """
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available():
