@@ -284,9 +284,10 @@ def is_same(a: float | str, b: float | str) -> bool:
 
 
 def describe(case: Case) -> str:
-    """The first sentence of the program's docstring."""
+    """The first paragraph of the program's docstring, or of an elastic one the second."""
     source = (PROGRAMS / f"{case.program.split()[0]}.py").read_text()
-    return (ast.get_docstring(ast.parse(source)) or "").split("\n\n")[0].replace("\n", " ")
+    paragraphs = (ast.get_docstring(ast.parse(source)) or "").split("\n\n")
+    return paragraphs["--elastic" in case.program].replace("\n", " ")
 
 
 def main(names: list[str]) -> int:
