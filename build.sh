@@ -217,7 +217,7 @@ run_tests() {
 
 # ---- the verbs ------------------------------------------------------------------------------------------------
 
-verb_help() { sed -nE '/^verb_help/!s/^verb_([a-z0-9]+)\(\).*[{}] # /  \1\t/p' "$0"; }
+verb_help() { sed -nE '/^verb_help/!s/^verb_([a-z0-9-]+)\(\).*[{}] # /  \1\t/p' "$0"; }
 
 verb_demo() { # train on real digits while an executor is killed
     setup_demo
@@ -367,6 +367,12 @@ verb_matrix() { # matrix [row ...]: the wheel beside what each platform of tests
 verb_conformance() { # torch's own tests of process groups, beside Gloo; makes docs/conformance.md
     setup
     PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} python tests/conformance/suite.py
+    python docs/generate.py
+}
+
+verb_works-with() { # works-with [name ...]: programs of other libraries on two workers, and with one killed; makes docs/works-with.md
+    setup
+    python tests/platforms/works_with.py "$@"
     python docs/generate.py
 }
 

@@ -1,6 +1,6 @@
-"""Writes params.md from the Params, benchmarks.md from benchmarks/results, platforms.md from tests/platforms/results,
-conformance.md from tests/conformance, and the figures that other pages quote from benchmarks/results:
-`python docs/generate.py`.
+"""Writes params.md from the Params, benchmarks.md from benchmarks/results, platforms.md and works-with.md from
+tests/platforms/results, conformance.md from tests/conformance, and the figures that other pages quote from
+benchmarks/results: `python docs/generate.py`.
 """
 
 from __future__ import annotations
@@ -111,6 +111,21 @@ What passes over Gloo alone:
 
 | test | why |
 |---|---|
+"""
+WORKS_WITH = """# Programs of other libraries
+
+Made from `tests/platforms/results/works-with/` by `python docs/generate.py`. `./build.sh works-with [name ...]` makes
+an environment for each name and runs a program (`tests/platforms/programs/`) that uses the library as its documentation
+does, on two workers; then again, and sends SIGKILL to the worker of rank 1 in mid-training. Models have random weights,
+and nothing is downloaded. Each step takes at least 0.1 s. Unless "elastic" stands behind the name, the program knows
+nothing of this package, and a loss makes it begin again, at its own newest checkpoint if it writes some.
+
+- **without a step**: from the kill to the first step of the next world.
+- **repeated**: steps that had been taken before and were taken again.
+- **same result**: the run with the kill ends with the weights, or what else the program computes, of the other one.
+
+| name | versions | on two workers | after SIGKILL | without a step | repeated | same result |
+|---|---|---|---|---|---|---|
 """
 CASES = (
     ("allreduce", "4 KB, 2 ranks, shared memory"),
@@ -239,6 +254,36 @@ def conformance_page() -> str:
     return CONFORMANCE.format_map(record) + "".join(rows) + GLOO_ALONE + "".join(why)
 
 
+def works_with_page() -> str:
+    results = (FOLDER.parent / "tests" / "platforms" / "results" / "works-with").glob("*.json")
+    cases = sorted((json.loads(path.read_text()) for path in results), key=lambda case: str(case["name"]))
+    about = [f"- **{case['name']}** (`{case['program'].split()[0]}.py`): {case['what']}" for case in cases]
+    notes = [f" {case['remark']}" if case["remark"] else "" for case in cases]
+    lines = "\n".join(map("".join, zip(about, notes, strict=True)))
+    return f"{WORKS_WITH}{''.join(map(_program, cases))}\n{lines}\n"
+
+
+def _program(case: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in case["versions"].items())
+    alone, loss = case["undisturbed"], case["loss"]
+    runs = (
+        f"no: {_failure(alone)}" if "failed" in alone else f"yes, {alone['seconds']:.0f} s, on {case['date']}"
+    )
+    if not loss or "failed" in loss:
+        after = (f"ended: {_failure(loss)}" if loss else "", "", "", "")
+    else:
+        repeated = loss["reached"] + 1 - loss["resumed"]
+        how = f"continued at step {loss['resumed']}" if loss["resumed"] > 1 else "began again"
+        same = "yes" if loss["same"] else f"no: {loss['result']} and {alone['result']}"
+        after = (how, f"{loss['pause']:.1f} s", str(max(repeated, 0)), same)
+    return _row(case["name"], versions, runs, *after)
+
+
+def _failure(run: dict[str, Any]) -> str:
+    said = run.get("output") or [""]
+    return f"{run['failed']} {said[-1].strip()[:200]}".strip()
+
+
 def _platform(row: dict[str, Any]) -> str:
     versions = (row[name] for name in ("python", "spark", "torch", "numpy", "pandas", "pyarrow"))
     connect = "yes" if "connect" in row["seen"] else f"no: {row['seen']['no_connect']}"
@@ -317,6 +362,7 @@ if __name__ == "__main__":
     (FOLDER / "params.md").write_text(params_page())
     (FOLDER / "benchmarks.md").write_text(benchmarks_page())
     (FOLDER / "platforms.md").write_text(platforms_page())
+    (FOLDER / "works-with.md").write_text(works_with_page())
     (FOLDER / "conformance.md").write_text(conformance_page())
     for page in FOLDER.rglob("*.md"):
         page.write_text(fill_figures(page.read_text()))

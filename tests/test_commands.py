@@ -20,7 +20,7 @@ from tests.sources import ROOT
 
 PROGRAMS = ("./build.sh", "spark-elastic-run", "spark-elastic", "spark-submit", "python")
 WORDS = ("NAME", "VERB", "[name]", "[...]")  # of what the reader fills in
-VERBS = re.findall(r"^verb_(\w+)\(\)", (ROOT / "build.sh").read_text(), re.MULTILINE)
+VERBS = re.findall(r"^verb_([\w-]+)\(\)", (ROOT / "build.sh").read_text(), re.MULTILINE)
 NOT_FOR_READERS = {"help"}
 
 

@@ -101,13 +101,16 @@ def test_wheel_installs_beside_the_oldest_stack(wheel: Path) -> None:
 
 @pytest.mark.spark
 def test_wheel_runs_beside_the_oldest_platform(wheel: Path) -> None:
-    """A row of `./build.sh matrix`, but only its fit. A clean machine makes its environment, of a gigabyte, first."""
+    """A row of `./build.sh matrix`, but only its fit, and petastorm, which it ships. A clean machine makes its
+    environment, of a gigabyte, first."""
     row = Row.read("dbr-15.4")
     if row.python != f"{sys.version_info.major}.{sys.version_info.minor}":
         pytest.skip(f"the wheel of this environment is not for Python {row.python}")
     environment = Environment.make(row)
     assert "spark-elastic" in environment.install(wheel)
-    assert environment.check("fit")["fit"].startswith("worlds of [3, 2")
+    seen = environment.check("fit")
+    assert seen["fit"].startswith("worlds of [3, 2")
+    assert seen["petastorm"]
 
 
 @pytest.mark.spark

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -104,8 +105,12 @@ def gloo_built() -> bool:
 
 
 def nccl_built() -> int:
-    """0: tensors on GPUs are exchanged through host memory."""
-    return 0
+    """The version of the NCCL in this process's torch, which sums gradients on GPUs, as in 22809; 0: it has none."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
+        return 0
+    major, minor, patch = torch.cuda.nccl.version()[:3]
+    return int(major * 10_000 + minor * 100 + patch)
 
 
 def ddl_built() -> bool:

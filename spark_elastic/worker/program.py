@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import runpy
 import sys
 import traceback
@@ -134,10 +135,14 @@ def get_environment(program: object) -> Mapping[str, str]:
 
 
 def compute_fingerprint(error: BaseException) -> str:
-    """A hash of type, message and the innermost frame's function and line: equal for the same defect on all hosts."""
+    """A hash of type, message and the innermost frame's function and line: equal for the same defect on all hosts.
+
+    What a process draws by chance and messages contain, addresses of objects and names of temporary files, is left out.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     where = f"{frames[-1].name}:{frames[-1].lineno}" if frames else ""
-    text = f"{type(error).__qualname__}|{_format_message(error)}|{where}"
+    message = re.sub(r"\b0x[0-9a-fA-F]+|\btmp\w{8}\b", "", _format_message(error))
+    text = f"{type(error).__qualname__}|{message}|{where}"
     return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:16]
 
 

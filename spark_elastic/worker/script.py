@@ -219,11 +219,22 @@ def exchange_dist_env(
 def destroy_process_group() -> None:
     """Destroy the process group that an earlier call of the function left in torch.distributed.
 
-    A process has only one, and the next call of the function creates its own.
+    A process has only one, and the next call of the function creates its own. Libraries that keep groups in variables
+    of their modules, and Accelerate, which keeps its ranks, would use those of the earlier world: they begin anew.
     """
     dist = sys.modules.get("torch.distributed")
-    if dist is not None and dist.is_available() and dist.is_initialized():
+    if dist is None or not dist.is_available():
+        return
+    if dist.is_initialized():
         dist.destroy_process_group()
+    for module in list(sys.modules.values()):
+        kept = [name for name, value in vars(module).items() if isinstance(value, dist.ProcessGroup)]
+        for name in kept:
+            setattr(module, name, None)
+    accelerate = sys.modules.get("accelerate.state")
+    if accelerate is not None:
+        accelerate.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerate.GradientState._reset_state()
 
 
 def find_free_port(address: str, ports: tuple[int, int]) -> int:

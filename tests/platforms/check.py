@@ -7,6 +7,7 @@ in one process.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -134,6 +135,28 @@ def fit_through_a_loss(spark: Any, folder: Path) -> str:
     again = ElasticTorchModel.load(str(folder / "model")).transform(df).orderBy("id").collect()
     require(shown == [row.prediction for row in again], "the loaded model predicts something else")
     return f"worlds of {sizes}"
+
+
+def fit_by_petastorm(spark: Any, folder: Path) -> str:
+    """Its reader reads rows, and ours a data set that it wrote: the weights of a plain loop each time."""
+    from petastorm.codecs import NdarrayCodec, ScalarCodec
+    from petastorm.etl.dataset_metadata import materialize_dataset
+    from petastorm.unischema import Unischema, UnischemaField, dict_to_spark_row
+    from pyspark.sql.types import DoubleType, LongType
+
+    df = make_table(spark)
+    require_same_weights(make_estimator(folder, 2, 2, reader="petastorm").fit(df), df, 2)
+    fields = [
+        UnischemaField("id", np.int64, (), ScalarCodec(LongType()), False),
+        UnischemaField("x", np.float64, (2,), NdarrayCodec(), False),
+        UnischemaField("y", np.float64, (), ScalarCodec(DoubleType()), False),
+    ]
+    schema, written = Unischema("Rows", fields), folder / "written"
+    rows = [dict_to_spark_row(schema, row.asDict() | {"x": np.array(row.x)}) for row in df.collect()]
+    with materialize_dataset(spark, written.as_uri(), schema):
+        spark.createDataFrame(rows, schema.as_spark_schema()).write.parquet(str(written))
+    require_same_weights(make_estimator(folder, 2, 2).fit_on_parquet(str(written)), df, 2)
+    return "its reader, and what it wrote"
 
 
 def loop(folder: str, whom: str) -> tuple[int, list[int]]:
@@ -294,7 +317,10 @@ def check_fit(folder: Path) -> dict[str, str]:
     """The part that the normal test run has time for."""
     spark = start_executors()
     try:
-        return {"fit": fit_through_a_loss(spark, folder)}
+        seen = {"fit": fit_through_a_loss(spark, folder)}
+        if importlib.util.find_spec("petastorm"):
+            seen["petastorm"] = fit_by_petastorm(spark, folder / "petastorm")
+        return seen
     finally:
         spark.stop()
 

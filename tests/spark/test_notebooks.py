@@ -21,6 +21,23 @@ AGAIN = ("--twice",)
 NAMES = {(): "", AS_ON_DATABRICKS: " as on Databricks", AGAIN: " each cell twice"}
 # On PYTHONPATH; the store there refuses links, renames and appends, as a mount of an object store does.
 MOUNT = ROOT / "tests" / "mount_of_objects"
+# As where Spark was unpacked, and not installed by pip.
+HIDES_PYSPARK = """
+import sys
+from importlib.machinery import PathFinder
+
+class Hides:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name in ("pyspark", "py4j"):
+            entries = [entry for entry in sys.path if not entry.endswith("site-packages")]
+            return PathFinder.find_spec(name, entries) or hide(name)
+
+def hide(name):
+    raise ModuleNotFoundError(f"{name} is hidden")
+
+sys.meta_path.insert(0, Hides)
+"""
 WITH_A_RUN = "04"  # by its run_id
 IN_EVERY_RUN = [("03", AS_ON_DATABRICKS)]
 
@@ -55,6 +72,27 @@ def test_notebook_runs_to_its_end(
     command = [sys.executable, "-m", "tests.notebooks", notebook, "--folder", tmp_path, *options]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-6000:]
+
+
+def test_notebooks_find_a_spark_that_is_no_python_package(tmp_path: Path) -> None:
+    import pyspark
+
+    installed = Path(pyspark.__file__).parent
+    (tmp_path / "python").mkdir()
+    (tmp_path / "python" / "pyspark").symlink_to(installed)
+    (tmp_path / "python" / "lib").symlink_to(installed / "python" / "lib")
+    sources = [
+        "".join(cell["source"]) for path in NOTEBOOKS for cell in json.loads(path.read_text())["cells"]
+    ]
+    found = [source[source.index("try:") :] for source in sources if "findspark.init()" in source]
+    branches = {source[: source.index("findspark.init()")] for source in found}
+    assert len(found) == len(NOTEBOOKS)
+    assert len(branches) == 1
+    program = f"{HIDES_PYSPARK}{branches.pop()}findspark.init()\nimport pyspark\nprint(pyspark.__file__)"
+    command = [sys.executable, "-c", program]
+    environment = os.environ | {"SPARK_HOME": str(tmp_path)}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.stdout.strip() == str(tmp_path / "python" / "pyspark" / "__init__.py"), run.stderr
 
 
 def test_notebooks_are_kept_without_outputs() -> None:

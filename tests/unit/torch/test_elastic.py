@@ -394,7 +394,7 @@ def test_a_model_whose_parameters_differ_is_refused_before_anything_is_loaded(
 
 
 @pytest.mark.parametrize("distributed", [False, True])
-def test_r21_groups_that_were_added_later_come_and_go_with_the_commits(distributed: bool) -> None:
+def test_r22_groups_that_were_added_later_come_and_go_with_the_commits(distributed: bool) -> None:
     def make() -> tuple[torch.nn.Sequential, Any]:
         model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
         model[0].requires_grad_(False)

@@ -148,7 +148,7 @@ def test_a_lone_worker_needs_no_thread() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_r21_parameters_that_are_unfrozen_later_are_exchanged_also_with_a_newcomer() -> None:
+def test_r22_parameters_that_are_unfrozen_later_are_exchanged_also_with_a_newcomer() -> None:
     """Rank 1 is one in the second world: it has not seen that the first layer was trained for a while."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3))
 

@@ -179,7 +179,7 @@ def test_p2_an_epoch_begins_once_however_many_worlds_take_its_steps() -> None:
 
 
 @pytest.mark.parametrize("joined", [2, 3])
-def test_r21_a_worker_that_joins_trains_the_parameters_that_the_others_train(joined: int) -> None:
+def test_r22_a_worker_that_joins_trains_the_parameters_that_the_others_train(joined: int) -> None:
     """Whether it joins in the epoch in which a callback has changed that, or later."""
     (old_list, old), (new_list, new) = make_thawing(), make_thawing()
     for epoch in range(joined + 1):
@@ -202,7 +202,7 @@ def test_r21_a_worker_that_joins_trains_the_parameters_that_the_others_train(joi
     assert old.digest() == new.digest()
 
 
-def test_r21_a_part_of_the_model_that_one_rank_alone_has_frozen_is_named() -> None:
+def test_r22_a_part_of_the_model_that_one_rank_alone_has_frozen_is_named() -> None:
     class Freezing(Callback):
         def on_epoch_begin(self, training: Training, epoch: int) -> None:
             if training.rank == epoch == 1:

@@ -1,0 +1,79 @@
+"""sentence-transformers trains a BERT of random weights by MultipleNegativesRankingLoss, whose negatives are gathered.
+
+With `--elastic`: its trainer as a subclass of ElasticTrainer; without, it resumes from its own checkpoint.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from datasets import Dataset
+from sentence_transformers import (
+    SentenceTransformer,
+    SentenceTransformerTrainer,
+    SentenceTransformerTrainingArguments,
+    losses,
+    models,
+)
+from steps import finish, note
+from toy import make_sentences, make_tokenizer, weigh
+from transformers import BertConfig, BertModel, TrainerCallback, set_seed
+from transformers.trainer_utils import get_last_checkpoint
+
+elastic = "--elastic" in sys.argv
+options = {}
+if elastic:
+    from spark_elastic.torch.huggingface import ElasticTrainer
+
+    class ElasticEmbeddingTrainer(ElasticTrainer, SentenceTransformerTrainer):
+        pass
+
+    options = {"global_batch_size": 8}
+
+
+class Steps(TrainerCallback):
+    def on_step_end(self, args, state, control, **others):
+        note(state.global_step)
+
+
+def make_model():
+    folder = f"bert-{os.getpid()}"
+    tokenizer = make_tokenizer()
+    config = BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    BertModel(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    transformer = models.Transformer(folder)
+    return SentenceTransformer(modules=[transformer, models.Pooling(32)], device="cpu")
+
+
+set_seed(1)
+model = make_model()
+sentences = make_sentences()
+trainer = (ElasticEmbeddingTrainer if elastic else SentenceTransformerTrainer)(
+    model,
+    SentenceTransformerTrainingArguments(
+        "checkpoints",
+        per_device_train_batch_size=4,
+        max_steps=40,
+        save_strategy="no" if elastic else "steps",
+        save_steps=5,
+        learning_rate=0.001,
+        report_to="none",
+        disable_tqdm=True,
+    ),
+    train_dataset=Dataset.from_dict({"anchor": sentences, "positive": [text[:-4] for text in sentences]}),
+    loss=losses.MultipleNegativesRankingLoss(model, gather_across_devices=not elastic),
+    callbacks=[Steps()],
+    **options,
+)
+last = get_last_checkpoint("checkpoints") if Path("checkpoints").exists() else None
+trainer.train(resume_from_checkpoint=last)
+finish(weigh(trainer.model))
