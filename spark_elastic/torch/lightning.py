@@ -143,7 +143,7 @@ class ElasticStrategy(_DDPStrategy):  # type: ignore[misc]
         """DistributedDataParallel exchanges what was trained when it was made: a callback or a commit has frozen or
         unfrozen layers since."""
         if isinstance(self.model, DistributedDataParallel) and self._wrapped_for != self._list_trained():
-            self.model = self.lightning_module
+            self.model: torch.nn.Module = self.lightning_module
             self.configure_ddp()
         return super().training_step(*args, **options)
 

@@ -140,7 +140,8 @@ def _sample(tensors: list[torch.Tensor]) -> Iterable[torch.Tensor]:
     ]
     if not taken:
         return ()
-    return torch.cat(taken).cpu().view(torch.int64).split([len(each) for each in taken])
+    sizes = [len(each) for each in taken]
+    return torch.split(torch.cat(taken).cpu().view(torch.int64), sizes)
 
 
 class ModelStateHandler(SnapshotHandler):

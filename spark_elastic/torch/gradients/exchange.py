@@ -251,7 +251,8 @@ class GradientExchange:
             self._memory.hand_over(self._parameters, None)
         later = {name: p for name, p in self._named if name in wanted and name not in self._first}
         exchanged = {**self._first, **later}
-        self._names, self._parameters = list(exchanged), list(exchanged.values())
+        self._names = list(exchanged)
+        self._parameters: list[torch.nn.Parameter] = list(exchanged.values())
         self._frozen = [(name, p) for name, p in self._named if name not in exchanged]
         self._specs = build_specs(self._names, self._parameters)
         self._memory = self._laid_out_for = self._compared = None

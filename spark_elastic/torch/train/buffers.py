@@ -121,7 +121,9 @@ class BufferMerge:
         live = {
             name: each for name, each in sorted(list_buffers(self._model).items()) if each.tensor is not None
         }
-        changed = before.find_changed((name, each.tensor) for name, each in live.items())
+        changed = before.find_changed(
+            (name, each.tensor) for name, each in live.items() if each.tensor is not None
+        )
         written = {
             name: each.tensor.clone() if keep else each.tensor
             for (name, each), flag in zip(live.items(), changed, strict=True)
@@ -159,7 +161,7 @@ class BufferMerge:
             layouts = _gather(group, layouts)
             self._results = _settle_shapes(group, layouts, [written for *_, written in self._parts])
             for layout in layouts:
-                self._saved.update((name, saved) for name, (_, _, saved) in layout.items())
+                self._saved.update((name, bool(saved)) for name, (_, _, saved) in layout.items())
         names = sorted({name for layout in layouts for name in layout if name not in self._results})
         if not names:
             return
@@ -238,7 +240,7 @@ class BufferMerge:
                 log.debug("how to merge the buffers %s was not tried: %r", names, error)
                 found = {name: [APPROXIMATE] for name in names}
         # All ways are right for one row, but forward may exchange something, so such a rank has tried them as well.
-        everywhere = _gather(group, [[mine, found if len(batch) > 1 else {}]])
+        everywhere: list[list[dict[str, Any]]] = _gather(group, [[mine, found if len(batch) > 1 else {}]])
         chosen = {}
         for name in names:
             held = [ranks[name] for _, ranks in everywhere if name in ranks]

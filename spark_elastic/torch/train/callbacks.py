@@ -131,7 +131,9 @@ class TorchCallbackList:
         """The states of the callbacks, the settings of the optimizer's groups, and what is frozen or evaluated."""
         states = copy.deepcopy([callback.state_dict() for callback in self.callbacks])
         model = self._training.model
-        flags = [(each, "requires_grad", each.requires_grad) for each in model.parameters()]
+        flags: list[tuple[Any, str, bool]] = [
+            (p, "requires_grad", p.requires_grad) for p in model.parameters()
+        ]
         flags += [(part, "training", part.training) for part in model.modules()]
         return states, [{k: v for k, v in group.items() if k != "params"} for group in self._groups], flags
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,3 +99,30 @@ def test_a_preflight_without_answers_ends_at_its_timeout() -> None:
     sc: Any = FullCluster(OtherJobs(None))
     with pytest.raises(PreflightError, match="no executor took a probe within 0 s"):
         _run_probes(sc, lambda answers: answers, 2, ProbeJob("tag", 0.0))
+
+
+class Tracker:
+    """Spark's statusTracker and what it returns: one job of one stage."""
+
+    def __init__(self, running: int) -> None:
+        self.numActiveTasks = lambda: running
+        self.statusTracker = self.get = lambda: self
+        self.getJobIdsForTag = self.getJobInfo = self.getStageInfo = lambda _: self
+        self.stageIds = lambda: [0]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([0])
+
+
+@pytest.mark.parametrize(
+    ("running", "says"),
+    [
+        (2, r"^2 probes of the hosts were still loading the program after 0 s \(start_timeout\)"),
+        (0, r"while the job wants 8 slots and Spark counts 2 cores: free some of them"),
+    ],
+)
+def test_a_slow_preflight_says_what_took_the_time(running: int, says: str) -> None:
+    sc: Any = FullCluster(OtherJobs(None))
+    sc._jsc, sc.defaultParallelism = SimpleNamespace(sc=lambda: Tracker(running)), 2
+    with pytest.raises(PreflightError, match=says):
+        _run_probes(sc, lambda answers: answers, 2, ProbeJob("tag", 0.0, workers=8))
