@@ -72,8 +72,6 @@ CASES = {
         "accelerate_script test_ops",
         ACCELERATE,
         kill_at=5,
-        remark="`PartialState()` of accelerate 1.15 takes each process of a machine without GPUs for one that is "
-        "alone, under torchrun, too: the program calls `PartialState(cpu=True)` first.",
     ),
     "accelerate-data-loop": Case(
         "accelerate_script test_distributed_data_loop test_can_join_uneven_inputs test_join_can_override_even_batches "
@@ -100,6 +98,8 @@ CASES = {
         ("torchrec", "fbgemm-gpu-cpu", "torch"),
         # torchrec requires fbgemm-gpu, of gigabytes, in whose place fbgemm-gpu-cpu stands.
         ("--no-deps torchrec==1.8.* fbgemm-gpu-cpu==1.8.*", "torchmetrics==1.0.3 tensordict pyre-extensions"),
+        remark="torchrec 1.8 exchanges a setting once in the life of a process (`init_collective_validation`): a process "
+        "that runs the program again leaves that out, and the new one beside it does not.",
     ),
     "pytorch-ignite": Case("ignite_parallel", ("pytorch-ignite",), ("pytorch-ignite>=0.5.5,<1",)),
     "torchmetrics": Case("torchmetrics_ddp", ("torchmetrics",)),
