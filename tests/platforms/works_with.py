@@ -78,14 +78,16 @@ CASES = {
         "test_join_can_override_for_mixed_type_dataloaders "
         "test_join_raises_warning_for_iterable_when_overriding_even_batches "
         "test_join_raises_warning_for_non_ddp_distributed",
-        ACCELERATE,
+        ("accelerate", "torchdata"),
+        ("torchdata>=0.11,<1",),
         kill_at=5,
         remark="Without five tests of `join_uneven_inputs`, which does nothing on CPUs in accelerate 1.15. Under "
         "torchrun the script waits until it is ended; here a sentence names the two calls that do not match.",
     ),
     "accelerate-comm-hook": Case(
         "accelerate_script test_ddp_comm_hook",
-        ACCELERATE,
+        ("accelerate", "torchdata"),
+        ("torchdata>=0.11,<1",),
         kill_at=4,
         remark="The script of accelerate 1.15 gives DDP the number of a GPU, which the program leaves out. It ends at "
         "the third of its hooks, since torch 2.13 has the one for BF16 on GPUs alone, under torchrun, too.",
