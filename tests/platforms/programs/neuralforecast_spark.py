@@ -1,6 +1,7 @@
 """neuralforecast trains NHITS on a Spark DataFrame: its distributor of tasks is `spark_elastic.run`."""
 
 import os
+import sys
 
 import numpy as np
 import pandas as pd
@@ -14,6 +15,8 @@ from toy import weigh
 
 import spark_elastic
 
+HERE = os.path.dirname(os.path.abspath(__file__))
+
 
 class Distributor:
     """What neuralforecast calls of pyspark's TorchDistributor."""
@@ -22,12 +25,13 @@ class Distributor:
         self.num_processes = num_processes
 
     def run(self, train, *arguments, **named):
-        env = {"STEPS": os.environ["STEPS"], "PYTHONPATH": os.path.dirname(os.path.abspath(__file__))}
+        env = {"STEPS": os.environ["STEPS"]}
         return spark_elastic.run(train, arguments, named, num_workers=self.num_processes, env=env)[0]
 
 
 class Steps(Callback):
     def on_train_batch_end(self, trainer, *_):
+        sys.path.append(HERE)  # which executors do not search
         from steps import note
 
         note(trainer.global_step)

@@ -1,6 +1,7 @@
 """sentence-transformers trains a BERT of random weights by MultipleNegativesRankingLoss, whose negatives are gathered.
 
-With `--elastic`: its trainer as a subclass of ElasticTrainer; without, it resumes from its own checkpoint.
+With `--elastic`: its trainer as a subclass of ElasticTrainer, with CosineSimilarityLoss, since negatives of a rank's
+own rows depend on the world. Without, it resumes from its own checkpoint.
 """
 
 import os
@@ -57,6 +58,12 @@ def make_model():
 set_seed(1)
 model = make_model()
 sentences = make_sentences()
+rows = {"anchor": sentences, "positive": [text[:-4] for text in sentences]}
+if elastic:
+    rows["label"] = [number % 5 / 4 for number in range(len(sentences))]
+    loss = losses.CosineSimilarityLoss(model)
+else:
+    loss = losses.MultipleNegativesRankingLoss(model, gather_across_devices=True)
 trainer = (ElasticEmbeddingTrainer if elastic else SentenceTransformerTrainer)(
     model,
     SentenceTransformerTrainingArguments(
@@ -69,8 +76,8 @@ trainer = (ElasticEmbeddingTrainer if elastic else SentenceTransformerTrainer)(
         report_to="none",
         disable_tqdm=True,
     ),
-    train_dataset=Dataset.from_dict({"anchor": sentences, "positive": [text[:-4] for text in sentences]}),
-    loss=losses.MultipleNegativesRankingLoss(model, gather_across_devices=not elastic),
+    train_dataset=Dataset.from_dict(rows),
+    loss=loss,
     callbacks=[Steps()],
     **options,
 )
