@@ -156,6 +156,15 @@ def random_plan(seed: int) -> FaultPlan:
     links = random.Random(f"links {seed}")
     if links.random() < DEAD_LINK_SHARE:
         plan = replace(plan, faults=(*plan.faults, _draw_dead_link(links)))
+    silences = random.Random(f"silences {seed}")
+    if silences.random() < SILENT_SLOT_SHARE:
+        silence = Fault(
+            FaultKind.SILENCE_SLOT,
+            silences.choice(MOMENTS[1:]),
+            silences.randint(1, 20),
+            silences.randrange(64),
+        )
+        plan = replace(plan, faults=(*plan.faults, silence))
     durable = random.Random(f"durable {seed}")
     return _with_checkpoints(durable, plan) if durable.random() < DURABLE_SHARE else plan
 
@@ -196,6 +205,7 @@ def _draw_durable_fault(rng: random.Random) -> Fault:
 DRIVER_TIMEOUT = 10.0  # R12 (driver silence): seconds after which a worker ends itself
 DURABLE_SHARE = 0.3  # of the random plans
 DEAD_LINK_SHARE = 0.1  # of the random plans
+SILENT_SLOT_SHARE = 0.04
 DURABLE_MOMENTS = (Moment.WRITING, Moment.WRITTEN, Moment.PUBLISHED)
 MOMENTS = tuple(moment for moment in Moment if moment not in DURABLE_MOMENTS)
 DURABLE_KINDS = (
