@@ -3,11 +3,14 @@
 Imported after pyspark in processes that run a user's code beside Spark's Python worker. Main thread.
 """
 
-from pyspark import SparkFiles
+from contextlib import suppress
 
 from spark_elastic.worker.context import get_process_context
 
 if get_process_context().files:
-    # What Spark's Python worker sets; there is no public way.
-    SparkFiles._root_directory = get_process_context().files
-    SparkFiles._is_running_on_worker = True
+    with suppress(ImportError):  # a client for Spark Connect alone has no files of Spark's
+        from pyspark import SparkFiles
+
+        # What Spark's Python worker sets; there is no public way.
+        SparkFiles._root_directory = get_process_context().files
+        SparkFiles._is_running_on_worker = True

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pyspark import SparkFiles, TaskContext
+from pyspark import TaskContext
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.driver.thread_launcher import SlotEnd
@@ -47,6 +47,10 @@ class SlotTask:
                 yield str(error) if isinstance(error, ElasticError) else f"{type(error).__name__}: {error}"
 
     def _serve(self, launch: int) -> str:
+        from pyspark import (
+            SparkFiles,  # a client for Spark Connect alone imports this module, and has no such class
+        )
+
         context = TaskContext.get()
         assert context is not None
         address = find_reachable_address(*split_address(self.spec.address))

@@ -116,7 +116,7 @@ def test_a_slot_registers_under_the_address_that_other_machines_reach(
         slot_task, "find_reachable_address", lambda *driver: {("machine-a", 7): ADDRESS}[driver]
     )
     monkeypatch.setattr(slot_task, "SlotAgent", make_agent)
-    monkeypatch.setattr(slot_task, "SparkFiles", SimpleNamespace(getRootDirectory=lambda: "/files"))
+    monkeypatch.setattr("pyspark.SparkFiles", SimpleNamespace(getRootDirectory=lambda: "/files"))
     spec = SlotSpec(address="machine-a:7", key=b"key", attempt=1)
     task = SlotTask(spec, InlinePayload(b""), ExecutorMemory(heap=1, overhead=None, slots=1))
     assert list(task([3])) == ["released"]
