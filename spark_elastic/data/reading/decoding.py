@@ -6,6 +6,7 @@ thread.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
@@ -24,6 +25,12 @@ from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
 
 ColumnArrays = dict[str, npt.NDArray[np.generic]]
+
+HAS_CHECKSUMS = (
+    "page_checksum_verification" in inspect.signature(pq.ParquetFile).parameters
+)  # pyarrow 15 and newer
+VERIFIED = {"page_checksum_verification": True} if HAS_CHECKSUMS else {}  # options of a reader
+CHECKSUMS = {"write_page_checksum": True} if HAS_CHECKSUMS else {}  # options of a writer
 
 
 class Reader(Protocol):
@@ -256,7 +263,7 @@ def open_parquet(
         pre_buffer=pre_buffer,
         buffer_size=buffer_size,
         coerce_int96_timestamp_unit="us",
-        page_checksum_verification=True,
+        **VERIFIED,
     )
 
 

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from pyspark.sql import Column, DataFrame, Observation
 from pyspark.sql import functions as F
 
-from spark_elastic.data.reading.decoding import open_parquet
+from spark_elastic.data.reading.decoding import CHECKSUMS, open_parquet
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
 from spark_elastic.spark.dataframes.scan import count_where, get_column, hash_columns, hash_row, quote
@@ -117,7 +117,7 @@ class HashOrder:
                 pq.write_table(
                     rows.slice(begin, end - begin), out, row_group_size=self._rows_per_group,
                     version="2.6", compression="snappy", use_dictionary=False,
-                    write_page_checksum=True,
+                    **CHECKSUMS,
                 )  # fmt: skip
                 files[-1].append(f"{folder}/part-{sum(map(len, files)):05d}.parquet")
                 store.write_bytes(files[-1][-1], out.getvalue().to_pybytes())
