@@ -21,7 +21,14 @@ def run_child(payload: bytes) -> tuple[list[str], int]:
     ends: queue.Queue[int] = queue.Queue()
 
     child = Child.start(
-        SlotSpec(address="127.0.0.1:1", key=b"\0", attempt=1, collective_timeout=5.0, driver_timeout=0.5),
+        SlotSpec(
+            address="127.0.0.1:1",
+            key=b"\0",
+            attempt=1,
+            collective_timeout=5.0,
+            driver_timeout=0.5,
+            fork_workers=False,
+        ),
         SlotIdentity(slot=SlotId("1-0")),
         payload,
         lambda child, line: lines.append(line),
