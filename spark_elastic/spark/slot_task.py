@@ -47,9 +47,8 @@ class SlotTask:
                 yield str(error) if isinstance(error, ElasticError) else f"{type(error).__name__}: {error}"
 
     def _serve(self, launch: int) -> str:
-        from pyspark import (
-            SparkFiles,  # a client for Spark Connect alone imports this module, and has no such class
-        )
+        # Not at the top: a client for Spark Connect alone imports this module, and has no such class.
+        from pyspark import SparkFiles
 
         context = TaskContext.get()
         assert context is not None

@@ -100,7 +100,7 @@ def test_profilers_and_dispatch_modes_see_collectives_as_those_of_gloo(results: 
         assert found == expected
 
 
-def test_groups_and_stores_tell_of_themselves_as_torchs_own(results: list[Any]) -> None:
+def test_groups_and_stores_describe_themselves_as_torchs_own(results: list[Any]) -> None:
     for rank, of_rank in enumerate(results):
         assert of_rank["counted"] == 1
         assert of_rank["named"] == ("gloo", 50.0)
