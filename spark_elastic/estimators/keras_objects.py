@@ -39,7 +39,6 @@ from spark_elastic.keras.train.batching import BatchBuilder, order_features, ord
 from spark_elastic.keras.train.compiled import CompiledLosses, compute_results, list_layer_metrics
 from spark_elastic.keras.train.trainer import ConnectedModel, KerasUserObjects
 from spark_elastic.running import captures
-from spark_elastic.tensorflow.sync_batch_norm import SyncBatchNormalization
 from spark_elastic.torch.generators import seeded_rng
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.callbacks import check_watched_names
@@ -341,7 +340,7 @@ def _check_steps(model: Any) -> None:
                 f"layer {layer.name!r} is quantized to float8, with scales that are maxima, and the workers sum what "
                 "they exchange: train it unquantized, for example with the policy mixed_bfloat16."
             )
-        if isinstance(layer, SyncBatchNormalization):
+        if getattr(layer, "exchanges_statistics", False):
             raise InvalidInput(
                 f"layer {layer.name!r} is a SyncBatchNormalization, whose forward passes wait for those of the other "
                 "workers, which here have different numbers of them: use BatchNormalization, whose running statistics "

@@ -13,7 +13,7 @@ from spark_elastic.data.loader import StepRows
 from spark_elastic.estimators.loss_scope import TOLERANCE, TOLERANCE_16, PartLoss, Trial
 from spark_elastic.estimators.two_rows import copy_objects, transform_rows
 from spark_elastic.torch.generators import seeded_rng
-from spark_elastic.torch.layers import draw_rows
+from spark_elastic.torch.row_dropout import draw_rows
 from spark_elastic.torch.train.forward import BufferSnapshot, depends_on_batch
 from spark_elastic.torch.train.loss import HALVES, LossFn, autocast
 from spark_elastic.torch.train.spec import TorchUserObjects, make_batch_builder

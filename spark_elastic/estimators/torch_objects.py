@@ -39,8 +39,8 @@ from spark_elastic.torch.callbacks import Callback, LearningRateSchedule
 from spark_elastic.torch.determinism import check_layers
 from spark_elastic.torch.generators import seeded_rng
 from spark_elastic.torch.gradients.exchange_options import find_trainable
-from spark_elastic.torch.layers import draw_rows
 from spark_elastic.torch.optimizers import build_optimizer, check_steps_alone
+from spark_elastic.torch.row_dropout import draw_rows
 from spark_elastic.torch.train.lightning import check_lightning, is_lightning
 from spark_elastic.torch.train.loss import LossResult
 from spark_elastic.torch.train.metrics import Metrics, is_accumulator, name_metrics

@@ -10,10 +10,11 @@ import keras
 import numpy as np
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.keras.values import SEED, broadcast_variables
+from spark_elastic.keras.train.state import SEED
+from spark_elastic.keras.values import broadcast_variables
 from spark_elastic.ops.operations import allreduce_arrays
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
-from spark_elastic.ops.topology import rank, size
+from spark_elastic.ops.ranks import rank, size
 from spark_elastic.state.handlers import unwrap_variable
 
 __all__ = [

@@ -21,9 +21,9 @@ import keras
 from spark_elastic.keras.callbacks import DONE_BEFORE
 from spark_elastic.protocol.types import HostUpdateResult
 from spark_elastic.state.elastic_loop import elastic
+from spark_elastic.state.session import KerasState, ObjectState, get_session
 from spark_elastic.state.state import State
 from spark_elastic.worker.notification import WorkerNotificationManager, notification_manager
-from spark_elastic.worker.session import KerasState, ObjectState, get_session
 
 __all__ = [
     "CommitStateCallback",

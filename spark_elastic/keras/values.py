@@ -20,8 +20,6 @@ from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduction import Average, ReduceOp, resolve_op
 from spark_elastic.state.handlers import to_array
 
-SEED = "seed_generator_state"  # how the path of a random layer's state ends
-
 
 def allreduce(
     value: Any,

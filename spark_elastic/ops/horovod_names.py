@@ -5,29 +5,23 @@ Each framework's own names are in its package.
 
 from elastic_collectives import CollectiveError as HorovodInternalError
 from spark_elastic.ops.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from spark_elastic.ops.ranks import cross_rank, cross_size, is_homogeneous, local_rank, local_size, rank, size
 from spark_elastic.ops.reduction import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from spark_elastic.ops.timeline import start_timeline, stop_timeline
 from spark_elastic.ops.topology import (
     ccl_built,
-    cross_rank,
-    cross_size,
     cuda_built,
     ddl_built,
     gloo_built,
     gloo_enabled,
     init,
-    is_homogeneous,
     is_initialized,
-    local_rank,
-    local_size,
     mpi_built,
     mpi_enabled,
     mpi_threads_supported,
     nccl_built,
-    rank,
     rocm_built,
     shutdown,
-    size,
     sycl_built,
 )
 from spark_elastic.state.state import HostsUpdatedInterrupt

@@ -334,7 +334,9 @@ class OperationQueue:
             for task in batch:
                 self._announced.pop(task.label, None)
                 if self.timeline is not None and task.operation is not None:
-                    self.timeline.write_operation(task.operation, begin, self._clock.now())
+                    ours = task.operation
+                    times = (ours.requested_at, ours.announced_at, begin, self._clock.now())
+                    self.timeline.write_operation(ours.label, ours.request.kind, times)
         if result.last_joined is not None and self._join is not None:
             joined, self._join = self._join, None
             joined.complete((np.array([result.last_joined], np.int64),))

@@ -21,7 +21,6 @@ from typing import Any
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import operations_from_env
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.operation import Operation
 from spark_elastic.ops.process_sets import world
 from spark_elastic.rendezvous.messages import CompareAndSet
 from spark_elastic.worker.context import get_context, get_process_context
@@ -57,14 +56,14 @@ class Timeline:
             about = {"start_time_since_epoch_in_micros": zero}
             self._write({"name": "process_name", "ph": "M", "pid": 0, "args": about})
 
-    def write_operation(self, operation: Operation, begin: float, end: float) -> None:
-        """Write an operation that ran from `begin` to `end`, in seconds of the clock of its handle."""
-        kind = operation.request.kind.upper()
+    def write_operation(self, label: str, kind: str, times: tuple[float, float, float, float]) -> None:
+        """Write an operation. times: when it was requested and announced, began and ended, in seconds of its clock."""
+        requested, announced, begin, end = times
         self._write_spans(
-            operation.label,
-            ("QUEUE", operation.requested_at, operation.announced_at),
-            (f"NEGOTIATE_{kind}", operation.announced_at, begin),
-            (kind, begin, end),
+            label,
+            ("QUEUE", requested, announced),
+            (f"NEGOTIATE_{kind.upper()}", announced, begin),
+            (kind.upper(), begin, end),
         )
 
     def write_gradients(self, label: str, nbytes: int, complete: float, begin: float, end: float) -> None:

@@ -1,4 +1,4 @@
-"""Horovod's `init`, `rank`, `size` and the like: where this process stands in the world. Any thread."""
+"""Horovod's `init` and `shutdown`, and what this build has. Any thread."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.process_sets import ProcessSet, reset_process_sets, world
-from spark_elastic.protocol.types import Member
-from spark_elastic.worker.context import get_context, get_process_context
+from spark_elastic.ops.process_sets import ProcessSet, reset_process_sets
+from spark_elastic.worker.context import get_process_context
 
 
 def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:
@@ -35,48 +34,6 @@ def shutdown() -> None:
 def is_initialized() -> bool:
     """Whether `init` was called, and `shutdown` was not called since."""
     return get_process_context().is_initialized
-
-
-def size() -> int:
-    """Return the number of workers in the world."""
-    return world().size
-
-
-def rank() -> int:
-    """Return this worker's rank in the world, from 0."""
-    return world().rank
-
-
-def local_size() -> int:
-    """Return the number of workers on this host."""
-    member = _get_member()
-    return 1 if member is None else member.local_size
-
-
-def local_rank() -> int:
-    """Return this worker's rank among those on its host, from 0."""
-    member = _get_member()
-    return 0 if member is None else member.local_rank
-
-
-def cross_size() -> int:
-    """Return the number of hosts that have a worker of this local rank."""
-    member = _get_member()
-    return 1 if member is None else member.cross_size
-
-
-def cross_rank() -> int:
-    """Return this worker's rank among those of the same local rank on all hosts, from 0."""
-    member = _get_member()
-    return 0 if member is None else member.cross_rank
-
-
-def is_homogeneous() -> bool:
-    """Whether all hosts have the same number of workers."""
-    worker = get_context()
-    if worker is None or worker.world is None:
-        return True
-    return len({member.local_size for member in worker.world.members}) == 1
 
 
 def mpi_threads_supported() -> bool:
@@ -140,10 +97,3 @@ def sycl_built() -> bool:
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: object) -> None:
     """Do nothing: no part of this interface is built for one framework."""
-
-
-def _get_member() -> Member | None:
-    worker = get_context()
-    if worker is None or worker.world is None:
-        return None
-    return worker.world.members[worker.require_group().rank]

@@ -278,3 +278,10 @@ def heartbeat_interval(lease: float, slots: int) -> float:
     """Seconds between two heartbeats of each of so many slots: it grows with them, and the lease bounds it."""
     small_job = min(MAX_HEARTBEAT_INTERVAL, lease / HEARTBEATS_PER_LEASE)
     return max(small_job, min(slots / HEARTBEATS_PER_SECOND, lease / MIN_HEARTBEATS_PER_LEASE))
+
+
+def format_position(position: Position | None) -> str:
+    """For people, who count epochs from 1."""
+    if position is None:
+        return "the beginning"
+    return f"epoch {position.epoch + 1}, {position.phase.name.lower()}, step {position.step}"

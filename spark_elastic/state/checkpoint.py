@@ -27,8 +27,7 @@ import numpy as np
 from spark_elastic.clock import Clock
 from spark_elastic.data.store import Store, StoreFull
 from spark_elastic.errors import ElasticError, StoreError
-from spark_elastic.protocol.driver.failures import format_position
-from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
+from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position, format_position
 from spark_elastic.state.snapshot import Codec, Snapshot
 
 log = logging.getLogger("spark_elastic.state")

@@ -15,12 +15,12 @@ from elastic_collectives import CollectiveError, MismatchError
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import START, World
 from spark_elastic.state.state import HostsUpdatedInterrupt, State, WorkerSession
+from spark_elastic.worker.outside import ENTERED
 
 R = TypeVar("R")
 
 # Keys of `WorkerSession.process_values`.
 STATE = "state"  # the state of the newest elastic function of this process
-ENTERED = "entered"  # whether this call of the user's function has reached its elastic function
 SYNCED_FENCE = "synced_fence"  # the fence of the newest world that the state has begun
 
 

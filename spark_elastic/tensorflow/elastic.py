@@ -16,9 +16,9 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import HostUpdateResult
 from spark_elastic.state.elastic_loop import elastic
 from spark_elastic.state.handlers import REGISTRY, Registry, VariablesHandler
+from spark_elastic.state.session import KerasState, ObjectState, get_session
 from spark_elastic.state.state import State
 from spark_elastic.worker.notification import WorkerNotificationManager, notification_manager
-from spark_elastic.worker.session import KerasState, ObjectState, get_session
 
 __all__ = [
     "HostUpdateResult",

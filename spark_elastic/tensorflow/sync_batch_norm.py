@@ -24,6 +24,8 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
     All ranks must take part in each forward and backward pass. process_set: the ranks that share statistics.
     """
 
+    exchanges_statistics = True
+
     def __init__(self, *args: Any, process_set: ProcessSet = global_process_set, **kwargs: Any) -> None:
         kwargs.pop("synchronized", None)  # of tf.distribute, which this replaces
         if kwargs.pop("fused", False):  # an argument of Keras 2, which Horovod's scripts set to False

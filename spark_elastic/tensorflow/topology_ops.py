@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from elastic_collectives.group import Array
-from spark_elastic.ops import topology
+from spark_elastic.ops import ranks
 from spark_elastic.ops.process_sets import ProcessSet, get_process_set
 from spark_elastic.tensorflow.arrays import Tensor, call, no_autograph
 
@@ -22,7 +22,7 @@ def size_op(process_set_id: ProcessSet | int = 0, name: str | None = None) -> Te
 @no_autograph
 def rank_op(name: str | None = None) -> Tensor:
     """Return the rank of this process in the world."""
-    return _evaluate(topology.rank)
+    return _evaluate(ranks.rank)
 
 
 def rank_in(process_set: ProcessSet) -> Tensor:
@@ -33,13 +33,13 @@ def rank_in(process_set: ProcessSet) -> Tensor:
 @no_autograph
 def local_size_op(name: str | None = None) -> Tensor:
     """Return the number of workers on this host."""
-    return _evaluate(topology.local_size)
+    return _evaluate(ranks.local_size)
 
 
 @no_autograph
 def local_rank_op(name: str | None = None) -> Tensor:
     """Return the rank of this process among the workers on this host."""
-    return _evaluate(topology.local_rank)
+    return _evaluate(ranks.local_rank)
 
 
 @no_autograph

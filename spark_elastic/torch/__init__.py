@@ -34,8 +34,10 @@ from spark_elastic.torch.gathering import (
     join,
     sparse_allreduce_async,
 )
-from spark_elastic.torch.layers import RowDropout, SyncBatchNorm, draw_rows
+from spark_elastic.torch.handles import poll, synchronize
+from spark_elastic.torch.layers import SyncBatchNorm
 from spark_elastic.torch.optimizer import DistributedOptimizer
+from spark_elastic.torch.row_dropout import RowDropout, draw_rows
 from spark_elastic.torch.scattering import (
     alltoall,
     alltoall_async,
@@ -44,7 +46,6 @@ from spark_elastic.torch.scattering import (
     reducescatter,
     reducescatter_async,
 )
-from spark_elastic.torch.tensors import poll, synchronize
 from spark_elastic.worker.context import get_process_context
 
 __all__ = [

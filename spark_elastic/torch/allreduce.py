@@ -17,14 +17,8 @@ from spark_elastic.ops.negotiation import ALLREDUCE
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduction import ReduceOp, ReduceOptions
 from spark_elastic.torch.compression import Compression
-from spark_elastic.torch.tensors import (
-    Handle,
-    copy_back,
-    copy_to_host,
-    disable_compile,
-    submit,
-    to_host,
-)
+from spark_elastic.torch.handles import Handle, submit
+from spark_elastic.torch.tensors import copy_back, copy_to_host, disable_compile, to_host
 
 
 def allreduce(  # noqa: PLR0913 - name and arguments are Horovod's

@@ -27,14 +27,15 @@ from spark_elastic.data.plan import (
     draw_uniform,
 )
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.topology import rank, size
-from spark_elastic.state.elastic_loop import ENTERED, STATE
+from spark_elastic.ops.ranks import rank, size
+from spark_elastic.state.elastic_loop import STATE
 from spark_elastic.state.handlers import StateDictHandler
+from spark_elastic.state.session import get_session
 from spark_elastic.state.state import ObjectState
 from spark_elastic.torch.determinism import align_batch, check_layers, use_deterministic_arithmetic
 from spark_elastic.torch.generators import borrow_rng, seeded_rng
 from spark_elastic.training.fit_config import check_choice, check_whole_number
-from spark_elastic.worker.session import get_session
+from spark_elastic.worker.outside import ENTERED
 
 _STEPS_AT_ONCE = 64  # whose indices are computed together
 # What the plan decides in place of torch's DataLoader, and what to use instead.

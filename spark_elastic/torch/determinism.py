@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map_only
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.torch.layers import SyncBatchNorm
+from spark_elastic.torch.row_dropout import exchanges_statistics
 
 ALIGN = 64  # bytes: what torch's own allocator aligns to
 
@@ -97,7 +97,7 @@ def _list_dependent_layers(
     model: torch.nn.Module, keeps_buffers: bool
 ) -> Iterator[tuple[str, torch.nn.Module]]:
     for name, layer in model.named_modules():
-        synced = isinstance(layer, torch.nn.SyncBatchNorm | SyncBatchNorm)
+        synced = isinstance(layer, torch.nn.SyncBatchNorm) or exchanges_statistics(layer)
         tracks = isinstance(layer, _NormBase) and layer.track_running_stats
         if (layer.training or not model.training) and (synced or (tracks and not keeps_buffers)):
             yield name, layer

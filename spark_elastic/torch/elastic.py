@@ -18,7 +18,7 @@ import torch
 
 from spark_elastic.data import sampler
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.topology import rank, size
+from spark_elastic.ops.ranks import rank, size
 from spark_elastic.protocol.types import HostUpdateResult
 from spark_elastic.state.elastic_loop import elastic
 from spark_elastic.state.handlers import (
@@ -29,8 +29,10 @@ from spark_elastic.state.handlers import (
     StateDictHandler,
     StateHandler,
 )
+from spark_elastic.state.session import ObjectState, get_session
 from spark_elastic.state.snapshot import Bytes
 from spark_elastic.state.state import State
+from spark_elastic.torch.applied_gradients import has_unapplied, is_distributed, mark_applied
 from spark_elastic.torch.data_loader import DataLoaderStateHandler, ElasticDataLoader
 from spark_elastic.torch.module_state import (
     ModelStateHandler,
@@ -38,10 +40,8 @@ from spark_elastic.torch.module_state import (
     find_difference,
     find_hooked,
 )
-from spark_elastic.torch.optimizer import has_unapplied, is_distributed, mark_applied
 from spark_elastic.worker.context import get_context, get_process_context
 from spark_elastic.worker.notification import WorkerNotificationManager, notification_manager
-from spark_elastic.worker.session import ObjectState, get_session
 
 __all__ = [
     "ElasticDataLoader",

@@ -18,15 +18,8 @@ from spark_elastic.ops.process_sets import ProcessSet, find_root_index, global_p
 from spark_elastic.ops.reduction import Average, ReduceOp, Sum
 from spark_elastic.torch.allreduce import allreduce, grouped_allreduce
 from spark_elastic.torch.gradients.gradient_sync import get_optimizers_in_use
-from spark_elastic.torch.tensors import (
-    Handle,
-    copy_back,
-    copy_to_host,
-    disable_compile,
-    submit,
-    tensor_of,
-    to_host,
-)
+from spark_elastic.torch.handles import Handle, submit
+from spark_elastic.torch.tensors import copy_back, copy_to_host, disable_compile, tensor_of, to_host
 
 
 def allgather(

@@ -21,15 +21,15 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.topology import local_rank, rank, size
+from spark_elastic.ops.ranks import local_rank, rank, size
 from spark_elastic.state.handlers import Registry, SnapshotHandler
 from spark_elastic.state.snapshot import Bytes, SnapshotBuilder, pickle_value
+from spark_elastic.torch.applied_gradients import mark_applied
 from spark_elastic.torch.data_loader import ElasticDataLoader
 from spark_elastic.torch.devices import CPU
 from spark_elastic.torch.elastic import TorchState, forget_gradients, get_handler_registry, run
 from spark_elastic.torch.generators import get_generators, set_generators
 from spark_elastic.torch.module_state import ModelStateHandler, OptimizerStateHandler
-from spark_elastic.torch.optimizer import mark_applied
 from spark_elastic.worker.context import get_context
 
 

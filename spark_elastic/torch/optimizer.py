@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NoReturn, SupportsIndex, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +21,7 @@ from spark_elastic.ops.distributed_optimizer import validate_backward_passes
 from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduction import Adasum, Average, Compressor, NoneCompressor, ReduceOp, ReduceOptions
 from spark_elastic.torch.adasum import AdasumSync
+from spark_elastic.torch.applied_gradients import DistributedBase
 from spark_elastic.torch.data_loader import ElasticDataLoader
 from spark_elastic.torch.determinism import align_tensors, describe_arithmetic
 from spark_elastic.torch.gradients.buckets import divide_into_groups
@@ -61,19 +62,6 @@ def name_parameters(
         )
     own = {id(parameter) for _, parameter in mine}
     return [(name, parameter) for name, parameter in pairs if id(parameter) in own]
-
-
-class DistributedBase(torch.optim.Optimizer):
-    """Refuses what no distributed optimizer can do. First base of the two classes below."""
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        raise InvalidInput("DistributedOptimizer takes no further parameters: add the group before wrapping.")
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        raise InvalidInput(
-            "a DistributedOptimizer cannot be copied or pickled, since its exchange belongs to this process: take its "
-            "state_dict(), and wrap the other optimizer itself."
-        )
 
 
 class AdasumOptimizer(DistributedBase):
@@ -247,6 +235,9 @@ class _Distributed(DistributedBase):
     _skips: bool = False
     _followed: int  # groups whose gradients are exchanged
 
+    def has_unapplied_gradients(self) -> bool:
+        return self._sync.has_unsynced_gradients or self._sync.is_synchronized
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train further parameters, which all ranks add between the same two steps. A newcomer and a worker that goes
         back to a commit take the groups from the state."""
@@ -343,47 +334,6 @@ class _Distributed(DistributedBase):
         if not self._skips and not sync.is_synchronized:
             sync.synchronize()
         sync.is_synchronized = False
-
-
-def is_distributed(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it knows which gradients its steps have applied."""
-    return isinstance(optimizer, _Distributed)
-
-
-def mark_applied(optimizer: torch.optim.Optimizer) -> None:
-    """Note that a step of a plain optimizer has applied the gradients that are there, as they are now, or that a
-    `GradScaler` has skipped it."""
-    for gradient in _list_gradients(optimizer):
-        gradient._applied_version = gradient._version  # type: ignore[attr-defined]
-
-
-def has_unapplied(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer has gradients that its newest step has not applied; a plain one if `mark_applied` was called
-    after each step."""
-    if isinstance(optimizer, _Distributed):
-        return optimizer._sync.has_unsynced_gradients or optimizer._sync.is_synchronized
-    changed = (
-        gradient
-        for gradient in _list_gradients(optimizer)
-        if getattr(gradient, "_applied_version", None) != gradient._version
-    )
-    return any(_has_values(gradient) for gradient in changed)  # `zero_grad` may leave zeros
-
-
-def _list_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [
-        parameter.grad
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if parameter.grad is not None
-    ]
-
-
-def _has_values(gradient: torch.Tensor) -> bool:
-    own: Any = gradient
-    if hasattr(own, "to_local"):  # of a DTensor, whose own `any` would be a collective
-        own = own.to_local()
-    return bool((own._values() if own.is_sparse else own).any())
 
 
 def _rebind_step(optimizer: Any) -> None:

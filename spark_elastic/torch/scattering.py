@@ -17,7 +17,8 @@ from spark_elastic.ops.process_sets import ProcessSet, global_process_set
 from spark_elastic.ops.reduction import Average, ReduceOp, ReduceOptions
 from spark_elastic.torch.compression import Compression
 from spark_elastic.torch.gathering import grouped_allgather
-from spark_elastic.torch.tensors import Handle, disable_compile, submit, tensor_of, to_host
+from spark_elastic.torch.handles import Handle, submit
+from spark_elastic.torch.tensors import disable_compile, tensor_of, to_host
 
 
 def alltoall(

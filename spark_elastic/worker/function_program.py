@@ -22,11 +22,11 @@ from spark_elastic.state.checkpoint import (
     CheckpointPolicy,
     SnapshotReader,
 )
-from spark_elastic.state.elastic_loop import ENTERED
 from spark_elastic.state.snapshot import PickleCodec
 from spark_elastic.worker import pickling, program
 from spark_elastic.worker.context import get_context, start_call
 from spark_elastic.worker.exits import accept_exit_zero, exit_forks
+from spark_elastic.worker.outside import ENTERED
 from spark_elastic.worker.program import Completed, Outcome, WorkerHandle
 from spark_elastic.worker.script import DIST_ENV, destroy_process_group, exchange_dist_env
 

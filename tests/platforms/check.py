@@ -162,10 +162,10 @@ def fit_by_petastorm(spark: Any, folder: Path) -> str:
 def loop(folder: str, whom: str) -> tuple[int, list[int]]:
     """Steps of a hand-written loop, in the eleventh of which rank 1 is lost; the sizes of the worlds."""
     from spark_elastic.state.elastic_loop import elastic
+    from spark_elastic.state.session import get_session
     from spark_elastic.state.state import ObjectState
     from spark_elastic.testing import ClusterFaults, InjectedFault
     from spark_elastic.worker.context import get_context
-    from spark_elastic.worker.session import get_session
 
     faults = ClusterFaults([InjectedFault(whom, step=STEPS // 3, rank=1)], folder)  # type: ignore[arg-type]
     sizes: list[int] = []

@@ -33,9 +33,9 @@ def train(folder: str, whom: str) -> tuple[int, list[int], int, str]:
     import numpy as np
 
     from spark_elastic.state.elastic_loop import elastic
+    from spark_elastic.state.session import get_session
     from spark_elastic.state.state import ObjectState
     from spark_elastic.worker.context import get_context
-    from spark_elastic.worker.session import get_session
 
     sizes: list[int] = []
 

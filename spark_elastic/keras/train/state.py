@@ -20,6 +20,7 @@ from spark_elastic.training.progress import TrainingProgress
 
 Array = npt.NDArray[Any]
 ARRAY = "__array__"  # the only key of a dict that stands for an array in the snapshot's memory
+SEED = "seed_generator_state"  # how the path of a random layer's state ends
 ITEMS = "__items__"  # the only key of a dict that stands for one with numbers for keys, given as pairs
 
 

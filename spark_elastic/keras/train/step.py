@@ -23,8 +23,7 @@ from spark_elastic.keras.train.compiled import (
     CompiledMetrics,
     activity_by_row,
 )
-from spark_elastic.keras.train.state import KerasTrainingState, read_value
-from spark_elastic.keras.values import SEED
+from spark_elastic.keras.train.state import SEED, KerasTrainingState, read_value
 from spark_elastic.ops.flat_allreduce import FlatAllreduce
 from spark_elastic.protocol.types import MembershipVersion, Position
 from spark_elastic.training.batch import LocalBatch

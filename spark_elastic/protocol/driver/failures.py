@@ -23,6 +23,7 @@ from spark_elastic.protocol.types import (
     Position,
     SlotId,
     WorkerId,
+    format_position,
 )
 
 MAX_OOM_KILLS = 2  # kills because memory ran out that a job tolerates within the failure window
@@ -338,10 +339,3 @@ def resume_point(state: DriverState, position: Position | None) -> str:
     if position is None and state.checkpoints:
         return f"checkpoint {state.checkpoints[0].name}"
     return format_position(position)
-
-
-def format_position(position: Position | None) -> str:
-    """For people, who count epochs from 1."""
-    if position is None:
-        return "the beginning"
-    return f"epoch {position.epoch + 1}, {position.phase.name.lower()}, step {position.step}"

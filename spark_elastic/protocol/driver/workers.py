@@ -17,7 +17,7 @@ from spark_elastic.protocol.driver.failure_detector import (
     mark_reconnected,
     suspect,
 )
-from spark_elastic.protocol.driver.failures import format_position, record_exit, record_failure
+from spark_elastic.protocol.driver.failures import record_exit, record_failure
 from spark_elastic.protocol.driver.slots import register_worker
 from spark_elastic.protocol.driver.state import DepartedWorker, Failure, JobStage, Transition, WorkerRecord
 from spark_elastic.protocol.messages import (
@@ -27,7 +27,15 @@ from spark_elastic.protocol.messages import (
     WorkerFailed,
     WorldFormed,
 )
-from spark_elastic.protocol.types import KILLED_EXIT_CODES, Fence, Position, SlotId, WorkerId, WorkerStatus
+from spark_elastic.protocol.types import (
+    KILLED_EXIT_CODES,
+    Fence,
+    Position,
+    SlotId,
+    WorkerId,
+    WorkerStatus,
+    format_position,
+)
 
 # ---- requests for the next world
 

@@ -17,8 +17,8 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from spark_elastic.torch.devices import CPU
 from spark_elastic.torch.generators import get_device_rng_state, get_torch_rng_state, set_device_rng_state
-from spark_elastic.torch.layers import SyncBatchNorm
 from spark_elastic.torch.module_state import PLAIN, list_buffers, put_buffer
+from spark_elastic.torch.row_dropout import exchanges_statistics
 from spark_elastic.training.trainer import describe_dependent_layers
 
 
@@ -156,14 +156,15 @@ def describe_world_dependence(model: torch.nn.Module) -> str | None:
 def shares_statistics(modules: Iterable[torch.nn.Module]) -> bool:
     """Whether the ranks exchange statistics inside of forward passes, so that each must make exactly one, of all its
     rows."""
-    return any(isinstance(module, SyncBatchNorm) and module.training for module in modules)
+    return any(exchanges_statistics(module) and module.training for module in modules)
 
 
 def _dependent_layers(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
     for name, module in model.named_modules():
         if not module.training:
             continue
-        if isinstance(module, _BatchNorm) and not isinstance(module, torch.nn.SyncBatchNorm | SyncBatchNorm):
+        synced = isinstance(module, torch.nn.SyncBatchNorm) or exchanges_statistics(module)
+        if isinstance(module, _BatchNorm) and not synced:
             yield name, f"{type(module).__name__}: statistics of each worker's own rows"
         elif is_random(module):
             yield name, f"{type(module).__name__}: random in each worker"

@@ -11,7 +11,7 @@ from torch.utils._pytree import register_pytree_node
 
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
-from spark_elastic.ops.topology import local_rank
+from spark_elastic.ops.ranks import local_rank
 from spark_elastic.protocol.types import START, Position
 from spark_elastic.torch.devices import read_later
 from spark_elastic.torch.optimizers import TrainerPlan, TrainerStandIn, attach_trainer

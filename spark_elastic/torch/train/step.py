@@ -18,7 +18,7 @@ from spark_elastic.protocol.types import MembershipVersion, Position
 from spark_elastic.torch.devices import CPU, HostSum
 from spark_elastic.torch.generators import seeded_rng
 from spark_elastic.torch.gradients.exchange import GradientExchange
-from spark_elastic.torch.layers import RowDropout, draw_rows
+from spark_elastic.torch.row_dropout import RowDropout, draw_rows
 from spark_elastic.torch.train.buffers import BufferMerge
 from spark_elastic.torch.train.forward import BufferSnapshot, has_buffers, shares_statistics
 from spark_elastic.torch.train.loss import LossFn

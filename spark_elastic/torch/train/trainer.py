@@ -30,8 +30,8 @@ from spark_elastic.torch.devices import (
 from spark_elastic.torch.generators import seeded_rng
 from spark_elastic.torch.gradients.exchange import GradientExchange
 from spark_elastic.torch.gradients.exchange_options import options_from_env
-from spark_elastic.torch.layers import SyncBatchNorm
 from spark_elastic.torch.optimizers import build_optimizer
+from spark_elastic.torch.row_dropout import exchanges_statistics
 from spark_elastic.torch.train.callbacks import TorchCallbackList
 from spark_elastic.torch.train.forward import describe_world_dependence
 from spark_elastic.torch.train.metrics import Metrics, is_accumulator
@@ -57,7 +57,7 @@ class TorchTrainProgram(TrainingLoop):
     """The program of a worker of `ElasticTorchEstimator`: the training loop over a torch model."""
 
     def __init__(self, spec: TrainSpec, objects: TorchUserObjects) -> None:
-        shapes_nothing = any(isinstance(module, SyncBatchNorm) for module in objects.model.modules())
+        shapes_nothing = any(map(exchanges_statistics, objects.model.modules()))
         super().__init__(spec, TorchTrainer(spec, objects), objects.transformation, shapes_nothing)
 
 

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from spark_elastic.state.elastic_loop import elastic
+from spark_elastic.state.session import get_session
 from spark_elastic.state.state import ObjectState
 from spark_elastic.worker.context import get_context
-from spark_elastic.worker.session import get_session
 
 FOLDER = Path(sys.argv[1])
 

@@ -41,9 +41,9 @@ def train(looked: str) -> None:
     from pathlib import Path
 
     from spark_elastic.state.elastic_loop import elastic
+    from spark_elastic.state.session import get_session
     from spark_elastic.state.state import ObjectState
     from spark_elastic.worker.context import get_context
-    from spark_elastic.worker.session import get_session
 
     assert len(os.environ["TOKEN"]) == 17, "the worker has it"
 

@@ -27,7 +27,7 @@ from spark_elastic.state.elastic_loop import elastic
 from spark_elastic.state.state import ObjectState
 from spark_elastic.testing import InjectedFault, ClusterFaults
 from spark_elastic.worker.context import get_context
-from spark_elastic.worker.session import get_session
+from spark_elastic.state.session import get_session
 
 faults = ClusterFaults({FAULTS!r}, sys.argv[1])
 

@@ -10,6 +10,7 @@ import torch
 
 from elastic_collectives import Group
 from spark_elastic.ops import process_sets
+from spark_elastic.state import session as loop_session
 from spark_elastic.torch.gradients import gradient_sync as rounds
 from spark_elastic.worker import session
 from spark_elastic.worker.context import GroupContext, WorkerContext
@@ -60,7 +61,8 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[CurrentWorker]:
 
     monkeypatch.setattr(rounds, "get_context", get_context)
     monkeypatch.setattr(rounds, "get_process_context", lambda: made.process)
-    monkeypatch.setattr(session, "get_context", get_context)
+    for module in (session, loop_session):
+        monkeypatch.setattr(module, "get_context", get_context)
     monkeypatch.setattr(process_sets, "get_context", get_context)
     yield made
     for context in contexts:

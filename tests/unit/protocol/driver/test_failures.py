@@ -7,9 +7,8 @@ import pytest
 
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import AnnounceChange, End, JobOutcome
-from spark_elastic.protocol.driver.failures import format_position
 from spark_elastic.protocol.messages import CheckpointWritten, WorkerExited, WorkerFailed, WorkerStarted
-from spark_elastic.protocol.types import Checkpoint, SlotId
+from spark_elastic.protocol.types import Checkpoint, SlotId, format_position
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
 
 AT = "net.py, line 7, in forward"
